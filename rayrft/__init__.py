@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rayrft.benchmark.bench import bench
     from rayrft.config import RunConfig
-    from rayrft.core.bench import bench
     from rayrft.core.launch import attach, resume, start
     from rayrft.core.run import Run
     from rayrft.errors import RayrftError
@@ -30,7 +30,7 @@ _HOME = {
     "RunConfig": "rayrft.config",
     "Run": "rayrft.core.run",
     "attach": "rayrft.core.launch",
-    "bench": "rayrft.core.bench",
+    "bench": "rayrft.benchmark.bench",
     "resume": "rayrft.core.launch",
     "start": "rayrft.core.launch",
     "RayrftError": "rayrft.errors",

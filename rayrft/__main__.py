@@ -1,5 +1,5 @@
 """``python -m rayrft`` is the command line."""
 
-from rayrft.cli import main
+from rayrft.cli.main import main
 
 main()

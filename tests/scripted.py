@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rayrft.handle import Handle
+from rayrft.runtime.handle import Handle
 
 
 class Remote:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.core.placement import PlacedClass
-from rayrft.handle import Handle, TrackedHandle, fetch
+from rayrft.runtime.handle import Handle, TrackedHandle, fetch
+from rayrft.runtime.waits import Waits
 from rayrft.trainer.commands import Score, Train
 from rayrft.trainer.trainer import Trainer
-from rayrft.waits import Waits
 
 
 async def calls(buffer: Handle[Buffer], trainer: Handle[Trainer]) -> None:

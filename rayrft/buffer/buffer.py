@@ -36,8 +36,8 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import Task, unpack
-from rayrft.handle import Watched
-from rayrft.waits import WaitReport
+from rayrft.runtime.handle import Watched
+from rayrft.runtime.waits import WaitReport
 
 
 class Buffer(Watched):

@@ -16,7 +16,7 @@ from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError
 from rayrft.experience import TRUNCATED, Experience, check_filled, check_schema, from_batch, pack, to_batch
-from rayrft.handle import Handle
+from rayrft.runtime.handle import Handle
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm

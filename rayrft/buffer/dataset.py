@@ -21,7 +21,7 @@ from rayrft.buffer.log.row_log import Ref
 from rayrft.data.selection import Selection
 from rayrft.errors import ActorDied, DataError, RayrftError
 from rayrft.experience import SCHEMA, Experience, from_batch, to_batch, unpack
-from rayrft.handle import Handle, fetch
+from rayrft.runtime.handle import Handle, fetch
 
 R = TypeVar("R")
 

@@ -21,7 +21,7 @@ from rayrft.buffer.scores import check_scores
 from rayrft.buffer.state import LeaseRecord
 from rayrft.buffer.store import Store
 from rayrft.errors import LeaseEnded, RayrftError
-from rayrft.waits import Waits
+from rayrft.runtime.waits import Waits
 
 _PIECES = 4
 """A share consists of at least so many pieces of groups."""

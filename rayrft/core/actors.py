@@ -19,20 +19,20 @@ from rayrft.config.pipelines import PipelinesConfig
 from rayrft.config.reward import RewardConfig
 from rayrft.core.placement import PlacedClass, Placement
 from rayrft.core.preflight import Prepared
+from rayrft.endpoint.keeper import SessionKeeper
 from rayrft.experience import pack, to_batch
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
-from rayrft.handle import Handle, TrackedHandle, Watched, when_reachable
 from rayrft.pipelines.experiences import experience_chain
-from rayrft.pipelines.workers import ActorOperators, Asked, GroupChain, OperatorActor, Operators
+from rayrft.pipelines.run.groups import ActorOperators, Asked, GroupChain, OperatorActor, Operators
 from rayrft.rewards.pool import ActorScoring, Models, RewardActor, Scoring
-from rayrft.serve.keeper import SessionKeeper
+from rayrft.runtime.handle import Handle, TrackedHandle, Watched, when_reachable
+from rayrft.runtime.waits import Waits
 from rayrft.trainer.batch_pipeline import BatchPipeline, batch_chain
 from rayrft.trainer.commands import command_name
 from rayrft.trainer.trainer import RankSetup, Trainer
-from rayrft.waits import Waits
 
 if TYPE_CHECKING:
     from rayrft.rewards.service import RewardService

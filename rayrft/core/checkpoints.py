@@ -19,10 +19,10 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.config import RunConfig, load_run_config
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.actors import Actors
-from rayrft.core.summary import StageDone
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
 from rayrft.files import replace_folder, sync
+from rayrft.monitor.summary import StageDone
 from rayrft.trainer.commands import Checkpoint, Restore, Save
 from rayrft.trainer.trainer import Trainer
 

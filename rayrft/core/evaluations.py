@@ -10,14 +10,14 @@ from typing import Any
 from rayrft.config import RunConfig, StageConfig
 from rayrft.core.actors import Actors, until_failed
 from rayrft.core.checkpoints import Progress, Saver
-from rayrft.core.recorder import Recorder
-from rayrft.core.step_record import evaluation_record
 from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import ActorDied, WeightSyncError
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
-from rayrft.handle import Handle
+from rayrft.monitor.recorder import Recorder
+from rayrft.monitor.step_record import evaluation_record
+from rayrft.runtime.handle import Handle
 
 
 class Evaluations:

@@ -11,13 +11,13 @@ from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.shared import FeedProgress, SharedBuffer
 from rayrft.config import RunConfig
 from rayrft.core.actors import Actors
-from rayrft.core.recorder import Recorder
 from rayrft.core.supervision import unless_stopped
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer, Timings
-from rayrft.handle import Handle
+from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import RolloutRecord
+from rayrft.runtime.handle import Handle
 
 
 class ExploreLoop:

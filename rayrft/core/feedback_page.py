@@ -15,12 +15,12 @@ from rayrft.core.cluster import connect
 from rayrft.core.placement import BUFFER, NAMESPACE, Part, actor_name, check_room
 from rayrft.core.preflight import read_keys
 from rayrft.core.shared_buffer import shared_actor_name
-from rayrft.handle import Handle
-from rayrft.serve.feedback.journal import feedback_folder
-from rayrft.serve.protocol import key_digest
+from rayrft.endpoint.protocol import key_digest
+from rayrft.feedback.journal import feedback_folder
+from rayrft.runtime.handle import Handle
 
 if TYPE_CHECKING:
-    from rayrft.applications import Anchor
+    from rayrft.runtime.serving.applications import Anchor
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class OpenPage:
 
     def stop(self) -> None:
         """End the page. What people said stays in the run's folder."""
-        from rayrft.applications import delete_applications
+        from rayrft.runtime.serving.applications import delete_applications
 
         delete_applications(self.application)
         self.anchor.kill()
@@ -63,8 +63,8 @@ def open_page(folder: Path, settings: FeedbackConfig) -> OpenPage:
     digests, key = read_keys(settings), secrets.token_urlsafe(24)
     key_file = None if digests else feedback_folder(folder) / "key"
     connect()
-    from rayrft.applications import Owner, create_anchor, delete_applications
-    from rayrft.serve.feedback.deployment import FeedbackFront, open_feedback
+    from rayrft.feedback.deployment import FeedbackFront, open_feedback
+    from rayrft.runtime.serving.applications import Owner, create_anchor, delete_applications
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     check_room([Part("http", 1, settings.cpus, 0, 0.25, "on Ray Serve: HTTP", served=True)])

@@ -25,11 +25,11 @@ from rayrft.core.placement import (
 )
 from rayrft.core.preflight import prepare, write_config
 from rayrft.core.run import ANSWER_S, Run
-from rayrft.core.summary import RunStatus, read_summary, remove_summary, status_at_end, summarise_from_folder
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RunNotFound, nearest
-from rayrft.handle import Handle, fetch
 from rayrft.monitor.records import read_records
+from rayrft.monitor.summary import RunStatus, read_summary, remove_summary, status_at_end, summarise_from_folder
 from rayrft.pipelines.report import summary
+from rayrft.runtime.handle import Handle, fetch
 
 
 def start(

@@ -19,20 +19,20 @@ from rayrft.core.checkpoints import Progress
 from rayrft.core.explore_loop import ExploreLoop
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, plan_placement
 from rayrft.core.preflight import Prepared
-from rayrft.core.recorder import Recorder
 from rayrft.core.shared_buffer import join_feed, join_trainer, open_buffer
-from rayrft.core.summary import RunStatus, Summary, rows_in_log, status_at_end, summarise
 from rayrft.core.supervision import Silence, Stopped, root_cause, supervise, unless_stopped
 from rayrft.core.train_loop import TrainLoop
 from rayrft.core.weight_sync import WeightSync
+from rayrft.endpoint.keeper import SessionKeeper
+from rayrft.endpoint.settings import EndpointActors, EndpointSettings
 from rayrft.errors import ActorDied, RayrftError, RowsFailed, StorageError
-from rayrft.handle import Handle, Watched
+from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import Record
+from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_end, summarise
 from rayrft.registry import load_plugins
-from rayrft.serve.keeper import SessionKeeper
-from rayrft.serve.settings import EndpointActors, EndpointSettings
+from rayrft.runtime.handle import Handle, Watched
+from rayrft.runtime.waits import Waits
 from rayrft.trainer.trainer import Trainer
-from rayrft.waits import Waits
 
 _STATS_DEADLINE_S = 5.0
 
@@ -217,8 +217,8 @@ class Master(Watched):
         service = reward_service(self._config)
         if service is None:
             return
-        from rayrft.applications import Owner
         from rayrft.rewards.service import open_rewards
+        from rayrft.runtime.serving.applications import Owner
 
         config, owner = self._config, Owner(NAMESPACE, actor_name(self._config.name, "master"))
         address = config.endpoint or ServeConfig()
@@ -246,7 +246,7 @@ class Master(Watched):
         config, model = self._config, self._config.model
         if config.endpoint is None:
             return None
-        from rayrft.serve import deployment
+        from rayrft.endpoint import deployment
 
         sampling, served = config.explorer.sampling, config.endpoint.model_name or config.name
         names = [actor_name(config.name, part) for part in ("engine_pool", "keeper")]
@@ -264,7 +264,7 @@ class Master(Watched):
 
         if self._config.endpoint is None:
             return
-        from rayrft.applications import delete_applications
+        from rayrft.runtime.serving.applications import delete_applications
 
         await asyncio.to_thread(delete_applications, actor_name(self._config.name, "serve"))
         if self._actors is not None and self._actors.keeper is not None:

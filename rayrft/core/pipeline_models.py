@@ -15,8 +15,8 @@ from rayrft.core.supervision import root_cause
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import Stalled
 from rayrft.explorer.engines.auxiliary import auxiliary_models
-from rayrft.handle import end
-from rayrft.pipelines.answering import AskedModel, Engines
+from rayrft.pipelines.run.answering import AskedModel, Engines
+from rayrft.runtime.handle import end
 
 _START_S = 1800.0
 """Seconds in which engines load their models."""

@@ -12,8 +12,8 @@ from rayrft.config import RunConfig
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import PlacementError
-from rayrft.handle import Handle
 from rayrft.rewards import where
+from rayrft.runtime.handle import Handle
 
 P = ParamSpec("P")
 T = TypeVar("T")

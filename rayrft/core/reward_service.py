@@ -13,10 +13,10 @@ from rayrft.core.cluster import connect
 from rayrft.core.placement import NAMESPACE, Part, actor_name, check_room, reward_replicas, show_plan
 from rayrft.core.preflight import read_keys
 from rayrft.core.reward_checks import check_reward
-from rayrft.handle import Handle
+from rayrft.runtime.handle import Handle
 
 if TYPE_CHECKING:
-    from rayrft.applications import Anchor
+    from rayrft.runtime.serving.applications import Anchor
 
 
 @contextlib.contextmanager
@@ -33,9 +33,9 @@ def serve_rewards(
             check_reward(part, model)
     keys = read_keys(config.serve)
     connect()
-    from rayrft.applications import Owner, delete_applications
+    from rayrft.endpoint.rewards import RewardFront, open_reward_front
     from rayrft.rewards.service import RewardService, rewards_open
-    from rayrft.serve.rewards import RewardFront, open_reward_front
+    from rayrft.runtime.serving.applications import Owner, delete_applications
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     http = config.serve

@@ -16,7 +16,11 @@ from rayrft.config import load_config
 from rayrft.core.master import Master
 from rayrft.core.placement import NAMESPACE, actor_name, named_actors, remove_groups
 from rayrft.core.shared_buffer import find_buffer
-from rayrft.core.summary import (
+from rayrft.core.supervision import root_cause
+from rayrft.errors import ActorDied, ActorUnreachable, ConfigError, RayrftError, RunNotFound, StorageError
+from rayrft.monitor.console import format_record
+from rayrft.monitor.records import Record, StepRecord, read_records
+from rayrft.monitor.summary import (
     RunStatus,
     Summary,
     Totals,
@@ -26,11 +30,7 @@ from rayrft.core.summary import (
     summarise_from_folder,
     write_summary,
 )
-from rayrft.core.supervision import root_cause
-from rayrft.errors import ActorDied, ActorUnreachable, ConfigError, RayrftError, RunNotFound, StorageError
-from rayrft.handle import Handle, Watched, death_reason, fetch, fetch_when_reachable
-from rayrft.monitor.console import format_record
-from rayrft.monitor.records import Record, StepRecord, read_records
+from rayrft.runtime.handle import Handle, Watched, death_reason, fetch, fetch_when_reachable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -84,7 +84,7 @@ class RunData:
         import ray
 
         from rayrft.buffer.dataset import answer
-        from rayrft.serve.keeper import SessionKeeper
+        from rayrft.endpoint.keeper import SessionKeeper
 
         try:
             actor = ray.get_actor(actor_name(self.name, "keeper"), namespace=NAMESPACE)

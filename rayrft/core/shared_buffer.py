@@ -19,7 +19,7 @@ from rayrft.core.placement import (
 from rayrft.core.preflight import Prepared
 from rayrft.core.supervision import root_cause
 from rayrft.errors import PlacementError, RunNotFound, nearest
-from rayrft.handle import Handle, fetch
+from rayrft.runtime.handle import Handle, fetch
 
 _ANSWER_S = 60.0
 _PREFIX = "buffers/"

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from rayrft.errors import ActorDied, ActorUnreachable, RayrftError, Stalled
-from rayrft.handle import death_reason
-from rayrft.waits import Wait, WaitReport, Waits
+from rayrft.runtime.handle import death_reason
+from rayrft.runtime.waits import Wait, WaitReport, Waits
 
 _LOOKS = 3
 """Polls per ``patience_s``, besides those at which a wait is due."""

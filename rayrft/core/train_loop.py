@@ -19,20 +19,21 @@ from rayrft.config import RunConfig, StageConfig
 from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.evaluations import Evaluations
-from rayrft.core.recorder import Recorder
-from rayrft.core.step_record import StepSeconds, check_gap, check_on_policy_step, pairs_record, step_record
 from rayrft.core.supervision import Stopped, unless_stopped
-from rayrft.core.weight_sync import SyncReport, WeightSync
+from rayrft.core.weight_sync import WeightSync
 from rayrft.data.demonstrations import held_out_name
 from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer, Timings
-from rayrft.handle import Handle
+from rayrft.monitor.recorder import Recorder
+from rayrft.monitor.step_record import StepSeconds, check_gap, check_on_policy_step, pairs_record, step_record
 from rayrft.monitor.verdict import Bottleneck
+from rayrft.runtime.handle import Handle
 from rayrft.trainer.batch_pipeline import ProcessedLease
 from rayrft.trainer.commands import Command, OpenStage, RankPairs, Train
 from rayrft.trainer.result import StepResult, mean_value_errors
 from rayrft.trainer.trainer import Trainer
+from rayrft.weights.messages import SyncReport
 
 R = TypeVar("R")
 

@@ -12,7 +12,6 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -21,11 +20,11 @@ from rayrft.errors import WeightSyncError
 from rayrft.experience import Experience
 from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
-from rayrft.handle import Handle, TrackedHandle
+from rayrft.runtime.handle import Handle, TrackedHandle
+from rayrft.runtime.waits import Waits
 from rayrft.trainer.commands import Command, Connect, Locate, Score, Send
 from rayrft.trainer.trainer import Trainer
-from rayrft.waits import Waits
-from rayrft.weights.messages import Link, Sent
+from rayrft.weights.messages import Link, Sent, SyncReport
 
 _RESUME_S = 10.0
 """Time that engines have to resume after a round that failed: one that hangs must not hide why it did."""
@@ -33,18 +32,6 @@ _RESUME_S = 10.0
 Engines = Sequence[Handle[RolloutEngine]]
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """Report of one round. ``digest`` is None if no engine is a member; ``probe_gap`` is the largest log-prob
-    difference, or None if no probe was due."""
-
-    version: int
-    seconds: float
-    nbytes: int
-    digest: str | None
-    probe_gap: float | None
 
 
 class WeightSync:

@@ -38,16 +38,16 @@ from rayrft.explorer.scoring import (
     with_failures,
     with_verified,
 )
-from rayrft.handle import Handle, TrackedHandle, Watched
-from rayrft.pipelines.answering import answering, running
 from rayrft.pipelines.experiences import ExperiencePipeline, experience_chain
 from rayrft.pipelines.report import OperatorStats
-from rayrft.pipelines.workers import LocalOperators, Operators
+from rayrft.pipelines.run.answering import answering, running
+from rayrft.pipelines.run.groups import LocalOperators, Operators
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.pool import RewardPool, Scoring
 from rayrft.rewards.stats import DomainStats
-from rayrft.waits import WaitReport, Waits
+from rayrft.runtime.handle import Handle, TrackedHandle, Watched
+from rayrft.runtime.waits import WaitReport, Waits
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm

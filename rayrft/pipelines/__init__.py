@@ -1,40 +1,7 @@
 """Operators on rows of data: one interface, for tasks, for experiences and for files."""
 
-from rayrft.pipelines import (
-    batches,
-    clean,
-    code_tests,
-    columns,
-    decontaminate,
-    diversity,
-    duplicates,
-    filters,
-    judged,
-    juicer,
-    priorities,
-    rewriting,
-    solving,
-    synthesis,
-)
-from rayrft.pipelines.operator import Applied, Context, Operator, operators, register_operator
-from rayrft.pipelines.runner import Pipeline
+import rayrft.pipelines.operators  # noqa: F401
+from rayrft.pipelines.operator import Applied, Context, Operator, register_operator
+from rayrft.pipelines.run.process import Pipeline
 
-_PIECES = (
-    batches,
-    clean,
-    code_tests,
-    columns,
-    decontaminate,
-    diversity,
-    duplicates,
-    filters,
-    judged,
-    juicer,
-    priorities,
-    rewriting,
-    solving,
-    synthesis,
-)
-"""Modules that register operators."""
-
-__all__ = ["Applied", "Context", "Operator", "Pipeline", "operators", "register_operator"]
+__all__ = ["Applied", "Context", "Operator", "Pipeline", "register_operator"]

@@ -21,7 +21,7 @@ from rayrft.experience import SCHEMA, Experience, Task, field_values, to_batch
 from rayrft.pipelines.chain import Link
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorLog, OperatorStats
-from rayrft.pipelines.workers import GroupChain, Operators, Worked
+from rayrft.pipelines.run.groups import GroupChain, Operators, Worked
 
 EXPERIENCES = pa.schema(
     [

@@ -16,13 +16,13 @@ from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import TaskSplits, load_bench_tasks, load_tasks
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task, dedup_key
-from rayrft.pipelines.answering import Engines, answering, no_engines
 from rayrft.pipelines.chain import LeftOut, apply_link, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.operator import operators as registered
 from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.rows import lineage
-from rayrft.pipelines.runner import Pipeline
+from rayrft.pipelines.run.answering import Engines, answering, no_engines
+from rayrft.pipelines.run.process import Pipeline
 
 SCHEMA = pa.schema(
     {

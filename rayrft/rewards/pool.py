@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from rayrft.actor_pool import TRIES, ActorPool
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import ActorDied, ActorUnreachable
 from rayrft.experience import Task
-from rayrft.handle import Handle
 from rayrft.registry import load_plugins
 from rayrft.rewards.base import RewardResult, Transcript
 from rayrft.rewards.judge import ChatModel
 from rayrft.rewards.scorer import Scorer
 from rayrft.rewards.stats import DomainStats, Tally
+from rayrft.runtime.actor_pool import TRIES, ActorPool
+from rayrft.runtime.handle import Handle
 
 Models = Callable[[], Mapping[str, ChatModel]]
 """Gives a process elsewhere the models that its judges may ask, by name."""

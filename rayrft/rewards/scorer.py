@@ -16,7 +16,6 @@ from rayrft.config.base import resolved
 from rayrft.config.reward import RewardModelConfig, RewardModelsConfig, RewardPart
 from rayrft.errors import CallFailed, CallTimeout, ConfigError, ProcessDied
 from rayrft.experience import Task
-from rayrft.processes import ProcessPool, Worker
 from rayrft.rewards.base import (
     Reward,
     RewardResult,
@@ -30,6 +29,7 @@ from rayrft.rewards.base import (
     where,
 )
 from rayrft.rewards.judge import ChatModel
+from rayrft.runtime.processes.pool import ProcessPool, Worker
 
 _TRIES = 2
 """How often a call is made whose process dies: it may have been ended by something else."""

@@ -17,8 +17,16 @@ from urllib.parse import quote
 from ray import serve
 from ray.exceptions import RayActorError
 
-from rayrft.actor_pool import TRIES
-from rayrft.applications import (
+from rayrft.config.reward import ReplicasConfig, RewardModelsConfig
+from rayrft.errors import ConfigError
+from rayrft.experience import Task
+from rayrft.registry import load_plugins
+from rayrft.rewards.base import RewardResult, Transcript
+from rayrft.rewards.pool import Models, again, died
+from rayrft.rewards.scorer import Scorer
+from rayrft.runtime.actor_pool import TRIES
+from rayrft.runtime.handle import Handle, death_reason
+from rayrft.runtime.serving.applications import (
     WATCHED_CLOSELY,
     Anchor,
     Owner,
@@ -28,14 +36,6 @@ from rayrft.applications import (
     on_head,
     start_serve,
 )
-from rayrft.config.reward import ReplicasConfig, RewardModelsConfig
-from rayrft.errors import ConfigError
-from rayrft.experience import Task
-from rayrft.handle import Handle, death_reason
-from rayrft.registry import load_plugins
-from rayrft.rewards.base import RewardResult, Transcript
-from rayrft.rewards.pool import Models, again, died
-from rayrft.rewards.scorer import Scorer
 
 _GIB = 1 << 30
 _DEPLOYMENT = "rewards"

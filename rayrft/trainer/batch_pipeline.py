@@ -19,10 +19,10 @@ from rayrft.config import RunConfig
 from rayrft.config.pipelines import PipelinesConfig
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.experience import SCHEMA, list_column, pack, unpack
-from rayrft.pipelines.batches import BATCHES
 from rayrft.pipelines.operator import Context, with_column
+from rayrft.pipelines.operators.batches import BATCHES
 from rayrft.pipelines.report import OperatorLog, OperatorStats
-from rayrft.pipelines.workers import GroupChain, LocalOperators, Worked
+from rayrft.pipelines.run.groups import GroupChain, LocalOperators, Worked
 
 _FIXED = ("experience_id", "group_id", "task_id", "source", "pair_id", "chosen", "place", "step", "trained")
 """Columns that no operator may change."""

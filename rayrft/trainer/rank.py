@@ -16,8 +16,8 @@ from rayrft.buffer.leases import BatchShare, BlockRows, Lease
 from rayrft.buffer.log.row_log import Ref
 from rayrft.config.stage import StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.handle import fetch
 from rayrft.registry import load_plugins
+from rayrft.runtime.handle import fetch
 from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
 from rayrft.trainer.blame import device_failed
 from rayrft.trainer.commands import Stop

@@ -12,10 +12,10 @@ from rayrft.buffer.leases import Lease
 from rayrft.config.model import TemplateConfig
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
-from rayrft.handle import Handle, Watched
+from rayrft.runtime.handle import Handle, Watched
+from rayrft.runtime.waits import WaitReport, Waits
 from rayrft.trainer.batch_pipeline import BatchPipeline, ProcessedLease
 from rayrft.trainer.commands import Command, Stop, command_name
-from rayrft.waits import WaitReport, Waits
 
 R = TypeVar("R")
 

@@ -95,3 +95,15 @@ class Sent:
 
     digest: str
     nbytes: int
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Report of one round. ``digest`` is None if no engine is a member; ``probe_gap`` is the largest log-prob
+    difference, or None if no probe was due."""
+
+    version: int
+    seconds: float
+    nbytes: int
+    digest: str | None
+    probe_gap: float | None

@@ -34,18 +34,18 @@ from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, load_config
 from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Checkpoints, Progress
-from rayrft.core.recorder import Recorder
 from rayrft.core.train_loop import TrainLoop
-from rayrft.core.weight_sync import SyncReport
 from rayrft.data.task_sampler import TaskSet
 from rayrft.experience import Task
 from rayrft.explorer.engines.exchange import Answering, Completion, Request
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor import sinks
+from rayrft.monitor.recorder import Recorder
 from rayrft.trainer.commands import Train
 from rayrft.trainer.result import FirstUpdate, StepResult
 from rayrft.trainer.tiny import make_tiny_model
+from rayrft.weights.messages import SyncReport
 from tests.bench.bench_put import named, template
 from tests.buffer.in_process import small
 from tests.e2e.conftest import small_config

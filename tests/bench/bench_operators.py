@@ -26,9 +26,9 @@ import pyarrow as pa
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import apply_link, build_chain
-from rayrft.pipelines.clean import MaskPersonal, Normalise, StripMarkup
-from rayrft.pipelines.filters import LanguageMixing, Repetition
-from rayrft.pipelines.runner import Applier, Pipeline, packed, unpacked
+from rayrft.pipelines.operators.clean import MaskPersonal, Normalise, StripMarkup
+from rayrft.pipelines.operators.filters import LanguageMixing, Repetition
+from rayrft.pipelines.run.process import Applier, Pipeline, packed, unpacked
 from tests.pipelines.operators_on_real_data import originals
 
 BATCH = 1000

@@ -23,8 +23,8 @@ from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.exchange import Request, Sampling
 from rayrft.explorer.engines.pool import EnginePool, Member
-from rayrft.handle import Handle
-from rayrft.waits import Waits
+from rayrft.runtime.handle import Handle
+from rayrft.runtime.waits import Waits
 from tests.bench.local_ray import actor, start_ray
 from tests.conftest import ROOT
 

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from rayrft.applications import Owner, create_anchor
 from rayrft.config.reward import RewardConfig
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, Transcript
@@ -25,6 +24,7 @@ from rayrft.rewards.base import Reward
 from rayrft.rewards.pool import ActorScoring, RewardActor, RewardPool
 from rayrft.rewards.scorer import Scorer
 from rayrft.rewards.service import RewardService, ServedScoring, close_rewards, open_rewards
+from rayrft.runtime.serving.applications import Owner, create_anchor
 from tests.bench.local_ray import actor, start_ray
 
 _HERE = "tests.bench.bench_rewards:working"

@@ -25,7 +25,7 @@ from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.rollout import Runner
 from rayrft.rewards import RewardResult, Transcript
-from rayrft.waits import Waits
+from rayrft.runtime.waits import Waits
 from tests.bench.local_ray import actor, start_ray
 from tests.conftest import ROOT
 

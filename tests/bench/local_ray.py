@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from rayrft.handle import Handle
+from rayrft.runtime.handle import Handle
 
 
 def start_ray(cpus: int, *, dashboard: bool = False) -> None:

@@ -17,9 +17,9 @@ from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import dump_config, load_config
 from rayrft.config.buffer import BufferConfig
-from rayrft.core.summary import RunStatus
 from rayrft.errors import FeedbackRefused
 from rayrft.experience import Experience, pack, to_batch
+from rayrft.monitor.summary import RunStatus
 from tests.buffer.rows import expert_rows, group, plan
 from tests.e2e.conftest import small_config
 from tests.scripted import handle

@@ -73,7 +73,7 @@ def test_groups_that_are_dropped_are_no_progress_of_a_step_that_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("rayrft.waits.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("rayrft.runtime.waits.time", SimpleNamespace(monotonic=lambda: now[0]))
     ObjectTable(monkeypatch)
     local = LocalBuffer(tmp_path, small())
 

@@ -14,19 +14,19 @@ import pytest
 import yaml
 from ray.data._internal.object_extensions.arrow import ArrowPythonObjectArray
 
+from rayrft.benchmark.bench import find_weights
+from rayrft.benchmark.difficulty import write_solved
 from rayrft.buffer.reader import Archive
 from rayrft.config import dump_config, load_config, load_run_config
 from rayrft.config.base import resolved
 from rayrft.config.serve import FeedbackConfig
 from rayrft.core import feedback_page
-from rayrft.core.bench import find_weights
 from rayrft.core.checkpoints import export
-from rayrft.core.measured_tasks import write_solved
-from rayrft.core.summary import rows_in_log
 from rayrft.data.formats import read_rows
 from rayrft.data.tables import open_table
 from rayrft.errors import ConfigError, DataError, RayrftError
 from rayrft.explorer.environments import environment_factory, register_environment
+from rayrft.monitor.summary import rows_in_log
 from rayrft.rewards import build_reward, register_reward
 from tests.config.test_load import base
 from tests.errors import about
@@ -192,7 +192,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise Elsewhere
 
     monkeypatch.setattr(feedback_page, "connect", elsewhere)
-    monkeypatch.setattr("rayrft.core.measured_tasks.load_processed", elsewhere)
+    monkeypatch.setattr("rayrft.benchmark.difficulty.load_processed", elsewhere)
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     config = load_config(base()).model_copy(update={"plugins": [tmp_path / "code.py"]})
     (tmp_path / "config.yaml").write_text(dump_config(config))

@@ -28,13 +28,13 @@ from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig, StageConfig
 from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Checkpoints, Progress
-from rayrft.core.recorder import Recorder
 from rayrft.core.train_loop import TrainLoop
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import RowsFailed, StorageError
 from rayrft.experience import Experience, VersionSpan, pack, to_batch, unpack
 from rayrft.explorer.explorer import Timings
-from rayrft.handle import Handle
+from rayrft.monitor.recorder import Recorder
+from rayrft.runtime.handle import Handle
 from rayrft.trainer.commands import Command, Save, Score, Train
 from rayrft.trainer.rank import Rank
 from rayrft.trainer.trainer import RankSetup, Trainer

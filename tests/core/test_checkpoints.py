@@ -12,8 +12,8 @@ import pytest
 
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.checkpoints import Checkpoints, Progress
-from rayrft.core.summary import StageDone
 from rayrft.errors import StorageError
+from rayrft.monitor.summary import StageDone
 from tests.errors import about
 
 

@@ -13,14 +13,14 @@ from rayrft.config import load_config
 from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Checkpoints, Progress, Saver
 from rayrft.core.evaluations import Evaluations
-from rayrft.core.recorder import Recorder
-from rayrft.core.weight_sync import SyncReport
 from rayrft.errors import ActorDied, WeightSyncError
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt, Evaluation, measure
-from rayrft.handle import Handle
 from rayrft.monitor import sinks
+from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import EvaluationRecord, NoteRecord
+from rayrft.runtime.handle import Handle
+from rayrft.weights.messages import SyncReport
 from tests.core.test_checkpoints import write
 from tests.e2e.conftest import small_config
 from tests.errors import about

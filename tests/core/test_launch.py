@@ -10,8 +10,8 @@ from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core import launch
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.placement import Part, check_room
-from rayrft.core.summary import Totals, summarise, write_summary
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RayrftError, RunNotFound, StorageError
+from rayrft.monitor.summary import Totals, summarise, write_summary
 from tests.e2e.conftest import small_config
 
 

@@ -18,12 +18,12 @@ from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Progress
 from rayrft.core.master import Master
 from rayrft.core.preflight import Prepared
-from rayrft.core.summary import Summary, read_summary
 from rayrft.errors import ActorDied, DataError, RayrftError, StorageError
-from rayrft.handle import Handle
 from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord, RecordFile
-from rayrft.waits import WaitReport
+from rayrft.monitor.summary import Summary, read_summary
+from rayrft.runtime.handle import Handle
+from rayrft.runtime.waits import WaitReport
 from tests.e2e.conftest import small_config
 from tests.errors import about
 from tests.scripted import remote
@@ -162,7 +162,7 @@ async def test_the_root_cause_is_raised_where_a_full_disk_takes_no_summary(
         if "failed" in getattr(record, "text", ""):
             raise StorageError("No space left on device", field="records.jsonl")
 
-    monkeypatch.setattr("rayrft.core.summary.os.replace", full)
+    monkeypatch.setattr("rayrft.monitor.summary.os.replace", full)
     monkeypatch.setattr(RecordFile, "append", no_record)
     with pytest.raises(StorageError) as error:
         await run(subject)

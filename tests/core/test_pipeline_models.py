@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rayrft.cli import app
+from rayrft.cli.main import app
 from rayrft.config import PipelineConfig, load_config
 from rayrft.core import actors
 from rayrft.core.pipeline_models import task_engines

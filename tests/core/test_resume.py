@@ -18,7 +18,7 @@ from rayrft.core.checkpoints import Checkpoints
 from rayrft.errors import StorageError
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.core.resumable import run
-from tests.forks import FORKS
+from tests.runtime.forks import FORKS
 
 
 def make_config(storage: Path, model: Path, name: str, **overrides: Any) -> RunConfig:

@@ -20,9 +20,9 @@ from rayrft.config import dump_config, load_config
 from rayrft.core.launch import attach, find_status, running, start, starting
 from rayrft.core.placement import Placement, plan_placement
 from rayrft.core.run import Run
-from rayrft.core.summary import RunStatus, Totals, read_summary, summarise, write_summary
 from rayrft.errors import ActorDied, DataError, PlacementError, RunNotFound
 from rayrft.monitor.records import NoteRecord, RecordFile, read_records
+from rayrft.monitor.summary import RunStatus, Totals, read_summary, summarise, write_summary
 from tests.e2e.conftest import small_config
 from tests.scripted import handle
 

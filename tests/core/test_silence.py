@@ -10,8 +10,8 @@ import pytest
 
 from rayrft.core.supervision import Silence, quiet_waits
 from rayrft.errors import Stalled
-from rayrft.handle import TrackedHandle
-from rayrft.waits import Wait, WaitReport, Waits
+from rayrft.runtime.handle import TrackedHandle
+from rayrft.runtime.waits import Wait, WaitReport, Waits
 from tests.errors import about
 from tests.scripted import remote
 
@@ -111,7 +111,7 @@ def test_who_waits_for_a_part_to_which_something_comes_sees_it_move() -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr("rayrft.waits.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rayrft.runtime.waits.time.monotonic", lambda: now[0])
     return now
 
 

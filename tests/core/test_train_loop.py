@@ -14,16 +14,16 @@ from rayrft.buffer.schedule import StagePlan
 from rayrft.config import load_config
 from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Checkpoints, Progress
-from rayrft.core.recorder import Recorder
 from rayrft.core.supervision import Stopped
 from rayrft.core.train_loop import TrainLoop
 from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import RayrftError, Stalled, StorageError, WeightSyncError
 from rayrft.monitor import sinks
+from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import NoteRecord
-from tests.core.test_step_record import SOUND, lease
 from tests.e2e.conftest import small_config
 from tests.errors import about
+from tests.monitor.test_step_record import SOUND, lease
 from tests.scripted import remote
 
 

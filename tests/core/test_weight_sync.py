@@ -14,9 +14,9 @@ from rayrft.errors import WeightSyncError
 from rayrft.experience import Experience
 from rayrft.explorer.engines.engine import EngineWeights
 from rayrft.explorer.engines.pool import EnginePool
-from rayrft.handle import TrackedHandle
+from rayrft.runtime.handle import TrackedHandle
+from rayrft.runtime.waits import Waits
 from rayrft.trainer.commands import Connect, Locate, Score, Send
-from rayrft.waits import Waits
 from rayrft.weights.messages import Link, Sent
 from tests.config.test_load import base
 from tests.errors import about

@@ -167,7 +167,7 @@ def test_threads_evaluate_conditions_at_once() -> None:
 
 def test_duckdb_is_not_loaded_before_a_condition_is_given() -> None:
     code = (
-        "import rayrft, rayrft.cli, rayrft.cli_data, rayrft.buffer.dataset, rayrft.buffer.reader, sys\n"
+        "import rayrft, rayrft.cli.main, rayrft.cli.data, rayrft.buffer.dataset, rayrft.buffer.reader, sys\n"
         "rayrft.buffer.reader.Selection(rayrft.buffer.reader.ARCHIVE_SCHEMA, ['reward'])\n"
         "print('duckdb' in sys.modules)"
     )

@@ -109,7 +109,7 @@ def config_file(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def rayrft(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Call:
     """The command line, in this process: exit status and what it printed."""
-    from rayrft.cli import main
+    from rayrft.cli.main import main
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["rayrft", *arguments])

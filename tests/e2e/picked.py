@@ -119,9 +119,9 @@ def judge(run: Run, pairs: int) -> FeedbackConfig:
 def export(run: Run, settings: FeedbackConfig, folder: Path, seed: int) -> int:
     """Write the pairs, the same picked by a coin, and what was picked; return the number of pairs."""
     from rayrft.buffer.reader import Archive
-    from rayrft.serve.feedback.exchange import export_feedback, read_answers
-    from rayrft.serve.feedback.journal import FILE, feedback_folder, read_journal
-    from rayrft.serve.feedback.judgements import Judgements
+    from rayrft.feedback.exchange import export_feedback, read_answers
+    from rayrft.feedback.journal import FILE, feedback_folder, read_journal
+    from rayrft.feedback.judgements import Judgements
 
     judgements = Judgements(settings)
     for entry in read_journal(feedback_folder(run.folder) / FILE):

@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 import rayrft
-from rayrft.core.measured_tasks import measure_difficulty
+from rayrft.benchmark.difficulty import measure_difficulty
 
 _WARMUP = {
     "name": "warmup",

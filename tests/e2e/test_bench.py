@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import rayrft
-from rayrft.applications import applications, start_serve
 from rayrft.core import actors
+from rayrft.runtime.serving.applications import applications, start_serve
 from tests.e2e.conftest import Call
 from tests.scripted_engine import ScriptedEngine
 

@@ -13,10 +13,10 @@ import pytest
 
 import rayrft
 from rayrft.buffer.reader import Archive
-from rayrft.core.summary import read_summary
 from rayrft.errors import ActorDied, FeedbackRefused
 from rayrft.experience import from_batch
 from rayrft.monitor.records import StepRecord
+from rayrft.monitor.summary import read_summary
 from tests.e2e.conftest import WITHOUT_VLLM, endpoint_of, small_config
 from tests.errors import about
 

@@ -14,9 +14,9 @@ import ray
 from ray.util.state import list_actors
 
 import rayrft
-from rayrft.core.summary import read_summary
 from rayrft.errors import ActorDied
 from rayrft.monitor.records import StepRecord, read_records
+from rayrft.monitor.summary import read_summary
 from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 

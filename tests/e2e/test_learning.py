@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import rayrft
-from rayrft.core.summary import read_summary
 from rayrft.monitor.records import StepRecord, read_records
+from rayrft.monitor.summary import read_summary
 from tests.conftest import ROOT
 from tests.e2e.conftest import small_config
 

@@ -13,11 +13,11 @@ import rayrft
 from rayrft.buffer.entries import group_key
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import Archive, read_state
-from rayrft.cli import app
+from rayrft.cli.main import app
 from rayrft.config import load_config
-from rayrft.core.summary import read_summary
 from rayrft.experience import from_batch
 from rayrft.monitor.records import StepRecord
+from rayrft.monitor.summary import read_summary
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 OPERATORS = [

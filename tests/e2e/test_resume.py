@@ -17,9 +17,9 @@ from rayrft.buffer.reader import Archive
 from rayrft.config import load_config
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.checkpoints import Checkpoints
-from rayrft.core.summary import Summary, read_summary
 from rayrft.errors import ActorDied, ConfigError
 from rayrft.monitor.records import StepRecord, read_records
+from rayrft.monitor.summary import Summary, read_summary
 from tests.e2e.conftest import Call, small_config
 from tests.errors import about
 

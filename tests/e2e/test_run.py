@@ -20,8 +20,8 @@ import yaml
 
 import rayrft
 from rayrft.buffer.reader import Archive
-from rayrft.core.summary import read_summary
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
+from rayrft.monitor.summary import read_summary
 from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, Call, small_config
 

@@ -21,9 +21,9 @@ import pytest
 import ray
 
 import rayrft
-from rayrft.core.summary import read_summary
 from rayrft.errors import ConfigError, DataError, FeedbackRefused
 from rayrft.monitor.records import NoteRecord, StepRecord
+from rayrft.monitor.summary import read_summary
 from tests.e2e import calculator
 from tests.e2e.conftest import WITHOUT_VLLM, endpoint_of, free_port
 from tests.e2e.multiplier import converse
@@ -205,7 +205,7 @@ def test_an_application_that_rates_its_answers_gets_better_ones_and_so_does_the_
             run.kill()
         first, last = (float(np.mean(part)) for part in (rights[:200], rights[-200:]))
     else:
-        agent = "rayrft.serve.agent:Agent"
+        agent = "rayrft.endpoint.agent:Agent"
         options = {agent: {"agent": "tests.e2e.multiplier:solve", "processes": 16}}
         config["explorer"] |= {"workflow": agent, "workflow_options": options}
         run = rayrft.start(config, say=lambda text: None)

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 import rayrft
-from rayrft.applications import applications
 from rayrft.monitor.records import StepRecord
+from rayrft.runtime.serving.applications import applications
 from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, free_port, small_config
 

@@ -11,9 +11,9 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.pool import EnginePool, Member
-from rayrft.pipelines.answering import AskedModel
+from rayrft.pipelines.run.answering import AskedModel
 from rayrft.rewards import Reward, inline, register_reward
-from rayrft.waits import Waits
+from rayrft.runtime.waits import Waits
 from tests.explorer.conftest import EngineUnderTest
 from tests.pipelines.asked import ran
 from tests.pipelines.small import rows

@@ -23,7 +23,7 @@ from rayrft.errors import ModelError, RequestRefused
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.exchange import INTERRUPTED, Capacity, Chunk, Completion, Request, Sampling, Session
 from rayrft.explorer.engines.pool import EnginePool, Member
-from rayrft.waits import Waits
+from rayrft.runtime.waits import Waits
 from tests.errors import about
 from tests.explorer.conftest import EngineUnderTest
 from tests.scripted import handle, remote

@@ -15,7 +15,7 @@ from rayrft.errors import ActorDied, EngineFailed
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.exchange import INTERRUPTED, Answering, Capacity, Completion, Request, Sampling, Session
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
-from rayrft.waits import Waits
+from rayrft.runtime.waits import Waits
 from tests.errors import about
 from tests.scripted import remote
 

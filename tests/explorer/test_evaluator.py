@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from rayrft.benchmark.worker import AttemptFile
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied
 from rayrft.experience import Task
-from rayrft.explorer.bench import AttemptFile
 from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.evaluation import Attempt, measure
 from rayrft.explorer.evaluator import Evaluator

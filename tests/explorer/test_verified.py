@@ -20,7 +20,7 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.scoring import ScoredGroup, with_verified
 from rayrft.pipelines.experiences import VERIFIED, Verified, _seen, experience_chain
 from rayrft.pipelines.report import OperatorStats
-from rayrft.pipelines.workers import Asked, LocalOperators, OperatorActor, _Call
+from rayrft.pipelines.run.groups import Asked, LocalOperators, OperatorActor, _Call
 from rayrft.rewards import RewardResult
 from tests.buffer.rows import group
 from tests.errors import about

@@ -11,8 +11,8 @@ import pyarrow as pa
 
 import rayrft
 from rayrft.pipelines import Applied, Operator
-from rayrft.pipelines.asking import AskingOperator, scored, tasks_of
 from rayrft.pipelines.operator import with_column
+from rayrft.pipelines.run.asking import AskingOperator, scored, tasks_of
 
 
 @rayrft.register_operator("worth", "filter")

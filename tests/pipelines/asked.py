@@ -15,9 +15,9 @@ import pyarrow as pa
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.experience import Task
 from rayrft.pipelines import Context
-from rayrft.pipelines.answering import AskedModel, answering
 from rayrft.pipelines.report import OperatorReport
-from rayrft.pipelines.runner import Pipeline
+from rayrft.pipelines.run.answering import AskedModel, answering
+from rayrft.pipelines.run.process import Pipeline
 from rayrft.rewards import Reward, RewardResult, inline, register_reward
 from rayrft.rewards.judge import Messages
 from tests.pipelines.small import operator

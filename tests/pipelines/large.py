@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayrft.config import PipelineConfig
-from rayrft.pipelines.process import file_source, process
+from rayrft.pipelines.files import file_source, process
 
 OPERATORS = [
     {"name": "expression", "where": "number % 7 != 3"},

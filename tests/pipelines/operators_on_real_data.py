@@ -23,7 +23,7 @@ from rayrft.config.pipelines import OperatorConfig
 from rayrft.experience import Task
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import LeftOut, apply_link, build_chain
-from rayrft.pipelines.synthesis import Problem
+from rayrft.pipelines.operators.synthesis import Problem
 from tests.conftest import ROOT
 
 DATA = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "samples"))

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 import rayrft
 from rayrft.pipelines import Applied, Operator
-from rayrft.pipelines.asking import AskingOperator, RemoteChat
+from rayrft.pipelines.run.asking import AskingOperator, RemoteChat
 
 
 @rayrft.register_operator("shout", "clean", version="3")

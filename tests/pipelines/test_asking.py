@@ -19,10 +19,10 @@ from rayrft.config.pipelines import EndpointConfig
 from rayrft.data.tables import json_field
 from rayrft.errors import ActorDied, ConfigError, OperatorFailed, OperatorTimeout, RequestRefused
 from rayrft.pipelines import Context
-from rayrft.pipelines.answering import Answerer, AskedModel, Journal, _at_endpoint
-from rayrft.pipelines.asking import Reply
 from rayrft.pipelines.chain import build_chain
-from rayrft.processes import Asked
+from rayrft.pipelines.run.answering import Answerer, AskedModel, Journal, _at_endpoint
+from rayrft.pipelines.run.asking import Reply
+from rayrft.runtime.processes.pool import Asked
 from tests.errors import about
 from tests.pipelines.asked import Scripted, ran, says
 from tests.pipelines.small import OWN, operator, rows

@@ -11,7 +11,14 @@ import pytest
 from rayrft.errors import ConfigError
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
-from rayrft.pipelines.embeddings import Embedder, EmbeddingOptions, centred, clustered, farthest, nearest_other
+from rayrft.pipelines.operators.embeddings import (
+    Embedder,
+    EmbeddingOptions,
+    centred,
+    clustered,
+    farthest,
+    nearest_other,
+)
 from tests.errors import about
 from tests.pipelines.small import applied, operator, reasons, rows
 

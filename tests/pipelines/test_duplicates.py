@@ -13,9 +13,10 @@ import pyarrow as pa
 import pytest
 
 from rayrft.config.pipelines import OperatorConfig
-from rayrft.pipelines import Context, hashing
+from rayrft.pipelines import Context
 from rayrft.pipelines.chain import apply_link, build_chain
-from rayrft.pipelines.runner import Applier, packed
+from rayrft.pipelines.operators import hashing
+from rayrft.pipelines.run.process import Applier, packed
 from tests.pipelines.small import applied, reasons, rows, texts
 
 WORDS = [f"word{number}" for number in range(3000)]

@@ -17,8 +17,8 @@ from rayrft.config.pipelines import OperatorConfig
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
-from rayrft.pipelines.juicer import PACKAGES, PYTHON
-from rayrft.pipelines.process import file_source, process
+from rayrft.pipelines.files import file_source, process
+from rayrft.pipelines.operators.juicer import PACKAGES, PYTHON
 from rayrft.pipelines.rows import lineage
 from tests.errors import about
 from tests.pipelines.small import rows
@@ -140,8 +140,8 @@ class _Without:
 
 def test_an_environment_that_ray_cannot_make_is_an_error(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PYTHON, raising=False)
-    monkeypatch.setattr("rayrft.pipelines.juicer.PACKAGES", [])
-    monkeypatch.setattr("rayrft.pipelines.juicer._Inside", _Without)
+    monkeypatch.setattr("rayrft.pipelines.operators.juicer.PACKAGES", [])
+    monkeypatch.setattr("rayrft.pipelines.operators.juicer._Inside", _Without)
     with pytest.raises(ConfigError, match="no space left", check=about("operators.0.juicer")):
         build_chain(
             [OperatorConfig.model_validate({"juicer": "clean_links_mapper"})],

@@ -12,11 +12,12 @@ import rayrft
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.errors import ConfigError, DataError, OperatorFailed
 from rayrft.experience import Task
-from rayrft.pipelines import Context, operators
+from rayrft.pipelines import Context
 from rayrft.pipelines.chain import apply_link, build_chain
+from rayrft.pipelines.operator import operators
 from rayrft.pipelines.rows import Ids
-from rayrft.pipelines.runner import packed, unpacked
-from rayrft.pipelines.workers import _difference
+from rayrft.pipelines.run.groups import _difference
+from rayrft.pipelines.run.process import packed, unpacked
 from rayrft.registry import load_plugins
 from tests.errors import about
 from tests.pipelines.small import OWN, applied, operator, reasons, rows

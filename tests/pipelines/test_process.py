@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from rayrft.cli import app
+from rayrft.cli.main import app
 from rayrft.config import PipelineConfig, read_config
 from rayrft.data.tables import TableWriter, write_table
 from rayrft.errors import ConfigError, DataError, OperatorFailed, OperatorTimeout
 from rayrft.experience import Experience, Task, to_batch
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
-from rayrft.pipelines.process import Processed, file_source, process, walk_lineage
+from rayrft.pipelines.files import Processed, file_source, process, walk_lineage
 from rayrft.pipelines.report import OperatorLog, OperatorReport, OperatorStats, Report
 from rayrft.pipelines.rows import Ids
 from tests.buffer.rows import group

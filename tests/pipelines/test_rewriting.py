@@ -13,10 +13,10 @@ import pytest
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.pipelines import Context
-from rayrft.pipelines.answering import Answerer, AskedModel
 from rayrft.pipelines.chain import build_chain
 from rayrft.pipelines.rows import lineage
-from rayrft.pipelines.runner import Pipeline
+from rayrft.pipelines.run.answering import Answerer, AskedModel
+from rayrft.pipelines.run.process import Pipeline
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.judge import Messages
 from tests.errors import about

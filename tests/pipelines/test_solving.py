@@ -15,8 +15,8 @@ from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task, to_batch
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
+from rayrft.pipelines.operators.solving import Attempt
 from rayrft.pipelines.rows import lineage
-from rayrft.pipelines.solving import Attempt
 from rayrft.rewards.judge import Messages
 from tests.buffer.rows import group
 from tests.errors import about

@@ -19,8 +19,8 @@ from rayrft.config.pipelines import OperatorConfig
 from rayrft.errors import ClusterError, OperatorFailed, OperatorTimeout
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
-from rayrft.pipelines.runner import Applier, Pipeline, packed, unpacked
-from rayrft.pipelines.spread import Result, Segment, _read, _SegmentWorker
+from rayrft.pipelines.run.distributed import Result, Segment, _read, _SegmentWorker
+from rayrft.pipelines.run.process import Applier, Pipeline, packed, unpacked
 from rayrft.registry import load_plugins
 from tests.conftest import ROOT
 from tests.errors import about
@@ -87,7 +87,7 @@ def test_the_first_batch_that_fails_in_their_order_ends_it(monkeypatch: pytest.M
         yield from reversed(done)
 
     monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("rayrft.pipelines.spread._results", results)
+    monkeypatch.setattr("rayrft.pipelines.run.distributed._results", results)
     given = [batch("good"), batch("fine", "bad"), batch("bad")]
     with pytest.raises(OperatorFailed, check=about("operators.1.raises"), match=r"no such thing") as caught:
         Ran(given, [{"name": "size"}, {"name": "raises"}], workers=2)
@@ -102,8 +102,8 @@ def test_workers_of_which_none_ever_answers_are_given_up(monkeypatch: pytest.Mon
         yield Result()
 
     monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("rayrft.pipelines.spread._results", results)
-    monkeypatch.setattr("rayrft.pipelines.spread.START_S", 0.1)
+    monkeypatch.setattr("rayrft.pipelines.run.distributed._results", results)
+    monkeypatch.setattr("rayrft.pipelines.run.distributed.START_S", 0.1)
     with pytest.raises(OperatorTimeout, check=about("operators.0.size")):
         Ran([batch("good")], [{"name": "size"}], workers=2, deadline_s=0.1)
     release.set()

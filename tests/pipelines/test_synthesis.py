@@ -10,8 +10,8 @@ import pytest
 
 from rayrft.buffer.expert_rows import are_pairs
 from rayrft.experience import SCHEMA, check_schema, from_batch, to_batch
+from rayrft.pipelines.operators.synthesis import Problem, evaluate
 from rayrft.pipelines.rows import lineage
-from rayrft.pipelines.synthesis import Problem, evaluate
 from tests.buffer.rows import group
 from tests.pipelines.small import applied, rows
 

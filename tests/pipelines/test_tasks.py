@@ -12,7 +12,7 @@ from rayrft.config import RunConfig, load_config
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task
 from rayrft.pipelines.report import summary
-from rayrft.pipelines.runner import Pipeline
+from rayrft.pipelines.run.process import Pipeline
 from rayrft.pipelines.tasks import load_processed, load_splits, process_added
 from tests.e2e.conftest import small_config
 from tests.errors import about

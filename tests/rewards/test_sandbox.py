@@ -21,7 +21,7 @@ from rayrft.errors import ConfigError, SandboxFailed
 from rayrft.rewards import sandbox as module
 from rayrft.rewards.sandbox import ISOLATIONS, Limits, Outcome, Process, Sandbox, isolate, seccomp
 from rayrft.rewards.sandbox.isolation import Job, Root
-from rayrft.run_clock import Usage
+from rayrft.runtime.processes.run_clock import Usage
 from tests.conftest import ROOT
 from tests.errors import about
 
@@ -393,10 +393,11 @@ def test_an_ordinary_user_is_served_as_well(sandbox: Sandbox, tmp_path_factory: 
             break
         parent.chmod(0o755)
     shutil.copytree(ROOT / "rayrft/rewards/sandbox", folder / "rayrft/rewards/sandbox")
-    for name in ("errors.py", "run_clock.py"):
-        shutil.copy(ROOT / "rayrft" / name, folder / "rayrft")
-    for package in ("rayrft", "rayrft/rewards"):
+    for package in ("rayrft", "rayrft/rewards", "rayrft/runtime", "rayrft/runtime/processes"):
+        (folder / package).mkdir(exist_ok=True)
         (folder / package / "__init__.py").touch()
+    for name in ("errors.py", "runtime/processes/run_clock.py"):
+        shutil.copy(ROOT / "rayrft" / name, folder / "rayrft" / name)
     file = folder / "file"
     file.touch()
     os.chown(file, 65534, 65534)

@@ -14,14 +14,14 @@ import pytest
 import ray
 from ray import serve
 
-from rayrft.applications import Anchor, Owner, applications, create_anchor, delete_applications
 from rayrft.config.reward import RewardConfig
 from rayrft.errors import ConfigError
-from rayrft.handle import Handle
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.pool import RewardPool
 from rayrft.rewards.service import RewardService, Scored, ServedScoring, close_rewards, open_rewards
 from rayrft.rewards.stats import DomainStats
+from rayrft.runtime.handle import Handle
+from rayrft.runtime.serving.applications import Anchor, Owner, applications, create_anchor, delete_applications
 from tests.errors import about
 from tests.rewards.test_rewards import HERE, task, transcripts
 

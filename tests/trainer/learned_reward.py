@@ -28,7 +28,7 @@ from rayrft.rewards.models import ScalarModel
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
-from tests.forks import FORKS
+from tests.runtime.forks import FORKS
 from tests.trainer.learning import CPU, Pupil, batches, row
 
 LETTERS, VOWELS, LENGTH, BEST = "abcdefghij", "aei", 8, 5

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.forks import FORKS
+from tests.runtime.forks import FORKS
 
 
 def _enter(rank: int, world_size: int, port: int, out: str, function: Callable[..., Any], arguments: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import FORKS
+from tests.runtime.forks import FORKS
 from tests.trainer import learned_reward
 from tests.trainer.learning import lesson
 

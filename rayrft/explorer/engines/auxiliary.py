@@ -12,8 +12,8 @@ from rayrft.errors import ConfigError, RequestRefused, nearest
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.exchange import Completion, Request, Sampling, Session
 from rayrft.explorer.engines.pool import EnginePool
-from rayrft.handle import Handle
-from rayrft.waits import Waits
+from rayrft.runtime.handle import Handle
+from rayrft.runtime.waits import Waits
 
 
 def no_auxiliary(name: str, known: Collection[str]) -> ConfigError:

@@ -27,8 +27,8 @@ from rayrft.explorer.engines.exchange import (
     Told,
 )
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
-from rayrft.handle import Handle, TrackedHandle, death_reason, when_reachable
-from rayrft.waits import Waits
+from rayrft.runtime.handle import Handle, TrackedHandle, death_reason, when_reachable
+from rayrft.runtime.waits import Waits
 
 _SPILL_ANSWERS, _SPILL_RATIO = 8, 1.5
 """A session leaves its engine when that owes so many answers, and so many times as many, more than another: decoding

@@ -18,7 +18,7 @@ from rayrft.config.explorer import EngineConfig, RepetitionConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError, RequestRefused
 from rayrft.explorer.engines.exchange import Answering, Capacity, Completion, Request, Stream
-from rayrft.handle import Watched
+from rayrft.runtime.handle import Watched
 from rayrft.weights.messages import Link
 
 if TYPE_CHECKING:

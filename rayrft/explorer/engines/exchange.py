@@ -20,7 +20,7 @@ from typing import Any
 
 from rayrft.config.explorer import RepetitionConfig
 from rayrft.errors import EngineFailed, RayrftError
-from rayrft.handle import Handle
+from rayrft.runtime.handle import Handle
 
 log = logging.getLogger(__name__)
 

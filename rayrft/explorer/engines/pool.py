@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rayrft.errors import ActorDied, WeightSyncError
 from rayrft.explorer.engines.engine import RolloutEngine
-from rayrft.handle import Handle, Watched
+from rayrft.runtime.handle import Handle, Watched
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from rayrft.explorer.environments.base import (
     environment_factory,
     runs_in_event_loop,
 )
-from rayrft.processes import ProcessPool
+from rayrft.runtime.processes.pool import ProcessPool
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from rayrft.errors import CallFailed, CallTimeout, ConfigError
 from rayrft.explorer.tools.base import TOOLS, Tool, ToolFailed, ToolHost, find_tool, function_tool, methods, shortened
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.explorer.tools.parsing import Malformed, ToolCall
-from rayrft.processes import ProcessPool, Worker
 from rayrft.registry import loaded_plugins
+from rayrft.runtime.processes.pool import ProcessPool, Worker
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rayrft import process_server
 from rayrft.data.images import Picture
 from rayrft.data.tokenizer import Tools
 from rayrft.errors import ActorDied, ModelError
@@ -21,9 +20,10 @@ from rayrft.experience import Task
 from rayrft.explorer.engines.exchange import Completion
 from rayrft.explorer.environments import EnvironmentClient, Observation, Step
 from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
-from rayrft.processes import ProcessPool
 from rayrft.registry import loaded_plugins
 from rayrft.rewards import RewardResult
+from rayrft.runtime.processes import template
+from rayrft.runtime.processes.pool import ProcessPool
 
 _LARGEST = 64 << 20
 """Bytes of what a process may ask at once, such as an observation with images."""
@@ -146,10 +146,10 @@ class _Asking:
         self.problems: dict[Exception, int] = {}
 
     def now(self, kind: str, key: Any, method: str, *arguments: Any, **named: Any) -> Any:
-        return self._checked(process_server.parent.ask(kind, key, method, arguments, named))
+        return self._checked(template.parent.ask(kind, key, method, arguments, named))
 
     async def soon(self, kind: str, key: Any, method: str, *arguments: Any, **named: Any) -> Any:
-        return self._checked(await process_server.parent.ask_async(kind, key, method, arguments, named))
+        return self._checked(await template.parent.ask_async(kind, key, method, arguments, named))
 
     def _checked(self, returned: Any) -> Any:
         if isinstance(returned, _Problem):

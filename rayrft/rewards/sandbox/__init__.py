@@ -45,7 +45,7 @@ from rayrft.rewards.sandbox.isolation import (
     Started,
     bytecode,
 )
-from rayrft.run_clock import RunClock
+from rayrft.runtime.processes.run_clock import RunClock
 
 __all__ = ["ISOLATIONS", "Limits", "Outcome", "Process", "Sandbox", "bytecode", "isolate"]
 

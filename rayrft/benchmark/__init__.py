@@ -1,0 +1,1 @@
+"""Evaluation without training, and the difficulty of tasks."""

@@ -1,0 +1,476 @@
+"""``rayrft data``: the experiences of a run, read from its log, while it is running or after its end; pipelines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import time
+import uuid
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rayrft.core.checkpoints import find_folder
+from rayrft.errors import RunNotFound
+
+if TYPE_CHECKING:
+    from rayrft.benchmark.difficulty import MeasuredTasks
+    from rayrft.buffer.reader import Archive, Found
+    from rayrft.config import PipelineConfig
+    from rayrft.config.serve import FeedbackConfig
+    from rayrft.core.run import Run
+    from rayrft.experience import Task
+    from rayrft.pipelines import Context
+    from rayrft.pipelines.files import RowSource
+    from rayrft.pipelines.run.process import Answers
+
+app = typer.Typer(
+    no_args_is_help=True, help="Inspect, export, import and process the experiences of a run, and rows of files."
+)
+
+feedback = typer.Typer(no_args_is_help=True, help="What people said of a run's answers, as files.")
+app.add_typer(feedback, name="feedback")
+
+_Run = Annotated[str, typer.Argument(help="a run folder, or the name of a run in --storage")]
+_Storage = Annotated[Path, typer.Option(help="the folder of run folders")]
+_Store = Annotated[str, typer.Option(help="usual (own rows) or expert/NAME")]
+_Where = Annotated[
+    str | None, typer.Option(metavar="CONDITION", help="SQL over the columns: reward > 0.5 and stop_reason = 'stop'")
+]
+_SkipDamaged = Annotated[bool, typer.Option(help="skip files that cannot be read, and list them")]
+_RUNS = Path("runs")
+
+
+@app.command()
+def stats(run: _Run, storage: _Storage = _RUNS) -> None:
+    """Print rows and bytes by store and fate."""
+    print(json.dumps(asdict(_archive(run, storage).stats()), indent=2))
+
+
+@app.command()
+def head(
+    run: _Run,
+    count: Annotated[int, typer.Option("-n", min=1, help="rows")] = 10,
+    store: _Store = "usual",
+    where: _Where = None,
+    skip_damaged: _SkipDamaged = False,
+    storage: _Storage = _RUNS,
+) -> None:
+    """Print the first rows, one line per row."""
+    from rayrft.buffer.export import glance
+    from rayrft.experience import from_batch
+
+    archive = _archive(run, storage)
+    lines = [["id", "group_status", "reward", "tokens", "version", "uses", "answer"]]
+    for batch in archive.rows(store, where=where, skip_damaged=skip_damaged):
+        part = batch.slice(0, count + 1 - len(lines))
+        for row, group_status in zip(from_batch(part), part.column("group_status").to_pylist(), strict=True):
+            seen = glance(row)
+            version, reward = ", ".join(map(str, seen["versions"])), "" if row.reward is None else f"{row.reward:g}"
+            answer = (seen["answer"] or "").replace("\n", " ")[:200]
+            facts = (row.experience_id, group_status or "", reward, len(row.token_ids), version, row.uses, answer)
+            lines.append([str(each) for each in facts])
+        if len(lines) > count:
+            break
+    widths = [max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1]]
+    room = max(40, shutil.get_terminal_size().columns - sum(widths) - 12) if sys.stdout.isatty() else 200
+    for *cells, answer in lines:
+        print("  ".join([*(text.ljust(width) for text, width in zip(cells, widths, strict=True)), answer[:room]]))
+    _report(archive)
+
+
+@app.command()
+def show(run: _Run, experience_id: Annotated[str, typer.Argument(metavar="ID")], storage: _Storage = _RUNS) -> None:
+    """Print all fields of one row."""
+    print(_described(_archive(run, storage).find(experience_id)))
+
+
+@app.command()
+def export(
+    run: _Run,
+    out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
+    store: _Store = "usual",
+    where: _Where = None,
+    columns: Annotated[str | None, typer.Option(help="comma-separated names; all by default")] = None,
+    skip_damaged: _SkipDamaged = False,
+    storage: _Storage = _RUNS,
+) -> None:
+    """Write rows to a file that pandas, DuckDB and `data import` can read.
+
+    A JSONL file can also be used as demonstrations: {path: OUT.jsonl, messages: turns} in a config.
+    """
+    from rayrft.buffer.reader import ARCHIVE_SCHEMA
+    from rayrft.data.selection import Selection
+    from rayrft.data.tables import write_table
+
+    archive = _archive(run, storage)
+    names = columns.split(",") if columns else None
+    rows = archive.rows(store, columns=names, where=where, skip_damaged=skip_damaged)
+    written = write_table(out, Selection(ARCHIVE_SCHEMA, names).schema, rows)
+    print(f"{written} rows in {out}")
+    _report(archive)
+
+
+@app.command("import")
+def import_rows(
+    run: _Run,
+    file: Annotated[Path, typer.Argument(help="a file written by `data export`, with all columns")],
+    name: Annotated[str, typer.Option(help="the store of demonstrations to create or replace")],
+    where: _Where = None,
+    add: Annotated[
+        bool, typer.Option("--add", help="add the rows that are new, and keep those that are there")
+    ] = False,
+    storage: _Storage = _RUNS,
+) -> None:
+    """Load the rows of a file as demonstrations into a running run."""
+    from rayrft.buffer.export import read_file
+
+    rows = read_file(file, where)
+    folder = find_folder(run, storage)
+    if (live := _live(folder)) is None:
+        raise RunNotFound(
+            "the run is not running",
+            field="run",
+            value=str(folder),
+            remedy=f"start one with demonstrations.{name}: {{path: FILE.jsonl, messages: turns}} in its config",
+        )
+    if add:
+        return print(f"{live.extend(rows, name)} rows added to the demonstrations {name!r} of {live.name}")
+    print(f"{live.load(rows, name)} rows loaded as demonstrations {name!r} of {live.name}")
+
+
+@app.command()
+def forget(
+    run: _Run,
+    ids: Annotated[
+        list[str] | None, typer.Option("--id", help="of a row, or of a session or response of the endpoint")
+    ] = None,
+    days: Annotated[float | None, typer.Option(min=0, help="sessions that were finished so many days ago")] = None,
+    storage: _Storage = _RUNS,
+) -> None:
+    """Erase rows from a run's log for good, each with its group: by ids, or sessions of the endpoint by age."""
+    import asyncio
+
+    from rayrft.buffer.log.journal import Position
+    from rayrft.buffer.reader import log_folder
+    from rayrft.buffer.retention import Retention
+    from rayrft.buffer.store import Store
+    from rayrft.config import load_run_config
+
+    before = 0.0 if days is None else time.time() - 86_400 * days
+    archive, folder = _archive(run, storage), find_folder(run, storage)
+    if (live := _live(folder)) is not None:
+        erased, leased = live.forget(ids or [], before)
+    else:
+        config = load_run_config(folder)
+        store = Store(archive.stats().run, log_folder(folder, config), config.buffer, config.seed, None, Position())
+        erased, leased = asyncio.run(Retention(store).forget(ids or [], before))
+        store.storage.unlock()
+    print(f"{erased} rows erased" + (f"; {leased} can be once a checkpoint covers their step" if leased else ""))
+
+
+@app.command()
+def process(
+    rows: Annotated[list[str], typer.Argument(metavar="IN…", help="JSONL or Parquet files, or runs (see --storage)")],
+    out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
+    pipeline: Annotated[Path, typer.Option(help="YAML: operators: [{name: …}, …]")],
+    left_out: Annotated[Path | None, typer.Option(help="a JSONL file for the rows left out, with the reasons")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="a run's YAML, for its evaluation sets (decontaminate), model (length, diverse), auxiliary models, "
+            "reward and tasks (operators that ask)"
+        ),
+    ] = None,
+    storage: _Storage = _RUNS,
+) -> None:
+    """Clean, filter, prioritise and synthesise rows; print what each operator did.
+
+    Answers of models are kept beside OUT until all is done: a command that was cut off does not ask for them again.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from rayrft.config import PipelineConfig, read_config
+    from rayrft.pipelines.files import process as run_pipeline
+
+    loaded = read_config(PipelineConfig, pipeline)
+    if loaded.workers > 1:
+        from rayrft.core.cluster import connect
+
+        connect()
+    sources = [_sources(name, storage)[0] for name in rows]
+    context, answers, tasks = _setting(loaded, config, out)
+    total = sum(source.rows or 0 for source in sources) * len(loaded.operators)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=total or None)
+
+        def advance(operator: int, count: int) -> None:
+            bar.update(task, advance=count, description=loaded.operators[operator].name)
+
+        done = run_pipeline(
+            sources, loaded, out, context=context, left_out=left_out, progress=advance, answers=answers, tasks=tasks
+        )
+    _journal(out).unlink(missing_ok=True)
+    console = Console(highlight=False, markup=False)
+    console.print(done.report.table())
+    for line in done.report.examples():
+        print(line)
+    for name, broken in done.broken.items():
+        first = ", ".join(f"{row.number} ({row.problem})" for row in broken[: max(1, loaded.samples)])
+        print(
+            f"{len(broken)} broken rows of {name} were not read: {first}{' …' if len(broken) > loaded.samples else ''}"
+        )
+    print(f"{done.rows} rows in {out}")
+
+
+@app.command()
+def difficulty(
+    config: Annotated[str, typer.Argument(help="YAML file of a run")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="a file to write: .jsonl or .parquet [STORAGE/NAME-difficulty/tasks.parquet]")
+    ] = None,
+    tries: Annotated[int, typer.Option(min=1, help="answers to each task")] = 8,
+    model: Annotated[str | None, typer.Option(help="a folder, an id on the hub, RUN or RUN@WHICH [model.path]")] = None,
+) -> None:
+    """Measure the pass rate of every task with a run's engines; one that was interrupted goes on where it stopped.
+
+    The file is a source of tasks: {source: tasks, path: …}.
+    """
+    from rayrft.benchmark.difficulty import measure_difficulty
+    from rayrft.config import parse_override
+
+    changes = dict(map(parse_override, overrides or []))
+    _measured(measure_difficulty(config, out, tries=tries, model=model, say=_say, **changes))
+
+
+@app.command()
+def tasks(
+    run: _Run,
+    out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
+    storage: _Storage = _RUNS,
+) -> None:
+    """Write a run's tasks with the tries and pass rate that it came to: a source of tasks for another run."""
+    from rayrft.benchmark.difficulty import write_solved
+
+    _measured(write_solved(find_folder(run, storage), out))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _measured(found: MeasuredTasks) -> None:
+    rate = f", {found.solved} solved at least once, mean pass rate {found.mean:.3f}" if found.mean is not None else ""
+    print(f"{found.tasks} tasks in {found.path}: {found.tried} tried{rate}")
+
+
+@app.command()
+def lineage(
+    row_id: Annotated[str, typer.Argument(metavar="ID", help="the id of a row")],
+    rows: Annotated[
+        list[str], typer.Argument(metavar="IN…", help="files and runs that hold it and what it was made of")
+    ],
+    storage: _Storage = _RUNS,
+) -> None:
+    """Print what a row was made of, by which operators."""
+    from rayrft.pipelines.files import walk_lineage
+    from rayrft.pipelines.report import glimpse
+
+    for each in walk_lineage(row_id, [source for name in rows for source in _sources(name, storage)]):
+        how = f" by {each.made_by}" if each.made_by else ""
+        print(f"{'  ' * each.depth}{each.id}{how}: {'not in these files' if each.row is None else glimpse(each.row)}")
+
+
+_Form = Annotated[
+    str, typer.Option("--format", help="pairs, answers, labelled or scores, to train on; argilla or label_studio")
+]
+_Settings = Annotated[list[str] | None, typer.Argument(help="those of the page: levels=5 reward_range=[0,1] …")]
+
+
+@feedback.command("export")
+def export_feedback(
+    run: _Run,
+    out: Annotated[Path, typer.Argument(help="a JSONL file to write")],
+    settings: _Settings = None,
+    form: _Form = "pairs",
+    storage: _Storage = _RUNS,
+) -> None:
+    """Write what people said of a run's answers, also while the page is open."""
+    from rayrft.feedback.exchange import export_feedback, read_answers
+    from rayrft.feedback.journal import FILE, feedback_folder, read_journal
+    from rayrft.feedback.judgements import Judgements
+
+    folder, checked = find_folder(run, storage), _feedback_settings(settings)
+    judgements = Judgements(checked)
+    for entry in read_journal(feedback_folder(folder) / FILE):
+        judgements.add(entry)
+    archive = _archive(run, storage)
+    answers = read_answers(archive, {row for each in judgements.all.values() for row in each.rows})
+    done = export_feedback(judgements, answers, out, form, checked)
+    print(f"{done.rows} rows in {out}")
+    if done.missing:
+        print(f"left out {done.missing} judgements of answers that are no longer in the run's log")
+    _report(archive)
+
+
+@feedback.command("import")
+def import_feedback(
+    run: _Run,
+    file: Annotated[Path, typer.Argument(help="JSONL, or one JSON list")],
+    settings: _Settings = None,
+    form: _Form = "argilla",
+    storage: _Storage = _RUNS,
+) -> None:
+    """Take what people said elsewhere of a run's answers; the page tells the run of it when it is opened."""
+    from rayrft.feedback.exchange import import_feedback, read_answers
+    from rayrft.feedback.journal import FeedbackJournal, feedback_folder
+
+    folder, checked = find_folder(run, storage), _feedback_settings(settings)
+    found = import_feedback(file, form, read_answers(_archive(run, storage)), checked)
+    journal = FeedbackJournal(feedback_folder(folder))
+    known = {entry.judgement.id for entry in journal.open(wait=False) if entry.kind == "judged"}
+    new = [each for each in found if each.judgement.id not in known]
+    journal.append(*new)
+    journal.close()
+    print(f"{len(new)} judgements imported, {len(found) - len(new)} were there")
+
+
+def _feedback_settings(overrides: list[str] | None) -> FeedbackConfig:
+    from rayrft.config import parse_override, read_config
+    from rayrft.config.serve import FeedbackConfig
+
+    return read_config(FeedbackConfig, {}, dict(map(parse_override, overrides or [])))
+
+
+def _sources(name: str, storage: Path) -> list[RowSource]:
+    """Return the rows of a file, or of a run's log: its own ones, and then each of its demonstrations."""
+    from rayrft.buffer.reader import ARCHIVE_SCHEMA
+    from rayrft.pipelines.files import RowSource, file_source
+
+    if Path(name).suffix in (".jsonl", ".parquet"):
+        return [file_source(Path(name))]
+    archive = _archive(name, storage)
+
+    def source(store: str) -> RowSource:
+        named = name if store == "usual" else f"{name} ({store})"
+        return RowSource(named, ARCHIVE_SCHEMA, lambda rows: archive.rows(store))
+
+    return [source(store) for store in archive.stores]
+
+
+def _setting(
+    pipeline: PipelineConfig, config: str | None, out: Path
+) -> tuple[Context, Answers, dict[str, Task] | None]:
+    """Return what operators may need besides their options, of a run's config, too, what answers them, and the run's
+    tasks by their ids."""
+    from functools import partial
+
+    from rayrft.config import load_config
+    from rayrft.config.model import TemplateConfig
+    from rayrft.core.cluster import connect
+    from rayrft.core.pipeline_models import pipeline_engines, task_engines
+    from rayrft.pipelines import Context
+    from rayrft.pipelines.run.answering import answering
+    from rayrft.pipelines.tasks import load_processed
+
+    reward, models, plugins, seed = pipeline.reward, dict(pipeline.models), list(pipeline.plugins), 0
+    evaluation: tuple[Task, ...] = ()
+    model: str | None = None
+    template: TemplateConfig | None = None
+    tasks: dict[str, Task] = {}
+    if config is not None:
+        run = load_config(config, {"pipelines.decontaminate": False})
+        connect()
+        processed = load_processed(run, task_engines(run))
+        splits, evaluation, model = processed.splits, processed.evaluation, run.model.path
+        template = run.model.template
+        demonstrated = chain.from_iterable(splits.demonstrated.values())
+        tasks = {task.id: task for task in chain(splits.train, splits.evaluation, demonstrated)}
+        reward, models, seed = reward or run.scoring, {**run.auxiliary, **models}, run.seed
+        plugins += run.plugins
+    answers = partial(
+        answering,
+        engines=pipeline_engines(f"pipeline-{uuid.uuid4().hex[:8]}", models, seed),
+        endpoints=pipeline.endpoints,
+        reward=reward,
+        plugins=plugins,
+        tasks=tasks.get,
+        answer_s=pipeline.answer_s,
+        journal=_journal(out),
+    )
+    context = Context(evaluation, model, {*models, *pipeline.endpoints}, scores=reward is not None, template=template)
+    return context, answers, None if config is None else tasks
+
+
+def _journal(out: Path) -> Path:
+    return out.with_name(f"{out.name}.answers.jsonl")
+
+
+def _live(folder: Path) -> Run | None:
+    """Return the run in a folder if it is running."""
+    from rayrft.config import load_run_config
+    from rayrft.core.launch import attach
+
+    with contextlib.suppress(RunNotFound):
+        live = attach(load_run_config(folder).name)
+        return live if live.folder.resolve() == folder.resolve() else None
+    return None
+
+
+def _archive(run: str, storage: Path) -> Archive:
+    from rayrft.buffer.reader import Archive
+
+    return Archive.of_run(find_folder(run, storage))
+
+
+def _report(archive: Archive) -> None:
+    for file, rows in archive.damaged.items():
+        print(f"skipped {rows} rows of {file}, which cannot be read")
+
+
+def _described(found: Found) -> str:
+    row = found.experience
+    actions = row.action_mask == 1
+    facts = {
+        "task": row.task_id,
+        "store": found.store,
+        "file": found.segment,
+        "source": row.source,
+        "group_status": found.group_status,
+        "uses": row.uses,
+        "last trained at step": found.trained_step,
+        "status": row.status,
+        "stop reason": row.stop_reason,
+        "error": row.error,
+        "reward": row.reward,
+        "reward components": row.reward_components,
+        "metrics": row.metrics,
+        "labels": row.labels,
+        "pair": None if row.pair_id is None else f"{row.pair_id}, {'chosen' if row.chosen else 'rejected'}",
+        "tokens": f"{len(row.token_ids)}: {row.prompt_length} of the prompt, {actions.sum()} produced",
+        "versions": ", ".join(f"{span.version} (tokens {span.start}-{span.end - 1})" for span in row.weight_versions),
+        "logprobs": _spread(row.logprobs[actions]),
+        "greedy reward": row.greedy_reward,
+    }
+    lines = [
+        row.experience_id,
+        *(f"  {name:<20} {value}" for name, value in facts.items() if value not in (None, {}, "")),
+    ]
+    for late in found.late_feedback:
+        lines.append(f"  late feedback        reward {late.reward}, labels {late.labels}, after version {late.version}")
+    lines += chain.from_iterable((f"\n[{turn.get('role')}]", turn.get("content", "")) for turn in row.turns)
+    return "\n".join(lines)
+
+
+def _spread(values: Any) -> str:
+    if not len(values):
+        return "none"
+    return f"mean {values.mean():.4g}, from {values.min():.4g} to {values.max():.4g}, on {len(values)} tokens"

@@ -1,0 +1,345 @@
+"""The command line: ``rayrft run | bench | serve | resume | export | status | stop | watch | data | buffer``."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rayrft.cli import buffer, data
+from rayrft.config import load_config, parse_override, read_config
+from rayrft.core.checkpoints import find_folder
+from rayrft.errors import ActorDied, RayrftError
+from rayrft.runtime.handle import Handle, until_dead
+
+if TYPE_CHECKING:
+    from rayrft.config import RunConfig
+    from rayrft.core.run import Run
+    from rayrft.monitor.summary import RunStatus, Summary
+    from rayrft.runtime.serving.applications import Anchor
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+serve = typer.Typer(no_args_is_help=True, help="Serve a policy, rewards, or a page for feedback.")
+app.add_typer(serve, name="serve")
+app.add_typer(data.app, name="data")
+app.add_typer(buffer.app, name="buffer")
+
+
+@app.command()
+def run(
+    config: Annotated[str, typer.Argument(help="YAML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+) -> None:
+    """Run a config to its end."""
+    from rayrft.core.launch import start
+
+    checked = load_config(config, dict(map(parse_override, overrides or [])))
+    if checked.mode == "bench":
+        return _bench(checked)
+    follow(start(checked, say=_print))
+
+
+@app.command()
+def bench(
+    config: Annotated[str, typer.Argument(help="YAML file, of a bench or of a run")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="NAME=MODEL, besides those of bench.models")] = None,
+    json: Annotated[Path | None, typer.Option(help="a file to write the scores to as well")] = None,
+    plot: Annotated[Path | None, typer.Option(help="a file to write the plot to as well")] = None,
+) -> None:
+    """Evaluate models on task sets; one that was interrupted goes on where it stopped."""
+    models = {name: str(path) for name, path in map(parse_override, model or [])}
+    _bench(config, dict(map(parse_override, overrides or [])), models, json, plot)
+
+
+@serve.command()
+def policy(
+    config: Annotated[str, typer.Argument(help="YAML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+) -> None:
+    """Serve a config's model to applications, and train it on their sessions."""
+    from rayrft.core.launch import start
+
+    changes = dict(map(parse_override, overrides or []))
+    follow(start(load_config(config, {"mode": "serve", **changes}), say=_print))
+
+
+@serve.command()
+def rewards(
+    config: Annotated[str, typer.Argument(help="YAML file with a reward section")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+) -> None:
+    """Serve rewards over HTTP, to those that train elsewhere, until Ctrl-C."""
+    from rayrft.config.serve import RewardServiceConfig
+    from rayrft.core.reward_service import serve_rewards
+
+    checked = read_config(RewardServiceConfig, config, dict(map(parse_override, overrides or [])))
+    with serve_rewards(checked, _print) as (url, anchor):
+        _print(f"rewards at {url}")
+        received = _until_interrupted(anchor)
+        _print("ending")
+    raise SystemExit(128 + received)
+
+
+@serve.command()
+def feedback(
+    run: Annotated[str, typer.Argument(help="a run's folder, or its name in --storage")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="port=8000 rule=uncertain labels=[polite,rude] …")
+    ] = None,
+    storage: Annotated[Path, typer.Option(help="the folder of run folders")] = Path("runs"),
+) -> None:
+    """Serve a page where people judge and edit a run's answers, while it is running or after its end, until Ctrl-C."""
+    from rayrft.config.serve import FeedbackConfig
+    from rayrft.core.feedback_page import open_page
+
+    settings = read_config(FeedbackConfig, {}, dict(map(parse_override, overrides or [])))
+    page = open_page(find_folder(run, storage), settings)
+    try:
+        _print(f"feedback page at {page.url}{page.key_hint}")
+        received = _until_interrupted(page.anchor)
+        _print("ending")
+    finally:
+        page.stop()
+    raise SystemExit(128 + received)
+
+
+def _until_interrupted(anchor: Handle[Anchor]) -> int:
+    """Wait for SIGINT or SIGTERM, which end the actor; return its number. Raises ActorDied if it dies otherwise."""
+    received: list[int] = []
+
+    def interrupted(number: int) -> None:
+        received.append(number)
+        anchor.kill()
+
+    with _signals(interrupted):
+        until_dead(anchor)
+    if not received:
+        raise ActorDied("died", field=anchor.name, remedy="see the Ray dashboard, and start the service again")
+    return received[0]
+
+
+@app.command()
+def resume(
+    run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+) -> None:
+    """Resume a run that crashed or was stopped, from its latest checkpoint."""
+    from rayrft.core.launch import resume
+
+    follow(resume(find_folder(run), say=_print, **dict(map(parse_override, overrides or []))))
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")],
+    to: Annotated[Path, typer.Option(help="the folder to write, in Hugging Face format")],
+    step: Annotated[int | None, typer.Option(help="step of the checkpoint; the latest by default")] = None,
+    merge: Annotated[bool, typer.Option(help="LoRA: merge the adapter, or write it alone, for peft")] = True,
+) -> None:
+    """Write a checkpoint as a model that transformers and vLLM can load."""
+    from rayrft.core.checkpoints import export
+
+    print(f"step {export(find_folder(run), to, step, merged=merge)} written to {to}")
+
+
+@app.command()
+def status(
+    name: Annotated[str | None, typer.Argument(help="a run, or its folder; all on the cluster by default")] = None,
+) -> None:
+    """Print the status of runs, also of one that is starting or has ended."""
+    from rayrft.core.cluster import connect
+    from rayrft.core.launch import find_status
+    from rayrft.core.placement import running, starting
+
+    if not name:
+        connect(start=False)
+    names = [name] if name else running() + starting()
+    if not names:
+        print("no run is running")
+    for run_name in names:
+        print(find_status(run_name).to_json())
+
+
+@app.command()
+def watch(name: str) -> None:
+    """Follow a run to its end from anywhere on its cluster; exit as its own command does."""
+    from rayrft.core.launch import attach, find_status
+
+    found = find_status(name)
+    if not found.ended:
+        run = attach(name)
+        run.watch(_print)
+        found = run.status()
+    _print(_last_line(found))
+    raise SystemExit(_exit_status(found.status))
+
+
+@app.command()
+def stop(name: str) -> None:
+    """Ask a run to save its weights and end. Exit status 1 if it has failed before."""
+    from rayrft.core.launch import attach, find_status
+
+    found = find_status(name)
+    if found.ended:
+        print(_last_line(found))
+        raise SystemExit(_exit_status(found.status) == 1)
+    attach(name).stop()
+    print(f"{name}: stopping")
+
+
+def _bench(
+    config: str | RunConfig,
+    overrides: dict[str, Any] | None = None,
+    models: dict[str, str] | None = None,
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    from rayrft.benchmark.bench import bench
+
+    try:
+        result = bench(config, models=models, say=_print, **(overrides or {}))
+    except SystemExit:
+        _print("run the same command again to skip what is done")
+        raise
+    if json is not None:
+        json.write_text(result.to_json())
+    if plot is not None:
+        result.save_plot(plot)
+    _print(f"\n{result.table()}\n")
+    _print(f"results     {json or result.folder / 'results.json'}")
+    _print(f"plot        {plot or result.folder / 'plot.png'}")
+
+
+def follow(handle: Run) -> Summary:
+    """Print a run's lines, final table and paths; return its summary. Raises the root cause if the run fails, and
+    SystemExit with status 130 if it is stopped from elsewhere.
+
+    Ctrl-C (or SIGTERM, or SIGHUP) asks the run to stop, and a second one ends it immediately. In both cases a summary
+    is written, and SystemExit is raised with 128 plus the signal's number.
+    """
+    received: list[int] = []
+
+    def interrupted(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:
+            threading.Thread(target=handle.stop, daemon=True).start()  # a Master that hangs does not answer
+            _print("stopping after the current step (press again to end immediately)")
+        else:
+            handle.kill()
+
+    with _signals(interrupted):
+        try:
+            handle.watch(_print)
+            summary = handle.result()
+        except RayrftError:
+            if len(received) < 2:
+                raise
+            _print(f"ended immediately; to resume: rayrft resume {handle.folder}")
+            raise SystemExit(128 + received[0]) from None
+    _report(handle, summary)
+    if received:
+        raise SystemExit(128 + received[0])
+    if status := _exit_status(summary.status):
+        raise SystemExit(status)
+    return summary
+
+
+def _exit_status(status: str) -> int:
+    """Return the exit status of every command that ends with a run."""
+    return {"finished": 0, "stopped": 128 + signal.SIGINT}.get(status, 1)
+
+
+def _last_line(status: RunStatus) -> str:
+    resume = "" if status.status == "finished" else f"; to resume: rayrft resume {status.folder}"
+    error = f"\nerror: {status.error}" if status.error else ""
+    return f"{status.name}: {status.status} after {status.step} steps{resume}{error}"
+
+
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Raise SystemExit inside at SIGINT, SIGTERM and SIGHUP: before a run is up nothing is to be saved."""
+    received: list[int] = []
+
+    def end(number: int, _: Any) -> None:
+        received.append(number)
+        print("interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(128 + number)
+
+    for number in _signal_numbers():
+        signal.signal(number, end)
+    try:
+        yield
+    except SystemExit as ended:  # a call into Ray in which it was raised has changed its status
+        raise SystemExit(128 + received[0] if received else ended.code) from None
+
+
+def _signal_numbers() -> list[signal.Signals]:
+    """Return the signals that end a run: not SIGHUP under nohup."""
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    return [signal.SIGINT, signal.SIGTERM, *hangup]
+
+
+@contextlib.contextmanager
+def _signals(received: Callable[[int], None]) -> Iterator[None]:
+    """Call ``received``, in a separate thread, with the number of every signal to end inside. A plain handler runs only
+    when calls into Ray return to Python, up to a second later, and two signals may be merged into one."""
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)  # required by set_wakeup_fd
+    numbers = _signal_numbers()
+
+    def listen() -> None:
+        while number := reading.recv(1):
+            received(number[0])
+
+    before = [signal.signal(number, lambda *_: None) for number in numbers]
+    fd = signal.set_wakeup_fd(writing.fileno())
+    listening = threading.Thread(target=listen, daemon=True)
+    listening.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(fd)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        writing.close()
+        listening.join()
+        reading.close()
+
+
+def _report(handle: Run, summary: Summary) -> None:
+    from rayrft.monitor.records import read_records
+    from rayrft.monitor.report import accuracy_table
+
+    _print("\n" + accuracy_table(read_records(handle.folder)))
+    if summary.ledger is not None:
+        _print(f"\nrows: {summary.ledger}")
+    _print(f"{summary.status} after {summary.seconds['total']:.0f} s, {summary.steps} steps")
+    if (plot := handle.folder / "plot.png").exists():
+        _print(f"plot        {plot}")
+    if summary.checkpoint:
+        _print(f"checkpoint  {summary.checkpoint}")
+    if summary.status != "finished":
+        _print(f"to resume   rayrft resume {handle.folder}")
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal was closed: a run goes its way
+        print(text, flush=True)
+
+
+def main() -> None:
+    """Run the command line: a RayrftError is printed to stderr as one paragraph, with exit status 1."""
+    with exit_on_signals():
+        try:
+            app()
+        except RayrftError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.exit(1)

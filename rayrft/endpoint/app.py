@@ -1,0 +1,135 @@
+"""The HTTP application of the endpoint: its routes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from rayrft.endpoint.http import HttpService
+from rayrft.endpoint.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    FeedbackRequest,
+    ResponsesRequest,
+    Sampled,
+    parse,
+)
+from rayrft.endpoint.replies import EventStream
+from rayrft.endpoint.responder import Responder
+from rayrft.errors import DataError, FeedbackRefused
+
+PRIVATE = "private-"
+"""What API keys begin with whose requests are neither kept nor trained on."""
+
+
+class Endpoint(HttpService):
+    """The API over what answers."""
+
+    def __init__(self, responder: Responder, count: Callable[[str], None] = lambda outcome: None) -> None:
+        settings = responder.settings
+        super().__init__(settings.config, settings.key_digests, count)
+        self._responder = responder
+        self._sessions, self._settings = responder.sessions, settings
+
+    def app(self) -> FastAPI:
+        """Build the application."""
+        app = FastAPI(openapi_url=None)
+        answers: dict[str, tuple[type[Sampled], str]] = {
+            "/v1/chat/completions": (ChatRequest, "chatcmpl-"),
+            "/v1/completions": (CompletionRequest, "cmpl-"),
+            "/v1/responses": (ResponsesRequest, "resp_"),
+        }
+        # An application that can be given nothing but a base URL has its session there.
+        for base in ("", "/sessions/{session}"):
+            for path, (model, prefix) in answers.items():
+                handle = self.route(self._answering(model, prefix), self._config.max_requests)
+                app.add_api_route(base + path, handle, methods=["POST"])
+                app.add_api_route(base + path + "/{id}", self.route(self._forget), methods=["DELETE"])
+            app.add_api_route(f"{base}/v1/feedback", self.route(self._feedback), methods=["POST"])
+            app.add_api_route(f"{base}/v1/models", self.route(self._models), methods=["GET"])
+            app.add_api_route(base + "/v1/models/{name:path}", self.route(self._model), methods=["GET"])
+            app.add_api_route(f"{base}/v1/stats", self.route(self._stats), methods=["GET"])
+        self.add_health(app)
+        return app
+
+    # Answers.
+
+    def _answering(self, model: type[Sampled], prefix: str) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            body = parse(model, await self.body(request))
+            if body.model != self._settings.model and not self._settings.any_model:
+                raise ApiError(
+                    404,
+                    f"The model {body.model!r} does not exist; there is {self._settings.model!r}.",
+                    code="model_not_found",
+                    param="model",
+                )
+            response = f"{prefix}{uuid.uuid4().hex}"
+            named = request.path_params.get("session") or request.headers.get("x-session-id")
+            session = named or body.metadata.session_id or body.user or response
+            task = request.headers.get("x-task-id") or body.metadata.task_id
+            for param, name in (("X-Session-Id", session), ("X-Task-Id", task or "")):
+                if len(name) > 256:
+                    raise ApiError(400, f"{param}: has more than 256 characters.", code="invalid_value", param=param)
+            headers = {"X-Session-Id": session} if session.isascii() and session.isprintable() else {}
+            key = request.headers.get("authorization", "").partition(" ")[2].strip()
+            record = self._settings.any_model or (body.store and not key.startswith(PRIVATE))
+            ask = await self._responder.begin(body, response, session, task, record=record)
+            if body.stream:
+                return EventStream(self._responder.events(ask), headers)
+            return JSONResponse(await self._responder.whole(ask, request), headers=headers)
+
+        return handle
+
+    # Other routes.
+
+    async def _feedback(self, request: Request) -> Response:
+        body = parse(FeedbackRequest, await self.body(request))
+        if self._sessions is None:
+            raise ApiError(400, "This endpoint records no sessions: serve.record is false.", code="not_recorded")
+        try:
+            session = await self._sessions.feedback(body.id, body.reward, body.components)
+        except DataError as error:
+            unknown = error.field == "id"
+            code = "session_not_found" if unknown else "invalid_value"
+            raise ApiError(404 if unknown else 400, str(error), code=code, param=error.field) from None
+        except FeedbackRefused as error:
+            code = "already_rewarded" if error.value == "rewarded" else "too_late"
+            headers = {"x-should-retry": "false"}  # OpenAI's client would send it again
+            raise ApiError(409, str(error), code=code, param="id", headers=headers) from None
+        return JSONResponse({"object": "feedback", "session_id": session, "reward": body.reward})
+
+    async def _forget(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        rows, leased = await self._sessions.forget(name) if self._sessions is not None else (0, 0)
+        if not rows + leased:
+            raise ApiError(404, f"Nothing is kept of {name!r}.", code="not_found", param="id")
+        return JSONResponse({"id": name, "deleted": not leased, "rows": rows, "rows_in_training": leased})
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        if (name := request.path_params["name"]) != self._settings.model:
+            raise ApiError(404, f"The model {name!r} does not exist.", code="model_not_found", param="model")
+        return JSONResponse(self._card())
+
+    async def _stats(self, request: Request) -> Response:
+        sessions = asdict(await self._sessions.stats()) if self._sessions is not None else None
+        return JSONResponse({"open": self.open, "requests": dict(self.outcomes), "sessions": sessions})
+
+    def _card(self) -> dict[str, Any]:
+        size = self._settings.max_length
+        return {
+            "id": self._settings.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "rayrft",
+            "max_model_len": size,
+        }

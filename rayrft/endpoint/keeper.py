@@ -1,0 +1,161 @@
+"""SessionKeeper: the actor that has the sessions of the endpoint, and puts their groups into the Buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections import Counter
+from collections.abc import Coroutine
+from contextvars import Context
+from typing import Any
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.client import BufferWriter
+from rayrft.config.serve import ServeConfig
+from rayrft.endpoint.recording import Begun, Call, Conversation
+from rayrft.endpoint.sessions import ServedGroup, Sessions, SessionStats
+from rayrft.experience import to_batch
+from rayrft.runtime.handle import Handle, Watched
+
+
+class SessionKeeper(Watched):
+    """The actor. Replicas of the endpoint tell it of calls; for the arguments see `Sessions`."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        run: str,
+        group_size: int,
+        buffer: Handle[Buffer],
+        *,
+        drop_equal: bool,
+        mask_truncated: bool = False,
+    ) -> None:
+        self._life, self._keep_days = uuid.uuid4().hex[:8], config.keep_days
+        self._sessions = Sessions(
+            config, f"{run}/serve/{self._life}", group_size, drop_equal=drop_equal, mask_truncated=mask_truncated
+        )
+        self._buffer = buffer
+        self._writer = BufferWriter(buffer)
+        self._dropped: Counter[str] = Counter()
+        """Rows that the Buffer is not told of yet."""
+        self._discards = 0
+        self._discarding = asyncio.Lock()
+        self._sending: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+        """Why the Buffer could not be told."""
+        self._failed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begin to end sessions when their time has come; must be called first."""
+        self._expiring = asyncio.create_task(self._expire())
+        if self._keep_days is not None:
+            self._forgetting = asyncio.create_task(self._forget_old(self._keep_days))
+            self._forgetting.add_done_callback(self._sent)
+
+    async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun:
+        """Begin a call of a session."""
+        begun = self._sessions.begin(session, task, conversation, time.monotonic())
+        self._changed.set()  # it may be the first that is to be given up
+        return begun
+
+    async def answered(self, begun: Begun, call: Call) -> None:
+        """End a call with its answers."""
+        self._sessions.answered(begun, call, time.monotonic())
+        self._send()
+
+    async def failed(self, begun: Begun, reason: str) -> None:
+        """End a call without an answer."""
+        self._sessions.failed(begun, reason, time.monotonic())
+        self._send()
+
+    async def opted_out(self, rows: int) -> None:
+        """Count answers that are not kept, as their client wants."""
+        self._sessions.opted_out(rows)
+        self._send()
+
+    async def forget(self, name: str) -> tuple[int, int]:
+        """Erase what is kept of a session, by its id or that of a response, with the groups that have its rows; return
+        the number of rows, and of those that can be erased once a checkpoint covers their step."""
+        dropped = self._sessions.forget(name)
+        while self._sending:  # its group may be on its way to the Buffer
+            await asyncio.gather(*self._sending)
+        await asyncio.gather(*self._send())
+        erased, leased = await self._buffer.call(Buffer.forget, [name])
+        return dropped + erased, leased
+
+    async def _forget_old(self, days: float) -> None:
+        """Erase sessions once they are so old, within an hour. Never returns."""
+        while True:
+            await self._buffer.call(Buffer.forget, [], time.time() - 86_400 * days)
+            await asyncio.sleep(3600)
+
+    async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
+        """Give the reward of a session; return its id once the Buffer has what has come of it. Raises DataError and
+        FeedbackRefused."""
+        session = self._sessions.feedback(name, reward, components, time.monotonic())
+        await asyncio.gather(*self._send())
+        return session
+
+    async def stats(self) -> SessionStats:
+        """Return the counts so far."""
+        return self._sessions.stats()
+
+    async def close(self) -> None:
+        """Drop what has not become part of a group; return when the Buffer has, and has counted, everything."""
+        self._sessions.close()
+        self._send()
+        while self._sending:
+            await asyncio.gather(*self._sending)
+
+    async def watch(self) -> None:
+        """Return only by raising the error of the Buffer that ends the run. A caller that awaits it also learns at once
+        when this actor dies."""
+        await self._failed.wait()
+        assert self._error is not None  # set before the event
+        raise self._error
+
+    async def _expire(self) -> None:
+        """End sessions when their time has come. Never returns."""
+        while True:
+            self._changed.clear()
+            left = self._sessions.next_expiry() - time.monotonic()
+            try:
+                await asyncio.wait_for(self._changed.wait(), None if math.isinf(left) else max(0.0, left))
+            except TimeoutError:
+                self._sessions.expire(time.monotonic())
+                self._send()
+
+    def _send(self) -> list[asyncio.Task[None]]:
+        """Send to the Buffer what has come of the sessions."""
+        self._changed.set()
+        groups, dropped = self._sessions.take()
+        self._dropped += dropped
+        sending = [self._start(self._put(group)) for group in groups]
+        return [*sending, self._start(self._discard())] if self._dropped else sending
+
+    def _start(self, sending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(sending, context=Context())  # calls share what is sent: none may be cancelled
+        self._sending.add(task)
+        task.add_done_callback(self._sent)
+        return task
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._sending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or error
+            self._failed.set()
+
+    async def _put(self, group: ServedGroup) -> None:
+        # What the Buffer rejects, or has no place for, it has counted.
+        await self._writer.put(to_batch(group.rows), group.report, dropped=dict(group.dropped))
+
+    async def _discard(self) -> None:
+        async with self._discarding:  # what comes meanwhile is told together
+            dropped, self._dropped = self._dropped, Counter()
+            if dropped:
+                self._discards += 1
+                await self._buffer.call(Buffer.discard, f"{self._life}/{self._discards}", dict(dropped))

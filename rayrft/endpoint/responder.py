@@ -1,0 +1,285 @@
+"""From a request to its answers: checks it, lets the engines sample, and tells the sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+
+from rayrft.data.tokenizer import ChatTokenizer, fills
+from rayrft.endpoint.decoding import AnswerText, cut, message
+from rayrft.endpoint.protocol import ApiError, ChatMessage, ChatRequest, CompletionRequest, ResponsesRequest, Sampled
+from rayrft.endpoint.recording import Begun, Call, Choice, Conversation, canonical
+from rayrft.endpoint.replies import Answer, Ask, ChoicesReply, Piece, Reply, api_error, as_event, unless_gone
+from rayrft.endpoint.responses import ResponseReply
+from rayrft.endpoint.sessions import SessionStats
+from rayrft.endpoint.settings import EndpointSettings
+from rayrft.explorer.engines import exchange
+from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, Told
+from rayrft.explorer.tools.parsing import instructed
+
+R = TypeVar("R")
+
+
+class StreamingEngines(Protocol):
+    """Anything that answers requests, and tells their tokens as they are sampled."""
+
+    async def generate(
+        self, request: exchange.Request, sessions: Sequence[Session] = (), told: Told | None = None
+    ) -> list[Completion]: ...
+
+
+class Recording(Protocol):
+    """What is told of every call: see `SessionKeeper`."""
+
+    async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun: ...
+
+    async def answered(self, begun: Begun, call: Call) -> None: ...
+
+    async def failed(self, begun: Begun, reason: str) -> None: ...
+
+    async def opted_out(self, rows: int) -> None: ...
+
+    async def forget(self, name: str) -> tuple[int, int]: ...
+
+    async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str: ...
+
+    async def stats(self) -> SessionStats: ...
+
+
+class Responder:
+    """Answers requests by some engines. ``sessions`` is None where calls are not recorded."""
+
+    def __init__(
+        self,
+        engines: StreamingEngines,
+        sessions: Recording | None,
+        tokenizer: ChatTokenizer,
+        settings: EndpointSettings,
+    ) -> None:
+        self._engines = engines
+        self.sessions = sessions
+        self._tokenizer = tokenizer
+        self.settings = settings
+        self._config = settings.config
+
+    async def begin(self, body: Sampled, response: str, session: str, task: str | None, *, record: bool = True) -> Ask:
+        """Check a request, and begin its call in its session, if it may be recorded."""
+        sampling, trained = self._sampling(body)
+        if isinstance(body, ChatRequest):
+            options = body.chat_template_kwargs
+            head: dict[str, Any] = {"tools": list(body.shown_tools), **({"options": options} if options else {})}
+            conversation: Conversation = canonical([head, *(each.plain() for each in body.messages)])
+            turns = tuple(each.for_display() for each in body.messages)
+        else:
+            assert isinstance(body, CompletionRequest)
+            prompt = body.prompt
+            conversation = prompt if isinstance(prompt, str) else tuple(prompt)
+            turns = (
+                {"role": "user", "content": prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)},
+            )
+        begun = await self._begun(session, task, conversation) if record else None
+        ask = Ask(body, response, begun, conversation, turns, [], sampling, trained, None)
+
+        async def checked() -> Ask:
+            size = self.settings.max_length
+            full = fills((turn["content"] for turn in turns), size)
+            ids, new_turns = ([], turns) if full else self._tokenise(ask)
+            room = 0 if full else size - len(ids)
+            if room <= 0:
+                raise ApiError(
+                    400,
+                    f"This model's maximum context length is {size} tokens. However, your prompt resulted in "
+                    f"{'more' if full else f'{len(ids)} tokens'}, which leaves no room for an answer.",
+                    code="context_length_exceeded",
+                    param="messages" if isinstance(body, ChatRequest) else "prompt",
+                )
+            limit = min(body.limit or self.settings.sampling.max_tokens, room)
+            tools = isinstance(body, ChatRequest) and body.shown_tools
+            form = self._config.tool_calls if tools else None
+            return replace(ask, prompt=ids, turns=new_turns, sampling=replace(sampling, max_tokens=limit), form=form)
+
+        return await self._or_failed(ask, checked())
+
+    async def whole(self, ask: Ask, request: Request) -> dict[str, Any]:
+        """Return the response, unless the client of ``request`` goes away before."""
+        answers = await self._or_failed(ask, unless_gone(request, self._answers(ask, None)))
+        return self._reply(ask).whole(answers)
+
+    async def events(self, ask: Ask) -> AsyncIterator[str]:
+        """Yield the events of a streamed response; the last ones once the call is recorded."""
+        pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        answering = asyncio.ensure_future(self._or_failed(ask, self._answers(ask, pieces.put_nowait)))
+        answering.add_done_callback(lambda _: pieces.put_nowait(None))
+        reply = self._reply(ask)
+        try:
+            for event in reply.begin():
+                yield event
+            while (piece := await pieces.get()) is not None:
+                for event in reply.piece(piece):
+                    yield event
+            answers = await answering
+            for answer in answers:
+                for event in reply.end(answer):
+                    yield event
+            for event in reply.done(answers):
+                yield event
+        except Exception as error:  # whatever went wrong is the end of this stream
+            problem = api_error(error)
+            yield as_event(problem.body)
+            raise problem from None
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+    async def _begun(self, session: str, task: str | None, conversation: Conversation) -> Begun | None:
+        """Begin a call in its session, if calls are recorded."""
+        if self.sessions is None:
+            return None
+        beginning = asyncio.ensure_future(self.sessions.begin(session, task, conversation))
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:  # the call may have begun: nobody else would end it
+            await self.sessions.failed(await beginning, api_error(asyncio.CancelledError()).code)
+            raise
+
+    def _sampling(self, body: Sampled) -> tuple[Sampling, bool]:
+        """Return how to sample, and whether that is as the run trains."""
+        rules = self.settings.sampling
+        run = Sampling(rules.temperature, rules.max_tokens, self._tokenizer.stop_ids, body.seed, rules.repetition)
+        asked = replace(
+            run,
+            temperature=run.temperature if body.temperature is None else body.temperature,
+            top_p=body.top_p or 1.0,
+            top_k=max(0, body.top_k or 0),
+        )
+        if asked == run or self._config.off_policy == "ignore":
+            return run, True
+        if self._config.off_policy == "refuse":
+            changed = [key for key in ("temperature", "top_p", "top_k") if getattr(asked, key) != getattr(run, key)]
+            raise ApiError(
+                400,
+                f"{changed[0]}: this endpoint samples at temperature {run.temperature:g}, without top_p or top_k.",
+                code="unsupported_value",
+                param=changed[0],
+            )
+        return asked, False
+
+    def _tokenise(self, ask: Ask) -> tuple[list[int], tuple[dict[str, str], ...]]:
+        """Return the prompt's token ids, and the turns that are not in its prefix. Raises DataError."""
+        body, tokenizer = ask.body, self._tokenizer
+        prefix = ask.begun.prefix if ask.begun is not None else None
+        known = prefix.length if prefix is not None else 0
+        if isinstance(body, ChatRequest):
+            tools, form, bare = body.shown_tools, self._config.tool_calls, not tokenizer.takes_tools
+            options = body.chat_template_kwargs
+            messages = [each.for_bare_template(form) if bare else each.for_template() for each in body.messages]
+            for each, message in zip(body.messages, messages, strict=True):
+                if each.role == "tool":
+                    message["content"] = tokenizer.defuse(message["content"])
+            # The first entry of the conversation stands for the tools.
+            old, new = (messages[: known - 1], messages[known - 1 :]) if prefix is not None else (messages, [])
+            if tools and bare:
+                old, tools = instructed(old, tools, form), ()
+            if prefix is None:
+                return tokenizer.prompt(old, (), tools, options), ask.turns
+            observed = tokenizer.observation(old, new, (), tools, options, last=prefix.token_ids[-1])
+            return [*prefix.token_ids, *observed], ask.turns[known - 1 :]
+        rest: Any = ask.conversation[known:]
+        text = rest if isinstance(rest, str) else tokenizer.decode(list(rest))
+        ids = tokenizer.tokens(rest, begins=prefix is None) if isinstance(rest, str) else rest
+        return [*(prefix.token_ids if prefix is not None else ()), *ids], ({"role": "user", "content": text},)
+
+    async def _answers(self, ask: Ask, show: Callable[[Piece], None] | None) -> list[Answer]:
+        """Sample the answers. Where they are to be shown as they are sampled, or end at stop strings, each has a
+        request of its own."""
+        prefix = ask.begun.prefix if ask.begun is not None else None
+        sessions = [Session(prefix.engine if prefix is not None else None) for _ in range(ask.body.n)]
+        async with asyncio.timeout(self._config.deadline_s):
+            if show is None and not ask.body.stops:
+                request = exchange.Request(ask.prompt, ask.body.n, ask.sampling)
+                completions = await self._engines.generate(request, sessions)
+                answers = [self._finished(ask, index, each, None) for index, each in enumerate(completions)]
+            else:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._stream(ask, *each, show)) for each in enumerate(sessions)]
+                answers = [task.result() for task in tasks]
+        await self._record(ask, answers, sessions[0].engine)
+        return answers
+
+    async def _stream(self, ask: Ask, index: int, session: Session, show: Callable[[Piece], None] | None) -> Answer:
+        """Sample one answer up to a stop string."""
+        text = AnswerText(self._tokenizer, ask.body.stops, ask.form, self._opening(ask))
+
+        def told(chunk: Chunk) -> None:
+            if text.stopped_at is not None:
+                return
+            before = text.tokens
+            if text.add(chunk.token_ids):
+                session.interrupt()
+            if show is not None and ((piece := text.show()) or ask.body.wants_logprobs):
+                count = text.tokens - before
+                show(Piece(index, piece, Chunk(chunk.token_ids[:count], chunk.logprobs[:count])))
+
+        seed = None if ask.sampling.seed is None else ask.sampling.seed + index
+        request = exchange.Request(ask.prompt, 1, replace(ask.sampling, seed=seed), stream=True)
+        [completion] = await self._engines.generate(request, [session], told)
+        return self._finished(ask, index, completion, text)
+
+    def _finished(self, ask: Ask, index: int, completion: Completion, text: AnswerText | None) -> Answer:
+        """Return an answer to which no token will be added; ``text`` has those of which was told."""
+        if text is None:
+            whole = self._opening(ask) + self._tokenizer.decode(list(completion.token_ids))
+            tail = Piece(index, whole, Chunk(completion.token_ids, completion.logprobs))
+        else:
+            told = text.tokens
+            text.add(completion.token_ids[told:])
+            completion = cut(completion, text.stopped_at)
+            rest = Chunk(completion.token_ids[told:], completion.logprobs[told:])
+            tail = Piece(index, text.end(), rest)
+            whole = text.text
+        found = message(whole, ask.form)
+        shown = len(whole) - len(tail.text)
+        return Answer(completion, whole, found, replace(tail, text=found.content[shown:]))
+
+    def _opening(self, ask: Ask) -> str:
+        return self._tokenizer.opening(ask.body.chat_template_kwargs) if isinstance(ask.body, ChatRequest) else ""
+
+    async def _record(self, ask: Ask, answers: list[Answer], engine: str | None) -> None:
+        if self.sessions is None:
+            return
+        if ask.begun is None:
+            return await self.sessions.opted_out(len(answers))
+        choices = []
+        for answer in answers:
+            text = self._opening(ask) + self._tokenizer.decode(list(answer.completion.token_ids))
+            if isinstance(ask.body, ChatRequest):
+                calls = list(answer.message.tool_calls)
+                said = ChatMessage(role="assistant", content=answer.message.content, tool_calls=calls)
+                choices.append(Choice(answer.completion, canonical([said.plain()]), text))
+            elif isinstance(ask.conversation, str):
+                # With what ended it: a prompt that leaves that out does not continue the tokens.
+                said_text = self._tokenizer.hf.decode(list(answer.completion.token_ids))
+                choices.append(Choice(answer.completion, said_text, text))
+            else:
+                choices.append(Choice(answer.completion, answer.completion.token_ids, text))
+        call = Call(ask.response, tuple(ask.prompt), ask.conversation, ask.turns, tuple(choices), ask.trained, engine)
+        await self.sessions.answered(ask.begun, call)
+
+    async def _or_failed(self, ask: Ask, work: Coroutine[Any, Any, R]) -> R:
+        """Return the result of ``work``; if it fails, the call of its session has failed, too."""
+        try:
+            return await work
+        except BaseException as error:
+            if self.sessions is not None and ask.begun is not None:
+                with contextlib.suppress(Exception):  # the error that is raised comes first
+                    await asyncio.shield(self.sessions.failed(ask.begun, api_error(error).code))
+            raise
+
+    def _reply(self, ask: Ask) -> Reply:
+        form = ResponseReply if isinstance(ask.body, ResponsesRequest) else ChoicesReply
+        return form(ask, self.settings.model, self._tokenizer)

@@ -1,0 +1,213 @@
+"""Rewards over HTTP, for those that train elsewhere: requests, replies, and the application before the replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any, Self
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, RootModel, model_validator
+
+from rayrft.config.serve import RewardServiceConfig
+from rayrft.endpoint.deployment import deploy, request_counter
+from rayrft.endpoint.http import HttpService
+from rayrft.endpoint.protocol import ApiError, parse
+from rayrft.endpoint.replies import unless_gone
+from rayrft.experience import Task
+from rayrft.rewards.base import RewardResult, Transcript
+from rayrft.rewards.pool import RewardPool
+from rayrft.rewards.service import RewardService, ServedScoring
+from rayrft.rewards.stats import DomainStats
+from rayrft.runtime.serving.applications import Owner, delete_with, on_head
+
+_MOST = 1024
+"""Answers in a request."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Message(_Body):
+    role: str
+    content: str
+
+
+class ScoredTask(_Body):
+    """The task of an answer: its prompt, or the messages that led to the answer, and the reference answer."""
+
+    prompt: str | None = None
+    messages: list[Message] = Field(default_factory=list, max_length=4096)
+    answer: str
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _question(self) -> Self:
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("it has either prompt or messages")
+        return self
+
+
+class ScoreRequest(_Body):
+    """The body of ``/v1/score``, or an entry of the list that it is."""
+
+    domain: str = ""
+    task: ScoredTask
+    response: str | None = None
+    messages: list[Message] = Field(default_factory=list, max_length=4096)
+    """Instead of ``response``, for rewards that see the conversation: all of it. The last message is the model's, and
+    so are all of the assistant's, but for those that the task's own ``messages`` hold, if it begins with them."""
+
+    @model_validator(mode="after")
+    def _one_answer(self) -> Self:
+        if (self.response is None) == (not self.messages):
+            raise ValueError("it has either response or messages")
+        if self.messages and self.messages[-1].role != "assistant":
+            raise ValueError("the last of the messages is not the assistant's")
+        return self
+
+    def question(self) -> Task:
+        """Return the task."""
+        turns = self.task.messages
+        asked = self.task.prompt if self.task.prompt is not None else turns[-1].content
+        system = next((turn.content for turn in turns if turn.role == "system"), None)
+        return Task.create(
+            "http", asked, self.task.answer, domain=self.domain, system=system, metadata=self.task.metadata
+        )
+
+    def transcript(self) -> Transcript:
+        """Return the conversation, in which a ``response`` is the only answer of the model."""
+        asked = self.task.messages
+        given = sum(turn.role == "assistant" for turn in asked)
+        if self.response is None:
+            begun = self.messages[: len(asked)] == asked
+            return Transcript(tuple(turn.model_dump() for turn in self.messages), given=given if begun else 0)
+        if not asked:
+            return Transcript.of(self.question(), self.response)
+        before = tuple(turn.model_dump() for turn in asked)
+        return Transcript((*before, {"role": "assistant", "content": self.response}), given=given)
+
+
+class Scores(RootModel[list[ScoreRequest]]):
+    """Several at a time."""
+
+    root: list[ScoreRequest] = Field(min_length=1, max_length=_MOST)
+
+
+class RewardEndpoint(HttpService):
+    """The API over what scores."""
+
+    def __init__(
+        self,
+        config: RewardServiceConfig,
+        key_digests: tuple[str, ...],
+        pool: RewardPool,
+        version: str,
+        count: Callable[[str], None] = lambda outcome: None,
+    ) -> None:
+        super().__init__(config.serve, key_digests, count)
+        self._reward, self._pool, self._version = config.reward, pool, version
+        self._totals: dict[str, DomainStats] = {}
+
+    def app(self) -> FastAPI:
+        """Build the application."""
+        app = FastAPI(openapi_url=None)
+        app.add_api_route("/v1/score", self.route(self._score, self._config.max_requests), methods=["POST"])
+        app.add_api_route("/v1/stats", self.route(self._stats), methods=["GET"])
+        self.add_health(app)
+        return app
+
+    async def _score(self, request: Request) -> Response:
+        body = await self.body(request)
+        several = body.lstrip().startswith(b"[")
+        asked = parse(Scores, body).root if several else [parse(ScoreRequest, body)]
+        for number, each in enumerate(asked):
+            if self._reward.domains and each.domain not in self._reward.domains:
+                raise ApiError(
+                    404,
+                    f"No reward scores domain {each.domain!r}; known: {', '.join(sorted(self._reward.domains))}.",
+                    code="domain_not_found",
+                    param=f"{number}.domain" if several else "domain",
+                )
+        async with asyncio.timeout(self._config.deadline_s):
+            results = await unless_gone(request, self._results(asked))
+        replies = [self._reply(each, result) for each, result in zip(asked, results, strict=True)]
+        if several:
+            return JSONResponse({"object": "list", "version": self._version, "data": replies})
+        return JSONResponse(replies[0])
+
+    async def _results(self, asked: list[ScoreRequest]) -> list[RewardResult]:
+        """Score answers side by side, those to one question that follow one another in one call."""
+        calls = [
+            (each.question(), [one.transcript() for one in (each, *rest)])
+            for _, (each, *rest) in groupby(asked, key=lambda each: (each.domain, each.task))
+        ]
+        found = await asyncio.gather(*(self._pool.score(task, transcripts) for task, transcripts in calls))
+        return [result for results in found for result in results]
+
+    def _reply(self, asked: ScoreRequest, result: RewardResult) -> dict[str, Any]:
+        return {
+            "object": "score",
+            "domain": asked.domain,
+            "value": result.value,
+            "shaping": result.shaping,
+            "components": result.components,
+            "turns": result.turns,
+            "steps": [asdict(step) for step in result.steps],
+            "answer": result.answer,
+            "reason": result.reason,
+            "error": result.error,
+            "seconds": result.seconds,
+            "version": self._version,
+        }
+
+    async def _stats(self, request: Request) -> Response:
+        for domain, taken in self._pool.take_stats().items():
+            before = self._totals.get(domain, DomainStats())
+            self._totals[domain] = DomainStats.of([replace(before, pending=0), taken])
+        domains = {domain: asdict(total) for domain, total in self._totals.items()}
+        requests = {"open": self.open, "requests": dict(self.outcomes)}
+        return JSONResponse({"version": self._version, **requests, "domains": domains})
+
+
+@dataclass(frozen=True)
+class RewardFront:
+    """What the processes that answer are told: who scores, and who owns all that."""
+
+    config: RewardServiceConfig
+    key_digests: tuple[str, ...]
+    service: RewardService
+    owner: Owner
+
+    @property
+    def application(self) -> str:
+        return f"{self.config.name}:http"
+
+
+class RewardFrontReplica:
+    """One process that answers requests."""
+
+    def __init__(self, front: RewardFront) -> None:
+        reward = front.config.reward
+        pool = RewardPool(reward, [], lambda: ServedScoring(front.service, reward))
+        self._endpoint = RewardEndpoint(
+            front.config, front.key_digests, pool, front.service.version, request_counter(front.application)
+        )
+        self._watching = asyncio.create_task(delete_with(front.owner, front.application))
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._endpoint.app()
+
+
+async def open_reward_front(front: RewardFront) -> str:
+    """Deploy what answers HTTP requests, in front of rewards that are there; return its base URL, once it answers.
+    Raises ConfigError if it does not."""
+    return await asyncio.to_thread(on_head, _open, front)
+
+
+def _open(front: RewardFront) -> str:
+    return deploy(RewardFrontReplica, (front,), front.config.serve, front.application, front.config.name)

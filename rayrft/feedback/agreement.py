@@ -1,0 +1,107 @@
+"""How far people agree, corrected for chance: Cohen's kappa of two, Krippendorff's alpha of any number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rayrft.feedback.judgements import Judgement
+
+V = TypeVar("V", bound=Hashable)
+Distance = Callable[[V, V], float]
+
+
+def nominal(one: object, other: object) -> float:
+    """The distance of values that are equal or not: 0 or 1."""
+    return float(one != other)
+
+
+def interval(one: float, other: float) -> float:
+    """The distance of numbers: the square of their difference."""
+    return (one - other) ** 2
+
+
+def cohen_kappa(pairs: Sequence[tuple[V, V]], distance: Distance[V] = nominal) -> float | None:
+    """Return Cohen's kappa of two people, from their values of each item.
+
+    kappa = 1 - D_o / D_e, with D_o the mean distance of the two values of an item, and D_e that of the values if each
+    person had given theirs to any items (Cohen 1960, "A Coefficient of Agreement for Nominal Scales"; with a distance,
+    1968, "Weighted Kappa"). None without items, or if both gave one and the same value to all.
+    """
+    if not pairs:
+        return None
+    first, second = Counter(one for one, _ in pairs), Counter(other for _, other in pairs)
+    observed = sum(distance(one, other) for one, other in pairs) / len(pairs)
+    expected = sum(a * b * distance(one, other) for one, a in first.items() for other, b in second.items())
+    return 1 - observed * len(pairs) ** 2 / expected if expected else None
+
+
+def krippendorff_alpha(units: Iterable[Sequence[V]], distance: Distance[V] = nominal) -> float | None:
+    """Return Krippendorff's alpha, from the values that people gave to each item; items with fewer than two do not
+    count.
+
+    alpha = 1 - D_o / D_e, with D_o the mean distance of two values of one item, each item weighing as many as it has
+    values, and D_e that of any two values (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"). None
+    without two values of one item, or if all are the same.
+    """
+    units = [list(unit) for unit in units if len(unit) > 1]
+    counts = Counter(value for unit in units for value in unit)
+    total = counts.total()
+    observed = sum(sum(distance(one, other) for one in unit for other in unit) / (len(unit) - 1) for unit in units)
+    expected = sum(a * b * distance(one, other) for one, a in counts.items() for other, b in counts.items())
+    return 1 - observed * (total - 1) / expected if expected else None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far people agree in one question."""
+
+    question: str
+    figure: str
+    """Cohen's kappa, of the same two people in all items, else Krippendorff's alpha."""
+    value: float | None
+    """1 if they agree, 0 as by chance; None if it is not defined."""
+    items: int
+    people: int
+
+
+def measure_agreement(judgements: Iterable[Judgement]) -> list[Agreement]:
+    """Return the figures of each question that at least two people answered for an item.
+
+    Scores are compared by the square of their difference; thumbs, picks and the best of ranked groups by whether they
+    are the same. What is picked is the answer's place among the item's, in the order of their ids: the ids themselves
+    differ from item to item, so that by chance nobody would agree.
+    """
+    questions: dict[str, Callable[[Judgement], Hashable | None]] = {
+        "score": lambda each: each.score,
+        "thumb": lambda each: each.thumb,
+        "pick": lambda each: _first(each) if each.view == "pair" else None,
+        "best of group": lambda each: _first(each) if each.view == "group" else None,
+    }
+    given = list(judgements)
+    found = []
+    for question, value in questions.items():
+        by_item: dict[str, dict[str, Hashable]] = {}
+        for each in given:
+            if (answer := value(each)) is not None:
+                by_item.setdefault(each.item, {})[each.person] = answer
+        shared = [answers for answers in by_item.values() if len(answers) > 1]
+        people = sorted({person for answers in shared for person in answers})
+        if shared:
+            distance: Distance[Hashable] = interval if question == "score" else nominal  # type: ignore[assignment]
+            if len(people) == 2:
+                pairs = [(answers[people[0]], answers[people[1]]) for answers in shared]
+                figure, number = "Cohen's kappa", cohen_kappa(pairs, distance)
+            else:
+                units = [list(answers.values()) for answers in shared]
+                figure, number = "Krippendorff's alpha", krippendorff_alpha(units, distance)
+            found.append(Agreement(question, figure, number, len(shared), len(people)))
+    return found
+
+
+def _first(judgement: Judgement) -> int | str | None:
+    if judgement.tie:
+        return "tie"
+    return sorted(judgement.rows).index(judgement.ranking[0]) if judgement.ranking else None

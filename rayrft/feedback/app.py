@@ -1,0 +1,422 @@
+"""The HTTP application of the feedback page: its files, and what it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, RedirectResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from rayrft.config.serve import FeedbackConfig
+from rayrft.endpoint.http import HttpService
+from rayrft.endpoint.protocol import ApiError, parse
+from rayrft.errors import DataError, RayrftError
+from rayrft.feedback.agreement import measure_agreement
+from rayrft.feedback.delivery import Delivered, Delivery
+from rayrft.feedback.items import ROWS, Item, Queue, Rows, describe
+from rayrft.feedback.journal import FeedbackJournal
+from rayrft.feedback.judgements import Judged, Judgement, Judgements, Thumb, Undone, View
+
+_TOLD_S = 0.5
+"""Seconds that a person waits to be told what the run did with a judgement; if it takes longer, and it came too late,
+they are told with a later answer."""
+_FRESH_S = 30.0
+"""Seconds after which the rows of a run under way are read again, when somebody asks for an item."""
+_REFERENCES_S = 5.0
+"""Seconds that are waited for reference answers at the start; tasks may have to be fetched from far."""
+_EMPTY_S = 2.0
+"""The same, when none is left for them."""
+_PAGE = {"index.html": "text/html", "page.js": "text/javascript", "store.js": "text/javascript", "page.css": "text/css"}
+_IMAGES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp", ".gif": "image/gif"}
+_HEADERS = {
+    # Text of a model is never run: no script but the page's own, and none in the text of elements.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'; "
+    "require-trusted-types-for 'script'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    person: str = Field(min_length=1, max_length=64)
+
+    @field_validator("person")
+    @classmethod
+    def _printable(cls, name: str) -> str:
+        if not name.strip().isprintable() or not name.strip():
+            raise ValueError("is no name")
+        return name.strip()
+
+
+class PersonRequest(_Body):
+    """The body of ``/v1/me`` and ``/v1/leave``."""
+
+
+class NextRequest(_Body):
+    """The body of ``/v1/next``."""
+
+    view: View
+
+
+class KeepRequest(_Body):
+    """The body of ``/v1/keep``."""
+
+    item: str = Field(max_length=1024)
+
+
+class UndoRequest(_Body):
+    """The body of ``/v1/undo``: without an id, the person's latest judgement."""
+
+    id: str | None = Field(None, max_length=64)
+
+
+class JudgeRequest(_Body):
+    """The body of ``/v1/judge``. ``rows`` are the experience ids of the item, as they were shown."""
+
+    id: str = Field(min_length=8, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
+    item: str = Field(max_length=1024)
+    rows: list[str] = Field(min_length=1, max_length=64)
+    score: int | None = None
+    thumb: Thumb | None = None
+    ranking: list[str] = Field(default_factory=list, max_length=64)
+    tie: bool = False
+    edit: str | None = Field(None, max_length=1 << 20)
+    labels: list[str] = Field(default_factory=list, max_length=9)
+    comment: str = Field("", max_length=1 << 14)
+    skipped: bool = False
+    seconds: float = Field(0.0, ge=0, allow_inf_nan=False)
+
+
+class FeedbackPage(HttpService):
+    """The page over a run's rows and a journal. Close it to release the journal."""
+
+    def __init__(
+        self,
+        name: str,
+        config: FeedbackConfig,
+        key_digests: tuple[str, ...],
+        rows: Rows,
+        journal: FeedbackJournal,
+        count: Callable[[str], None] = lambda outcome: None,
+    ) -> None:
+        super().__init__(config, key_digests, count)
+        self._name, self._settings, self._rows, self._journal = name, config, rows, journal
+        self._judgements = Judgements(config)
+        self._queue = Queue(config, self._judgements)
+        self._before: dict[str, float | None] = {}
+        self._owed: dict[str, list[Judgement]] = {}
+        """By person, the judgements of which they were not told yet what the run did with them."""
+        self._references: dict[str, str] = {}
+        self._notice: str | None = None
+        self._read_at = 0.0
+        self._reading: asyncio.Task[None] | None = None
+        self._opened = False
+        self._referring: asyncio.Task[None] | None = None
+        self._began: asyncio.Task[None] | None = None
+        self._delivery: Delivery | None = None
+
+    def app(self) -> FastAPI:
+        """Build the application."""
+        app = FastAPI(openapi_url=None)
+        posts = {
+            "next": self._next,
+            "judge": self._judge,
+            "undo": self._undo,
+            "keep": self._keep,
+            "leave": self._leave,
+            "me": self._me,
+        }
+        for path, handle in posts.items():
+            app.add_api_route(f"/v1/{path}", self.route(handle, self._config.max_requests), methods=["POST"])
+        app.add_api_route("/v1/image", self.route(self._image), methods=["GET"])
+        app.add_api_route("/v1/stats", self.route(self._stats), methods=["GET"])
+        self.add_health(app)
+        static = files("rayrft.feedback") / "static"
+        for file, kind in _PAGE.items():
+            self._add_file(app, "/" if file == "index.html" else f"/{file}", (static / file).read_bytes(), kind)
+        return app
+
+    async def begin(self) -> None:
+        """Read the journal and the run's rows; returns at once if that was done."""
+        if self._began is None or (self._began.done() and self._began.exception() is not None):
+            self._began = asyncio.create_task(self._begin())
+        await asyncio.shield(self._began)
+
+    async def close(self) -> None:
+        """Release the journal."""
+        if self._delivery is not None:
+            await self._delivery.close()
+        self._journal.close()
+
+    async def _begin(self) -> None:
+        if not self._opened:
+            for entry in await asyncio.to_thread(self._journal.open):
+                self._judgements.add(entry)
+            self._opened = True
+        await self._read()
+        self._referring = asyncio.create_task(self._refer())
+        await asyncio.wait({self._referring}, timeout=_REFERENCES_S)
+        self._delivery = Delivery(self._rows, self._judgements, self._journal, self._before)
+        self._delivery.wake()
+
+    async def _refer(self) -> None:
+        try:
+            self._references = await asyncio.to_thread(self._rows.references)
+        except RayrftError as error:
+            self._notice = f"Reference answers cannot be read: {error.problem}"
+
+    async def _read(self) -> None:
+        items = await asyncio.to_thread(lambda: self._queue.arrange(self._rows.groups()))
+        for item in items:
+            for answer in item.answers:
+                self._before.setdefault(answer.experience_id, answer.reward)
+        self._queue.fill(items)
+        self._read_at = time.monotonic()
+
+    async def _refresh(self, needed: bool) -> None:
+        """Read the run's rows again if they are old; wait for it if nothing is left without."""
+        old = time.monotonic() - self._read_at > (_EMPTY_S if needed else _FRESH_S)
+        if (self._reading is None or self._reading.done()) and old and self._delivering.reachable:
+            self._reading = asyncio.create_task(self._read())
+        if needed and self._reading is not None:
+            await asyncio.shield(self._reading)
+
+    @property
+    def _delivering(self) -> Delivery:
+        assert self._delivery is not None  # `begin` was awaited
+        return self._delivery
+
+    # Items.
+
+    async def _next(self, request: Request) -> Response:
+        body = parse(NextRequest, await self.body(request))
+        await self.begin()
+        await self._refresh(needed=self._queue.left(body.view) == 0)
+        item = self._queue.take(body.person, body.view)
+        shown = describe(item, self._references.get(item.task_id)) if item is not None else None
+        return JSONResponse({"item": shown, **self._progress(body.person)})
+
+    async def _keep(self, request: Request) -> Response:
+        body = parse(KeepRequest, await self.body(request))
+        await self.begin()
+        return JSONResponse({"kept": self._queue.keep(body.person, body.item)})
+
+    async def _leave(self, request: Request) -> Response:
+        body = parse(PersonRequest, await self.body(request))
+        await self.begin()
+        self._queue.leave(body.person)
+        return JSONResponse({})
+
+    async def _image(self, request: Request) -> Response:
+        """Return an image of an item, by its number; what is no image, by its name, is not given out."""
+        await self.begin()
+        item, number = (
+            self._queue.items.get(request.query_params.get("item", "")),
+            request.query_params.get("number", ""),
+        )
+        images = item.answers[0].images if item is not None else ()
+        path = images[int(number)] if number.isdecimal() and int(number) < len(images) else ""
+        kind = _IMAGES.get(Path(path).suffix.lower())
+        try:
+            content = await asyncio.to_thread(Path(path).read_bytes) if kind is not None else None
+        except OSError:
+            content = None
+        if content is None:
+            raise ApiError(404, "There is no such image.", code="image_not_found", param="number")
+        return Response(content, media_type=kind, headers={"X-Content-Type-Options": "nosniff"})
+
+    # Judgements.
+
+    async def _judge(self, request: Request) -> Response:
+        body = parse(JudgeRequest, await self.body(request))
+        await self.begin()
+        if body.id in self._judgements.undone:
+            return JSONResponse({"id": body.id, "outcome": "undone", **self._progress(body.person)})
+        known = self._judgements.all.get(body.id)
+        if known is not None and known.person != body.person:
+            raise ApiError(409, "A judgement of somebody else has this id.", code="id_taken", param="id")
+        others: list[str] = []
+        if known is None:
+            item = await self._item(body.item, body.rows)
+            known = self._checked(body, item)
+            others = self._queue.others(known.item, known.person)
+            await self._journal.write(Judged(known))
+            self._judgements.add(Judged(known))
+            others = sorted({*others, *self._queue.others(known.item, known.person)})  # of the same moment
+            self._queue.judged(known)
+        delivered = await self._delivering.settle(known, _TOLD_S)
+        if delivered.outcome == "kept":
+            self._owed.setdefault(known.person, []).append(known)
+        return JSONResponse({"id": known.id, **self._told(delivered), "others": others, **self._progress(body.person)})
+
+    async def _undo(self, request: Request) -> Response:
+        body = parse(UndoRequest, await self.body(request))
+        await self.begin()
+        given = self._judgements.of_person(body.person)
+        if body.id is not None:
+            given = [each for each in [*given, self._judgements.undone.get(body.id)] if each and each.id == body.id]
+        if not given or given[-1].person != body.person:
+            raise ApiError(404, "There is no judgement of yours to undo.", code="judgement_not_found", param="id")
+        undone = given[-1]
+        if undone.id not in self._judgements.undone:  # a second time it is asked for as the answer was lost
+            await self._journal.write(Undone(undone.id))
+            self._judgements.add(Undone(undone.id))
+        item = None
+        if body.person not in self._judgements.of_item(undone.item):
+            with contextlib.suppress(ApiError):  # its rows are no longer in the log
+                item = await self._item(undone.item, undone.rows)
+                self._queue.undone(undone, item)
+        delivered = await self._delivering.settle(undone, _TOLD_S)
+        told = self._told(delivered)
+        shown = describe(item, self._references.get(item.task_id)) if item is not None else None
+        draft = {name: value for name, value in asdict(undone).items() if name not in ("id", "person", "given_at")}
+        return JSONResponse({"id": undone.id, "item": shown, "draft": draft, **told, **self._progress(body.person)})
+
+    async def _item(self, key: str, rows: Sequence[str]) -> Item:
+        """Return the item of a key, as it was shown. Raises ApiError 404 if there is none."""
+        item = self._queue.items.get(key)
+        if item is not None and {answer.experience_id for answer in item.answers} == set(rows):
+            return item
+        # It is no longer among those to judge: it was shown before a restart, or the run has newer ones.
+        view, _, name = key.partition(":")
+        least, most = ROWS.get(view, (1, 0))
+        of_it = all(row == name or (view != "one" and row.startswith(f"{name}/")) for row in rows)
+        if not (of_it and least <= len(rows) <= most):
+            raise ApiError(404, f"There is no item {key!r} of these rows.", code="item_not_found", param="item")
+        try:
+            answers = tuple([await asyncio.to_thread(self._rows.find, row) for row in rows])
+        except DataError as error:
+            raise ApiError(404, str(error), code="item_not_found", param="rows") from None
+        for answer in answers:
+            self._before.setdefault(answer.experience_id, answer.reward)
+        return Item(key, cast(View, view), "", answers)
+
+    def _checked(self, body: JudgeRequest, item: Item) -> Judgement:
+        """Return the judgement in a request. Raises ApiError, which names the field, if it does not fit the item."""
+        ids = {answer.experience_id for answer in item.answers}
+
+        def refuse(param: str, problem: str) -> ApiError:
+            return ApiError(400, f"{param}: {problem}.", code="invalid_value", param=param)
+
+        if len(set(body.rows)) != len(body.rows):
+            raise refuse("rows", "name a row twice")
+        if body.score is not None and not 1 <= body.score <= self._settings.levels:
+            raise refuse("score", f"is none of 1 to {self._settings.levels}")
+        if len(set(body.ranking)) != len(body.ranking) or (body.ranking and set(body.ranking) != ids):
+            raise refuse("ranking", "does not name each answer of the item once")
+        if unknown := set(body.labels) - set(self._settings.labels):
+            raise refuse("labels", f"there is no {sorted(unknown)[0]!r}; known: {', '.join(self._settings.labels)}")
+        alone = {"score": body.score, "thumb": body.thumb, "edit": body.edit}
+        if item.view != "one" and (wrong := [name for name, value in alone.items() if value is not None]):
+            raise refuse(wrong[0], "belongs to a single answer")
+        if item.view == "one" and body.ranking:
+            raise refuse("ranking", "belongs to several answers")
+        if body.tie and (item.view != "pair" or body.ranking):
+            raise refuse("tie", "belongs to a pair of which none is picked")
+        if body.edit is not None and not body.edit.strip():
+            raise refuse("edit", "is empty")
+        said = body.score or body.thumb or body.ranking or body.tie or body.edit or body.labels or body.comment.strip()
+        if not said and not body.skipped:
+            raise refuse("score", "nothing is said of the item; skip it instead")
+        rows, now = tuple(body.rows), time.time()
+        if body.skipped:  # nothing else counts
+            about = (body.id, body.person, body.item, item.view, rows)
+            return Judgement(*about, skipped=True, seconds=body.seconds, given_at=now)
+        values = body.model_dump(exclude={"rows", "ranking", "labels"})
+        return Judgement(
+            **values,
+            view=item.view,
+            rows=rows,
+            ranking=tuple(body.ranking),
+            labels=tuple(body.labels),
+            given_at=now,
+        )
+
+    def _told(self, delivered: Delivered) -> dict[str, Any]:
+        return {"outcome": delivered.outcome, "reason": delivered.reason}
+
+    # Progress.
+
+    async def _me(self, request: Request) -> Response:
+        body = parse(PersonRequest, await self.body(request))
+        await self.begin()
+        about = {
+            "run": self._name,
+            "labels": self._settings.labels,
+            "levels": self._settings.levels,
+            "rewards": self._settings.reward_range if self._settings.set_rewards else None,
+            "agreement": self._settings.agreement,
+            "rule": self._settings.rule,
+            "lease_s": self._settings.lease_s,
+            "notice": self._notice,
+        }
+        return JSONResponse({**about, **self._progress(body.person)})
+
+    async def _stats(self, request: Request) -> Response:
+        await self.begin()
+        people = Counter(each.person for each in self._judgements.all.values())
+        outcomes = Counter(sent.outcome for sent in self._judgements.sent.values())
+        kept = len(self._judgements.unsent()) + len(self._judgements.unsent_edits())
+        return JSONResponse(
+            {
+                "open": self.open,
+                "requests": dict(self.outcomes),
+                "people": dict(people.most_common()),
+                "rows": {**outcomes, "kept": kept},
+                "edits": Counter(
+                    "taken back" if sent.id in self._judgements.withdrawn else sent.outcome
+                    for sent in self._judgements.edits.values()
+                ),
+                "agreement": [asdict(figure) for figure in measure_agreement(self._judgements.all.values())],
+            }
+        )
+
+    def _progress(self, person: str) -> dict[str, Any]:
+        given = self._judgements.of_person(person)
+        counted = [each for each in given if not each.skipped]
+        day = time.time() - 86_400
+        mine = {
+            "judged": len(counted),
+            "skipped": len(given) - len(counted),
+            "today": sum(each.given_at > day for each in counted),
+            "edited": sum(each.edit is not None for each in counted),
+            "seconds": sum(each.seconds for each in counted) / len(counted) if counted else None,
+            "latest": given[-1].id if given else None,
+        }
+        left = {view: self._queue.left(view) for view in self._queue.totals}
+        return {
+            "mine": mine,
+            "left": left,
+            "totals": self._queue.totals,
+            "running": self._delivering.reachable,
+            "news": self._news(person),
+        }
+
+    def _news(self, person: str) -> list[dict[str, Any]]:
+        """Return what a person is owed to be told: judgements that came too late, or were refused, since."""
+        owed = [(each, self._delivering.state(each)) for each in self._owed.pop(person, [])]
+        if waiting := [each for each, delivered in owed if delivered.outcome == "kept"]:
+            self._owed[person] = waiting
+        told = ("late", "refused")
+        return [{"id": each.id, **self._told(state)} for each, state in owed if state.outcome in told]
+
+    def _add_file(self, app: FastAPI, path: str, content: bytes, kind: str) -> None:
+        async def serve(request: Request) -> Response:
+            if path == "/" and not request.url.path.endswith("/"):  # relative addresses would miss the page's files
+                return RedirectResponse(request.url.path + "/")
+            return Response(content, media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
+
+        app.add_api_route(path, serve, methods=["GET"])

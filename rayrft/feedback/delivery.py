@@ -1,0 +1,143 @@
+"""Brings what people said to the run, in the background: nothing is lost while its Buffer is away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec
+
+from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
+from rayrft.feedback.items import Rows
+from rayrft.feedback.journal import FeedbackJournal
+from rayrft.feedback.judgements import EditSent, EditWithdrawn, Judgement, Judgements, Outcome, Sent
+
+P = ParamSpec("P")
+log = logging.getLogger(__name__)
+_AT_ONCE = 16
+_AGAIN_S = 5.0
+"""Seconds after which a run that was not there is looked for again: Ray has no event for it."""
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What became of a judgement in the run. ``kept``: it is in the journal, and the run does not have it yet."""
+
+    outcome: str
+    reason: str = ""
+
+
+class Delivery:
+    """Sends rewards, labels and edited answers to the run, and records in the journal that it has them.
+
+    ``before`` are the rewards that rows had when they were shown, by experience id.
+    """
+
+    def __init__(self, rows: Rows, judgements: Judgements, journal: FeedbackJournal, before: dict[str, float | None]):
+        self._rows, self._judgements, self._journal, self._before = rows, judgements, journal, before
+        self._wake = asyncio.Event()
+        self._round: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run())
+        self.reachable = True
+        """Whether the run was there when it was last asked for."""
+
+    def wake(self) -> None:
+        """Have sent what is not."""
+        self._wake.set()
+
+    async def settle(self, judgement: Judgement, within_s: float) -> Delivered:
+        """Return what became of a judgement, or of taking it back, after at most ``within_s`` seconds."""
+        self.wake()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self._is_unsent(judgement):
+                    await asyncio.shield(self._round)
+                    if not self.reachable:
+                        break
+        return self.state(judgement)
+
+    def state(self, judgement: Judgement) -> Delivered:
+        """Return what became of a judgement so far."""
+        if self._is_unsent(judgement):
+            return Delivered("kept")
+        known = self._judgements
+        sent: list[Sent | EditSent | EditWithdrawn] = [known.sent[row] for row in judgement.rows if row in known.sent]
+        of_edits = known.edits if judgement.id in known.all else known.withdrawn
+        sent += [of_edits[judgement.id]] if judgement.id in of_edits else []
+        for outcome in ("refused", "late"):
+            if found := [each for each in sent if each.outcome == outcome]:
+                return Delivered(outcome, found[0].reason)
+        return Delivered("applied")
+
+    async def close(self) -> None:
+        """End."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def _is_unsent(self, judgement: Judgement) -> bool:
+        return any(map(self._judgements.is_unsent, judgement.rows)) or self._judgements.is_edit_unsent(judgement.id)
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            # who comes from here on waits for the next round: this one may have looked before the run was there
+            done, self._round = self._round, asyncio.get_running_loop().create_future()
+            try:
+                self.reachable = await asyncio.to_thread(self._rows.running)
+                if self.reachable:
+                    await self._send()
+            except (RunNotFound, ActorDied):
+                self.reachable = False
+            except RayrftError:
+                log.exception("feedback was not sent")  # it stays in the journal
+                self.reachable = False
+            done.set_result(None)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if self.reachable else _AGAIN_S):
+                    await self._wake.wait()
+
+    async def _send(self) -> None:
+        sends = [partial(self._send_row, row) for row in self._judgements.unsent()]
+        sends += [partial(self._send_edit, judgement) for judgement in self._judgements.unsent_edits()]
+        sends += [partial(self._send_withdrawal, edit) for edit in self._judgements.unsent_withdrawals()]
+        for start in range(0, len(sends), _AT_ONCE):
+            done = await asyncio.gather(*(send() for send in sends[start : start + _AT_ONCE]), return_exceptions=True)
+            for failure in filter(None, done):
+                raise failure
+
+    async def _send_row(self, row: str) -> None:
+        wanted = self._judgements.wanted(row)
+        outcome, reason = await _outcome(self._rows.feedback, row, wanted.reward, wanted.labels)
+        await self._record(Sent(row, wanted.reward, wanted.labels, outcome, reason, self._before.get(row)))
+
+    async def _send_edit(self, judgement: Judgement) -> None:
+        found: list[str] = []
+        outcome, reason = await _outcome(lambda: found.append(self._rows.demonstrate(judgement)))
+        await self._record(EditSent(judgement.id, outcome, reason, next(iter(found), "")))
+
+    async def _send_withdrawal(self, edit: EditSent) -> None:
+        outcome, reason = await _outcome(self._rows.withdraw, edit.demonstration)
+        await self._record(EditWithdrawn(edit.id, outcome, reason))
+
+    async def _record(self, entry: Sent | EditSent | EditWithdrawn) -> None:
+        await self._journal.write(entry)
+        self._judgements.add(entry)
+
+
+async def _outcome(tell: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> tuple[Outcome, str]:
+    """Return what came of telling the run something."""
+    try:
+        await asyncio.to_thread(tell, *args, **kwargs)
+    except FeedbackRefused as error:
+        return "late", error.problem
+    except DataError as error:
+        return "refused", str(error)
+    except RayrftError:  # such as a Buffer that is away: it is told later
+        raise
+    except Exception as error:  # of the Buffer itself: it may not keep everything else from the run
+        log.exception("the run failed on feedback")
+        return "refused", f"{type(error).__name__}: {error}"
+    return "applied", ""

@@ -1,0 +1,367 @@
+"""What people said, as files: rows to train on, and records of Argilla and Label Studio, which come back, too.
+
+Argilla's records are those of ``rg.Record.to_dict``, Label Studio's are annotated tasks of its JSON format. Both are
+written one per line; a file with one JSON list, as the two export it, is read as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rayrft.buffer.reader import Archive
+from rayrft.config.serve import FeedbackConfig
+from rayrft.data.formats import read_rows
+from rayrft.errors import DataError
+from rayrft.experience import from_batch
+from rayrft.feedback.items import ROWS, Answer
+from rayrft.feedback.judgements import Judged, Judgement, Judgements, View
+from rayrft.files import atomic_file
+
+Trainable = Literal["pairs", "answers", "labelled", "scores"]
+Tool = Literal["argilla", "label_studio"]
+FORMATS = (*get_args(Trainable), *get_args(Tool))
+TOOLS = get_args(Tool)
+Row = dict[str, Any]
+_USERS = uuid.uuid5(uuid.NAMESPACE_URL, "rayrft:feedback")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Rows that were written, and judgements that were not, since their answers are no longer in the log."""
+
+    rows: int
+    missing: int
+
+
+def export_feedback(
+    judgements: Judgements, answers: dict[str, Answer], path: Path, form: str, settings: FeedbackConfig
+) -> Exported:
+    """Write what people said to a JSONL file. ``answers`` are those in the run's log by experience id.
+
+    ``pairs``: ``prompt, chosen, rejected`` of picks and rankings, as most people have them; ``answers``: edited answers
+    as ``messages``; ``labelled``: ``prompt, response, label`` of thumbs; these are demonstrations as `RowFormat` has
+    them. ``scores``: ``experience_id, reward, labels, messages``, the reward as ``settings`` map it. The others are
+    records of Argilla and Label Studio. Raises DataError for another format.
+    """
+    if form not in FORMATS:
+        raise DataError("no such format", field="format", value=form, remedy=f"one of {', '.join(FORMATS)}")
+    there = [each for each in judgements.all.values() if all(row in answers for row in each.rows)]
+    write: dict[str, Callable[[], Iterable[Row]]] = {
+        "pairs": lambda: _pairs(there, answers),
+        "answers": lambda: _edits(there, answers),
+        "labelled": lambda: _labelled(there, answers),
+        "scores": lambda: _scores(judgements, there, answers),
+        "argilla": lambda: map(_argilla, _by_item(there), _shown(there, answers)),
+        "label_studio": lambda: map(_label_studio, _by_item(there), _shown(there, answers)),
+    }
+    count = 0
+    with atomic_file(path) as partial, partial.open("w") as file:
+        for row in write[form]():
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return Exported(count, len(judgements.all) - len(there))
+
+
+def import_feedback(path: Path, tool: str, answers: dict[str, Answer], settings: FeedbackConfig) -> list[Judged]:
+    """Read the judgements in a file of Argilla or Label Studio.
+
+    A record is of the item, or of the answer, that its id names, which was exported or is an experience id. Judgements
+    have ids that follow from their content, so that a file that is imported twice counts once. Raises DataError, with
+    line numbers, if records are broken, or name no answers of the run.
+    """
+    if tool not in TOOLS:
+        raise DataError("no such format to import", field="format", value=tool, remedy=f"one of {', '.join(TOOLS)}")
+    read = {"argilla": _from_argilla, "label_studio": _from_label_studio}[tool]
+    found: list[Judged] = []
+    broken: dict[int, str] = {}
+    for number, row in read_rows(path, "file"):
+        try:
+            if isinstance(row, str):
+                raise DataError(row)
+            found += [Judged(_checked(each, answers, settings)) for each in read(row)]
+        except DataError as error:
+            broken[number] = error.problem
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            broken[number] = f"is no record of {tool}: {type(error).__name__} {error}"
+    if broken:
+        first = "; ".join(f"line {number}: {why}" for number, why in list(broken.items())[:5])
+        raise DataError(
+            f"{len(broken)} broken records: {first}",
+            field="file",
+            value=str(path),
+            remedy="fix or delete them; nothing was imported",
+        )
+    return found
+
+
+def read_answers(archive: Archive, ids: set[str] | None = None) -> dict[str, Answer]:
+    """Return the own rows of a run's log, or those of these ids, by experience id."""
+    found = {}
+    for batch in archive.rows("usual", skip_damaged=True):
+        for row, status in zip(from_batch(batch), batch.column("group_status").to_pylist(), strict=True):
+            if ids is None or row.experience_id in ids:
+                found[row.experience_id] = Answer.of(row, status == "ready")
+    return found
+
+
+# Rows to train on.
+
+
+def _pairs(given: list[Judgement], answers: dict[str, Answer]) -> Iterator[Row]:
+    votes = Counter(pair for each in given if not each.skipped for pair in each.pairs)
+    for (better, worse), count in votes.items():
+        against = votes[worse, better]
+        if count > against:
+            before, chosen = _parted(answers[better])
+            other, rejected = _parted(answers[worse])
+            ids = {"ids": [better, worse], "votes": [count, against]}
+            if before == other:
+                yield {"prompt": before, "chosen": chosen, "rejected": rejected, **ids}
+            else:
+                sides = ([*turns, _said(text)] for turns, text in ((before, chosen), (other, rejected)))
+                yield dict(zip(("chosen", "rejected"), sides, strict=True)) | ids
+
+
+def _edits(given: list[Judgement], answers: dict[str, Answer]) -> Iterator[Row]:
+    for each in given:
+        if each.edit is not None:
+            before, _ = _parted(answers[each.rows[0]])
+            yield {"messages": [*before, _said(each.edit)], "id": each.id, "of": each.rows[0], "person": each.person}
+
+
+def _labelled(given: list[Judgement], answers: dict[str, Answer]) -> Iterator[Row]:
+    thumbs: dict[str, int] = {}
+    for each in given:
+        if each.thumb is not None:
+            thumbs[each.rows[0]] = thumbs.get(each.rows[0], 0) + (1 if each.thumb == "up" else -1)
+    for row, balance in thumbs.items():
+        if balance:
+            before, text = _parted(answers[row])
+            yield {"prompt": before, "response": text, "label": balance > 0, "id": row}
+
+
+def _scores(judgements: Judgements, given: list[Judgement], answers: dict[str, Answer]) -> Iterator[Row]:
+    for row in dict.fromkeys(row for each in given for row in each.rows):
+        wanted = judgements.wanted(row)
+        if wanted.reward is not None:
+            messages = [dict(turn) for turn in answers[row].turns]
+            yield {"experience_id": row, "reward": wanted.reward, "labels": wanted.labels, "messages": messages}
+
+
+def _parted(answer: Answer) -> tuple[list[dict[str, str]], str]:
+    """Return the conversation before the last answer, and that."""
+    return [dict(turn) for turn in answer.turns[:-1]], answer.text
+
+
+def _said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+# Records of annotation tools. An item is one record, with the judgements of all.
+
+
+def _by_item(given: Iterable[Judgement]) -> list[list[Judgement]]:
+    found: dict[str, list[Judgement]] = {}
+    for each in given:
+        found.setdefault(each.item, []).append(each)
+    return list(found.values())
+
+
+def _shown(given: list[Judgement], answers: dict[str, Answer]) -> Iterator[dict[str, str]]:
+    """Return, for each item, the texts of prompt and answers by the names of fields."""
+    for judged in _by_item(given):
+        first = judged[0]
+        before, _ = _parted(answers[first.rows[0]])
+        prompt = (
+            before[0]["content"] if len(before) == 1 else "\n\n".join(f"{t['role']}: {t['content']}" for t in before)
+        )
+        yield {"prompt": prompt} | {
+            name: answers[row].text for name, row in zip(_names(first.rows), sorted(first.rows), strict=True)
+        }
+
+
+def _names(rows: tuple[str, ...]) -> list[str]:
+    """Return the fields of an item's answers, which stand in the order of their ids."""
+    return ["response"] if len(rows) == 1 else [f"response_{'abcdefghi'[at]}" for at in range(len(rows))]
+
+
+def _argilla(judged: list[Judgement], fields: dict[str, str]) -> Row:
+    rows = tuple(sorted(judged[0].rows))
+    names = dict(zip(rows, _names(rows), strict=True))
+    responses: dict[str, list[Row]] = {}
+    for each in judged:
+        values = {
+            "score": each.score,
+            "thumb": each.thumb,
+            "better": "tie" if each.tie else names[each.ranking[0]] if each.view == "pair" and each.ranking else None,
+            "ranking": [names[row] for row in each.ranking] if each.view == "group" else None,
+            "answer": each.edit,
+            "labels": list(each.labels),
+            "comment": each.comment,
+        }
+        for question, value in values.items():
+            if value:
+                user = str(uuid.uuid5(_USERS, each.person))
+                responses.setdefault(question, []).append({"value": value, "user_id": user})
+    people = sorted({each.person for each in judged})
+    return {
+        "id": judged[0].item,
+        "fields": fields,
+        "metadata": {"view": judged[0].view, "rows": list(rows), "people": people},
+        "suggestions": {},
+        "responses": responses,
+        "vectors": {},
+        "_server_id": None,
+    }
+
+
+def _from_argilla(record: Row) -> Iterator[Judgement]:
+    metadata = record.get("metadata") or {}
+    view, rows = _identified(record["id"], metadata)
+    by_name = dict(zip(_names(rows), rows, strict=True))
+    known = {str(uuid.uuid5(_USERS, person)): person for person in metadata.get("people") or []}
+    by_person: dict[str, dict[str, Any]] = {}
+    for question, given in record["responses"].items():
+        for response in given:
+            by_person.setdefault(str(response["user_id"]), {})[question] = response["value"]
+    for user, values in by_person.items():
+        better, ranking = values.get("better"), values.get("ranking") or []
+        if better and better != "tie":
+            ranking = [better, *(name for name in by_name if name != better)]
+        elif ranking and isinstance(ranking[0], dict):  # as Argilla's server has it
+            ranking = [each["value"] for each in sorted(ranking, key=lambda each: each["rank"])]
+        yield _judgement(
+            known.get(user, user),
+            record["id"],
+            view,
+            rows,
+            score=values.get("score"),
+            thumb=values.get("thumb"),
+            ranking=tuple(by_name[name] for name in ranking),
+            tie=better == "tie",
+            edit=values.get("answer"),
+            labels=tuple(values.get("labels") or ()),
+            comment=values.get("comment") or "",
+        )
+
+
+def _label_studio(judged: list[Judgement], fields: dict[str, str]) -> Row:
+    rows = tuple(sorted(judged[0].rows))
+    items = [{"id": row, "title": name, "body": fields[name]} for row, name in zip(rows, _names(rows), strict=True)]
+    whole = fields | ({"items": items} if len(rows) > 1 else {})
+    about = {"item": judged[0].item, "view": judged[0].view, "rows": list(rows)}
+    return {"data": {**about, **whole}, "annotations": [_annotation(each, rows) for each in judged], "predictions": []}
+
+
+def _annotation(each: Judgement, rows: tuple[str, ...]) -> Row:
+    result: list[Row] = []
+
+    def add(name: str, to: str, kind: str, value: Row) -> None:
+        # An annotation may only name users that the server has, but whatever else is in its parts comes back.
+        about = {"id": f"{each.id}-{name}", "person": each.person}
+        result.append({**about, "from_name": name, "to_name": to, "type": kind, "value": value})
+
+    if each.score is not None:
+        add("score", "response", "rating", {"rating": each.score})
+    if each.thumb is not None:
+        add("thumb", "response", "choices", {"choices": [each.thumb]})
+    if each.view == "pair" and each.ranking:
+        side = "left" if each.ranking[0] == rows[0] else "right"
+        add("better", "better", "pairwise", {"selected": side})
+    if each.tie:
+        add("tie", "response_a", "choices", {"choices": ["tie"]})
+    if each.view == "group" and each.ranking:
+        add("ranking", "items", "ranker", {"ranker": {"ranking": list(each.ranking)}})
+    if each.edit is not None:
+        add("answer", "response", "textarea", {"text": [each.edit]})
+    if each.labels:
+        add("labels", _names(rows)[0], "choices", {"choices": list(each.labels)})
+    if each.comment:
+        add("comment", _names(rows)[0], "textarea", {"text": [each.comment]})
+    return {
+        "result": result,
+        "was_cancelled": each.skipped,
+        "ground_truth": False,
+        "lead_time": each.seconds,
+        "created_at": datetime.fromtimestamp(each.given_at, UTC).isoformat(),
+    }
+
+
+def _from_label_studio(task: Row) -> Iterator[Judgement]:
+    data = task["data"]
+    name = data.get("item") or data.get("id") or task["id"]
+    view, rows = _identified(name, data)
+    for annotation in task["annotations"]:
+        values = {each["from_name"]: each["value"] for each in annotation["result"]}
+        ranking = tuple(values.get("ranking", {}).get("ranker", {}).get("ranking", ()))
+        if side := values.get("better", {}).get("selected"):
+            ranking = rows if side == "left" else rows[::-1]
+        by = annotation.get("completed_by")
+        user = by.get("email") or by.get("id") if isinstance(by, dict) else by
+        person = next((each["person"] for each in annotation["result"] if "person" in each), user)
+        yield _judgement(
+            str(person or "label studio"),
+            str(name),
+            view,
+            rows,
+            score=values.get("score", {}).get("rating"),
+            thumb=next(iter(values.get("thumb", {}).get("choices", ())), None),
+            ranking=ranking,
+            tie="tie" in values,
+            edit=next(iter(values.get("answer", {}).get("text", ())), None),
+            labels=tuple(values.get("labels", {}).get("choices", ())),
+            comment="\n".join(values.get("comment", {}).get("text", ())),
+            skipped=bool(annotation.get("was_cancelled")),
+            seconds=float(annotation.get("lead_time") or 0.0),
+        )
+
+
+def _identified(name: Any, about: Row) -> tuple[View, tuple[str, ...]]:
+    """Return the view and the rows of a record, which it has from its export, or by the id of its one answer."""
+    if "rows" in about:
+        return about["view"], tuple(sorted(about["rows"]))
+    return "one", (str(name).removeprefix("one:"),)
+
+
+def _judgement(person: str, name: str, view: View, rows: tuple[str, ...], **said: Any) -> Judgement:
+    if said.get("skipped"):
+        said = {"skipped": True, "seconds": said["seconds"]}
+    digest = hashlib.blake2b(json.dumps([person, rows, view, said], default=list).encode(), digest_size=12).hexdigest()
+    item = name if ":" in name else f"one:{name}"
+    return Judgement(f"import-{digest}", person, item, view, rows, given_at=time.time(), **said)
+
+
+def _checked(given: Judgement, answers: dict[str, Answer], settings: FeedbackConfig) -> Judgement:
+    """Return a judgement with its types as they must be. Raises DataError if it does not fit the run."""
+    if unknown := [row for row in given.rows if row not in answers]:
+        raise DataError(f"the run's log has no answer {unknown[0]!r}")
+    if given.view not in ROWS:
+        raise DataError(f"the view {given.view!r} is none of {', '.join(ROWS)}")
+    least, most = ROWS[given.view]
+    if not least <= len(given.rows) <= most or len(set(given.rows)) < len(given.rows):
+        raise DataError(f"{len(given.rows)} answers are none for the view {given.view!r}")
+    score = given.score
+    if score is not None and not (
+        isinstance(score, int | float) and 1 <= score <= settings.levels and score == int(score)
+    ):
+        raise DataError(f"the score {score!r} is none of 1 to {settings.levels}")
+    if given.thumb not in (None, "up", "down"):
+        raise DataError(f"the thumb {given.thumb!r} is neither up nor down")
+    if given.ranking and sorted(given.ranking) != sorted(given.rows):
+        raise DataError("the ranking does not name each answer once")
+    alone = any(value is not None for value in (score, given.thumb, given.edit))
+    if given.ranking if given.view == "one" else alone:
+        raise DataError("scores, thumbs and edited answers belong to a single answer, rankings to several")
+    texts = [given.comment, *given.labels, *([] if given.edit is None else [given.edit])]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError("what should be text is none")
+    return replace(given, score=None if score is None else int(score))

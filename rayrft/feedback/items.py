@@ -1,0 +1,310 @@
+"""What people are shown: answers of a run, ordered by a rule, each given to one person at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rayrft.config.serve import FeedbackConfig
+from rayrft.experience import Experience
+from rayrft.feedback.judgements import Judgement, Judgements, View
+
+_MOST_RANKED = 9
+"""Answers that are ranked: as many as a keyboard has digits."""
+ROWS: dict[str, tuple[int, int]] = {"one": (1, 1), "pair": (2, 2), "group": (2, _MOST_RANKED)}
+"""The least and the most answers of an item, by its view."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A row, as people see it."""
+
+    experience_id: str
+    turns: tuple[dict[str, str], ...]
+    reward: float | None
+    components: dict[str, float]
+    reason: str | None
+    """What the reward says of its verdict."""
+    stop_reason: str | None
+    waiting: bool
+    """Whether it waits for training."""
+    logprob: float
+    """Mean log-prob of a token that the model produced, in nats."""
+    images: tuple[str, ...] = ()
+    """Paths."""
+
+    @classmethod
+    def of(cls, row: Experience, waiting: bool) -> Answer:
+        produced = row.logprobs[row.action_mask == 1]
+        return cls(
+            row.experience_id,
+            row.turns,
+            row.reward,
+            row.reward_components,
+            row.error,
+            row.stop_reason,
+            waiting,
+            float(produced.mean()) if len(produced) else 0.0,
+            row.images,
+        )
+
+    @property
+    def text(self) -> str:
+        """The last of the conversation."""
+        return self.turns[-1].get("content", "") if self.turns else ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Answers to one question."""
+
+    group_id: str
+    task_id: str
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a person judges at once."""
+
+    key: str
+    view: View
+    task_id: str
+    answers: tuple[Answer, ...]
+
+    @property
+    def waiting(self) -> bool:
+        return self.answers[0].waiting
+
+
+class Rows(Protocol):
+    """What a page needs of a run. The methods block, and are called in threads."""
+
+    def running(self) -> bool:
+        """Return whether the run has a Buffer that can be told something."""
+
+    def groups(self) -> list[Group]:
+        """Return the groups to judge, as they are now. Raises StorageError."""
+
+    def find(self, experience_id: str) -> Answer:
+        """Return a row. Raises DataError if there is none."""
+
+    def references(self) -> dict[str, str]:
+        """Return the reference answers by task id. Raises a RayrftError if they cannot be read."""
+
+    def feedback(self, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
+        """Change a row before it is trained. Raises RunNotFound or ActorDied if the run's Buffer is not there, and as
+        `Buffer.feedback`."""
+
+    def demonstrate(self, judgement: Judgement) -> str:
+        """Give the run an edited answer to imitate, once; return the demonstration's experience id. Raises RunNotFound
+        or ActorDied if the run's Buffer is not there, DataError if it does not take it."""
+
+    def withdraw(self, demonstration: str) -> None:
+        """Let the run draw a demonstration no more. Raises RunNotFound or ActorDied if its Buffer is not there."""
+
+
+def items_of(group: Group) -> list[Item]:
+    """Return the items of a group: each answer; two different ones, in an order that says nothing; and, if there are
+    more, all different ones."""
+    answers = [answer for answer in group.answers if answer.text]
+    items = [Item(f"one:{answer.experience_id}", "one", group.task_id, (answer,)) for answer in answers]
+    different = list({answer.text: answer for answer in answers}.values())
+    mixed = sorted(different, key=lambda answer: _draw(answer.experience_id))[:_MOST_RANKED]
+    if len(mixed) > 1:
+        items.append(Item(f"pair:{group.group_id}", "pair", group.task_id, tuple(mixed[:2])))
+    if len(mixed) > 2:
+        items.append(Item(f"group:{group.group_id}", "group", group.task_id, tuple(mixed)))
+    return items
+
+
+def order_of(item: Item, rule: str, judgements: Judgements) -> tuple[bool, float, str]:
+    """Return by what items are sorted: those that wait for training first, then as the rule says.
+
+    ``uncertain`` is least confidence per token (Settles and Craven 2008, "An Analysis of Active Learning Strategies for
+    Sequence Labeling Tasks"); ``disagreement`` is query by committee (Seung et al. 1992), whose members are the reward,
+    its parts and people.
+    """
+    value = {
+        "random": lambda: 0.0,
+        "uncertain": lambda: float(np.mean([answer.logprob for answer in item.answers])),
+        "low_deviation": lambda: float(np.std([answer.reward or 0.0 for answer in item.answers])),
+        "disagreement": lambda: -_disagreement(item, judgements),
+    }[rule]()
+    return not item.waiting, value, _draw(item.key)
+
+
+def _disagreement(item: Item, judgements: Judgements) -> float:
+    """Return the greatest deviation, among its answers, of the values that the reward, its parts and people give."""
+    people = list(judgements.of_item(item.key).values())  # at once: others may be added meanwhile
+    spread = [0.0]
+    for answer in item.answers:
+        values = [*answer.components.values(), *([] if answer.reward is None else [answer.reward])]
+        values += [value for each in people if (value := judgements.reward(each, answer.experience_id)) is not None]
+        spread.append(float(np.std(values)) if values else 0.0)
+    return max(spread)
+
+
+def _draw(name: str) -> str:
+    """Return what sorts names at random, the same each time."""
+    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+
+
+@dataclass
+class _Lease:
+    item: str
+    person: str
+    ends: float
+
+
+class Queue:
+    """The items that are left, and who has which; for one event loop.
+
+    A person who asks gets the item again that they have. A lease ends when it expires, or the person leaves or judges;
+    ``clock`` gives seconds.
+    """
+
+    def __init__(
+        self, config: FeedbackConfig, judgements: Judgements, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config, self._judgements, self._clock = config, judgements, clock
+        self.items: dict[str, Item] = {}
+        """Those that are in the queue, and those that people have, by key."""
+        self.totals: dict[View, int] = {}
+        self._left: dict[View, dict[str, None]] = {"one": {}, "pair": {}, "group": {}}
+        """Keys of those that not enough people have judged, in the order in which they are given."""
+        self._leases: dict[str, dict[str, _Lease]] = {}
+        self._held: dict[str, _Lease] = {}
+        """The latest of each person."""
+
+    def arrange(self, groups: Iterable[Group]) -> list[Item]:
+        """Return the items of groups in the order of the rule; it may be called in any thread."""
+        items = [item for group in groups for item in items_of(group)]
+        return sorted(items, key=lambda item: order_of(item, self._config.rule, self._judgements))
+
+    def fill(self, items: list[Item]) -> None:
+        """Take the items that a run has now, arranged, in place of those before, but for what people have."""
+        had = {lease.item for lease in self._held.values()}
+        self.items = {key: item for key, item in self.items.items() if key in had}
+        self.items.update((item.key, item) for item in items)
+        for view in self._left:
+            of_view = [item.key for item in items if item.view == view]
+            self.totals[view] = len(of_view)
+            self._left[view] = dict.fromkeys(key for key in of_view if not self._is_done(key))
+
+    def left(self, view: View) -> int:
+        """Return the number of items that not enough people have judged."""
+        return len(self._left[view])
+
+    def take(self, person: str, view: View) -> Item | None:
+        """Lease a person an item, which is theirs alone unless agreement is wanted; None if none is left for them."""
+        now = self._clock()
+        held = self._held.get(person)
+        if held is not None and held.ends > now and self.items[held.item].view == view and self._may(person, held.item):
+            held.ends = now + self._config.lease_s
+            return self.items[held.item]
+        for key in self._left[view]:
+            if self._may(person, key) and self._wanted(key, person, now):
+                self._lease(person, key, now)
+                return self.items[key]
+        return None
+
+    def keep(self, person: str, key: str) -> bool:
+        """Prolong a person's lease; return whether they have one.
+
+        One that has expired, or was lost with the page's process, begins anew if nobody else was given the item since.
+        """
+        now, lease, held = self._clock(), self._leases.get(key, {}).get(person), self._held.get(person)
+        if lease is not None and lease.ends > now:
+            lease.ends = now + self._config.lease_s
+            return True
+        has_another = held is not None and held.item != key and held.ends > now
+        if has_another or key not in self.items or not (self._may(person, key) and self._wanted(key, person, now)):
+            return False
+        self._lease(person, key, now)
+        return True
+
+    def leave(self, person: str) -> None:
+        """End a person's lease."""
+        if (held := self._held.pop(person, None)) is not None:
+            having = self._leases.get(held.item, {})
+            having.pop(person, None)
+            if not having:
+                self._leases.pop(held.item, None)
+
+    def others(self, key: str, person: str) -> list[str]:
+        """Return who else has or has judged an item, beyond those that are wanted."""
+        now = self._clock()
+        judged = [each.person for each in self._judgements.of_item(key).values() if not each.skipped]
+        having = [lease.person for lease in self._leases.get(key, {}).values() if lease.ends > now]
+        others = sorted({*judged, *having} - {person})
+        return others if len(others) >= self._config.agreement else []
+
+    def judged(self, judgement: Judgement) -> None:
+        """End the lease of a person on an item that they have judged, and leave it out if that is enough."""
+        held = self._held.get(judgement.person)
+        if held is not None and held.item == judgement.item:
+            self.leave(judgement.person)
+        if self._is_done(judgement.item):
+            self._left[judgement.view].pop(judgement.item, None)
+
+    def undone(self, judgement: Judgement, item: Item) -> None:
+        """Put an item back, and lease it to the person whose judgement was taken back."""
+        self.items.setdefault(item.key, item)
+        if not self._is_done(item.key):
+            self._left[item.view].setdefault(item.key)
+        self._lease(judgement.person, item.key, self._clock())
+
+    def _lease(self, person: str, key: str, now: float) -> None:
+        self.leave(person)
+        lease = _Lease(key, person, now + self._config.lease_s)
+        self._held[person] = self._leases.setdefault(key, {})[person] = lease
+
+    def _may(self, person: str, key: str) -> bool:
+        return person not in self._judgements.of_item(key)
+
+    def _wanted(self, key: str, person: str, now: float) -> bool:
+        """Return whether one more person is wanted for an item."""
+        judged = sum(not each.skipped for each in self._judgements.of_item(key).values())
+        having = sum(lease.ends > now for lease in self._leases.get(key, {}).values() if lease.person != person)
+        return judged + having < self._config.agreement
+
+    def _is_done(self, key: str) -> bool:
+        judged = sum(not each.skipped for each in self._judgements.of_item(key).values())
+        return judged >= self._config.agreement
+
+
+def describe(item: Item, reference: str | None) -> dict[str, Any]:
+    """Return an item as the page shows it: what the answers have in common once, then what each one adds."""
+    turns = [answer.turns for answer in item.answers]
+    shared = min(map(len, turns)) - 1
+    common = next((at for at in range(shared) if len({str(each[at]) for each in turns}) > 1), shared)
+    return {
+        "key": item.key,
+        "view": item.view,
+        "waiting": item.waiting,
+        "reference": reference,
+        "images": len(item.answers[0].images),
+        "context": [_turn(turn) for turn in turns[0][:common]],
+        "answers": [
+            {
+                "id": answer.experience_id,
+                "turns": [_turn(turn) for turn in answer.turns[common:]],
+                "text": answer.text,
+                "reward": answer.reward,
+                "components": answer.components,
+                "reason": answer.reason,
+                "stop_reason": answer.stop_reason,
+            }
+            for answer in item.answers
+        ],
+    }
+
+
+def _turn(turn: dict[str, str]) -> dict[str, str]:
+    return {"role": turn.get("role", ""), "content": turn.get("content", "")}

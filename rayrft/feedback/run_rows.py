@@ -1,0 +1,153 @@
+"""The run whose answers are judged: its rows, from its log, and its Buffer while it is running."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.dataset import answer, load_dataset
+from rayrft.buffer.reader import Archive
+from rayrft.config import RunConfig
+from rayrft.data.demonstrations import expert_row
+from rayrft.data.task_sources import read_held_out, read_source
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import ActorDied, DataError, RunNotFound
+from rayrft.experience import Experience, from_batch
+from rayrft.feedback.items import Answer, Group, Rows
+from rayrft.feedback.judgements import Judgement
+from rayrft.runtime.handle import Handle
+
+
+class RunRows(Rows):
+    """A run in a folder. ``buffer`` is the name of its Buffer's actor in ``namespace``."""
+
+    def __init__(
+        self, folder: Path, config: RunConfig, namespace: str, buffer: str, most: int, demonstrations: str
+    ) -> None:
+        self._folder, self._config = folder, config
+        self._namespace, self._buffer = namespace, buffer
+        self._most, self._name = most, demonstrations
+        self._lock = threading.Lock()
+        self._archive: Archive | None = None
+        self._tokenizer: ChatTokenizer | None = None
+        self._handle: Handle[Buffer] | None = None
+
+    def running(self) -> bool:
+        """See `Rows`."""
+        try:
+            self._find_buffer()
+        except RunNotFound:
+            return False
+        return True
+
+    def groups(self) -> list[Group]:
+        """See `Rows`."""
+        archive = Archive.of_run(self._folder)
+        with self._lock:
+            self._archive = archive
+        return _read_groups(archive, self._most)
+
+    def find(self, experience_id: str) -> Answer:
+        """See `Rows`."""
+        found = self._read().find(experience_id)
+        return Answer.of(found.experience, found.group_status == "ready")
+
+    def references(self) -> dict[str, str]:
+        """See `Rows`."""
+        found: dict[str, str] = {}
+        for number, source in enumerate(self._config.tasks.sources if self._config.tasks else []):
+            field = f"tasks.sources.{number}"
+            found |= {task.id: task.answer for task in read_source(source, field)}
+            if source.has_held_out:
+                found |= {task.id: task.answer for task in read_held_out(source, field)}
+        return found | {task.id: task.answer for task in self._read().added_tasks}
+
+    def feedback(self, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
+        """See `Rows`."""
+        with self._calling() as buffer:
+            answer(buffer.call(Buffer.feedback, experience_id, reward, labels))
+
+    def demonstrate(self, judgement: Judgement) -> str:
+        """See `Rows`."""
+        assert judgement.edit is not None  # known to the caller
+        row = self._read().find(judgement.rows[0]).experience
+        with self._lock:
+            if self._tokenizer is None:
+                model = self._config.model
+                path = self._folder / "model" if model.tiny is not None else str(model.path)
+                self._tokenizer = ChatTokenizer(path, template=model.template)
+        made = edited_row(row, judgement, self._name, self._tokenizer.response(judgement.edit))
+        with self._calling() as buffer:
+            load_dataset(buffer, [made], self._name, extend=True)
+        return made.experience_id
+
+    def withdraw(self, demonstration: str) -> None:
+        """See `Rows`."""
+        name, _, _ = demonstration.partition("/")
+        with self._calling() as buffer:
+            answer(buffer.call(Buffer.withdraw, name, [demonstration]))
+
+    def _read(self) -> Archive:
+        with self._lock:
+            if self._archive is None:
+                self._archive = Archive.of_run(self._folder)
+            return self._archive
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[Handle[Buffer]]:
+        """Give the Buffer, and forget it if it has died."""
+        try:
+            yield self._find_buffer()
+        except ActorDied:
+            self._handle = None
+            raise
+
+    def _find_buffer(self) -> Handle[Buffer]:
+        import ray
+
+        try:
+            if not (self._folder / "summary.json").exists():  # an ending run kills its actors one by one
+                if self._handle is None:
+                    self._handle = Handle("buffer", ray.get_actor(self._buffer, namespace=self._namespace))
+                return self._handle
+        except ValueError:
+            pass
+        raise RunNotFound("the run is not running, so it has no Buffer", field="run", value=str(self._folder))
+
+
+def edited_row(row: Experience, judgement: Judgement, name: str, response: list[int]) -> Experience:
+    """Return the demonstration of an edited answer, ``response`` in tokens, to what led to its row's last one."""
+    produced = np.flatnonzero(row.action_mask)
+    if not len(produced):
+        raise DataError("the row has no answer", field="experience_id", value=row.experience_id)
+    breaks = np.flatnonzero(np.diff(produced) > 1)
+    start = int(produced[breaks[-1] + 1] if len(breaks) else produced[0])
+    ids = [*row.token_ids[:start].tolist(), *response]
+    mask = [0] * start + [1] * len(response)
+    turns = [*row.turns[:-1], {"role": "assistant", "content": judgement.edit or ""}]
+    made = f"{name}/{judgement.id}"
+    return expert_row(made, made, ids, mask, turns, task_id=row.task_id, images=row.images)
+
+
+def _read_groups(archive: Archive, most: int) -> list[Group]:
+    """Read the groups that wait for training, then the latest, at most ``most``, without rows that do not end with the
+    model."""
+    found = list[Group]()
+    for batch in archive.rows("usual", skip_damaged=True, newest=most):
+        statuses = batch.column("group_status").to_pylist()
+        shown = [
+            (row, status)
+            for row, status in zip(from_batch(batch), statuses, strict=True)
+            if row.turns and row.turns[-1].get("role") == "assistant"
+        ]
+        for group_id, members in groupby(shown, key=lambda each: each[0].group_id):
+            rows = list(members)
+            answers = tuple(Answer.of(row, status == "ready") for row, status in rows)
+            found.append(Group(group_id, rows[0][0].task_id, answers))
+    return found

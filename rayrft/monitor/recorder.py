@@ -1,0 +1,94 @@
+"""Recorder of a run: writes its records to the sinks and streams them to followers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+from rayrft.config import RunConfig
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, RecordFile
+from rayrft.monitor.report import save_plot
+from rayrft.monitor.sinks import open_sinks
+from rayrft.monitor.summary import Summary, Totals, reserve_space, write_summary
+
+_PAGE = 200
+"""Most records that a follower gets at a time, so that the Master's event loop is free again soon."""
+
+
+class Recorder:
+    """Writes every record to the run's file and to every sink, and wakes the followers.
+
+    A resumed run keeps its first ``kept`` records and the later evaluations of steps up to ``step``; the steps after
+    ``step`` are repeated. None keeps all.
+    """
+
+    def __init__(self, config: RunConfig, kept: int | None = 0, step: int = 0) -> None:
+        self._config = config
+        self._file = RecordFile(config.folder)
+        kept = len(self._file) if kept is None else kept
+        rest = self._file.read(kept)
+        late = [r for r in rest if isinstance(r, EvaluationRecord) and r.stage_step and r.step <= step]
+        if kept + len(late) < len(self._file):
+            self._file = self._file.cut(kept, late)
+        self.totals = Totals()
+        for record in self._file.read():
+            self.totals.add(record)
+        self._sinks = open_sinks(config)
+        reserve_space(config.folder)
+        self._changed, self._saving = asyncio.Condition(), asyncio.Lock()
+        self._started = time.monotonic()
+        self.ended = False
+
+    @property
+    def count(self) -> int:
+        """Number of records so far."""
+        return len(self._file)
+
+    async def add(self, record: Record) -> None:
+        """Append a record. Raises StorageError if it cannot be written."""
+        async with self._changed:
+            self._file.append(record)
+            self.totals.add(record)
+            for sink in self._sinks:
+                sink.write(record)
+            self._changed.notify_all()
+
+    async def note(self, text: str, stage: str = "", step: int = 0, **data: Any) -> None:
+        await self.add(NoteRecord(stage, step, time.time(), text, data))
+
+    async def after(self, count: int) -> list[Record]:
+        """Wait for records after the first ``count`` and return the next ones; an empty list once the run has ended and
+        all were returned."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.ended or self.count > count)
+            return [*self._file.read(count, count + _PAGE)]
+
+    async def close(self, summary: Summary) -> None:
+        """Write ``summary.json`` and the plot, close the sinks, and always release the followers.
+
+        Raises StorageError if the summary cannot be written.
+        """
+        try:
+            await self.save(summary)
+            for sink in self._sinks:
+                sink.close()
+        finally:
+            async with self._changed:
+                self.ended = True
+                self._changed.notify_all()
+
+    async def save(self, summary: Summary) -> None:
+        """Write ``summary.json`` and the plot. Raises StorageError if the summary cannot be written."""
+        async with self._saving:
+            write_summary(self._config.folder, summary)
+            if self.totals.step or self.totals.accuracy:
+                plot = self._config.folder / "plot.png"
+                with contextlib.suppress(OSError):  # full disk: the plot can be drawn again from the records
+                    await asyncio.to_thread(save_plot, self._file.read(), plot, self._config.name)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run was started or resumed."""
+        return time.monotonic() - self._started

@@ -1,0 +1,303 @@
+"""A pipeline on files and other sources of rows: `rayrft data process`; and where made rows come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rayrft.config.pipelines import PipelineConfig
+from rayrft.data.tables import BrokenRow, TableWriter, is_json, open_table
+from rayrft.errors import DataError
+from rayrft.experience import MASKED, Task
+from rayrft.files import atomic_file
+from rayrft.pipelines.chain import LeftOut
+from rayrft.pipelines.experiences import EXPERIENCES
+from rayrft.pipelines.operator import Context, build_operator
+from rayrft.pipelines.operators.batches import BATCHES
+from rayrft.pipelines.report import Report
+from rayrft.pipelines.rows import Ids, id_column, lineage
+from rayrft.pipelines.run.asking import is_experience
+from rayrft.pipelines.run.process import Answers, Pipeline, Progress
+from rayrft.registry import load_plugins
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Rows of one schema, which can be read again and again. ``batches`` takes the rows of a batch."""
+
+    name: str
+    schema: pa.Schema
+    batches: Callable[[int], Iterator[pa.RecordBatch]]
+    rows: int | None = None
+    broken: Sequence[BrokenRow] = ()
+
+
+@dataclass(frozen=True)
+class Processed:
+    """What came of `process`: the rows written, and the broken ones by source."""
+
+    report: Report
+    rows: int
+    broken: dict[str, Sequence[BrokenRow]] = field(default_factory=dict)
+
+
+def file_source(path: Path, kinds: Mapping[str, str] | None = None) -> RowSource:
+    """Return the rows of a JSONL or Parquet file; see `open_table` for ``kinds``. Raises DataError if it has none, or
+    cannot be read."""
+    table = open_table(path, kinds)
+    return RowSource(str(path), table.schema, table.batches, table.rows, table.broken)
+
+
+def process(
+    sources: Sequence[RowSource],
+    config: PipelineConfig,
+    out: Path,
+    *,
+    context: Context | None = None,
+    left_out: Path | None = None,
+    progress: Progress = lambda operator, rows: None,
+    answers: Answers | None = None,
+    tasks: Mapping[str, Task] | None = None,
+) -> Processed:
+    """Send the rows of all sources, one after another, through the operators of a pipeline, and write what goes on to
+    ``out`` (JSONL or Parquet), which appears when all is done.
+
+    ``left_out`` is a JSONL file to write to: what was left out, by which operator and why, and which rows are broken.
+    ``answers`` has what answers operators that ask. Of experiences they see what they would in a run, too, which is not
+    written: ``response``, with ``tasks`` (by id) what these say, and the columns of a batch, as if the rows that a step
+    has trained on were one.
+    Raises ConfigError before anything is read if an operator does not fit, DataError if sources do not fit each other
+    or a file cannot be written, and OperatorFailed.
+    """
+    for path in filter(None, (out, left_out)):
+        if path.resolve() in {Path(source.name).resolve() for source in sources}:
+            raise DataError("would overwrite its input", field="out", value=str(path), remedy="give another file")
+    load_plugins(config.plugins)
+    if kinds := _kinds(config, context or Context(), sources):
+        files = [Path(each.name) if each.name.endswith(".jsonl") else None for each in sources]
+        sources = [file_source(path, kinds) if path else each for path, each in zip(files, sources, strict=True)]
+    for source in sources:
+        if source.broken and config.on_broken == "fail":
+            problem = f"{len(source.broken)} broken rows: row {source.broken[0].number} is {source.broken[0].problem}"
+            raise DataError(problem, field="file", value=source.name, remedy="correct them, or set on_broken: skip")
+    schema = _common(sources)
+    ids, name = Ids(), id_column(schema)
+    schema = ids.add(pa.RecordBatch.from_pylist([], schema=schema)).schema
+    in_run = _InRun(schema, tasks)
+    pipeline = Pipeline(
+        config.operators,
+        in_run.schema,
+        origin=", ".join(source.name for source in sources),
+        context=context,
+        plugins=config.plugins,
+        deadline_s=config.deadline_s,
+        batch_rows=config.batch_rows,
+        samples=config.samples,
+        leave_out=config.on_error == "leave_out",
+        workers=config.workers,
+    )
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for source in sources:
+            for batch in source.batches(config.batch_rows):
+                yield in_run.add(_fitted(ids.add(batch, name), schema))
+
+    broken = {source.name: source.broken for source in sources if source.broken}
+    with ExitStack() as stack:
+        names = [each for each in pipeline.schema.names if each not in in_run.added]
+        writer = stack.enter_context(TableWriter(out, pa.schema([pipeline.schema.field(each) for each in names])))
+        note = stack.enter_context(_LeftOutFile(left_out)) if left_out is not None else None
+        if note is not None:
+            note.broken(broken)
+        report = pipeline.run(
+            batches(),
+            lambda batch: writer.write(batch.select(names)),
+            progress=progress,
+            left_out=note.write if note is not None else _nowhere,
+            answers=answers,
+        )
+    return Processed(report, writer.rows, broken)
+
+
+def _kinds(config: PipelineConfig, context: Context, sources: Sequence[RowSource]) -> dict[str, str]:
+    """Return the kind that operators read, text or numbers, of columns whose files or values differ in kind."""
+    found: dict[str, set[tuple[pa.DataType, bool]]] = {}
+    for column in (column for source in sources for column in source.schema):
+        found.setdefault(column.name, set()).add((column.type, is_json(column)))
+    mixed = {name for name, kinds in found.items() if len(kinds) > 1 or any(json for _, json in kinds)}
+    wanted: dict[str, str] = {}
+    for number, each in enumerate(config.operators):
+        operator = build_operator(each, f"operators.{number}", context)
+        for name, kind in operator.reads.items():
+            if name in mixed and kind in ("text", "number"):
+                wanted.setdefault(name, kind)
+        mixed -= set(operator.writes)
+    return wanted
+
+
+class _InRun:
+    """Adds to experiences what operators see of them in a run, and their file or log does not have."""
+
+    def __init__(self, schema: pa.Schema, tasks: Mapping[str, Task] | None) -> None:
+        self._tasks, self._rows = tasks or {}, 0
+        of_task = () if tasks is None else ("question", "answer", "domain", "difficulty")
+        seen = [EXPERIENCES.field(name) for name in ("response", *of_task)]
+        seen += [BATCHES.field(name) for name in ("place", "step", "trained", "weight")]
+        of_runs = is_experience(schema) and {"turns", "status", "task_id"} <= {*schema.names}
+        self._fields = [each for each in seen if of_runs and each.name not in schema.names]
+        self.added = {each.name for each in self._fields}
+        self.schema = pa.schema([*schema, *self._fields], schema.metadata)
+
+    def add(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return rows with these columns."""
+        first, self._rows = self._rows, self._rows + batch.num_rows
+        columns = [pa.array(self._values(each.name, batch, first), each.type) for each in self._fields]
+        return pa.RecordBatch.from_arrays([*batch.columns, *columns], schema=self.schema)
+
+    def _values(self, name: str, batch: pa.RecordBatch, first: int) -> Sequence[Any]:
+        match name:
+            case "response":
+                return [_response(turns or ()) for turns in batch.column("turns").to_pylist(maps_as_pydicts="lossy")]
+            case "place":
+                return range(first, first + batch.num_rows)
+            case "step":
+                known = "trained_step" in batch.schema.names
+                steps = batch.column("trained_step").to_pylist() if known else [None] * batch.num_rows
+                return [step or 0 for step in steps]
+            case "trained":
+                return [status != MASKED for status in batch.column("status").to_pylist()]
+            case "weight":
+                return [1.0] * batch.num_rows
+        return [getattr(self._tasks.get(task), name, None) for task in batch.column("task_id").to_pylist()]
+
+
+def _response(turns: Sequence[Mapping[str, str]]) -> str | None:
+    """Return the model's last answer."""
+    said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    return said[-1] if said else None
+
+
+def _nowhere(operator: str, rows: list[LeftOut]) -> None:
+    """Forget what was left out."""
+
+
+def _common(sources: Sequence[RowSource]) -> pa.Schema:
+    """Return the columns of all sources; those that one lacks are null in its rows."""
+    first, *others = sources
+    columns = {column.name: (column, first.name) for column in first.schema}
+    for source in others:
+        for column in source.schema:
+            there, named = columns.setdefault(column.name, (column, source.name))
+            if is_json(there) == is_json(column):
+                try:
+                    merged = pa.unify_schemas([pa.schema([there]), pa.schema([column])], promote_options="permissive")
+                except (pa.ArrowTypeError, pa.ArrowInvalid):
+                    pass
+                else:
+                    columns[column.name] = (merged.field(0), named)
+                    continue
+            kinds = ["JSON" if is_json(each) else str(each.type) for each in (there, column)]
+            problem = f"holds {kinds[0]} in {named} and {kinds[1]} in {source.name}"
+            remedy = "process the files one by one, or convert one of them"
+            raise DataError(problem, field=f"column {column.name}", remedy=remedy)
+    return pa.schema([column for column, _ in columns.values()])
+
+
+def _fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    columns = [
+        batch.column(column.name).cast(column.type)
+        if column.name in batch.schema.names
+        else pa.nulls(batch.num_rows, column.type)
+        for column in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+class _LeftOutFile:
+    """A JSONL file of rows that were left out, which appears when all is done."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _LeftOutFile:
+        try:
+            with ExitStack() as stack:
+                self._file = stack.enter_context(stack.enter_context(atomic_file(self._path)).open("w"))
+                self._stack = stack.pop_all()
+        except OSError as error:
+            problem = f"cannot be written: {error.strerror or error}"
+            raise DataError(problem, field="left_out", value=str(self._path), remedy="choose another folder") from None
+        return self
+
+    def broken(self, rows: dict[str, Sequence[BrokenRow]]) -> None:
+        """Write the rows that cannot be read, by file."""
+        for file, each in ((file, row) for file, found in rows.items() for row in found):
+            self._write({"operator": "read", "reason": f"broken: {each.problem}", "file": file, "number": each.number})
+
+    def write(self, operator: str, rows: list[LeftOut]) -> None:
+        """Write rows that an operator left out."""
+        for each in rows:
+            self._write({"id": each.row, "operator": operator, "reason": each.reason, "row": each.values})
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._file.write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """A row in the lineage of another, ``depth`` steps from it; ``row`` is None if no source has it."""
+
+    id: str
+    depth: int
+    made_by: str | None
+    row: dict[str, Any] | None
+
+
+def walk_lineage(wanted: str, sources: Sequence[RowSource]) -> list[Ancestor]:
+    """Return a row, what it was made of, what these were made of, and so on, each below what was made of it.
+
+    Raises DataError if no source has the row.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    missing = {wanted}
+    while missing:
+        more = {name: row for source in sources for name, row in _rows_of(missing, source)}
+        parents = {parent for row in more.values() for parent in lineage(row).parents}
+        found |= more
+        missing = parents - found.keys() if more else set()
+    if wanted not in found:
+        named = ", ".join(source.name for source in sources)
+        raise DataError(f"no row of this id in {named}", field="id", value=wanted, remedy="name the files that hold it")
+    walked = list[Ancestor]()
+
+    def walk(name: str, depth: int, above: tuple[str, ...]) -> None:
+        row = found.get(name)
+        made = lineage(row or {})
+        walked.append(Ancestor(name, depth, made.made_by, row))
+        for parent in made.parents:
+            if parent not in above:
+                walk(parent, depth + 1, (*above, parent))
+
+    walk(wanted, 0, (wanted,))
+    return walked
+
+
+def _rows_of(names: Iterable[str], source: RowSource) -> Iterator[tuple[str, dict[str, Any]]]:
+    wanted = set(names)
+    ids = Ids()
+    for batch in source.batches(1000):
+        rows = ids.add(batch)
+        column = rows.column(id_column(rows.schema))
+        for index, name in enumerate(column.to_pylist()):
+            if name in wanted:
+                yield name, rows.slice(index, 1).to_pylist(maps_as_pydicts="lossy")[0]

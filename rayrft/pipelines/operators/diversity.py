@@ -1,0 +1,129 @@
+"""Operators that compare rows by a model's embeddings of their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field, model_validator
+
+from rayrft.config.base import invalid
+from rayrft.pipelines.operator import Applied, Context, Operator, Wants, register_operator
+from rayrft.pipelines.operators.embeddings import (
+    Embedder,
+    EmbeddingOptions,
+    centred,
+    clustered,
+    farthest,
+    nearest_other,
+)
+from rayrft.pipelines.rows import share_of, texts, with_numbers
+
+
+class _Embedding(Operator[Any]):
+    """Sees the embeddings of all rows, and looks at none before it has seen all."""
+
+    scope = "all"
+    options: Any
+
+    def __init__(self, options: Any, context: Context) -> None:
+        super().__init__(options, context)
+        self._embed = Embedder(options, context)
+        self._points: list[np.ndarray] = []
+        self._at = 0
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {self.options.column: "text"}
+
+    def prepare(self) -> None:
+        self._embed.load()
+
+    def observe(self, rows: pa.RecordBatch) -> None:
+        self._points.append(self._embed(texts(rows, self.options.column)))
+
+    def points(self) -> np.ndarray:
+        """Return the embeddings of all rows, and forget them."""
+        found = centred(np.concatenate(self._points)) if self._points else np.empty((0, 1), np.float16)
+        self._points.clear()
+        return found
+
+    def part(self, values: np.ndarray, rows: pa.RecordBatch) -> np.ndarray:
+        """Return those of values for all rows that are for the next ones."""
+        self._at += rows.num_rows
+        return values[self._at - rows.num_rows : self._at]
+
+
+class DiverseOptions(EmbeddingOptions):
+    """Options of `Diverse`."""
+
+    column: str = "question"
+    share: float | None = Field(None, gt=0, le=1)
+    """Share of the rows to keep, rounded up."""
+    rows: int | None = Field(None, ge=1)
+    """Or how many."""
+    method: Literal["farthest", "clusters"] = "farthest"
+    """``farthest``: each row is as far as can be from those before; outliers come first. ``clusters``: the rows nearest
+    to the centres of clusters, as many of each cluster, as long as it has some; for large sets, as the work of
+    ``farthest`` grows with the rows to keep."""
+    clusters: int | None = Field(None, ge=1)
+    """By default as many as rows are kept, but no more than 256."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> DiverseOptions:
+        if (self.share is None) == (self.rows is None):
+            raise invalid("share", "give either a share or a number of rows", value=self.share)
+        if self.clusters is not None and self.method != "clusters":
+            raise invalid("clusters", "are those of method: clusters", value=self.clusters)
+        return self
+
+
+@register_operator("diverse")
+class Diverse(_Embedding):
+    """Keep rows that are unlike each other, by a model's embeddings of a text. Memory: 512 bytes a row."""
+
+    kind = "filter"
+    Options = DiverseOptions
+
+    def settle(self) -> None:
+        options, points = self.options, self.points()
+        count = min(options.rows or share_of(options.share, len(points)), len(points))
+        if options.method == "farthest":
+            chosen = farthest(points, count)
+        else:
+            chosen = clustered(points, count, options.clusters or min(count, 256))
+        self._kept = np.zeros(len(points), bool)
+        self._kept[chosen] = True
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        kept = self.part(self._kept, rows)
+        return Applied(rows, [None if each else "like others" for each in kept.tolist()])
+
+
+class DistanceOptions(EmbeddingOptions):
+    """Options of `EmbeddingNovelty`."""
+
+    column: str = "question"
+
+
+@register_operator("embedding_novelty")
+class EmbeddingNovelty(_Embedding):
+    """How far a text is from the most similar other one, by a model's embeddings: half of 1 minus their cosine, from 0
+    to 1; none for an empty text. Work grows with the square of the rows: a minute or so for 1e5."""
+
+    kind = "prioritise"
+    Options = DistanceOptions
+
+    @property
+    def writes(self) -> Mapping[str, pa.DataType]:
+        return {"priority": pa.float32()}
+
+    def settle(self) -> None:
+        self._novelty = (1 - nearest_other(self.points())) / 2
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        values = self.part(self._novelty, rows).astype(np.float64)
+        values[[not text.strip() for text in texts(rows, self.options.column)]] = np.nan
+        return Applied(with_numbers(rows, "priority", values, pa.float32()))

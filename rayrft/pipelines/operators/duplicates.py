@@ -1,0 +1,156 @@
+"""Operators that leave out rows which are there already, word for word or nearly."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import Field
+
+from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator
+from rayrft.pipelines.operators import hashing
+from rayrft.pipelines.operators.clean import Columns
+from rayrft.pipelines.rows import id_column
+
+_REACH = 16
+"""Earlier rows that a row is compared with, of those that share a band with it and not a group."""
+
+
+class _Keeping(Operator[Columns]):
+    """Keeps the first row of each group of duplicates, in the order of the input; all rows are observed first."""
+
+    kind = "clean"
+    scope = "all"
+
+    def __init__(self, options: Columns, context: object) -> None:
+        super().__init__(options, context)  # type: ignore[arg-type]
+        self._ids: list[pa.Array] = []
+        self._root = np.empty(0, np.int64)
+        self._at = 0
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return dict.fromkeys(self.options.columns, "text")
+
+    def observe(self, rows: pa.RecordBatch) -> None:
+        self._ids.append(rows.column(id_column(rows.schema)))
+        self._note([rows.column(name) for name in self.options.columns])
+
+    def settle(self) -> None:
+        self._root = self._roots()
+        self._names = pa.chunked_array(self._ids, pa.string())
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        here = np.arange(self._at, self._at + rows.num_rows)
+        self._at += rows.num_rows
+        roots = self._root[here]
+        reasons: list[str | None] = [None] * rows.num_rows
+        for index in np.flatnonzero(roots != here).tolist():
+            reasons[index] = f"{self._what}: of {self._names[int(roots[index])].as_py()}"
+        return Applied(rows, reasons)
+
+    _what = "duplicate"
+
+    def _note(self, columns: Sequence[pa.Array]) -> None:
+        raise NotImplementedError
+
+    def _roots(self) -> np.ndarray:
+        """Return for each row the first that it is a duplicate of, or itself, as ``[rows]`` of int64."""
+        raise NotImplementedError
+
+
+@register_operator("exact_duplicates")
+class ExactDuplicates(_Keeping):
+    """Leave out rows whose texts are those of an earlier row, in all columns, but for white space at the ends.
+
+    Memory: 16 bytes a row, and its id.
+    """
+
+    Options = Columns
+
+    def __init__(self, options: Columns, context: object) -> None:
+        super().__init__(options, context)
+        self._digests: list[bytes] = []
+
+    def _note(self, columns: Sequence[pa.Array]) -> None:
+        texts = (column.to_pylist() for column in columns)
+        made = bytearray()
+        for row in zip(*texts, strict=True):
+            plain = repr(tuple(None if text is None else text.strip() for text in row))
+            made += hashlib.blake2b(plain.encode(), digest_size=16).digest()
+        self._digests.append(bytes(made))
+
+    def _roots(self) -> np.ndarray:
+        digests = np.frombuffer(b"".join(self._digests), dtype="V16")
+        order = np.argsort(digests.view("u8").reshape(-1, 2)[:, 0], kind="stable") if len(digests) else np.empty(0, int)
+        root = np.arange(len(digests))
+        ordered = digests[order]
+        first = 0
+        for place in range(1, len(order)):
+            if ordered[place] == ordered[first]:
+                root[order[place]] = order[first]
+            else:
+                first = place
+        return root
+
+
+class NearOptions(Columns):
+    """Options of `NearDuplicates`."""
+
+    columns: tuple[str, ...] = Field(("question",), min_length=1)
+    threshold: float = Field(0.6, gt=0, lt=1)
+    """Jaccard similarity of the sets of n-grams from which two rows are duplicates. It is estimated with a standard
+    error of 0.04 at most."""
+    ngram: int = Field(3, ge=1)
+    """Words of an n-gram."""
+    same_numbers: bool = True
+    """Only rows with the same numbers are duplicates: a problem with other numbers is another problem. Set it to false
+    for prose and code, where a third of the duplicates of similarity .9 differ in a number."""
+
+
+@register_operator("near_duplicates")
+class NearDuplicates(_Keeping):
+    """Leave out rows that are nearly an earlier one: MinHash of word n-grams with locality-sensitive hashing.
+
+    Rows that are near to the same row, directly or over others, are one group. Memory: 256 bytes a row at most, and its
+    id; half as much again while they are compared.
+    """
+
+    Options = NearOptions
+    options: NearOptions
+    _what = "near duplicate"
+
+    def __init__(self, options: Columns, context: object) -> None:
+        super().__init__(options, context)
+        self._band_rows = hashing.band_rows(self.options.threshold)
+        self._low: list[np.ndarray] = []
+        self._keys: list[np.ndarray] = []
+
+    def _note(self, columns: Sequence[pa.Array]) -> None:
+        filled = [pc.fill_null(column.cast(pa.large_string()), "") for column in columns]
+        joined = pc.binary_join_element_wise(*filled, pa.scalar("\n", pa.large_string()))
+        words, offsets = hashing.words(joined)
+        low, keys = hashing.signatures(words, offsets, self.options.ngram, self._band_rows)
+        if self.options.same_numbers:  # rows with other numbers share no key then
+            numbers = (hashing.numbers(words, offsets) >> np.uint64(32)).astype(np.uint32)
+            keys = np.where(keys == 0, keys, np.maximum(keys ^ numbers[:, None], 1))
+        self._low.append(low)
+        self._keys.append(keys)
+
+    def _roots(self) -> np.ndarray:
+        count = sum(map(len, self._low))
+        root = np.arange(count)
+        if not count:
+            return root
+        low = np.concatenate(self._low)
+        self._low.clear()
+        needed = hashing.matches_needed(self.options.threshold)
+        for band in range(self._keys[0].shape[1]):
+            keys = np.concatenate([part[:, band] for part in self._keys])
+            hashing.link_near(np.argsort(keys, kind="stable"), keys, low, needed, root, _REACH)
+        self._keys.clear()
+        hashing.find_roots(root)
+        return root

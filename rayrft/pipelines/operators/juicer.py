@@ -1,0 +1,216 @@
+"""Operators of Data-Juicer (Chen et al. 2023, arXiv:2309.02033) by their names, in an interpreter that has it.
+
+Data-Juicer pins packages that rayrft needs in other versions, and installs more as it runs: it is in an environment of
+its own, one that is named or a runtime environment of Ray, from which a process (`juicer_worker`) takes and gives Arrow
+batches.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pydantic import ConfigDict, Field
+
+from rayrft.config.base import Section
+from rayrft.errors import ConfigError, OperatorFailed
+from rayrft.pipelines.operator import Applied, Context, Operator, Wants, register_operator, with_column
+from rayrft.pipelines.operators import juicer_worker
+
+log = logging.getLogger(__name__)
+PYTHON = "RAYRFT_JUICER_PYTHON"
+"""The environment variable with the path of the interpreter."""
+PACKAGES = ["py-data-juicer==1.6.1", "aiohttp"]
+"""It needs aiohttp, and Ray, which is there, and asks for neither."""
+_MADE_WITHIN_S = 900.0
+_REMEDY = (
+    f"make an environment (python -m venv juicer; juicer/bin/pip install {' '.join(PACKAGES)} ray), and give its "
+    f"interpreter: juicer_python, or {PYTHON}"
+)
+_held: list[Any] = []
+"""Actors in Ray's runtime environments, which stay as long as these."""
+
+
+class JuicerOptions(Section):
+    """Options of `Juicer`. All others are those of Data-Juicer's operator."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, validate_default=True)
+
+    juicer: str
+    """The name of Data-Juicer's operator, such as ``clean_links_mapper``."""
+    column: str = "question"
+    """The texts it works on."""
+    columns: list[str] = Field(default_factory=list)
+    """Further columns that it reads or changes."""
+    makes_rows: bool = False
+    """Whether it may make several rows of one; then these are added, and the row itself is left out."""
+    juicer_python: Path | None = None
+    """The interpreter; by default that in RAYRFT_JUICER_PYTHON, or this one, if it has Data-Juicer, or that of a
+    runtime environment that Ray makes."""
+
+
+_OF_ALL = ("_deduplicator", "_selector")
+"""What the names of operators that need all rows end in."""
+_OTHER_ROWS = ("_grouper", "_aggregator", "_pipeline")
+"""And of those that give rows of another kind."""
+
+
+@register_operator("juicer")
+class Juicer(Operator[JuicerOptions]):
+    """An operator of Data-Juicer: mappers change texts, or make rows of one; filters, deduplicators and selectors leave
+    rows out. Of its groupers and aggregators nothing can be made here. Deduplicators and selectors hold the columns of
+    all rows in memory, twice."""
+
+    kind = "clean"
+    Options = JuicerOptions
+    options: JuicerOptions
+
+    def __init__(self, options: JuicerOptions, context: Context) -> None:
+        super().__init__(options, context)
+        name = options.juicer
+        if name.endswith(_OTHER_ROWS):
+            raise ConfigError("gives other rows than it takes, which no operator here may", field="juicer", value=name)
+        self.kind = "synthesise" if options.makes_rows else "clean"  # type: ignore[misc,assignment]
+        self.scope = "all" if name.endswith(_OF_ALL) else "row"  # type: ignore[misc]
+        self.version = name  # type: ignore[misc]
+        self._names = list(dict.fromkeys([options.column, *options.columns]))
+        self._python = _interpreter(options.juicer_python)
+        self._seen: list[pa.RecordBatch] = []
+        self._at = 0
+
+    @property
+    def reads(self) -> Mapping[str, Wants]:
+        return {**dict.fromkeys(self._names, "any"), self.options.column: "text"}
+
+    def prepare(self) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  it is open as long as the process
+        # Isolated: neither this folder, whose modules have names of the standard library's, nor PYTHONPATH is for it.
+        self._process = subprocess.Popen(
+            [self._python, "-I", juicer_worker.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+        given = {"text_key": self.options.column, **(self.options.model_extra or {})}
+        self._ask({"do": "start", "op": self.options.juicer, "options": given})
+
+    def observe(self, rows: pa.RecordBatch) -> None:
+        self._seen.append(rows.select(self._names))
+
+    def settle(self) -> None:
+        kept = self._applied(pa.Table.from_batches(self._seen)) if self._seen else None
+        self._kept = np.zeros(sum(map(len, self._seen)), bool)
+        if kept is not None:
+            self._kept[kept.column(juicer_worker.ROW).to_numpy()] = True
+        self._seen.clear()
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        out = f"{self.options.juicer} leaves it out"
+        if self.scope == "all":
+            self._at += rows.num_rows
+            return Applied(rows, [None if each else out for each in self._kept[self._at - rows.num_rows : self._at]])
+        found = self._applied(pa.Table.from_batches([rows.select(self._names)]))
+        indices = found.column(juicer_worker.ROW).to_numpy()
+        counts = np.bincount(indices, minlength=rows.num_rows)
+        if counts.max(initial=0) > 1 and not self.options.makes_rows:
+            problem = f"{self.options.juicer} makes {counts.max()} rows of one"
+            raise OperatorFailed(problem, field="juicer", remedy="set makes_rows: true")
+        first = np.zeros(rows.num_rows, np.int64)
+        first[indices[::-1]] = np.arange(len(indices))[::-1]
+        single = np.flatnonzero(counts == 1)
+        reasons = [None if count == 1 else out if not count else "several rows are made of it" for count in counts]
+        split = np.flatnonzero(counts[indices] > 1)
+        made = self._with(rows.take(pa.array(indices[split])), found.take(split)) if len(split) else None
+        back = np.arange(rows.num_rows)
+        changed = rows
+        if len(single):
+            merged = pa.concat_tables([pa.Table.from_batches([rows.select(self._names)]), self._cast(found, rows)])
+            back[single] = rows.num_rows + first[single]
+            changed = self._with(rows, merged.take(back))
+        return Applied(changed, reasons, made, [(int(index),) for index in indices[split]])
+
+    def _with(self, rows: pa.RecordBatch, values: pa.Table) -> pa.RecordBatch:
+        for name in self._names:
+            column = values.column(name).combine_chunks().cast(rows.schema.field(name).type)
+            rows = with_column(rows, name, column)
+        return rows
+
+    def _cast(self, found: pa.Table, rows: pa.RecordBatch) -> pa.Table:
+        return found.select(self._names).cast(pa.schema([rows.schema.field(name) for name in self._names]))
+
+    def _applied(self, table: pa.Table) -> pa.Table:
+        numbered = table.append_column(juicer_worker.ROW, pa.array(np.arange(table.num_rows)))
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, numbered.schema) as writer:
+            writer.write_table(numbered)
+        body = self._ask({"do": "apply"}, sink.getvalue().to_pybytes())
+        with pa.ipc.open_stream(body) as stream:
+            return stream.read_all()
+
+    def _ask(self, request: dict[str, Any], body: bytes = b"") -> bytes:
+        """Return the body of the reply to a request. Raises OperatorFailed if the operator raised, or its process
+        ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({**request, "size": len(body)}).encode() + b"\n" + body)
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            code = self._process.wait()
+            self._log.seek(0)
+            said = self._log.read().decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
+            problem = f"its interpreter ended with code {code}, and said: {said[0][:500]}"
+            raise OperatorFailed(problem, field="juicer", value=self._python, remedy=_REMEDY)
+        reply = json.loads(line)
+        if "error" in reply:
+            raise OperatorFailed(reply["error"], field="juicer", value=self.options.juicer)
+        return self._process.stdout.read(reply["size"])
+
+
+def _interpreter(given: Path | None) -> str:
+    named = given or (Path(os.environ[PYTHON]) if os.environ.get(PYTHON) else None)
+    if named is None:
+        return sys.executable if importlib.util.find_spec("data_juicer") is not None else _of_ray()
+    if not os.access(named, os.X_OK) or not named.is_file():
+        raise ConfigError("there is no such interpreter", field="juicer_python", value=str(named), remedy=_REMEDY)
+    return str(named.absolute())  # not resolved: an environment's interpreter is a link
+
+
+def _of_ray() -> str:
+    """Have Ray make a runtime environment with Data-Juicer on this node, and return its interpreter, for this process
+    and those that it starts. Raises ConfigError if it cannot, or is not there."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if not ray.is_initialized():
+        raise ConfigError("Data-Juicer is not installed here", field="juicer", remedy=_REMEDY)
+    log.warning("Ray makes an environment with Data-Juicer: a minute or two, unless there is one on this node")
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(_Inside).options(num_cpus=0, runtime_env={"pip": PACKAGES}, scheduling_strategy=here).remote()
+    try:
+        os.environ[PYTHON] = python = ray.get(actor.python.remote(), timeout=_MADE_WITHIN_S)
+    except RayError as error:
+        problem = f"Ray cannot make an environment with Data-Juicer: {str(error).strip().splitlines()[-1]}"
+        raise ConfigError(problem, field="juicer", remedy=_REMEDY) from error
+    _held.append(actor)
+    return str(python)
+
+
+class _Inside:
+    """An actor that keeps the environment that it is in."""
+
+    def python(self) -> str:
+        return sys.executable

@@ -1,0 +1,1 @@
+"""Where operators run: in processes of this machine, or on Ray."""

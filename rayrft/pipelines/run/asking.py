@@ -1,0 +1,176 @@
+"""What operators ask while they work: chat models, rewards, and the tasks of experiences.
+
+An operator is in a process of its own. Models and rewards are with its parent, which answers through the pipe that
+calls come by (`answering`), as it does for workflows in processes. Thousands of requests may be made
+at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from rayrft.config.base import Section
+from rayrft.data.tables import is_json
+from rayrft.errors import ConfigError, RequestRefused, nearest
+from rayrft.experience import Task
+from rayrft.pipelines.operator import Applied, Operator, is_text
+from rayrft.pipelines.rows import id_column
+from rayrft.rewards import RewardResult, Transcript
+from rayrft.rewards.judge import Messages, digest
+from rayrft.runtime.processes import template
+
+O = TypeVar("O", bound=Section)  # noqa: E741
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a model said, or the problem because of which it said nothing."""
+
+    text: str = ""
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class RemoteChat:
+    """A handle to a model of the parent, as judges take it."""
+
+    name: str
+    seed: int | None = None
+
+    def with_seed(self, seed: int | None) -> RemoteChat:
+        return RemoteChat(self.name, seed)
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        json_schema: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return its answer to a conversation. Raises RequestRefused, with the problem, where there is none."""
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "json_schema": json_schema}
+        reply: Reply = await template.parent.ask_async("chat", self.name, self.seed, messages, sampling)
+        if reply.problem is not None:
+            raise RequestRefused(reply.problem, field=self.name)
+        return reply.text
+
+
+async def scored(task: Task, responses: Sequence[str]) -> list[RewardResult]:
+    """Return the rewards of answers to a task."""
+    transcripts = [Transcript.of(task, response) for response in responses]
+    results: list[RewardResult] = await template.parent.ask_async("score", task, transcripts)
+    return results
+
+
+async def tasks_of(ids: Sequence[str]) -> dict[str, Task]:
+    """Return the tasks with these ids, of those that the parent knows."""
+    found: dict[str, Task] = await template.parent.ask_async("tasks", ids)
+    return found
+
+
+def request_seed(row: str, seed: int, *place: object) -> int:
+    """Return the seed of a request about a row, of those of an operator with this seed."""
+    return int.from_bytes(digest(row, str(seed), *map(str, place))[:4]) >> 1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A row as a task, with the answer that it holds, if it does, and what was said of that."""
+
+    row: str
+    task: Task
+    response: str | None = None
+    reward: float | None = None
+    reason: str | None = None
+
+
+class SubjectOptions(Section):
+    """Where rows have their tasks. Experiences have them in the run."""
+
+    question: str = "question"
+    answer: str = "answer"
+    """The right answer, as rewards take it."""
+    domain: str = "domain"
+    """Says, where there is such a column, which reward checks answers."""
+
+
+def check_subjects(options: SubjectOptions, schema: pa.Schema, columns: Collection[str] = ()) -> None:
+    """Raise ConfigError if rows of this schema are no experiences, and have no tasks; ``columns`` are further options
+    that name columns of texts."""
+    if is_experience(schema):
+        return
+    for option in ("question", "answer", *columns):
+        name = getattr(options, option)
+        column = schema.field(name) if name in schema.names else None
+        if column is None or is_json(column) or not is_text(column.type):
+            problem = f"there is no such column of texts, only {', '.join(schema.names)}"
+            raise ConfigError(problem, field=option, value=name, remedy=nearest(name, schema.names))
+
+
+def is_experience(schema: pa.Schema) -> bool:
+    return id_column(schema) == "experience_id"
+
+
+async def subjects(rows: pa.RecordBatch, options: SubjectOptions, response: str | None = None) -> list[Subject | None]:
+    """Return the tasks of rows; None for an experience whose task is not known, and for a row without a question or an
+    answer. ``response`` is the column with what was answered; of experiences, that is what was said last."""
+    names = rows.column(id_column(rows.schema)).to_pylist()
+    given = rows.to_pylist(maps_as_pydicts="lossy")
+    if is_experience(rows.schema):
+        known = await tasks_of(list({row["task_id"] for row in given}))
+        return [_experienced(name, known.get(row["task_id"]), row) for name, row in zip(names, given, strict=True)]
+    return [_subject(name, row, options, response) for name, row in zip(names, given, strict=True)]
+
+
+def _experienced(name: str, task: Task | None, row: dict[str, Any]) -> Subject | None:
+    said = [turn["content"] for turn in row["turns"] or () if turn.get("role") == "assistant"]
+    if task is None:
+        return None
+    return Subject(name, task, said[-1] if said else None, row["reward"], row.get("error"))
+
+
+def _subject(name: str, row: dict[str, Any], options: SubjectOptions, response: str | None) -> Subject | None:
+    question, answer = row[options.question], row[options.answer]
+    if not question or answer is None:
+        return None
+    metadata = {key: value for key, value in row.items() if value is not None}
+    given = metadata.pop("metadata", None)
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            given = {"metadata": given}
+    metadata |= given if isinstance(given, dict) else {}
+    domain = str(metadata.get(options.domain) or "own")
+    task = Task(name, question, answer, domain, system=row.get("system"), metadata=metadata)
+    reward = row.get("reward")
+    known = isinstance(reward, int | float) and not isinstance(reward, bool)
+    reason = row.get("reason")
+    return Subject(
+        name,
+        task,
+        row[response] if response else None,
+        float(reward) if known else None,  # type: ignore[arg-type]
+        reason if isinstance(reason, str) else None,
+    )
+
+
+class AskingOperator(Operator[O]):
+    """An operator that asks, for all rows of a batch at once: a subclass implements `work` instead of `apply`.
+
+    What came of a request depends on the row's id and the options alone, as far as the model's answers do.
+    """
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return asyncio.run(self.work(rows))
+
+    async def work(self, rows: pa.RecordBatch) -> Applied:
+        """Work on a batch, as `apply` does."""
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""How code runs elsewhere: actors, processes and applications of Ray Serve."""

@@ -1,0 +1,176 @@
+"""Handles of actors: calls by method, which the type checker follows from process to process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from rayrft.errors import ActorUnreachable
+from rayrft.runtime.waits import Waits
+
+if TYPE_CHECKING:
+    from ray.exceptions import RayActorError
+
+_RETRY_S = 1.0
+"""Seconds between calls of an actor that cannot be reached: Ray has no event for its return."""
+
+T_co = TypeVar("T_co", covariant=True)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Watched:
+    """The base of actors whose death can be awaited."""
+
+    async def watch(self) -> None:
+        """Never return: a caller that awaits it learns at once when the actor dies."""
+        await asyncio.Event().wait()
+
+    async def pid(self) -> int:
+        """Return the actor's process id."""
+        return os.getpid()
+
+
+class Handle(Generic[T_co]):
+    """A handle of an actor of class ``T`` named ``name``; it may be sent to other processes.
+
+    ``await handle.call(Buffer.ack, step)`` calls `Buffer.ack` at the actor. ``actor`` is Ray's handle, and ``options``
+    are Ray's options of the calls.
+    """
+
+    def __init__(self, name: str, actor: Any, **options: Any) -> None:
+        self.name = name
+        self.actor = actor
+        self._options = options
+
+    @overload
+    def call(
+        self, method: Callable[Concatenate[T_co, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[R]: ...
+
+    @overload
+    def call(self, method: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
+
+    def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        """Start the method at the actor, whether or not the result is awaited."""
+        return self._start(method, args, kwargs)
+
+    def with_options(self, **options: Any) -> Handle[T_co]:
+        """Return a handle whose calls have these of Ray's options."""
+        return Handle(self.name, self.actor, **options)
+
+    def kill(self) -> None:
+        """Kill the actor."""
+        import ray
+
+        ray.kill(self.actor)
+
+    def _start(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
+        remote = getattr(self.actor, method.__name__)
+        if self._options:
+            remote = remote.options(**self._options)
+        return remote.remote(*args, **kwargs)
+
+
+class TrackedHandle(Handle[T_co]):
+    """A handle whose calls are recorded as ``waits`` of the caller, for use in its event loop.
+
+    ``endless`` calls are not recorded: they last as long as the run, or block while there is no work. ``labels`` name a
+    call from its arguments where the method's name is not enough.
+    """
+
+    def __init__(
+        self,
+        handle: Handle[T_co],
+        waits: Waits,
+        *,
+        endless: Collection[Callable[Concatenate[T_co, ...], Any]] = (),
+        labels: Mapping[Callable[Concatenate[T_co, ...], Any], Callable[..., str]] | None = None,
+    ) -> None:
+        super().__init__(handle.name, handle.actor)
+        self._waits = waits
+        self._endless = endless
+        self._labels = labels or {}
+
+    def _start(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
+        answer = super()._start(method, args, kwargs)
+        if method in self._endless:
+            return answer
+        label = self._labels[method](*args, **kwargs) if method in self._labels else method.__name__
+        return asyncio.ensure_future(self._wait(label, answer))
+
+    async def _wait(self, what: str, answer: Awaitable[Any]) -> Any:
+        with self._waits.on(self.name, what):
+            return await answer
+
+
+def fetch(call: Awaitable[R], who: str = "", deadline_s: float | None = None) -> R:
+    """Block until a call of a `Handle`, or a task of Ray, has answered; outside of event loops.
+
+    Raises the errors of ``ray.get``, and ActorUnreachable, which names ``who`` was called, if there is no answer within
+    ``deadline_s``, or the actor cannot be reached.
+    """
+    import ray
+    from ray.exceptions import ActorUnavailableError, GetTimeoutError
+
+    try:
+        return ray.get(call, timeout=deadline_s)
+    except (ActorUnavailableError, GetTimeoutError) as error:
+        problem = f"no answer for {deadline_s:g} s" if isinstance(error, GetTimeoutError) else "it cannot be reached"
+        raise ActorUnreachable(problem, field=who, remedy="check it in the Ray dashboard, and try again") from None
+
+
+def end(actors: Collection[Handle[Watched]]) -> None:
+    """Kill actors; block until their names and memory are free for others."""
+    import ray
+
+    watches = [actor.call(Watched.watch) for actor in actors]
+    for actor in actors:
+        actor.kill()
+    ray.wait(watches, num_returns=len(watches))
+
+
+def until_dead(actor: Handle[Watched]) -> None:
+    """Block until an actor has died; outside of event loops."""
+    from ray.exceptions import RayActorError
+
+    with contextlib.suppress(RayActorError):
+        fetch_when_reachable(lambda: actor.call(Watched.watch))
+
+
+def fetch_when_reachable(call: Callable[[], Awaitable[R]]) -> R:
+    """Make a call, and make it again while its actor cannot be reached; block for its result, outside of event loops.
+    Raises the errors of ``ray.get``."""
+    while True:
+        try:
+            return fetch(call())
+        except ActorUnreachable:
+            time.sleep(_RETRY_S)
+
+
+async def when_reachable(call: Callable[[], Awaitable[R]]) -> R:
+    """Make a call, and make it again while its actor cannot be reached; return its result, in an event loop."""
+    from ray.exceptions import ActorUnavailableError
+
+    while True:
+        try:
+            return await call()
+        except ActorUnavailableError:
+            await asyncio.sleep(_RETRY_S)
+
+
+def death_reason(error: RayActorError) -> str:
+    """Return why an actor died, or that it cannot be reached, as one line, without Ray's ids and addresses."""
+    from ray.exceptions import ActorUnavailableError
+
+    if isinstance(error, ActorUnavailableError):
+        return "it cannot be reached"
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if error.actor_init_failed:  # a traceback, which ends with what was raised
+        return lines[-1].rpartition("rayrft.errors.")[2].rstrip(".")
+    # Lines: a heading, the actor's properties (indented by tabs), and the reason.
+    return next((line for line in lines[1:] if not line.startswith("\t")), lines[0]).rstrip(".")

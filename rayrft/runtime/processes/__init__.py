@@ -1,0 +1,1 @@
+"""Processes that can be killed."""

@@ -1,0 +1,338 @@
+"""The far side of `rayrft.runtime.processes.pool`: the template process, and the processes that it forks.
+
+The template imports what the objects need, once, and forks a process for each; it has no thread of its own and runs no
+code of theirs, so that it answers at all times. It reaps what dies, with all that it had started. When the parent dies,
+however that may be, its end of the control socket closes, and the template kills everything and exits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import inspect
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rayrft.registry import load_plugins
+
+HEADER = struct.Struct("<Q")
+"""The length of the pickle that follows it, on the socket of a process."""
+RECORD = struct.Struct("<ci")
+"""On the control socket, a packet each. To the template: ``f``, the socket of a process to fork with it, and ``k``, the
+pid to kill. From the template: ``r`` when it has imported everything, ``s`` a pid started, ``e`` a pid ended, followed
+by its status (`STATUS`), ``x`` its failure, followed by the text."""
+STATUS = struct.Struct("<i")
+"""Exit code, or the negative number of the signal."""
+
+RENEW = "renew"
+"""Instead of a method's name: close the object and create another."""
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a call: its value, or of an exception the text alone, as its class may not be known elsewhere."""
+
+    kind: Literal["value", "raised", "leaks"]
+    value: Any = None
+    problem: str = ""
+    trace: str = ""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What an object asks the parent during a call."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Nobody waits any more for what was asked by that number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The parent's reply to what was asked by that number, pickled: it is whoever asked that cannot read it."""
+
+    number: int
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What the template imports: plugins first, then the pickled factory with what is called once before it."""
+
+    plugins: tuple[Path, ...]
+    create: bytes
+
+
+def main(control_fd: int, blueprint_fd: int) -> None:
+    """Be the template, until the parent closes the control socket or dies."""
+    # What an import prints must not stay in a buffer, from which every fork would print it again.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    control = socket.socket(fileno=control_fd)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        with open(blueprint_fd, "rb") as file:
+            blueprint: Blueprint = pickle.load(file)
+        load_plugins(blueprint.plugins)
+        create, warm_up = pickle.loads(blueprint.create)
+        if warm_up is not None:
+            warm_up()
+    except BaseException:  # a user's module may raise anything
+        control.send(RECORD.pack(b"x", 0) + traceback.format_exc()[-8000:].encode())
+        return
+    gc.collect()
+    gc.freeze()  # collecting would copy the pages that the forks share
+    try:
+        control.send(RECORD.pack(b"r", os.getpid()))
+        _Template(control, create).run()
+    except ConnectionError:
+        pass  # the parent is gone
+    finally:
+        _kill_children()
+
+
+class _Template:
+    def __init__(self, control: socket.socket, create: Callable[[], Any]) -> None:
+        self._control = control
+        self._create = create
+        self._pids: set[int] = set()
+        self._wake, woken = os.pipe()
+        for fd in (self._wake, woken):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def run(self) -> None:
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == self._wake:
+                    os.read(fd, 1 << 16)
+                    self._reap()
+                else:
+                    self._obey()
+
+    def _obey(self) -> None:
+        """Carry out one command. Raises ConnectionError where the parent is gone."""
+        message, fds, _, _ = socket.recv_fds(self._control, RECORD.size, 1)
+        if not message:
+            raise ConnectionResetError
+        command, pid = RECORD.unpack(message)
+        if command == b"f":
+            self._control.send(RECORD.pack(b"s", self._fork(fds[0])))
+        elif pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def _fork(self, fd: int) -> int:
+        template = os.getpid()
+        pid = os.fork()
+        if pid:
+            os.close(fd)
+            self._pids.add(pid)
+            return pid
+        try:
+            os.setsid()
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            if os.getppid() != template:
+                return os._exit(1)
+            self._control.close()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed()  # `random` does so by itself after a fork
+            _serve(socket.socket(fileno=fd), self._create)
+        finally:
+            os._exit(0)
+
+    def _reap(self) -> None:
+        while self._pids:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            if pid in self._pids:
+                self._pids.discard(pid)
+                # What it had started is the template's now, and of no use to any other.
+                _kill_children(except_for=self._pids)
+                code = os.waitstatus_to_exitcode(status)
+                self._control.send(RECORD.pack(b"e", pid) + STATUS.pack(code))
+
+
+class Parent:
+    """The parent, whom the object of this process may ask during a call that takes questions (see `Worker.call`)."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.RLock()
+        """Who has it reads and writes."""
+        self._asked = 0
+        self._futures: dict[int, asyncio.Future[bytes]] = {}
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Ask, and block until there is a reply."""
+        with self._lock:
+            number = self._send(method, arguments)
+            while (reply := self._read()).number != number:
+                pass
+            return pickle.loads(reply.value)
+
+    async def ask_async(self, method: str, *arguments: Any) -> Any:
+        """Ask, and let others run until there is a reply; it is not waited for if this is cancelled."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            number = self._send(method, arguments)
+            future = self._futures[number] = loop.create_future()
+        loop.add_reader(self._connection, self._read_if_ready)
+        try:
+            return pickle.loads(await future)
+        finally:
+            with self._lock:
+                del self._futures[number]
+                if future.cancelled():
+                    self.send(GiveUp(number))
+                if not self._futures:
+                    loop.remove_reader(self._connection)
+
+    def send(self, message: object) -> None:
+        """Write a message. What cannot be pickled raises TypeError, AttributeError or PicklingError."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._connection.sendall(HEADER.pack(len(data)) + data)
+
+    def receive(self) -> Any:
+        """Block until there is a message. Raises ConnectionError if the parent closed the connection."""
+        (size,) = HEADER.unpack(self._exactly(HEADER.size))
+        return pickle.loads(self._exactly(size))
+
+    def call(self) -> tuple[str, tuple[Any, ...]]:
+        """Block until there is a call. Raises ConnectionError if the parent closed the connection."""
+        while isinstance(message := self.receive(), Reply):
+            pass  # to what was given up
+        method, arguments = message
+        return method, arguments
+
+    def _send(self, method: str, arguments: tuple[Any, ...]) -> int:
+        self._asked += 1
+        self.send(Ask(self._asked, method, arguments))
+        return self._asked
+
+    def _read(self) -> Reply:
+        """Read a reply, which is handed on if a coroutine waits for it."""
+        reply: Reply = self.receive()
+        if (future := self._futures.get(reply.number)) is not None:
+            future.get_loop().call_soon_threadsafe(_set_unless_done, future, reply.value)
+        return reply
+
+    def _read_if_ready(self) -> None:
+        with self._lock:
+            ready = select.poll()
+            ready.register(self._connection, select.POLLIN)
+            if ready.poll(0):  # another thread may have read it meanwhile
+                try:
+                    self._read()
+                except ConnectionError:
+                    os._exit(0)  # the parent has given this process up
+
+    def _exactly(self, size: int) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            count = self._connection.recv_into(view)
+            if not count:
+                raise ConnectionResetError
+            view = view[count:]
+        return data
+
+
+def _set_unless_done(future: asyncio.Future[bytes], value: bytes) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+parent: Parent
+"""The parent of this process, if it was forked from a template."""
+
+
+def _serve(connection: socket.socket, create: Callable[[], Any]) -> None:
+    """Create an object and call its methods, as the parent says, until the parent closes the connection."""
+    global parent
+    parent, loop = Parent(connection), asyncio.Runner()
+    instance, method, arguments = None, RENEW, tuple[Any, ...]()
+
+    def call(method: str, *arguments: Any) -> Any:
+        """Call a method of the object, be it a coroutine function."""
+        returned = getattr(instance, method)(*arguments)
+        return loop.run(returned) if inspect.iscoroutine(returned) else returned
+
+    while True:
+        try:
+            if method == RENEW:
+                if hasattr(instance, "close"):
+                    call("close")
+                instance = None
+                loop.close()
+                loop = asyncio.Runner()
+                if leaks := _leaks():
+                    answer = Answer("leaks", problem=leaks)
+                else:
+                    instance, answer = create(), Answer("value")
+            else:
+                answer = Answer("value", call(method, *arguments))
+            parent.send(answer)
+        except BaseException as error:  # a user's code may raise anything, and what it returns may be no pickle
+            problem = f"{type(error).__name__}: {error}"[:2000]
+            parent.send(Answer("raised", problem=problem, trace=traceback.format_exc()[-8000:]))
+        try:
+            method, arguments = parent.call()
+        except ConnectionError:
+            return
+
+
+def _leaks() -> str:
+    """Say what an object that was closed has left behind: threads, or processes."""
+    _reap_all()
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    children = _children()
+    return ", ".join([f"thread {name}" for name in threads] + [f"process {pid}" for pid in children])
+
+
+def _reap_all() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _children() -> list[int]:
+    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+
+
+def _kill_children(except_for: set[int] | frozenset[int] = frozenset()) -> None:
+    """Kill all children, and theirs, which become this process's own when their parent dies."""
+    while pids := [pid for pid in _children() if pid not in except_for]:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

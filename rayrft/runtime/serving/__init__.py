@@ -1,0 +1,1 @@
+"""Applications of Ray Serve."""

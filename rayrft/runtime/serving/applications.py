@@ -1,0 +1,161 @@
+"""Applications on Ray Serve: what they need to start, and their end, which is that of their owner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, cast
+
+import ray
+from ray import serve
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.serve.config import ProxyLocation
+from ray.serve.schema import ServeStatus
+
+from rayrft.errors import ConfigError
+from rayrft.runtime.handle import Handle, Watched
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+WATCHED_CLOSELY: dict[str, Any] = {
+    "health_check_period_s": 1.0,
+    "health_check_timeout_s": 10.0,
+    "graceful_shutdown_timeout_s": 2.0,
+    "graceful_shutdown_wait_loop_s": 0.1,
+}
+"""Serve's options of a deployment: a replica that died is replaced at the next look at its health, and ended ones do
+not wait for requests."""
+_LOOK_S = 0.5
+"""Seconds after the end of a watch in which the name of an actor that died becomes free: Ray has no event for it."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The actor whose applications end with it, by its name."""
+
+    namespace: str
+    name: str
+
+
+def on_head(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run a function on the head node, where Serve listens, and which may have no CPUs to offer; block for its result.
+    Its errors are raised without Ray's wrappers."""
+    options = {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE_NAME: 0.001}, "max_retries": 0}
+    try:
+        return cast(R, ray.get(ray.remote(function).options(**options).remote(*args, **kwargs)))
+    except RayTaskError as error:
+        raise error.cause from None
+
+
+def start_serve(host: str, port: int, *, http: bool = True) -> None:
+    """Start Ray Serve, unless it runs; to be called on the head node.
+
+    Serve has one address in a cluster. Without ``http`` it is taken for those who come later, if it is free. Raises
+    ConfigError if another program has the port, or if Serve is running at another address, or at none.
+    """
+    with contextlib.suppress(ValueError):  # it is not running
+        controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        if http:
+            running, location = ray.get([controller.get_http_config.remote(), controller.get_proxy_location.remote()])
+            _check_running(running, location, host, port)
+        return
+    reason = _taken(host, port)
+    if reason is not None and http:
+        raise ConfigError(
+            f"cannot be listened on: {reason}",
+            field="serve.port",
+            value=port,
+            remedy="another program uses it: give another port",
+        )
+    location = ProxyLocation.HeadOnly if reason is None else ProxyLocation.Disabled
+    serve.start(http_options={"host": host, "port": port}, proxy_location=location)
+
+
+def applications(prefix: str = "") -> list[str]:
+    """Return the names of the applications that begin so; none where Serve is not running."""
+    return [name for name in _status().applications if name.startswith(prefix)]
+
+
+def delete_applications(prefix: str) -> None:
+    """Delete the applications whose names begin so, if there are any, with their replicas."""
+    for name in applications(prefix):
+        with contextlib.suppress(Exception):  # Serve raises what it will where it, or the application, has ended
+            serve.delete(name)
+
+
+class Anchor(Watched):
+    """An actor that owns the applications of a process that is none."""
+
+
+def create_anchor(owner: Owner) -> Handle[Anchor]:
+    """Create the actor of that name, which ends with this process. Raises ConfigError if there is one."""
+    try:
+        actor = ray.remote(Anchor).options(num_cpus=0, name=owner.name, namespace=owner.namespace).remote()
+    except ValueError:
+        raise ConfigError(
+            "is served on this cluster",
+            field="name",
+            value=owner.name.partition(":")[0],
+            remedy="choose another name (name=…), or end what has it",
+        ) from None
+    return Handle(owner.name, actor)
+
+
+async def delete_with(owner: Owner, application: str) -> None:
+    """Delete an application when no actor has its owner's name any more, for then nobody else may be left to do so."""
+
+    def find() -> Handle[Watched] | None:
+        try:
+            return Handle(owner.name, ray.get_actor(owner.name, namespace=owner.namespace))
+        except ValueError:
+            return None
+
+    while (actor := await asyncio.to_thread(find)) is not None:
+        with contextlib.suppress(RayError):  # it has died, failed or cannot be reached
+            await actor.call(Watched.watch)
+        await asyncio.sleep(_LOOK_S)
+    await asyncio.to_thread(serve.delete, application, _blocking=False)
+
+
+def _status() -> ServeStatus:
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        return serve.status()
+    except (ValueError, RayActorError):
+        return ServeStatus()
+
+
+def _check_running(running: serve.HTTPOptions, location: ProxyLocation, host: str, port: int) -> None:
+    """Raise ConfigError unless Serve runs at this address."""
+    if location == ProxyLocation.Disabled:
+        raise ConfigError(
+            "Ray Serve is running on this cluster without HTTP, for rewards alone, as it found its port taken",
+            field="serve.port",
+            value=port,
+            remedy="end the run whose rewards it serves, and shut Serve down: serve shutdown",
+        )
+    for field, theirs, ours in (("host", running.host, host), ("port", running.port, port)):
+        if theirs != ours:
+            raise ConfigError(
+                f"Ray Serve is running on this cluster at {running.host}:{running.port}, and has one address",
+                field=f"serve.{field}",
+                value=ours,
+                remedy="give that address, or shut Serve down: serve shutdown",
+            )
+
+
+def _taken(host: str, port: int) -> str | None:
+    """Return why an address cannot be listened on here; None if it can."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+    except OSError as error:
+        return error.strerror
+    return None

@@ -1,0 +1,159 @@
+"""Commands and signals: the first asks a run to stop, the second ends it; the exit status says how it ended."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from rayrft.cli.main import _signals, app, exit_on_signals, follow
+from rayrft.core import launch
+from rayrft.errors import ActorDied
+from rayrft.monitor.summary import RunStatus, Summary, Totals, summarise
+
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The signals mean what they mean by default, also where the tests themselves run under nohup."""
+    before = {number: signal.getsignal(number) for number, _ in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class ScriptedRun:
+    """A run that is interrupted while it is watched, by so many signals; it ends when it was told to as often."""
+
+    def __init__(self, folder: Path, *signals: int, status: str = "stopped") -> None:
+        self.folder = folder
+        self.summary = summarise("run", status, None, Totals(), None, 1.0)
+        self._signals = signals
+        self._told = threading.Semaphore(0)
+        self.calls: list[str] = []
+
+    def watch(self, say: Callable[[str], None]) -> None:
+        for number in self._signals:
+            os.kill(os.getpid(), number)
+        for _ in self._signals:
+            assert self._told.acquire(timeout=20)
+        if "kill" in self.calls:
+            raise ActorDied("the run was killed")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+        self._told.release()
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+        self._told.release()
+
+    def result(self) -> Summary:
+        self.calls.append("result")
+        return self.summary
+
+
+def test_a_run_that_is_not_interrupted_gives_its_summary(tmp_path: Path) -> None:
+    run = ScriptedRun(tmp_path, status="finished")
+    assert follow(run) == run.summary  # type: ignore[arg-type]
+    assert run.calls == ["result"]
+
+
+def test_a_run_that_is_stopped_from_elsewhere_does_not_end_as_a_finished_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        follow(ScriptedRun(tmp_path))  # type: ignore[arg-type]
+    assert exit.value.code == 130 and f"rayrft resume {tmp_path}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("running", [True, False])
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 130), ("failed", 1), ("killed", 1)])
+def test_commands_for_a_run_elsewhere_tell_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch, status: str, code: int, running: bool
+) -> None:
+    error = "engine-0: died" if code == 1 else None
+    ended = RunStatus("r", status, error, 7, 7, Path("runs/r"), [], None)
+    now = replace(ended, status="running", error=None) if running else ended
+    run = SimpleNamespace(watch=lambda say: say("a record"), status=lambda: ended, stop=lambda: None)
+    monkeypatch.setattr(launch, "find_status", lambda name: now)
+    monkeypatch.setattr(launch, "attach", lambda name: run)
+    watched = CliRunner().invoke(app, ["watch", "r"])
+    assert watched.exit_code == code and f"r: {status} after 7 steps" in watched.output
+    assert ("a record" in watched.output) is running
+    assert (error or "") in watched.output and ("rayrft resume runs/r" in watched.output) is (code != 0)
+    stopped = CliRunner().invoke(app, ["stop", "r"])
+    assert stopped.exit_code == (not running and code == 1)
+    assert stopped.output.startswith("r: stopping" if running else f"r: {status} after 7 steps")
+
+
+@pytest.mark.parametrize(("number", "status"), SIGNALS)
+def test_before_a_run_is_up_a_signal_ends_the_command_as_it_would_by_itself(number: int, status: int) -> None:
+    ended = []
+    with pytest.raises(SystemExit) as exit, exit_on_signals():
+        try:
+            os.kill(os.getpid(), number)
+        except SystemExit:
+            ended.append("removed what it had reserved")
+            raise SystemExit(1) from None  # as from a call into Ray
+    assert exit.value.code == status and ended
+
+
+def test_without_a_signal_a_command_has_its_own_status() -> None:
+    with pytest.raises(SystemExit) as exit, exit_on_signals():
+        sys.exit(3)
+    assert exit.value.code == 3
+
+
+def test_a_command_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with exit_on_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    run = ScriptedRun(tmp_path, status="finished")
+    with _signals(lambda number: run.stop()):
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert not run.calls
+
+
+def test_a_run_whose_terminal_is_closed_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=write, flush=lambda: None))
+    run = ScriptedRun(tmp_path, signal.SIGHUP)
+    with pytest.raises(SystemExit) as exit:
+        follow(run)  # type: ignore[arg-type]
+    assert exit.value.code == 129 and run.calls == ["stop", "result"]
+
+
+@pytest.mark.parametrize(("number", "status"), SIGNALS)
+def test_the_first_signal_stops_the_run_and_its_end_is_waited_for(tmp_path: Path, number: int, status: int) -> None:
+    run = ScriptedRun(tmp_path, number)
+    with pytest.raises(SystemExit) as exit:
+        follow(run)  # type: ignore[arg-type]
+    assert exit.value.code == status and run.calls == ["stop", "result"]
+
+
+def test_the_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    run = ScriptedRun(tmp_path, signal.SIGINT, signal.SIGINT)
+    with pytest.raises(SystemExit) as exit:
+        follow(run)  # type: ignore[arg-type]
+    assert exit.value.code == 130 and run.calls == ["stop", "kill"]
+
+
+def test_signals_mean_afterwards_what_they_meant_before(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number, _ in SIGNALS]
+    follow(ScriptedRun(tmp_path, status="finished"))  # type: ignore[arg-type]
+    assert [signal.getsignal(number) for number, _ in SIGNALS] == before

@@ -1,0 +1,165 @@
+"""A policy that says what a test wants, token by token, and an endpoint over it on a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from rayrft.config.explorer import SamplingConfig
+from rayrft.config.serve import ServeConfig
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.endpoint.app import Endpoint
+from rayrft.endpoint.protocol import key_digest
+from rayrft.endpoint.recording import Begun, Call, Conversation
+from rayrft.endpoint.responder import Responder
+from rayrft.endpoint.sessions import Sessions, SessionStats
+from rayrft.endpoint.settings import EndpointSettings
+from rayrft.errors import RequestRefused
+from rayrft.explorer.engines.exchange import INTERRUPTED, Chunk, Completion, Request, Session, Told
+
+MODEL, KEY, MAX_LENGTH = "policy", "sk-secret", 120
+
+
+class Policy:
+    """Engines that answer with ``say(prompt text)``; ``holding`` keeps them from going on."""
+
+    def __init__(self, tokenizer: ChatTokenizer, say: Callable[[str], str] = lambda prompt: "hello") -> None:
+        self.tokenizer, self.say = tokenizer, say
+        self.version = 0
+        self.requests: list[Request] = []
+        self.sampled: list[Completion] = []
+        self.aborted = 0
+        self.holding = asyncio.Event()
+        self.holding.set()
+        self.error: Exception | None = None
+
+    async def generate(
+        self, request: Request, sessions: Sequence[Session] = (), told: Told | None = None
+    ) -> list[Completion]:
+        self.requests.append(request)
+        for session in sessions:
+            session.engine = "engine-0"
+        if any(token >= len(self.tokenizer.hf) for token in request.prompt):
+            raise RequestRefused("the prompt has token ids outside the vocabulary", field="request")
+        if self.error is not None:
+            raise self.error
+        try:
+            answers = [await self._answer(request, sessions[k], told) for k in range(request.n)]
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        self.sampled += answers
+        return answers
+
+    async def _answer(self, request: Request, session: Session, told: Told | None) -> Completion:
+        text = self.say(self.tokenizer.hf.decode(request.prompt))
+        ids = [*self.tokenizer.hf.encode(text, add_special_tokens=False), self.tokenizer.end_id]
+        reason = "stop" if len(ids) <= request.sampling.max_tokens else "length"
+        ids = ids[: request.sampling.max_tokens]
+        interrupted = False
+
+        def interrupt() -> None:
+            nonlocal interrupted
+            interrupted = True
+
+        sent = list[int]()
+        with session.interruptible(interrupt):
+            for number, token in enumerate(ids, 1):
+                await self.holding.wait()
+                await asyncio.sleep(0)
+                if interrupted:
+                    reason = INTERRUPTED
+                    break
+                sent.append(token)
+                if told is not None and number < len(ids):  # the last one comes with the answer
+                    told(Chunk((token,), (-0.5,)))
+        return Completion(tuple(sent), (-0.5,) * len(sent), ((0, len(sent), self.version),), reason)
+
+
+class Book:
+    """The sessions of a test, without an actor around them; ``now`` is the time."""
+
+    def __init__(self, group_size: int = 1, drop_equal: bool = False, **config: Any) -> None:
+        self.sessions = Sessions(ServeConfig(**config), "run/serve/life", group_size, drop_equal=drop_equal)
+        self.now = 0.0
+
+    async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun:
+        return self.sessions.begin(session, task, conversation, self.now)
+
+    async def answered(self, begun: Begun, call: Call) -> None:
+        self.sessions.answered(begun, call, self.now)
+
+    async def failed(self, begun: Begun, reason: str) -> None:
+        self.sessions.failed(begun, reason, self.now)
+
+    async def opted_out(self, rows: int) -> None:
+        self.sessions.opted_out(rows)
+
+    async def forget(self, name: str) -> tuple[int, int]:
+        return self.sessions.forget(name), 0
+
+    async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
+        return self.sessions.feedback(name, reward, components, self.now)
+
+    async def stats(self) -> SessionStats:
+        return self.sessions.stats()
+
+
+class Served:
+    """An endpoint that is up, with clients of it."""
+
+    def __init__(self, endpoint: Endpoint, policy: Policy, book: Book, url: str) -> None:
+        self.endpoint, self.policy, self.book, self.url = endpoint, policy, book, url
+        self.http = httpx.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {KEY}"},
+            timeout=60,
+            verify=False,  # loading certificates takes longer than a test
+            limits=httpx.Limits(max_connections=None),
+        )
+        self.client = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=KEY, max_retries=0, http_client=openai.DefaultAsyncHttpxClient(verify=False)
+        )
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - what is waited for is in another task
+                await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    folder: Path,
+    say: Callable[[str], str] = lambda prompt: "hello",
+    *,
+    max_length: int = MAX_LENGTH,
+    keys: tuple[str, ...] = ("sk-0", KEY),
+    **config: Any,
+) -> AsyncIterator[Served]:
+    """Serve a scripted policy with the tokenizer of a folder."""
+    tokenizer = ChatTokenizer(folder)
+    policy, book = Policy(tokenizer, say), Book()
+    settings = EndpointSettings(
+        ServeConfig(**config), MODEL, max_length, SamplingConfig(max_tokens=64), tuple(map(key_digest, keys))
+    )
+    endpoint = Endpoint(Responder(policy, book, tokenizer, settings))
+    server = uvicorn.Server(uvicorn.Config(endpoint.app(), port=0, log_level="warning", lifespan="off"))
+    running = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.001)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    served = Served(endpoint, policy, book, f"http://127.0.0.1:{port}")
+    try:
+        yield served
+    finally:
+        await served.client.close()
+        await served.http.aclose()
+        server.should_exit = True
+        await running

@@ -1,0 +1,219 @@
+"""Applications as workflows: they run unmodified, rows have what was sampled, and one that fails costs its attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.endpoint.agent import Agent, _Attempt
+from rayrft.endpoint.protocol import ApiError
+from rayrft.errors import ActorDied, ConfigError
+from rayrft.experience import Experience, Task
+from rayrft.explorer.calls import Parking
+from rayrft.explorer.engines.exchange import Completion, Request, Sampling
+from rayrft.explorer.rollout import Runner
+from rayrft.rewards import RewardResult, Transcript
+from tests.endpoint.scripted import Policy
+from tests.errors import about
+from tests.explorer.test_explorer import config
+
+AGENT = "rayrft.endpoint.agent:Agent"
+TASK = Task.create("test", "cat", "x")
+
+
+class Ran:
+    """A runner over a scripted policy, whose workflow is an application; the reward is the length of a response."""
+
+    def __init__(self, folder: Path, agent: str, say: Callable[[str], str], options: Any, settings: Any) -> None:
+        async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+            responses = [each.response for each in transcripts]
+            self.scored += responses
+            return [RewardResult(float(len(response))) for response in responses]
+
+        self.scored: list[str] = []
+        self.policy = Policy(ChatTokenizer(folder), say)
+        chosen = {"agent": agent if ":" in agent else f"tests.endpoint.applications:{agent}", **options}
+        self.runner = Runner(
+            config(**{
+                "model.max_length": 200,
+                "explorer.sampling.max_tokens": 32,
+                "explorer.workflow": AGENT,
+                "explorer.workflow_options": {AGENT: chosen},
+                **settings,
+            }),
+            ChatTokenizer(folder), self.policy, score,
+        )  # fmt: skip
+
+    async def __call__(self, n: int = 1, parking: Parking | None = None) -> Any:
+        return await self.runner.run(TASK, "group", n, 1.0, parking)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    folder: Path, agent: str, say: Callable[[str], str] = lambda prompt: "dog", options: Any = None, **settings: Any
+) -> AsyncIterator[Ran]:
+    ran = Ran(folder, agent, say, options or {}, settings)
+    try:
+        yield ran
+    finally:
+        await ran.runner._workflow(AGENT).close()  # type: ignore[attr-defined]
+
+
+def calls_a_tool(prompt: str) -> str:
+    return "red" if "blue" in prompt else '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+
+
+def sampled(row: Experience) -> list[int]:
+    return [int(token) for token, acted in zip(row.token_ids, row.action_mask, strict=True) if acted]
+
+
+async def test_the_calls_of_a_loop_with_tools_are_one_row_as_it_was_sampled(tiny_model: Path) -> None:
+    async with running(
+        tiny_model, "calls_tools", calls_a_tool, **{"model.max_length": 400, "explorer.sampling.max_tokens": 80}
+    ) as ran:
+        ran.policy.version = 4
+        rollout = await ran(n=2)
+        assert rollout.problem is None and len(rollout.rows) == 2
+        for row in rollout.rows:
+            first, second = ran.policy.sampled[0], ran.policy.sampled[-1]
+            assert sampled(row) == [*first.token_ids, *second.token_ids]
+            assert [turn["role"] for turn in row.turns] == ["user", "assistant", "tool", "assistant"]
+            assert (row.reward, row.stop_reason) == (0.25, "stop")
+            assert [span.version for span in row.weight_versions] == [4, 4]
+        assert [row.experience_id for row in rollout.rows] == ["group/0", "group/1"]
+        assert ran.scored == [] and len(ran.policy.requests[0].prompt) == rollout.rows[0].prompt_length
+
+
+@pytest.mark.parametrize(
+    ("agent", "reward", "scored"),
+    [("rates_itself", 0.75, []), ("streams", 13.0, ["streamed: dog"]), ("returns_nothing", 3.0, ["dog"])],
+)
+async def test_the_reward_is_posted_or_returned_or_that_of_the_last_answer(
+    agent: str, reward: float, scored: list[str], tiny_model: Path
+) -> None:
+    async with running(tiny_model, agent) as ran:
+        rollout = await ran()
+        assert rollout.problem is None
+        assert [row.reward for row in rollout.rows] == [reward] and ran.scored == scored
+        assert rollout.results[0].components == ({"style": 1.0} if agent == "rates_itself" else {})
+        assert {request.sampling.temperature for request in ran.policy.requests} == {1.0}  # whatever it asks for
+
+
+@pytest.mark.parametrize(("agent", "rows"), [("asks_twice", 2), ("asks_for_three", 3)])
+async def test_calls_that_do_not_continue_each_other_are_rows_of_one_attempt(
+    agent: str, rows: int, tiny_model: Path
+) -> None:
+    async with running(tiny_model, agent) as ran:
+        rollout = await ran()
+        assert [row.experience_id for row in rollout.rows] == [f"group/0/{number}" for number in range(rows)]
+        assert len({row.reward for row in rollout.rows}) == 1
+
+
+async def test_a_process_serves_attempt_after_attempt_with_a_client_from_its_import(tiny_model: Path) -> None:
+    async with running(tiny_model, "tests.endpoint.client_at_import:main", options={"processes": 1}) as ran:
+        rollout = await ran(n=3)
+        assert rollout.problem is None and len({row.reward for row in rollout.rows}) == 1  # the pid
+        said = sorted(row.turns[0]["content"] for row in rollout.rows)
+        assert said == ["cat 1", "cat 2", "cat 3"] and all(len(row.turns) == 2 for row in rollout.rows)
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason", "told"),
+    [
+        ("raises", "workflow_error", "no such customer"),
+        ("never_asks", "workflow_error", "no call of the model"),
+        ("returns_a_list", "workflow_error", "['right']"),
+        ("exits", "workflow_error", "exit code 3"),
+        ("hangs", "timeout", "explorer.deadline_s"),
+        ("tests.endpoint.applications:missing", "workflow_error", "missing"),
+    ],
+)
+async def test_an_application_that_fails_costs_its_attempt(
+    agent: str, reason: str, told: str, tiny_model: Path
+) -> None:
+    settings = {"explorer.deadline_s": 0.5} if agent == "hangs" else {}
+    async with running(tiny_model, agent, **settings) as ran:
+        rollout = await ran(n=2)
+        assert rollout.failed == {reason: 2} and rollout.problem is not None and told in rollout.problem
+        if agent in ("exits", "hangs"):
+            server = await ran.runner._workflow(AGENT)._listening  # type: ignore[attr-defined]
+            async with asyncio.timeout(20):  # the endpoints of processes that are gone are gone, too
+                while server._apps:
+                    gc.collect()
+                    await asyncio.sleep(0.01)
+
+
+async def test_a_dead_engine_ends_the_run_though_the_application_catches_everything(tiny_model: Path) -> None:
+    async with running(tiny_model, "catches_everything") as ran:
+        ran.policy.error = ActorDied("gone", field="engine-0")
+        with pytest.raises(ActorDied, check=about("engine-0")):
+            await ran()
+
+
+async def test_an_application_without_room_for_an_answer_ends_its_row_for_length(tiny_model: Path) -> None:
+    async with running(tiny_model, "talks_on") as ran:
+        rollout = await ran()
+        [row] = rollout.rows
+        assert row.stop_reason == "length" and len(row.turns) > 4 and not rollout.failed
+
+
+async def test_a_parked_attempt_goes_on_from_the_tokens_that_it_has(tiny_model: Path) -> None:
+    async with running(tiny_model, "returns_nothing", lambda prompt: "abcdefgh"[len(prompt.split("|>")[-1]) :]) as ran:
+        begun: list[Experience] = []
+        for version in range(10):
+            ran.policy.version = version
+            rollout = await ran(parking=Parking(5, begun))
+            if rollout.rows:
+                break
+            begun = rollout.parked
+        [row] = rollout.rows
+        assert version == 3 and sampled(row) == [token for each in ran.policy.sampled for token in each.token_ids]
+        assert {span.version for span in row.weight_versions} == {0, 1, 2, 3}
+
+
+async def test_waiting_for_a_process_spends_no_deadline(tiny_model: Path) -> None:
+    """The first attempt has the only process until its deadline is over; the second one begins after it."""
+    settings = {"explorer.deadline_s": 5.0}
+    async with running(tiny_model, "calls_tools", options={"processes": 1}, **settings) as ran:
+        ran.policy.holding.clear()
+        running_both = asyncio.create_task(ran(n=2))
+        while len(ran.policy.requests) < 2:  # noqa: ASYNC110 - the policy has no event for it
+            await asyncio.sleep(0.01)
+        ran.policy.holding.set()
+        rollout = await running_both
+        assert len(rollout.rows) == 1 and rollout.failed == {"timeout": 1}
+        assert ran.policy.aborted == 1
+
+
+@pytest.mark.parametrize("agent", ["tests.endpoint.applications", "tests.endpoint.no:main", "no.package:main", ":main"])
+async def test_an_application_that_cannot_be_imported_is_an_error_before_the_start(agent: str) -> None:
+    with pytest.raises(ConfigError, check=about("agent")):
+        Agent(agent)
+    with pytest.raises(TypeError, match="processes"):
+        Agent("tests.endpoint.applications:raises", processes=0)
+    with pytest.raises(TypeError, match="tool_calls"):
+        Agent("tests.endpoint.applications:raises", tool_calls="xml")  # type: ignore[arg-type]
+
+
+async def test_attempts_at_a_time_have_calls_of_their_own(tiny_model: Path) -> None:
+    async with running(tiny_model, "calls_tools") as ran:
+        rollouts = await asyncio.gather(*(ran.runner.run(TASK, f"group-{k}", 2, 1.0) for k in range(4)))
+        assert all(len(rollout.rows) == 2 for rollout in rollouts)
+        assert {len(row.turns) for rollout in rollouts for row in rollout.rows} == {2}
+
+
+async def test_a_call_of_an_attempt_that_ends_meanwhile_is_told_so() -> None:
+    class Ending:
+        async def generate(self, *_: Any) -> Completion:
+            raise asyncio.CancelledError
+
+    with pytest.raises(ApiError, match="has ended") as caught:
+        await _Attempt(Ending()).generate(Request([1], 2, Sampling(1.0, 4, (2,))))  # type: ignore[arg-type]
+    assert caught.value.status == 409

@@ -1,0 +1,54 @@
+"""Where the endpoint is opened: on the head node, whose address clients know and on which Ray Serve listens."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_SCRIPT = """
+import asyncio
+
+import ray
+from ray.cluster_utils import Cluster
+
+from rayrft.errors import ConfigError
+from rayrft.endpoint import deployment
+
+
+def opened_from_here(fails):
+    def opening(*settings):
+        if fails:
+            raise ConfigError("taken", field="serve.port", remedy="give another")
+        return ray.get_runtime_context().get_node_id()
+
+    deployment._open = opening
+    return asyncio.run(deployment.open_endpoint("app", "route", "model", None, None))
+
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+cluster.add_node(num_cpus=2)
+ray.init(cluster.address)
+opened = ray.remote(opened_from_here).options(num_cpus=1, max_retries=0)  # so the head is no place for it
+assert ray.get(opened.remote(False)) == cluster.head_node.node_id
+try:
+    ray.get(opened.remote(True))
+except ConfigError as error:
+    assert error.field == "serve.port"
+else:
+    raise AssertionError("it opened")
+print("as it should be")
+"""
+
+
+@pytest.mark.slow
+def test_the_endpoint_is_opened_on_a_head_without_cpus_from_any_node(tmp_path: Path) -> None:
+    """In a process of its own: it makes a cluster of two nodes."""
+    environment = {**os.environ, "RAY_ADDRESS": "", "RAY_USAGE_STATS_ENABLED": "0"}
+    ran = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0 and "as it should be" in ran.stdout, ran.stderr[-4000:]

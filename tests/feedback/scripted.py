@@ -1,0 +1,107 @@
+"""A run for the page that is kept in a folder, so that tests can look into it, and end it, from another process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rayrft.config.serve import FeedbackConfig
+from rayrft.endpoint.protocol import key_digest
+from rayrft.errors import DataError, FeedbackRefused, RunNotFound
+from rayrft.feedback.app import FeedbackPage
+from rayrft.feedback.items import Answer, Group, Rows
+from rayrft.feedback.journal import FeedbackJournal
+from rayrft.feedback.judgements import Judgement
+
+KEY = "sk-right"
+
+
+def answer(name: str, text: str, reward: float | None = 0.5, **changes: Any) -> Answer:
+    turns = ({"role": "user", "content": f"Question {name.partition('/')[0]}?"}, {"role": "assistant", "content": text})
+    values = {
+        "turns": turns,
+        "components": {"format": 1.0},
+        "reason": None,
+        "stop_reason": "stop",
+        "waiting": True,
+        "logprob": -1.0,
+    }
+    return Answer(name, reward=reward, **{**values, **changes})
+
+
+def group(name: str, *texts: str, **changes: Any) -> Group:
+    return Group(name, f"task-{name}", tuple(answer(f"{name}/{at}", text, **changes) for at, text in enumerate(texts)))
+
+
+class ScriptedRows(Rows):
+    """``groups`` of a run that is running while ``<folder>/running`` exists; what it is told is in ``told.jsonl``."""
+
+    def __init__(self, folder: Path, groups: list[Group]) -> None:
+        self.folder, self.found = folder, groups
+
+    def running(self) -> bool:
+        return (self.folder / "running").exists()
+
+    def groups(self) -> list[Group]:
+        return self.found
+
+    def find(self, experience_id: str) -> Answer:
+        for group in self.found:
+            for each in group.answers:
+                if each.experience_id == experience_id:
+                    return each
+        raise DataError("no row of this id is in the log", field="experience_id", value=experience_id)
+
+    def references(self) -> dict[str, str]:
+        return {group.task_id: f"reference of {group.group_id}" for group in self.found}
+
+    def feedback(self, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
+        self._tell({"row": experience_id, "reward": reward, "labels": labels})
+        if self.find(experience_id).stop_reason == "late":
+            raise FeedbackRefused("the row was taken for the step after version 3", field=experience_id, value=3)
+
+    def demonstrate(self, judgement: Judgement) -> str:
+        self._tell({"edit": judgement.edit, "id": judgement.id})
+        return f"human/{judgement.id}"
+
+    def withdraw(self, demonstration: str) -> None:
+        self._tell({"withdrawn": demonstration})
+
+    def told(self) -> list[dict[str, Any]]:
+        path = self.folder / "told.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        if not self.running():
+            raise RunNotFound("the run is not running", field="run")
+        with (self.folder / "told.jsonl").open("a") as file:
+            file.write(json.dumps(what) + "\n")
+
+
+def page(folder: Path, groups: list[Group], **settings: Any) -> FeedbackPage:
+    """A page over scripted groups, whose journal is in the same folder."""
+    config = FeedbackConfig(labels=["polite", "wrong"], **settings)
+    return FeedbackPage("demo", config, (key_digest(KEY),), ScriptedRows(folder, groups), FeedbackJournal(folder))
+
+
+def demo_groups() -> list[Group]:
+    """Groups with all that a page must show."""
+    spoken = [group(f"g{number}", f"First {number}.", f"Second {number}.", f"Third {number}.") for number in range(30)]
+    evil = group("evil", "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>", "plain", "other")
+    late = group("late", "too late", stop_reason="late", waiting=False)
+    return [evil, *spoken, late]
+
+
+def main() -> None:
+    """Serve the demo: folder, port, settings as JSON."""
+    import uvicorn
+
+    folder, port, settings = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    app = page(folder, demo_groups(), **settings).app()
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

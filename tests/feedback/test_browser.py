@@ -1,0 +1,655 @@
+"""The page in a real browser: every action by mouse and by keyboard, and what happens when something breaks."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from rayrft.feedback.items import Group
+from rayrft.feedback.journal import FILE, read_journal
+from rayrft.feedback.judgements import Judged, Judgement, Undone
+from tests.conftest import ROOT
+from tests.feedback.scripted import KEY, ScriptedRows, group, page
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra 'test'")
+expect = playwright.expect
+expect.set_options(timeout=30_000)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium: apt-get install chromium, which tests/run.sh does where it may"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        yield started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """A function that serves a page of a running run, with its journal in ``tmp_path``; gives its address."""
+    (tmp_path / "running").touch()
+    ends: list[Callable[[], None]] = []
+
+    def start(*groups: Group, **settings: Any) -> str:
+        listening = socket.create_server(("127.0.0.1", 0))
+        app = page(tmp_path, list(groups), **settings).app()
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+
+        def end() -> None:
+            server.should_exit = True
+            thread.join()
+
+        ends.append(end)
+        return f"http://127.0.0.1:{listening.getsockname()[1]}/"
+
+    yield start
+    for end in ends:
+        end()
+
+
+class Person:
+    """Someone with a window of the page open, who has come by the link with the key."""
+
+    def __init__(self, browser: Any, url: str, name: str = "Ann", *, key: str = KEY, **context: Any) -> None:
+        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **context})
+        self.context.set_default_timeout(30_000)
+        self.window = self.context.new_page()
+        self.errors: list[str] = []
+        self.window.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.window.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        self.window.goto(f"{url}#key={key}")
+        self.window.fill("#login-name", name)
+        self.window.press("#login-name", "Enter")
+
+    def key(self, *keys: str) -> None:
+        for each in keys:
+            self.window.keyboard.press(each)
+
+    def click(self, selector: str) -> None:
+        self.window.click(selector)
+
+    def see(self, selector: str) -> Any:
+        return expect(self.window.locator(selector))
+
+    def ready(self) -> None:
+        """Wait until answers are there to be judged."""
+        self.see("#main").to_have_attribute("aria-busy", "false")
+        self.see("#answers .answer >> nth=0").to_be_visible()
+
+    @property
+    def shown(self) -> list[str]:
+        """The ids of the answers that are shown."""
+        self.ready()
+        return [card.get_attribute("data-id") for card in self.window.locator("#answers .answer").all()]
+
+    def saved(self, count: int) -> None:
+        """Wait until so many judgements of the person count, and the next item is there."""
+        expect(self.window.locator("#person")).to_contain_text(f"· {count}")
+        self.see("#main").to_have_attribute("aria-busy", "false")
+
+    def leave(self) -> None:
+        self.context.close()
+        assert self.errors == []
+
+
+@pytest.fixture
+def arrive(browser: Any) -> Iterator[Callable[..., Person]]:
+    people: list[Person] = []
+
+    def come(*args: Any, **kwargs: Any) -> Person:
+        people.append(Person(browser, *args, **kwargs))
+        return people[-1]
+
+    yield come
+    for person in people:
+        person.leave()
+
+
+def said(folder: Path) -> list[Judgement]:
+    return [entry.judgement for entry in read_journal(folder / FILE) if isinstance(entry, Judged)]
+
+
+def spoken(count: int) -> list[Group]:
+    return [group(f"g{number}", f"First {number}.", f"Second {number}.", f"Third {number}.") for number in range(count)]
+
+
+CLICKS = {
+    "score": '[data-choice="score:4"]',
+    "thumb": '[data-choice="thumb:down"]',
+    "label": '[data-label="wrong"]',
+    "comment": "#comment",
+    "edit": "#edit",
+    "save": "#save",
+    "skip": "#skip",
+    "undo": "#undo",
+    "reference": "#reference-open",
+    "verdict": "#verdict-open",
+    "left": '[data-choice="pick:0"]',
+    "right": '[data-choice="pick:1"]',
+    "tie": '[data-choice="tie:true"]',
+    "second": '[data-choice="rank:1"]',
+    "third": '[data-choice="rank:2"]',
+    "clear": '[data-choice="clear:true"]',
+    "pairs": '[data-view="pair"]',
+    "groups": '[data-view="group"]',
+    "statistics": "#person",
+    "help": "#help-open",
+    "close help": "#help button",
+    "close statistics": "#stats button.primary",
+}
+KEYS = {
+    "score": "4",
+    "thumb": "-",
+    "label": "Shift+Digit2",
+    "comment": "c",
+    "edit": "e",
+    "save": "Enter",
+    "skip": "s",
+    "undo": "z",
+    "reference": "r",
+    "verdict": "v",
+    "left": "ArrowLeft",
+    "right": "ArrowRight",
+    "tie": "0",
+    "second": "2",
+    "third": "3",
+    "clear": "Backspace",
+    "pairs": "]",
+    "groups": "]",
+    "statistics": "i",
+    "help": "?",
+    "close help": "Escape",
+    "close statistics": "Escape",
+}
+
+
+@pytest.mark.parametrize("by", ["mouse", "keyboard"])
+def test_every_action_by_mouse_and_by_keyboard(
+    by: str, serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
+) -> None:
+    person = arrive(serve(*spoken(4)))
+
+    def do(action: str) -> None:
+        person.click(CLICKS[action]) if by == "mouse" else person.key(KEYS[action])
+
+    def write(text: str) -> None:
+        """Type into the text that has the focus, and leave it."""
+        person.window.keyboard.insert_text(text)
+        person.key("Escape")
+
+    # One answer.
+    [first] = person.shown
+    person.see("#save").to_be_disabled()
+    for panel in ("reference", "verdict"):
+        person.see(f"#{panel}").to_be_hidden()
+        do(panel)
+    person.see("#reference").to_contain_text(f"reference of {first.partition('/')[0]}")
+    person.see("#verdict").to_contain_text("reward0.5format1")
+    do("reference")
+    person.see("#reference").to_be_hidden()
+    do("score")
+    do("label")
+    do("comment")
+    write("Why?")
+    do("save")
+    person.saved(1)
+    assert (said(tmp_path)[-1].rows, said(tmp_path)[-1].score) == ((first,), 4)
+    assert (said(tmp_path)[-1].labels, said(tmp_path)[-1].comment) == (("wrong",), "Why?")
+    person.see("#toast").to_have_text("Saved.")
+
+    # It is taken back with what was said, changed, and saved again.
+    do("undo")
+    person.saved(0)
+    assert person.shown == [first]
+    person.see("#comment").to_have_value("Why?")
+    person.see('[data-choice="score:4"]').to_have_attribute("aria-pressed", "true")
+    do("score")
+    do("thumb")
+    do("save")
+    person.saved(1)
+    assert (said(tmp_path)[-1].score, said(tmp_path)[-1].thumb) == (None, "down")
+
+    # Skipped, then edited.
+    [skipped] = person.shown
+    do("skip")
+    person.see(f'[data-id="{skipped}"]').to_have_count(0)
+    person.ready()
+    assert said(tmp_path)[-1].skipped and person.shown != [skipped]
+    [edited] = person.shown
+    do("edit")
+    person.see("#save").to_be_disabled()
+    person.key("Control+a")
+    write("As it should be.")
+    do("save")
+    person.saved(2)
+    assert (said(tmp_path)[-1].rows, said(tmp_path)[-1].edit) == ((edited,), "As it should be.")
+
+    # Two answers.
+    do("pairs")
+    person.see("main.pair[aria-busy=false]").to_be_visible()
+    left, right = person.shown
+    do("right")
+    do("left")
+    person.see(".answer.chosen .place").to_have_text("better")
+    do("save")
+    person.saved(3)
+    assert said(tmp_path)[-1].ranking == (left, right)
+    do("tie")
+    do("save")
+    person.saved(4)
+    assert said(tmp_path)[-1].tie and said(tmp_path)[-1].ranking == ()
+
+    # A group.
+    do("groups")
+    person.see("main.group[aria-busy=false]").to_be_visible()
+    one, two, three = person.shown
+    do("second")
+    do("clear")
+    person.see(".place").to_have_count(0)
+    do("third")
+    person.see("#save").to_be_disabled()
+    do("second")
+    person.see(".place").to_have_text(["3", "2", "1"])
+    do("save")
+    person.saved(5)
+    assert said(tmp_path)[-1].ranking == (three, two, one)
+
+    # What there is besides.
+    do("help")
+    person.see("#help").to_contain_text("score the answer")
+    do("close help")
+    person.see("#help").to_be_hidden()
+    do("statistics")
+    person.see("#stats-body").to_contain_text("judged5")
+    person.see("#stats-body").to_contain_text("Ann6")
+    do("close statistics")
+    person.see("#stats").to_be_hidden()
+    told = ScriptedRows(tmp_path, []).told()
+    assert {"edit": "As it should be.", "id": said(tmp_path)[3].id} in told
+    assert [each["reward"] for each in told if each.get("row") == first][:3] == [0.75, 0.5, 0.0]
+
+
+def test_answers_themselves_can_be_clicked(
+    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
+) -> None:
+    person = arrive(serve(*spoken(2)))
+    person.click('[data-view="pair"]')
+    person.see("main.pair[aria-busy=false]").to_be_visible()
+    left, right = person.shown
+    person.click(f'[data-id="{right}"]')
+    person.key("Enter")
+    person.saved(1)
+    assert said(tmp_path)[-1].ranking == (right, left)
+
+
+def test_enter_saves_whatever_was_clicked_before(
+    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
+) -> None:
+    person = arrive(serve(*spoken(4)))
+    for count, clicked in enumerate((["score"], ["thumb"], ["label"], ["score", "verdict", "reference"]), start=1):
+        person.ready()
+        for each in clicked:
+            person.click(CLICKS[each])
+        person.key("Enter")
+        person.saved(count)
+    assert [(each.score, each.thumb, each.labels) for each in said(tmp_path)] == [
+        (4, None, ()),
+        (None, "down", ()),
+        (None, None, ("wrong",)),
+        (4, None, ()),
+    ]
+    person.key("a")
+    person.ready()
+    person.click(CLICKS["score"])
+    person.saved(5)
+    person.see("#hint").to_contain_text("1 is 0, 5 is 1")
+    expect(person.window.get_by_role("button", name="Pair 4", exact=True)).to_be_visible()
+
+
+def test_a_server_that_does_not_answer_is_said_and_asked_again(
+    browser: Any, serve: Callable[..., str], tmp_path: Path
+) -> None:
+    person = Person(browser, serve(*spoken(2)))
+    person.window.clock.install()
+    person.window.reload()
+    person.ready()
+    person.window.evaluate(
+        """AbortSignal.timeout = (ms) => {  // by the clock of the test
+        const ends = new AbortController(); setTimeout(() => ends.abort(), ms); return ends.signal; }"""
+    )
+    held: list[Any] = []
+    person.window.route("**/v1/judge", lambda route: route.continue_() if held else held.append(route))
+    with person.window.expect_request("**/v1/judge"):
+        person.key("5", "c")
+        person.key("Control+Enter")
+    person.see("#main").to_have_js_property("inert", True)
+    person.window.keyboard.type("lost")
+    person.window.clock.run_for(3000)
+    person.see("#offline").to_contain_text("The server does not answer")
+    with person.window.expect_response("**/v1/judge"):
+        person.window.clock.run_for(12_600)
+    person.see("#offline").to_be_hidden()
+    person.saved(1)
+    person.see("#comment").to_have_value("")
+    assert [(each.score, each.comment) for each in said(tmp_path)] == [(5, "")]
+    person.context.close()
+
+
+def test_keys_in_a_text_are_text_and_a_button_that_has_the_focus_does_what_it_says(
+    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
+) -> None:
+    person = arrive(serve(*spoken(2)))
+    person.ready()
+    person.key("c")
+    person.window.keyboard.type("s z 1?")
+    person.see("#comment").to_have_value("s z 1?")
+    person.key("Control+Enter")
+    person.saved(1)
+    assert said(tmp_path)[-1].comment == "s z 1?" and said(tmp_path)[-1].score is None
+    person.key("5")
+    person.window.focus("#comment")
+    for _ in range(20):
+        person.key("Tab")
+        if person.window.evaluate("document.activeElement.id") == "skip":
+            break
+    person.key("Enter")
+    person.see("#undo").to_be_enabled()
+    expect(person.window.locator('[data-choice="score:5"]')).to_have_attribute("aria-pressed", "false")
+    assert [each.skipped for each in said(tmp_path)] == [False, True]
+
+
+def test_two_people_see_different_answers_and_the_second_on_one_is_told(
+    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
+) -> None:
+    url = serve(group("g", "only one"), group("h", "and one more"), lease_s=1.0)
+    ann = arrive(url, "Ann")
+    bob = arrive(url, "Bob")
+    assert ann.shown != bob.shown
+    ann.key("1", "Enter")
+    bob.key("5", "Enter")
+    ann.see("#empty").to_contain_text("Every answer has been judged")
+    bob.see("#empty").to_be_visible()
+    ann.key("z")
+    [shown] = ann.shown
+    # Bob comes to the same answer by a request of his own, as a window would whose lease was lost.
+    bob.window.evaluate(
+        """([item, key]) => fetch("v1/judge", {method: "POST", headers: {Authorization: `Bearer ${key}`},
+        body: JSON.stringify({id: "0123456789", person: "Bob", item: `one:${item}`, rows: [item], score: 5})})""",
+        [shown, KEY],
+    )
+    ann.key("Enter")
+    ann.see("#toast").to_have_text("Saved. Bob had this item as well: both of you count.")
+    told = [each["reward"] for each in ScriptedRows(tmp_path, []).told() if each["row"] == shown]
+    assert told[-1] == 0.5
+    ann.key("i")
+    ann.see("#stats-body").to_contain_text("Cohen's kappa")
+
+
+def test_what_is_typed_is_there_after_a_reload(serve: Callable[..., str], arrive: Callable[..., Person]) -> None:
+    person = arrive(serve(*spoken(5)))
+    before = person.shown
+    person.key("2", "Shift+Digit1", "c")
+    person.window.keyboard.insert_text("half a thought")
+    person.key("Escape", "e")
+    person.window.keyboard.insert_text(" and more")
+    person.key("Escape", "e")
+    person.see("#answers textarea").to_have_count(0)
+    person.window.reload()
+    person.ready()
+    person.key("e")
+    person.see("#answers textarea").to_have_value(f"{_text_of(before[0])} and more")
+    person.window.reload()
+    assert person.shown == before
+    person.see("#comment").to_have_value("half a thought")
+    person.see("#answers textarea").to_have_value(f"{_text_of(before[0])} and more")
+    person.see('[data-choice="score:2"]').to_have_attribute("aria-pressed", "true")
+    person.see('[data-label="polite"]').to_have_attribute("aria-pressed", "true")
+    person.see("#toast").to_have_text("What you typed here before is back.")
+    assert "key" not in person.window.url, "the key does not stay in the address"
+    person.key("Enter")
+    person.saved(1)
+
+
+def _text_of(row: str) -> str:
+    name, _, at = row.partition("/")
+    return f"{('First', 'Second', 'Third')[int(at)]} {name[1:]}."
+
+
+def test_a_server_that_is_killed_takes_nothing_with_it(browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "running").touch()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tests.feedback.scripted", str(tmp_path), str(port), "{}"]
+        process = subprocess.Popen(command, cwd=ROOT)
+        while process.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                return process
+        raise AssertionError("the server did not start")
+
+    server = start()
+    try:
+        person = Person(browser, f"http://127.0.0.1:{port}/")
+        first = person.shown
+        person.key("5", "Enter")
+        person.saved(1)
+        person.key("3", "c")
+        person.window.keyboard.insert_text("typed before the end")
+        second = person.shown
+        os.kill(server.pid, signal.SIGKILL)
+        server.wait()
+        person.key("Control+Enter")
+        person.see("#offline").to_contain_text("The server does not answer")
+        assert len(said(tmp_path)) == 1
+        server = start()
+        person.saved(2)
+        person.see("#offline").to_be_hidden()
+        assert [list(each.rows) for each in said(tmp_path)] == [first, second]
+        assert said(tmp_path)[1].comment == "typed before the end" and person.shown not in (first, second)
+        assert [each["reward"] for each in ScriptedRows(tmp_path, []).told()] == [1.0, 0.5]
+        person.context.close()
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize("way", ["the server is away", "the answer is late", "the answer is lost"])
+def test_what_is_taken_back_before_the_server_has_answered_is_not_said_and_what_is_typed_then_stays(
+    way: str, browser: Any, serve: Callable[..., str], tmp_path: Path
+) -> None:
+    person = Person(browser, serve(*spoken(3)))
+    first = person.shown
+    away, held = [True], list[Any]()
+
+    def hold(route: Any) -> None:
+        if not away:
+            route.continue_()
+        elif way == "the answer is late" and not held:
+            held.append((route, route.fetch()))
+        elif way == "the answer is lost":
+            route.fetch()
+            route.abort()
+        else:
+            route.abort()
+
+    person.window.route("**/v1/judge", hold)
+    with person.window.expect_request("**/v1/judge"):
+        person.key("5", "Enter")
+    while way == "the answer is late" and not held:
+        person.window.wait_for_timeout(10)
+    person.key("z")
+    assert person.shown == first
+    person.key("c")
+    person.window.keyboard.insert_text("on second thoughts")
+    person.key("Escape")
+    with person.window.expect_response("**/v1/undo"):
+        away.clear()
+        for route, answer in held:
+            route.fulfill(response=answer)
+    assert person.shown == first
+    person.see("#comment").to_have_value("on second thoughts")
+    person.see('[data-choice="score:5"]').to_have_attribute("aria-pressed", "true")
+    expect(person.window.locator("#person")).to_contain_text("· 0")
+    person.key("2", "Enter")
+    person.saved(1)
+    last = said(tmp_path)[-1]
+    assert (list(last.rows), last.score, last.comment) == (first, 2, "on second thoughts")
+    undone = {entry.id for entry in read_journal(tmp_path / FILE) if isinstance(entry, Undone)}
+    assert undone == {each.id for each in said(tmp_path)[:-1]} and person.shown != first
+    person.context.close()
+
+
+def test_an_undo_that_is_asked_for_twice_takes_one_judgement_back(
+    browser: Any, serve: Callable[..., str], tmp_path: Path
+) -> None:
+    person = Person(browser, serve(*spoken(3)))
+    person.ready()
+    for count in (1, 2):
+        second = person.shown
+        person.key("5", "Enter")
+        person.saved(count)
+    lost: list[Any] = []
+
+    def lose(route: Any) -> None:
+        lost.append(route.fetch())
+        route.abort()
+        person.window.unroute("**/v1/undo")
+
+    person.window.route("**/v1/undo", lose)
+    person.key("z")
+    person.see("#toast").to_have_text("Undone.")
+    expect(person.window.locator("#person")).to_contain_text("· 1")
+    assert person.shown == second and len(lost) == 1
+    assert sum(isinstance(entry, Undone) for entry in read_journal(tmp_path / FILE)) == 1
+    person.context.close()
+
+
+def test_a_run_that_is_away_gets_what_was_said_when_it_is_back(
+    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayrft.feedback.delivery._AGAIN_S", 0.05)
+    person = arrive(serve(*spoken(3), group("late", "x", stop_reason="late", waiting=False)))
+    person.ready()
+    (tmp_path / "running").unlink()
+    person.key("5", "Enter")
+    person.see("#toast").to_have_text("Saved. The run is not running.")
+    person.saved(1)
+    (tmp_path / "running").touch()
+    person.key("1", "Enter")
+    person.see("#toast").to_have_text("Saved.")
+    assert {each["reward"] for each in ScriptedRows(tmp_path, []).told()} == {1.0, 0.0}
+
+
+def test_what_comes_too_late_for_training_is_said(serve: Callable[..., str], arrive: Callable[..., Person]) -> None:
+    person = arrive(serve(group("late", "x", stop_reason="late", waiting=False)))
+    person.ready()
+    person.key("5", "Enter")
+    person.see("#toast").to_contain_text(
+        "Kept, but too late for the run: the row was taken for the step after version 3"
+    )
+
+
+def test_text_of_a_model_is_never_run(serve: Callable[..., str], arrive: Callable[..., Person]) -> None:
+    evil = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>"
+    turns = ({"role": "user", "content": f"Q {evil}"}, {"role": evil, "content": evil},
+             {"role": "assistant", "content": f"A\n```{evil}\n{evil}\n```\n{evil}"})  # fmt: skip
+    wicked = group("g", evil, f"{evil}2", turns=turns, reason=evil, components={evil: 1.0})
+    person = arrive(serve(wicked, group("<b>h", evil)), f"<img src=x onerror=alert(1)>{'x' * 20}")
+    for number in range(3):
+        person.ready()
+        person.key("v", "r", "e")
+        person.key("Escape", "i")
+        person.see("#stats").to_be_visible()
+        person.key("Escape")
+        person.see("#stats").to_be_hidden()
+        person.key("1", "Enter")
+        person.saved(number + 1)
+    person.see("#empty").to_be_visible()
+    assert person.window.evaluate("window.pwned") is None
+    assert person.window.locator("main img, main script, dialog img").count() == 0
+    ran = person.window.evaluate(
+        "() => { try { document.body.innerHTML += '<i>x</i>'; return true; } catch { return false; } }"
+    )
+    assert not ran, "the policy would stop it, too"
+    person.errors.clear()
+
+
+def test_a_wrong_key_is_said_and_the_right_one_opens(serve: Callable[..., str], arrive: Callable[..., Person]) -> None:
+    person = arrive(serve(*spoken(1)), key="sk-wrong")
+    person.see("#login-problem").to_have_text("Incorrect API key provided.")
+    assert person.window.locator("#answers .answer").count() == 0
+    person.window.fill("#login-key", KEY)
+    person.key("Enter")
+    person.ready()
+    person.errors.clear()  # the browser writes each 401 to its console
+
+
+def test_what_the_server_does_not_take_is_not_lost(
+    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
+) -> None:
+    person = arrive(serve(*spoken(2)))
+    [shown] = person.shown
+    person.window.route(
+        "**/v1/judge",
+        lambda route: route.fulfill(status=404, body=json.dumps({"error": {"message": "It is gone."}})),
+    )
+    person.key("c")
+    person.window.keyboard.insert_text("a long thought")
+    person.key("Control+Enter")
+    person.see("#toast").to_contain_text("Not taken: It is gone.")
+    person.key("i")
+    person.see("#stats-body").to_contain_text("a long thought")
+    person.key("Escape")
+    person.see("#stats").to_be_hidden()
+    assert said(tmp_path) == [] and person.shown == [shown]
+    person.see("#comment").to_have_value("a long thought")
+    person.errors.clear()
+
+
+def test_the_images_of_a_question_are_shown(
+    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
+) -> None:
+    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    (tmp_path / "a.png").write_bytes(base64.b64decode(pixel))
+    person = arrive(serve(group("g", "x", images=(str(tmp_path / "a.png"),))))
+    person.see("#context img").to_have_js_property("naturalWidth", 1)
+
+
+def test_on_a_phone_everything_is_in_reach_of_a_thumb(serve: Callable[..., str], arrive: Callable[..., Person]) -> None:
+    phone = {"viewport": {"width": 390, "height": 780}, "is_mobile": True, "has_touch": True}
+    person = arrive(
+        serve(group("g", "x" * 300, "```\n" + "y" * 300 + "\n```", "third"), *spoken(1200), levels=9), **phone
+    )
+    for view in ("one", "pair", "group"):
+        person.window.tap(f'[data-view="{view}"]')
+        person.see(f'[data-view="{view}"]').to_have_attribute("aria-pressed", "true")
+        person.ready()
+        assert person.window.evaluate("document.documentElement.scrollWidth") == 390, "nothing is beside the window"
+        for button in person.window.locator("#dock button").all():
+            box = button.bounding_box()
+            assert box["height"] >= 44 and box["width"] >= 44 and box["x"] >= 0 and box["x"] + box["width"] <= 390
+            assert box["y"] + box["height"] <= 780
+    person.window.tap('[data-choice="rank:0"]')
+    person.window.tap('[data-choice="rank:1"]')
+    person.see(".place").to_have_count(3)
+    person.window.tap("#save")
+    person.saved(1)

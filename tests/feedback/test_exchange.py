@@ -1,0 +1,214 @@
+"""Files of what people said: to train on, and for other annotation tools and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.config.demonstrations import RowFormat
+from rayrft.config.serve import FeedbackConfig
+from rayrft.data.formats import conversations
+from rayrft.errors import DataError
+from rayrft.feedback.exchange import FORMATS, TOOLS, export_feedback, import_feedback
+from rayrft.feedback.items import Answer
+from rayrft.feedback.judgements import Judged, Judgement, Judgements
+from tests.conftest import ROOT
+from tests.errors import about
+from tests.feedback.scripted import group
+
+SAMPLES = ROOT / "tests" / "samples"
+SETTINGS = FeedbackConfig()
+ANSWERS: dict[str, Answer] = {each.experience_id: each for each in group("g", "a", "b\u2028", "c").answers}
+TURN = {"role": "user", "content": "Question g?"}
+
+SAID = [
+    Judgement("1", "Ann", "one:g/0", "one", ("g/0",), score=4, labels=("polite",), comment="ü\nline", seconds=2.0),
+    Judgement("2", "Bob", "one:g/0", "one", ("g/0",), thumb="down", edit="Better."),
+    Judgement("3", "Ann", "pair:g", "pair", ("g/2", "g/0"), ranking=("g/2", "g/0")),
+    Judgement("4", "Bob", "pair:g", "pair", ("g/0", "g/2"), tie=True),
+    Judgement("5", "Cem", "group:g", "group", ("g/1", "g/0", "g/2"), ranking=("g/2", "g/0", "g/1")),
+]
+
+
+def known(given: Sequence[Judgement] = SAID) -> Judgements:
+    judgements = Judgements(SETTINGS)
+    for each in given:
+        judgements.add(Judged(each))
+    return judgements
+
+
+def exported(path: Path, form: str, given: Sequence[Judgement] = SAID) -> list[dict[str, Any]]:
+    done = export_feedback(known(given), ANSWERS, path, form, SETTINGS)
+    rows = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+    assert done.rows == len(rows) and done.missing == 0
+    return rows
+
+
+def test_picks_and_rankings_become_preference_pairs_as_most_people_have_them(tmp_path: Path) -> None:
+    rows = exported(tmp_path / "pairs.jsonl", "pairs")
+    found = [(row["chosen"], row["rejected"], row["votes"]) for row in rows]
+    assert found == [("c", "a", [2, 0]), ("c", "b\u2028", [1, 0]), ("a", "b\u2028", [1, 0])]
+    sides = conversations(rows[0], RowFormat())
+    assert sides == [(True, [TURN, {"role": "assistant", "content": "c"}]),
+                     (False, [TURN, {"role": "assistant", "content": "a"}])]  # fmt: skip
+    against = Judgement("6", "Dan", "pair:g", "pair", ("g/0", "g/2"), ranking=("g/0", "g/2"))
+    outvoted = exported(tmp_path / "pairs.jsonl", "pairs", [SAID[2], against])
+    assert outvoted == [], "one to one is no preference"
+
+
+def test_pairs_that_differ_before_the_last_answer_are_whole_conversations(tmp_path: Path) -> None:
+    longer = replace(
+        ANSWERS["g/2"], turns=(TURN, {"role": "assistant", "content": "hm"}, TURN, ANSWERS["g/2"].turns[1])
+    )
+    done = export_feedback(known(SAID[2:3]), ANSWERS | {"g/2": longer}, tmp_path / "pairs.jsonl", "pairs", SETTINGS)
+    row = json.loads((tmp_path / "pairs.jsonl").read_text())
+    chosen, rejected = conversations(row, RowFormat())
+    assert done.rows == 1 and len(chosen[1]) == 4 and [turn["content"] for turn in rejected[1]] == ["Question g?", "a"]
+
+
+def test_edits_scores_and_thumbs_become_rows_to_train_on(tmp_path: Path) -> None:
+    [edited] = exported(tmp_path / "rows.jsonl", "answers")
+    assert conversations(edited, RowFormat()) == [(None, [TURN, {"role": "assistant", "content": "Better."}])]
+    [labelled] = exported(tmp_path / "rows.jsonl", "labelled")
+    assert (labelled["response"], labelled["label"], labelled["id"]) == ("a", False, "g/0")
+    scores = {row["experience_id"]: row["reward"] for row in exported(tmp_path / "rows.jsonl", "scores")}
+    assert scores == {"g/0": pytest.approx((0.75 + 0.0 + 0.5) / 3), "g/1": 0.0, "g/2": 1.0}
+
+
+def as_read(given: Sequence[Judgement], tool: str) -> list[Judgement]:
+    kept = [each.seconds if tool == "label_studio" else 0.0 for each in given]  # Argilla keeps no times
+    read = (
+        replace(each, id="", given_at=0.0, rows=tuple(sorted(each.rows)), seconds=seconds)
+        for each, seconds in zip(given, kept, strict=True)
+    )
+    return sorted(read, key=repr)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_goes_to_another_tool_comes_back_as_it_was(tool: str, tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    records = exported(path, tool)
+    assert len(records) == 3, "one record of each item"
+    found = [each.judgement for each in import_feedback(path, tool, ANSWERS, SETTINGS)]
+    assert as_read(found, tool) == as_read(SAID, tool)
+    again = import_feedback(path, tool, ANSWERS, SETTINGS)
+    assert [each.judgement.id for each in again] == [each.id for each in found], "a second time it is the same"
+    path.write_text(json.dumps(records))
+    assert len(import_feedback(path, tool, ANSWERS, SETTINGS)) == len(SAID), "one JSON list, as the tools write it"
+
+
+def test_what_label_studio_itself_exports_of_our_tasks_is_what_people_said() -> None:
+    found = import_feedback(SAMPLES / "label_studio.json", "label_studio", ANSWERS, SETTINGS)
+    assert as_read([each.judgement for each in found], "label_studio") == as_read(SAID, "label_studio")
+
+
+def test_records_are_those_of_the_tools(tmp_path: Path) -> None:
+    one, pair, ranked = exported(tmp_path / "a.jsonl", "argilla")
+    assert one.keys() == {"id", "fields", "metadata", "suggestions", "responses", "vectors", "_server_id"}
+    assert one["fields"] == {"prompt": "Question g?", "response": "a"}
+    assert [answer["value"] for answer in one["responses"]["score"]] == [4]
+    assert [answer["value"] for answer in pair["responses"]["better"]] == ["response_b", "tie"]
+    assert ranked["responses"]["ranking"][0]["value"] == ["response_c", "response_a", "response_b"]
+    one, pair, ranked = exported(tmp_path / "l.jsonl", "label_studio")
+    first = one["annotations"][0]["result"]
+    assert [(part["from_name"], part["type"], part["value"]) for part in first] == [
+        ("score", "rating", {"rating": 4}),
+        ("labels", "choices", {"choices": ["polite"]}),
+        ("comment", "textarea", {"text": ["ü\nline"]}),
+    ]
+    picked, ordered = pair["annotations"][0]["result"][0], ranked["annotations"][0]["result"][0]
+    assert (picked["from_name"], picked["to_name"], picked["value"]) == ("better", "better", {"selected": "right"})
+    assert ordered["value"] == {"ranker": {"ranking": ["g/2", "g/0", "g/1"]}}
+    annotations = [each for record in (one, pair, ranked) for each in record["annotations"]]
+    assert not any("completed_by" in each for each in annotations), "a server refuses users that it does not have"
+    assert [item["id"] for item in ranked["data"]["items"]] == ["g/0", "g/1", "g/2"]
+
+
+def test_records_that_were_made_elsewhere_are_of_the_answer_that_their_id_names(tmp_path: Path) -> None:
+    path = tmp_path / "made.jsonl"
+    ranked = [{"value": "response_b", "rank": 1}, {"value": "response_a", "rank": 2}]
+    path.write_text(
+        json.dumps({"id": "g/1", "fields": {}, "responses": {"score": [{"value": 2, "user_id": "u-1"}]}})
+        + "\n"
+        + json.dumps(
+            {
+                "id": "pair:g",
+                "metadata": {"view": "pair", "rows": ["g/0", "g/1"]},
+                "responses": {"ranking": [{"value": ranked, "user_id": "u-1"}]},
+            }
+        )
+    )
+    one, pair = (each.judgement for each in import_feedback(path, "argilla", ANSWERS, SETTINGS))
+    assert (one.person, one.item, one.rows, one.score) == ("u-1", "one:g/1", ("g/1",), 2)
+    assert pair.ranking == ("g/1", "g/0")
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ("{bad", "not JSON"),
+        ({"id": "g/0"}, "KeyError 'responses'"),
+        ({"id": "x/9", "responses": {"score": [{"value": 2, "user_id": "u"}]}}, "no answer 'x/9'"),
+        ({"id": "g/0", "responses": {"score": [{"value": 9, "user_id": "u"}]}}, "none of 1 to 5"),
+        ({"id": "g/0", "responses": {"score": [{"value": "good", "user_id": "u"}]}}, "none of 1 to 5"),
+        ({"id": "g/0", "responses": {"thumb": [{"value": "sideways", "user_id": "u"}]}}, "neither up nor down"),
+        ({"id": "g/0", "responses": {"comment": [{"value": ["x"], "user_id": "u"}]}}, "should be text"),
+        ({"id": "g/0", "responses": [1]}, "is no record of argilla"),
+    ],
+)
+def test_broken_records_are_named_by_line_and_nothing_is_imported(record: Any, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    good = {"id": "g/0", "responses": {"score": [{"value": 2, "user_id": "u"}]}}
+    lines = [json.dumps(good), record if isinstance(record, str) else json.dumps(record)]
+    path.write_text("\n".join(lines))
+    with pytest.raises(DataError, match="line 2: .*" + problem, check=about("file", str(path))):
+        import_feedback(path, "argilla", ANSWERS, SETTINGS)
+
+
+def test_unknown_formats_and_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, check=about("format", "csv")):
+        export_feedback(known(), ANSWERS, tmp_path / "x", "csv", SETTINGS)
+    assert not (tmp_path / "x").exists() and "pairs" in FORMATS
+    with pytest.raises(DataError, check=about("format", "pairs")):
+        import_feedback(tmp_path / "x", "pairs", ANSWERS, SETTINGS)
+    with pytest.raises(DataError, match="no such file"):
+        import_feedback(tmp_path / "x", "argilla", ANSWERS, SETTINGS)
+
+
+def test_judgements_of_answers_that_left_the_log_are_counted(tmp_path: Path) -> None:
+    gone = Judgement("9", "Ann", "one:old/0", "one", ("old/0",), score=1)
+    done = export_feedback(known([*SAID, gone]), ANSWERS, tmp_path / "x.jsonl", "scores", SETTINGS)
+    assert (done.rows, done.missing) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("about", "said", "problem"),
+    [
+        ({"view": "single", "rows": ["g/0"]}, {"score": 5}, "the view 'single' is none of one, pair, group"),
+        ({"view": "group", "rows": ["g/0"]}, {"ranking": ["response"]}, "1 answers are none for the view 'group'"),
+        ({"view": "pair", "rows": ["g/0", "g/1"]}, {"score": 5}, "belong to a single answer"),
+        ({"view": "one", "rows": ["g/0"]}, {"ranking": ["response"]}, "rankings to several"),
+    ],
+)
+def test_what_no_item_can_be_said_of_is_refused_before_it_is_written(
+    about: dict[str, Any], said: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    responses = {question: [{"value": value, "user_id": "u"}] for question, value in said.items()}
+    path = tmp_path / "made.jsonl"
+    path.write_text(json.dumps({"id": "x:g", "metadata": about, "responses": responses}))
+    with pytest.raises(DataError, match=problem):
+        import_feedback(path, "argilla", ANSWERS, SETTINGS)
+
+
+def test_of_what_was_skipped_elsewhere_nothing_else_counts(tmp_path: Path) -> None:
+    [record, *_] = json.loads((SAMPLES / "label_studio.json").read_text())
+    record["annotations"] = [{**record["annotations"][0], "was_cancelled": True}]
+    (tmp_path / "skipped.json").write_text(json.dumps([record]))
+    [found] = import_feedback(tmp_path / "skipped.json", "label_studio", ANSWERS, SETTINGS)
+    given = found.judgement
+    assert given.skipped and (given.score, given.labels, given.comment) == (None, (), "")

@@ -1,0 +1,116 @@
+"""What people said is kept through every crash, and read again as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rayrft.errors import StorageError
+from rayrft.feedback.journal import FILE, FeedbackJournal, read_journal
+from rayrft.feedback.judgements import EditSent, Entry, Judged, Judgement, Sent, Undone
+from tests.errors import about
+
+ENTRIES: list[Entry] = [
+    Judged(Judgement("j1", "Ann", "one:g/0", "one", ("g/0",), score=4, labels=("polite",), comment="good \u2028 ü 😀")),
+    Sent("g/0", 0.75, {"score": "4"}, "applied", before=0.1),
+    Judged(Judgement("j2", "Bob", "pair:g", "pair", ("g/0", "g/1"), ranking=("g/1", "g/0"), seconds=1.5)),
+    EditSent("j1", "refused", "too long"),
+    Undone("j2"),
+]
+
+
+def written(folder: Path) -> Path:
+    journal = FeedbackJournal(folder)
+    assert journal.open() == []
+    journal.append(*ENTRIES)
+    journal.close()
+    return folder / FILE
+
+
+def test_what_was_written_is_read_as_it_was(tmp_path: Path) -> None:
+    path = written(tmp_path / "feedback")
+    assert read_journal(path) == ENTRIES
+    assert FeedbackJournal(path.parent).open() == ENTRIES
+    assert read_journal(tmp_path / "none") == []
+    assert path.stat().st_mode & 0o077 == 0, "what people say is not for everybody"
+
+
+def test_any_tail_that_a_crash_cut_is_left_out_and_the_next_entry_follows_the_last_whole_one(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    data = path.read_bytes()
+    starts = [0, *(at + 1 for at, byte in enumerate(data) if byte == ord("\n"))]
+    for cut in range(len(data)):
+        whole = sum(end <= cut for end in starts[1:])
+        path.write_bytes(data[:cut])
+        assert read_journal(path) == ENTRIES[:whole], "a reader of a file that is being written"
+        journal = FeedbackJournal(tmp_path)
+        assert journal.open() == ENTRIES[:whole]
+        assert path.stat().st_size == starts[whole]
+        journal.append(ENTRIES[-1])
+        journal.close()
+        assert read_journal(path) == [*ENTRIES[:whole], ENTRIES[-1]]
+
+
+def test_a_last_line_of_wrong_bytes_is_left_out_and_any_other_is_damage(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    data = path.read_bytes()
+    lines = data.splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1].replace(b"j2", b"j3"))
+    assert read_journal(path) == ENTRIES[:-1]
+    path.write_bytes(data.replace(b'"score":4', b'"score":5', 1))
+    for read in (lambda: read_journal(path), FeedbackJournal(tmp_path).open):
+        with pytest.raises(StorageError, match="damaged in the line at byte 0", check=about(str(path))):
+            read()
+    assert path.read_bytes() != data and len(path.read_bytes()) == len(data), "nothing is cut off a damaged journal"
+    path.write_bytes(data)
+    assert FeedbackJournal(tmp_path).open(wait=False) == ENTRIES, "who failed on it holds no lock on it"
+
+
+async def test_what_is_written_at_once_is_all_there_in_order(tmp_path: Path) -> None:
+    journal = FeedbackJournal(tmp_path)
+    journal.open()
+    await asyncio.gather(*(journal.write(Undone(str(number))) for number in range(200)))
+    assert [entry.id for entry in read_journal(tmp_path / FILE)] == [str(number) for number in range(200)]  # type: ignore[union-attr]
+    journal.close()
+
+
+async def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = FeedbackJournal(tmp_path)
+    journal.open()
+    await journal.write(Undone("first"))
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        write(descriptor, bytes(data)[:9])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rayrft.feedback.journal.os.write", full)
+    with pytest.raises(StorageError, match="No space left"):
+        await journal.write(Undone("lost"))
+    monkeypatch.undo()
+    await journal.write(Undone("second"))
+    assert read_journal(tmp_path / FILE) == [Undone("first"), Undone("second")]
+    journal.close()
+
+
+def test_it_has_one_writer_whose_lock_ends_with_its_process(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from rayrft.feedback.journal import FeedbackJournal;"
+        "FeedbackJournal(Path(sys.argv[1])).open(); print('open', flush=True); time.sleep(600)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == b"open\n"
+        with pytest.raises(StorageError, match="being written by the run's feedback page"):
+            FeedbackJournal(tmp_path).open(wait=False)
+    finally:
+        holder.kill()
+        holder.wait()
+    FeedbackJournal(tmp_path).open(wait=False)

@@ -1,0 +1,128 @@
+"""Which rewards and labels follow from what people said, and what the run was told of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rayrft.config.serve import FeedbackConfig
+from rayrft.feedback.judgements import (
+    EditSent,
+    EditWithdrawn,
+    Judged,
+    Judgement,
+    Judgements,
+    Sent,
+    Undone,
+    View,
+    Wanted,
+)
+
+
+def said(number: str, person: str = "Ann", *, view: View = "one", item: str = "", **what: Any) -> Judgement:
+    rows = {"one": ("g/0",), "pair": ("g/0", "g/1"), "group": ("g/0", "g/1", "g/2")}[view]
+    return Judgement(number, person, item or f"{view}:g", view, rows, **what)
+
+
+def known(*given: Judgement, **settings: Any) -> Judgements:
+    judgements = Judgements(FeedbackConfig(**settings))
+    for each in given:
+        judgements.add(Judged(each))
+    return judgements
+
+
+@pytest.mark.parametrize(
+    ("what", "reward"),
+    [
+        ({"score": 1}, -1.0),
+        ({"score": 3}, 0.0),
+        ({"score": 5}, 1.0),
+        ({"thumb": "up"}, 1.0),
+        ({"thumb": "down"}, -1.0),
+        ({"score": 5, "thumb": "down"}, 1.0),
+        ({"comment": "hm"}, None),
+        ({"edit": "better"}, None),
+        ({"skipped": True}, None),
+    ],
+)
+def test_scores_and_thumbs_become_rewards_within_the_stated_range(what: dict[str, Any], reward: float | None) -> None:
+    judgements = known(said("j", **what), reward_range=(-1.0, 1.0))
+    assert judgements.wanted("g/0").reward == reward
+    assert known(said("j", **what), set_rewards=False).wanted("g/0").reward is None
+
+
+def test_a_ranked_group_has_evenly_spaced_rewards_and_a_pick_has_none() -> None:
+    ranked = known(said("j", view="group", ranking=("g/2", "g/0", "g/1")))
+    assert [ranked.wanted(row).reward for row in ("g/2", "g/0", "g/1")] == [1.0, 0.5, 0.0]
+    assert [ranked.wanted(row).labels["place"] for row in ("g/2", "g/0", "g/1")] == ["1", "2", "3"]
+    assert said("j", view="group", ranking=("c", "a", "b")).pairs == [("c", "a"), ("c", "b"), ("a", "b")]
+    picked = known(said("j", view="pair", ranking=("g/1", "g/0")))
+    assert picked.wanted("g/1") == Wanted(None, {"place": "1", "people": "Ann"})
+    assert said("j", view="pair", tie=True).pairs == []
+
+
+def test_several_people_count_alike_and_of_each_only_the_latest_of_an_item() -> None:
+    both = known(
+        said("1", "Ann", score=1, labels=("rude",), comment="no"),
+        said("2", "Bob", score=3, labels=("rude", "wrong")),
+        said("3", "Ann", score=5, comment="yes"),
+        said("4", "Cem", skipped=True, labels=("polite",)),
+    )
+    assert both.wanted("g/0") == Wanted(
+        0.75, {"score": "4", "labels": "rude, wrong", "comment": "yes", "people": "Ann, Bob"}
+    )
+    assert "1" not in both.all and [each.id for each in both.of_person("Ann")] == ["3"]
+
+
+def test_one_id_is_one_judgement_also_after_it_was_undone() -> None:
+    judgements = known(said("1", score=1), said("1", score=5))
+    assert judgements.wanted("g/0").reward == 0.0
+    judgements.add(Undone("1"))
+    judgements.add(Judged(said("1", score=5)))
+    assert judgements.wanted("g/0") == Wanted() and judgements.unsent() == []
+
+
+def test_what_was_undone_gives_the_rows_own_reward_back_and_empties_its_labels() -> None:
+    judgements = known(said("1", score=5, comment="good"))
+    assert judgements.unsent() == ["g/0"]
+    wanted = judgements.wanted("g/0")
+    judgements.add(Sent("g/0", wanted.reward, wanted.labels, "applied", before=0.25))
+    assert judgements.unsent() == []
+    judgements.add(Undone("1"))
+    back = judgements.wanted("g/0")
+    assert back == Wanted(0.25, {"score": "", "comment": "", "people": ""}) and judgements.unsent() == ["g/0"]
+    judgements.add(Sent("g/0", back.reward, back.labels, "applied", before=1.0))
+    assert judgements.unsent() == []
+    judgements.add(Judged(said("2", score=1)))
+    judgements.add(Undone("2"))
+    assert judgements.wanted("g/0").reward == 0.25, "what was there first, not what people said before"
+
+
+def test_a_comment_alone_changes_no_reward_and_is_sent_once() -> None:
+    judgements = known(said("1", comment="hm"))
+    judgements.add(Sent("g/0", None, judgements.wanted("g/0").labels, "late", before=0.25))
+    assert judgements.unsent() == [], "what was refused is not sent again"
+
+
+def test_an_edit_is_unsent_until_the_run_has_it() -> None:
+    judgements = known(said("1", edit="better"), said("2", "Bob", edit="best"))
+    judgements.add(Undone("2"))
+    assert [each.id for each in judgements.unsent_edits()] == ["1"]
+    judgements.add(EditSent("1", "applied", demonstration="human/1"))
+    assert not judgements.unsent_edits() and not judgements.unsent_withdrawals()
+
+
+def test_of_an_edit_that_is_taken_back_or_edited_again_the_run_is_told_once_if_it_had_it() -> None:
+    judgements = known(said("1", edit="better"), said("2", "Bob", edit="best"), said("3", "Cem", edit="odd"))
+    judgements.add(EditSent("1", "applied", demonstration="human/1"))
+    judgements.add(EditSent("3", "refused", "too long"))
+    for entry in (Judged(said("4", edit="better still")), Undone("2"), Undone("3")):
+        judgements.add(entry)
+    assert [each.id for each in judgements.unsent_edits()] == ["4"]
+    assert [each.demonstration for each in judgements.unsent_withdrawals()] == ["human/1"]
+    judgements.add(EditSent("2", "applied", demonstration="human/2"))  # it was on its way as it was taken back
+    assert [each.demonstration for each in judgements.unsent_withdrawals()] == ["human/1", "human/2"]
+    for judgement_id in ("1", "2"):
+        judgements.add(EditWithdrawn(judgement_id, "applied"))
+    assert judgements.unsent_withdrawals() == []
