@@ -50,9 +50,9 @@ def reach(address: str) -> JobSubmissionClient:
         why = "nothing answers" if isinstance(error, requests.RequestException) else str(error).splitlines()[0]
         raise ClusterError(
             f"jobs cannot be submitted there: {why}",
+            "give the dashboard of a Ray that runs, or unset it to have one started",
             field="RAY_ADDRESS",
             value=address,
-            remedy="give the dashboard of a Ray that runs, or unset it to have one started",
         ) from None
 
 

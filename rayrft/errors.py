@@ -17,8 +17,8 @@ class RayrftError(Exception):
     ``field`` is a config key, a file or an actor; ``value`` is its value; ``remedy`` is the action to take.
     """
 
-    def __init__(self, problem: str, *, field: str = "", value: Any = None, remedy: str = "") -> None:
-        super().__init__(problem, field, value, remedy)
+    def __init__(self, problem: str, remedy: str = "", *, field: str = "", value: Any = None) -> None:
+        super().__init__(problem, remedy, field, value)
         self.problem, self.field, self.value, self.remedy = problem, field, value, remedy
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class RayrftError(Exception):
 
 
 def _rebuild(cls: type[RayrftError], problem: str, field: str, value: Any, remedy: str) -> RayrftError:
-    return cls(problem, field=field, value=value, remedy=remedy)
+    return cls(problem, remedy, field=field, value=value)
 
 
 class ConfigError(RayrftError):

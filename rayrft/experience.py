@@ -66,7 +66,7 @@ class Task:
         for name, text in (("question", question), ("answer", answer)):
             if not isinstance(text, str):
                 problem = f"the {name} of a task is {type(text).__name__}, not a text"
-                raise DataError(problem, field=source, value=text, remedy="give the text that stands for it")
+                raise DataError(problem, "give the text that stands for it", field=source, value=text)
         task = cls("", question, answer, **rest)
         return replace(task, id=_digest([source, task.key]))
 
@@ -268,8 +268,8 @@ def _check_column(f: pa.Field, experiences: list[Experience]) -> None:
     except _MISFITS as error:
         raise DataError(
             f"a row holds what is no {f.type}: {str(error).splitlines()[0]}",
+            "see the fields of Experience for its type",
             field=f.name,
-            remedy="see the fields of Experience for its type",
         ) from None
 
 
@@ -332,12 +332,7 @@ def list_column(column: pa.ListArray, rows: Sequence[int] | np.ndarray | None = 
 def check_schema(schema: pa.Schema) -> None:
     """Raise DataError unless rows of this schema are experiences."""
     if not schema.equals(SCHEMA, check_metadata=True):
-        raise DataError(
-            "rows do not have the experience schema",
-            field="schema",
-            value=schema.names,
-            remedy="use to_batch()",
-        )
+        raise DataError("rows do not have the experience schema", "use to_batch()", field="schema", value=schema.names)
 
 
 def check_filled(batch: pa.RecordBatch) -> None:
@@ -345,7 +340,7 @@ def check_filled(batch: pa.RecordBatch) -> None:
     for index, name in _REQUIRED:
         if batch.column(index).null_count:
             raise DataError(
-                "a row has none", field=name, value=None, remedy="give every row one: see the fields of Experience"
+                "a row has none", "give every row one: see the fields of Experience", field=name, value=None
             )
 
 

@@ -33,10 +33,7 @@ class Registry(Generic[T]):
         def add(piece: T) -> T:
             if name in self._pieces and _origin(self._pieces[name]) != _origin(piece):
                 raise ConfigError(
-                    f"a {self.kind} of this name exists",
-                    field=self.kind,
-                    value=name,
-                    remedy="choose another name",
+                    f"a {self.kind} of this name exists", "choose another name", field=self.kind, value=name
                 )
             self._pieces[name] = piece
             return piece
@@ -51,12 +48,7 @@ class Registry(Generic[T]):
         if ":" in name:
             return self._import(name, field or self.kind)
         if name not in self._pieces:
-            raise ConfigError(
-                f"unknown {self.kind}",
-                field=field or self.kind,
-                value=name,
-                remedy=nearest(name, self._pieces),
-            )
+            raise ConfigError(f"unknown {self.kind}", nearest(name, self._pieces), field=field or self.kind, value=name)
         return self._pieces[name]
 
     def _import(self, path: str, field: str) -> T:
@@ -66,9 +58,9 @@ class Registry(Generic[T]):
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"cannot be imported: {error}",
+                "fix the module, or give package.module:attribute of one that can be imported",
                 field=field,
                 value=path,
-                remedy="fix the module, or give package.module:attribute of one that can be imported",
             ) from None
         return piece
 
@@ -100,9 +92,9 @@ def load_plugins(paths: Iterable[Path]) -> None:
         except OSError as error:
             raise ConfigError(
                 f"cannot be read: {error.strerror}",
+                "give the path of a Python file that every node can read",
                 field="plugins",
                 value=str(path),
-                remedy="give the path of a Python file that every node can read",
             ) from None
         name = f"{_PLUGIN}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
         digest = hashlib.blake2b(source).hexdigest()
@@ -122,8 +114,8 @@ def load_plugins(paths: Iterable[Path]) -> None:
                 del sys.modules[each]
             raise ConfigError(
                 f"cannot be loaded: {type(error).__name__}: {error}",
+                "fix the file: it must run as a standalone script, in a folder with what it imports",
                 field="plugins",
                 value=str(path),
-                remedy="fix the file: it must run as a standalone script, in a folder with what it imports",
             ) from error
         vars(module)["__digest__"] = digest

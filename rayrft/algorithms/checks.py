@@ -66,40 +66,37 @@ def check_field(algorithm: Algorithm, key: str, value: Any) -> None:
         algorithm.pieces(key)
         if len(names) != 1 and (len(set(names)) < len(names) or not names or NONE in names):
             raise ConfigError(
-                "must be different ones",
-                field=f"algorithm.{key}",
-                value=list(names),
-                remedy="name each once, or leave it out",
+                "must be different ones", "name each once, or leave it out", field=f"algorithm.{key}", value=list(names)
             )
         if value == NONE and key in _REQUIRED:
-            raise ConfigError("must name one", field=f"algorithm.{key}", value=value, remedy="leave it at its default")
+            raise ConfigError("must name one", "leave it at its default", field=f"algorithm.{key}", value=value)
     if value not in (NONE, False) and not is_used(algorithm, key):
         raise ConfigError(
             f"is not used: {algorithm.name!r} has no term that it acts on",
+            "leave it out",
             field=f"algorithm.{key}",
             value=value,
-            remedy="leave it out",
         )
     if key in _CHOICES and value not in _CHOICES[key]:
         raise ConfigError(
             f"must be one of {', '.join(_CHOICES[key])}",
+            f"write {' or '.join(f'{key}: {choice}' for choice in _CHOICES[key])}",
             field=f"algorithm.{key}",
             value=value,
-            remedy=f"write {' or '.join(f'{key}: {choice}' for choice in _CHOICES[key])}",
         )
     if key in _WEIGHTS and getattr(algorithm, _WEIGHTS[key]) == NONE:
         raise ConfigError(
             f"is not used: {algorithm.name!r} has no {_WEIGHTS[key]} term",
+            f"name one with '{_WEIGHTS[key]}', or leave this out",
             field=f"algorithm.{key}",
             value=value,
-            remedy=f"name one with '{_WEIGHTS[key]}', or leave this out",
         )
     if key == "teacher_candidates" and not algorithm.needs_candidates:
         raise ConfigError(
             f"is not used: distillation {algorithm.distillation!r} looks at the sampled token alone",
+            "leave it out, or use distillation jsd",
             field="algorithm.teacher_candidates",
             value=value,
-            remedy="leave it out, or use distillation jsd",
         )
 
 
@@ -120,12 +117,12 @@ def check_coefficient(algorithm: Algorithm, pieces: list[Piece[Any]], own: set[s
         if key in registry.get(name).coefficients
     }
     if not everywhere:
-        raise ConfigError("unknown key", field=f"algorithm.{key}", value=key, remedy=nearest(key, own | used))
+        raise ConfigError("unknown key", nearest(key, own | used), field=f"algorithm.{key}", value=key)
     raise ConfigError(
         f"is not used: it belongs to {', '.join(sorted(everywhere))}, which {algorithm.name!r} does not contain",
+        f"its coefficients are {', '.join(sorted(used)) or 'none'}",
         field=f"algorithm.{key}",
         value=value,
-        remedy=f"its coefficients are {', '.join(sorted(used)) or 'none'}",
     )
 
 
@@ -135,38 +132,38 @@ def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
     if algorithm.trains_reward_model and others:
         raise ConfigError(
             f"is not used: {algorithm.name!r} trains a reward model, and not the policy",
+            "leave it out, or train the policy in a stage of its own",
             field=f"algorithm.{others[0]}",
             value=getattr(algorithm, others[0]),
-            remedy="leave it out, or train the policy in a stage of its own",
         )
     if algorithm.unpaired != NONE and (algorithm.policy_loss != NONE or algorithm.preference != NONE):
         raise ConfigError(
             f"needs rows of another kind than the other terms of {algorithm.name!r}",
+            "train on labelled answers in a stage of its own: algorithm kto",
             field="algorithm.unpaired",
             value=algorithm.unpaired,
-            remedy="train on labelled answers in a stage of its own: algorithm kto",
         )
     if algorithm.policy_loss != NONE and algorithm.advantage == NONE:
         raise ConfigError(
             f"policy_loss {algorithm.policy_loss!r} needs one",
+            "name one, or use a preset that has both",
             field="algorithm.advantage",
             value=NONE,
-            remedy="name one, or use a preset that has both",
         )
     if algorithm.advantage in token_advantages and algorithm.value_loss == NONE:
         raise ConfigError(
             f"advantage {algorithm.advantage!r} needs one",
+            "name one, such as clipped or squared",
             field="algorithm.value_loss",
             value=NONE,
-            remedy="name one, such as clipped or squared",
         )
     centres = algorithm.normalise_advantages and algorithm.normalise_by != "rewards"
     if centres and (selects := algorithm.piece("advantage")) and "selects" in selects.traits:
         raise ConfigError(
             f"would train on what advantage {selects.name!r} leaves out: 0 is not the mean of the batch",
+            "leave it out, or use another advantage",
             field="algorithm.normalise_advantages",
             value=True,
-            remedy="leave it out, or use another advantage",
         )
     _check_advantage(algorithm)
     _check_rewards(algorithm, overrides)
@@ -175,9 +172,9 @@ def check_whole(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
     elif "kl" in algorithm.terms and (kl := algorithm.piece("kl")) and "no_gradient" in kl.traits:
         raise ConfigError(
             "is no loss: its gradient is 0 in the mean",
+            "use k1_st, which has its value and the gradient of the KL, or kl_in: reward",
             field="algorithm.kl",
             value=kl.name,
-            remedy="use k1_st, which has its value and the gradient of the KL, or kl_in: reward",
         )
     _check_controllers(algorithm, overrides)
 
@@ -191,9 +188,9 @@ def check_bounds(algorithm: Algorithm) -> None:
             if f"{key}_low" in piece.coefficients and cast(float, low) >= cast(float, high):
                 raise ConfigError(
                     f"leaves nothing: it is not below {key}_high {high:g}",
+                    f"correction {piece.name!r} keeps weights between the two",
                     field=f"algorithm.{key}_low",
                     value=low,
-                    remedy=f"correction {piece.name!r} keeps weights between the two",
                 )
 
 
@@ -222,16 +219,16 @@ def _check_advantage(algorithm: Algorithm) -> None:
     if "one_advantage" in loss.traits and "varies_in_row" in advantage.traits:
         raise ConfigError(
             f"would average away what advantage {advantage.name!r} tells apart within an answer",
+            "use gspo_token, or a loss of each token",
             field="algorithm.policy_loss",
             value=loss.name,
-            remedy="use gspo_token, or a loss of each token",
         )
     if "moves_at_zero" in loss.traits and "selects" in advantage.traits:
         raise ConfigError(
             f"would train on what advantage {advantage.name!r} leaves out: it has a gradient where that is 0",
+            "use another loss, or another advantage",
             field="algorithm.policy_loss",
             value=loss.name,
-            remedy="use another loss, or another advantage",
         )
 
 
@@ -239,34 +236,34 @@ def _check_rewards(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
     if "normalise_by" in overrides and not algorithm.normalise_advantages:
         raise ConfigError(
             "is not used: advantages are not normalised over the batch",
+            "add normalise_advantages: true, or leave this out",
             field="algorithm.normalise_by",
             value=algorithm.normalise_by,
-            remedy="add normalise_advantages: true, or leave this out",
         )
     advantage = algorithm.piece("advantage")
     by_answer = algorithm.normalise_advantages and algorithm.normalise_by != "tokens"
     if by_answer and advantage and "varies_in_row" in advantage.traits:
         raise ConfigError(
             f"is for advantages of whole answers, and those of {advantage.name!r} differ within one",
+            "use normalise_by: tokens",
             field="algorithm.normalise_by",
             value=algorithm.normalise_by,
-            remedy="use normalise_by: tokens",
         )
     shaping = [key for key in ("reward_low", "reward_high", "reward_scale") if key in overrides]
     if shaping and algorithm.needs_components:
         raise ConfigError(
             f"is not used: {algorithm.needs()['components']} looks at the components of the reward",
+            "leave it out",
             field=f"algorithm.{shaping[0]}",
             value=overrides[shaping[0]],
-            remedy="leave it out",
         )
     low, high = algorithm.reward_low, algorithm.reward_high
     if low is not None and high is not None and low >= high:
         raise ConfigError(
             f"makes all rewards equal: it is not below reward_high {high:g}",
+            "rewards are clipped to the interval of the two",
             field="algorithm.reward_low",
             value=low,
-            remedy="rewards are clipped to the interval of the two",
         )
 
 
@@ -280,7 +277,7 @@ def _check_penalty(algorithm: Algorithm) -> None:
         problem = f"{unfit[0].kind} {unfit[0].name!r} looks at whole answers, and the KL in the reward is one of tokens"
     else:
         return
-    raise ConfigError(problem, field="algorithm.kl_in", value="reward", remedy="use kl_in: loss")
+    raise ConfigError(problem, "use kl_in: loss", field="algorithm.kl_in", value="reward")
 
 
 def _check_controllers(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
@@ -288,14 +285,14 @@ def _check_controllers(algorithm: Algorithm, overrides: Mapping[str, Any]) -> No
         if key in overrides and getattr(algorithm, target) is None:
             raise ConfigError(
                 f"is not used: the coefficient is fixed without {target}",
+                f"give {target}, or leave this out",
                 field=f"algorithm.{key}",
                 value=overrides[key],
-                remedy=f"give {target}, or leave this out",
             )
     if algorithm.kl_target is not None and not algorithm.kl_coef:
         raise ConfigError(
             "must be above 0: it is multiplied to reach kl_target",
+            "give the coefficient to begin with",
             field="algorithm.kl_coef",
             value=algorithm.kl_coef,
-            remedy="give the coefficient to begin with",
         )

@@ -122,8 +122,8 @@ def _with_default_aggregation(algorithm: Algorithm, *, named: bool) -> Algorithm
     if named:
         raise ConfigError(
             f"would count long answers once for every token: policy_loss {loss.name!r} is a loss of whole answers",
+            f"use {_WHOLE}, or leave this out",
             field="algorithm.aggregation",
             value=aggregation.name,
-            remedy=f"use {_WHOLE}, or leave this out",
         )
     return replace(algorithm, aggregation=_WHOLE)

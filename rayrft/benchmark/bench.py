@@ -241,9 +241,9 @@ class _Evaluation:
                 if not ready:
                     raise Stalled(
                         f"no task was answered for {stall_s:g} s",
+                        "see the engines' logs in the Ray dashboard; if it takes long, raise monitor.stall_s",
                         field="bench",
                         value=f"{self._model.name} on {name}",
-                        remedy="see the engines' logs in the Ray dashboard; if it takes long, raise monitor.stall_s",
                     )
                 self._seen = fetch(answered)
                 if (tenth := 10 * (self._seen - first) // len(todo)) > told:
@@ -280,7 +280,7 @@ def find_weights(name: str, model: str, storage: Path, folder: Path, field: str 
     kinds = json.loads(config.read_text()).get("architectures") or [] if config.is_file() else []
     if any(kind.endswith("ForSequenceClassification") for kind in kinds):
         remedy = "give the weights of a stage that trains the policy, such as RUN@STAGE"
-        raise ModelError("is a reward model, which answers nothing", field=field, value=model, remedy=remedy)
+        raise ModelError("is a reward model, which answers nothing", remedy, field=field, value=model)
     return found
 
 
@@ -293,7 +293,7 @@ def _weights(name: str, model: str, storage: Path, folder: Path, field: str) -> 
     except RunNotFound:
         if which or Path(model).exists():
             remedy = "give a model's folder, an id on the hub, or RUN or RUN@WHICH of a run"
-            raise ModelError("neither a model nor a run", field=field, value=model, remedy=remedy) from None
+            raise ModelError("neither a model nor a run", remedy, field=field, value=model) from None
         return BenchModel(name, find_model(model, field), model)
     config = load_run_config(found)
     checkpoints = found / "checkpoints"
@@ -307,7 +307,7 @@ def _weights(name: str, model: str, storage: Path, folder: Path, field: str) -> 
     if which not in map(str, steps) and (which or not steps):
         known = [path.parent.name for path in sorted(checkpoints.glob("*/config.json"))]
         remedy = f"choose one of: {', '.join(['start', *known, *map(str, steps)])}"
-        raise ModelError("the run has no such weights", field=field, value=model, remedy=remedy)
+        raise ModelError("the run has no such weights", remedy, field=field, value=model)
     step = int(which) if which else steps[-1]
     written = folder / "models" / f"{config.name}-{step:06d}-{_identity(checkpoints / f'step-{step:06d}')}"
     if not (written / "config.json").is_file():

@@ -55,10 +55,10 @@ def measure_difficulty(
     """
     given = load_config(config, overrides)
     if given.tasks is None:
-        raise ConfigError("there are no tasks", field="tasks", remedy="name sources of tasks")
+        raise ConfigError("there are no tasks", "name sources of tasks", field="tasks")
     if model is None and given.model.path is None:
         remedy = "name the weights to measure with: --model RUN@start, a folder, or an id on the hub"
-        raise ConfigError("the model is made when the run starts", field="model.path", remedy=remedy)
+        raise ConfigError("the model is made when the run starts", remedy, field="model.path")
     weights = model or str(given.model.path)
     bench = {
         "samples": tries,

@@ -48,8 +48,8 @@ class AttemptFile:
         except OSError as error:
             raise StorageError(
                 f"answers cannot be written: {error.strerror}",
+                "free disk space or fix the storage, then start the bench again: it goes on where it stopped",
                 field=str(self._path),
-                remedy="free disk space or fix the storage, then start the bench again: it goes on where it stopped",
             ) from None
 
     def mend(self) -> None:

@@ -81,9 +81,9 @@ class Buffer(Watched):
             if cursor is None and not (plan.grows and plan.groups):
                 raise DataError(
                     "no such demonstrations were loaded",
+                    "load them first; there are " + (", ".join(sorted(self._state.meta.experts)) or "none"),
                     field="demonstrations",
                     value=plan.demonstrations,
-                    remedy="load them first; there are " + (", ".join(sorted(self._state.meta.experts)) or "none"),
                 )
             if cursor is not None:
                 found = (cursor.unit == 2, cursor.labelled)
@@ -92,9 +92,9 @@ class Buffer(Watched):
         if plan.groups * plan.group_size > bound:
             raise DataError(
                 f"a step takes {plan.groups * plan.group_size} rows, more than the Buffer may hold",
+                "raise it, or lower the stage's batch_size",
                 field="buffer.max_rows",
                 value=bound,
-                remedy="raise it, or lower the stage's batch_size",
             )
         last = self._state.meta.plan
         if last is not None and last.name and (last.name, last.version) == (plan.name, plan.version):
@@ -121,9 +121,9 @@ class Buffer(Watched):
         if known < step:
             raise StorageError(
                 f"the log ends after {known} steps, before the checkpoint of step {step} that the run resumes from",
+                "restore the log from a backup, or resume from an older checkpoint",
                 field=str(self._store.storage.folder),
                 value=known,
-                remedy="restore the log from a backup, or resume from an older checkpoint",
             )
         # A feed's producers are another job's.
         held = {held.producer for held in meta.outstanding.values() if not held.ticket.feed}
@@ -177,9 +177,9 @@ class Buffer(Watched):
             if producer in meta.gone:
                 raise DataError(
                     "the producer was abandoned because it died or the run was resumed",
+                    "restart it under another name",
                     field="producer",
                     value=producer,
-                    remedy="restart it under another name",
                 )
             if answered():
                 await self._store.commit()
@@ -201,9 +201,9 @@ class Buffer(Watched):
         if known is None or not 0 <= source < known.sources:
             raise DataError(
                 "the run has no such source of tasks",
+                "the sources are those of tasks.sources, counted from 0",
                 field="source",
                 value=source,
-                remedy="the sources are those of tasks.sources, counted from 0",
             )
         new = list({task.id: task for task in tasks if task.id not in known}.values())
         known.check(source, [task.difficulty for task in new], [task.priority for task in new])
@@ -387,8 +387,8 @@ class Buffer(Watched):
         for row, fault in find_faults(batch, self._limits).items():
             raise DataError(
                 f"row {row} is invalid: {fault}",
+                "fix the row and load again; no rows were stored",
                 field=f"demonstrations.{name}",
-                remedy="fix the row and load again; no rows were stored",
             )
         pairs, labelled = are_pairs(batch), are_labelled(batch)
         plan = self._state.meta.plan

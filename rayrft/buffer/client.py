@@ -159,9 +159,9 @@ def put_groups(buffer: Handle[Buffer], rows: list[Experience], algorithms: list[
         reasons = Counter(fault.reason for receipt in refused for fault in receipt.faults)
         raise DataError(
             f"{len(refused)} of {len(groups)} groups were rejected: {', '.join(reasons)}",
+            "fix them, and put them again: the other groups were stored",
             field="rows",
             value={fault.experience_id: fault.reason for receipt in refused for fault in receipt.faults},
-            remedy="fix them, and put them again: the other groups were stored",
         )
 
 
@@ -173,19 +173,19 @@ def check_group(group: list[Experience], algorithms: list[Algorithm], group_size
     if size > group_size or (compared and size < group_size):
         raise DataError(
             f"a group has {size} trajectories, but the stage's group_size is {group_size}",
+            "put whole groups of that size",
             field="group_id",
             value=of,
-            remedy="put whole groups of that size",
         )
     if any(row.reward is None for row in group):
-        raise DataError("a row has no reward", field="reward", value=of, remedy="score the row")
+        raise DataError("a row has no reward", "score the row", field="reward", value=of)
     greedy = [algorithm.advantage for algorithm in algorithms if algorithm.needs_greedy_baseline]
     if greedy and any(row.greedy_reward is None for row in group):
         raise DataError(
             f"advantage {greedy[0]!r} needs the reward of a greedy answer to the task",
+            "set it on every row of the group",
             field="greedy_reward",
             value=of,
-            remedy="set it on every row of the group",
         )
 
 

@@ -62,9 +62,9 @@ def load_dataset(
     if not _NAME.fullmatch(name):
         raise DataError(
             "not a valid name of demonstrations",
+            "use letters, digits, '_', '-' and '.', starting with a letter or a digit",
             field="name",
             value=name,
-            remedy="use letters, digits, '_', '-' and '.', starting with a letter or a digit",
         )
     if isinstance(rows, ray.data.Dataset):
         message = ray.remote(num_cpus=0)(_gather).remote(_blocks(rows), name)
@@ -139,7 +139,7 @@ def _message(tables: Iterable[pa.Table], name: str) -> pa.Buffer:
     field = f"demonstrations.{name}"
     conformed = [conform(table, field) for table in tables if len(table)]
     if not conformed:
-        raise DataError("there are no rows", field=field, remedy="give a dataset that is not empty")
+        raise DataError("there are no rows", "give a dataset that is not empty", field=field)
     return expert_message(pa.concat_tables(conformed))
 
 
@@ -169,4 +169,4 @@ def answer(call: Awaitable[R]) -> R:
             cause = cause.cause
         raise (cause if isinstance(cause, RayrftError) else error) from None
     except RayActorError as error:
-        raise ActorDied(str(error).splitlines()[0], field="buffer", remedy="see the run's summary.json") from None
+        raise ActorDied(str(error).splitlines()[0], "see the run's summary.json", field="buffer") from None

@@ -103,7 +103,7 @@ class ExpertBlocks:
         name = store.removeprefix("expert/")
         if name not in self._metadata.experts:
             known = ["usual", *(f"expert/{expert}" for expert in self._metadata.experts)]
-            raise DataError("no such store", field="store", value=store, remedy=f"one of {known}")
+            raise DataError("no such store", f"one of {known}", field="store", value=store)
         cursor = self._metadata.experts[name]
         block = await self.get(name, cursor.extent)
         return block.ref, np.setdiff1d(np.arange(len(block.tokens)), cursor.excluded)
@@ -133,8 +133,8 @@ def are_pairs(batch: pa.RecordBatch) -> bool:
     if names[::2] != names[1::2] or None in names or chosen != [True, False] * (len(names) // 2):
         raise DataError(
             "only some rows form preference pairs: every two rows must be one pair, the chosen side first",
+            "keep pairs and other rows under different names",
             field="demonstrations",
-            remedy="keep pairs and other rows under different names",
         )
     return True
 
@@ -148,8 +148,8 @@ def are_labelled(batch: pa.RecordBatch) -> bool:
     if labels.null_count:
         raise DataError(
             "only some rows have a label, good or bad",
+            "keep labelled and other rows under different names",
             field="demonstrations",
-            remedy="keep labelled and other rows under different names",
         )
     return True
 
@@ -161,9 +161,9 @@ def check_kind(name: str, found: tuple[bool, bool], wanted: tuple[bool, bool]) -
         is_, needed = _KINDS[found], _KINDS[wanted]
         raise DataError(
             f"these are {is_[0]}, and the stage's algorithm needs {needed[0]}",
+            f"give {needed[1]}, or use {is_[2]}",
             field="demonstrations",
             value=name,
-            remedy=f"give {needed[1]}, or use {is_[2]}",
         )
 
 

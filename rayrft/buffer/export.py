@@ -44,7 +44,7 @@ def read_file(path: Path, where: str | None = None) -> pa.Table:
         return rows
     met = pa.Table.from_batches(map(chosen.apply, rows.to_batches()), SCHEMA)
     if not len(met):
-        raise DataError(f"no row of {path} meets the condition", field="where", value=where, remedy="widen it")
+        raise DataError(f"no row of {path} meets the condition", "widen it", field="where", value=where)
     return met
 
 
@@ -82,11 +82,7 @@ def _from_python(rows: list[dict[str, Any]], field: str) -> pa.Table:
     try:
         made = pa.Table.from_pylist(rows, schema=SCHEMA)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-        raise DataError(
-            f"rows are not experiences: {str(error).splitlines()[0]}",
-            field=field,
-            remedy=_WHOLE,
-        ) from None
+        raise DataError(f"rows are not experiences: {str(error).splitlines()[0]}", _WHOLE, field=field) from None
     return _checked(made, field)
 
 
@@ -101,10 +97,10 @@ def _check_columns(names: set[str], field: str) -> None:
     if missing := [name for name in SCHEMA.names if name not in names]:
         raise DataError(
             f"rows have no column {missing[0]!r}",
+            "give rows with every column of experience.SCHEMA, such as those of run.dataset() and data export; "
+            "chats and pairs become such rows by demonstrations.rows.from_dataset()",
             field=field,
             value=sorted(names),
-            remedy="give rows with every column of experience.SCHEMA, such as those of run.dataset() and data export; "
-            "chats and pairs become such rows by demonstrations.rows.from_dataset()",
         )
 
 
@@ -116,11 +112,7 @@ def _checked(table: pa.Table, field: str) -> pa.Table:
             table = table.set_column(place, column_field, pc.if_else(pc.is_nan(column), pa.scalar(None, kind), column))
         within = pa.types.is_list(kind) and pc.list_flatten(column).null_count
         if within or (not column_field.nullable and column.null_count):
-            raise DataError(
-                f"column {column_field.name!r} has missing values",
-                field=field,
-                remedy=_WHOLE,
-            )
+            raise DataError(f"column {column_field.name!r} has missing values", _WHOLE, field=field)
     return table
 
 
@@ -129,10 +121,7 @@ def _read_parquet(path: Path) -> pa.Table:
         return conform(pq.read_table(path), str(path))
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"cannot be read: {str(error).splitlines()[0]}",
-            field="file",
-            value=str(path),
-            remedy=_WHOLE,
+            f"cannot be read: {str(error).splitlines()[0]}", _WHOLE, field="file", value=str(path)
         ) from None
 
 

@@ -44,9 +44,9 @@ class Feedback:
                 return slot
         raise DataError(
             "no row of this id is in the Buffer",
+            "ids are in the column experience_id; rows leave the log when it reaches buffer.log_bytes",
             field="experience_id",
             value=experience_id,
-            remedy="ids are in the column experience_id; rows leave the log when it reaches buffer.log_bytes",
         )
 
     def _ready(self, slot: int) -> bool:
@@ -69,20 +69,20 @@ class Feedback:
         version, status = int(groups.last_step[slot]), GroupStatus(int(groups.status[slot]))
         if status == GroupStatus.PARKED:
             raise FeedbackRefused(
-                "the attempt is not finished", field=experience_id, remedy="give feedback when its group is complete"
+                "the attempt is not finished", "give feedback when its group is complete", field=experience_id
             )
         await self._store.commit(e.FeedbackNoted(int(groups.segment[slot]), experience_id, reward, labels, version))
         if status == GroupStatus.DROPPED:
             raise FeedbackRefused(
                 "the row was dropped and will not be trained",
+                "give feedback before rows are dropped; the reasons are in stats()",
                 field=experience_id,
-                remedy="give feedback before rows are dropped; the reasons are in stats()",
             )
         raise FeedbackRefused(
             f"the row was taken for the step after version {version}",
+            "the feedback is recorded; give it before the row is trained, or hold the run",
             field=experience_id,
             value=version,
-            remedy="the feedback is recorded; give it before the row is trained, or hold the run",
         )
 
 
@@ -96,7 +96,7 @@ def change(
     places = [place for place, row in enumerate(rows) if row.experience_id == experience_id]
     if not places:
         known = f"its rows: {[row.experience_id for row in rows]}"
-        raise DataError("its group has no such row", field="experience_id", value=experience_id, remedy=known)
+        raise DataError("its group has no such row", known, field="experience_id", value=experience_id)
     old = rows[places[0]]
     merged, reward = old.labels | labels, old.reward if reward is None else float(np.float32(reward))
     if (merged, reward) == (old.labels, old.reward):

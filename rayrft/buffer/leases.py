@@ -168,9 +168,9 @@ class Leasing:
                 if step < self._store.state.meta.checkpointed_step:
                     raise RayrftError(
                         "the batch of the step was deleted, because a checkpoint covers it",
+                        f"resume from a checkpoint of step {self._store.state.meta.checkpointed_step} or later",
                         field="buffer.lease",
                         value=step,
-                        remedy=f"resume from a checkpoint of step {self._store.state.meta.checkpointed_step} or later",
                     )
                 await self._store.commit(await self._next(step, deadline_s))
                 record = self._store.state.meta.leases[step]
@@ -203,9 +203,7 @@ class Leasing:
     async def _next(self, step: int, deadline_s: float) -> e.Leased:
         store, meta = self._store, self._store.state.meta
         if meta.plan is None:
-            raise RayrftError(
-                "no stage is open", field="buffer.lease", value=step, remedy="open a stage first, as a run does"
-            )
+            raise RayrftError("no stage is open", "open a stage first, as a run does", field="buffer.lease", value=step)
         if meta.replaying:
             # A request for a step that was never leased shows that all leased steps have been repeated.
             await store.commit(e.Advanced(meta.version))
@@ -275,12 +273,12 @@ class Leasing:
         assert meta.plan is not None
         if self._lacks_demonstrations():
             problem = f"each of the demonstrations {meta.plan.demonstrations!r} is withdrawn, or training failed on it"
-            return LeaseEnded(problem, field="buffer.lease", value=reason, remedy="add others: run.extend")
+            return LeaseEnded(problem, "add others: run.extend", field="buffer.lease", value=reason)
         return LeaseEnded(
             f"{what} {meta.plan.groups} groups for step {step}: {self._available()}; {self._dropped()}",
+            _REMEDIES[reason],
             field="buffer.lease",
             value=reason,
-            remedy=_REMEDIES[reason],
         )
 
     def _ready(self) -> int:

@@ -54,14 +54,12 @@ def read_state(storage: Storage, sampler: SamplerConfig, seed: int, tasks: TaskS
     for event in recovered.events:
         apply(state, event)
     if not state.meta.run:
-        raise StorageError(
-            "no Buffer has written here", field=str(storage.folder), remedy="give the folder of a started run"
-        )
+        raise StorageError("no Buffer has written here", "give the folder of a started run", field=str(storage.folder))
     if state.meta.schema != SCHEMA_VERSION:
         raise StorageError(
             f"the log has schema version {state.meta.schema}; this rayrft reads {SCHEMA_VERSION}",
+            "read it with the version of rayrft that wrote it; its segments are plain Arrow files",
             field=str(storage.folder),
-            remedy="read it with the version of rayrft that wrote it; its segments are plain Arrow files",
         )
     return Reading(state, recovered.torn_bytes + _uncommitted_bytes(storage, state))
 
@@ -82,8 +80,8 @@ def _read_journal(storage: Storage) -> Recovered:
             return recovered
     raise StorageError(
         f"a new journal was begun each of the {_ATTEMPTS} times that it was read",
+        "read it again",
         field=str(storage.folder),
-        remedy="read it again",
     )
 
 
@@ -201,7 +199,7 @@ class Archive:
         """
         selection = Selection(ARCHIVE_SCHEMA, columns, where)
         if store not in self.stores:
-            raise DataError("no such store", field="store", value=store, remedy=f"one of {self.stores}")
+            raise DataError("no such store", f"one of {self.stores}", field="store", value=store)
         parts = self._usual(skip_damaged, newest) if store == "usual" else self._expert(store, skip_damaged)
         return (selected for batch in parts if (selected := selection.apply(batch)).num_rows)
 
@@ -217,9 +215,9 @@ class Archive:
                     return Found(from_batch(one)[0], store, group_status, step, segment, late)
         raise DataError(
             "no row of this id is in the log",
+            "ids are in the column experience_id; rows leave the log when it reaches buffer.log_bytes",
             field="experience_id",
             value=experience_id,
-            remedy="ids are in the column experience_id; rows leave the log when it reaches buffer.log_bytes",
         )
 
     @property

@@ -41,9 +41,9 @@ class Retention:
                 raise RayrftError(
                     f"waited {deadline_s:g} s for room for {rows} rows: {held.held_rows} rows and "
                     f"{held.held_bytes} bytes are held",
+                    "train on the held rows, raise max_rows or max_bytes, or let when_full evict",
                     field="buffer.max_rows",
                     value=config.max_rows,
-                    remedy="train on the held rows, raise max_rows or max_bytes, or let when_full evict",
                 ) from None
         elif self._excess(rows, nbytes) > 0:
             await self._evict(rows, nbytes)

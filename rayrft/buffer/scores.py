@@ -39,9 +39,9 @@ class Scores(Registry[Score]):
             if values.shape != starts.shape:
                 raise DataError(
                     f"score {name!r} must give one number per group, {len(starts)} in all",
+                    "return an array of shape [groups]",
                     field=FIELD,
                     value=values.shape,
-                    remedy="return an array of shape [groups]",
                 )
             check_scores(values, f"score {name!r}")
             return values
@@ -55,9 +55,9 @@ def check_scores(values: Floats, giver: str) -> None:
         return
     raise DataError(
         f"{giver} has a score that is negative or not finite",
+        "give finite numbers >= 0",
         field=FIELD,
         value=float(values[~((values >= 0) & (values < np.inf))][0]),
-        remedy="give finite numbers >= 0",
     )
 
 

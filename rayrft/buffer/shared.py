@@ -104,17 +104,17 @@ class SharedBuffer(Buffer):
         if meta.trainer_job in running and meta.trainer_job != job:
             raise PlacementError(
                 "another job trains on this Buffer",
+                f"end it with: rayrft stop {meta.trainer_job}, or give another buffer.name",
                 field="buffer.name",
                 value=meta.trainer_job,
-                remedy=f"end it with: rayrft stop {meta.trainer_job}, or give another buffer.name",
             )
         if step:
             raise ConfigError(
                 f"the job has taken {step} steps, and this Buffer knows none of them: since then it was emptied by "
                 f"{meta.trainer_job or 'nobody'!r}, or begun anew",
+                "start a new train job from its checkpoint (rayrft export, model.path)",
                 field="buffer.name",
                 value=self._name,
-                remedy="start a new train job from its checkpoint (rayrft export, model.path)",
             )
         await self._store.commit(e.TrainerJoined(run, job, model))
         self._check_rows()
@@ -124,9 +124,9 @@ class SharedBuffer(Buffer):
         if folder != self._store.storage.folder:
             raise ConfigError(
                 f"the Buffer {self._name!r} keeps its log in {self._store.storage.folder}",
+                "give its jobs one buffer.storage, or, where there is none, one storage",
                 field="buffer.storage",
                 value=str(folder),
-                remedy="give its jobs one buffer.storage, or, where there is none, one storage",
             )
         # The folder is compared above; what is too old is for the train job to say.
         ours, theirs = (each.model_dump(exclude={"storage", "max_age"}) for each in (self._store.config, config))
@@ -134,9 +134,9 @@ class SharedBuffer(Buffer):
             if theirs[key] != value:
                 raise ConfigError(
                     f"the Buffer {self._name!r} was started with {value!r}",
+                    f"give all its jobs one buffer section; to change it: rayrft buffer stop {self._name}",
                     field=f"buffer.{key}",
                     value=theirs[key],
-                    remedy=f"give all its jobs one buffer section; to change it: rayrft buffer stop {self._name}",
                 )
 
     async def admit_to(self, feed: str, producer: str, call: int, count: int) -> list[Ticket]:
@@ -150,9 +150,9 @@ class SharedBuffer(Buffer):
         if producer in meta.gone:
             raise DataError(
                 "the producer was abandoned, because its job was resumed",
+                "restart it under another name",
                 field="producer",
                 value=producer,
-                remedy="restart it under another name",
             )
         if answered():
             number, given = meta.feeds[feed].calls[producer]
@@ -223,7 +223,7 @@ class SharedBuffer(Buffer):
         raise ConfigError(
             f"{what} differs from that of the Buffer {self._name!r}, of {known.vocabulary} tokens and rows of up to "
             f"{known.max_length}",
+            "give the jobs that meet at a Buffer the same model, model.template and model.max_length",
             field="model",
             value=[model.vocabulary, model.max_length],
-            remedy="give the jobs that meet at a Buffer the same model, model.template and model.max_length",
         )

@@ -377,8 +377,8 @@ class State:
         except (ValidationError, KeyError) as error:
             raise StorageError(
                 f"this version of rayrft cannot read the snapshot: {str(error).splitlines()[0]}",
+                "continue with the version of rayrft that wrote it",
                 field="snapshot",
-                remedy="continue with the version of rayrft that wrote it",
             ) from None
         if self.tasks is not None:
             self.tasks.restore(self.meta.tasks)

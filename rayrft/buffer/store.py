@@ -137,8 +137,8 @@ class Store:
         elif self.storage.read(name).to_pybytes() != data:
             raise StorageError(
                 "the job's tasks, or their sampler, are not those that it began with",
+                "resume it with the tasks that it was started with, or start a new job",
                 field=str(self.storage.folder / name),
-                remedy="resume it with the tasks that it was started with, or start a new job",
             )
 
     def span(self, slot: int) -> RowSpan:
@@ -206,12 +206,12 @@ class Store:
         elif meta.run != run:
             raise StorageError(
                 f"the log belongs to run {meta.run!r}",
+                "choose another name or buffer.storage",
                 field=str(self.storage.folder),
-                remedy="choose another name or buffer.storage",
             )
         elif meta.schema != SCHEMA_VERSION:
             raise StorageError(
                 f"the log has schema version {meta.schema}; this rayrft writes {SCHEMA_VERSION}",
+                "continue with the version of rayrft that wrote it; its segments are plain Arrow files",
                 field=str(self.storage.folder),
-                remedy="continue with the version of rayrft that wrote it; its segments are plain Arrow files",
             )

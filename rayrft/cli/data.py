@@ -135,9 +135,9 @@ def import_rows(
     if (live := _live(folder)) is None:
         raise RunNotFound(
             "the run is not running",
+            f"start one with demonstrations.{name}: {{path: FILE.jsonl, messages: turns}} in its config",
             field="run",
             value=str(folder),
-            remedy=f"start one with demonstrations.{name}: {{path: FILE.jsonl, messages: turns}} in its config",
         )
     if add:
         return print(f"{live.extend(rows, name)} rows added to the demonstrations {name!r} of {live.name}")

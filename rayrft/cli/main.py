@@ -122,7 +122,7 @@ def _until_interrupted(anchor: Handle[Anchor]) -> int:
     with _signals(interrupted):
         until_dead(anchor)
     if not received:
-        raise ActorDied("died", field=anchor.name, remedy="see the Ray dashboard, and start the service again")
+        raise ActorDied("died", "see the Ray dashboard, and start the service again", field=anchor.name)
     return received[0]
 
 

@@ -30,7 +30,7 @@ def invalid(field: str, problem: str, *, value: Any = None, remedy: str = "") ->
 
     `load_config` prepends the path of the section and raises ConfigError.
     """
-    return ValueError(ConfigError(problem, field=field, value=value, remedy=remedy))
+    return ValueError(ConfigError(problem, remedy, field=field, value=value))
 
 
 def resolved(value: Any) -> Any:
@@ -46,7 +46,7 @@ def resolved(value: Any) -> Any:
         return value
     if (secret := os.environ.get(value[4:])) is None:
         remedy = "set it for the driver and on every node before Ray starts, or in env_vars of the job's runtime_env"
-        raise ConfigError("the environment variable is not set", field="env", value=value, remedy=remedy)
+        raise ConfigError("the environment variable is not set", remedy, field="env", value=value)
     return secret
 
 

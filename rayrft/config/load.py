@@ -89,7 +89,7 @@ def load_run_config(folder: Path) -> RunConfig:
         return load_config({**raw, "plugins": []})
     except ConfigError as error:
         problem = f"{error.problem}, and the plug-ins of a run folder are not run by those that read it"
-        raise ConfigError(problem, field=error.field, value=error.value, remedy=remedy) from None
+        raise ConfigError(problem, remedy, field=error.field, value=error.value) from None
 
 
 def _refuse_secrets(value: Any, path: list[str], raw: Any) -> None:
@@ -102,14 +102,14 @@ def _refuse_secrets(value: Any, path: list[str], raw: Any) -> None:
     if REFERENCE.fullmatch(value):
         if {"options", "workflow_options", "url"}.isdisjoint(path):
             remedy = "give the value itself; options and urls take env:NAME"
-            raise ConfigError("does not take a reference to a variable", field=field, value=value, remedy=remedy)
+            raise ConfigError("does not take a reference to a variable", remedy, field=field, value=value)
         return
     named = path and _SECRET_KEY.match(path[-1]) and re.fullmatch(r"[^\s<>]{8,}", value)
     if named or _SECRET.search(value):
         raise ConfigError(
             "looks like a secret, and a config is written to the run's folder, to logs and to wandb",
+            "put it into an environment variable and give env:NAME",
             field=field,
-            remedy="put it into an environment variable and give env:NAME",
         )
 
 
@@ -139,11 +139,11 @@ def _read(source: str | Path | dict[str, Any] | BaseModel) -> dict[str, Any]:
         return copy.deepcopy(source)
     path = Path(source)
     if not path.is_file():
-        raise ConfigError("no such config file", field="config", value=str(source), remedy="give a YAML file")
+        raise ConfigError("no such config file", "give a YAML file", field="config", value=str(source))
     try:
         raw = yaml.load(path.read_text(), _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"not YAML: {error}", field=str(path), remedy="fix the file at that line") from None
+        raise ConfigError(f"not YAML: {error}", "fix the file at that line", field=str(path)) from None
     if not isinstance(raw, dict):
         raise ConfigError("a config is a mapping of sections", field=str(path), value=type(raw).__name__)
     plugins = raw["plugins"] if isinstance(raw.get("plugins"), list) else []
@@ -169,15 +169,15 @@ def _assign(raw: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(node, dict | list):
             raise ConfigError(
                 f"{part!r} is a value, not a section",
+                "override the value itself, without a key after its name",
                 field=dotted,
                 value=node,
-                remedy="override the value itself, without a key after its name",
             )
     if isinstance(node, list):
         raise ConfigError(
             "an override changes a value, not a whole list entry",
+            "add a field of the entry, such as stages.mix.steps",
             field=dotted,
-            remedy="add a field of the entry, such as stages.mix.steps",
         )
     node[last] = value
 
@@ -187,7 +187,7 @@ def _entry(entries: list[Any], part: str, dotted: str) -> Any:
         return entries[int(part)]
     named = {str(entry.get("name") or number): entry for number, entry in enumerate(entries) if isinstance(entry, dict)}
     if part not in named:
-        raise ConfigError("no such entry", field=dotted, value=part, remedy=nearest(part, named))
+        raise ConfigError("no such entry", nearest(part, named), field=dotted, value=part)
     return named[part]
 
 
@@ -201,19 +201,19 @@ def _explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel]
     field = ".".join(_named(path, raw))
     if kind == "extra_forbidden":
         known = _section_at(model, path[:-1]).model_fields
-        return ConfigError("unknown key", field=field, value=path[-1], remedy=nearest(path[-1], known))
+        return ConfigError("unknown key", nearest(path[-1], known), field=field, value=path[-1])
     if kind == "missing":
-        return ConfigError("a required key is missing", field=field, remedy=f"add '{field}: …'")
+        return ConfigError("a required key is missing", f"add '{field}: …'", field=field)
     reason = problem.get("ctx", {}).get("error")
     if isinstance(reason, ValueError) and isinstance(cause := reason.args[0], ConfigError):
         at = ".".join(filter(None, (field, cause.field)))
-        return ConfigError(cause.problem, field=at, value=cause.value, remedy=cause.remedy)
+        return ConfigError(cause.problem, cause.remedy, field=at, value=cause.value)
     message = problem["msg"].removeprefix("Value error, ")
     value = None if isinstance(problem["input"], dict | BaseModel) else problem["input"]
     limit = _section_at(model, path[:-1]).model_fields.get(path[-1]) if kind.startswith("greater_than") else None
     optional = limit is not None and type(None) in typing.get_args(limit.annotation)
     remedy = "give null for none, or for the default" if optional else ""
-    return ConfigError(message, field=field or "config", value=value, remedy=remedy)
+    return ConfigError(message, remedy, field=field or "config", value=value)
 
 
 def _named(path: list[str], raw: Any) -> list[str]:

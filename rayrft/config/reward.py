@@ -127,9 +127,7 @@ class RewardModelsConfig(RewardModelConfig):
         """Return the key in `models` for tasks of a domain. Raises ConfigError if there is none."""
         if self.domains and domain not in self.domains:
             remedy = f"give it one, or give the task another domain than those of {', '.join(sorted(self.domains))}"
-            raise ConfigError(
-                "no reward scores tasks of this domain", field="reward.domains", value=domain, remedy=remedy
-            )
+            raise ConfigError("no reward scores tasks of this domain", remedy, field="reward.domains", value=domain)
         return domain if self.domains else ""
 
 

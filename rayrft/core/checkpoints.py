@@ -36,7 +36,7 @@ def find_folder(run: str, storage: Path = STORAGE) -> Path:
             return folder
     known = sorted(path.parent.name for path in storage.glob("*/config.yaml"))
     remedy = nearest(run, known) if known else f"{storage} contains no runs: give a run folder"
-    raise RunNotFound("no such run folder", field="run", value=run, remedy=remedy)
+    raise RunNotFound("no such run folder", remedy, field="run", value=run)
 
 
 _MANIFEST = "manifest.json"
@@ -119,9 +119,9 @@ class Checkpoints:
             if not file.is_file() or file.stat().st_size != size:
                 raise StorageError(
                     f"the checkpoint is incomplete: {name} is {'truncated' if file.is_file() else 'missing'}",
+                    "delete the folder: the run then resumes from the previous checkpoint",
                     field="checkpoint",
                     value=str(folder),
-                    remedy="delete the folder: the run then resumes from the previous checkpoint",
                 )
 
     def begin(self, step: int) -> Path:
@@ -217,9 +217,9 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"a checkpoint cannot be written: {error.strerror}",
+            "free disk space or fix the storage, then: rayrft resume RUN",
             field="storage",
             value=str(folder),
-            remedy="free disk space or fix the storage, then: rayrft resume RUN",
         ) from None
 
 
@@ -319,7 +319,7 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
     lora = config.trainer.lora
     if lora is None and not merged:
         raise ConfigError(
-            "the run has no adapter: its checkpoints are full models", field="merge", value=merged, remedy="omit it"
+            "the run has no adapter: its checkpoints are full models", "omit it", field="merge", value=merged
         )
     checkpoints = Checkpoints(run_folder, config.checkpoint)
     stages = {progress.step: config.stages[progress.stage] for progress in checkpoints.all() if progress.step}
@@ -328,20 +328,20 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
     if wanted is None or wanted not in steps:
         raise RunNotFound(
             "no such checkpoint",
+            f"choose one of the steps {steps}" if steps else "the run has none yet",
             field="step",
             value=step,
-            remedy=f"choose one of the steps {steps}" if steps else "the run has none yet",
         )
     stage = stages[wanted]
     if stage.algorithm.build().trains_reward_model and not merged:
         raise ConfigError(
             "the checkpoint is a reward model's, whose adapter is of no use without its head",
+            "omit it",
             field="merge",
             value=merged,
-            remedy="omit it",
         )
     if to.exists() and any(to.iterdir()):
-        raise ConfigError("the folder is not empty", field="to", value=str(to), remedy="give a new folder")
+        raise ConfigError("the folder is not empty", "give a new folder", field="to", value=str(to))
     model = str(run_folder / "model") if config.model.tiny is not None else str(config.model.path)
     tokenizer = ChatTokenizer(model, template=config.model.template)
     base = (lora is not None and read_base(checkpoints.at(wanted))) or model

@@ -53,9 +53,7 @@ def connect(*, start: bool = True) -> None:
     elif start:
         _start_local()
     else:
-        raise ClusterError(
-            "no Ray cluster runs on this machine", remedy="set RAY_ADDRESS to the address of the run's cluster"
-        )
+        raise ClusterError("no Ray cluster runs on this machine", "set RAY_ADDRESS to the address of the run's cluster")
 
 
 def _init(address: str, mode: str) -> BaseContext:
@@ -81,7 +79,7 @@ def _init(address: str, mode: str) -> BaseContext:
         remedy = "see the files in ray/session_latest/logs of the temporary folder; if the machine is busy, try again"
         if "AF_UNIX" in reason:
             field, value, remedy = "TMPDIR", tempfile.gettempdir(), "set it to a shorter path, such as /tmp"
-        raise ClusterError(problem, field=field, value=value, remedy=remedy) from None
+        raise ClusterError(problem, remedy, field=field, value=value) from None
     finally:
         del os.environ["RAY_AUTH_MODE"]
         if asked is not None:
@@ -122,7 +120,7 @@ def _mode_of(address: str) -> str:
             return "token"
         problem = "the cluster rejects our token" if token else "the cluster requires a token, and we send none"
         remedy = "put its token into RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, and leave RAY_AUTH_MODE unset"
-    raise ClusterError(problem, field="RAY_ADDRESS", value=address, remedy=remedy)
+    raise ClusterError(problem, remedy, field="RAY_ADDRESS", value=address)
 
 
 def _answer(address: str, token: str) -> grpc.StatusCode:
@@ -163,7 +161,7 @@ def _on_this_machine(*, any_one: bool) -> str:
         return latest
     found = list(filter(accepts, sorted(find_gcs_addresses()))) if any_one else []
     if len(found) > 1:
-        raise ClusterError("several Ray clusters run on this machine", value=found, remedy="set RAY_ADDRESS to one")
+        raise ClusterError("several Ray clusters run on this machine", "set RAY_ADDRESS to one", value=found)
     return found[0] if found else ""
 
 
@@ -188,9 +186,9 @@ def ensure_token() -> None:
         return
     raise ClusterError(
         "Ray's authentication token cannot be written",
+        "set it to a writable file, or set RAY_AUTH_MODE=disabled",
         field="RAY_AUTH_TOKEN_PATH",
         value=[str(path) for path in _token_files()],
-        remedy="set it to a writable file, or set RAY_AUTH_MODE=disabled",
     )
 
 

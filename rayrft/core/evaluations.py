@@ -129,8 +129,8 @@ class Evaluations:
             if set(result.versions) - {step}:
                 raise WeightSyncError(
                     f"answers were sampled under versions {list(result.versions)} in an evaluation of version {step}",
+                    "an engine was sent weights meanwhile, which is a bug: please report it",
                     field="evaluation",
-                    remedy="an engine was sent weights meanwhile, which is a bug: please report it",
                 )
             if number == 0:
                 self._saving.evaluated(step, result.accuracy.value if result.count else None)

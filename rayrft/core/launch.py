@@ -45,7 +45,7 @@ def start(
     """
     checked = load_config(config, overrides)
     if checked.mode == "bench":
-        raise ConfigError("a bench is no run", field="mode", value="bench", remedy="use rayrft.bench, or: rayrft bench")
+        raise ConfigError("a bench is no run", "use rayrft.bench, or: rayrft bench", field="mode", value="bench")
     return _start(checked, None, say)
 
 
@@ -59,9 +59,9 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
             "not a run folder (no config.yaml)",
+            "give the folder of a run: <storage>/<name>",
             field="run",
             value=str(folder),
-            remedy="give the folder of a run: <storage>/<name>",
         )
     config = load_config(folder / "config.yaml", overrides)
     if config.folder != folder.absolute():  # it was moved, or the storage is mounted elsewhere
@@ -69,7 +69,7 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     checkpoints = Checkpoints(config.folder, config.checkpoint)
     progress = checkpoints.latest()
     if progress is None:
-        raise ConfigError("the run was never started", field="run", value=str(folder), remedy="start it instead")
+        raise ConfigError("the run was never started", "start it instead", field="run", value=str(folder))
     last = config.stages[-1]
     ended = read_summary(config.folder)
     # A run killed after its last step and before the summary may lack its final weights.
@@ -77,9 +77,9 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     if finished and progress.stage == len(config.stages) - 1 and not progress.needs(last.steps):
         raise ConfigError(
             f"the run is finished after {progress.step} steps",
+            f"to continue training, raise stages.{last.name}.steps",
             field="run",
             value=str(folder),
-            remedy=f"to continue training, raise stages.{last.name}.steps",
         )
     checkpoints.check(progress.step)
     return _start(config, progress, say)
@@ -133,7 +133,7 @@ def attach(name: str) -> Run:
         remedy = nearest(name, names) if names else "no run is running"
         if name in starting():
             problem, remedy = "the run is starting", "try again once it is up"
-        raise RunNotFound(problem, field="name", value=name, remedy=remedy) from None
+        raise RunNotFound(problem, remedy, field="name", value=name) from None
     status = fetch(master.call(Master.status), master.name, ANSWER_S)
     assert status.folder is not None  # as it has a Master
     return Run(name, status.folder, master)
@@ -162,4 +162,4 @@ def _check_name(name: str) -> None:
     ):
         if name in names:
             problem, remedy = f"a run of this name is {state}", f"choose another name (name=…), or {remedy}"
-            raise PlacementError(problem, field="name", value=name, remedy=remedy)
+            raise PlacementError(problem, remedy, field="name", value=name)

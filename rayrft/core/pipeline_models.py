@@ -70,6 +70,6 @@ async def _started(actors: Mapping[str, Auxiliary], models: Mapping[str, Auxilia
             await asyncio.gather(*(serve_auxiliary(each, models[name], seed) for name, each in actors.items()))
     except TimeoutError:
         remedy = "see the engines' logs in the Ray dashboard"
-        raise Stalled(f"engines did not start within {_START_S:g} s", field="models", remedy=remedy) from None
+        raise Stalled(f"engines did not start within {_START_S:g} s", remedy, field="models") from None
     except (RayActorError, RayTaskError) as error:
         raise root_cause(error, "models") from None

@@ -193,8 +193,8 @@ def check_placement(parts: list[Part], resources: list[dict[str, float]], which:
             raise PlacementError(
                 f"the run needs {need[resource] / scale:.4g}{unit} {resource} and the cluster has "
                 f"{available / scale:.4g}{unit} {which}",
+                f"lower {keys}, stop other runs, or add nodes",
                 field="placement",
-                remedy=f"lower {keys}, stop other runs, or add nodes",
             )
     nodes = [_Node(dict(node)) for node in resources]
     for part in parts:
@@ -203,9 +203,9 @@ def check_placement(parts: list[Part], resources: list[dict[str, float]], which:
             raise PlacementError(
                 f"only {placed} of {part.count} bundles of {part.name!r} fit on a node and GPU beside the parts "
                 "placed before",
+                "lower the resources of one bundle, stop other runs, or add nodes",
                 field=f"placement.{part.name}",
                 value=part.bundle,
-                remedy="lower the resources of one bundle, stop other runs, or add nodes",
             )
 
 
@@ -303,9 +303,9 @@ class Placement:
                     continue
                 raise PlacementError(
                     "a run of this name is starting or ending",
+                    "choose another name (name=…), or wait until it has ended",
                     field="name",
                     value=self._run,
-                    remedy="choose another name (name=…), or wait until it has ended",
                 ) from None
         for name in names:
             try:
@@ -313,9 +313,9 @@ class Placement:
             except GetTimeoutError:
                 raise PlacementError(
                     f"placement group {actor_name(self._run, name)!r} could not be placed within 30 s",
+                    "another job took resources meanwhile: stop it, or start the run again",
                     field="placement",
                     value={"asked": self._parts[name].bundle, "free": ray.available_resources()},
-                    remedy="another job took resources meanwhile: stop it, or start the run again",
                 ) from None
 
     def actor(

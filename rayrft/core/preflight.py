@@ -51,9 +51,9 @@ def find_model(path: str, field: str) -> str:
         if not (Path(path) / "config.json").is_file():
             raise ModelError(
                 "the folder contains no model (no config.json)",
+                "give a folder in Hugging Face format, or the id of a model on the hub",
                 field=field,
                 value=path,
-                remedy="give a folder in Hugging Face format, or the id of a model on the hub",
             )
         return str(Path(path).absolute())
     from transformers import AutoConfig
@@ -63,9 +63,9 @@ def find_model(path: str, field: str) -> str:
     except (OSError, ValueError) as error:
         raise ModelError(
             f"no such model: {str(error).strip().splitlines()[0]}",
+            "give a folder in Hugging Face format, or the id of a model on the hub",
             field=field,
             value=path,
-            remedy="give a folder in Hugging Face format, or the id of a model on the hub",
         ) from None
     return path
 
@@ -87,17 +87,17 @@ def check_teacher(path: str, field: str, model: str, tokenizer: ChatTokenizer) -
         raise ModelError(
             f"the teacher's tokenizer is not the model's: token {different!r} has id {ours[different]} in the model's "
             f"and {theirs.get(different)} in the teacher's",
+            "choose a teacher of the same model family, with the same tokenizer",
             field=field,
             value=path,
-            remedy="choose a teacher of the same model family, with the same tokenizer",
         )
     size, needed = vocabulary_of(path), vocabulary_of(model)
     if size < needed:
         raise ModelError(
             f"the teacher has a vocabulary of {size}, and the model, of {needed}, may sample tokens beyond it",
+            "choose a teacher whose vocab_size is at least the model's",
             field=field,
             value=path,
-            remedy="choose a teacher whose vocab_size is at least the model's",
         )
 
 
@@ -226,7 +226,7 @@ def read_keys(config: HttpConfig) -> tuple[str, ...]:
 
 
 def _no_keys(field: str, problem: str, value: str) -> ConfigError:
-    return ConfigError(problem, field=f"serve.{field}", value=value, remedy="put the API keys there")
+    return ConfigError(problem, "put the API keys there", field=f"serve.{field}", value=value)
 
 
 def _short_enough(name: str, rows: list[Experience], max_length: int) -> tuple[list[Experience], Counter[str]]:
@@ -235,9 +235,9 @@ def _short_enough(name: str, rows: list[Experience], max_length: int) -> tuple[l
     if not short:
         raise DataError(
             f"every demonstration has more than {max_length} tokens",
+            "raise model.max_length",
             field=f"demonstrations.{name}",
             value=min(len(row.token_ids) for row in rows),
-            remedy="raise model.max_length",
         )
     return short, Counter({"too long": len(rows) - len(short)} if len(rows) > len(short) else {})
 
@@ -276,9 +276,9 @@ def write_config(config: RunConfig) -> None:
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"cannot be written: {error.strerror}",
+        "choose another storage, or fix its permissions",
         field="storage",
         value=str(folder),
-        remedy="choose another storage, or fix its permissions",
     )
 
 
@@ -313,7 +313,7 @@ def _check_same_tasks(file: Path, splits: TaskSplits) -> None:
     try:
         before = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot be read: {error}", field="run", value=str(file), remedy="start a new run") from None
+        raise DataError(f"cannot be read: {error}", "start a new run", field="run", value=str(file)) from None
     now, questions = _task_ids(splits), {task.id: task.question[:60] for task in _all_tasks(splits)}
     for name in [*before, *now]:
         for number, (old, new) in enumerate(zip_longest(before.get(name, []), now.get(name, [])), start=1):
@@ -323,8 +323,8 @@ def _check_same_tasks(file: Path, splits: TaskSplits) -> None:
                 raise DataError(
                     f"{change} than when the run was started: {name} task {number} was {old} and is {new} "
                     f"({questions.get(new)!r})",
+                    "give the tasks that the run was started with, in their order, or start a new run",
                     field="tasks.sources",
-                    remedy="give the tasks that the run was started with, in their order, or start a new run",
                 )
 
 
@@ -334,9 +334,9 @@ def _check_log(config: RunConfig) -> None:
     if any(name.startswith(("journal", "snapshot")) for name in storage.files()):
         raise ConfigError(
             "the folder contains the log of an earlier run",
+            "choose another name or buffer.storage, or move the old log away",
             field="buffer.storage",
             value=str(config.buffer_folder),
-            remedy="choose another name or buffer.storage, or move the old log away",
         )
     storage.create()
     storage.write("writable", b"")
@@ -429,16 +429,16 @@ def _check_prompts(
         try:
             return len(tokenizer.prompt(messages, task.images, tools))
         except DataError as error:
-            raise DataError(error.problem, field="tasks", value=task.id, remedy=error.remedy) from None
+            raise DataError(error.problem, error.remedy, field="tasks", value=task.id) from None
 
     # Sampled over all tasks: a file may be sorted by length, and sources follow one another.
     lengths = [length(task) for task in tasks[:: max(1, len(tasks) // 200)]]
     if min(lengths) > limit:
         raise DataError(
             f"every prompt is longer than the limit of {limit} tokens (shortest of {len(lengths)}: {min(lengths)})",
+            "raise it, and model.max_length with it",
             field="explorer.sampling.max_prompt_tokens",
             value=limit,
-            remedy="raise it, and model.max_length with it",
         )
     long = sum(each > limit for each in lengths)
     return [f"{long} of {len(lengths)} prompts are longer than {limit} tokens: such tasks are dropped"] if long else []

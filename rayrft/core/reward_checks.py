@@ -57,9 +57,9 @@ def _check_one(reward: Reward, name: str, tasks: Sequence[Task], source: int) ->
     if result.error:
         raise ConfigError(
             f"the reward raised {result.reason} on the answer of a task",
+            f"fix the reward; the task was {json.dumps(tasks[0].question)[:80]}",
             field="reward.name",
             value=name,
-            remedy=f"fix the reward; the task was {json.dumps(tasks[0].question)[:80]}",
         )
     return None if result.value is not None else f"it is unknown for {_shown(tasks[0], result)}"
 
@@ -79,7 +79,7 @@ def _check_truths(reward: Reward, name: str, tasks: Sequence[Task], source: int)
     )
     if len(wrong) == len(tried):
         remedy = "name the column of the answers in tasks.sources (answer, answer_after), or choose another reward"
-        raise ConfigError(problem, field="reward.name", value=name, remedy=remedy)
+        raise ConfigError(problem, remedy, field="reward.name", value=name)
     return problem
 
 
@@ -107,16 +107,16 @@ def check_reward(part: RewardPart, model: RewardModelConfig, auxiliary: Collecti
     if (longest := getattr(reward, "longest_s", 0.0)) >= model.deadline_s:
         raise ConfigError(
             f"reward {name!r} gives itself {longest:g} s, and would be stopped before: unknown, not 0",
+            "raise it above that, or lower the reward's own budget",
             field="reward.deadline_s",
             value=model.deadline_s,
-            remedy="raise it above that, or lower the reward's own budget",
         )
     if where(name) != "loop" and inspect.iscoroutinefunction(getattr(reward, "score", None)):
         raise ConfigError(
             "gives a reward that is a coroutine, which is run as one only if its class is registered",
+            "register the class itself, such as a subclass with the options set",
             field="reward.name",
             value=name,
-            remedy="register the class itself, such as a subclass with the options set",
         )
     return reward
 
@@ -129,9 +129,9 @@ def _check_trained(part: RewardPart) -> None:
     except TypeError as error:
         raise ConfigError(
             f"refused by {part.name!r}: {error}",
+            "with 'stage', leave 'model' out, and see the reward's own parameters for the others",
             field="reward.options",
             value=part.options,
-            remedy="with 'stage', leave 'model' out, and see the reward's own parameters for the others",
         ) from None
 
 
@@ -144,7 +144,7 @@ def check_classifier(model: str, stage: str) -> None:
     if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ModelError(
             f"transformers has no sequence classifier for it, which stage {stage!r} trains",
+            "choose a model such as Llama, Qwen or Gemma, without images",
             field="model.path",
             value=kind.__name__,
-            remedy="choose a model such as Llama, Qwen or Gemma, without images",
         )

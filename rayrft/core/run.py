@@ -91,9 +91,9 @@ class RunData:
         except ValueError:
             raise RunNotFound(
                 "the run is not running, or records no sessions",
+                "give it an endpoint (mode: serve), and stages that train on own rows",
                 field="name",
                 value=self.name,
-                remedy="give it an endpoint (mode: serve), and stages that train on own rows",
             ) from None
         answer(Handle("keeper", actor).call(SessionKeeper.feedback, session, reward, components or {}))
 
@@ -152,15 +152,15 @@ class RunData:
         config = load_config(self.folder / "config.yaml")
         if config.mode != "train":
             raise ConfigError(
-                "the run takes groups from its own explorer", field="mode", value=config.mode, remedy="use mode: train"
+                "the run takes groups from its own explorer", "use mode: train", field="mode", value=config.mode
             )
         stages = [stage for stage in config.stages if stage.groups]
         if not stages:
             raise ConfigError(
                 "no stage of the run takes groups",
+                "give a stage an algorithm that trains on own rows",
                 field="stages",
                 value=self.name,
-                remedy="give a stage an algorithm that trains on own rows",
             )
         algorithms = [stage.algorithm.build() for stage in stages]
         put_groups(self._buffer(), rows, algorithms, stages[0].group_size)
@@ -184,9 +184,9 @@ class RunData:
             pass
         raise RunNotFound(
             "the run is not running, so it has no Buffer",
+            f"read its log with: rayrft data head {self.folder}",
             field="name",
             value=self.name,
-            remedy=f"read its log with: rayrft data head {self.folder}",
         )
 
 
@@ -270,9 +270,9 @@ class Run(RunData):
         if self._outcome is None:
             raise RunNotFound(
                 "only the process that started a run can wait for its result",
+                "follow it with watch(), and read summary.json once it has ended",
                 field="name",
                 value=self.name,
-                remedy="follow it with watch(), and read summary.json once it has ended",
             )
         try:
             summary = fetch(self._outcome)

@@ -81,9 +81,9 @@ def find_buffer(name: str) -> Handle[SharedBuffer]:
         names = buffers()
         raise RunNotFound(
             "no Buffer of that name is on this cluster",
+            nearest(name, names) if names else "no named Buffer is running",
             field="buffer.name",
             value=name,
-            remedy=nearest(name, names) if names else "no named Buffer is running",
         ) from None
 
 
@@ -111,7 +111,7 @@ def stop_buffer(name: str, *, force: bool = False) -> SharedStatus:
     buffer, status = find_buffer(name), buffer_status(name)
     if (using := sorted(status.jobs & set(running()))) and not force:
         raise PlacementError(
-            "jobs use this Buffer", field="buffer.name", value=using, remedy="stop them first, or give --force"
+            "jobs use this Buffer", "stop them first, or give --force", field="buffer.name", value=using
         )
     fetch(buffer.call(SharedBuffer.flush), name, _ANSWER_S)
     _kill(buffer)

@@ -73,9 +73,9 @@ class Silence:
         if stalled := [wait for wait in late if wait.quiet_s >= self._stall + self._patience]:
             raise Stalled(
                 f"no progress: {describe(stalled[0])}",
+                "see its log in the Ray dashboard; if it only takes long, raise monitor.stall_s",
                 field=stalled[0].target,
                 value=stalled[0].what,
-                remedy="see its log in the Ray dashboard; if it only takes long, raise monitor.stall_s",
             )
         soonest = min((self._due(wait) - wait.quiet_s for wait in waits), default=self._patience)
         return min(max(soonest, 0.01 * self._patience), self._patience / _LOOKS)
@@ -190,11 +190,11 @@ def root_cause(error: BaseException, actor: str = "master") -> RayrftError:
     if isinstance(error, RayrftError):
         return error
     if isinstance(error, ActorUnavailableError):
-        return ActorUnreachable(death_reason(error), field=actor, remedy=_REMEDY)
+        return ActorUnreachable(death_reason(error), _REMEDY, field=actor)
     if isinstance(error, RayActorError):
-        return ActorDied(f"the actor died: {death_reason(error)}", field=actor, remedy=_REMEDY)
+        return ActorDied(f"the actor died: {death_reason(error)}", _REMEDY, field=actor)
     text = str(error).strip().splitlines() or ["no message"]
-    return ActorDied(f"{type(error).__name__}: {text[0]}", field=actor, remedy=_REMEDY)
+    return ActorDied(f"{type(error).__name__}: {text[0]}", _REMEDY, field=actor)
 
 
 async def _watch(name: str, watch: Awaitable[Any]) -> None:

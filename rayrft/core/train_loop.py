@@ -264,9 +264,9 @@ class TrainLoop:
                 return processed, trained, waited_s
         raise RayrftError(
             f"blocks of the batch were lost {_ATTEMPTS} times",
+            "see why objects are lost (nodes that die, an object store that is too small), then: rayrft resume",
             field="buffer.lease",
             value=step,
-            remedy="see why objects are lost (nodes that die, an object store that is too small), then: rayrft resume",
         )
 
     async def _process(self, lease: Lease) -> ProcessedLease | None:
@@ -353,8 +353,8 @@ class TrainLoop:
         except TimeoutError:
             raise Stalled(
                 f"groups were not abandoned within {self._config.monitor.stall_s:g} s of the end of the stage",
+                "see its log in the Ray dashboard",
                 field="explorer",
-                remedy="see its log in the Ray dashboard",
             ) from None
 
     async def _command(self, command: Command[R]) -> list[R]:

@@ -186,9 +186,8 @@ class WeightSync:
                     f"the mean (accepted: {bounds.mean:.2g}), by {most:.2g} or less for {bounds.share:.0%} "
                     f"of {len(gaps)} tokens (accepted: {bounds.most:.2g}), and by {gaps[-1]:.2g} at most: "
                     f"{theirs:.6f} and {ours:.6f}",
+                    "the engine does not compute with the trainer's weights; if it does, raise weight_sync.tolerance",
                     field=engine.name,
-                    remedy="the engine does not compute with the trainer's weights; if it does, raise "
-                    "weight_sync.tolerance",
                 )
             worst = max(worst, gaps[-1])
         return worst
@@ -204,8 +203,8 @@ class WeightSync:
         except TimeoutError:
             raise WeightSyncError(
                 f"waited {self._settings.deadline_s:g} s for {what}",
+                "check for a hanging engine, or raise weight_sync.deadline_s",
                 field="weight_sync",
-                remedy="check for a hanging engine, or raise weight_sync.deadline_s",
             ) from None
 
 
@@ -215,8 +214,8 @@ def _verify(version: int, sent: Sent, held: Mapping[str, EngineWeights]) -> None
             raise WeightSyncError(
                 f"the trainer sent version {version} with digest {sent.digest}; the engine reports version "
                 f"{weights.version} with {', '.join(weights.digests)}",
+                "the transfer is broken: do not use rollouts of this engine",
                 field=name,
-                remedy="the transfer is broken: do not use rollouts of this engine",
             )
 
 

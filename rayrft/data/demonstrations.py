@@ -194,7 +194,7 @@ def hold_out(
     """
     field, pairs = f"demonstrations.{name}.held_out", list(zip(rows[::2], rows[1::2], strict=False))
     if len(rows) % 2 or any(one.pair_id is None or one.pair_id != other.pair_id for one, other in pairs):
-        raise DataError("some rows are no preference pairs", field=field, value=held_out, remedy="leave it out")
+        raise DataError("some rows are no preference pairs", "leave it out", field=field, value=held_out)
     by_prompt: dict[str, list[int]] = {}
     for number, (chosen, _) in enumerate(pairs):
         by_prompt.setdefault(json.dumps([chosen.turns[:-1], chosen.images]), []).append(number)
@@ -207,7 +207,7 @@ def hold_out(
         taken.update(numbers)
     if not 0 < len(taken) < len(pairs):
         problem = f"leaves {len(pairs) - len(taken)} of {len(pairs)} pairs, of {len(prompts)} prompts, to train on"
-        raise DataError(problem, field=field, value=held_out, remedy="hold out fewer, or give more prompts")
+        raise DataError(problem, "hold out fewer, or give more prompts", field=field, value=held_out)
     numbered = [(number in taken, side) for number, pair in enumerate(pairs) for side in pair]
     return [side for held, side in numbered if not held], [side for held, side in numbered if held]
 
@@ -248,16 +248,16 @@ def _check(kept: int, skipped: SkippedRows, form: RowFormat, config_key: str, va
         first = "; ".join(f"line {number}: {why}" for number, why in sorted(skipped.broken.items())[:5])
         raise DataError(
             f"{len(skipped.broken)} broken rows of {kept + len(skipped)}: {first}",
+            "fix or delete these lines, or set on_broken to 'skip'",
             field=config_key,
             value=value,
-            remedy="fix or delete these lines, or set on_broken to 'skip'",
         )
     if not kept:
         raise DataError(
             f"no usable row (left out: {dict(skipped.counts)})",
+            "check the reasons: they name what these rows lack",
             field=config_key,
             value=value,
-            remedy="check the reasons: they name what these rows lack",
         )
 
 
@@ -265,9 +265,9 @@ def _metadata(task: Task, field: str | None, name: str) -> Any:
     if field not in task.metadata:
         raise DataError(
             f"tasks have no metadata field {field!r}",
+            f"choose one of {sorted(task.metadata)}",
             field=f"demonstrations.{name}.wrong_field",
             value=field,
-            remedy=f"choose one of {sorted(task.metadata)}",
         )
     return task.metadata[field]
 
@@ -289,7 +289,7 @@ def _numbered(dataset: ray.data.Dataset, config_key: str) -> tuple[ray.data.Data
     count, number = ray.remote(_count), ray.remote(_number_block)
     lengths = ray.get([count.remote(table) for table in tables])
     if not sum(lengths):
-        raise DataError("the dataset holds no rows", field=config_key, remedy="give a dataset that is not empty")
+        raise DataError("the dataset holds no rows", "give a dataset that is not empty", field=config_key)
     firsts = accumulate(lengths, initial=1)
     blocks = [number.remote(table, first) for table, first in zip(tables, firsts, strict=False)]
     numbered = ray.data.from_arrow_refs(blocks)

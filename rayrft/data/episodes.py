@@ -25,8 +25,8 @@ def read_gymnasium(config: TaskSourceConfig, field: str) -> list[Task]:
     if importlib.util.find_spec("gymnasium") is None:
         raise DataError(
             "needs a package that is not installed: gymnasium",
+            "pip install 'rayrft[gymnasium]'",
             field=f"{field}.source",
-            remedy="pip install 'rayrft[gymnasium]'",
         )
     import gymnasium
 
@@ -40,7 +40,7 @@ def read_gymnasium(config: TaskSourceConfig, field: str) -> list[Task]:
         env = gymnasium.make(id, disable_env_checker=True, **resolved(config.options))
     except gymnasium.error.Error as error:
         remedy = "see gymnasium.pprint_registry()"
-        raise DataError(str(error), field=f"{field}.dataset", value=id, remedy=remedy) from None
+        raise DataError(str(error), remedy, field=f"{field}.dataset", value=id) from None
     except TypeError as error:
         raise DataError(f"Gymnasium refuses the options: {error}", field=f"{field}.options") from None
     starts = [env.reset(seed=seed)[0] for seed in range(size)]
@@ -67,7 +67,7 @@ def read_verifiers(config: TaskSourceConfig, field: str) -> list[Task]:
     ]:
         if importlib.util.find_spec(module) is None:
             problem = f"needs a package that is not installed: {module}"
-            raise DataError(problem, field=f"{field}.{key}", value=id, remedy=remedy)
+            raise DataError(problem, remedy, field=f"{field}.{key}", value=id)
     import verifiers
 
     # An environment takes these signals for itself, which a main thread alone can do.

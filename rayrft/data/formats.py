@@ -64,9 +64,9 @@ def read_rows(path: Path, field: str) -> Generator[tuple[int, Row], None, None]:
     if not path.exists():
         raise DataError(
             "no such file",
+            "give a JSONL, CSV or Parquet file, a folder of such files, or a saved Hugging Face data set",
             field=field,
             value=str(path),
-            remedy="give a JSONL, CSV or Parquet file, a folder of such files, or a saved Hugging Face data set",
         )
     try:
         files = sorted(path.iterdir()) if path.is_dir() else []
@@ -192,9 +192,9 @@ def _table_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
         split = sorted(state.parent.name for state in path.glob("*/state.json"))
         raise DataError(
             f"the folder holds the splits {split} of a data set" if split else "the folder holds no files of rows",
+            f"give one of them: {path / split[0]}" if split else "files end in .jsonl, .csv, .tsv or .parquet",
             field=field,
             value=str(path),
-            remedy=f"give one of them: {path / split[0]}" if split else "files end in .jsonl, .csv, .tsv or .parquet",
         )
     for file in files:
         with pq.ParquetFile(file, pre_buffer=False) as parquet:
@@ -207,9 +207,7 @@ def refuse_objects(schema: pa.Schema, path: Path) -> None:
     """Raise DataError for a column of Python objects as Ray Data writes them: reading a pickle may run any code."""
     if found := [each.name for each in schema if "ray.data.arrow_pickled_object" in str(each.type)]:
         remedy = "write the column as texts, numbers or lists"
-        raise DataError(
-            f"{path.name} holds pickled objects", field=f"columns.{found[0]}", value=str(path), remedy=remedy
-        )
+        raise DataError(f"{path.name} holds pickled objects", remedy, field=f"columns.{found[0]}", value=str(path))
 
 
 def _saved_files(folder: Path, field: str) -> list[Path]:
@@ -220,9 +218,9 @@ def _saved_files(folder: Path, field: str) -> list[Path]:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"state.json is not that of a saved data set ({type(error).__name__}: {error})",
+            "save it again with Dataset.save_to_disk",
             field=field,
             value=str(folder),
-            remedy="save it again with Dataset.save_to_disk",
         ) from None
 
 
@@ -255,7 +253,7 @@ def as_text(value: Any, name: str, key: str = "") -> str:
     if isinstance(value, dict) and value:
         remedy = f"name one of its fields, such as {name}.{next(iter(value))}"
     kind = {dict: "an object", list: "a list", float: "not a finite number"}.get(type(value), type(value).__name__)
-    raise DataError(f"{name!r} is {kind}, which is not a text", field=key, remedy=remedy)
+    raise DataError(f"{name!r} is {kind}, which is not a text", remedy, field=key)
 
 
 def question_of(value: Any, name: str, key: str) -> tuple[str | None, str]:
@@ -271,8 +269,8 @@ def question_of(value: Any, name: str, key: str) -> tuple[str | None, str]:
     if roles not in (["user"], ["system", "user"]) or not plain:
         raise DataError(
             f"the messages of {name!r} ({', '.join(roles)}) are not one question with 'role' and 'content'",
+            "give a message of the user, or one of the system before it; conversations can be demonstrations",
             field=key,
-            remedy="give a message of the user, or one of the system before it; conversations can be demonstrations",
         )
     return messages[0]["content"] if len(messages) == 2 else None, messages[-1]["content"]
 

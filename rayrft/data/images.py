@@ -55,19 +55,19 @@ class ImageReader:
         if not takes_images(model):
             raise ModelError(
                 f"the data has images, but a model of type {config.model_type!r} takes none",
+                "give a model of the Qwen-VL family (or model.tiny.vision: true), or tasks without images",
                 field="model",
                 value=model,
-                remedy="give a model of the Qwen-VL family (or model.tiny.vision: true), or tasks without images",
             )
         try:
             self.processor: Any = AutoProcessor.from_pretrained(model)
         except (OSError, ValueError, ImportError) as error:
             raise ModelError(
                 f"its image processor cannot be loaded: {str(error).strip().splitlines()[0]}",
+                "run cluster/setup.sh again (vision models need torchvision), and keep the model's "
+                "preprocessor_config.json beside it",
                 field="model",
                 value=model,
-                remedy="run cluster/setup.sh again (vision models need torchvision), and keep the model's "
-                "preprocessor_config.json beside it",
             ) from None
         self.token_id: int = config.image_token_id
         self.merge: int = config.vision_config.spatial_merge_size
@@ -168,9 +168,9 @@ def _opened(file: str | io.BytesIO) -> Iterator[Image]:
             yield image
     except Image.DecompressionBombError as error:
         problem = f"an image has more than {_MOST_PIXELS} pixels: {error}"
-        raise DataError(problem, field="images", value=value, remedy="scale it down") from None
+        raise DataError(problem, "scale it down", field="images", value=value) from None
     except (OSError, SyntaxError, ValueError) as error:  # also raised for a file that is no image, or truncated
-        raise DataError(f"no image can be read: {error}", field="images", value=value, remedy=remedy) from None
+        raise DataError(f"no image can be read: {error}", remedy, field="images", value=value) from None
 
 
 def takes_images(model: str) -> bool:
@@ -222,13 +222,11 @@ def image_paths(values: Any, base: Path, keep: Path | None = None) -> tuple[str,
         if not isinstance(value, str):
             raise DataError(
                 f"an image is {type(value).__name__}, not a path",
-                remedy="name 'images_folder'" if picture else "give its path",
+                "name 'images_folder'" if picture else "give its path",
             )
         path = ((base if base.is_dir() else base.parent) / value).absolute()
         if not _is_file(path):
-            raise DataError(
-                f"there is no image {str(path)[:200]}", remedy="give paths relative to the file that names them"
-            )
+            raise DataError(f"there is no image {str(path)[:200]}", "give paths relative to the file that names them")
         paths.append(str(path))
     return tuple(paths)
 

@@ -30,7 +30,7 @@ class Selection:
         names = schema.names if columns is None else list(columns)
         for name in names:
             if name not in schema.names:
-                raise DataError("no such column", field="columns", value=name, remedy=nearest(name, schema.names))
+                raise DataError("no such column", nearest(name, schema.names), field="columns", value=name)
         self.schema = pa.schema([schema.field(name) for name in names], schema.metadata)
         self._where = where
         if where is not None:
@@ -104,7 +104,7 @@ def _invalid(where: str, problem: str) -> DataError:
     remedy = f"columns of a like name: {near[0]}; text stands in single quotes" if near else ""
     return DataError(
         f"not a valid condition: {first}",
+        remedy or "write DuckDB's SQL, such as reward > 0.5 and stop_reason = 'stop'",
         field="where",
         value=where,
-        remedy=remedy or "write DuckDB's SQL, such as reward > 0.5 and stop_reason = 'stop'",
     )

@@ -42,7 +42,7 @@ def draw_squares(config: TaskSourceConfig, field: str) -> list[Task]:
             tasks.append(Task.create("squares", question, answer, images=(str(path),), system=config.system))
     except OSError as error:
         problem = f"cannot be drawn in: {error.strerror}"
-        raise DataError(problem, field=f"{field}.path", value=str(folder), remedy="give another folder") from None
+        raise DataError(problem, "give another folder", field=f"{field}.path", value=str(folder)) from None
     return tasks
 
 

@@ -86,7 +86,7 @@ def open_table(path: Path, kinds: Mapping[str, str] | None = None) -> TableFile:
         return table
     first = f": row {table.broken[0].number} is {table.broken[0].problem}" if table.broken else ""
     remedy = "give a file with rows" + (", or convert the column with operator columns" if kinds else "")
-    raise DataError(f"no row can be read{first}", field="file", value=str(path), remedy=remedy)
+    raise DataError(f"no row can be read{first}", remedy, field="file", value=str(path))
 
 
 def converted(value: Any, kind: str) -> Any:
@@ -143,7 +143,7 @@ class TableWriter:
             if path.suffix == ".jsonl" and _holds_bytes(column.type):
                 remedy = "write a Parquet file, or leave the column out"
                 problem = f"holds {column.type}, which JSONL cannot"
-                raise DataError(problem, field=f"column {column.name}", value=str(path), remedy=remedy)
+                raise DataError(problem, remedy, field=f"column {column.name}", value=str(path))
         self.rows = 0
         self._path, self._schema = path, schema
         self._json = [column.name for column in schema if is_json(column)]
@@ -216,9 +216,9 @@ class TableWriter:
     def _failed(self, error: OSError) -> DataError:
         return DataError(
             f"cannot be written: {error.strerror or error}",
+            "choose another folder, or free disk space",
             field="file",
             value=str(self._path),
-            remedy="choose another folder, or free disk space",
         )
 
 
@@ -240,10 +240,7 @@ def check_suffix(path: Path) -> None:
     """Raise DataError unless the file's name is that of JSONL or Parquet."""
     if path.suffix not in _SUFFIXES:
         raise DataError(
-            "unsupported file type",
-            field="file",
-            value=str(path),
-            remedy=f"give a name that ends in {' or '.join(_SUFFIXES)}",
+            "unsupported file type", f"give a name that ends in {' or '.join(_SUFFIXES)}", field="file", value=str(path)
         )
 
 
@@ -253,14 +250,14 @@ def _open_parquet(path: Path) -> TableFile:
             refuse_objects(file.schema_arrow, path)
             return TableFile(path, file.schema_arrow, file.metadata.num_rows)
     except FileNotFoundError:
-        raise DataError("no such file", field="file", value=str(path), remedy="give a JSONL or Parquet file") from None
+        raise DataError("no such file", "give a JSONL or Parquet file", field="file", value=str(path)) from None
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from None
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
     problem = f"cannot be read: {str(error).splitlines()[0]}"
-    return DataError(problem, field="file", value=str(path), remedy="write it again")
+    return DataError(problem, "write it again", field="file", value=str(path))
 
 
 def _open_json_lines(path: Path, wanted: Mapping[str, str]) -> TableFile:
@@ -319,4 +316,4 @@ def _column(rows: list[dict[str, Any]], column: pa.Field) -> pa.Array:
         return pa.array(values, column.type)
     except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError) as error:
         problem = f"values are no {column.type}: {str(error).splitlines()[0]}"
-        raise DataError(problem, field=f"column {column.name}", remedy="give what `rayrft data export` wrote") from None
+        raise DataError(problem, "give what `rayrft data export` wrote", field=f"column {column.name}") from None

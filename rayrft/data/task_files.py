@@ -62,19 +62,19 @@ def read_tasks(config: TaskSourceConfig, field: str) -> list[Task]:
     try:
         table = open_table(path)
     except DataError as error:
-        raise DataError(error.problem, field=place, value=str(path), remedy=error.remedy) from None
+        raise DataError(error.problem, error.remedy, field=place, value=str(path)) from None
     if table.broken:
         first = table.broken[0]
         problem = f"{len(table.broken)} broken rows: row {first.number}: {first.problem}"
-        raise DataError(problem, field=place, value=str(path), remedy="write the file again")
+        raise DataError(problem, "write the file again", field=place, value=str(path))
     if missing := [name for name in SCHEMA.names if name not in table.schema.names]:
         problem = f"is no file of tasks that rayrft wrote: it has no column {missing[0]!r}"
         remedy = "read files of your own by source: file"
-        raise DataError(problem, field=place, value=str(path), remedy=remedy)
+        raise DataError(problem, remedy, field=place, value=str(path))
     for name in ("question", "answer", "system"):
         if (column := table.schema.field(name)).type != pa.string() or is_json(column):
             problem = f"column {name!r} holds values that are not texts"
-            raise DataError(problem, field=place, value=str(path), remedy="write them as texts")
+            raise DataError(problem, "write them as texts", field=place, value=str(path))
     rows = (row for batch in table.batches(_BATCH_ROWS) for row in batch.select(SCHEMA.names).to_pylist())
     return [_to_task(row, config.system) for row in islice(rows, config.size)]
 

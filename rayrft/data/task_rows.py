@@ -48,7 +48,7 @@ def split_rows(config: TaskSourceConfig, field: str, key: str) -> TaskRows:
     name, split = str(config.dataset), str(getattr(config, key))
     splits = _load(config, field)
     if split not in splits:
-        raise DataError(f"{name} has no such split", field=f"{field}.{key}", value=split, remedy=nearest(split, splits))
+        raise DataError(f"{name} has no such split", nearest(split, splits), field=f"{field}.{key}", value=split)
     return TaskRows(name, f"split {split!r} of {name}", f"{field}.{key}", Path(name), _rows_of(splits[split]))
 
 
@@ -94,7 +94,7 @@ def _unloadable(error: Exception, config: TaskSourceConfig, field: str) -> DataE
     told = " ".join(str(error).split())
     if isinstance(error, ValueError) and "config" in told.lower():  # several and none named, or an unknown one
         problem = f"{config.dataset}: {told}"
-        return DataError(problem, field=f"{field}.config", value=config.config, remedy="name one of them")
+        return DataError(problem, "name one of them", field=f"{field}.config", value=config.config)
     key, value = "dataset", config.dataset
     if told.startswith("Revision"):
         key, value, remedy = "revision", config.revision, "name a branch, a tag or a commit of it"
@@ -111,7 +111,7 @@ def _unloadable(error: Exception, config: TaskSourceConfig, field: str) -> DataE
         said, remedy = told, f"name a revision without the script, if it has one (refs/convert/parquet), or {_COPY}"
     else:
         remedy = "give its id on the Hugging Face hub, or a folder with a copy; check its files"
-    return DataError(f"the data set cannot be loaded: {said}", field=f"{field}.{key}", value=value, remedy=remedy)
+    return DataError(f"the data set cannot be loaded: {said}", remedy, field=f"{field}.{key}", value=value)
 
 
 def _rows_by_ray(name: str, config: TaskSourceConfig, field: str) -> Generator[tuple[int, Row], None, None]:
@@ -125,7 +125,7 @@ def _rows_by_ray(name: str, config: TaskSourceConfig, field: str) -> Generator[t
             data = read(**resolved(config.options))
             if not isinstance(data, ray.data.Dataset):
                 problem = f"gives a {type(data).__name__}, and no Dataset of Ray"
-                raise DataError(problem, field=f"{field}.read", value=name, remedy="return what ray.data.read_… gives")
+                raise DataError(problem, "return what ray.data.read_… gives", field=f"{field}.read", value=name)
             yield from enumerate(data.iter_rows(), start=1)
         except TypeError as error:
             raise DataError(f"{name} refuses the options: {error}", field=f"{field}.options") from None
@@ -133,7 +133,7 @@ def _rows_by_ray(name: str, config: TaskSourceConfig, field: str) -> Generator[t
             cause = getattr(error, "cause", None) or error
             problem = f"the rows cannot be read: {(str(cause).strip() or repr(cause)).splitlines()[-1]}"
             raise DataError(
-                problem, field=f"{field}.options", value=name, remedy="check the arguments and what they name"
+                problem, "check the arguments and what they name", field=f"{field}.options", value=name
             ) from None
 
 
@@ -145,10 +145,10 @@ def _read_function(name: str, field: str) -> Any:
     known = [each for each in dir(ray.data) if each.startswith(("read_", "from_")) or each in ("range",)]
     if not module:
         if attribute not in known:
-            raise DataError("ray.data has no such function", field=field, value=name, remedy=nearest(attribute, known))
+            raise DataError("ray.data has no such function", nearest(attribute, known), field=field, value=name)
         return getattr(ray.data, attribute)
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         remedy = "give package.module:function that can be imported, or a function of ray.data"
-        raise DataError(f"cannot be imported: {error}", field=field, value=name, remedy=remedy) from None
+        raise DataError(f"cannot be imported: {error}", remedy, field=field, value=name) from None

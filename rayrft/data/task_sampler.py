@@ -144,10 +144,10 @@ class TaskView:
             bad = [value for value in known.tolist() if not 0 <= value < math.inf][:1]
             raise DataError(
                 "a priority is negative or infinite" if bad else "no task has a priority above 0",
+                "have an operator of pipelines.tasks write it (difficulty, uncertainty, novelty …), or choose "
+                "another tasks.sampler",
                 field="tasks.sampler",
                 value=bad[0] if bad else "priority",
-                remedy="have an operator of pipelines.tasks write it (difficulty, uncertainty, novelty …), or choose "
-                "another tasks.sampler",
             )
         return np.where(np.isnan(self.priorities), known.mean(), self.priorities)
 
@@ -157,8 +157,8 @@ class TaskView:
         if unknown := int(np.isnan(self.difficulties).sum()):
             raise DataError(
                 f"{unknown} of {len(self)} tasks have no difficulty",
+                "name a field that holds it, or choose another tasks.sampler",
                 field=f"tasks.sources.{self.source}.difficulty",
-                remedy="name a field that holds it, or choose another tasks.sampler",
             )
         return np.argsort(self.difficulties, kind="stable")
 
@@ -299,7 +299,7 @@ class TaskSet:
         self._ids = list(ids)
         if len(self._places) < len(self._ids):
             twice = next(id for number, id in enumerate(ids) if id in ids[:number])
-            raise DataError("two tasks have one id", field="tasks.sources", value=twice, remedy="remove one of them")
+            raise DataError("two tasks have one id", "remove one of them", field="tasks.sources", value=twice)
         self._turns = Interleave(weights, [None if epochs is None else epochs * size for size in sizes])
         for view in self._views:
             # A sampler that does not support these tasks raises now, not at its first draw.
@@ -399,8 +399,8 @@ class TaskSet:
         if state["size"] != size or not {id for id, *_ in state["tried"]} <= known:
             raise DataError(
                 f"the saved statistics are not of these tasks: of {state['size']}, where the task set holds {size}",
+                "resume with the tasks that the run was started with",
                 field="tasks.sources",
-                remedy="resume with the tasks that the run was started with",
             )
         self._append([(id, source, hard, prior) for id, source, hard, prior in state["added"] if id not in self])
         self._turns.restore(state["turns"])

@@ -69,17 +69,17 @@ def read_reasoning_gym(config: TaskSourceConfig, field: str) -> list[Task]:
     if config.dataset not in DATASETS:
         raise DataError(
             "reasoning-gym has no such data set",
+            nearest(str(config.dataset), DATASETS),
             field=f"{field}.dataset",
             value=config.dataset,
-            remedy=nearest(str(config.dataset), DATASETS),
         )
     try:
         entries = reasoning_gym.create_dataset(config.dataset, size=config.size, seed=0, **resolved(config.options))
     except (TypeError, AssertionError, ValueError) as error:
         raise DataError(
             f"reasoning-gym refuses the options: {error}",
+            "see the dataset's own options in reasoning-gym",
             field=f"{field}.options",
-            remedy="see the dataset's own options in reasoning-gym",
         ) from None
     return [
         Task.create(
@@ -145,11 +145,11 @@ def _to_tasks(rows: TaskRows, config: TaskSourceConfig, field: str, note: Note, 
     for key, name in wanted.items():
         if columns and name is not None and not {name, name.partition(".")[0]} & columns.keys():
             problem = f"no field {name!r} in {rows.origin}"
-            raise DataError(problem, field=f"{field}.{key}", value=name, remedy=nearest(name, columns))
+            raise DataError(problem, nearest(name, columns), field=f"{field}.{key}", value=name)
     if broken and (config.on_broken == "fail" or not tasks):
         raise _broken(broken, rows, len(tasks))
     if not tasks:
-        raise DataError("it holds no rows", field=rows.field, value=rows.origin, remedy="give one with tasks")
+        raise DataError("it holds no rows", "give one with tasks", field=rows.field, value=rows.origin)
     if broken:
         skipped = SkippedRows(broken={number: error.problem for number, error in broken.items()})
         note(RowsRead(rows.origin, len(tasks) + len(broken), skipped.counts))
@@ -161,9 +161,9 @@ def _broken(broken: dict[int, DataError], rows: TaskRows, sound: int) -> DataErr
     reasons = "; ".join(f"row {each}: {error.problem}" for each, error in list(broken.items())[:5])
     return DataError(
         f"{len(broken)} broken rows of {sound + len(broken)} in {rows.origin}: {reasons}",
+        f"{first.remedy or 'fix or remove these rows'}; with on_broken: skip they are left out and counted",
         field=first.field or rows.field,
         value=number,
-        remedy=f"{first.remedy or 'fix or remove these rows'}; with on_broken: skip they are left out and counted",
     )
 
 
@@ -172,16 +172,16 @@ def _to_task(row: dict[str, Any], rows: TaskRows, config: TaskSourceConfig, fiel
     shown, answer = value_at(row, config.question), value_at(row, config.answer)
     if shown is None or shown in ("", []) or answer is None:
         problem = f"no question in {config.question!r} or no answer in {config.answer!r}"
-        raise DataError(problem, remedy="fill it in, or remove the row")
+        raise DataError(problem, "fill it in, or remove the row")
     system, question = question_of(shown, config.question, f"{field}.question")
     if system is not None and config.system is not None:
         problem = f"{config.question!r} has a system message, and so has the source"
-        raise DataError(problem, field=f"{field}.system", remedy="leave one of them out")
+        raise DataError(problem, "leave one of them out", field=f"{field}.system")
     truth = as_text(answer, config.answer, f"{field}.answer")
     if config.answer_after is not None:
         truth = truth.rpartition(config.answer_after)[2].strip()
         if not truth:
-            raise DataError(f"nothing stands after {config.answer_after!r}", remedy="fill it in, or remove the row")
+            raise DataError(f"nothing stands after {config.answer_after!r}", "fill it in, or remove the row")
     tries, rate = (
         _number(row, name, f"{field}.{key}") for key, name in (("tries", config.tries), ("pass_rate", config.pass_rate))
     )
@@ -207,9 +207,9 @@ def _difficulty(values: dict[str, Any], config: TaskSourceConfig, field: str, or
     if difficulty is None:
         raise DataError(
             f"{origin} has no number in {config.difficulty!r}",
+            f"name one of the fields {sorted(values)} that holds a number in every row",
             field=f"{field}.difficulty",
             value=value_at(values, config.difficulty),
-            remedy=f"name one of the fields {sorted(values)} that holds a number in every row",
         )
     return difficulty
 

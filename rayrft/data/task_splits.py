@@ -137,9 +137,9 @@ class _Pool:
         if count > len(self._left):
             raise DataError(
                 f"only {len(self._left)} of {count} tasks are left ({len(self._tasks)} distinct tasks in the source)",
+                "request fewer, or provide more tasks",
                 field=field,
                 value=count,
-                remedy="request fewer, or provide more tasks",
             )
         part, self._left = self._left[:count], self._left[count:]
         return [self._tasks[index] for index in part]
@@ -149,9 +149,9 @@ class _Pool:
         if not self._left:
             raise DataError(
                 f"no task is left to train on ({len(self._tasks)} in the source that no earlier one holds)",
-                field=field,
-                remedy="lower eval_size or the sizes of the demonstrations, or provide more tasks; where all have one "
+                "lower eval_size or the sizes of the demonstrations, or provide more tasks; where all have one "
                 "question, let metadata 'environment' say what differs",
+                field=field,
             )
         return [self._tasks[index] for index in sorted(self._left)]
 

@@ -52,16 +52,16 @@ class ChatTokenizer:
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"no tokenizer can be loaded: {str(error).splitlines()[0]}",
+                "give a folder or hub id that transformers.AutoTokenizer loads",
                 field=field,
                 value=str(path),
-                remedy="give a folder or hub id that transformers.AutoTokenizer loads",
             ) from None
         if self.hf.eos_token_id is None:
             raise ModelError(
                 "the tokenizer has no EOS token, so no answer could ever end",
+                "set tokenizer.eos_token and save the tokenizer again",
                 field=field,
                 value=str(path),
-                remedy="set tokenizer.eos_token and save the tokenizer again",
             )
         self._has_own = template is not None and template != TemplateConfig()
         if template is not None and template.file is not None:
@@ -69,7 +69,7 @@ class ChatTokenizer:
         for name, value in template.options.items() if template is not None else ():
             if not self.has_option(name):
                 where, remedy = f"{self._key}.options.{name}", "see the template's own, or give another template"
-                raise ModelError("the chat template has no such variable", field=where, value=value, remedy=remedy)
+                raise ModelError("the chat template has no such variable", remedy, field=where, value=value)
             # A default, so that the template has it wherever it is saved to, and requests may have their own.
             self.hf.chat_template = f"{{%- set {name} = {name} | default({value!r}) %}}{self._template}"
 
@@ -336,9 +336,9 @@ class ChatTokenizer:
     def _no_template(self, why: str) -> ModelError:
         return ModelError(
             f"the tokenizer has no chat template, which {why}",
+            "set tokenizer.chat_template and save the tokenizer again",
             field="model.path",
             value=self._path,
-            remedy="set tokenizer.chat_template and save the tokenizer again",
         )
 
     def _render(
@@ -355,7 +355,7 @@ class ChatTokenizer:
         if tools and not self.takes_tools:
             raise DataError(
                 "the chat template shows no tools",
-                remedy="describe them in the system message, or give the tokenizer a template that does",
+                "describe them in the system message, or give the tokenizer a template that does",
             )
         for name in options or ():
             if not self.has_option(name):
@@ -377,7 +377,7 @@ class ChatTokenizer:
             )
         except TemplateSyntaxError as error:
             problem = f"line {error.lineno} of the chat template is not Jinja: {error.message}"
-            raise ModelError(problem, field=f"{self._key}.file", remedy="correct the template") from None
+            raise ModelError(problem, "correct the template", field=f"{self._key}.file") from None
         except Exception as error:  # a template may do anything with what it finds in messages
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise DataError(f"the chat template rejects the messages: {kind}{error}") from None
@@ -404,7 +404,7 @@ class ChatTokenizer:
                 raise DataError(
                     f"message {index + 1} does not continue what the chat template writes before it (some templates "
                     "strip earlier reasoning), so no sequence of tokens holds all turns",
-                    remedy="give one row per turn of the assistant, or a chat template with {% generation %} markers",
+                    "give one row per turn of the assistant, or a chat template with {% generation %} markers",
                 )
             text = extended[: self._after_end(extended, len(prompt), len(extended))]
             turns.append((len(prompt), len(text)))

@@ -64,9 +64,9 @@ class Agent:
         if not function or not _is_found(module):
             raise ConfigError(
                 "no such module" if function else "names no function",
+                "give package.module:function of one that can be imported where the Explorer runs",
                 field="agent",
                 value=agent,
-                remedy="give package.module:function of one that can be imported where the Explorer runs",
             )
         self._agent = agent
         self._config = ServeConfig(off_policy="ignore", tool_calls=tool_calls, deadline_s=math.inf)

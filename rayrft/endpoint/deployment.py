@@ -116,9 +116,9 @@ def deploy(replica: type, arguments: tuple[Any, ...], config: HttpConfig, app_na
         delete_applications(app_name)
         raise ConfigError(
             f"the endpoint does not answer at {url}: {error}",
+            "Ray Serve has one port in a cluster: give that of the run which started it, or shut Serve down",
             field="serve.port",
             value=config.port,
-            remedy="Ray Serve has one port in a cluster: give that of the run which started it, or shut Serve down",
         ) from None
     return f"{url}/v1"
 

@@ -165,9 +165,7 @@ class Sessions:
             entry = None  # another one of this id, which has begun since
         if entry is None and session_number not in self._ended:
             self._feedback["unknown"] += 1
-            raise DataError(
-                "no session or response has this id", field="id", value=name, remedy="give the id of a response"
-            )
+            raise DataError("no session or response has this id", "give the id of a response", field="id", value=name)
         problem = self._ended[session_number] if entry is None else "rewarded"
         if entry is None or entry.reward is not None:
             self._feedback["twice" if problem == "rewarded" else "late"] += 1

@@ -292,9 +292,9 @@ class Explorer(Watched):
             reasons = ", ".join(f"{count} {reason}" for reason, count in scored.dropped.most_common())
             raise RayrftError(
                 f"no row was kept of {self._empty} consecutive groups, so nothing is learned; dropped last: {reasons}",
+                "give tasks that the model solves sometimes, but not always; relax what drops rows; or raise it",
                 field="explorer.max_tries",
                 value=self._empty,
-                remedy="give tasks that the model solves sometimes, but not always; relax what drops rows; or raise it",
             )
 
     def _make_pipeline(
@@ -381,8 +381,8 @@ class Explorer(Watched):
         if last - first + 1 >= _FAILURES_IN_A_ROW:
             raise RayrftError(
                 f"{last - first + 1} consecutive groups failed; the last: {problem}",
+                "fix the workflow, reward or limit; try it on a single task first",
                 field="explorer",
-                remedy="fix the workflow, reward or limit; try it on a single task first",
             )
 
 

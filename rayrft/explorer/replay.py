@@ -30,7 +30,7 @@ async def replay(row: Experience, task: Task, config: RunConfig) -> Replay:
     Raises DataError for a row without actions, ConfigError without an environment, and EnvironmentFailed.
     """
     if config.explorer.environment is None:
-        raise ConfigError("there is none to act in", field="explorer.environment", remedy="take the config of the run")
+        raise ConfigError("there is none to act in", "take the config of the run", field="explorer.environment")
     environments = Environments(config.explorer.environment, config.plugins)
     try:
         async with environments.attempt(episode_seed(config, row.group_id, int(row.repeat))) as env:
@@ -40,7 +40,7 @@ async def replay(row: Experience, task: Task, config: RunConfig) -> Replay:
                 expected = [{"role": "system", "content": task.system}, *expected]
             actions = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
             if not actions:
-                raise DataError("has no actions", field="row", value=row.experience_id, remedy="give one of an episode")
+                raise DataError("has no actions", "give one of an episode", field="row", value=row.experience_id)
             differences, steps = list[str](), list[Step]()
             for number in actions:
                 differences += _compare(turns, expected, number)

@@ -53,7 +53,7 @@ def export_feedback(
     records of Argilla and Label Studio. Raises DataError for another format.
     """
     if form not in FORMATS:
-        raise DataError("no such format", field="format", value=form, remedy=f"one of {', '.join(FORMATS)}")
+        raise DataError("no such format", f"one of {', '.join(FORMATS)}", field="format", value=form)
     there = [each for each in judgements.all.values() if all(row in answers for row in each.rows)]
     write: dict[str, Callable[[], Iterable[Row]]] = {
         "pairs": lambda: _pairs(there, answers),
@@ -79,7 +79,7 @@ def import_feedback(path: Path, tool: str, answers: dict[str, Answer], settings:
     line numbers, if records are broken, or name no answers of the run.
     """
     if tool not in TOOLS:
-        raise DataError("no such format to import", field="format", value=tool, remedy=f"one of {', '.join(TOOLS)}")
+        raise DataError("no such format to import", f"one of {', '.join(TOOLS)}", field="format", value=tool)
     read = {"argilla": _from_argilla, "label_studio": _from_label_studio}[tool]
     found: list[Judged] = []
     broken: dict[int, str] = {}
@@ -96,9 +96,9 @@ def import_feedback(path: Path, tool: str, answers: dict[str, Answer], settings:
         first = "; ".join(f"line {number}: {why}" for number, why in list(broken.items())[:5])
         raise DataError(
             f"{len(broken)} broken records: {first}",
+            "fix or delete them; nothing was imported",
             field="file",
             value=str(path),
-            remedy="fix or delete them; nothing was imported",
         )
     return found
 

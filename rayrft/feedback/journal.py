@@ -67,9 +67,7 @@ class FeedbackJournal:
         except BlockingIOError:
             self.close()
             raise StorageError(
-                "is being written by the run's feedback page",
-                field=str(self.path),
-                remedy="end the page, and try again",
+                "is being written by the run's feedback page", "end the page, and try again", field=str(self.path)
             ) from None
         except OSError as error:
             self.close()
@@ -138,8 +136,8 @@ def _parsed(path: Path, data: bytes) -> Iterator[tuple[Entry, int]]:
             if b"\n" in data[end:] or end < len(data):
                 raise StorageError(
                     f"is damaged in the line at byte {start}",
+                    "restore it from a copy, or delete that line",
                     field=str(path),
-                    remedy="restore it from a copy, or delete that line",
                 )
             return
         yield entry, end
@@ -156,4 +154,4 @@ def _entry(line: bytes) -> Entry | None:
 
 
 def _failed(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"cannot be written: {error.strerror}", field=str(path), remedy="free space, and try again")
+    return StorageError(f"cannot be written: {error.strerror}", "free space, and try again", field=str(path))

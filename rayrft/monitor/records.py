@@ -223,8 +223,8 @@ class RecordFile:
             self._file.truncate(self._ends[-1])
             raise StorageError(
                 f"records cannot be written: {error.strerror}",
+                "free disk space or fix the storage, then: rayrft resume RUN",
                 field=str(self._path),
-                remedy="free disk space or fix the storage, then: rayrft resume RUN",
             ) from None
         self._ends.append(self._ends[-1] + len(line))
 

@@ -91,7 +91,7 @@ def check_gap(lease: Lease, result: StepResult, bound: float, *, ends: bool) -> 
     )
     if ends and not result.logprob_gap <= _WORST_GAP * bound:
         remedy = "find out what differs; if engine and trainer do compute alike, raise weight_sync.tolerance"
-        raise WeightSyncError(problem, field="weight_sync.tolerance", remedy=remedy)
+        raise WeightSyncError(problem, remedy, field="weight_sync.tolerance")
     return problem
 
 

@@ -257,6 +257,6 @@ def _writing(file: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"cannot be written: {error.strerror}",
+            "free disk space or fix the storage, then: rayrft resume RUN",
             field=str(file),
-            remedy="free disk space or fix the storage, then: rayrft resume RUN",
         ) from None

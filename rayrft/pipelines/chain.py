@@ -94,14 +94,14 @@ def build_chain(
             operator.check(schema)
         except ConfigError as error:
             at = f"{place}.{error.field}".strip(".")
-            raise ConfigError(error.problem, field=at, value=error.value, remedy=error.remedy) from None
+            raise ConfigError(error.problem, error.remedy, field=at, value=error.value) from None
         gives = operator.schema_after(schema)
         if operator.kind == "synthesise":
             gives = with_lineage(gives)
         for column in schema if field != "operators" else ():  # a run reads them afterwards
             if column.name not in gives.names or is_text(column.type) != is_text(gives.field(column.name).type):
                 problem, remedy = "would take a column that a run needs", "use it with `rayrft data process`"
-                raise ConfigError(problem, field=named, value=column.name, remedy=remedy)
+                raise ConfigError(problem, remedy, field=named, value=column.name)
         options = json.dumps(config.options, sort_keys=True, default=str)
         links.append(Link(config.name, named, options, operator, schema, gives))
         schema, before = gives, f"{config.name} (operator {number})"
@@ -177,10 +177,10 @@ def _check_asked(operator: Operator[Any], context: Context, field: str) -> None:
     for option, name in operator.asks.items():
         if name not in context.models:
             remedy = nearest(name, context.models) if context.models else "add it to models or endpoints"
-            raise ConfigError("no such model can be asked here", field=f"{field}.{option}", value=name, remedy=remedy)
+            raise ConfigError("no such model can be asked here", remedy, field=f"{field}.{option}", value=name)
     if operator.scores and not context.scores:
         remedy = "add 'reward', or give the config of a run (--config)"
-        raise ConfigError("it checks answers, and there is no reward to do so", field=field, remedy=remedy)
+        raise ConfigError("it checks answers, and there is no reward to do so", remedy, field=field)
 
 
 def _check_columns(operator: Operator[Any], schema: pa.Schema, field: str, before: str) -> None:
@@ -191,18 +191,18 @@ def _check_columns(operator: Operator[Any], schema: pa.Schema, field: str, befor
         if name not in schema.names:
             raise ConfigError(
                 f"it needs a column that {before} does not give, which gives {', '.join(schema.names)}",
+                f"name another column, or put an operator before it; {nearest(name, schema.names)}",
                 field=field,
                 value=name,
-                remedy=f"name another column, or put an operator before it; {nearest(name, schema.names)}",
             )
         column = schema.field(name)
         if not _holds(column, wants):
             kind = "values of JSON of several kinds" if is_json(column) else str(column.type)
             raise ConfigError(
                 f"it needs a column of {_WORDS[wants]}, and {before} gives {kind}",
+                f"name another column, or put {{name: columns, cast: {{{name}: …}}}} before it",
                 field=field,
                 value=name,
-                remedy=f"name another column, or put {{name: columns, cast: {{{name}: …}}}} before it",
             )
 
 
@@ -259,7 +259,7 @@ def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
 
 
 def _wrong(link: Link, problem: str) -> OperatorFailed:
-    return OperatorFailed(problem, field=link.field, remedy="correct the operator")
+    return OperatorFailed(problem, "correct the operator", field=link.field)
 
 
 def _conform(rows: pa.RecordBatch, schema: pa.Schema, *, blank: bool = False) -> pa.RecordBatch:

@@ -65,20 +65,20 @@ def check_experiences(config: RunConfig, model: str | None) -> None:
     if makers and made is None:
         raise ConfigError(
             "makes rows, and nothing is said of what becomes of them",
+            "name the demonstrations that they become, which a stage may train on: pipelines.made: found",
             field=makers[0].field,
-            remedy="name the demonstrations that they become, which a stage may train on: pipelines.made: found",
         )
     if made is not None and not makers:
         remedy = "add one, such as expert_rows, or leave 'made' out"
-        raise ConfigError("no operator makes rows", field="pipelines.made", value=made, remedy=remedy)
+        raise ConfigError("no operator makes rows", remedy, field="pipelines.made", value=made)
     drawn_by = config.buffer.sampler.score if config.buffer.needs_scores else None
     given = config.mode not in ("both", "explore") or any("priority" in link.operator.writes for link in links)
     if drawn_by == "priority" and not given:
         raise ConfigError(
             "no operator on experiences writes a priority",
+            "add a function of your own, of kind 'prioritise', to pipelines.experiences, or use another score",
             field="buffer.sampler.score",
             value=drawn_by,
-            remedy="add a function of your own, of kind 'prioritise', to pipelines.experiences, or use another score",
         )
 
 

@@ -77,7 +77,7 @@ def process(
     """
     for path in filter(None, (out, left_out)):
         if path.resolve() in {Path(source.name).resolve() for source in sources}:
-            raise DataError("would overwrite its input", field="out", value=str(path), remedy="give another file")
+            raise DataError("would overwrite its input", "give another file", field="out", value=str(path))
     load_plugins(config.plugins)
     if kinds := _kinds(config, context or Context(), sources):
         files = [Path(each.name) if each.name.endswith(".jsonl") else None for each in sources]
@@ -85,7 +85,7 @@ def process(
     for source in sources:
         if source.broken and config.on_broken == "fail":
             problem = f"{len(source.broken)} broken rows: row {source.broken[0].number} is {source.broken[0].problem}"
-            raise DataError(problem, field="file", value=source.name, remedy="correct them, or set on_broken: skip")
+            raise DataError(problem, "correct them, or set on_broken: skip", field="file", value=source.name)
     schema = _common(sources)
     ids, name = Ids(), id_column(schema)
     schema = ids.add(pa.RecordBatch.from_pylist([], schema=schema)).schema
@@ -205,7 +205,7 @@ def _common(sources: Sequence[RowSource]) -> pa.Schema:
             kinds = ["JSON" if is_json(each) else str(each.type) for each in (there, column)]
             problem = f"holds {kinds[0]} in {named} and {kinds[1]} in {source.name}"
             remedy = "process the files one by one, or convert one of them"
-            raise DataError(problem, field=f"column {column.name}", remedy=remedy)
+            raise DataError(problem, remedy, field=f"column {column.name}")
     return pa.schema([column for column, _ in columns.values()])
 
 
@@ -233,7 +233,7 @@ class _LeftOutFile:
                 self._stack = stack.pop_all()
         except OSError as error:
             problem = f"cannot be written: {error.strerror or error}"
-            raise DataError(problem, field="left_out", value=str(self._path), remedy="choose another folder") from None
+            raise DataError(problem, "choose another folder", field="left_out", value=str(self._path)) from None
         return self
 
     def broken(self, rows: dict[str, Sequence[BrokenRow]]) -> None:
@@ -277,7 +277,7 @@ def walk_lineage(wanted: str, sources: Sequence[RowSource]) -> list[Ancestor]:
         missing = parents - found.keys() if more else set()
     if wanted not in found:
         named = ", ".join(source.name for source in sources)
-        raise DataError(f"no row of this id in {named}", field="id", value=wanted, remedy="name the files that hold it")
+        raise DataError(f"no row of this id in {named}", "name the files that hold it", field="id", value=wanted)
     walked = list[Ancestor]()
 
     def walk(name: str, depth: int, above: tuple[str, ...]) -> None:

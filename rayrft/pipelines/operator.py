@@ -157,9 +157,7 @@ def register_operator(
         if inspect.isclass(piece) and issubclass(piece, Operator):
             operators.register(name)(piece)
         elif kind is None:
-            raise ConfigError(
-                "a function needs its kind", field=name, remedy="give clean, filter, prioritise or synthesise"
-            )
+            raise ConfigError("a function needs its kind", "give clean, filter, prioritise or synthesise", field=name)
         else:
             operators.register(name)(FunctionOperator(piece, kind, dict(writes or {}), version))
         return piece
@@ -191,9 +189,7 @@ class FunctionOperator:
         for name in ("__module__", "__qualname__"):  # where it was defined, for the registry
             object.__setattr__(self, name, getattr(self.function, name))
         if not self.columns:
-            raise ConfigError(
-                "a function of no column", field=self.function.__qualname__, remedy="name columns as parameters"
-            )
+            raise ConfigError("a function of no column", "name columns as parameters", field=self.function.__qualname__)
 
     def __call__(self, options: Section, context: Context) -> Operator[Any]:
         return _Rowwise(self, options, context)
@@ -291,7 +287,7 @@ def build_operator(config: OperatorConfig, field: str, context: Context) -> Oper
         made = next((each for each in registered if getattr(each, "function", None) is made), made)
     if not (isinstance(made, FunctionOperator) or (inspect.isclass(made) and issubclass(made, Operator))):
         raise ConfigError(
-            "is no operator", field=f"{field}.name", value=config.name, remedy="decorate it with register_operator"
+            "is no operator", "decorate it with register_operator", field=f"{field}.name", value=config.name
         )
     model = made.options if isinstance(made, FunctionOperator) else made.Options
     try:
@@ -301,9 +297,7 @@ def build_operator(config: OperatorConfig, field: str, context: Context) -> Oper
     try:
         return made(options, context)
     except ConfigError as error:
-        raise ConfigError(
-            error.problem, field=f"{field}.{error.field}", value=error.value, remedy=error.remedy
-        ) from None
+        raise ConfigError(error.problem, error.remedy, field=f"{field}.{error.field}", value=error.value) from None
 
 
 def _refused(error: ValidationError, model: type[Section], field: str) -> ConfigError:
@@ -312,12 +306,10 @@ def _refused(error: ValidationError, model: type[Section], field: str) -> Config
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         known = model.model_fields
         remedy = nearest(str(problem["loc"][0]), known) if known else "leave it out: it has no options"
-        return ConfigError("unknown option", field=key, value=problem["loc"][0], remedy=remedy)
+        return ConfigError("unknown option", remedy, field=key, value=problem["loc"][0])
     if problem["type"] == "missing":
-        return ConfigError("a required option is missing", field=key, remedy=f"add '{problem['loc'][-1]}: …'")
+        return ConfigError("a required option is missing", f"add '{problem['loc'][-1]}: …'", field=key)
     reason = problem.get("ctx", {}).get("error")
     if isinstance(reason, ValueError) and isinstance(cause := reason.args[0], ConfigError):
-        return ConfigError(
-            cause.problem, field=f"{key}.{cause.field}".strip("."), value=cause.value, remedy=cause.remedy
-        )
+        return ConfigError(cause.problem, cause.remedy, field=f"{key}.{cause.field}".strip("."), value=cause.value)
     return ConfigError(problem["msg"], field=key, value=problem["input"])

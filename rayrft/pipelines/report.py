@@ -152,7 +152,7 @@ class OperatorLog:
 
     def wrong(self, problem: str) -> OperatorFailed:
         """Return the error of operators that together return what they may not."""
-        return OperatorFailed(problem, field=self._place, remedy="correct the operator")
+        return OperatorFailed(problem, "correct the operator", field=self._place)
 
     def take(self) -> dict[str, OperatorStats]:
         """Return what was done since the last call, by operator; one of a name that is there again has a number."""

@@ -167,7 +167,7 @@ def typed_lineage(rows: pa.RecordBatch) -> pa.RecordBatch:
                 rows = with_column(rows, name, pa.nulls(rows.num_rows, kind) if empty else column.cast(kind))
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
                 problem = f"holds {column.type}, and made rows have their lineage there, as {kind}"
-                raise DataError(problem, field=f"column {name}", remedy="rename the column") from None
+                raise DataError(problem, "rename the column", field=f"column {name}") from None
     return rows
 
 

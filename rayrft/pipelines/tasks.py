@@ -186,12 +186,12 @@ def _processed(
             if (source, began) not in made_of:
                 column = "id" if source in found else "source"
                 remedy = "leave the column as it is"
-                raise DataError("an operator changed it", field=f"column {column}", value=row[column], remedy=remedy)
+                raise DataError("an operator changed it", remedy, field=f"column {column}", value=row[column])
             began = made_of[source, began]
         task = replace(known[source, began], id=row["id"], **{name: row[name] for name in _KEPT})
         if not task.question or task.answer is None:
             problem = f"an operator left task {task.id} without a question or an answer"
-            raise DataError(problem, field="pipelines.tasks", remedy="add drop_broken after it")
+            raise DataError(problem, "add drop_broken after it", field="pipelines.tasks")
         found[source].append((task, began))
     return [found[name] for name in names], report.operators
 
@@ -294,8 +294,8 @@ def decontaminated(splits: TaskSplits, evaluation: Sequence[Task]) -> tuple[Task
     for source in sorted(set(splits.sources) - left):
         raise DataError(
             "every task to train on shows a task of an evaluation set",
+            "give other tasks to train or to evaluate on, or pipelines.decontaminate: false",
             field=f"tasks.sources.{source}",
-            remedy="give other tasks to train or to evaluate on, or pipelines.decontaminate: false",
         )
     return (
         replace(
@@ -377,7 +377,7 @@ def _check_priorities(config: RunConfig) -> None:
         if kind == "prioritise" and "filter" not in kinds[number:]:
             raise ConfigError(
                 f"writes priorities, which task sampler {config.tasks.sampler!r} does not use",
+                "draw by them, with tasks.sampler: priority, or add a filter after it, such as top_share",
                 field=f"pipelines.tasks.{number}",
                 value=operators[number].name,
-                remedy="draw by them, with tasks.sampler: priority, or add a filter after it, such as top_share",
             )

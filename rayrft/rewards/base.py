@@ -310,8 +310,5 @@ def build_reward(name: str, options: dict[str, Any]) -> Reward:
         return factory(**resolved(options))
     except TypeError as error:
         raise ConfigError(
-            f"refused by {name!r}: {error}",
-            field="reward.options",
-            value=options,
-            remedy="see the reward's own parameters",
+            f"refused by {name!r}: {error}", "see the reward's own parameters", field="reward.options", value=options
         ) from None

@@ -171,9 +171,9 @@ def tests_of(task: Task) -> list[Any]:
     if len(kinds) != 1 or None in kinds:
         raise DataError(
             "the task has no tests of one kind",
+            "give a list of calls (args, expected), runs (stdin, stdout) or assertions",
             field="metadata.tests",
             value=tests and str(tests)[:200],
-            remedy="give a list of calls (args, expected), runs (stdin, stdout) or assertions",
         )
     return list(tests or ())
 
@@ -228,9 +228,9 @@ class Judge:
             if failures and not any(failures) and mean < self._limits.wall_s / 4:
                 raise DataError(
                     "the tests do not fit the budget",
+                    "raise reward.options.budget_s and reward.deadline_s, or take fewer tests",
                     field="metadata.tests",
                     value=f"{len(failures)} of {len(tests)} in {self._budget_s:g} s",
-                    remedy="raise reward.options.budget_s and reward.deadline_s, or take fewer tests",
                 ) from None
             failures.append(f"time: {self._budget_s:g} s are over after {len(failures)} of {len(tests)} tests")
         return Verdict(True, failures)
@@ -453,9 +453,7 @@ def compiler() -> str:
     for name in ("g++", "clang++", "c++"):
         if found := shutil.which(name, path="/usr/local/bin:/usr/bin"):
             return os.path.realpath(found)
-    raise ConfigError(
-        "there is no C++ compiler", field="reward.options.language", value="cpp", remedy="apt-get install g++"
-    )
+    raise ConfigError("there is no C++ compiler", "apt-get install g++", field="reward.options.language", value="cpp")
 
 
 @lru_cache

@@ -205,7 +205,7 @@ class Judge:
 
 
 def _invalid(problem: str, option: str, value: object) -> ConfigError:
-    return ConfigError(problem, field=f"reward.options.{option}", value=value, remedy="see rayrft.rewards.judge.Judge")
+    return ConfigError(problem, "see rayrft.rewards.judge.Judge", field=f"reward.options.{option}", value=value)
 
 
 def digest(*texts: str) -> bytes:
@@ -300,14 +300,14 @@ class Endpoint:
             raise kind(f"status {error.status_code}: {error.message}"[:500], field="url", value=self.url) from None
         except (OpenAIError, ValueError) as error:  # ValueError: JSON that is none
             problem = f"{type(error).__name__}: {error}"[:500]
-            raise EndpointFailed(problem, field="url", value=self.url, remedy="see whether it runs") from None
+            raise EndpointFailed(problem, "see whether it runs", field="url", value=self.url) from None
         try:
             content = reply.choices[0].message.content
         except (AttributeError, IndexError, TypeError):
             content = reply
         if not isinstance(content, str | None) or content is reply:
             problem = f"what it answers is no chat completion: {str(reply)[:200]!r}"
-            raise EndpointFailed(problem, field="url", value=self.url, remedy="give the url that ends in /v1")
+            raise EndpointFailed(problem, "give the url that ends in /v1", field="url", value=self.url)
         return content or ""
 
     async def close(self) -> None:

@@ -112,9 +112,9 @@ class ProcessModel:
         for name, value, known in (("reduce", reduce, (*_REDUCED,)), ("per", per, _PER)):
             if value not in known:
                 field, remedy = f"reward.options.{name}", f"choose one of {', '.join(known)}"
-                raise ConfigError("no such way", field=field, value=value, remedy=remedy)
+                raise ConfigError("no such way", remedy, field=field, value=value)
         if not separator:
-            raise ConfigError("is empty", field="reward.options.separator", value=separator, remedy="leave it out")
+            raise ConfigError("is empty", "leave it out", field="reward.options.separator", value=separator)
         self._network = _Network("Token", 2, model, revision, device, dtype, batch_tokens)
         self._separator, self._reduced, self._per = separator, _REDUCED[reduce], per
         self.max_batch = max_batch if self._network.pads else 1
@@ -258,4 +258,4 @@ class _Network:
 def _refused(model: str, labels: int, problem: str) -> ModelError:
     what = "one output" if labels == 1 else f"{labels} labels for each token"
     remedy = f"give a classifier with {what} and a tokenizer with a chat template"
-    return ModelError(problem, field="reward.options.model", value=model, remedy=remedy)
+    return ModelError(problem, remedy, field="reward.options.model", value=model)

@@ -261,9 +261,9 @@ class _InProcesses:
         """Raise the error in all calls, now and later."""
         self._error = ConfigError(
             f"cannot be built: {error}",
+            "see the cause, and the reward's own options",
             field="reward.name",
             value=self._name,
-            remedy="see the cause, and the reward's own options",
         )
         while not self._calls.empty():
             waiting.append(self._calls.get_nowait().result)

@@ -223,7 +223,7 @@ def _open(
         cause = _cause(service)
         delete_applications(service.all_versions)
         remedy = "see the logs of Serve in the Ray dashboard"
-        raise ConfigError(f"cannot be served: {cause}", field="reward", remedy=remedy) from None
+        raise ConfigError(f"cannot be served: {cause}", remedy, field="reward") from None
 
 
 def _cause(service: RewardService) -> str:

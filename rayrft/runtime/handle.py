@@ -121,7 +121,7 @@ def fetch(call: Awaitable[R], who: str = "", deadline_s: float | None = None) ->
         return ray.get(call, timeout=deadline_s)
     except (ActorUnavailableError, GetTimeoutError) as error:
         problem = f"no answer for {deadline_s:g} s" if isinstance(error, GetTimeoutError) else "it cannot be reached"
-        raise ActorUnreachable(problem, field=who, remedy="check it in the Ray dashboard, and try again") from None
+        raise ActorUnreachable(problem, "check it in the Ray dashboard, and try again", field=who) from None
 
 
 def end(actors: Collection[Handle[Watched]]) -> None:

@@ -60,7 +60,7 @@ def check_batches(config: RunConfig, model: str | None) -> None:
     for link in batch_chain(config, model).build():
         if link.operator.kind == "synthesise":
             remedy = "make rows in pipelines.experiences, as demonstrations"
-            raise ConfigError("makes rows, which no batch takes", field=link.field, value=link.name, remedy=remedy)
+            raise ConfigError("makes rows, which no batch takes", remedy, field=link.field, value=link.name)
 
 
 @dataclass(frozen=True)

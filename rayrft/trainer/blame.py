@@ -34,10 +34,10 @@ def blaming(batch: MicroBatch) -> Iterator[None]:
         raise RowsFailed(
             f"training failed on {'row' if len(batch.experiences) == 1 else 'one of the rows'} {names}: "
             f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            "resume the run: the step is retried with every one of these rows in a micro-batch of its own; a "
+            "row that fails twice is dropped with its group and counted as failed_twice",
             field=f"trainer rank {rank}",
             value=list(batch.experiences),
-            remedy="resume the run: the step is retried with every one of these rows in a micro-batch of its own; a "
-            "row that fails twice is dropped with its group and counted as failed_twice",
         ) from error
 
 
@@ -56,12 +56,12 @@ def device_failed(error: BaseException, rank: int, where: str, config: TrainerCo
     problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if not _is_out_of_memory(error):
         remedy = "check the device (nvidia-smi; Xid lines in dmesg), then resume the run, if need be on another node"
-        return DeviceFailed(f"the device failed: {problem}", field=f"trainer rank {rank}", value=where, remedy=remedy)
+        return DeviceFailed(f"the device failed: {problem}", remedy, field=f"trainer rank {rank}", value=where)
     remedies = [f"lower trainer.micro_batch_tokens ({config.micro_batch_tokens})"]
     remedies += [] if config.gradient_checkpointing else ["set trainer.gradient_checkpointing: true"]
     remedies += [f"raise trainer.ranks ({config.ranks}), which share weights and moments"]
     remedy = f"{'; '.join(remedies)}; then resume the run"
-    return DeviceFailed(f"out of memory: {problem}", field=f"trainer rank {rank}", value=where, remedy=remedy)
+    return DeviceFailed(f"out of memory: {problem}", remedy, field=f"trainer rank {rank}", value=where)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

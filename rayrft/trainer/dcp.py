@@ -179,26 +179,26 @@ def _unreadable(error: BaseException, folder: Path) -> RayrftError:
     if isinstance(cause, FileNotFoundError):
         return StorageError(
             f"the checkpoint is incomplete: {Path(cause.filename or '').name} is missing",
+            remedy,
             field="checkpoint",
             value=str(folder),
-            remedy=remedy,
         )
     if "Missing key in checkpoint" in str(cause):
         return ModelError(
             f"the checkpoint lacks parameters of the model: {_one_line(error)}",
+            "resume with the model, adapter and algorithm that the run began with",
             field="model",
             value=str(folder),
-            remedy="resume with the model, adapter and algorithm that the run began with",
         )
     if "ize mismatch" in str(cause):
         return ModelError(
             f"the checkpoint does not fit the model: {_one_line(error)}",
+            "resume with the model that the run began with",
             field="model",
             value=str(folder),
-            remedy="resume with the model that the run began with",
         )
     return StorageError(
-        f"the checkpoint cannot be read: {_one_line(error)}", field="checkpoint", value=str(folder), remedy=remedy
+        f"the checkpoint cannot be read: {_one_line(error)}", remedy, field="checkpoint", value=str(folder)
     )
 
 

@@ -271,9 +271,9 @@ class Learner:
             optimizer.adam.zero_grad()
             raise RayrftError(
                 f"the loss or its gradient is not finite; the {model} was not updated",
+                "lower the optimizer's lr, or inspect the rows of this step",
                 field="trainer",
                 value={"loss": loss, "grad_norm": grad_norm, "step of the stage": self._step},
-                remedy="lower the optimizer's lr, or inspect the rows of this step",
             )
         optimizer.step()
         return grad_norm

@@ -115,7 +115,7 @@ def _inject(model: Any, config: LoraConfig) -> PeftConfig:
 def _no_target(value: Any) -> ConfigError:
     return ConfigError(
         "the model's decoder has no such linear layer",
+        "name linear layers, such as q_proj, or all-linear",
         field="trainer.lora.targets",
         value=value,
-        remedy="name linear layers, such as q_proj, or all-linear",
     )

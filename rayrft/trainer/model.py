@@ -50,9 +50,9 @@ def load_policy(path: str, field: str = "model.path") -> Policy:
     except (OSError, ValueError) as error:
         raise ModelError(
             f"no causal language model can be loaded: {str(error).splitlines()[0]}",
+            "give a folder in Hugging Face format, or the id of a model on the hub",
             field=field,
             value=path,
-            remedy="give a folder in Hugging Face format, or the id of a model on the hub",
         ) from None
     return Policy(model, images)
 

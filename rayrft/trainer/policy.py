@@ -64,9 +64,9 @@ class Policy(nn.Module):
         if not layers or not self.model.supports_gradient_checkpointing:
             raise ModelError(
                 "the model does not support gradient checkpointing",
+                "set it to false",
                 field="trainer.gradient_checkpointing",
                 value=type(self.model).__name__,
-                remedy="set it to false",
             )
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers:

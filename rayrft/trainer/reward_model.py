@@ -100,7 +100,7 @@ def _classifier(config: Any, padding: int | None) -> Any:
 def _no_classifier(config: Any, problem: str) -> ModelError:
     return ModelError(
         f"transformers has no sequence classifier for it: {problem}",
+        "train a reward model from a model such as Llama, Qwen or Gemma, without images",
         field="model.path",
         value=type(config).__name__,
-        remedy="train a reward model from a model such as Llama, Qwen or Gemma, without images",
     )

@@ -87,8 +87,8 @@ def _save_processor(tokenizer, folder: Path) -> None:  # type: ignore[no-untyped
     except ImportError as error:
         raise ModelError(
             f"a vision model cannot be made: {error}",
+            "run cluster/setup.sh again: vision models need torchvision",
             field="model.tiny.vision",
-            remedy="run cluster/setup.sh again: vision models need torchvision",
         ) from None
     size = {"shortest_edge": (_PATCH * _MERGE) ** 2, "longest_edge": _LARGEST**2}
     patches = {"patch_size": _PATCH, "merge_size": _MERGE, "size": size}

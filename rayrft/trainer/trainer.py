@@ -71,9 +71,9 @@ class Trainer(Watched):
             late = sorted(set(range(self._config.ranks)) - self._ready.keys())
             raise ActorDied(
                 f"trainer ranks {late} of {self._config.ranks} were not up within {self._config.start_timeout_s:g} s",
-                field=f"trainer rank {late[0]}",
-                remedy="see their logs in the Ray dashboard; for a model that takes long to load, raise "
+                "see their logs in the Ray dashboard; for a model that takes long to load, raise "
                 "trainer.start_timeout_s",
+                field=f"trainer rank {late[0]}",
             ) from None
         return self._ready[0]
 
@@ -106,9 +106,9 @@ class Trainer(Watched):
         if problems:
             raise StorageError(
                 f"a checkpoint cannot be written: {problems[0]}",
+                "free disk space or fix the permissions of the run's folder; then resume the run",
                 field="storage",
                 value=str(folder),
-                remedy="free disk space or fix the permissions of the run's folder; then resume the run",
             )
 
     async def stop(self) -> None:
@@ -235,4 +235,4 @@ def _cause(error: BaseException, actor: str) -> Exception:
     if isinstance(error, RayrftError):
         return error
     lines = str(error).strip().splitlines() or [""]
-    return ActorDied(f"{type(error).__name__}: {lines[-1]}", field=actor, remedy="see its log in the Ray dashboard")
+    return ActorDied(f"{type(error).__name__}: {lines[-1]}", "see its log in the Ray dashboard", field=actor)

@@ -54,9 +54,9 @@ def reject_images(images: tuple[tuple[str, ...], ...]) -> None:
     if image := next((path for paths in images for path in paths), None):
         raise ModelError(
             "a row has an image, but the model takes none",
+            "give a model of the Qwen-VL family, or rows without images",
             field="model",
             value=image,
-            remedy="give a model of the Qwen-VL family, or rows without images",
         )
 
 

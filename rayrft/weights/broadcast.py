@@ -65,7 +65,7 @@ class Gloo(Broadcast):
     @classmethod
     def check(cls, layout: Layout) -> None:
         if layout.engine_gpus:
-            raise ConfigError("is for CPU engines", field=FIELD, value="gloo", remedy="use nccl, ipc or auto")
+            raise ConfigError("is for CPU engines", "use nccl, ipc or auto", field=FIELD, value="gloo")
 
     def _form(self, end: Endpoint, rank: int, size: int, timeout: timedelta) -> Any:
         import torch.distributed as dist
@@ -79,11 +79,11 @@ class Nccl(Broadcast):
     def check(cls, layout: Layout) -> None:
         if not layout.engine_gpus:
             problem = "needs explorer.engine.gpus and trainer.gpus above 0"
-            raise ConfigError(problem, field=FIELD, value="nccl", remedy="use gloo or auto")
+            raise ConfigError(problem, "use gloo or auto", field=FIELD, value="nccl")
         if layout.engine_gpus < 1 or layout.rank_gpus < 1:
             problem = "does not support two ranks on one GPU"
             remedy = "give whole GPUs to each side, or use ipc"
-            raise ConfigError(problem, field=FIELD, value="nccl", remedy=remedy)
+            raise ConfigError(problem, remedy, field=FIELD, value="nccl")
 
     def _form(self, end: Endpoint, rank: int, size: int, timeout: timedelta) -> Any:
         import torch

@@ -30,7 +30,7 @@ class CudaIpc(WeightTransport):
         gpus = layout.engine_gpus + layout.rank_gpus
         if not layout.engine_gpus:
             problem = "needs explorer.engine.gpus and trainer.gpus above 0"
-            raise ConfigError(problem, field=FIELD, value="ipc", remedy="use gloo or auto")
+            raise ConfigError(problem, "use gloo or auto", field=FIELD, value="ipc")
         if layout.ranks != layout.engines or gpus > 1:
             raise ConfigError(
                 f"pairs one engine with one trainer rank on a GPU: needs explorer.engine.count ({layout.engines}) = "
@@ -42,9 +42,9 @@ class CudaIpc(WeightTransport):
             raise ConfigError(
                 f"gives half a GPU or less to a pair of engine and rank, and two of the {layout.engines} pairs would "
                 "share one",
+                "raise explorer.engine.gpus and trainer.gpus to more than 0.5 together",
                 field=FIELD,
                 value="ipc",
-                remedy="raise explorer.engine.gpus and trainer.gpus to more than 0.5 together",
             )
 
     def connect(self, end: Endpoint) -> None:

@@ -66,8 +66,8 @@ class SignedStore:
         if not hmac.compare_digest(signature.encode(), self._signature(key, value).encode()):
             raise WeightSyncError(
                 "a process outside the run wrote to the store of the link between trainer and engines",
+                "let only the cluster's nodes reach each other's ports, then resume the run",
                 field=key,
-                remedy="let only the cluster's nodes reach each other's ports, then resume the run",
             )
         return value
 
@@ -132,7 +132,7 @@ def choose_transport(name: str, layout: Layout) -> str:
             return candidate
     raise ConfigError(
         f"no weight transport fits: {'; '.join(problems)}",
+        "change explorer.engine.gpus, trainer.gpus, explorer.engine.count or trainer.ranks",
         field=FIELD,
         value=name,
-        remedy="change explorer.engine.gpus, trainer.gpus, explorer.engine.count or trainer.ranks",
     )

@@ -67,7 +67,7 @@ class Damaged:
     """An actor that cannot be made."""
 
     def __init__(self) -> None:
-        raise StorageError("a line is damaged, because its checksum differs", field="journal-3", remedy="restore it")
+        raise StorageError("a line is damaged, because its checksum differs", "restore it", field="journal-3")
 
     async def watch(self) -> None: ...
 

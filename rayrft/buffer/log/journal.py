@@ -144,8 +144,8 @@ def _storage_error(error: Exception) -> StorageError:
         return error
     return StorageError(
         f"an event cannot be written: {type(error).__name__}: {error}",
+        "this is a bug in rayrft: report it; all acknowledged data is safe",
         field="journal",
-        remedy="this is a bug in rayrft: report it; all acknowledged data is safe",
     )
 
 
@@ -259,10 +259,10 @@ class Journal:
         if self.position < known:
             raise StorageError(
                 f"the journal ends at {self.position}, before {what}: {known}",
+                "the end of the file was lost: restore it and its snapshot from a backup; no file was changed, "
+                "and the segments with the rows are plain Arrow files",
                 field=str(self._storage.folder / _JOURNAL.format(self.position.number)),
                 value=self.position.nbytes,
-                remedy="the end of the file was lost: restore it and its snapshot from a backup; no file was changed, "
-                "and the segments with the rows are plain Arrow files",
             )
 
     def _synced(self) -> Position:
@@ -281,7 +281,7 @@ class Journal:
     def _read_snapshot(self, name: str) -> pa.Buffer:
         snapshot, match = self._storage.read(name), _SNAPSHOT.match(name)
         if match is None or zlib.crc32(snapshot) != int(match[2], 16):
-            raise StorageError("the snapshot was changed since it was written", field=name, remedy=_DAMAGED)
+            raise StorageError("the snapshot was changed since it was written", _DAMAGED, field=name)
         return snapshot
 
 
@@ -296,14 +296,14 @@ def _parse(data: bytes, name: str) -> tuple[list[Event], list[int]]:
     for number, (line, body) in enumerate(zip(lines, bodies, strict=False), start=1):
         where = f"{name}, line {number}"
         if body is None:
-            raise StorageError("the line was changed since it was written", field=where, remedy=_DAMAGED)
+            raise StorageError("the line was changed since it was written", _DAMAGED, field=where)
         try:
             events.append(decode(body))
         except ValidationError as error:
             raise StorageError(
                 f"this version of rayrft cannot read the line: {error.errors()[0]['msg']}",
+                "continue with the version of rayrft that wrote it",
                 field=where,
-                remedy="continue with the version of rayrft that wrote it",
             ) from None
         ends.append((ends[-1] if ends else 0) + len(line) + 1)
     return events, ends

@@ -111,8 +111,8 @@ class RowLog:
         if len(starts) != announced:
             raise DataError(
                 f"the message holds {len(starts)} groups and {announced} were announced",
+                "put every group once, with all its rows and no others",
                 field="group_id",
-                remedy="put every group once, with all its rows and no others",
             )
         of_row = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, batch.num_rows)))
         faults: dict[int, list[Fault]] = {}
@@ -215,9 +215,9 @@ class RowLog:
             if found.get(number, 0) < segment.extent.nbytes:
                 raise StorageError(
                     f"{segment.extent.nbytes} bytes were written and {found.get(number, 0)} are there",
-                    field=segment_name(number),
-                    remedy="the file was damaged, or the machine lost power with buffer.fsync 'never' or 'interval': "
+                    "the file was damaged, or the machine lost power with buffer.fsync 'never' or 'interval': "
                     "restore it from a backup",
+                    field=segment_name(number),
                 )
         for number, size in found.items():
             committed = self._segments[number].extent.nbytes if number in self._segments else 0

@@ -58,20 +58,20 @@ def read_rows(storage: Storage, name: str, extent: Extent) -> pa.RecordBatch:
         data = storage.read(name)
         intact = len(data) >= extent.nbytes and zlib.crc32(data[: extent.nbytes]) == extent.crc
     except FileNotFoundError:
-        raise StorageError("the file is gone", field=where, remedy="restore it from a backup") from None
+        raise StorageError("the file is gone", "restore it from a backup", field=where) from None
     if not intact:
         raise StorageError(
             "the file was changed since it was written",
+            "corrupted by a disk fault or a manual edit: restore it from a backup; other files are readable",
             field=where,
-            remedy="corrupted by a disk fault or a manual edit: restore it from a backup; other files are readable",
         )
     with pa.ipc.open_stream(data[: extent.nbytes]) as stream:
         if not stream.schema.equals(SCHEMA, check_metadata=True):
             version = (stream.schema.metadata or {}).get(b"rayrft.schema", b"none").decode()
             raise StorageError(
                 f"the rows have schema version {version}; this rayrft reads {SCHEMA_VERSION}",
+                "read it with the version of rayrft that wrote it, or with plain pyarrow",
                 field=where,
-                remedy="read it with the version of rayrft that wrote it, or with plain pyarrow",
             )
         batches = list(stream)
     return pa.concat_batches(batches) if len(batches) != 1 else batches[0]

@@ -45,8 +45,8 @@ class Storage:
             os.close(descriptor)
             raise StorageError(
                 "another process writes here",
+                "end the run that uses it, or choose another name or buffer.storage",
                 field=str(self.folder),
-                remedy="end the run that uses it, or choose another name or buffer.storage",
             ) from None
         self._lock = descriptor
 
@@ -131,8 +131,8 @@ class Storage:
                 raise
             raise StorageError(
                 f"cannot be written or read: {error.strerror or error}",
+                _REMEDY.get(error.errno or 0, "check the storage"),
                 field=str(self.folder / name),
-                remedy=_REMEDY.get(error.errno or 0, "check the storage"),
             ) from None
 
 

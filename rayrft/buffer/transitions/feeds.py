@@ -82,6 +82,6 @@ def check_tasks(event: e.Admitted, tickets: list[Ticket]) -> None:
     if event.tasks and event.tasks != [ticket.task for ticket in tickets]:
         raise StorageError(
             "the tasks drawn now differ from those in the log",
+            "the task set or its sampler changed since the run was started: use the original tasks",
             field="tasks",
-            remedy="the task set or its sampler changed since the run was started: use the original tasks",
         )

@@ -20,9 +20,9 @@ def no_auxiliary(name: str, known: Collection[str]) -> ConfigError:
     """Create the error for a name that is none of those in the config."""
     return ConfigError(
         "no such auxiliary model",
+        nearest(name, known) if known else "add it to the config",
         field="auxiliary",
         value=name,
-        remedy=nearest(name, known) if known else "add it to the config",
     )
 
 
@@ -90,9 +90,9 @@ class AuxiliaryModel:
         if room <= 0:
             raise RequestRefused(
                 "the prompt leaves no room for an answer",
+                "raise it, or ask for less",
                 field=f"auxiliary.{self._name}.max_length",
                 value=self._config.max_length,
-                remedy="raise it, or ask for less",
             )
         self._calls += 1
         sampling = Sampling(

@@ -170,7 +170,7 @@ class EngineClient:
             raise await self._died(engine.name, error.problem) from None
         except RayError as error:  # the actor was not reached, or the call was cancelled: the engine may be alive
             problem, remedy = f"the call of the engine failed: {type(error).__name__}", "ask again"
-            raise EngineFailed(problem, field=engine.name, remedy=remedy) from None
+            raise EngineFailed(problem, remedy, field=engine.name) from None
         finally:
             engine.take(cost, -1)
             self._dispatch()

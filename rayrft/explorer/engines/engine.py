@@ -174,9 +174,9 @@ class RolloutEngine(Answering, Watched):
         if keep_cache and self._images is not None:
             raise ModelError(
                 "vLLM keeps what the old weights saw in an image for new requests, too",
+                "use recompute with models that take images",
                 field="weight_sync.kv_cache",
                 value="keep",
-                remedy="use recompute with models that take images",
             )
         async with self._pausing:
             await self._engine.pause_generation(mode="keep", clear_cache=not keep_cache)
@@ -255,9 +255,9 @@ class RolloutEngine(Answering, Watched):
             raise ModelError(
                 f"the engine and the tokenizer tokenise a prompt with images differently ({len(last.prompt_token_ids)} "
                 f"and {len(token_ids)} tokens)",
+                "vLLM and transformers expand this model's images differently: install compatible releases",
                 field="model",
                 value=images[0],
-                remedy="vLLM and transformers expand this model's images differently: install compatible releases",
             )
         return last
 
@@ -266,9 +266,9 @@ class RolloutEngine(Answering, Watched):
         if self._images is None:
             raise ModelError(
                 "the model does not accept images",
+                "use a vision-language model, or tasks without images",
                 field="model",
                 value=images[0],
-                remedy="use a vision-language model, or tasks without images",
             )
         pictures = [self._images.load(path) for path in images]
         ids = self._images.collapse(token_ids, images)
@@ -300,11 +300,11 @@ def _core_ended() -> ActorDied:
 
     name = ray.get_runtime_context().get_actor_name() or "engine"
     remedy = "see its log in the Ray dashboard"
-    return ActorDied("the engine's core process ended", field=name.rpartition(":")[2], remedy=remedy)
+    return ActorDied("the engine's core process ended", remedy, field=name.rpartition(":")[2])
 
 
 def _refused(problem: str, value: Any) -> RequestRefused:
-    return RequestRefused(problem, field="request", value=value, remedy="check the requests of the workflow")
+    return RequestRefused(problem, "check the requests of the workflow", field="request", value=value)
 
 
 def _prepare_environment(config: EngineConfig) -> None:

@@ -256,7 +256,7 @@ class _Mailbox:
             if error is not None and not isinstance(error, RayrftError):
                 log.error("a request failed", exc_info=error)
                 problem = f"the engine failed on the request: {type(error).__name__}: {error}"
-                error = EngineFailed(problem, field="request", remedy="see the engine's log in the Ray dashboard")
+                error = EngineFailed(problem, "see the engine's log in the Ray dashboard", field="request")
             self._finished[number] = error or task.result()
             self._ready.set()
 

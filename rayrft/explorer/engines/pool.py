@@ -70,7 +70,7 @@ class EnginePool(Watched):
         for name in self._membership.names:
             if any(engine.name == name for engine in engines):
                 raise WeightSyncError(
-                    "an engine of this name is a member", field=name, remedy="let it leave before another joins"
+                    "an engine of this name is a member", "let it leave before another joins", field=name
                 )
         return await self._change((*self._membership.members, *engines))
 
@@ -83,7 +83,7 @@ class EnginePool(Watched):
     async def died(self, name: str, reason: str) -> ActorDied:
         """Remove a member that died; return the error in which its requests end."""
         await self.leave(name, reason)
-        death = ActorDied(f"the engine died: {reason}", field=name, remedy="see its log in the Ray dashboard")
+        death = ActorDied(f"the engine died: {reason}", "see its log in the Ray dashboard", field=name)
         if not self._expendable:
             self._death = self._death or death
             self._lost.set()

@@ -94,9 +94,9 @@ def environment_factory(config: EnvironmentConfig) -> partial[Environment]:
     except TypeError as error:
         raise ConfigError(
             f"environment {config.name!r} rejects its options: {error}",
+            "see the parameters of the environment",
             field="explorer.environment.options",
             value=config.options,
-            remedy="see the parameters of the environment",
         ) from None
     if (check := getattr(factory, "check", None)) is not None:
         check(**resolved(config.options))
@@ -113,7 +113,7 @@ def extra_needed(extra: str, error: ImportError) -> ConfigError:
     """Create the error of an environment whose package is not installed."""
     return ConfigError(
         f"needs a package that is not installed: {error}",
+        f"pip install 'rayrft[{extra}]'",
         field="explorer.environment.name",
         value=extra,
-        remedy=f"pip install 'rayrft[{extra}]'",
     )

@@ -101,7 +101,7 @@ class EnvironmentClient:
         if size > limit:
             remedy = "shorten it, or raise explorer.environment.observation_limit"
             raise EnvironmentFailed(
-                f"an observation has more than {limit} characters", field="observation", value=size, remedy=remedy
+                f"an observation has more than {limit} characters", remedy, field="observation", value=size
             )
         return observation
 

@@ -75,7 +75,7 @@ class GymnasiumEnvironment:
             gymnasium.spec(id)
         except gymnasium.error.Error as error:
             field = "explorer.environment.options.id"
-            raise ConfigError(str(error), field=field, value=id, remedy="see gymnasium.pprint_registry()") from None
+            raise ConfigError(str(error), "see gymnasium.pprint_registry()", field=field, value=id) from None
 
     prepare = check
 

@@ -40,9 +40,9 @@ class OpenEnvEnvironment:
         if importlib.util.find_spec("openenv") is None:
             raise ConfigError(
                 "needs a package that is not installed: openenv",
+                "pip install 'rayrft[openenv]'",
                 field="explorer.environment.name",
                 value="openenv",
-                remedy="pip install 'rayrft[openenv]'",
             )
 
     @staticmethod

@@ -38,7 +38,7 @@ class VerifiersEnvironment:
         ]:
             if importlib.util.find_spec(module) is None:
                 problem = f"needs a package that is not installed: {module}"
-                raise ConfigError(problem, field="explorer.environment.options.id", value=id, remedy=remedy)
+                raise ConfigError(problem, remedy, field="explorer.environment.options.id", value=id)
 
     @staticmethod
     def prepare(id: str, arguments: dict[str, Any] | None = None) -> None:
@@ -54,9 +54,9 @@ class VerifiersEnvironment:
         if "prompt" not in row:
             raise DataError(
                 "the task is none of a verifiers environment",
+                "take tasks of source verifiers",
                 field="task",
                 value=task.id,
-                remedy="take tasks of source verifiers",
             )
         # The model is never called by the library, so that it needs no client.
         self._state = await self._environment.init_state(row, client=None, model="rayrft", sampling_args={})
@@ -100,10 +100,10 @@ def _load(id: str, arguments: str) -> Any:
     field = "explorer.environment.options.id"
     if not isinstance(environment, verifiers.MultiTurnEnv) or environment.message_type != "chat":
         problem = f"is a {type(environment).__name__}, not a MultiTurnEnv of chat"
-        raise ConfigError(problem, field=field, value=id, remedy="choose another")
+        raise ConfigError(problem, "choose another", field=field, value=id)
     if environment.oai_tools:
         problem = "calls tools by the API's tool calls, which are not played"
-        raise ConfigError(problem, field=field, value=id, remedy="choose another")
+        raise ConfigError(problem, "choose another", field=field, value=id)
     return environment
 
 

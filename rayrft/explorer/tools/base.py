@@ -150,7 +150,7 @@ def _arguments(name: str, function: Callable[..., Any], bound: bool) -> TypeAdap
 
 def _unfit(name: str, problem: str) -> ConfigError:
     remedy = "give it parameters with names, of types that JSON has"
-    return ConfigError(f"the tool {problem}", field=TOOLS, value=name, remedy=remedy)
+    return ConfigError(f"the tool {problem}", remedy, field=TOOLS, value=name)
 
 
 class _Untitled(GenerateJsonSchema):

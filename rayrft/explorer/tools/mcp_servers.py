@@ -187,7 +187,7 @@ class McpServer:
 
     def _unusable(self, problem: str, value: Any, remedy: str = "") -> ConfigError:
         field = f"explorer.workflow_options.tool_calling.mcp.{self.name}"
-        return ConfigError(problem, field=field, value=value, remedy=remedy)
+        return ConfigError(problem, remedy, field=field, value=value)
 
 
 def _cause(error: BaseException) -> str:

@@ -129,7 +129,7 @@ class Toolbox:
 
     def _describe(self, tool: Tool) -> None:
         if tool.name in self.tools:
-            raise ConfigError("two tools of one name", field=TOOLS, value=tool.name, remedy="rename one of them")
+            raise ConfigError("two tools of one name", "rename one of them", field=TOOLS, value=tool.name)
         self.tools[tool.name] = tool
 
     async def _await(self, name: str, arguments: dict[str, Any]) -> str:

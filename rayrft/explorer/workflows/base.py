@@ -57,16 +57,16 @@ def build_workflow(
     except TypeError as error:
         raise ConfigError(
             f"workflow {name!r} rejects its options: {error}",
+            "see the parameters of the workflow",
             field=f"explorer.workflow_options.{name}",
             value=options,
-            remedy="see the parameters of the workflow",
         ) from None
     if getattr(workflow, "needs_environment", False) and config.environment is None:
         raise ConfigError(
             f"workflow {name!r} acts in an environment",
+            "name one, or choose another workflow",
             field="explorer.environment",
             value=None,
-            remedy="name one, or choose another workflow",
         )
     for needed in getattr(workflow, "needs_auxiliary", ()):
         if needed not in auxiliary:
@@ -74,8 +74,8 @@ def build_workflow(
     if not inspect.iscoroutinefunction(inspect.unwrap(getattr(workflow, "run", None))):  # type: ignore[arg-type]
         raise ConfigError(
             f"run() of workflow {name!r} is no coroutine function",
+            "write async def run, and blocking = True in its class if it may block",
             field=field,
             value=name,
-            remedy="write async def run, and blocking = True in its class if it may block",
         )
     return Isolated(create, config.workflow_processes) if getattr(workflow, "blocking", False) else workflow

@@ -36,7 +36,7 @@ def _check_condition(where: str | None, schema: pa.Schema) -> None:
     try:
         Selection(schema, where=where)
     except DataError as error:
-        raise ConfigError(error.problem, field="where", value=error.value, remedy=error.remedy) from None
+        raise ConfigError(error.problem, error.remedy, field="where", value=error.value) from None
 
 
 class RebalanceOptions(Section):

@@ -195,7 +195,7 @@ class Length(Operator[LengthOptions]):
         if not is_text(kind):
             raise ConfigError("holds neither texts nor lists", field="column", value=self.options.column)
         if self._path is None:
-            raise ConfigError("is needed to count tokens", field="tokenizer", remedy="give a folder or a hub id")
+            raise ConfigError("is needed to count tokens", "give a folder or a hub id", field="tokenizer")
 
     def prepare(self) -> None:
         self._tokenizer = None
@@ -265,12 +265,12 @@ class Language(Operator[LanguageOptions]):
             from lingua import Language as Known
         except ImportError:
             remedy = "install rayrft[data], which brings lingua-language-detector"
-            raise ConfigError("needs a library that is not installed", field="name", remedy=remedy) from None
+            raise ConfigError("needs a library that is not installed", remedy, field="name") from None
         known = {each.iso_code_639_1.name.lower(): each for each in Known.all()}
         for key in ("keep", "among"):
             for code in getattr(options, key):
                 if code not in known:
-                    raise ConfigError("unknown language", field=key, value=code, remedy=nearest(code, known))
+                    raise ConfigError("unknown language", nearest(code, known), field=key, value=code)
         self._languages = [known[code] for code in sorted({*options.keep, *options.among})]
 
     @property

@@ -47,7 +47,7 @@ class ChangeColumns(Operator[ColumnsOptions]):
         fields = {column.name: column for column in schema}
         for old, new in self.options.rename.items():
             if new in fields:
-                raise ConfigError("there is a column of this name", field="rename", value=new, remedy="drop it before")
+                raise ConfigError("there is a column of this name", "drop it before", field="rename", value=new)
             whole = _known(old if old in fields else old.partition(".")[0], fields, "rename") == old
             fields[new] = fields.pop(old).with_name(new) if whole else pa.field(new, pa.string())
         for name, kind in self.options.cast.items():
@@ -87,4 +87,4 @@ class ChangeColumns(Operator[ColumnsOptions]):
 def _known(name: str, columns: Collection[str], option: str) -> str:
     if name in columns:
         return name
-    raise ConfigError("there is no such column", field=option, value=name, remedy=nearest(name, columns))
+    raise ConfigError("there is no such column", nearest(name, columns), field=option, value=name)

@@ -70,10 +70,10 @@ class Decontaminate(Operator[DecontaminateOptions]):
         for number, file in enumerate(options.against):
             if not file.path.is_file():
                 remedy = "give a JSONL or Parquet file"
-                raise ConfigError("no such file", field=f"against.{number}.path", value=str(file.path), remedy=remedy)
+                raise ConfigError("no such file", remedy, field=f"against.{number}.path", value=str(file.path))
         if not options.against and not context.evaluation:
             remedy = "name files in 'against', or a config with evaluation sets"
-            raise ConfigError("there is no evaluation task to compare with", field="against", remedy=remedy)
+            raise ConfigError("there is no evaluation task to compare with", remedy, field="against")
 
     @property
     def reads(self) -> Mapping[str, Wants]:
@@ -82,7 +82,7 @@ class Decontaminate(Operator[DecontaminateOptions]):
     def check(self, schema: pa.Schema) -> None:
         name = self.options.answer
         if "answer" in self.options.model_fields_set and name is not None and name not in schema.names:
-            raise ConfigError("no such column", field="answer", value=name, remedy=nearest(name, schema.names))
+            raise ConfigError("no such column", nearest(name, schema.names), field="answer", value=name)
 
     def prepare(self) -> None:
         tasks = [(task.question, task.answer, f"evaluation task {task.id}") for task in self.context.evaluation]
@@ -227,11 +227,11 @@ def _read(file: EvaluationFile) -> list[tuple[str, str, str]]:
     table = open_table(file.path)
     if table.broken:
         problem = f"row {table.broken[0].number} is {table.broken[0].problem}, so nothing can be compared with it"
-        raise DataError(problem, field="against", value=str(file.path), remedy="correct the row, or remove it")
+        raise DataError(problem, "correct the row, or remove it", field="against", value=str(file.path))
     for name in filter(None, (file.question, file.answer)):
         if name not in table.schema.names:
             remedy = nearest(name, table.schema.names)
-            raise DataError("no such column in the evaluation file", field=str(file.path), value=name, remedy=remedy)
+            raise DataError("no such column in the evaluation file", remedy, field=str(file.path), value=name)
     tasks, number = [], 0
     for batch in table.batches(10_000):
         questions = values_of(batch, file.question)
@@ -243,6 +243,6 @@ def _read(file: EvaluationFile) -> list[tuple[str, str, str]]:
                 truth = "" if answer is None else as_text(answer, str(file.answer))
             except DataError as error:
                 problem = f"row {number}: {error.problem}"
-                raise DataError(problem, field=str(file.path), remedy=error.remedy) from None
+                raise DataError(problem, error.remedy, field=str(file.path)) from None
             tasks.append((shown, truth, f"{file.path.name} {number}"))
     return tasks

@@ -39,7 +39,7 @@ class Embedder:
         self._options = options
         path = options.model or context.tokenizer
         if path is None:
-            raise ConfigError("there is no model to embed with", field="model", remedy="name one, or give --config")
+            raise ConfigError("there is no model to embed with", "name one, or give --config", field="model")
         self._path = path
         self._model: Any = None
 

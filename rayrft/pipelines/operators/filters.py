@@ -38,7 +38,7 @@ class Expression(Operator[ExpressionOptions]):
         try:
             self._selection = Selection(schema, where=self.options.where)
         except DataError as error:
-            raise ConfigError(error.problem, field="where", value=error.value, remedy=error.remedy) from None
+            raise ConfigError(error.problem, error.remedy, field="where", value=error.value) from None
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         met = self._selection.met(rows)

@@ -71,7 +71,7 @@ class Judged(AskingOperator[JudgedOptions]):
             self._judge = Judge(auxiliary=options.model, show_reference=options.reference is not None, **given)
         except ConfigError as error:
             option = str(error.field).rpartition(".")[2]
-            raise ConfigError(error.problem, field=option, value=error.value, remedy=error.remedy) from None
+            raise ConfigError(error.problem, error.remedy, field=option, value=error.value) from None
 
     @property
     def asks(self) -> Mapping[str, str]:

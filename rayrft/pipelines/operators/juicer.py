@@ -124,7 +124,7 @@ class Juicer(Operator[JuicerOptions]):
         counts = np.bincount(indices, minlength=rows.num_rows)
         if counts.max(initial=0) > 1 and not self.options.makes_rows:
             problem = f"{self.options.juicer} makes {counts.max()} rows of one"
-            raise OperatorFailed(problem, field="juicer", remedy="set makes_rows: true")
+            raise OperatorFailed(problem, "set makes_rows: true", field="juicer")
         first = np.zeros(rows.num_rows, np.int64)
         first[indices[::-1]] = np.arange(len(indices))[::-1]
         single = np.flatnonzero(counts == 1)
@@ -172,7 +172,7 @@ class Juicer(Operator[JuicerOptions]):
             self._log.seek(0)
             said = self._log.read().decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
             problem = f"its interpreter ended with code {code}, and said: {said[0][:500]}"
-            raise OperatorFailed(problem, field="juicer", value=self._python, remedy=_REMEDY)
+            raise OperatorFailed(problem, _REMEDY, field="juicer", value=self._python)
         reply = json.loads(line)
         if "error" in reply:
             raise OperatorFailed(reply["error"], field="juicer", value=self.options.juicer)
@@ -184,7 +184,7 @@ def _interpreter(given: Path | None) -> str:
     if named is None:
         return sys.executable if importlib.util.find_spec("data_juicer") is not None else _of_ray()
     if not os.access(named, os.X_OK) or not named.is_file():
-        raise ConfigError("there is no such interpreter", field="juicer_python", value=str(named), remedy=_REMEDY)
+        raise ConfigError("there is no such interpreter", _REMEDY, field="juicer_python", value=str(named))
     return str(named.absolute())  # not resolved: an environment's interpreter is a link
 
 
@@ -196,7 +196,7 @@ def _of_ray() -> str:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if not ray.is_initialized():
-        raise ConfigError("Data-Juicer is not installed here", field="juicer", remedy=_REMEDY)
+        raise ConfigError("Data-Juicer is not installed here", _REMEDY, field="juicer")
     log.warning("Ray makes an environment with Data-Juicer: a minute or two, unless there is one on this node")
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(_Inside).options(num_cpus=0, runtime_env={"pip": PACKAGES}, scheduling_strategy=here).remote()
@@ -204,7 +204,7 @@ def _of_ray() -> str:
         os.environ[PYTHON] = python = ray.get(actor.python.remote(), timeout=_MADE_WITHIN_S)
     except RayError as error:
         problem = f"Ray cannot make an environment with Data-Juicer: {str(error).strip().splitlines()[-1]}"
-        raise ConfigError(problem, field="juicer", remedy=_REMEDY) from error
+        raise ConfigError(problem, _REMEDY, field="juicer") from error
     _held.append(actor)
     return str(python)
 

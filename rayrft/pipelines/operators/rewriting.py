@@ -68,7 +68,7 @@ class _Rewriting(SolvingOperator[RewriteOptions]):
 
     def check(self, schema: pa.Schema) -> None:
         if is_experience(schema):
-            raise ConfigError("it makes tasks, and experiences are none", field="", remedy="give it rows of tasks")
+            raise ConfigError("it makes tasks, and experiences are none", "give it rows of tasks", field="")
         super().check(schema)
 
     async def work(self, rows: pa.RecordBatch) -> Applied:

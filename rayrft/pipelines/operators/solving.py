@@ -160,7 +160,7 @@ class _Finding(SolvingOperator[F]):
             check_subjects(self.options, schema, ("response",))
         if self._experiences and self.context.tokenizer is None:
             remedy = "give the config of a run (--config)"
-            raise ConfigError("experiences are tokenised as those of a run", field="", remedy=remedy)
+            raise ConfigError("experiences are tokenised as those of a run", remedy, field="")
 
     @cached_property
     def _tokenizer(self) -> ChatTokenizer:

@@ -134,7 +134,7 @@ class Answerer:
                 return await worker.call(method, *arguments, deadline_s=math.inf, asked=asked)
         except TimeoutError:
             problem = f"not done within {deadline_s:g} s"
-            raise CallTimeout(problem, field=method, remedy="raise the deadline, or make it faster") from None
+            raise CallTimeout(problem, "raise the deadline, or make it faster", field=method) from None
 
     async def _reply(self, kind: str, *arguments: Any) -> Any:
         if kind == "chat":
@@ -169,7 +169,7 @@ class Answerer:
         if self._failed[name] < _FAILURES_IN_A_ROW:
             return Reply(problem=error.problem)
         problem = f"{self._failed[name]} requests in a row had no answer; the last: {error.problem}"
-        raise EndpointFailed(problem, field=name, value=error.value, remedy=error.remedy)
+        raise EndpointFailed(problem, error.remedy, field=name, value=error.value)
 
 
 Engines = Callable[[Collection[str]], AbstractAsyncContextManager[Mapping[str, AskedModel]]]

@@ -111,7 +111,7 @@ def check_subjects(options: SubjectOptions, schema: pa.Schema, columns: Collecti
         column = schema.field(name) if name in schema.names else None
         if column is None or is_json(column) or not is_text(column.type):
             problem = f"there is no such column of texts, only {', '.join(schema.names)}"
-            raise ConfigError(problem, field=option, value=name, remedy=nearest(name, schema.names))
+            raise ConfigError(problem, nearest(name, schema.names), field=option, value=name)
 
 
 def is_experience(schema: pa.Schema) -> bool:

@@ -66,7 +66,7 @@ async def spread(segment: Segment, path: Path, batches: int, workers: int) -> As
 
     place = segment.build()[segment.numbers[0]].field
     if not ray.is_initialized():
-        raise ClusterError("workers need a Ray cluster", field=place, remedy="connect to one, or set workers to 1")
+        raise ClusterError("workers need a Ray cluster", "connect to one, or set workers to 1", field=place)
     if not batches:
         return
     deadline_s = START_S + 2 * segment.deadline_s * len(segment.numbers)
@@ -79,10 +79,10 @@ async def spread(segment: Segment, path: Path, batches: int, workers: int) -> As
             except TimeoutError:
                 problem = f"no worker was done with a batch for {deadline_s:g} s"
                 remedy = "see whether the cluster has a free CPU for a worker, or set workers to 1"
-                raise OperatorTimeout(problem, field=place, remedy=remedy) from None
+                raise OperatorTimeout(problem, remedy, field=place) from None
             except RayError as error:
                 problem = f"the workers failed: {str(error).strip().splitlines()[-1]}"
-                raise OperatorFailed(problem, field=place, remedy="see the cause in Ray's logs") from error
+                raise OperatorFailed(problem, "see the cause in Ray's logs", field=place) from error
             if result is None:
                 return
             yield result

@@ -98,13 +98,13 @@ class GroupChain:
             if link.operator.scope == "all" and not self.whole:
                 raise ConfigError(
                     "looks at all rows, and sees one group at a time here",
+                    "use it in pipelines.tasks, in pipelines.batch, or with `rayrft data process` on the run",
                     field=link.field,
                     value=link.name,
-                    remedy="use it in pipelines.tasks, in pipelines.batch, or with `rayrft data process` on the run",
                 )
             for name in sorted(set(link.operator.writes) & {*self.fixed}):
                 raise ConfigError(
-                    "would change what was sampled", field=link.field, value=name, remedy="leave this operator out"
+                    "would change what was sampled", "leave this operator out", field=link.field, value=name
                 )
         return links
 
@@ -325,8 +325,8 @@ class LocalOperators:
         """Raise the error in all calls, now and later."""
         self._error = ConfigError(
             f"the operators cannot be started: {error}",
+            "see the cause, and the operators' options",
             field=self._links[0].field,
-            remedy="see the cause, and the operators' options",
         )
         waiting: list[asyncio.Future[None] | asyncio.Future[Worked]] = [ready]
         while not self._calls.empty():
@@ -397,5 +397,5 @@ class ActorOperators:
             )
         except (ActorDied, ActorUnreachable) as error:
             problem = f"the actors that it was given to failed: {error.problem}"
-            raise OperatorFailed(problem, field="pipelines.experiences", remedy=error.remedy) from error
+            raise OperatorFailed(problem, error.remedy, field="pipelines.experiences") from error
         return worked

@@ -339,19 +339,19 @@ class Far:
         except (ActorDied, EndpointFailed) as error:
             problem = f"a model that it asks failed{at}: {error.problem}"
             remedy = error.remedy or "see its log; what it has answered is not asked again where answers are kept"
-            raise OperatorFailed(problem, field=link.field, value=error.field, remedy=remedy) from error
+            raise OperatorFailed(problem, remedy, field=link.field, value=error.field) from error
 
 
 def operator_failure(error: CallFailed, what: str, field: str) -> OperatorFailed:
     if isinstance(error, CallTimeout):
         remedy = "raise deadline_s, lower batch_rows, or make the operator faster"
-        failure: OperatorFailed = OperatorTimeout(f"{what}: {error.problem}", field=field, remedy=remedy)
+        failure: OperatorFailed = OperatorTimeout(f"{what}: {error.problem}", remedy, field=field)
     elif isinstance(error, ProcessDied):
         remedy = "see what ended it: a crash in a library, or too little memory"
-        failure = OperatorFailed(f"{what}: {error.problem}", field=field, value=error.value, remedy=remedy)
+        failure = OperatorFailed(f"{what}: {error.problem}", remedy, field=field, value=error.value)
     else:
         problem = error.problem.removeprefix("OperatorFailed: ").rstrip(".")
-        failure = OperatorFailed(f"{what}: {problem}", field=field, remedy="correct the operator, or the rows")
+        failure = OperatorFailed(f"{what}: {problem}", "correct the operator, or the rows", field=field)
     for note in getattr(error, "__notes__", ()):
         failure.add_note(note)
     return failure

@@ -400,9 +400,9 @@ def isolate(name: str, folders: tuple[str, ...] = ()) -> Isolation:
     if name != "auto" and name not in ISOLATIONS:
         raise ConfigError(
             "there is no such isolation",
+            f"choose one of auto, {', '.join(ISOLATIONS)}",
             field="reward.options.isolation",
             value=name,
-            remedy=f"choose one of auto, {', '.join(ISOLATIONS)}",
         )
     lacking = []
     for each in _BY_ITSELF if name == "auto" else (name,):
@@ -412,10 +412,10 @@ def isolate(name: str, folders: tuple[str, ...] = ()) -> Isolation:
         lacking.append(f"{each}: {problem}")
     raise ConfigError(
         f"code cannot be isolated on this machine ({'; '.join(lacking)})",
+        "install bubblewrap (`apt-get install bubblewrap`); in a container, allow user namespaces, or give it "
+        "CAP_SYS_ADMIN; where all code is trusted, set it to none_i_trust_the_code",
         field="reward.options.isolation",
         value=name,
-        remedy="install bubblewrap (`apt-get install bubblewrap`); in a container, allow user namespaces, or give it "
-        "CAP_SYS_ADMIN; where all code is trusted, set it to none_i_trust_the_code",
     )
 
 

@@ -106,9 +106,9 @@ def program(machine: str = platform.machine()) -> bytes:
     if machine not in _ARCHITECTURES:
         raise ConfigError(
             "there is no filter of system calls for this architecture",
+            f"score code on one of {', '.join(_ARCHITECTURES)}",
             field="reward.options.isolation",
             value=machine,
-            remedy=f"score code on one of {', '.join(_ARCHITECTURES)}",
         )
     column, architecture = _ARCHITECTURES[machine]
     denied = sorted(number for numbers in _DENIED.values() if (number := numbers[column]) is not None)

@@ -96,7 +96,7 @@ class Worker:
                 return await self._answer(method, HEADER.pack(len(message)) + message, asked)
         except TimeoutError:
             problem = f"not done within {deadline_s:g} s"
-            raise CallTimeout(problem, field=method, remedy="raise the deadline, or make it faster") from None
+            raise CallTimeout(problem, "raise the deadline, or make it faster", field=method) from None
         finally:
             if not self.at_rest:
                 self.kill()
@@ -107,7 +107,7 @@ class Worker:
             async with self._limit_of(deadline_s):
                 await self._answer("create", b"")
         except TimeoutError:
-            raise CallTimeout(f"not created within {deadline_s:g} s", remedy="make it faster to create") from None
+            raise CallTimeout(f"not created within {deadline_s:g} s", "make it faster to create") from None
         finally:
             if not self.at_rest:
                 self.kill()
@@ -191,7 +191,7 @@ class Worker:
             (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
             if size > self._limit:
                 remedy = f"return at most {self._limit} bytes"
-                raise AnswerTooLarge("the answer is too large", field=method, value=size, remedy=remedy)
+                raise AnswerTooLarge("the answer is too large", remedy, field=method, value=size)
             data = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             await self._end(method)

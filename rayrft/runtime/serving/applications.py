@@ -68,9 +68,9 @@ def start_serve(host: str, port: int, *, http: bool = True) -> None:
     if reason is not None and http:
         raise ConfigError(
             f"cannot be listened on: {reason}",
+            "another program uses it: give another port",
             field="serve.port",
             value=port,
-            remedy="another program uses it: give another port",
         )
     location = ProxyLocation.HeadOnly if reason is None else ProxyLocation.Disabled
     serve.start(http_options={"host": host, "port": port}, proxy_location=location)
@@ -99,9 +99,9 @@ def create_anchor(owner: Owner) -> Handle[Anchor]:
     except ValueError:
         raise ConfigError(
             "is served on this cluster",
+            "choose another name (name=…), or end what has it",
             field="name",
             value=owner.name.partition(":")[0],
-            remedy="choose another name (name=…), or end what has it",
         ) from None
     return Handle(owner.name, actor)
 
@@ -135,17 +135,17 @@ def _check_running(running: serve.HTTPOptions, location: ProxyLocation, host: st
     if location == ProxyLocation.Disabled:
         raise ConfigError(
             "Ray Serve is running on this cluster without HTTP, for rewards alone, as it found its port taken",
+            "end the run whose rewards it serves, and shut Serve down: serve shutdown",
             field="serve.port",
             value=port,
-            remedy="end the run whose rewards it serves, and shut Serve down: serve shutdown",
         )
     for field, theirs, ours in (("host", running.host, host), ("port", running.port, port)):
         if theirs != ours:
             raise ConfigError(
                 f"Ray Serve is running on this cluster at {running.host}:{running.port}, and has one address",
+                "give that address, or shut Serve down: serve shutdown",
                 field=f"serve.{field}",
                 value=ours,
-                remedy="give that address, or shut Serve down: serve shutdown",
             )
 
 
