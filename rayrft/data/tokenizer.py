@@ -230,11 +230,15 @@ class ChatTokenizer:
 
     def answer(self, token_ids: Sequence[int]) -> str:
         """Decode an answer to a chat prompt; it begins with the ``<think>`` that the prompt has opened, if any."""
-        return self.opening() + self.decode(list(token_ids))
+        return self._opening + self.decode(list(token_ids))
 
     def opening(self, options: Mapping[str, Any] | None = None) -> str:
         """Return the beginning of answers that the template writes, from ``<think>`` on; empty if the model does."""
-        return opened_reasoning(self._probed(options, add_generation_prompt=True)[-1])
+        return opened_reasoning(self._probed(options, add_generation_prompt=True)[-1]) if options else self._opening
+
+    @cached_property
+    def _opening(self) -> str:
+        return opened_reasoning(self._probed(add_generation_prompt=True)[-1])
 
     def tokens_at(self, token_ids: Sequence[int], text: str, ends: Sequence[int]) -> list[int]:
         """Return for each character offset of ``ends``, which increase, the index of the token with which the answer's
