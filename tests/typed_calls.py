@@ -7,18 +7,19 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.core.placement import PlacedClass
 from rayrft.runtime.handle import Handle, TrackedHandle, fetch
 from rayrft.runtime.waits import Waits
-from rayrft.trainer.commands import Score, Train
-from rayrft.trainer.trainer import Trainer
+from rayrft.trainer.api import RankApi
+from rayrft.trainer.trainer import Ranks, Trainer
 
 
-async def calls(buffer: Handle[Buffer], trainer: Handle[Trainer]) -> None:
+async def calls(buffer: Handle[Buffer], trainer: Handle[Trainer], ranks: Ranks) -> None:
     await buffer.call(Buffer.ack, "0")  # type: ignore[call-overload]  # a wrong argument
     await buffer.call(Buffer.ack)  # type: ignore[call-overload]  # one too few
     await buffer.call(Buffer.ack, 0, version=1)  # type: ignore[call-arg]  # a name that it does not have
     await buffer.call(Trainer.waiting)  # type: ignore[call-overload]  # a method of another actor
     name: str = await buffer.call(Buffer.pid)  # type: ignore[call-overload]  # its answer for another type
-    digest: str = (await trainer.call(Trainer.command, Score([[1, 2]])))[0]  # type: ignore[assignment]
-    await trainer.call(Trainer.command, Train)  # type: ignore[call-overload]  # a class for a command
+    digest: str = (await ranks.call(RankApi.score, [[1, 2]]))[0]  # type: ignore[assignment]
+    await ranks.call(RankApi.train, 0)  # type: ignore[arg-type]
+    await ranks.call(Trainer.waiting)  # type: ignore[arg-type]  # a method of the actor
     TrackedHandle(buffer, Waits("a"), endless=[Trainer.watch])  # type: ignore[list-item]
     del name, digest
 

@@ -30,9 +30,9 @@ from rayrft.pipelines.run.groups import ActorOperators, Asked, GroupChain, Opera
 from rayrft.rewards.pool import ActorScoring, Models, RewardActor, Scoring
 from rayrft.runtime.handle import Handle, TrackedHandle, Watched, when_reachable
 from rayrft.runtime.waits import Waits
+from rayrft.trainer.api import RankSetup
 from rayrft.trainer.batch_pipeline import BatchPipeline, batch_chain
-from rayrft.trainer.commands import command_name
-from rayrft.trainer.trainer import RankSetup, Trainer
+from rayrft.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     from rayrft.rewards.service import RewardService
@@ -89,7 +89,7 @@ class Actors:
             self,
             # Without an Explorer, groups come when they come.
             buffer=TrackedHandle(self.buffer, waits, endless=[Buffer.lease] if serving else []),
-            trainer=TrackedHandle(self.trainer, waits, labels={Trainer.command: command_name})
+            trainer=TrackedHandle(self.trainer, waits, labels={Trainer.call_ranks: lambda call: call.method})
             if self.trainer
             else None,
             explorers=[TrackedHandle(explorer, waits, endless=[Explorer.explore]) for explorer in self.explorers],

@@ -23,8 +23,8 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
 from rayrft.files import replace_folder, sync
 from rayrft.monitor.summary import StageDone
-from rayrft.trainer.commands import Checkpoint, Restore, Save
-from rayrft.trainer.trainer import Trainer
+from rayrft.trainer.api import RankApi
+from rayrft.trainer.trainer import Ranks, Trainer
 
 STORAGE = Path("runs")
 
@@ -229,7 +229,7 @@ class Saver:
     def __init__(self, config: RunConfig, actors: Actors, progress: Progress) -> None:
         self._config = config
         assert actors.trainer is not None  # a run that trains
-        self._buffer, self._trainer = actors.buffer, actors.trainer
+        self._buffer, self._trainer, self._ranks = actors.buffer, actors.trainer, Ranks(actors.trainer)
         self._progress = progress
         self._checkpoints = Checkpoints(config.folder, config.checkpoint)
         self._writing: asyncio.Future[None] | None = None
@@ -241,7 +241,7 @@ class Saver:
 
     async def restore(self, *, whole: bool) -> None:
         """Restore the trainer from the checkpoint of the current step: ``whole``, or its weights only."""
-        await self._trainer.call(Trainer.command, Restore(self._checkpoints.at(self._progress.step), whole))
+        await self._ranks.call(RankApi.restore, self._checkpoints.at(self._progress.step), whole)
 
     async def checkpoint(self, records: int) -> None:
         """Start writing a checkpoint in the background; ``records`` is the number of records a resumed run keeps.
@@ -254,7 +254,7 @@ class Saver:
         if self._checkpoints.holds(self._progress.step):
             return await asyncio.to_thread(self._checkpoints.update_manifest, self._progress)
         folder = await asyncio.to_thread(self._checkpoints.begin, self._progress.step)
-        await self._trainer.call(Trainer.command, Checkpoint(folder))
+        await self._ranks.call(RankApi.checkpoint, folder)
         self._writing = asyncio.ensure_future(self._commit(folder, copy.deepcopy(self._progress)))
 
     def evaluating(self, step: int) -> None:
@@ -281,7 +281,7 @@ class Saver:
 
     async def export(self, name: str) -> None:
         """Write the weights in Hugging Face format."""
-        await self._trainer.call(Trainer.command, Save(self.exported(name)))
+        await self._ranks.call(RankApi.save, self.exported(name))
 
     def exported(self, name: str) -> Path:
         """Return the folder of the weights exported under that name."""

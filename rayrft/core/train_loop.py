@@ -29,10 +29,10 @@ from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.step_record import StepSeconds, check_gap, check_on_policy_step, pairs_record, step_record
 from rayrft.monitor.verdict import Bottleneck
 from rayrft.runtime.handle import Handle
+from rayrft.trainer.api import RankApi
 from rayrft.trainer.batch_pipeline import ProcessedLease
-from rayrft.trainer.commands import Command, OpenStage, RankPairs, Train
 from rayrft.trainer.result import StepResult, mean_value_errors
-from rayrft.trainer.trainer import Trainer
+from rayrft.trainer.trainer import Ranks, Trainer
 from rayrft.weights.messages import SyncReport
 
 R = TypeVar("R")
@@ -58,7 +58,7 @@ class TrainLoop:
         """``weight_sync`` is None where nothing is rolled out."""
         self._config = config
         assert actors.trainer is not None  # a run that trains
-        self._actors, self._trainer = actors, actors.trainer
+        self._actors, self._trainer, self._ranks = actors, actors.trainer, Ranks(actors.trainer)
         self._weight_sync = weight_sync
         self._recorder = recorder
         self._stop = stop
@@ -163,7 +163,7 @@ class TrainLoop:
             before = [each.name for each in self._config.stages[: progress.stage] if not each.trains_reward_model]
             start_from = start_from or next(reversed(before), None)
         weights = self._saving.exported(start_from) if start_from and not resumed else None
-        await self._command(OpenStage(algorithm, stage, weights))
+        await self._ranks.call(RankApi.open_stage, algorithm, stage, weights)
         if resumed:
             await self._saving.restore(whole=True)
             message = f"resumes after {progress.stage_step} steps"
@@ -259,7 +259,7 @@ class TrainLoop:
             if (processed := await self._process(lease)) is None:
                 continue
             async with self._engines_asleep():
-                results = await self._command(Train(processed.lease))
+                results = await self._ranks.call(RankApi.train, processed.lease)
             if trained := [result for result in results if result is not None]:
                 return processed, trained, waited_s
         raise RayrftError(
@@ -304,7 +304,7 @@ class TrainLoop:
             return
         started, store = time.perf_counter(), f"expert/{held_out_name(stage.demonstrations or '')}"
         blocks = await self._actors.buffer.call(Buffer.partition, store)
-        found = (await self._command(RankPairs(blocks)))[0]
+        found = (await self._ranks.call(RankApi.rank_pairs, blocks))[0]
         step, taken, seconds = self.progress.step, self.progress.stage_step, time.perf_counter() - started
         await self._recorder.add(pairs_record(stage.name, step, taken, found, seconds))
 
@@ -356,9 +356,6 @@ class TrainLoop:
                 "see its log in the Ray dashboard",
                 field="explorer",
             ) from None
-
-    async def _command(self, command: Command[R]) -> list[R]:
-        return await self._trainer.call(Trainer.command, command)
 
     async def _timings(self) -> Timings:
         explorers = self._actors.explorers

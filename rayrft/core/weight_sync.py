@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
 from rayrft.config import RunConfig
 from rayrft.errors import WeightSyncError
@@ -22,16 +21,14 @@ from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.runtime.handle import Handle, TrackedHandle
 from rayrft.runtime.waits import Waits
-from rayrft.trainer.commands import Command, Connect, Locate, Score, Send
-from rayrft.trainer.trainer import Trainer
+from rayrft.trainer.api import RankApi
+from rayrft.trainer.trainer import Ranks, Trainer
 from rayrft.weights.messages import Link, Sent, SyncReport
 
 _RESUME_S = 10.0
 """Time that engines have to resume after a round that failed: one that hangs must not hide why it did."""
 
 Engines = Sequence[Handle[RolloutEngine]]
-
-R = TypeVar("R")
 
 
 class WeightSync:
@@ -49,7 +46,7 @@ class WeightSync:
         """``probe`` are rows to score, after which engines may differ within ``config.probe_bounds``."""
         self._config = config
         self._settings = config.weight_sync
-        self._trainer = trainer
+        self._ranks = Ranks(trainer)
         self._pool = pool
         self._waits = waits
         self._probe = [row.token_ids.tolist() for row in probe]
@@ -127,7 +124,7 @@ class WeightSync:
         config, deadline_s = self._config, self._settings.deadline_s
         workers = config.explorer.engine.tensor_parallel
         async with self._deadline("engines and trainer to connect"):
-            located = (await self._command(Locate(deadline_s)))[0]
+            located = (await self._ranks.call(RankApi.locate, deadline_s))[0]
             assert located is not None  # the first rank opens the store
             host, port = located
             link = Link(
@@ -144,18 +141,19 @@ class WeightSync:
             connecting = [
                 engine.call(RolloutEngine.connect, link, index * workers) for index, engine in enumerate(engines)
             ]
-            await asyncio.gather(self._command(Connect(link)), *connecting)
+            await asyncio.gather(self._ranks.call(RankApi.connect, link), *connecting)
 
     async def _round(self, engines: Engines, version: int, *, probe: bool) -> SyncReport:
         started = time.perf_counter()
         self._rounds += 1
-        send = Send(self._rounds, int(self._settings.bucket_mib * (1 << 20)))
+        bucket_bytes = int(self._settings.bucket_mib * (1 << 20))
         async with self._deadline(f"weights of version {version} to reach {len(engines)} engines"):
             try:
                 keep = self._settings.kv_cache == "keep"
                 await asyncio.gather(*(engine.call(RolloutEngine.pause, keep) for engine in engines))
-                receiving = [engine.call(RolloutEngine.receive, send.number, version) for engine in engines]
-                [sent, *_], held = await asyncio.gather(self._command(send), asyncio.gather(*receiving))
+                receiving = [engine.call(RolloutEngine.receive, self._rounds, version) for engine in engines]
+                sending = self._ranks.call(RankApi.send, self._rounds, bucket_bytes)
+                [sent, *_], held = await asyncio.gather(sending, asyncio.gather(*receiving))
             except BaseException:
                 await _resume(engines)
                 raise
@@ -168,7 +166,7 @@ class WeightSync:
     async def _compare(self, engines: Engines, version: int) -> float:
         """Return the largest log-prob difference on the probe. Raises WeightSyncError if an engine is out of bounds."""
         bounds = self._config.probe_bounds
-        trainer = (await self._command(Score(self._probe, self._images)))[0]
+        trainer = (await self._ranks.call(RankApi.score, self._probe, self._images))[0]
         worst = 0.0
         for engine in engines:
             score = partial(engine.call, RolloutEngine.score)
@@ -191,9 +189,6 @@ class WeightSync:
                 )
             worst = max(worst, gaps[-1])
         return worst
-
-    async def _command(self, command: Command[R]) -> list[R]:
-        return await self._trainer.call(Trainer.command, command)
 
     @contextlib.asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[None]:

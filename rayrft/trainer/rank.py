@@ -18,9 +18,9 @@ from rayrft.config.stage import StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.registry import load_plugins
 from rayrft.runtime.handle import fetch
+from rayrft.trainer.api import Mailbox, RankApi, RankSetup
 from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
 from rayrft.trainer.blame import device_failed
-from rayrft.trainer.commands import Stop
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.lora import Lora
@@ -28,13 +28,13 @@ from rayrft.trainer.model import Sharded, load_hf, load_policy, save_hf, shard
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.result import PairRanking, StepResult
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
-from rayrft.trainer.trainer import RankSetup, Trainer
 from rayrft.trainer.value_model import Critic
 from rayrft.trainer.weight_sender import WeightSender
+from rayrft.weights.messages import Link, Sent
 
 
 def run_rank(options: dict[str, Any]) -> None:
-    """Fetch commands from the Trainer actor and answer them until `Stop`.
+    """Fetch calls from the Trainer actor and answer them until there are no more.
 
     A failure is reported to the actor first, with its traceback, before Ray Train handles it.
     """
@@ -51,17 +51,17 @@ def run_rank(options: dict[str, Any]) -> None:
             where += f", GPU {torch.cuda.get_device_properties(device).uuid}"
         rank = Rank(setup, index, device)
         number = 0
-        fetch(trainer.call(Trainer.ready, index, rank.warning))
-        while not isinstance(command := fetch(trainer.call(Trainer.next_command, number)), Stop):
-            trainer.call(Trainer.answer, index, number, command.run(rank))
+        fetch(trainer.call(Mailbox.ready, index, rank.warning))
+        while (call := fetch(trainer.call(Mailbox.next_call, number))) is not None:
+            trainer.call(Mailbox.answer, index, number, getattr(rank, call.method)(*call.args, **call.kwargs))
             number += 1
     except BaseException as error:
-        fetch(trainer.call(Trainer.failed, index, device_failed(error, index, where, setup.config) or error))
+        fetch(trainer.call(Mailbox.failed, index, device_failed(error, index, where, setup.config) or error))
         raise
 
 
-class Rank:
-    """A rank's models. Its public methods execute the commands of their names."""
+class Rank(RankApi):
+    """A rank's models. The methods are documented in `RankApi`."""
 
     def __init__(self, setup: RankSetup, index: int, device: torch.device) -> None:
         self._setup = setup
@@ -83,10 +83,9 @@ class Rank:
             seed=setup.seed,
         )
         self._checkpointer = Checkpointer()
-        self.sender = WeightSender(policy, self._wire_dtype, index=index, device=device)
+        self._sender = WeightSender(policy, self._wire_dtype, index=index, device=device)
 
     def open_stage(self, algorithm: Algorithm, stage: StageConfig, weights: Path | None) -> None:
-        """Execute `OpenStage`."""
         # Free first, then load: the models of two stages need not fit into memory together.
         self._critic = None
         self.learner.close_stage()
@@ -104,7 +103,6 @@ class Rank:
         )
 
     def train(self, lease: Lease) -> StepResult | None:
-        """Execute `Train`."""
         from ray.exceptions import ObjectLostError
 
         mini_batches: list[list[TrainRow]] = []
@@ -117,7 +115,6 @@ class Rank:
         return None if lost else self.learner.step(mini_batches)
 
     def rank_pairs(self, blocks: list[tuple[Ref, np.ndarray]]) -> PairRanking:
-        """Execute `RankPairs`."""
         [(ref, indices)] = blocks  # demonstrations are one block
         pairs = indices.reshape(-1, 2)[self._index :: self._setup.config.ranks].reshape(-1)
         count = len(pairs)
@@ -126,23 +123,31 @@ class Rank:
         share = BatchShare((part,), 0, (count,))
         return self.learner.rank_pairs(fetch_rows(share, self.learner.algorithm))
 
-    def checkpoint(self, folder: Path) -> None:
-        """Execute `Checkpoint`."""
+    def locate(self, timeout_s: float) -> tuple[str, int] | None:
+        return self._sender.locate(timeout_s)
 
+    def connect(self, link: Link) -> None:
+        self._sender.connect(link)
+
+    def send(self, number: int, bucket_bytes: int) -> Sent:
+        return self._sender.send(number, bucket_bytes)
+
+    def score(self, sequences: list[list[int]], images: list[tuple[str, ...]] | None = None) -> list[list[float]]:
+        return self.learner.score(sequences, images)
+
+    def checkpoint(self, folder: Path) -> None:
         def done(problem: str | None) -> None:
-            self._setup.trainer.call(Trainer.wrote, self._index, folder, problem)
+            self._setup.trainer.call(Mailbox.wrote, self._index, folder, problem)
 
         self._checkpointer.save(self.learner, self._critic, folder, done)
 
     def restore(self, folder: Path, whole: bool) -> None:
-        """Execute `Restore`."""
         if whole:
             self._checkpointer.load(self.learner, self._critic, folder)
         else:
             self._checkpointer.load_policy(self.learner.policy, folder)
 
-    def save(self, folder: Path) -> str:
-        """Execute `Save`."""
+    def save(self, folder: Path) -> None:
         import ray.train
 
         tokenizer = ChatTokenizer(self._setup.model, template=self._setup.template)
@@ -156,7 +161,6 @@ class Rank:
             checkpoint=checkpoint,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
         )
-        return str(folder)
 
     def _load_policy(self, path: str) -> Policy:
         """Load the run's original model, or another of its kind."""

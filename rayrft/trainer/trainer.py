@@ -1,41 +1,44 @@
-"""The Trainer actor: sends commands to the ranks that Ray Train runs, and collects their answers."""
+"""The Trainer actor: sends calls to the ranks that Ray Train runs, and collects their answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rayrft.buffer.leases import Lease
-from rayrft.config.model import TemplateConfig
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.waits import WaitReport, Waits
+from rayrft.trainer.api import RankApi, RankCall, RankSetup
 from rayrft.trainer.batch_pipeline import BatchPipeline, ProcessedLease
-from rayrft.trainer.commands import Command, Stop, command_name
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True)
-class RankSetup:
-    """Arguments that every rank is started with."""
+class Ranks:
+    """All ranks of a Trainer.
 
-    trainer: Handle[Trainer]
-    config: TrainerConfig
-    model: str
-    dtype: str
-    temperature: float
-    plugins: list[Path]
-    seed: int = 0
-    template: TemplateConfig | None = None
+    ``await ranks.call(RankApi.train, lease)`` calls the method on every rank and returns the answers by rank. It raises
+    the error of the first rank that fails.
+    """
+
+    def __init__(self, trainer: Handle[Trainer]) -> None:
+        self._trainer = trainer
+
+    def call(
+        self, method: Callable[Concatenate[RankApi, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[list[R]]:
+        """Start the method on every rank, whether or not the answers are awaited."""
+        return self._trainer.call(Trainer.call_ranks, RankCall(method.__name__, args, kwargs))
 
 
 class Trainer(Watched):
-    """The actor. ``start`` returns when every rank has loaded the model; then ``command`` runs commands one by one."""
+    """The actor and `Mailbox` of its ranks. ``start`` returns when every rank has loaded the model; then `Ranks` makes
+    calls, one at a time."""
 
     def __init__(self, config: TrainerConfig, group: Any, batches: Callable[[], BatchPipeline] | None = None) -> None:
         """``group`` is a placement group with one bundle per rank; ``batches`` makes what works on batches before they
@@ -46,7 +49,8 @@ class Trainer(Watched):
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._number = -1
-        self._command: Command[Any] | None = None
+        self._call: RankCall | None = None
+        self._stopped = False
         self._answers: dict[int, Any] = {}
         self._ready: dict[int, str | None] = {}
         self._written: dict[Path, dict[int, str | None]] = {}
@@ -88,14 +92,14 @@ class Trainer(Watched):
             except ObjectLostError:
                 return None
 
-    async def command(self, command: Command[R]) -> list[R]:
-        """Run a command on every rank; return the answers by rank. Raises the error of the first rank that fails."""
+    async def call_ranks(self, call: RankCall) -> list[Any]:
+        """Make a call on every rank; see `Ranks.call`."""
         async with self._lock, self._changed:
             self._number += 1
-            self._command = command
+            self._call = call
             self._answers = {}
             self._changed.notify_all()
-            await self._from_ranks(command_name(command), self._answers)
+            await self._from_ranks(call.method, self._answers)
             return [self._answers[rank] for rank in range(self._config.ranks)]
 
     async def written(self, folder: Path) -> None:
@@ -115,7 +119,7 @@ class Trainer(Watched):
         """End the ranks and wait until Ray Train has finished."""
         async with self._lock, self._changed:
             self._number += 1
-            self._command = Stop()
+            self._call, self._stopped = None, True
             self._changed.notify_all()
         if self._fit is not None:
             await self._fit
@@ -123,42 +127,36 @@ class Trainer(Watched):
     async def watch(self) -> None:
         """Wait until the ranks have been stopped; raise as soon as one has failed."""
         async with self._changed:
-            await self._until(lambda: isinstance(self._command, Stop))
+            await self._until(lambda: self._stopped)
 
     async def waiting(self) -> WaitReport:
         """Report which ranks have not answered, and for how long."""
         return self._waits.report()
 
-    # Called by the ranks.
+    # Methods of `Mailbox`.
 
     async def ready(self, rank: int, warning: str | None) -> None:
-        """Record that a rank has loaded the model, with its ``warning`` about unsupported fast paths."""
         async with self._changed:
             self._ready[rank] = warning
             self._changed.notify_all()
 
-    async def next_command(self, number: int) -> Command[Any]:
-        """Wait for the command of this number and return it; idle ranks wait here."""
+    async def next_call(self, number: int) -> RankCall | None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._number >= number)
-            assert self._command is not None
-            return self._command
+            return self._call
 
     async def answer(self, rank: int, number: int, value: Any) -> None:
-        """Record a rank's answer to the command of this number."""
         async with self._changed:
             if number == self._number:
                 self._answers[rank] = value
             self._changed.notify_all()
 
     async def wrote(self, rank: int, folder: Path, problem: str | None) -> None:
-        """Record that a rank has written its part of a checkpoint, or the ``problem`` it had."""
         async with self._changed:
             self._written.setdefault(folder, {})[rank] = problem
             self._changed.notify_all()
 
     async def failed(self, rank: int, error: BaseException) -> None:
-        """Record a rank's fatal error. The first one is the root cause: others only follow from the missing peer."""
         async with self._changed:
             if self._failure is None:
                 self._failure = _cause(error, f"trainer rank {rank}")
@@ -185,7 +183,7 @@ class Trainer(Watched):
         except Exception as error:  # any error of Ray Train is raised in the callers that wait for an answer
             failure = _cause(error, "trainer")
         async with self._changed:
-            if self._failure is None and failure is None and not isinstance(self._command, Stop):
+            if self._failure is None and failure is None and not self._stopped:
                 failure = ActorDied("Ray Train ended unexpectedly", field="trainer")
             self._failure = self._failure or failure
             self._changed.notify_all()

@@ -42,7 +42,7 @@ from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor import sinks
 from rayrft.monitor.recorder import Recorder
-from rayrft.trainer.commands import Train
+from rayrft.trainer.api import RankCall
 from rayrft.trainer.result import FirstUpdate, StepResult
 from rayrft.trainer.tiny import make_tiny_model
 from rayrft.weights.messages import SyncReport
@@ -90,8 +90,8 @@ class Trainer:
     def __init__(self, stepped: Any) -> None:
         self._stepped, self._steps = stepped, 0
 
-    async def command(self, command: Any) -> list[Any]:
-        if isinstance(command, Train):
+    async def call_ranks(self, call: RankCall) -> list[Any]:
+        if call.method == "train":
             self._steps += 1
             self._stepped(self._steps)
             return [RESULT]

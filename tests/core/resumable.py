@@ -24,6 +24,7 @@ import torch.distributed as dist
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.events import GroupReport
+from rayrft.buffer.leases import Lease
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig, StageConfig
 from rayrft.core.actors import Actors
@@ -35,9 +36,9 @@ from rayrft.experience import Experience, VersionSpan, pack, to_batch, unpack
 from rayrft.explorer.explorer import Timings
 from rayrft.monitor.recorder import Recorder
 from rayrft.runtime.handle import Handle
-from rayrft.trainer.commands import Command, Save, Score, Train
+from rayrft.trainer.api import RankApi, RankCall, RankSetup
 from rayrft.trainer.rank import Rank
-from rayrft.trainer.trainer import RankSetup, Trainer
+from rayrft.trainer.trainer import Ranks, Trainer
 from tests.scripted import remote
 
 TASKS = 40
@@ -72,15 +73,14 @@ class OneRank:
         self.rank = Rank(setup, 0, torch.device("cpu"))
         self.wrote = type("Method", (), {"remote": self._wrote})
 
-    async def command(self, command: Command[Any]) -> list[Any]:
+    async def call_ranks(self, call: RankCall) -> list[Any]:
         async with self._lock:
-            if isinstance(command, Train):
-                self._note(command)
-            if isinstance(command, Save):
-                answer = None  # Hugging Face folders are not what a run resumes from
-            else:
-                answer = await asyncio.to_thread(command.run, self.rank)
-            self._pipe.send(type(command).__name__)
+            answer = None
+            if call.method == "train":
+                self._note(*call.args)
+            if call.method != "save":  # Hugging Face folders are not what a run resumes from
+                answer = await asyncio.to_thread(getattr(self.rank, call.method), *call.args, **call.kwargs)
+            self._pipe.send(call.method)
             return [answer]
 
     async def written(self, folder: Path) -> None:
@@ -94,13 +94,13 @@ class OneRank:
     def _of(self, folder: Path) -> asyncio.Future[str | None]:
         return self._written.setdefault(folder, self._loop.create_future())
 
-    def _note(self, command: Train) -> None:
+    def _note(self, lease: Lease) -> None:
         ids = []
-        for part in command.lease.shares[0].parts:
+        for part in lease.shares[0].parts:
             [message] = ray.get([part.ref])
             ids += unpack(message).column("experience_id").take(pa.array(part.rows)).to_pylist()
         with (self._folder / "trained.jsonl").open("a") as file:
-            file.write(json.dumps([command.lease.step, ids]) + "\n")
+            file.write(json.dumps([lease.step, ids]) + "\n")
 
 
 class ScriptedExplorer:
@@ -109,7 +109,7 @@ class ScriptedExplorer:
     def __init__(
         self, buffer: Handle[Buffer], trainer: Handle[Trainer], pipe: Connection, poisoned: int | None
     ) -> None:
-        self._buffer, self._trainer, self._pipe, self._poisoned = buffer, trainer, pipe, poisoned
+        self._buffer, self._ranks, self._pipe, self._poisoned = buffer, Ranks(trainer), pipe, poisoned
         self._writer = BufferWriter(buffer)
         self._name, self._calls = f"explorer-{os.getpid()}", 0  # of this life: the one before was given up
 
@@ -131,7 +131,7 @@ class ScriptedExplorer:
         if chance.random() < 0.2:
             return await self._buffer.call(Buffer.drop, ticket, {"zero_variance": 2}, GroupReport(rows=2))
         rows = [chance.integers(1, VOCABULARY, size=chance.integers(4, 12)) for _ in range(2)]
-        scores = (await self._trainer.call(Trainer.command, Score([row.tolist() for row in rows])))[0]
+        scores = (await self._ranks.call(RankApi.score, [row.tolist() for row in rows]))[0]
         means = [float(np.mean(each)) for each in scores]
         group = []
         for number, (row, score) in enumerate(zip(rows, scores, strict=True)):

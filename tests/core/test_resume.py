@@ -170,7 +170,7 @@ def test_a_run_begins_again_where_no_checkpoint_was_written(
     config = make_config(tmp_path, model, "early")
     process = Process(config)
     for event in process.events():
-        if event == "Train":
+        if event == "train":
             process.kill()
             break
     go_through(config)
@@ -183,7 +183,7 @@ def test_a_checkpoint_that_was_being_written_is_not_taken_for_one(
     config = make_config(tmp_path, model, "torn")
     process = Process(config)
     for event in process.events():
-        if event == "Checkpoint":
+        if event == "checkpoint":
             process.kill()
             break
     [journal] = (config.folder / "buffer").glob("journal*")
@@ -205,7 +205,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_when_the_newest_is_gone(
     newest = config.folder / "checkpoints" / "step-000011"
     process = Process(config)
     for event in process.events():
-        if event == "Train" and (newest / "manifest.json").is_file():
+        if event == "train" and (newest / "manifest.json").is_file():
             process.kill()
             break
     shutil.rmtree(newest)
@@ -238,7 +238,7 @@ def test_a_row_that_steps_fail_on_is_left_out_after_the_second_time(
 
 def test_a_run_that_took_its_last_step_only_saves_its_weights(whole: tuple[RunConfig, list[str]]) -> None:
     events = go_through(whole[0])
-    assert "Save" in events and "Train" not in events and "put" not in events
+    assert "save" in events and "train" not in events and "put" not in events
     assert_same(whole[0], whole[0])
 
 

@@ -21,6 +21,7 @@ from rayrft.errors import RayrftError, Stalled, StorageError, WeightSyncError
 from rayrft.monitor import sinks
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import NoteRecord
+from rayrft.trainer.api import RankCall
 from tests.e2e.conftest import small_config
 from tests.errors import about
 from tests.monitor.test_step_record import SOUND, lease
@@ -29,10 +30,10 @@ from tests.scripted import remote
 
 class ScriptedTrainer:
     def __init__(self) -> None:
-        self.commands: list[str] = []
+        self.calls: list[str] = []
 
-    async def command(self, command: Any) -> list[Any]:
-        self.commands.append(type(command).__name__)
+    async def call_ranks(self, call: RankCall) -> list[Any]:
+        self.calls.append(call.method)
         return [None]
 
     async def written(self, folder: Path) -> None: ...
@@ -85,7 +86,7 @@ async def test_an_evaluation_is_left_alone_when_the_run_is_stopped(subject: Subj
     stop.set()
     with pytest.raises(Stopped):
         await asyncio.wait_for(running, 20)
-    assert trainer.commands == ["OpenStage", "Save"], "at step 0 the checkpoint is the run's beginning"
+    assert trainer.calls == ["open_stage", "save"], "at step 0 the checkpoint is the run's beginning"
 
 
 async def test_the_buffer_is_told_when_the_stage_ends(subject: Subject) -> None:
@@ -139,4 +140,4 @@ async def test_blocks_that_are_lost_again_and_again_end_the_run(subject: Subject
     subject.loop._actors = replace(subject.loop._actors, buffer=remote(buffer))
     with pytest.raises(RayrftError, check=about("buffer.lease", 0)):
         await subject.loop._train(0, asyncio.get_running_loop().create_future())
-    assert buffer.asked == 5 and subject.trainer.commands == ["Train"] * 5
+    assert buffer.asked == 5 and subject.trainer.calls == ["train"] * 5

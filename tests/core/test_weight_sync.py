@@ -16,7 +16,7 @@ from rayrft.explorer.engines.engine import EngineWeights
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.runtime.handle import TrackedHandle
 from rayrft.runtime.waits import Waits
-from rayrft.trainer.commands import Connect, Locate, Score, Send
+from rayrft.trainer.api import RankCall
 from rayrft.weights.messages import Link, Sent
 from tests.config.test_load import base
 from tests.errors import about
@@ -69,17 +69,17 @@ class ScriptedTrainer:
     logprob = -1.0
     """Of every token under the present weights."""
 
-    async def command(self, command: Any) -> list[Any]:
-        match command:
-            case Locate():
+    async def call_ranks(self, call: RankCall) -> list[Any]:
+        match call.method:
+            case "locate":
                 return [("host", 1), None]
-            case Connect():
+            case "connect":
                 return [None, None]
-            case Send():
+            case "send":
                 return [Sent("abc", 16), Sent("", 16)]
-            case Score(sequences):
-                return [[[self.logprob] * (len(s) - 1) for s in sequences]]
-        raise AssertionError(command)
+            case "score":
+                return [[[self.logprob] * (len(s) - 1) for s in call.args[0]]]
+        raise AssertionError(call)
 
 
 class Subject:

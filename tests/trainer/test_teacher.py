@@ -14,12 +14,11 @@ import torch.distributed as dist
 
 from rayrft.config.stage import StageConfig
 from rayrft.config.trainer import OptimizerConfig, TrainerConfig
+from rayrft.trainer.api import RankSetup
 from rayrft.trainer.batches import TrainRow, micro_batches
-from rayrft.trainer.commands import OpenStage
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.rank import Rank
-from rayrft.trainer.trainer import RankSetup
 from tests.scripted import handle
 from tests.trainer.test_learner import CPU
 from tests.trainer.test_updates import make_learner, on_policy, own_rows
@@ -49,7 +48,7 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(
 ) -> None:
     one, whole = rank(dtype), {"name": "s", "steps": 2, "batch_size": 8, "group_size": 8}
     stage = StageConfig.model_validate({**whole, "algorithm": algorithm, "teacher": str(tiny_model)})
-    OpenStage(stage.algorithm.build(), stage, None).run(one)
+    one.open_stage(stage.algorithm.build(), stage, None)
     learner = one.learner
     assert learner.teacher is not None
     assert {each.dtype for each in learner.teacher.parameters()} == {getattr(torch, dtype)}

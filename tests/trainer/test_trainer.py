@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ from ray.exceptions import ObjectLostError
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied
 from rayrft.trainer import rank as rank_module
-from rayrft.trainer.commands import Score, Train
-from rayrft.trainer.trainer import Trainer
+from rayrft.trainer.api import Mailbox, RankApi
+from rayrft.trainer.trainer import Ranks, Trainer
+from tests.scripted import remote
 from tests.trainer.ranks import on_ranks
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
@@ -71,15 +73,23 @@ def test_rank_0_listens_at_the_port_that_ray_train_tells_the_ranks(monkeypatch: 
     socket.create_connection((told["addr"], told["port"]), timeout=5).close()
 
 
+@pytest.mark.parametrize(("interface", "actor"), [(RankApi, rank_module.Rank), (Mailbox, Trainer)])
+def test_every_method_of_an_interface_has_its_signature(interface: type, actor: type) -> None:
+    methods = {name: method for name, method in vars(interface).items() if not name.startswith("_")}
+    assert {name: inspect.signature(vars(actor)[name]) for name in methods} == {
+        name: inspect.signature(method) for name, method in methods.items()
+    }
+
+
 async def test_ranks_that_have_not_answered_are_named(tmp_path: Path) -> None:
     trainer = Trainer(TrainerConfig(ranks=3), None)
-    training = asyncio.ensure_future(trainer.command(Score([])))
+    training = asyncio.ensure_future(Ranks(remote(trainer)).call(RankApi.score, []))
     writing = asyncio.ensure_future(trainer.written(tmp_path))
-    await trainer.next_command(0)
+    await trainer.next_call(0)
     await trainer.answer(1, 0, "done")
     await trainer.wrote(0, tmp_path, None)
     assert {(wait.target, wait.what) for wait in (await trainer.waiting()).waits} == {
-        ("Score of ranks", "0, 2"),
+        ("score of ranks", "0, 2"),
         ("part of a checkpoint of ranks", "1, 2"),
     }
     for rank in range(3):
@@ -122,7 +132,7 @@ def train_when_rank_1_lost_its_blocks() -> Any:
     rank = object.__new__(rank_module.Rank)
     rank._index = dist.get_rank()
     rank.learner = SimpleNamespace(algorithm=None, step=lambda batches: "a step")  # type: ignore[assignment]
-    return Train(SimpleNamespace(shares=(0, 1))).run(rank)  # type: ignore[arg-type]
+    return rank.train(SimpleNamespace(shares=(0, 1)))  # type: ignore[arg-type]
 
 
 def test_no_rank_takes_a_step_if_one_lost_its_blocks(tmp_path: Path) -> None:

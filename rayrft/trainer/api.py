@@ -1,0 +1,98 @@
+"""The interfaces between the Trainer actor and its ranks. Imports no torch, which their callers do not need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from rayrft.buffer.leases import Lease
+from rayrft.buffer.log.row_log import Ref
+from rayrft.config.model import TemplateConfig
+from rayrft.config.stage import StageConfig
+from rayrft.config.trainer import TrainerConfig
+from rayrft.runtime.handle import Handle
+from rayrft.weights.messages import Link, Sent
+
+if TYPE_CHECKING:
+    from rayrft.algorithms import Algorithm
+    from rayrft.trainer.result import PairRanking, StepResult
+
+
+class RankApi(Protocol):
+    """The methods of a rank. Every rank runs every call, in the same order (SPMD)."""
+
+    def open_stage(self, algorithm: Algorithm, stage: StageConfig, weights: Path | None) -> None:
+        """Begin a stage with a new optimiser, from ``weights`` if given, else from the present weights."""
+
+    def train(self, lease: Lease) -> StepResult | None:
+        """Make one optimiser step on a batch; None on every rank if blocks are lost because the Buffer died."""
+
+    def rank_pairs(self, blocks: list[tuple[Ref, np.ndarray]]) -> PairRanking:
+        """Rank held-out preference pairs, whose blocks are `Buffer.partition`'s, by the model that the stage trains."""
+
+    def locate(self, timeout_s: float) -> tuple[str, int] | None:
+        """Open the store of a future link to engines on rank 0; return its host and port, on other ranks None."""
+
+    def connect(self, link: Link) -> None:
+        """Connect to the engines of a link, and close the link before."""
+
+    def send(self, number: int, bucket_bytes: int) -> Sent:
+        """Send the weights to all engines of the link, as its transfer ``number``."""
+
+    def score(self, sequences: list[list[int]], images: list[tuple[str, ...]] | None = None) -> list[list[float]]:
+        """Compute log-probs of sequences (with the image paths of each) under the present weights, at temperature 1."""
+
+    def save(self, folder: Path) -> None:
+        """Write the weights of the model that the stage trains as a Hugging Face folder, and register it as a
+        checkpoint with Ray Train."""
+
+    def checkpoint(self, folder: Path) -> None:
+        """Write the whole state to a folder in the background; `Trainer.written` waits for it."""
+
+    def restore(self, folder: Path, whole: bool) -> None:
+        """Load a checkpoint: its weights, and if ``whole`` all other state of the open stage."""
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """A call of a method of `RankApi` by name."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Mailbox(Protocol):
+    """The methods of the Trainer actor that its ranks call."""
+
+    async def ready(self, rank: int, warning: str | None) -> None:
+        """Record that a rank has loaded the model, with its ``warning`` about unsupported fast paths."""
+
+    async def next_call(self, number: int) -> RankCall | None:
+        """Wait for the call of this number and return it, or None if the ranks are to end; idle ranks wait here."""
+
+    async def answer(self, rank: int, number: int, value: Any) -> None:
+        """Record a rank's answer to the call of this number."""
+
+    async def wrote(self, rank: int, folder: Path, problem: str | None) -> None:
+        """Record that a rank has written its part of a checkpoint, or the ``problem`` it had."""
+
+    async def failed(self, rank: int, error: BaseException) -> None:
+        """Record a rank's fatal error. The first one is the root cause: others only follow from the missing peer."""
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """Arguments that every rank is started with."""
+
+    trainer: Handle[Mailbox]
+    config: TrainerConfig
+    model: str
+    dtype: str
+    temperature: float
+    plugins: list[Path]
+    seed: int = 0
+    template: TemplateConfig | None = None
