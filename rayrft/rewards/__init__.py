@@ -1,6 +1,6 @@
 """Reward models by name, and what they are made of."""
 
-from rayrft.rewards import code, judge, k12, math, models, text, vision
+from rayrft.rewards import code, judge, k12, math, models, simple, vision
 from rayrft.rewards.base import (
     Reward,
     RewardResult,
@@ -29,7 +29,7 @@ __all__ = [
     "models",
     "register_reward",
     "rewards",
-    "text",
+    "simple",
     "vision",
     "where",
 ]

@@ -111,7 +111,7 @@ class Code:
         memory_mib: int = 512,
     ) -> None:
         sandbox = Sandbox(isolation, packages=packages, folders=headers() if language == "cpp" else ())
-        self._judge = Judge(sandbox, Limits(test_s, test_s, memory_mib), budget_s, tolerance)
+        self._runner = TestRunner(sandbox, Limits(test_s, test_s, memory_mib), budget_s, tolerance)
         self._language, self._partial = language, partial
         self.longest_s, self.notice = budget_s, sandbox.describe()
 
@@ -119,7 +119,7 @@ class Code:
         language: Language = task.metadata.get("language", self._language)
         tests = tests_of(task)
         function = re.sub(r"^Solution(?:\(\))?\.", "", str(task.metadata.get("entry_point", "")))
-        verdict = self._judge(
+        verdict = self._runner(
             task, extract(response, language, re.escape(function)), tests, language, until_failure=not self._partial
         )
         share = sum(map(verdict.passed, range(len(tests)))) / len(tests)
@@ -130,7 +130,7 @@ class Code:
 
 
 def checked_tests(
-    task: Task, candidates: Sequence[Any], solutions: Sequence[str], judge: Judge, language: Language = "python"
+    task: Task, candidates: Sequence[Any], solutions: Sequence[str], runner: TestRunner, language: Language = "python"
 ) -> list[Any]:
     """Return those candidates for tests, all of one kind, that every solution passes; none if there is no solution.
 
@@ -139,7 +139,7 @@ def checked_tests(
     """
     kept = list(candidates) if solutions else []
     for solution in solutions:
-        kept = [test for test in kept if judge.agrees(task, solution, test, language)]
+        kept = [test for test in kept if runner.agrees(task, solution, test, language)]
     return kept
 
 
@@ -190,7 +190,7 @@ class _OutOfTime(Exception):
     """The budget is spent."""
 
 
-class Judge:
+class TestRunner:
     """Runs the tests of solutions; ``limits`` are those of one test, ``budget_s`` is wall time for all."""
 
     def __init__(self, sandbox: Sandbox, limits: Limits, budget_s: float, tolerance: float = 1e-6) -> None:

@@ -130,7 +130,7 @@ class Judge:
             "required": ["reason", *verdict],
             "additionalProperties": False,
         }
-        self._model: ChatModel | None = Endpoint(url, model, key_variable) if url and model else None
+        self._model: ChatModel | None = OpenAIModel(url, model, key_variable) if url and model else None
 
     def use(self, models: Mapping[str, ChatModel]) -> None:
         """Take the judge among the auxiliary models. Raises ConfigError if it is not there."""
@@ -155,7 +155,7 @@ class Judge:
 
     async def close(self) -> None:
         """Close the connections to an endpoint."""
-        if isinstance(self._model, Endpoint):
+        if isinstance(self._model, OpenAIModel):
             await self._model.close()
 
     def _of(self, verdicts: Sequence[float]) -> RewardResult:
@@ -250,7 +250,7 @@ _OF_THE_REQUEST = (400, 413, 422)
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class OpenAIModel:
     """A model behind the API of OpenAI."""
 
     url: str
@@ -268,7 +268,7 @@ class Endpoint:
             key = os.environ.get(self.key_variable, "none")
             object.__setattr__(self, "client", AsyncOpenAI(base_url=self.url, api_key=key, max_retries=self.retries))
 
-    def with_seed(self, seed: int | None) -> Endpoint:
+    def with_seed(self, seed: int | None) -> OpenAIModel:
         return replace(self, seed=seed)
 
     async def chat(

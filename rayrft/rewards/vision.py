@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rayrft.experience import Task
-from rayrft.rewards.answers import Statement, nfkc, plain, statements
 from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
-from rayrft.rewards.k12 import choice
-from rayrft.rewards.units import SCALES
+from rayrft.rewards.text.choices import choice
+from rayrft.rewards.text.statements import Statement, nfkc, plain, statements
+from rayrft.rewards.text.units import SCALES
 
 Kind = Literal["count", "choice", "text", "point", "box", "grid"]
 

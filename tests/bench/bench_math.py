@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from rayrft.rewards import reading
+from rayrft.rewards.math import reading
 from tests.rewards import math_on_real_data as real
 
 JUDGES = {"rayrft": real.rayrft, "math-verify": real.math_verify}

@@ -23,7 +23,8 @@ import pytest
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
-from rayrft.rewards.code import Judge, checked_tests, extract, headers
+from rayrft.rewards import code as module
+from rayrft.rewards.code import checked_tests, extract, headers
 from rayrft.rewards.code_runner import encode
 from rayrft.rewards.code_values import literal, same_text, same_value
 from rayrft.rewards.sandbox import Limits, Process, Sandbox, isolate
@@ -185,11 +186,11 @@ def test_the_header_of_everything_is_compiled_once_for_all_solutions(isolation: 
     if shutil.which("g++", path="/usr/bin") is None:
         pytest.skip("there is no g++")
     source = "#include <bits/stdc++.h>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
-    judge = Judge(Sandbox(isolation, folders=headers()), Limits(), 60)
+    runner = module.TestRunner(Sandbox(isolation, folders=headers()), Limits(), 60)
     task = Task.create("test", "question", "")
-    assert judge(task, source, PROGRAM, "cpp").failures == [None, None]
+    assert runner(task, source, PROGRAM, "cpp").failures == [None, None]
     shown = source.replace("int main", "#if !__has_include(<bits/stdc++.h.gch>)\n#error not there\n#endif\nint main")
-    assert judge(task, shown, PROGRAM, "cpp").failures == [None, None]
+    assert runner(task, shown, PROGRAM, "cpp").failures == [None, None]
     made = [path.stat().st_mtime_ns for path in Path(headers()[0]).rglob("*.gch")]
     headers.cache_clear()
     assert [path.stat().st_mtime_ns for path in Path(headers()[0]).rglob("*.gch")] == made != []
@@ -415,16 +416,16 @@ def test_what_is_written_may_differ_at_the_ends_of_lines_and_in_the_last_digits(
 
 
 def test_tests_of_a_model_are_kept_where_all_solutions_agree() -> None:
-    judge = Judge(Sandbox(), Limits(10, 10), 60)
+    runner = module.TestRunner(Sandbox(), Limits(10, 10), 60)
     task = Task.create("test", "question", "", metadata={"entry_point": "add"})
     tests = ["assert add(1, 2) == 3", "assert add(1, 2) == 4", "assert add('a', 'b') == 'ab'", "assert undefined", "("]
     sums = "def add(a, b):\n    return sum((a, b))"  # not of strings
-    assert checked_tests(task, tests, [ADD], judge) == [tests[0], tests[2]]
-    assert checked_tests(task, tests, [ADD, sums], judge) == [tests[0]]
-    assert checked_tests(task, tests, [], judge) == []
+    assert checked_tests(task, tests, [ADD], runner) == [tests[0], tests[2]]
+    assert checked_tests(task, tests, [ADD, sums], runner) == [tests[0]]
+    assert checked_tests(task, tests, [], runner) == []
     calls: list[Any] = [*CALLS, {"args": [1, 2], "expected": 4}, {"args": [1]}, "nonsense"]
-    assert checked_tests(task, calls, [ADD], judge) == CALLS
-    assert checked_tests(task, PROGRAM, ["print(7)"], judge) == PROGRAM[:1]
+    assert checked_tests(task, calls, [ADD], runner) == CALLS
+    assert checked_tests(task, PROGRAM, ["print(7)"], runner) == PROGRAM[:1]
 
 
 # Attacks

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
-from rayrft.rewards.answers import statements
+from rayrft.rewards.text.statements import statements
 from tests.conftest import ROOT
 from tests.rewards.scored import score
 

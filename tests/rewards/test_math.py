@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
-from rayrft.rewards.formula import TooLarge, parse_formula, values
-from rayrft.rewards.reading import Number, read_answer
+from rayrft.rewards.math.formula import TooLarge, parse_formula, values
+from rayrft.rewards.math.reading import Number, read_answer
 from tests.rewards import math_on_real_data as real
 from tests.rewards.scored import score
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from rayrft.config.base import Section
 from rayrft.experience import Task
 from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator, with_column
-from rayrft.rewards.code import Judge, checked_tests
+from rayrft.rewards.code import TestRunner, checked_tests
 from rayrft.rewards.sandbox import Limits, Sandbox
 
 
@@ -53,7 +53,7 @@ class CheckedTests(Operator[CheckedTestsOptions]):
     def prepare(self) -> None:
         options = self.options
         sandbox = Sandbox(options.isolation, packages=options.packages)
-        self._judge = Judge(sandbox, Limits(options.test_s, options.test_s, options.memory_mib), options.budget_s)
+        self._runner = TestRunner(sandbox, Limits(options.test_s, options.test_s, options.memory_mib), options.budget_s)
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         kept = [self._kept(row) for row in rows.to_pylist()]
@@ -65,7 +65,7 @@ class CheckedTests(Operator[CheckedTestsOptions]):
         metadata = {name: row[name] for name in ("entry_point", "prompt") if row.get(name)}
         task = Task.create("rows", str(row.get("question", "")), "", metadata=metadata)
         candidates, solutions = (_listed(row[name]) for name in (self.options.candidates, self.options.solutions))
-        return checked_tests(task, candidates, solutions, self._judge, self.options.language)
+        return checked_tests(task, candidates, solutions, self._runner, self.options.language)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from rayrft.errors import CallTimeout, DataError, EndpointFailed, RequestRefused
 from rayrft.experience import Task
 from rayrft.pipelines.run.asking import Reply
 from rayrft.rewards import RewardResult, Transcript, build_reward, where
-from rayrft.rewards.judge import ChatModel, Endpoint, Messages, digest
+from rayrft.rewards.judge import ChatModel, Messages, OpenAIModel, digest
 from rayrft.rewards.scorer import Scorer
 from rayrft.runtime.processes.pool import Worker
 
@@ -236,7 +236,7 @@ def needed_models(config: RewardModelsConfig) -> set[str]:
 
 
 def _at_endpoint(config: EndpointConfig) -> AskedModel:
-    endpoint = Endpoint(resolved(config.url), config.model, config.key_variable, retries=config.retries)
+    endpoint = OpenAIModel(resolved(config.url), config.model, config.key_variable, retries=config.retries)
     identity = f"{config.model} {config.url} {config.temperature} {config.max_tokens}"
     return AskedModel(_Defaults(endpoint, config), config.calls, identity)
 
@@ -245,7 +245,7 @@ def _at_endpoint(config: EndpointConfig) -> AskedModel:
 class _Defaults:
     """An endpoint that samples as its config says, unless it is told otherwise."""
 
-    endpoint: Endpoint
+    endpoint: OpenAIModel
     config: EndpointConfig
 
     def with_seed(self, seed: int | None) -> _Defaults:

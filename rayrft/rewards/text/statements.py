@@ -26,6 +26,12 @@ class Statement:
         rest = self.text[_LEAD_IN.match(self.text).end() :]  # type: ignore[union-attr]  # it matches nothing, too
         return [self.text, rest] if rest and rest != self.text else [self.text]
 
+    @property
+    def last_lines(self) -> list[str]:
+        """The text, and up to 20 lines before it that are not blank."""
+        lines = [line for line in self.before[-8 * LONGEST_STATEMENT :].split("\n") if line.strip()]
+        return [*lines[-20:], self.text]
+
 
 _LEAD_IN = re.compile(
     r"(?:(?:so|thus|hence|therefore|then|well|clearly|I (?:think|believe|guess|would say)|I'd say)\b\s*[,:]?\s*"
@@ -140,7 +146,7 @@ def plain(text: str) -> str:
     return _FORMAT.sub(" ", _WRAPPED.sub(r"\1", nfkc(text))).strip()
 
 
-def key(text: str) -> str:
+def normal_form(text: str) -> str:
     """Return what answers of the same content have in common."""
     text = re.sub(r"^(?:the|an?)\s+", "", plain(text).strip(" \"'“”"), flags=re.IGNORECASE)
     return re.sub(r"\s+", "", re.sub(r"([\^_])\{(-?\w)\}", r"\1\2", text)).rstrip("。.,;:?") or text

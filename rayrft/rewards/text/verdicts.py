@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rayrft.rewards.answers import plain
+from rayrft.rewards.text.statements import plain
 
 _SHORT = {
     **dict.fromkeys(["t", "y", "yes", "right", "correct", "对", "是", "真", "没错", "没有错", "不错"], True),

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rayrft.rewards.answers import nfkc, plain
-from rayrft.rewards.units import SCALES
+from rayrft.rewards.text.statements import nfkc, plain
+from rayrft.rewards.text.units import SCALES
 
 
 @dataclass(frozen=True)

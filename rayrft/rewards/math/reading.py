@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from rayrft.rewards.answers import nfkc
-from rayrft.rewards.formula import CONSTANTS, Node, Unreadable, parse_formula
-from rayrft.rewards.units import HAN_UNIT, is_unit, scaled
+from rayrft.rewards.math.formula import CONSTANTS, Node, Unreadable, parse_formula
+from rayrft.rewards.text.statements import nfkc
+from rayrft.rewards.text.units import HAN_UNIT, is_unit, scaled
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from rayrft.rewards.formula import Node, TooLarge, Unreadable, agree, parse_formula, real, values
 from rayrft.rewards.k12 import parse_unit
-from rayrft.rewards.reading import Answer, Formula, Group, Number, Other, Relation, Words, is_constant, letters
+from rayrft.rewards.math.formula import Node, TooLarge, Unreadable, agree, parse_formula, real, values
+from rayrft.rewards.math.reading import Answer, Formula, Group, Number, Other, Relation, Words, is_constant, letters
 
 
 class Undecided(Exception):

@@ -1,0 +1,1 @@
+"""Reading answers in plain text: statements, numbers, units, verdicts and choices."""
