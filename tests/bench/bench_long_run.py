@@ -3,10 +3,10 @@
     python -m tests.bench.bench_long_run [--steps 1000 10000 100000] [--rows 100000 1000000 10000000]
 
 A run in one process: train loop, recorder, Explorer, engine pool and Buffer are the real ones; the engine answers at
-once and the trainer does not compute. Each line has the processor time of a step, the median of 20 windows that end at
-that step, and the resident memory there. The second table is of the Buffer alone (puts, leases, acknowledgements,
-covers), without fsync. The log is bounded (``buffer.log_bytes``): until it is full, the Buffer's index grows with it,
-by some 200 bytes a group.
+once and the trainer does not compute. After each number of steps the run takes turns with a fresh one, 50 steps each:
+the ratio of their processor times shows growth, whatever else the machine does. The second table is of the Buffer alone
+(puts, leases, acknowledgements, covers), without fsync. The log is bounded (``buffer.log_bytes``): until it is full,
+the Buffer's index grows with it, by some 200 bytes a group.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Trainer:
     async def call_ranks(self, call: RankCall) -> list[Any]:
         if call.method == "train":
             self._steps += 1
-            self._stepped(self._steps)
+            await self._stepped(self._steps)
             return [RESULT]
         return [None]
 
@@ -141,25 +141,72 @@ def resident_mib() -> float:
     return psutil.Process().memory_info().rss / 2**20
 
 
-def measure_steps(at: list[int]) -> None:
-    window, times, found = max(1, min(at) // (2 * _WINDOWS)), list[float](), list[tuple[int, float, float]]()
+class Turns:
+    """Lets two runs of this process take turns: one at a time, for a window of steps each."""
 
-    def stepped(step: int) -> None:
-        end = next(end for end in at if end >= step)
-        if step > end - _WINDOWS * window and (end - step) % window == 0:
-            times.append(time.process_time())
-        if step == end:
-            costs = np.diff(times) / window * 1e3
-            found.append((step, statistics.median(costs), resident_mib()))
+    def __init__(self, window: int) -> None:
+        self._window, self._runs = window, dict[str, asyncio.Event]()
+        self.costs: dict[str, list[float]] = {}
+        self._began = 0.0
+
+    def open(self, name: str) -> None:
+        """Let a run take part. Its first turn comes after the window of the other."""
+        self._runs[name], self.costs[name] = asyncio.Event(), []
+        if len(self._runs) == 1:
+            self._runs[name].set()
+        self._began = time.process_time()
+
+    def close(self, name: str) -> None:
+        """Let the other run go on alone."""
+        self._runs.pop(name)
+        for turn in self._runs.values():
+            turn.set()
+
+    async def step(self, name: str, step: int) -> None:
+        """End a step. At the end of a window it is the other run's turn."""
+        if name not in self._runs or step % self._window or len(self._runs) < 2:
+            return
+        self.costs[name].append((time.process_time() - self._began) / self._window * 1e3)
+        for other, turn in self._runs.items():
+            (turn.clear if other == name else turn.set)()
+        await self._runs[name].wait()
+        self._began = time.process_time()
+
+
+async def measure_steps(at: list[int]) -> None:
+    """Pair a long run with fresh ones: from each step of ``at`` on they take turns, for 20 windows each."""
+    window, fresh_steps = 50, 50 * (_WINDOWS + 4)
+    turns, first = Turns(window), 0.0
+    turns.open("long")
+    paired: asyncio.Task[None] | None = None
+
+    async def fresh_step(step: int) -> None:
+        await turns.step("fresh", step)
+        if step == fresh_steps - window:
+            turns.close("fresh")
+
+    async def stepped(step: int) -> None:
+        nonlocal paired, first
+        if step in at:
+            memory = resident_mib()
+            first = first or memory
+            turns.costs["long"].clear()
+            turns.open("fresh")
+            paired = asyncio.create_task(run(fresh_steps, fresh_step))
+            print(f"{step:7} steps: {memory:.0f} MiB, {memory / first:.3f} of the first", flush=True)
+        await turns.step("long", step)
+        if paired is not None and paired.done():
+            await paired
+            paired = None
+            long, fresh = (np.array(turns.costs[name][2:_WINDOWS]) for name in ("long", "fresh"))
+            low, middle, high = np.quantile(long / fresh[: len(long)], [0.25, 0.5, 0.75])
             print(
-                f"{step:7} steps: {found[-1][1]:.2f} ms of processor a step ({min(costs):.2f}-{max(costs):.2f}), "
-                f"{found[-1][2]:.0f} MiB; to the first line {found[-1][1] / found[0][1]:.3f} and "
-                f"{found[-1][2] / found[0][2]:.3f}",
+                f"{step:7} steps: {np.median(long):.2f} ms of processor a step, {np.median(fresh):.2f} of a fresh run; "
+                f"ratio of windows {middle:.3f} ({low:.3f}-{high:.3f})",
                 flush=True,
             )
-            times.clear()
 
-    asyncio.run(run(at[-1], stepped))
+    await run(at[-1] + 2 * fresh_steps, stepped)
 
 
 async def measure_rows(at: list[int]) -> None:
@@ -191,7 +238,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
     options = parser.parse_args()
     with in_process():
-        measure_steps(options.steps)
+        asyncio.run(measure_steps(options.steps))
         asyncio.run(measure_rows(options.rows))
 
 
