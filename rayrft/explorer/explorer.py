@@ -11,33 +11,19 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import pyarrow as pa
-
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig, StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import DataError, RayrftError
-from rayrft.experience import Experience, Task, from_batch, pack, to_batch, unpack
-from rayrft.explorer.calls import Parking
+from rayrft.experience import Task
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel, auxiliary_models
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Evaluation, measure
 from rayrft.explorer.evaluator import Evaluator
-from rayrft.explorer.rollout import BusyClock, Rollout, Runner
-from rayrft.explorer.scoring import (
-    ScoredGroup,
-    apply_rewards,
-    drop_zero_variance,
-    mask_old,
-    mask_truncated,
-    with_baseline,
-    with_failures,
-    with_verified,
-)
+from rayrft.explorer.group_flow import GroupFlow
+from rayrft.explorer.rollout import Runner
 from rayrft.pipelines.experiences import ExperiencePipeline, experience_chain
 from rayrft.pipelines.report import OperatorStats
 from rayrft.pipelines.run.answering import answering, running
@@ -50,14 +36,9 @@ from rayrft.runtime.handle import Handle, TrackedHandle, Watched
 from rayrft.runtime.waits import WaitReport, Waits
 
 if TYPE_CHECKING:
-    from rayrft.algorithms import Algorithm
+    pass
 
 T = TypeVar("T")
-
-_FAILURES_IN_A_ROW = 32
-"""Consecutive groups that may fail, whatever the reason, before the run is stopped."""
-_REMEMBERED = 10_000
-"""Number of the latest groups of which failures are remembered."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +99,7 @@ class Explorer(Watched):
         self._feed = feed
         self._shared: Handle[SharedBuffer] = Handle(buffer.name, buffer.actor)
         """The same, if there is a feed."""
-        self._writer = BufferWriter(self._buffer)
         self._tasks = {task.id: task for task in tasks}
-        self._added = 0
-        """Number of tasks that were added to the task set, and are known here."""
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
         tokenizer, share = ChatTokenizer(model, template=config.model.template), 1 / config.explorer.count
@@ -130,22 +108,22 @@ class Explorer(Watched):
         self._rewards = RewardPool(config.scoring, config.plugins, scoring, models)
         self._scoring: asyncio.Future[None] | None = None
         """The start of what scores, if a stage trains it."""
-        self._pipeline = self._make_pipeline(model, models, operators) if config.pipelines.experiences else None
-        self._verifying = BusyClock()
         self._runner = Runner(config, tokenizer, engines, self._reward, models)
+        self.flow = GroupFlow(
+            config,
+            self._runner,
+            self._buffer,
+            self._tasks,
+            self._waits,
+            pipeline=self._make_pipeline(model, models, operators) if config.pipelines.experiences else None,
+            limits_tries=not feed,
+        )
 
         def evaluator(engines: EngineClient) -> Evaluator:
             return Evaluator(config, self._runner.beside(engines, config.evaluation.max_tokens))
 
         self._evaluator = evaluator(engines)
         self._evaluator_beside = evaluator(EngineClient(evaluation_pool, self._waits)) if evaluation_pool else None
-        self._rolling: dict[int, dict[Ticket, asyncio.Future[list[Rollout]]]] = {}
-        """By the deadlines of the tickets: thousands are in flight."""
-        self._partial = config.explorer.partial
-        self._begun, self._failed = 0, set[int]()
-        """Number of groups that were started, and which of the latest have failed, by their order."""
-        self._empty = 0
-        """Number of consecutive groups of which no row was kept."""
 
     async def start(self) -> None:
         """Start what scores, unless a stage is still to train it: then it starts when it is needed; and what
@@ -153,9 +131,9 @@ class Explorer(Watched):
         if not self._config.reward.stages:
             with self._waits.on("rewards", "ready"):
                 await self._rewards.open()
-        if self._pipeline is not None:
+        if self.flow.pipeline is not None:
             with self._waits.on("operators", "ready"):
-                await self._pipeline.open()
+                await self.flow.pipeline.open()
         gc.collect()
         # What lives as long as the actor (modules, tasks) is not traversed again for every few groups, and neither are
         # thousands of groups in flight.
@@ -169,14 +147,13 @@ class Explorer(Watched):
         Raises ActorDied if an engine has died, and RayrftError if too many consecutive groups fail.
         """
         groups, algorithm = _Tasks(), stage.algorithm.build()
-        self._flat = 0
         await self._trained_rewards()
         if not self._feed:
             groups.start(self._end_surplus(stage))
         try:
             while tickets := await groups.unless_failed(self._admit(stage)):
                 for ticket in tickets:
-                    groups.start(self._group(stage, algorithm, ticket))
+                    groups.start(self.flow.run(stage, algorithm, ticket))
             if self._feed:
                 return await groups.finished()
             # After the last ticket the running groups finish, until the stage is closed.
@@ -199,9 +176,9 @@ class Explorer(Watched):
         return Timings(
             self._runner.rolling.take(),
             self._runner.scoring.take(),
-            self._verifying.take(),
+            self.flow.verifying.take(),
             self._rewards.take_stats(),
-            {} if self._pipeline is None else self._pipeline.take_stats(),
+            {} if self.flow.pipeline is None else self.flow.pipeline.take_stats(),
         )
 
     async def waiting(self) -> WaitReport:
@@ -225,78 +202,6 @@ class Explorer(Watched):
             return asyncio.ensure_future(self._shared.call(SharedBuffer.admit_to, self._feed, name, call, count))
         return asyncio.ensure_future(self._buffer.call(Buffer.admit, name, call, count))
 
-    async def _group(self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket) -> None:
-        """Roll out, score and store one group. The ticket is always used or returned."""
-        number = self._begun
-        self._begun += 1
-        task = await self._task(ticket)
-        group_id = self._group_id(stage, ticket)
-        parking = await self._parking(ticket)
-        temperature = self._config.explorer.sampling.temperature
-        workflow = task.workflow or self._config.explorer.workflow
-        with self._waits.on(f"workflow {workflow!r}", group_id, internal=True):
-            rolling = [self._runner.run(task, group_id, stage.group_size, temperature, parking)]
-            if algorithm.needs_greedy_baseline:
-                # One greedy answer as the baseline: it is never trained on, and does not count as sampled.
-                rolling.append(self._runner.run(task, group_id, 1, 0.0))
-            due = self._rolling.setdefault(ticket.deadline, {})
-            due[ticket] = asyncio.gather(*rolling)
-            try:
-                rollout, *greedy = await due[ticket]
-            except asyncio.CancelledError:
-                current = asyncio.current_task()
-                assert current is not None  # a coroutine is running
-                if current.cancelling():  # the caller was cancelled, not just the rollout
-                    raise
-                # A group that ends cancelled by itself must not keep its ticket: the step would wait for it.
-                reason = "workflow_error" if ticket in due else "surplus"
-                return await self._buffer.call(Buffer.fail, ticket, reason)
-            finally:
-                due.pop(ticket, None)
-        if rollout.parked:
-            return await self._writer.park(to_batch(rollout.parked), ticket)
-        if not rollout.rows:
-            # Without a failure it was parked before a token was sampled.
-            reason = max(rollout.failed, key=rollout.failed.__getitem__, default="surplus")
-            await self._buffer.call(Buffer.fail, ticket, reason)
-            return self._count_failure(number, rollout.problem) if rollout.problem else None
-        rules, max_tokens = self._config.reward, self._config.explorer.sampling.max_tokens
-        score = partial(apply_rewards, config=rules, max_tokens=max_tokens, step=ticket.deadline)
-        scored = score(rollout.rows, rollout.results)
-        for baseline in greedy:
-            scored = with_baseline(scored, score(baseline.rows, baseline.results))
-        verified = await self._verified(task, group_id, scored)
-        scored = verified
-        if self._config.explorer.drop_zero_variance:
-            scored = drop_zero_variance(scored, algorithm)
-        if rules.truncated == "mask":
-            scored = mask_truncated(scored)
-        if ticket.resumes:
-            scored = mask_old(scored, ticket.deadline - self._config.max_staleness)
-        scored = with_failures(scored, rollout.failed)
-        if scored.rows:
-            try:
-                batch = to_batch(scored.rows)
-            except DataError as error:  # of what the workflow has put into the rows
-                await self._buffer.call(Buffer.fail, ticket, "workflow_error")
-                return self._count_failure(number, f"workflow {workflow!r} on task {task.id}: {error}")
-            await self._writer.put(batch, scored.report, ticket=ticket, dropped=dict(scored.dropped))
-        else:
-            await self._buffer.call(Buffer.drop, ticket, dict(scored.dropped), scored.report)
-        if scored.unknown and not scored.rewards:
-            self._count_failure(number, f"the reward is unknown: {scored.unknown}")
-        elif scored.problem and not verified.rows:
-            self._count_failure(number, scored.problem)
-        self._empty = 0 if scored.rows else self._empty + bool(scored.dropped)
-        if self._empty >= self._config.explorer.max_tries and not self._feed:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in scored.dropped.most_common())
-            raise RayrftError(
-                f"no row was kept of {self._empty} consecutive groups, so nothing is learned; dropped last: {reasons}",
-                "give tasks that the model solves sometimes, but not always; relax what drops rows; or raise it",
-                field="explorer.max_tries",
-                value=self._empty,
-            )
-
     def _make_pipeline(
         self, model: str, models: Mapping[str, AuxiliaryModel], operators: Callable[[], Operators] | None
     ) -> ExperiencePipeline:
@@ -315,75 +220,16 @@ class Explorer(Watched):
         )
         return ExperiencePipeline(pipelines, chain.build(), LocalOperators(chain, pipelines, answers))
 
-    async def _verified(self, task: Task, group_id: str, group: ScoredGroup) -> ScoredGroup:
-        """Send a group through the operators on experiences, if there are any. What they make is in the Buffer when
-        this returns, so that it is not lost where the group itself is."""
-        if self._pipeline is None or not group.rows:
-            return group
-        with self._waits.on("operators", group_id), self._verifying:
-            verified = await self._pipeline.process(task, group.rows)
-        if verified.made is not None:
-            name = self._config.pipelines.made
-            assert name is not None  # checked before the operators were started
-            await self._buffer.call(Buffer.extend, name, [pack(verified.made)])
-        return with_verified(group, verified)
-
-    async def _task(self, ticket: Ticket) -> Task:
-        """Return the ticket's task; fetch those that were added to the task set meanwhile, if it is among them."""
-        assert ticket.task is not None  # the Buffer was given the tasks
-        if ticket.task not in self._tasks:
-            known = self._added
-            added = await self._buffer.call(Buffer.added_tasks, known)
-            self._added = max(self._added, known + len(added))  # another group may have asked for the same meanwhile
-            self._tasks.update({task.id: task for task in added})
-        return self._tasks[ticket.task]
-
-    def _group_id(self, stage: StageConfig, ticket: Ticket) -> str:
-        return f"{self._config.name}/{stage.name}/{ticket.sequence}/{ticket.task}"
-
-    async def _parking(self, ticket: Ticket) -> Parking | None:
-        """Return how the ticket's group may be parked, with the calls that it resumes from."""
-        if self._partial is None:
-            return None
-        begun: list[Experience] = []
-        for ref, rows in await self._buffer.call(Buffer.parked, ticket) if ticket.resumes else ():
-            with self._waits.on("object store", f"parked calls of ticket {ticket.sequence}"):
-                begun += from_batch(unpack(await ref).take(pa.array(rows)))
-        return Parking(self._partial.budget, begun)
-
     async def _end_surplus(self, stage: StageConfig) -> None:
-        """Park or abandon the groups that over-sampling started for a step once it has been leased, since decoding them
-        further would be wasted. Returns once the stage is closed."""
+        """End the groups in flight of every step that has been leased. Returns once the stage is closed."""
         step = -1
         while (newest := await self._buffer.call(Buffer.leased, step)) > step:
             step = newest
-            for deadline in [deadline for deadline in self._rolling if deadline <= step]:
-                due = self._rolling.pop(deadline)
-                for ticket in list(due):
-                    if self._partial is None:
-                        due.pop(ticket).cancel()
-                    else:
-                        self._runner.park(self._group_id(stage, ticket))
+            self.flow.end_due(stage, step)
 
     async def _reward(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         with self._waits.on(f"reward of domain {task.domain!r}", task.id):
             return await self._rewards.score(task, transcripts)
-
-    def _count_failure(self, number: int, problem: str) -> None:
-        """Count a failed group; raise RayrftError if too many have failed in a row, in the order in which groups were
-        started: those that fail at once do not wait for those that are sampling."""
-        self._failed = {each for each in self._failed if each > number - _REMEMBERED} | {number}
-        first = last = number
-        while first - 1 in self._failed:
-            first -= 1
-        while last + 1 in self._failed:
-            last += 1
-        if last - first + 1 >= _FAILURES_IN_A_ROW:
-            raise RayrftError(
-                f"{last - first + 1} consecutive groups failed; the last: {problem}",
-                "fix the workflow, reward or limit; try it on a single task first",
-                field="explorer",
-            )
 
 
 class _Tasks:

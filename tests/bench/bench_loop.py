@@ -37,13 +37,13 @@ class MeasuredExplorer(Explorer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._finished, put = list[float](), self._writer.put
+        self._finished, put = list[float](), self.flow.writer.put
 
         async def noted(*given: Any, **named: Any) -> Any:
             self._finished.append(time.time())
             return await put(*given, **named)
 
-        self._writer.put = noted  # type: ignore[method-assign]
+        self.flow.writer.put = noted  # type: ignore[method-assign]
 
     async def finished(self) -> list[float]:
         """Return the times since the last call."""

@@ -22,7 +22,7 @@ from rayrft.explorer.rollout import Runner
 from rayrft.rewards import RewardResult, Transcript
 from tests.endpoint.scripted import Policy
 from tests.errors import about
-from tests.explorer.test_explorer import config
+from tests.explorer.scripted import config
 
 AGENT = "rayrft.endpoint.agent:Agent"
 TASK = Task.create("test", "cat", "x")

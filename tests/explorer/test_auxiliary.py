@@ -20,7 +20,7 @@ from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import build_workflow, register_workflow
 from rayrft.rewards import RewardResult, Transcript
 from tests.errors import about
-from tests.explorer.test_explorer import config
+from tests.explorer.scripted import config
 
 TASK = Task.create("test", "Spell this word backward: cat", "tac", system="Spell.")
 ROOM = {"model.max_length": 400, "explorer.sampling.max_prompt_tokens": 300, "explorer.sampling.max_tokens": 60}

@@ -21,7 +21,7 @@ from rayrft.explorer.environments.gymnasium import GymnasiumEnvironment
 from rayrft.explorer.replay import replay
 from rayrft.explorer.rollout import Rollout
 from tests.errors import about
-from tests.explorer.test_explorer import config
+from tests.explorer.scripted import config
 from tests.explorer.test_workflows import earned, run, said
 
 HERE = "tests.explorer.acted_in"

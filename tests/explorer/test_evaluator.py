@@ -19,7 +19,7 @@ from rayrft.explorer.evaluator import Evaluator
 from rayrft.explorer.rollout import Runner
 from rayrft.rewards import RewardResult, Transcript
 from tests.errors import about
-from tests.explorer.test_explorer import config, spelling
+from tests.explorer.scripted import config, spelling
 from tests.explorer.test_rollout import Engines, troubled
 
 

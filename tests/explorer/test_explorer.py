@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
@@ -14,116 +13,31 @@ import pyarrow as pa
 import pytest
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.schedule import StagePlan, Ticket
-from rayrft.config import RunConfig, load_config
+from rayrft.buffer.schedule import Ticket
+from rayrft.config import RunConfig
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import ActorDied, EnvironmentFailed, EnvironmentTimeout, RayrftError
 from rayrft.experience import Task, from_batch, unpack
 from rayrft.explorer.engines.exchange import INTERRUPTED, Answering, Completion, Request
-from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.rollout import BusyClock
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow, workflows
 from rayrft.rewards import RewardResult, Transcript
-from tests.config.test_load import base
 from tests.errors import about
-from tests.scripted import remote
+from tests.explorer.scripted import (
+    PromptEngine,
+    ScriptedEngine,
+    ScriptedRewards,
+    config,
+    make_buffer,
+    make_explorer,
+    plan,
+    spelling,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-
-
-class ScriptedEngine(Answering):
-    """Holds every request until it is told to answer one, chosen at random: the worst order there can be."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.version = 0
-        self.random = random.Random(seed)
-        self.waiting: list[asyncio.Event] = []
-        self.arrived = asyncio.Event()
-        self.abandoned, self.gave_up = 0, asyncio.Event()
-
-    async def generate(self, request: Request) -> list[Completion]:
-        version, told = self.version, asyncio.Event()
-        self.waiting.append(told)
-        self.arrived.set()
-        try:
-            await told.wait()
-        except asyncio.CancelledError:
-            self.abandoned += 1
-            self.gave_up.set()
-            raise
-        return [Completion((5, 1), (-0.5, -0.5), ((0, 2, version),), "stop") for _ in range(request.n)]
-
-    async def answer_one(self) -> None:
-        while not self.waiting:
-            self.arrived.clear()
-            await self.arrived.wait()
-        self.waiting.pop(self.random.randrange(len(self.waiting))).set()
-
-
-class PromptEngine(Answering):
-    """Answers at once."""
-
-    version = 0
-
-    async def generate(self, request: Request) -> list[Completion]:
-        return [Completion((5, 1), (-0.5, -0.5), ((0, 2, self.version),), "stop")] * request.n
-
-
-class ScriptedRewards:
-    """The first answer of a group is right; in some groups all are, which leaves no variance."""
-
-    def __init__(self, seed: int = 0, unknown: bool = False) -> None:
-        self.random, self.unknown = random.Random(seed), unknown
-        self.begun: dict[str, bool] = {}
-        """Tasks of whose two answers one is scored, each with whether it is in a flat group."""
-
-    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        if self.unknown:
-            return [RewardResult(None, reason="the judge is away")]
-        if task.id in self.begun:
-            return [RewardResult(float(self.begun.pop(task.id)))]
-        self.begun[task.id] = self.random.random() < 0.3
-        return [RewardResult(1.0)]
-
-
-def config(**overrides: Any) -> RunConfig:
-    grpo = {"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 8, "group_size": 2}
-    return load_config({**base(), "stages": [grpo]}, overrides)
-
-
-def spelling(words: int) -> list[Task]:
-    return [Task.create("test", f"Spell this word backward: {i:03d}", "x") for i in range(words)]
-
-
-def make_buffer(folder: Path, words: int = 50, sampler: str = "shuffled") -> Buffer:
-    ids = [task.id for task in spelling(words)]
-    tasks = partial(TaskSet, ids, [0] * words, [1.0], sampler=sampler, seed=0)
-    return Buffer("run", folder, BufferConfig(), 0, tasks)
-
-
-def make_explorer(
-    config: RunConfig, model: Path, engine: Any, buffer: Buffer, rewards: Any, words: int = 50
-) -> Explorer:
-    tasks = spelling(words)
-    pool = EnginePool()
-    pool._membership = Membership(1, (Member(remote(engine, "engine-0"), 0),))
-    explorer = Explorer(config, str(model), remote(pool, "engine_pool"), remote(buffer), tasks, tasks[:5], None)
-    explorer._rewards = rewards
-    return explorer
-
-
-def plan(config: RunConfig, version: int = 0) -> StagePlan:
-    stage = config.stages[0]
-    return StagePlan(
-        stage.groups,
-        max_staleness=config.max_staleness,
-        over_sampling=config.explorer.over_sampling,
-        version=version,
-    )
 
 
 async def fill_one_batch(
@@ -172,7 +86,7 @@ async def test_staleness_keeps_its_bound_and_nothing_is_lost_in_the_worst_order(
         await buffer.ack(step)
         engine.version = step + 1
         await buffer.advance(step + 1)
-    assert not engine.waiting and not any(explorer._rolling.values()), "what no step takes is decoded"
+    assert not engine.waiting and explorer.flow.rolling == 0, "what no step takes is decoded"
     await buffer.close_stage()
     await exploring
     stats = await buffer.stats()
@@ -315,7 +229,7 @@ async def test_tasks_that_are_added_are_drawn_and_a_prompt_over_the_limit_is_dro
     assert await buffer.add_tasks([long[0], short, long[1], *spelling(2)], 0) == 3
     await fill_one_batch(explorer, settings, buffer, engine, cleanup)
     assert (await buffer.stats()).ledger.dropped_tasks["prompt_too_long"] >= 2
-    assert explorer._tasks.keys() == {task.id for task in [*spelling(2), *long, short]}
+    assert explorer.flow.tasks.keys() == {task.id for task in [*spelling(2), *long, short]}
 
 
 async def test_a_run_whose_prompts_are_all_too_long_ends_with_that_cause(
@@ -338,7 +252,7 @@ async def test_prompts_that_are_refused_at_once_are_not_in_a_row_with_tasks_that
     tasks = partial(TaskSet, [task.id for task in mixed], [0] * 96, [1.0], sampler="sequential", seed=0)
     buffer = Buffer("run", tmp_path, BufferConfig(), 0, tasks)
     explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
-    explorer._tasks = {task.id: task for task in mixed}
+    explorer.flow.tasks = {task.id: task for task in mixed}
     await buffer.open_stage(plan(settings))
     exploring = asyncio.create_task(explorer.explore(settings.stages[0]))
     cleanup.append(exploring)
@@ -425,8 +339,7 @@ async def test_added_tasks_that_two_groups_fetch_at_once_are_counted_once(tmp_pa
     for more in (4, 6):
         await buffer.add_tasks(spelling(more), 0)
         new = spelling(more)[-2:]
-        assert new == await asyncio.gather(*(explorer._task(Ticket(0, 0, 0, task.id)) for task in new))
-        assert explorer._added == more - 2
+        assert new == await asyncio.gather(*(explorer.flow.task(Ticket(0, 0, 0, task.id)) for task in new))
 
 
 @register_workflow("odd_metrics")

@@ -6,21 +6,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from rayrft.algorithms import build
-from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.validation import find_faults
 from rayrft.data.turns import group_advantages
-from rayrft.experience import Experience, Task, from_batch
-from rayrft.explorer.engines.exchange import Answering, Completion, Request
+from rayrft.experience import Experience, Task
 from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
-from rayrft.rewards import RewardResult, Transcript
-from tests.explorer.test_explorer import config, make_explorer
+from tests.explorer.scripted import QuickEngine, Rewards, Taken, config, make_explorer
 
 
 @register_workflow("two_turns")
@@ -39,55 +34,13 @@ class TwoTurns:
         return trajectory
 
 
-class Engine(Answering):
-    """Answers at once, at greater length if it is asked for the most likely answer, and notes what it was asked."""
-
-    def __init__(self, stop_reason: str = "stop") -> None:
-        super().__init__()
-        self.asked: list[tuple[int, float]] = []
-        self.stop_reason = stop_reason
-
-    async def generate(self, request: Request) -> list[Completion]:
-        self.asked.append((request.n, request.sampling.temperature))
-        answer = (5, 6, 1) if request.sampling.temperature else (5, 6, 6, 6, 1)
-        logprobs = tuple(-0.5 - place / 8 for place in range(len(answer)))
-        return [Completion(answer, logprobs, ((0, len(answer), 0),), self.stop_reason) for _ in range(request.n)]
-
-
-class Rewards:
-    """These values for the sampled answers, in their order; the last one for all others, and for greedy answers."""
-
-    def __init__(self, *values: float | None) -> None:
-        self.sampled, self.greedy = iter(values), values[-1]
-
-    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        values = [self.greedy if len(each.response) > 2 else next(self.sampled, self.greedy) for each in transcripts]
-        return [RewardResult(value, reason=None if value is not None else "away") for value in values]
-
-
-class Taken:
-    """Stands for the Buffer: what was put into it, and what it was told of groups that were dropped."""
-
-    def __init__(self) -> None:
-        self.rows: list[Experience] = []
-        self.report = GroupReport()
-        self.dropped: dict[str, int] = {}
-
-    async def put(self, batch: pa.RecordBatch, report: GroupReport, *, ticket: Ticket, dropped: dict[str, int]) -> None:
-        assert find_faults(batch) == {}
-        self.rows, self.report, self.dropped = from_batch(batch), report, dropped
-
-    async def drop(self, ticket: Ticket, dropped: dict[str, int], report: GroupReport) -> None:
-        self.report, self.dropped = report, dropped
-
-
-async def explored(tiny_model: Path, engine: Engine, rewards: Rewards, algorithm: Any, **overrides: Any) -> Taken:
+async def explored(tiny_model: Path, engine: QuickEngine, rewards: Rewards, algorithm: Any, **overrides: Any) -> Taken:
     """What one group of two ends as."""
     settings, taken = config(**{"stages.grpo.algorithm": algorithm, **overrides}), Taken()
     explorer: Explorer = make_explorer(settings, tiny_model, engine, taken, rewards)  # type: ignore[arg-type]
-    explorer._writer = taken  # type: ignore[assignment]
+    explorer.flow.writer = taken  # type: ignore[assignment]
     stage = settings.stages[0]
-    await explorer._group(stage, stage.algorithm.build(), Ticket(0, 0, 0, next(iter(explorer._tasks))))
+    await explorer.flow.run(stage, stage.algorithm.build(), Ticket(0, 0, 0, next(iter(explorer.flow.tasks))))
     return taken
 
 
@@ -99,7 +52,7 @@ def of_answers(rows: list[Experience], algorithm: Any) -> list[list[float]]:
 
 
 async def test_remax_asks_for_one_greedy_answer_and_keeps_the_sampled_ones(tiny_model: Path) -> None:
-    engine = Engine()
+    engine = QuickEngine()
     taken = await explored(tiny_model, engine, Rewards(1.0, 0.0, 0.25), {"name": "remax"})
     assert sorted(engine.asked) == [(1, 0.0), (2, 1.0)]
     assert of_answers(taken.rows, {"name": "remax"}) == [[0.75] * 3, [-0.25] * 3]
@@ -107,19 +60,19 @@ async def test_remax_asks_for_one_greedy_answer_and_keeps_the_sampled_ones(tiny_
 
 
 async def test_every_token_has_its_own_log_prob(tiny_model: Path) -> None:
-    taken = await explored(tiny_model, Engine(), Rewards(1.0, 0.0), {"name": "grpo"})
+    taken = await explored(tiny_model, QuickEngine(), Rewards(1.0, 0.0), {"name": "grpo"})
     found = [row.logprobs[row.action_mask == 1].tolist() for row in taken.rows]
     assert found == [[-0.5, -0.625, -0.75]] * 2
 
 
 async def test_no_greedy_answer_is_asked_for_without_need(tiny_model: Path) -> None:
-    engine = Engine()
+    engine = QuickEngine()
     await explored(tiny_model, engine, Rewards(1.0, 0.0), {"name": "grpo"})
     assert engine.asked == [(2, 1.0)]
 
 
 async def test_a_greedy_answer_of_unknown_reward_drops_the_group(tiny_model: Path) -> None:
-    taken = await explored(tiny_model, Engine(), Rewards(1.0, 0.0, None), {"name": "remax"})
+    taken = await explored(tiny_model, QuickEngine(), Rewards(1.0, 0.0, None), {"name": "remax"})
     assert taken.rows == [] and taken.dropped == {"baseline_unknown": 2} and taken.report.rows == 2
 
 
@@ -127,7 +80,7 @@ async def test_a_greedy_answer_of_unknown_reward_drops_the_group(tiny_model: Pat
 async def test_answers_that_are_cut_are_evaluated_as_they_are_trained(
     worth: float | None, mean: float, unknown: int, tiny_model: Path
 ) -> None:
-    explorer: Explorer = make_explorer(config(), tiny_model, Engine("length"), Taken(), Rewards(worth))  # type: ignore[arg-type]
+    explorer: Explorer = make_explorer(config(), tiny_model, QuickEngine("length"), Taken(), Rewards(worth))  # type: ignore[arg-type]
     found = await explorer.evaluate(1.0)
     assert (found.right, sum(found.unknown.values())) == (0, unknown)
     assert found.mean_reward == pytest.approx(mean, nan_ok=True)
@@ -147,7 +100,7 @@ async def test_answers_that_are_cut_are_evaluated_as_they_are_trained(
 async def test_every_turn_of_a_workflow_has_its_advantage(
     algorithm: dict[str, Any], first: float, second: float, tiny_model: Path
 ) -> None:
-    engine = Engine()
+    engine = QuickEngine()
     taken = await explored(tiny_model, engine, Rewards(1.0, 0.0), algorithm, **{"explorer.workflow": "two_turns"})
     assert [n for n, _ in engine.asked] == [2, 1, 1] and taken.report.tokens == 12
     for found, sign in zip(of_answers(taken.rows, algorithm), (1, -1), strict=True):

@@ -22,7 +22,7 @@ from rayrft.explorer.workflows import build_workflow
 from rayrft.explorer.workflows.isolated import Isolated
 from rayrft.rewards import RewardResult, Transcript
 from tests.errors import about
-from tests.explorer.test_explorer import config
+from tests.explorer.scripted import config
 from tests.explorer.test_rollout import Engines, Room, visit
 
 TASK = Task.create("test", "Spell this word backward: horse", "x")

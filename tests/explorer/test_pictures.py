@@ -17,7 +17,7 @@ from rayrft.explorer.rollout import Runner
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
 from rayrft.rewards import RewardResult, Transcript
-from tests.explorer.test_explorer import config
+from tests.explorer.scripted import config
 
 Shown = tuple[Experience, "Engines", ChatTokenizer]
 

@@ -27,7 +27,7 @@ from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
 from rayrft.rewards import RewardResult, StepReward, Transcript
 from tests.errors import about
-from tests.explorer.test_explorer import config
+from tests.explorer.scripted import config
 
 TASK = Task.create("test", "Spell this word backward: horse", "x")
 

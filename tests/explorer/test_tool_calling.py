@@ -21,7 +21,7 @@ from rayrft.rewards import RewardResult, Transcript
 from rayrft.trainer.tiny import make_tokenizer
 from tests.data.expert_data import jsonl, load
 from tests.explorer.sample_tools import multiply
-from tests.explorer.test_explorer import config
+from tests.explorer.scripted import config
 
 HERE = "tests.explorer.sample_tools"
 TASK = Task.create("test", "What is 6 times 7?", "42")

@@ -24,8 +24,7 @@ from rayrft.pipelines.run.groups import Asked, LocalOperators, OperatorActor, _C
 from rayrft.rewards import RewardResult
 from tests.buffer.rows import group
 from tests.errors import about
-from tests.explorer.test_explorer import config, make_explorer
-from tests.explorer.test_group import Engine, Rewards, Taken
+from tests.explorer.scripted import QuickEngine, Rewards, Taken, config, make_explorer
 from tests.pipelines.asked import Scripted
 
 PLUGIN = Path(__file__).with_name("verifying.py")
@@ -53,26 +52,28 @@ class Verifying:
             settings["pipelines.made"] = "found"
         self.config, self.taken = config(**settings), Kept()
         given = Rewards(*rewards or (1.0, 0.0) * 3)
-        self.explorer: Explorer = make_explorer(self.config, tiny_model, Engine(), self.taken, given)  # type: ignore[arg-type]
-        self.explorer._writer = self.taken  # type: ignore[assignment]
+        self.explorer: Explorer = make_explorer(self.config, tiny_model, QuickEngine(), self.taken, given)  # type: ignore[arg-type]
+        self.explorer.flow.writer = self.taken  # type: ignore[assignment]
 
     async def __aenter__(self) -> Verifying:
-        assert self.explorer._pipeline is not None
-        await self.explorer._pipeline.open()
+        assert self.explorer.flow.pipeline is not None
+        await self.explorer.flow.pipeline.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self.explorer._pipeline is not None
-        await self.explorer._pipeline._operators.close()  # type: ignore[attr-defined]
+        assert self.explorer.flow.pipeline is not None
+        await self.explorer.flow.pipeline._operators.close()  # type: ignore[attr-defined]
 
     async def group(self) -> Kept:
         stage = self.config.stages[0]
-        await self.explorer._group(stage, stage.algorithm.build(), Ticket(0, 0, 0, next(iter(self.explorer._tasks))))
+        await self.explorer.flow.run(
+            stage, stage.algorithm.build(), Ticket(0, 0, 0, next(iter(self.explorer.flow.tasks)))
+        )
         return self.taken
 
     def stats(self) -> dict[str, OperatorStats]:
-        assert self.explorer._pipeline is not None
-        return self.explorer._pipeline.take_stats()
+        assert self.explorer.flow.pipeline is not None
+        return self.explorer.flow.pipeline.take_stats()
 
 
 async def test_rows_that_stay_are_verified_and_the_others_are_counted_by_operator_and_reason(tiny_model: Path) -> None:
@@ -93,7 +94,7 @@ async def test_a_group_of_which_nothing_is_left_is_dropped_and_counted(tiny_mode
 
 async def test_operators_see_what_the_task_says(tiny_model: Path) -> None:
     async with Verifying(tiny_model, ["asked"]) as verifying:
-        task = next(iter(verifying.explorer._tasks.values()))
+        task = next(iter(verifying.explorer.flow.tasks.values()))
         taken = await verifying.group()
     [reason] = taken.dropped
     said = f"{task.question}, {task.answer}, {task.domain}, {task.difficulty}"
@@ -196,7 +197,7 @@ async def test_what_an_operator_spoils_is_left_out_and_counted_and_the_next_grou
     async with Verifying(tiny_model, operators, **settings) as verifying:
         for groups in (1, 2):
             assert (await verifying.group()).dropped == dropped
-            assert len(verifying.explorer._failed) == (0 if "raises_on_wrong" in operators else groups)
+            assert len(verifying.explorer.flow.failed) == (0 if "raises_on_wrong" in operators else groups)
 
 
 async def test_groups_that_come_together_are_worked_on_together_and_one_that_fails_harms_no_other(
@@ -204,7 +205,7 @@ async def test_groups_that_come_together_are_worked_on_together_and_one_that_fai
 ) -> None:
     operators = ["bonus", "dies_of_seven", "worth", {"name": "expert_rows", "keep": True, "max_pass_rate": 1.0}]
     async with Verifying(tiny_model, operators) as verifying:
-        pipeline = verifying.explorer._pipeline
+        pipeline = verifying.explorer.flow.pipeline
         assert pipeline is not None
         rewards = [(0.0, float(number % 3 if number != 7 else 7), 1.0) for number in range(1, 60)]
         given = [
@@ -243,7 +244,7 @@ async def test_groups_are_worked_on_together_if_operators_tell_them_apart_and_a_
     tiny_model: Path, operators: list[Any], usual_s: float | None, together: int
 ) -> None:
     async with Verifying(tiny_model, operators) as verifying:
-        operators = verifying.explorer._pipeline._operators  # type: ignore[union-attr]
+        operators = verifying.explorer.flow.pipeline._operators  # type: ignore[union-attr]
         assert isinstance(operators, LocalOperators)
     for _ in range(10):
         operators._calls.put_nowait(_Call(pa.RecordBatch.from_pylist([]), asyncio.get_running_loop().create_future()))

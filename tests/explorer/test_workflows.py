@@ -17,7 +17,7 @@ from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.rewards import RewardResult, StepReward, Transcript, build_reward
 from rayrft.rewards.base import score_inline
 from tests.errors import about
-from tests.explorer.test_explorer import config
+from tests.explorer.scripted import config
 
 TASK = Task.create("test", "Spell this word backward: cat", "tac")
 ROOM = {"model.max_length": 400, "explorer.sampling.max_prompt_tokens": 300, "explorer.sampling.max_tokens": 60}

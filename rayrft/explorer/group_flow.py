@@ -1,0 +1,237 @@
+"""The way of one group from its ticket to the Buffer: rolled out, scored, verified, filtered, and stored or dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import MutableMapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.client import BufferWriter
+from rayrft.buffer.schedule import Ticket
+from rayrft.config import RunConfig, StageConfig
+from rayrft.errors import DataError, RayrftError
+from rayrft.experience import Experience, Task, from_batch, pack, to_batch, unpack
+from rayrft.explorer.calls import Parking
+from rayrft.explorer.rollout import BusyClock, Rollout, Runner
+from rayrft.explorer.scoring import (
+    ScoredGroup,
+    apply_rewards,
+    drop_zero_variance,
+    mask_old,
+    mask_truncated,
+    with_baseline,
+    with_failures,
+    with_verified,
+)
+from rayrft.pipelines.experiences import ExperiencePipeline
+from rayrft.runtime.handle import TrackedHandle
+from rayrft.runtime.waits import Waits
+
+if TYPE_CHECKING:
+    from rayrft.algorithms import Algorithm
+
+_FAILURES_IN_A_ROW = 32
+"""Consecutive groups that may fail, whatever the reason, before the run is stopped."""
+_REMEMBERED = 10_000
+"""Number of the latest groups of which failures are remembered."""
+
+
+class GroupFlow:
+    """Uses or returns every ticket that it is given. Groups run concurrently."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        runner: Runner,
+        buffer: TrackedHandle[Buffer],
+        tasks: MutableMapping[str, Task],
+        waits: Waits,
+        *,
+        pipeline: ExperiencePipeline | None = None,
+        limits_tries: bool = True,
+    ) -> None:
+        """``tasks``, by id, grows with the Buffer's task set. ``limits_tries``: `RayrftError` is raised after
+        ``explorer.max_tries`` consecutive groups of which no row was kept."""
+        self._config = config
+        self._runner = runner
+        self._buffer = buffer
+        self.writer = BufferWriter(buffer)
+        self.tasks = tasks
+        self._added = 0
+        """Number of tasks that were added to the task set and are known here."""
+        self._waits = waits
+        self.pipeline = pipeline
+        self._limits_tries = limits_tries
+        self.verifying = BusyClock()
+        self._rolling: dict[int, dict[Ticket, asyncio.Future[list[Rollout]]]] = {}
+        """By the deadlines of the tickets: thousands are in flight."""
+        self._partial = config.explorer.partial
+        self._started = 0
+        self.failed = set[int]()
+        """Numbers of the latest groups that failed, in the order in which groups were started."""
+        self._empty = 0
+        """Number of consecutive groups of which no row was kept."""
+
+    @property
+    def rolling(self) -> int:
+        """Number of groups whose rollout has not ended."""
+        return sum(map(len, self._rolling.values()))
+
+    async def run(self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket) -> None:
+        """Roll out, score and store one group.
+
+        Raises ActorDied if an engine has died, OperatorFailed if ``pipelines.on_error`` is ``stop``, and RayrftError if
+        too many consecutive groups fail or leave no row.
+        """
+        number = self._started
+        self._started += 1
+        task = await self.task(ticket)
+        if (rolled := await self._roll_out(stage, algorithm, ticket, task)) is None:
+            return
+        rollout, *greedy = rolled
+        if rollout.parked:
+            return await self.writer.park(to_batch(rollout.parked), ticket)
+        if not rollout.rows:
+            # Without a failure it was parked before a token was sampled.
+            reason = max(rollout.failed, key=rollout.failed.__getitem__, default="surplus")
+            await self._buffer.call(Buffer.fail, ticket, reason)
+            return self._count_failure(number, rollout.problem) if rollout.problem else None
+        max_tokens = self._config.explorer.sampling.max_tokens
+        score = partial(apply_rewards, config=self._config.reward, max_tokens=max_tokens, step=ticket.deadline)
+        group = score(rollout.rows, rollout.results)
+        for baseline in greedy:
+            group = with_baseline(group, score(baseline.rows, baseline.results))
+        verified = await self._verify(task, group_id(self._config, stage, ticket), group)
+        group = with_failures(self._filter(verified, algorithm, ticket), rollout.failed)
+        if group.rows:
+            try:
+                batch = to_batch(group.rows)
+            except DataError as error:  # of what the workflow has put into the rows
+                await self._buffer.call(Buffer.fail, ticket, "workflow_error")
+                workflow = task.workflow or self._config.explorer.workflow
+                return self._count_failure(number, f"workflow {workflow!r} on task {task.id}: {error}")
+            await self.writer.put(batch, group.report, ticket=ticket, dropped=dict(group.dropped))
+        else:
+            await self._buffer.call(Buffer.drop, ticket, dict(group.dropped), group.report)
+        if group.unknown and not group.rewards:
+            self._count_failure(number, f"the reward is unknown: {group.unknown}")
+        elif group.problem and not verified.rows:
+            self._count_failure(number, group.problem)
+        self._count_empty(group)
+
+    def end_due(self, stage: StageConfig, step: int) -> None:
+        """Park or abandon the groups that over-sampling started for steps up to this one, which has been leased:
+        decoding them further would be wasted."""
+        for deadline in [deadline for deadline in self._rolling if deadline <= step]:
+            due = self._rolling.pop(deadline)
+            for ticket in list(due):
+                if self._partial is None:
+                    due.pop(ticket).cancel()
+                else:
+                    self._runner.park(group_id(self._config, stage, ticket))
+
+    async def _roll_out(
+        self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket, task: Task
+    ) -> list[Rollout] | None:
+        """Sample the group, and one greedy answer if the algorithm needs it as its baseline, which is never trained
+        and does not count as sampled. Return None if the group ended cancelled; its ticket is returned then."""
+        name, parking = group_id(self._config, stage, ticket), await self._parking(ticket)
+        temperature = self._config.explorer.sampling.temperature
+        workflow = task.workflow or self._config.explorer.workflow
+        with self._waits.on(f"workflow {workflow!r}", name, internal=True):
+            rolling = [self._runner.run(task, name, stage.group_size, temperature, parking)]
+            if algorithm.needs_greedy_baseline:
+                rolling.append(self._runner.run(task, name, 1, 0.0))
+            due = self._rolling.setdefault(ticket.deadline, {})
+            due[ticket] = asyncio.gather(*rolling)
+            try:
+                return await due[ticket]
+            except asyncio.CancelledError:
+                current = asyncio.current_task()
+                assert current is not None  # a coroutine is running
+                if current.cancelling():  # the caller was cancelled, not just the rollout
+                    raise
+                # A group that ends cancelled by itself must not keep its ticket: the step would wait for it.
+                await self._buffer.call(Buffer.fail, ticket, "workflow_error" if ticket in due else "surplus")
+                return None
+            finally:
+                due.pop(ticket, None)
+
+    async def _verify(self, task: Task, name: str, group: ScoredGroup) -> ScoredGroup:
+        """Send a group through the operators on experiences, if there are any. The rows that they make are in the
+        Buffer when this returns, so that they are not lost with the group."""
+        if self.pipeline is None or not group.rows:
+            return group
+        with self._waits.on("operators", name), self.verifying:
+            verified = await self.pipeline.process(task, group.rows)
+        if verified.made is not None:
+            made = self._config.pipelines.made
+            assert made is not None  # checked before the operators were started
+            await self._buffer.call(Buffer.extend, made, [pack(verified.made)])
+        return with_verified(group, verified)
+
+    def _filter(self, group: ScoredGroup, algorithm: Algorithm, ticket: Ticket) -> ScoredGroup:
+        if self._config.explorer.drop_zero_variance:
+            group = drop_zero_variance(group, algorithm)
+        if self._config.reward.truncated == "mask":
+            group = mask_truncated(group)
+        if ticket.resumes:
+            group = mask_old(group, ticket.deadline - self._config.max_staleness)
+        return group
+
+    async def task(self, ticket: Ticket) -> Task:
+        """Return the ticket's task. Tasks that were added to the task set meanwhile are fetched first."""
+        assert ticket.task is not None  # the Buffer was given the tasks
+        if ticket.task not in self.tasks:
+            known = self._added
+            added = await self._buffer.call(Buffer.added_tasks, known)
+            self._added = max(self._added, known + len(added))  # another group may have asked for the same meanwhile
+            self.tasks.update({task.id: task for task in added})
+        return self.tasks[ticket.task]
+
+    async def _parking(self, ticket: Ticket) -> Parking | None:
+        """Return how the ticket's group may be parked, with the calls that it continues from."""
+        if self._partial is None:
+            return None
+        begun: list[Experience] = []
+        for ref, rows in await self._buffer.call(Buffer.parked, ticket) if ticket.resumes else ():
+            with self._waits.on("object store", f"parked calls of ticket {ticket.sequence}"):
+                begun += from_batch(unpack(await ref).take(pa.array(rows)))
+        return Parking(self._partial.budget, begun)
+
+    def _count_empty(self, group: ScoredGroup) -> None:
+        """Raise RayrftError if no row was kept of too many consecutive groups."""
+        self._empty = 0 if group.rows else self._empty + bool(group.dropped)
+        if self._empty >= self._config.explorer.max_tries and self._limits_tries:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in group.dropped.most_common())
+            raise RayrftError(
+                f"no row was kept of {self._empty} consecutive groups, so nothing is learned; dropped last: {reasons}",
+                "give tasks that the model solves sometimes, but not always; relax the filters; or raise it",
+                field="explorer.max_tries",
+                value=self._empty,
+            )
+
+    def _count_failure(self, number: int, problem: str) -> None:
+        """Count a failed group. Raise RayrftError if too many failed in a row, in the order in which groups were
+        started: those that fail at once do not wait for those that are sampling."""
+        self.failed = {each for each in self.failed if each > number - _REMEMBERED} | {number}
+        first = last = number
+        while first - 1 in self.failed:
+            first -= 1
+        while last + 1 in self.failed:
+            last += 1
+        if last - first + 1 >= _FAILURES_IN_A_ROW:
+            raise RayrftError(
+                f"{last - first + 1} consecutive groups failed; the last: {problem}",
+                "fix the workflow, reward or limit; try it on a single task first",
+                field="explorer",
+            )
+
+
+def group_id(config: RunConfig, stage: StageConfig, ticket: Ticket) -> str:
+    """Return the id of the group that a ticket of a stage admits."""
+    return f"{config.name}/{stage.name}/{ticket.sequence}/{ticket.task}"
