@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -17,13 +17,13 @@ from rayrft.cli import buffer, data
 from rayrft.config import load_config, parse_override, read_config
 from rayrft.core.checkpoints import find_folder
 from rayrft.errors import ActorDied, RayrftError
-from rayrft.runtime.handle import Handle, until_dead
+from rayrft.runtime.handle import until_dead
 
 if TYPE_CHECKING:
     from rayrft.config import RunConfig
     from rayrft.core.run import Run
+    from rayrft.core.services import OpenService
     from rayrft.monitor.summary import RunStatus, Summary
-    from rayrft.runtime.serving.applications import Anchor
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 serve = typer.Typer(no_args_is_help=True, help="Serve a policy, rewards, or a page for feedback.")
@@ -76,16 +76,12 @@ def rewards(
     config: Annotated[str, typer.Argument(help="YAML file with a reward section")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
 ) -> None:
-    """Serve rewards over HTTP, to those that train elsewhere, until Ctrl-C."""
+    """Serve rewards over HTTP, for training elsewhere, until Ctrl-C."""
     from rayrft.config.serve import RewardServiceConfig
-    from rayrft.core.reward_service import serve_rewards
+    from rayrft.core.services import serve_rewards
 
     checked = read_config(RewardServiceConfig, config, dict(map(parse_override, overrides or [])))
-    with serve_rewards(checked, _print) as (url, anchor):
-        _print(f"rewards at {url}")
-        received = _until_interrupted(anchor)
-        _print("ending")
-    raise SystemExit(128 + received)
+    _until_interrupted(serve_rewards(checked, _print), "rewards")
 
 
 @serve.command()
@@ -98,32 +94,30 @@ def feedback(
 ) -> None:
     """Serve a page where people judge and edit a run's answers, while it is running or after its end, until Ctrl-C."""
     from rayrft.config.serve import FeedbackConfig
-    from rayrft.core.feedback_page import open_page
+    from rayrft.core.services import serve_feedback
 
     settings = read_config(FeedbackConfig, {}, dict(map(parse_override, overrides or [])))
-    page = open_page(find_folder(run, storage), settings)
-    try:
-        _print(f"feedback page at {page.url}{page.key_hint}")
-        received = _until_interrupted(page.anchor)
-        _print("ending")
-    finally:
-        page.stop()
-    raise SystemExit(128 + received)
+    _until_interrupted(serve_feedback(find_folder(run, storage), settings), "feedback page")
 
 
-def _until_interrupted(anchor: Handle[Anchor]) -> int:
-    """Wait for SIGINT or SIGTERM, which end the actor; return its number. Raises ActorDied if it dies otherwise."""
+def _until_interrupted(service: OpenService, what: str) -> NoReturn:
+    """Wait for SIGINT or SIGTERM, then end the service. Raises ActorDied if its owner dies otherwise."""
     received: list[int] = []
 
     def interrupted(number: int) -> None:
         received.append(number)
-        anchor.kill()
+        service.anchor.kill()
 
-    with _signals(interrupted):
-        until_dead(anchor)
-    if not received:
-        raise ActorDied("died", "see the Ray dashboard, and start the service again", field=anchor.name)
-    return received[0]
+    try:
+        _print(f"{what} at {service.url}{service.key_hint}")
+        with _signals(interrupted):
+            until_dead(service.anchor)
+        if not received:
+            raise ActorDied("died", "see the Ray dashboard, and start the service again", field=service.anchor.name)
+        _print("ending")
+    finally:
+        service.stop()
+    raise SystemExit(128 + received[0])
 
 
 @app.command()

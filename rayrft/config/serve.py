@@ -9,9 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rayrft.config.base import NAME, Section, invalid
 from rayrft.config.reward import RewardModelsConfig
-
-LOCAL = ("127.0.0.1", "localhost", "::1")
-
+from rayrft.runtime.serving import LOCAL
 
 EDITED = "human"
 """The demonstrations that people's edits become, unless told otherwise."""

@@ -217,20 +217,22 @@ class Master(Watched):
         service = reward_service(self._config)
         if service is None:
             return
-        from rayrft.rewards.service import open_rewards
-        from rayrft.runtime.serving.applications import Owner
+        from rayrft.rewards.service import deploy_rewards
+        from rayrft.runtime.serving.applications import Owner, on_head
 
         config, owner = self._config, Owner(NAMESPACE, actor_name(self._config.name, "master"))
         address = config.endpoint or ServeConfig()
         with self._waits.on("rewards", "deployed"):
-            await open_rewards(
+            await asyncio.to_thread(
+                on_head,
+                deploy_rewards,
                 service,
                 config.scoring,
                 config.plugins,
                 owner,
                 (address.host, address.port),
-                http=config.endpoint is not None,
-                models=judges(config, {name: each.engine_pool for name, each in actors.auxiliary.items()}),
+                config.endpoint is not None,
+                judges(config, {name: each.engine_pool for name, each in actors.auxiliary.items()}),
             )
 
     async def _close_rewards(self) -> None:

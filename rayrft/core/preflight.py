@@ -26,7 +26,6 @@ from rayrft.data.formats import conversations, read_rows
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.task_splits import TaskSplits
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.endpoint.protocol import key_digest
 from rayrft.errors import ConfigError, DataError, ModelError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.environments import environment_factory
@@ -36,6 +35,7 @@ from rayrft.pipelines.experiences import check_experiences
 from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.run.answering import Engines
 from rayrft.pipelines.tasks import load_processed
+from rayrft.runtime.serving import key_digest
 from rayrft.trainer.batch_pipeline import check_batches
 
 _TASKS = "tasks.json"

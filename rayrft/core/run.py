@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import ray.data
 
-    from rayrft.core.feedback_page import OpenPage
+    from rayrft.core.services import OpenService
     from rayrft.experience import Experience, Task
     from rayrft.pipelines.tasks import AddedTasks
 
@@ -319,14 +319,14 @@ class Run(RunData):
         """Return the process ids of master, buffer, trainer, explorers and engines."""
         return fetch(self._master.call(Master.pids), self._master_name, ANSWER_S)
 
-    def serve_feedback(self, **settings: Any) -> OpenPage:
-        """Serve a page where people judge and edit the run's answers, also after its end, until `OpenPage.stop`, or the
-        end of this process; ``settings`` are those of `FeedbackConfig`."""
+    def serve_feedback(self, **settings: Any) -> OpenService:
+        """Serve a page where people judge and edit the run's answers, also after its end, until `OpenService.stop` or
+        the end of this process; ``settings`` are those of `FeedbackConfig`."""
         from rayrft.config import read_config
         from rayrft.config.serve import FeedbackConfig
-        from rayrft.core.feedback_page import open_page
+        from rayrft.core.services import serve_feedback
 
-        return open_page(self.folder, read_config(FeedbackConfig, {}, settings))
+        return serve_feedback(self.folder, read_config(FeedbackConfig, {}, settings))
 
     def _end(self, cause: RayrftError | None = None) -> Summary:
         """Kill the actors of the run and return its summary, written here if the Master did not.

@@ -26,7 +26,6 @@ import uvicorn
 from rayrft.config.explorer import SamplingConfig
 from rayrft.config.serve import ServeConfig
 from rayrft.endpoint.app import Endpoint
-from rayrft.endpoint.protocol import ApiError, key_digest
 from rayrft.endpoint.recording import Begun, Call, Conversation, SessionRows
 from rayrft.endpoint.responder import Responder
 from rayrft.endpoint.sessions import SessionStats
@@ -40,6 +39,8 @@ from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
 from rayrft.registry import loaded_plugins
 from rayrft.rewards import RewardResult
 from rayrft.runtime.processes.pool import ProcessPool, Worker
+from rayrft.runtime.serving import key_digest
+from rayrft.runtime.serving.http import ApiError
 
 R = TypeVar("R")
 

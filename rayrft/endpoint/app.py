@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from rayrft.endpoint.http import HttpService
-from rayrft.endpoint.protocol import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    FeedbackRequest,
-    ResponsesRequest,
-    Sampled,
-    parse,
-)
-from rayrft.endpoint.replies import EventStream
+from rayrft.endpoint.protocol import ChatRequest, CompletionRequest, FeedbackRequest, ResponsesRequest, Sampled
 from rayrft.endpoint.responder import Responder
 from rayrft.errors import DataError, FeedbackRefused
+from rayrft.runtime.serving.http import ApiError, EventStream, Handler, HttpService, Route, parse
 
 PRIVATE = "private-"
-"""What API keys begin with whose requests are neither kept nor trained on."""
+"""Prefix of API keys whose requests are neither kept nor trained on."""
 
 
 class Endpoint(HttpService):
@@ -37,9 +28,8 @@ class Endpoint(HttpService):
         self._responder = responder
         self._sessions, self._settings = responder.sessions, settings
 
-    def app(self) -> FastAPI:
-        """Build the application."""
-        app = FastAPI(openapi_url=None)
+    def routes(self) -> Iterator[Route]:
+        """See `HttpService`."""
         answers: dict[str, tuple[type[Sampled], str]] = {
             "/v1/chat/completions": (ChatRequest, "chatcmpl-"),
             "/v1/completions": (CompletionRequest, "cmpl-"),
@@ -48,19 +38,16 @@ class Endpoint(HttpService):
         # An application that can be given nothing but a base URL has its session there.
         for base in ("", "/sessions/{session}"):
             for path, (model, prefix) in answers.items():
-                handle = self.route(self._answering(model, prefix), self._config.max_requests)
-                app.add_api_route(base + path, handle, methods=["POST"])
-                app.add_api_route(base + path + "/{id}", self.route(self._forget), methods=["DELETE"])
-            app.add_api_route(f"{base}/v1/feedback", self.route(self._feedback), methods=["POST"])
-            app.add_api_route(f"{base}/v1/models", self.route(self._models), methods=["GET"])
-            app.add_api_route(base + "/v1/models/{name:path}", self.route(self._model), methods=["GET"])
-            app.add_api_route(f"{base}/v1/stats", self.route(self._stats), methods=["GET"])
-        self.add_health(app)
-        return app
+                yield "POST", base + path, self._answering(model, prefix), True
+                yield "DELETE", base + path + "/{id}", self._forget, False
+            yield "POST", f"{base}/v1/feedback", self._feedback, False
+            yield "GET", f"{base}/v1/models", self._models, False
+            yield "GET", base + "/v1/models/{name:path}", self._model, False
+            yield "GET", f"{base}/v1/stats", self._stats, False
 
     # Answers.
 
-    def _answering(self, model: type[Sampled], prefix: str) -> Callable[[Request], Awaitable[Response]]:
+    def _answering(self, model: type[Sampled], prefix: str) -> Handler:
         async def handle(request: Request) -> Response:
             body = parse(model, await self.body(request))
             if body.model != self._settings.model and not self._settings.any_model:

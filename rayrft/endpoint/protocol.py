@@ -1,14 +1,14 @@
-"""The API of OpenAI, as far as it is served: requests, what a conversation is of them, and errors."""
+"""The supported part of OpenAI's API: requests, and their conversation as messages."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rayrft.explorer.tools.parsing import CallForm, as_response
+from rayrft.runtime.serving.http import UnsupportedParameter
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
@@ -28,24 +28,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 not known are refused, too."""
 _NO_MATTER = {"store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "cache_salt"}
 """Parameters that change nothing here, whatever their value."""
-
-
-class ApiError(Exception):
-    """An error of the API: an HTTP status, and what the body says. ``param`` is the field of the request."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str,
-        param: str | None = None,
-        kind: str = "invalid_request_error",
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.headers = status, code, headers or {}
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class _Body(BaseModel):
@@ -94,9 +76,9 @@ class Sampled(_Body):
     def _supported(self) -> Sampled:
         for key, value in (self.model_extra or {}).items():
             if key not in _NO_MATTER and value not in _NEUTRAL.get(key, ()):
-                raise _unsupported(key, "is not supported")
+                raise UnsupportedParameter(key, "is not supported")
         if any(not stop for stop in self.stops):
-            raise _unsupported("stop", "has an empty text")
+            raise UnsupportedParameter("stop", "has an empty text")
         return self
 
     @property
@@ -125,7 +107,7 @@ class ChatRequest(Sampled):
     @model_validator(mode="after")
     def _tools(self) -> ChatRequest:
         if not all(_has_name(tool) for tool in self.tools):
-            raise _unsupported("tools", "has an entry that is no function with a name")
+            raise UnsupportedParameter("tools", "has an entry that is no function with a name")
         return self
 
     @property
@@ -156,13 +138,13 @@ class ResponsesRequest(ChatRequest):
         if not isinstance(body, dict):
             return body
         if "input" not in body:
-            raise _unsupported("input", "is required")
+            raise UnsupportedParameter("input", "is required")
         given, tools = body["input"], body.get("tools") or []
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
         if not isinstance(items, list):
-            raise _unsupported("input", "is neither a text nor a list of items")
+            raise UnsupportedParameter("input", "is neither a text nor a list of items")
         if not isinstance(tools, list):
-            raise _unsupported("tools", "is no list")
+            raise UnsupportedParameter("tools", "is no list")
         messages = _messages(items)
         if instructions := body.get("instructions"):
             messages.insert(0, {"role": "system", "content": instructions})
@@ -172,9 +154,9 @@ class ResponsesRequest(ChatRequest):
     @model_validator(mode="after")
     def _plain_text(self) -> ResponsesRequest:
         if (self.text.get("format") or {"type": "text"}) != {"type": "text"}:
-            raise _unsupported("text.format", "is not supported")
+            raise UnsupportedParameter("text.format", "is not supported")
         if self.n > 1:
-            raise _unsupported("n", "is not supported")
+            raise UnsupportedParameter("n", "is not supported")
         return self
 
     @property
@@ -203,12 +185,12 @@ class ChatMessage(_Body):
     @model_validator(mode="after")
     def _calls(self) -> ChatMessage:
         if not all(_has_name(call) for call in self.tool_calls):
-            raise _unsupported("tool_calls", "has an entry that is no call of a function with a name")
+            raise UnsupportedParameter("tool_calls", "has an entry that is no call of a function with a name")
         if not all(isinstance(_arguments(call), dict) for call in self.tool_calls):
-            raise _unsupported("tool_calls.arguments", "is not a JSON object")
+            raise UnsupportedParameter("tool_calls.arguments", "is not a JSON object")
         for key, value in (self.model_extra or {}).items():
             if value and key not in ("annotations", "cache_control"):
-                raise _unsupported(key, "is not supported")
+                raise UnsupportedParameter(key, "is not supported")
         return self
 
     @property
@@ -264,7 +246,7 @@ class CompletionRequest(Sampled):
         """Take a prompt for itself that is the only one in a list."""
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             if len(prompt) > 1:
-                raise _unsupported("prompt", "is not one prompt: send a request for each")
+                raise UnsupportedParameter("prompt", "is not one prompt: send a request for each")
             return prompt[0]
         return prompt
 
@@ -287,45 +269,6 @@ ChatRequest.model_rebuild()
 ResponsesRequest.model_rebuild()
 ChatMessage.model_rebuild()
 
-Body = TypeVar("Body", bound=BaseModel)
-
-
-def parse(model: type[Body], body: bytes) -> Body:
-    """Parse a request's body. Raises ApiError 400, which names the first field that is wrong."""
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        # Of the errors of a union's members, that which is deepest inside says most.
-        first = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
-        if first["type"] == "json_invalid":
-            raise ApiError(400, f"The body is not JSON: {first['msg']}.", code="invalid_json") from None
-        cause = first.get("ctx", {}).get("error")
-        code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-        param, problem = _name(first["loc"]), first["msg"].removeprefix("Value error, ")
-        if isinstance(cause, _Unsupported):
-            code, (inner, problem) = "unsupported_parameter", cause.args
-            param = inner if param in ("", inner) else f"{param}.{inner}"
-        where = param or None
-        raise ApiError(400, f"{where or 'The body'}: {problem}.", code=code, param=where) from None
-
-
-def _name(path: tuple[str | int, ...]) -> str:
-    """Return the name of a field, without the types by which members of a union are called."""
-    return ".".join(str(part) for part in path if isinstance(part, int) or (part.isidentifier() and part != "str"))
-
-
-def key_digest(key: str) -> str:
-    """Return the digest by which an API key is known."""
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
-class _Unsupported(ValueError):
-    """Arguments: the parameter and the problem."""
-
-
-def _unsupported(param: str, problem: str) -> _Unsupported:
-    return _Unsupported(param, problem)
-
 
 def _messages(items: list[Any]) -> list[dict[str, Any]]:
     """Return the items of a conversation as messages: calls belong to the answer that they follow."""
@@ -344,16 +287,16 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
             elif kind == "function_call_output":
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
             elif kind != "reasoning":  # what the model thought is in no answer of this endpoint
-                raise _unsupported(f"input.{number}", f"is a {kind}, which is not supported")
+                raise UnsupportedParameter(f"input.{number}", f"is a {kind}, which is not supported")
         except KeyError as error:
-            raise _unsupported(f"input.{number}", f"lacks {error}") from None
+            raise UnsupportedParameter(f"input.{number}", f"lacks {error}") from None
     return messages
 
 
 def _nested(tool: Any) -> Any:
     """Return a tool with its function as an object of its own, as `ChatRequest` has it."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise _unsupported("tools", "has an entry that is no function")
+        raise UnsupportedParameter("tools", "has an entry that is no function")
     fields = {key: value for key, value in tool.items() if key not in ("type", "strict") and value is not None}
     return {"type": "function", "function": fields}
 

@@ -1,31 +1,19 @@
-"""What a client gets: responses, whole or as streams of events, and errors."""
+"""Forms of responses: whole, or as streams of events."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
-
-from fastapi import Request
-from fastapi.responses import Response
+from typing import Any, Protocol
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.decoding import Message
-from rayrft.endpoint.protocol import ApiError, ChatRequest, Sampled
+from rayrft.endpoint.protocol import ChatRequest, Sampled
 from rayrft.endpoint.recording import Begun, Conversation
-from rayrft.errors import ActorDied, DataError, EngineFailed, RequestRefused, StorageError
 from rayrft.experience import TRUNCATED
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling
 from rayrft.explorer.tools.parsing import CallForm
-
-log = logging.getLogger(__name__)
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -61,46 +49,6 @@ class Answer:
     text: str
     message: Message
     tail: Piece
-
-
-class EventStream(Response):
-    """A response of server-sent events, which ends with its client."""
-
-    def __init__(self, events: AsyncIterator[str], headers: dict[str, str]) -> None:
-        super().__init__(headers={**headers, "Cache-Control": "no-cache"}, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._events = events
-        self.ended: Callable[[str], None] = lambda outcome: None
-        """Told how the stream ended."""
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        sending = asyncio.ensure_future(self._send(send))
-        gone = asyncio.ensure_future(until_gone(receive))
-        outcome = "499 client_gone"
-        try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                outcome = sending.result()
-        finally:
-            self.ended(outcome)  # before anything is awaited: Serve may cancel this task at any time
-            sending.cancel()
-            gone.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
-
-    async def _send(self, send: Any) -> str:
-        """Send all events; return how the stream ended."""
-        outcome = "200"
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
-            try:
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
-            except ApiError as error:  # it has been sent as an event
-                outcome = f"{error.status} {error.code}"
-            except OSError:
-                return "499 client_gone"
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-        return outcome
 
 
 class Reply(Protocol):
@@ -211,46 +159,3 @@ def _finish_reason(answer: Answer) -> str:
 
 def as_event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
-async def until_gone(receive: Any) -> None:
-    """Return when the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R:
-    """Return the result of ``work``; abandon it if the client goes away."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(request.receive))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ApiError(499, "The client has gone.", code="client_gone")
-        return working.result()
-    finally:
-        working.cancel()
-        gone.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
-
-
-def api_error(error: BaseException) -> ApiError:
-    """Return what a client is told of an error."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, asyncio.CancelledError):
-        return ApiError(499, "The client has gone.", code="client_gone")
-    if isinstance(error, RequestRefused | DataError):
-        return ApiError(400, str(error), code="invalid_value", param=error.field or None)
-    if isinstance(error, TimeoutError):
-        return ApiError(504, "The request was not answered in time.", code="timeout", kind="server_error")
-    log.error("a request failed", exc_info=error)  # for us alone: it may name actors, addresses and files
-    if isinstance(error, ActorDied | EngineFailed):
-        code, text = (
-            "engine_died" if isinstance(error, ActorDied) else "engine_failed",
-            "No engine answered; try again.",
-        )
-        return ApiError(503, text, code=code, kind="server_error", headers={"Retry-After": "5"})
-    known = f"{error.field}: {error.problem}." if isinstance(error, StorageError) else "the server's log says why."
-    return ApiError(500, f"The request failed: {known}", code="internal_error", kind="server_error")

@@ -12,15 +12,16 @@ from fastapi import Request
 
 from rayrft.data.tokenizer import ChatTokenizer, fills
 from rayrft.endpoint.decoding import AnswerText, cut, message
-from rayrft.endpoint.protocol import ApiError, ChatMessage, ChatRequest, CompletionRequest, ResponsesRequest, Sampled
+from rayrft.endpoint.protocol import ChatMessage, ChatRequest, CompletionRequest, ResponsesRequest, Sampled
 from rayrft.endpoint.recording import Begun, Call, Choice, Conversation, canonical
-from rayrft.endpoint.replies import Answer, Ask, ChoicesReply, Piece, Reply, api_error, as_event, unless_gone
+from rayrft.endpoint.replies import Answer, Ask, ChoicesReply, Piece, Reply, as_event
 from rayrft.endpoint.responses import ResponseReply
 from rayrft.endpoint.sessions import SessionStats
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.explorer.engines import exchange
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, Told
 from rayrft.explorer.tools.parsing import instructed
+from rayrft.runtime.serving.http import ApiError, api_error, client_gone, unless_gone
 
 R = TypeVar("R")
 
@@ -144,7 +145,7 @@ class Responder:
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:  # the call may have begun: nobody else would end it
-            await self.sessions.failed(await beginning, api_error(asyncio.CancelledError()).code)
+            await self.sessions.failed(await beginning, client_gone().code)
             raise
 
     def _sampling(self, body: Sampled) -> tuple[Sampling, bool]:

@@ -1,28 +1,24 @@
-"""Rewards over HTTP, for those that train elsewhere: requests, replies, and the application before the replicas."""
+"""Rewards over HTTP, for training elsewhere: requests and replies."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any, Self
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, RootModel, model_validator
 
 from rayrft.config.serve import RewardServiceConfig
-from rayrft.endpoint.deployment import deploy, request_counter
-from rayrft.endpoint.http import HttpService
-from rayrft.endpoint.protocol import ApiError, parse
-from rayrft.endpoint.replies import unless_gone
 from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, Transcript
 from rayrft.rewards.pool import RewardPool
 from rayrft.rewards.service import RewardService, ServedScoring
 from rayrft.rewards.stats import DomainStats
-from rayrft.runtime.serving.applications import Owner, delete_with, on_head
+from rayrft.runtime.serving.http import ApiError, HttpService, Route, parse, unless_gone
 
 _MOST = 1024
 """Answers in a request."""
@@ -113,13 +109,10 @@ class RewardEndpoint(HttpService):
         self._reward, self._pool, self._version = config.reward, pool, version
         self._totals: dict[str, DomainStats] = {}
 
-    def app(self) -> FastAPI:
-        """Build the application."""
-        app = FastAPI(openapi_url=None)
-        app.add_api_route("/v1/score", self.route(self._score, self._config.max_requests), methods=["POST"])
-        app.add_api_route("/v1/stats", self.route(self._stats), methods=["GET"])
-        self.add_health(app)
-        return app
+    def routes(self) -> Iterator[Route]:
+        """See `HttpService`."""
+        yield "POST", "/v1/score", self._score, True
+        yield "GET", "/v1/stats", self._stats, False
 
     async def _score(self, request: Request) -> Response:
         body = await self.body(request)
@@ -174,40 +167,9 @@ class RewardEndpoint(HttpService):
         return JSONResponse({"version": self._version, **requests, "domains": domains})
 
 
-@dataclass(frozen=True)
-class RewardFront:
-    """What the processes that answer are told: who scores, and who owns all that."""
-
-    config: RewardServiceConfig
-    key_digests: tuple[str, ...]
-    service: RewardService
-    owner: Owner
-
-    @property
-    def application(self) -> str:
-        return f"{self.config.name}:http"
-
-
-class RewardFrontReplica:
-    """One process that answers requests."""
-
-    def __init__(self, front: RewardFront) -> None:
-        reward = front.config.reward
-        pool = RewardPool(reward, [], lambda: ServedScoring(front.service, reward))
-        self._endpoint = RewardEndpoint(
-            front.config, front.key_digests, pool, front.service.version, request_counter(front.application)
-        )
-        self._watching = asyncio.create_task(delete_with(front.owner, front.application))
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._endpoint.app()
-
-
-async def open_reward_front(front: RewardFront) -> str:
-    """Deploy what answers HTTP requests, in front of rewards that are there; return its base URL, once it answers.
-    Raises ConfigError if it does not."""
-    return await asyncio.to_thread(on_head, _open, front)
-
-
-def _open(front: RewardFront) -> str:
-    return deploy(RewardFrontReplica, (front,), front.config.serve, front.application, front.config.name)
+def build_reward_endpoint(
+    count: Callable[[str], None], config: RewardServiceConfig, key_digests: tuple[str, ...], service: RewardService
+) -> RewardEndpoint:
+    """Build the API over the replicas of a service."""
+    pool = RewardPool(config.reward, [], lambda: ServedScoring(service, config.reward))
+    return RewardEndpoint(config, key_digests, pool, service.version, count)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -16,15 +16,17 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from rayrft.config import RunConfig
 from rayrft.config.serve import FeedbackConfig
-from rayrft.endpoint.http import HttpService
-from rayrft.endpoint.protocol import ApiError, parse
 from rayrft.errors import DataError, RayrftError
 from rayrft.feedback.agreement import measure_agreement
 from rayrft.feedback.delivery import Delivered, Delivery
 from rayrft.feedback.items import ROWS, Item, Queue, Rows, describe
-from rayrft.feedback.journal import FeedbackJournal
+from rayrft.feedback.journal import FeedbackJournal, feedback_folder
 from rayrft.feedback.judgements import Judged, Judgement, Judgements, Thumb, Undone, View
+from rayrft.feedback.run_rows import RunRows
+from rayrft.registry import load_plugins
+from rayrft.runtime.serving.http import ApiError, HttpService, Route, parse
 
 _TOLD_S = 0.5
 """Seconds that a person waits to be told what the run did with a judgement; if it takes longer, and it came too late,
@@ -125,35 +127,33 @@ class FeedbackPage(HttpService):
         self._reading: asyncio.Task[None] | None = None
         self._opened = False
         self._referring: asyncio.Task[None] | None = None
-        self._began: asyncio.Task[None] | None = None
+        self._started: asyncio.Task[None] | None = None
         self._delivery: Delivery | None = None
 
+    def routes(self) -> Iterator[Route]:
+        """See `HttpService`."""
+        for handle in (self._next, self._judge, self._undo, self._keep, self._leave, self._me):
+            yield "POST", f"/v1/{handle.__name__[1:]}", handle, True
+        yield "GET", "/v1/image", self._image, False
+        yield "GET", "/v1/stats", self._stats, False
+
     def app(self) -> FastAPI:
-        """Build the application."""
-        app = FastAPI(openapi_url=None)
-        posts = {
-            "next": self._next,
-            "judge": self._judge,
-            "undo": self._undo,
-            "keep": self._keep,
-            "leave": self._leave,
-            "me": self._me,
-        }
-        for path, handle in posts.items():
-            app.add_api_route(f"/v1/{path}", self.route(handle, self._config.max_requests), methods=["POST"])
-        app.add_api_route("/v1/image", self.route(self._image), methods=["GET"])
-        app.add_api_route("/v1/stats", self.route(self._stats), methods=["GET"])
-        self.add_health(app)
+        """Build the application; the page's files need no key."""
+        app = super().app()
         static = files("rayrft.feedback") / "static"
         for file, kind in _PAGE.items():
             self._add_file(app, "/" if file == "index.html" else f"/{file}", (static / file).read_bytes(), kind)
         return app
 
+    def start(self) -> asyncio.Task[None]:
+        """Start to read the journal and the run's rows, unless that was done; return the task."""
+        if self._started is None or (self._started.done() and self._started.exception() is not None):
+            self._started = asyncio.create_task(self._begin())
+        return self._started
+
     async def begin(self) -> None:
         """Read the journal and the run's rows; returns at once if that was done."""
-        if self._began is None or (self._began.done() and self._began.exception() is not None):
-            self._began = asyncio.create_task(self._begin())
-        await asyncio.shield(self._began)
+        await asyncio.shield(self.start())
 
     async def close(self) -> None:
         """Release the journal."""
@@ -420,3 +420,20 @@ class FeedbackPage(HttpService):
             return Response(content, media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
 
         app.add_api_route(path, serve, methods=["GET"])
+
+
+def build_page(
+    count: Callable[[str], None],
+    run: RunConfig,
+    folder: Path,
+    settings: FeedbackConfig,
+    key_digests: tuple[str, ...],
+    namespace: str,
+    buffer: str,
+) -> FeedbackPage:
+    """Build the page of the run in a folder, whose Buffer has this name and namespace, and start to read its rows."""
+    load_plugins(run.plugins)
+    rows = RunRows(folder, run, namespace, buffer, settings.max_groups, settings.demonstrations)
+    page = FeedbackPage(run.name, settings, key_digests, rows, FeedbackJournal(feedback_folder(folder)), count)
+    page.start()
+    return page

@@ -153,24 +153,6 @@ class ServedScoring:
         return died(reason, transcripts)
 
 
-async def open_rewards(
-    service: RewardService,
-    config: RewardModelsConfig,
-    plugins: list[Path],
-    owner: Owner,
-    address: tuple[str, int],
-    *,
-    http: bool = False,
-    models: Models | None = None,
-) -> None:
-    """Deploy the applications, which end with their owner; return when each has its least number of replicas.
-
-    ``address`` is that of Serve, if it does not run yet; ``http``: see `start_serve`; ``models``: those that judges may
-    ask. Raises ConfigError where a reward cannot be built.
-    """
-    await asyncio.to_thread(on_head, _open, service, config, plugins, owner, address, http, models)
-
-
 @contextlib.contextmanager
 def rewards_open(
     service: RewardService,
@@ -182,11 +164,11 @@ def rewards_open(
     http: bool = False,
     models: Models | None = None,
 ) -> Iterator[Handle[Anchor]]:
-    """Deploy the applications for the time of a ``with``, outside of event loops; see `open_rewards`. Their owner is
-    made for them, and given: if it dies, so do they."""
+    """Deploy the applications, and delete them at the end of a ``with``; see `deploy_rewards`. Gives their owner, which
+    is created here."""
     anchor = create_anchor(owner)
     try:
-        asyncio.run(open_rewards(service, config, plugins, owner, address, http=http, models=models))
+        on_head(deploy_rewards, service, config, plugins, owner, address, http, models)
         yield anchor
     finally:
         close_rewards(service)
@@ -198,17 +180,23 @@ def close_rewards(service: RewardService) -> None:
     delete_applications(service.all_versions)
 
 
-def _open(
+def deploy_rewards(
     service: RewardService,
     config: RewardModelsConfig,
     plugins: list[Path],
     owner: Owner,
     address: tuple[str, int],
-    http: bool,
-    models: Models | None,
+    http: bool = False,
+    models: Models | None = None,
 ) -> None:
+    """Deploy the applications, which end with their owner; return when each has its least number of replicas. Call it
+    by `on_head`.
+
+    ``address`` is that of Serve, if it does not run yet; ``http``: see `start_serve`; judges may ask ``models``. Raises
+    ConfigError where a reward cannot be built.
+    """
     start_serve(*address, http=http)
-    # Those of an owner that was killed may be there yet.
+    # Applications of an owner that was killed may still exist.
     delete_applications(service.all_versions)
     targets = []
     for domain, model in config.models.items():
@@ -227,7 +215,7 @@ def _open(
 
 
 def _cause(service: RewardService) -> str:
-    """Return what a replica has raised, as Serve tells it: the last line of a trace."""
+    """Return the last line of the traceback of a replica that failed to start."""
     messages = [
         replicas.message
         for name, application in serve.status().applications.items()
@@ -250,7 +238,7 @@ def _options(replicas: ReplicasConfig) -> dict[str, Any]:
             "upscale_delay_s": 5.0,
             "downscale_delay_s": 60.0,
         },
-        # Few wait in a replica, where another one that is started could not take them; a call that hangs holds up none.
+        # A call that waits in a replica cannot move to a new one, so few do; a call that hangs must not block others.
         "max_ongoing_requests": 4 * replicas.pending,
         "max_constructor_retry_count": 2,
         "ray_actor_options": {

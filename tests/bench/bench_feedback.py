@@ -25,7 +25,7 @@ from ray import serve
 
 from rayrft.config import dump_config, load_config
 from rayrft.config.serve import FeedbackConfig
-from rayrft.core.feedback_page import open_page
+from rayrft.core.services import serve_feedback
 from rayrft.experience import Experience
 from tests.bench.local_ray import start_ray
 from tests.buffer.live import buffers, put
@@ -103,7 +103,7 @@ def main() -> None:
         ray.get(buffer.stats.remote())
         (config.folder / "config.yaml").write_text(dump_config(config))
         put(buffer, *(spoken(number) for number in range(options.groups)))
-        page = open_page(config.folder, FeedbackConfig(port=free_port(), max_groups=options.groups))
+        page = serve_feedback(config.folder, FeedbackConfig(port=free_port(), max_groups=options.groups))
         url, _, key = page.url.partition("#key=")
         began = time.perf_counter()
         httpx.post(f"{url}v1/me", json={"person": "a"}, headers={"Authorization": f"Bearer {key}"}, timeout=120)

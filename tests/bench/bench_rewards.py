@@ -23,8 +23,8 @@ from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.base import Reward
 from rayrft.rewards.pool import ActorScoring, RewardActor, RewardPool
 from rayrft.rewards.scorer import Scorer
-from rayrft.rewards.service import RewardService, ServedScoring, close_rewards, open_rewards
-from rayrft.runtime.serving.applications import Owner, create_anchor
+from rayrft.rewards.service import RewardService, ServedScoring, close_rewards, deploy_rewards
+from rayrft.runtime.serving.applications import Owner, create_anchor, on_head
 from tests.bench.local_ray import actor, start_ray
 
 _HERE = "tests.bench.bench_rewards:working"
@@ -83,7 +83,7 @@ async def scoring(config: RewardConfig) -> AsyncIterator[Score]:
     if config.placement == "serve":
         service, owner = RewardService.of("bench", config, []), Owner("rayrft", "bench:rewards")
         anchor = create_anchor(owner)
-        await open_rewards(service, config, [], owner, ("127.0.0.1", 8000))
+        await asyncio.to_thread(on_head, deploy_rewards, service, config, [], owner, ("127.0.0.1", 8000))
         yield RewardPool(config, [], lambda: ServedScoring(service, config)).score
         await asyncio.to_thread(close_rewards, service)
         anchor.kill()

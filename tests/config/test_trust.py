@@ -20,7 +20,7 @@ from rayrft.buffer.reader import Archive
 from rayrft.config import dump_config, load_config, load_run_config
 from rayrft.config.base import resolved
 from rayrft.config.serve import FeedbackConfig
-from rayrft.core import feedback_page
+from rayrft.core import services
 from rayrft.core.checkpoints import export
 from rayrft.data.formats import read_rows
 from rayrft.data.tables import open_table
@@ -173,7 +173,7 @@ class Elsewhere(Exception):
 
 
 def _open_page(folder: Path) -> None:
-    feedback_page.open_page(folder, FeedbackConfig())
+    services.serve_feedback(folder, FeedbackConfig())
 
 
 READERS: list[Callable[[Path], Any]] = [
@@ -191,7 +191,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def elsewhere(*_: Any, **__: Any) -> None:
         raise Elsewhere
 
-    monkeypatch.setattr(feedback_page, "connect", elsewhere)
+    monkeypatch.setattr(services, "connect", elsewhere)
     monkeypatch.setattr("rayrft.benchmark.difficulty.load_processed", elsewhere)
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     config = load_config(base()).model_copy(update={"plugins": [tmp_path / "code.py"]})

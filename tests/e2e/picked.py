@@ -24,8 +24,8 @@ from rapidfuzz.distance import Levenshtein
 
 import rayrft
 from rayrft.config.serve import FeedbackConfig
-from rayrft.core.feedback_page import open_page
 from rayrft.core.run import Run
+from rayrft.core.services import serve_feedback
 from rayrft.experience import Task
 from tests.e2e.conftest import free_port
 from tests.e2e.lessons import write_rows
@@ -89,7 +89,7 @@ def sample(folder: Path, seed: int) -> Run:
 def judge(run: Run, pairs: int) -> FeedbackConfig:
     """Open the page of a run, and pick from so many pairs, as a person does who sees the right answers."""
     settings = FeedbackConfig(port=free_port())
-    page = open_page(run.folder, settings)
+    page = serve_feedback(run.folder, settings)
     url, key = page.url, (page.key_file or Path()).read_text().strip()
     try:
         with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60) as http:

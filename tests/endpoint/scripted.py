@@ -16,13 +16,13 @@ from rayrft.config.explorer import SamplingConfig
 from rayrft.config.serve import ServeConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.app import Endpoint
-from rayrft.endpoint.protocol import key_digest
 from rayrft.endpoint.recording import Begun, Call, Conversation
 from rayrft.endpoint.responder import Responder
 from rayrft.endpoint.sessions import Sessions, SessionStats
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import RequestRefused
 from rayrft.explorer.engines.exchange import INTERRUPTED, Chunk, Completion, Request, Session, Told
+from rayrft.runtime.serving import key_digest
 
 MODEL, KEY, MAX_LENGTH = "policy", "sk-secret", 120
 

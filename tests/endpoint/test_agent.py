@@ -13,13 +13,13 @@ import pytest
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.agent import Agent, _Attempt
-from rayrft.endpoint.protocol import ApiError
 from rayrft.errors import ActorDied, ConfigError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.engines.exchange import Completion, Request, Sampling
 from rayrft.explorer.rollout import Runner
 from rayrft.rewards import RewardResult, Transcript
+from rayrft.runtime.serving.http import ApiError
 from tests.endpoint.scripted import Policy
 from tests.errors import about
 from tests.explorer.scripted import config

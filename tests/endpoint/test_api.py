@@ -13,8 +13,8 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from rayrft.endpoint.protocol import key_digest
 from rayrft.errors import ActorDied, EngineFailed
+from rayrft.runtime.serving import key_digest
 from tests.endpoint.scripted import KEY, MAX_LENGTH, MODEL, Served, serve
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]

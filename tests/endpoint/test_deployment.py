@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 _SCRIPT = """
-import asyncio
-
 import ray
 from ray.cluster_utils import Cluster
 
 from rayrft.errors import ConfigError
-from rayrft.endpoint import deployment
+from rayrft.runtime.serving import deploy
 
 
 def opened_from_here(fails):
@@ -25,8 +23,8 @@ def opened_from_here(fails):
             raise ConfigError("taken", field="serve.port", remedy="give another")
         return ray.get_runtime_context().get_node_id()
 
-    deployment._open = opening
-    return asyncio.run(deployment.open_endpoint("app", "route", "model", None, None))
+    deploy._open = opening
+    return deploy.HttpApplication("app", "route", None, None, None, ()).open()
 
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})

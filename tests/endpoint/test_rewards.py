@@ -11,13 +11,13 @@ import pytest
 
 from rayrft.config import read_config
 from rayrft.config.serve import RewardServiceConfig
-from rayrft.core.reward_service import serve_rewards
-from rayrft.endpoint.protocol import key_digest
+from rayrft.core.services import serve_rewards
 from rayrft.endpoint.rewards import RewardEndpoint
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, StepReward, Transcript
 from rayrft.rewards.pool import RewardPool
+from rayrft.runtime.serving import key_digest
 from tests.errors import about
 
 MATH = {"domain": "math", "task": {"prompt": "1 + 1?", "answer": "2"}, "response": "2"}
@@ -232,8 +232,6 @@ def test_a_wrong_config_is_refused_by_its_key(change: dict[str, Any], field: str
 def test_what_cannot_be_served_is_refused_before_anything_starts(
     change: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayrft.core.reward_service.connect", lambda: pytest.fail("it connects"))
-    with pytest.raises(ConfigError, check=about(field)), serve_rewards(
-        read_config(RewardServiceConfig, {"reward": {"name": "math"}}, change), say=lambda text: None
-    ):  # fmt: skip
-        pass
+    monkeypatch.setattr("rayrft.core.services.connect", lambda: pytest.fail("it connects"))
+    with pytest.raises(ConfigError, check=about(field)):
+        serve_rewards(read_config(RewardServiceConfig, {"reward": {"name": "math"}}, change), say=lambda text: None)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config.serve import FeedbackConfig
-from rayrft.endpoint.protocol import key_digest
 from rayrft.errors import DataError, FeedbackRefused, RunNotFound
 from rayrft.feedback.app import FeedbackPage
 from rayrft.feedback.items import Answer, Group, Rows
 from rayrft.feedback.journal import FeedbackJournal
 from rayrft.feedback.judgements import Judgement
+from rayrft.runtime.serving import key_digest
 
 KEY = "sk-right"
 

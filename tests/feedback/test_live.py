@@ -22,7 +22,7 @@ from rayrft.buffer.reader import Archive
 from rayrft.cli.main import app
 from rayrft.config import dump_config, load_config
 from rayrft.config.serve import FeedbackConfig
-from rayrft.core.feedback_page import OpenPage, open_page
+from rayrft.core.services import OpenService, serve_feedback
 from rayrft.errors import ConfigError
 from rayrft.experience import Experience
 from rayrft.feedback.journal import FILE, read_journal
@@ -58,8 +58,8 @@ class Setting:
         ray.kill(self.buffer)
         ray.wait([watching])
 
-    def open(self) -> OpenPage:
-        return open_page(self.folder, FeedbackConfig(port=PORT))
+    def open(self) -> OpenService:
+        return serve_feedback(self.folder, FeedbackConfig(port=PORT))
 
     def ask(self, path: str, **body: Any) -> dict[str, Any]:
         url, key = access(self.page)
@@ -78,7 +78,7 @@ class Setting:
 PORT = free_port()
 
 
-def access(page: OpenPage) -> tuple[str, str]:
+def access(page: OpenService) -> tuple[str, str]:
     """The page's URL and its key."""
     assert page.key_file is not None
     return page.url, page.key_file.read_text().strip()

@@ -18,10 +18,10 @@ from rayrft.config.reward import RewardConfig
 from rayrft.errors import ConfigError
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.pool import RewardPool
-from rayrft.rewards.service import RewardService, Scored, ServedScoring, close_rewards, open_rewards
+from rayrft.rewards.service import RewardService, Scored, ServedScoring, close_rewards, deploy_rewards
 from rayrft.rewards.stats import DomainStats
 from rayrft.runtime.handle import Handle
-from rayrft.runtime.serving.applications import Anchor, Owner, applications, create_anchor, delete_applications
+from rayrft.runtime.serving.applications import Anchor, Owner, applications, create_anchor, delete_applications, on_head
 from tests.errors import about
 from tests.rewards.test_rewards import HERE, task, transcripts
 
@@ -42,7 +42,7 @@ def ray_serve(ray_cluster: Any) -> Iterator[None]:
 async def served(config: RewardConfig) -> AsyncIterator[tuple[RewardPool, RewardService, Handle[Anchor]]]:
     service, anchor = RewardService.of("test", config, []), create_anchor(OWNER)
     try:
-        await open_rewards(service, config, [], OWNER, ("127.0.0.1", 8000))
+        await asyncio.to_thread(on_head, deploy_rewards, service, config, [], OWNER, ("127.0.0.1", 8000))
         pool = RewardPool(config, [], lambda: ServedScoring(service, config))
         await pool.open()
         yield pool, service, anchor

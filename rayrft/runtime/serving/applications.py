@@ -1,4 +1,4 @@
-"""Applications on Ray Serve: what they need to start, and their end, which is that of their owner."""
+"""Applications on Ray Serve: starting Serve, finding and deleting applications, and the owner with which they end."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ WATCHED_CLOSELY: dict[str, Any] = {
     "graceful_shutdown_timeout_s": 2.0,
     "graceful_shutdown_wait_loop_s": 0.1,
 }
-"""Serve's options of a deployment: a replica that died is replaced at the next look at its health, and ended ones do
-not wait for requests."""
+"""Serve's options of a deployment: a dead replica is replaced at the next health check, and replicas stop without
+waiting for requests."""
 _LOOK_S = 0.5
-"""Seconds after the end of a watch in which the name of an actor that died becomes free: Ray has no event for it."""
+"""Seconds between looks at whether the name of a dead actor is free: Ray has no event for it."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The actor whose applications end with it, by its name."""
+    """The name of an actor with which applications end."""
 
     namespace: str
     name: str
 
 
 def on_head(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run a function on the head node, where Serve listens, and which may have no CPUs to offer; block for its result.
-    Its errors are raised without Ray's wrappers."""
+    """Run a function on the head node, where Serve listens, even if that has no CPUs; block for its result. Its errors
+    are raised without Ray's wrappers."""
     options = {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE_NAME: 0.001}, "max_retries": 0}
     try:
         return cast(R, ray.get(ray.remote(function).options(**options).remote(*args, **kwargs)))
@@ -53,12 +53,12 @@ def on_head(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 def start_serve(host: str, port: int, *, http: bool = True) -> None:
-    """Start Ray Serve, unless it runs; to be called on the head node.
+    """Start Ray Serve, unless it runs; call it on the head node.
 
-    Serve has one address in a cluster. Without ``http`` it is taken for those who come later, if it is free. Raises
-    ConfigError if another program has the port, or if Serve is running at another address, or at none.
+    Serve has one address in a cluster. Without ``http`` the address is reserved for later applications, if it is free.
+    Raises ConfigError if another program has the port, or if Serve is running at another address, or at none.
     """
-    with contextlib.suppress(ValueError):  # it is not running
+    with contextlib.suppress(ValueError):  # Serve is not running
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
         if http:
             running, location = ray.get([controller.get_http_config.remote(), controller.get_proxy_location.remote()])
@@ -67,7 +67,7 @@ def start_serve(host: str, port: int, *, http: bool = True) -> None:
     reason = _taken(host, port)
     if reason is not None and http:
         raise ConfigError(
-            f"cannot be listened on: {reason}",
+            f"the port cannot be used: {reason}",
             "another program uses it: give another port",
             field="serve.port",
             value=port,
@@ -77,29 +77,29 @@ def start_serve(host: str, port: int, *, http: bool = True) -> None:
 
 
 def applications(prefix: str = "") -> list[str]:
-    """Return the names of the applications that begin so; none where Serve is not running."""
+    """Return the names of the applications with this prefix; none if Serve is not running."""
     return [name for name in _status().applications if name.startswith(prefix)]
 
 
 def delete_applications(prefix: str) -> None:
-    """Delete the applications whose names begin so, if there are any, with their replicas."""
+    """Delete the applications with this prefix, with their replicas."""
     for name in applications(prefix):
-        with contextlib.suppress(Exception):  # Serve raises what it will where it, or the application, has ended
+        with contextlib.suppress(Exception):  # Serve raises errors of any type if it or the application has ended
             serve.delete(name)
 
 
 class Anchor(Watched):
-    """An actor that owns the applications of a process that is none."""
+    """Owner of Serve applications started by a process that is not an actor; it ends with that process."""
 
 
 def create_anchor(owner: Owner) -> Handle[Anchor]:
-    """Create the actor of that name, which ends with this process. Raises ConfigError if there is one."""
+    """Create an `Anchor` of that name. Raises ConfigError if there is one."""
     try:
         actor = ray.remote(Anchor).options(num_cpus=0, name=owner.name, namespace=owner.namespace).remote()
     except ValueError:
         raise ConfigError(
-            "is served on this cluster",
-            "choose another name (name=…), or end what has it",
+            "this name is served on the cluster already",
+            "choose another name (name=…), or end the other service",
             field="name",
             value=owner.name.partition(":")[0],
         ) from None
@@ -107,7 +107,7 @@ def create_anchor(owner: Owner) -> Handle[Anchor]:
 
 
 async def delete_with(owner: Owner, application: str) -> None:
-    """Delete an application when no actor has its owner's name any more, for then nobody else may be left to do so."""
+    """Delete an application once no actor has its owner's name."""
 
     def find() -> Handle[Watched] | None:
         try:
@@ -116,7 +116,7 @@ async def delete_with(owner: Owner, application: str) -> None:
             return None
 
     while (actor := await asyncio.to_thread(find)) is not None:
-        with contextlib.suppress(RayError):  # it has died, failed or cannot be reached
+        with contextlib.suppress(RayError):  # the owner has died, failed or cannot be reached
             await actor.call(Watched.watch)
         await asyncio.sleep(_LOOK_S)
     await asyncio.to_thread(serve.delete, application, _blocking=False)
@@ -134,8 +134,8 @@ def _check_running(running: serve.HTTPOptions, location: ProxyLocation, host: st
     """Raise ConfigError unless Serve runs at this address."""
     if location == ProxyLocation.Disabled:
         raise ConfigError(
-            "Ray Serve is running on this cluster without HTTP, for rewards alone, as it found its port taken",
-            "end the run whose rewards it serves, and shut Serve down: serve shutdown",
+            "Ray Serve is running on this cluster without HTTP: its port was taken when a run's rewards started it",
+            "end that run, then run: serve shutdown",
             field="serve.port",
             value=port,
         )
@@ -143,14 +143,14 @@ def _check_running(running: serve.HTTPOptions, location: ProxyLocation, host: st
         if theirs != ours:
             raise ConfigError(
                 f"Ray Serve is running on this cluster at {running.host}:{running.port}, and has one address",
-                "give that address, or shut Serve down: serve shutdown",
+                "give that address, or run: serve shutdown",
                 field=f"serve.{field}",
                 value=ours,
             )
 
 
 def _taken(host: str, port: int) -> str | None:
-    """Return why an address cannot be listened on here; None if it can."""
+    """Return why a server cannot use an address of this machine; None if it can."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listening:
