@@ -150,7 +150,7 @@ class NearDuplicates(_Keeping):
         needed = hashing.matches_needed(self.options.threshold)
         for band in range(self._keys[0].shape[1]):
             keys = np.concatenate([part[:, band] for part in self._keys])
-            hashing.link_near(np.argsort(keys, kind="stable"), keys, low, needed, root, _REACH)
+            hashing.kernels().link_near(np.argsort(keys, kind="stable"), keys, low, needed, root, _REACH)
         self._keys.clear()
-        hashing.find_roots(root)
+        hashing.kernels().find_roots(root)
         return root

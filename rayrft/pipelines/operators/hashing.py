@@ -8,11 +8,11 @@ slash or asterisk counts beside a digit or bracket, as in x - 1, though not in w
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numba import njit
 from numpy.typing import NDArray
 
 U64 = NDArray[np.uint64]
@@ -20,10 +20,6 @@ I64 = NDArray[np.int64]
 
 PERMUTATIONS = 128
 LETTER, IDEOGRAPH = np.uint64(1), np.uint64(2)
-_PLAIN = ~(LETTER | IDEOGRAPH)
-_SECOND = np.uint64(0x9E3779B97F4A7C15)
-_PRIME = np.uint64(0x100000001B3)
-_BASIS = np.uint64(0xCBF29CE484222325)
 
 
 def words(texts: pa.Array) -> tuple[U64, I64]:
@@ -35,7 +31,7 @@ def words(texts: pa.Array) -> tuple[U64, I64]:
     codes = np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
     bounds = np.zeros(len(starts), np.int64)
     hashes = np.empty(int(starts[-1] - starts[0]) + 1, np.uint64)
-    count = _words(codes, starts, hashes, bounds)
+    count = kernels().words(codes, starts, hashes, bounds)
     return hashes[:count].copy(), bounds
 
 
@@ -45,7 +41,7 @@ def ngrams(hashes: U64, offsets: I64, length: int) -> tuple[U64, I64]:
     sizes = np.maximum(np.diff(offsets) - length + 1, 0)
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     found = np.empty(int(bounds[-1]), np.uint64)
-    _ngrams(hashes, offsets, length, bounds, found)
+    kernels().ngrams(hashes, offsets, length, bounds, found)
     return found, bounds
 
 
@@ -61,7 +57,7 @@ def count_words(hashes: U64, offsets: I64, length: int, kind: np.uint64) -> I64:
 def whole(hashes: U64, offsets: I64) -> U64:
     """Hash all words of each text together, ``[texts]``; 0 for a text without words."""
     found = np.zeros(len(offsets) - 1, np.uint64)
-    _whole(hashes, offsets, found)
+    kernels().whole(hashes, offsets, found)
     return found
 
 
@@ -75,7 +71,7 @@ def signatures(hashes: U64, offsets: I64, length: int, band_rows: int) -> tuple[
     texts = len(offsets) - 1
     low = np.zeros((texts, PERMUTATIONS), np.uint8)
     keys = np.zeros((texts, PERMUTATIONS // band_rows), np.uint32)
-    _signatures(hashes, offsets, length, band_rows, _MULTIPLIERS, _ADDENDS, low, keys)
+    kernels().signatures(hashes, offsets, length, band_rows, _MULTIPLIERS, _ADDENDS, low, keys)
     return low, keys
 
 
@@ -107,181 +103,8 @@ _MULTIPLIERS = _RANDOM.integers(0, 1 << 64, PERMUTATIONS, np.uint64) | np.uint64
 _ADDENDS = _RANDOM.integers(0, 1 << 64, PERMUTATIONS, np.uint64)
 
 
-@njit(cache=True, nogil=True)
-def _mixed(value):  # type: ignore[no-untyped-def]  # splitmix64
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+def kernels() -> ModuleType:
+    """Import the compiled loops on first use: numba takes half a second in every process."""
+    from rayrft.pipelines.operators import hash_kernels
 
-
-@njit(cache=True, nogil=True)
-def _kind_of(code):  # type: ignore[no-untyped-def]
-    """Return 0 for what separates words, 1 for a letter or digit, 2 for a word by itself, 3 for - / *, 4 for . ,"""
-    if code < 128:
-        if 48 <= code <= 57 or 97 <= code <= 122 or 65 <= code <= 90:
-            return 1
-        if code in (43, 60, 61, 62, 94):  # + < = > ^
-            return 2
-        if code in (45, 47, 42):
-            return 3
-        return 4 if code in (44, 46) else 0
-    if code in (0xD7, 0xF7):
-        return 2
-    if code < 0xC0:
-        return 1 if code in (0xAA, 0xB5, 0xBA) else 0
-    if 0x2000 <= code <= 0x206F or 0x3000 <= code <= 0x303F or 0xFE30 <= code <= 0xFE6F or 0xFF00 <= code <= 0xFF0F:
-        return 3 if code == 0x2212 else 0
-    if 0x2190 <= code <= 0x22FF or 0x3040 <= code <= 0x30FF or 0x3400 <= code <= 0x9FFF:
-        return 2
-    if 0xAC00 <= code <= 0xD7A3 or 0xF900 <= code <= 0xFAFF or code >= 0x20000:
-        return 2
-    return 1
-
-
-@njit(cache=True, nogil=True)
-def _words(codes, starts, hashes, bounds):  # type: ignore[no-untyped-def]
-    count = 0
-    for text in range(len(starts) - 1):
-        at, end = starts[text], starts[text + 1]
-        current, inside, last_digit, after, lettered = _BASIS, False, False, False, np.uint64(0)
-        while at < end:
-            first = codes[at]
-            if first < 0x80:
-                code, size = np.int64(first), 1
-            elif first < 0xE0:
-                code, size = np.int64(first & 0x1F), 2
-            elif first < 0xF0:
-                code, size = np.int64(first & 0x0F), 3
-            else:
-                code, size = np.int64(first & 0x07), 4
-            for more in range(1, size):
-                code = (code << 6) | np.int64(codes[at + more] & 0x3F)
-            kind = _kind_of(code)
-            follows = codes[at + size] if at + size < end else np.uint8(0)
-            digit_follows = 48 <= follows <= 57
-            if kind == 4 and last_digit and digit_follows:
-                if code == 46:
-                    current = (current ^ np.uint64(46)) * _PRIME
-                at += size
-                continue
-            if kind == 3:
-                beyond = codes[at + size + 1] if follows == 32 and at + size + 1 < end else follows
-                kind = 2 if after or 48 <= beyond <= 57 or beyond == 92 or beyond == 40 else 0
-            if kind == 1:
-                current, inside = (current ^ np.uint64(code)) * _PRIME, True
-                if code > 57:
-                    lettered = LETTER
-            else:
-                if inside:
-                    hashes[count] = (_mixed(current) & _PLAIN) | lettered
-                    count += 1
-                    current, inside, lettered = _BASIS, False, np.uint64(0)
-                if kind == 2:
-                    sign = code < 0x2300 or code == 0xD7 or code == 0xF7
-                    mark = np.uint64(0) if sign else LETTER | IDEOGRAPH
-                    hashes[count] = (_mixed((_BASIS ^ np.uint64(code)) * _PRIME) & _PLAIN) | mark
-                    count += 1
-            last_digit = bool(48 <= code <= 57)
-            if code != 32:
-                after = bool(last_digit or code == 41 or code == 125 or code == 93)
-            at += size
-        if inside:
-            hashes[count] = (_mixed(current) & _PLAIN) | lettered
-            count += 1
-        bounds[text + 1] = count
-    return count
-
-
-@njit(cache=True, nogil=True)
-def _joined(hashes, start, end):  # type: ignore[no-untyped-def]
-    value = _SECOND
-    for at in range(start, end):
-        value = _mixed(value * _PRIME + hashes[at])
-    return value
-
-
-@njit(cache=True, nogil=True)
-def _ngrams(hashes, offsets, length, bounds, found):  # type: ignore[no-untyped-def]
-    for text in range(len(offsets) - 1):
-        for place in range(bounds[text + 1] - bounds[text]):
-            start = offsets[text] + place
-            found[bounds[text] + place] = _joined(hashes, start, start + length)
-
-
-@njit(cache=True, nogil=True)
-def _whole(hashes, offsets, found):  # type: ignore[no-untyped-def]
-    for text in range(len(offsets) - 1):
-        if offsets[text + 1] > offsets[text]:
-            found[text] = _joined(hashes, offsets[text], offsets[text + 1]) | np.uint64(1)
-
-
-@njit(cache=True, nogil=True)
-def _signatures(hashes, offsets, length, band_rows, multipliers, addends, low, keys):  # type: ignore[no-untyped-def]
-    minima = np.empty(len(multipliers), np.uint64)
-    for text in range(len(offsets) - 1):
-        size = offsets[text + 1] - offsets[text]
-        if size == 0:
-            continue
-        minima[:] = np.uint64(0xFFFFFFFFFFFFFFFF)
-        for place in range(max(size - length + 1, 1)):
-            start = offsets[text] + place
-            gram = _joined(hashes, start, start + min(length, size))
-            for number in range(len(multipliers)):
-                value = (gram * multipliers[number] + addends[number]) >> np.uint64(32)
-                minima[number] = min(minima[number], value)
-        for number in range(len(multipliers)):
-            low[text, number] = np.uint8(minima[number] & np.uint64(0xFF))
-        for band in range(len(multipliers) // band_rows):
-            key = np.uint32(_joined(minima, band * band_rows, (band + 1) * band_rows) >> np.uint64(32))
-            keys[text, band] = key if key else np.uint32(1)
-
-
-@njit(cache=True, nogil=True)
-def link_near(order, keys, low, needed, root, reach):  # type: ignore[no-untyped-def]
-    """Unite texts that share this band's key and agree in at least ``needed`` bytes; ``root`` ``[texts]`` names the
-    earliest text that each is united with, directly or over others, once `find_roots` has followed it.
-
-    order: indices by key, and by place where keys are equal. Each text is compared with the first ``reach`` texts of
-    its key that were not united with an earlier one, so that a key which many share takes no more than linear time.
-    """
-    seen = np.empty(reach, np.int64)
-    start = 0
-    while start < len(order):
-        end = start + 1
-        while end < len(order) and keys[order[end]] == keys[order[start]]:
-            end += 1
-        if keys[order[start]] != 0 and end - start > 1:
-            count = 0
-            for place in range(start, end):
-                text, near = order[place], False
-                for other in range(count):
-                    one, two = _find(root, text), _find(root, seen[other])
-                    if one == two:
-                        near = True
-                        break
-                    agree = 0
-                    for number in range(low.shape[1]):
-                        agree += low[text, number] == low[seen[other], number]
-                    if agree >= needed:
-                        root[max(one, two)] = min(one, two)
-                        near = True
-                        break
-                if not near and count < reach:
-                    seen[count] = text
-                    count += 1
-        start = end
-
-
-@njit(cache=True, nogil=True)
-def _find(root, text):  # type: ignore[no-untyped-def]
-    while root[text] != text:
-        root[text] = root[root[text]]
-        text = root[text]
-    return text
-
-
-@njit(cache=True, nogil=True)
-def find_roots(root):  # type: ignore[no-untyped-def]
-    """Make each text's root the last one that it leads to."""
-    for text in range(len(root)):
-        root[text] = _find(root, text)
+    return hash_kernels
