@@ -99,9 +99,7 @@ class Buffer(Watched):
         last = self._state.meta.plan
         if last is not None and last.name and (last.name, last.version) == (plan.name, plan.version):
             return await self._store.commit(e.StageResumed(plan))
-        self._state.pool.close()
         await self._store.commit(e.StageOpened(plan))
-        self._state.fill_pool(self._store.new_pool)
 
     async def flush(self) -> list[int]:
         """Flush all acknowledged writes to disk; return the journal position. A checkpoint stores it, because resuming

@@ -8,6 +8,7 @@ import heapq
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 
 import numpy as np
@@ -17,6 +18,8 @@ from rayrft.buffer.entries import group_key
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.expert_rows import ExpertBlocks
 from rayrft.buffer.log.row_log import Ref
+from rayrft.buffer.samplers import draw, samplers
+from rayrft.buffer.schedule import Draw
 from rayrft.buffer.scores import check_scores
 from rayrft.buffer.state import LeaseRecord
 from rayrft.buffer.store import Store
@@ -157,6 +160,7 @@ class Leasing:
         self._store = store
         self._experts = experts
         self._lock = asyncio.Lock()
+        self._sampler = samplers.get(store.config.sampler.name, "buffer.sampler.name")
         self.waits = Waits("buffer")
 
     async def lease(self, step: int, world_size: int, deadline_s: float) -> Lease:
@@ -234,19 +238,25 @@ class Leasing:
 
     def _draw(self, step: int) -> e.Leased | None:
         """Draw the batch of the step from the ready groups; None if it has to wait."""
-        state, meta = self._store.state, self._store.state.meta
+        meta = self._store.state.meta
         plan = meta.plan
         assert plan is not None  # checked by the caller
         slots, weights = list[int](), list[float]()
         if plan.groups:
-            if (draw := state.choose(step, plan.groups)) is None:
+            if (drawn := meta.schedule.choose(step, partial(self._sample, plan.groups, step))) is None:
                 return None
-            slots, weights = draw.slots.tolist(), draw.weights.tolist()
+            slots, weights = drawn.slots.tolist(), drawn.weights.tolist()
         if self._lacks_demonstrations():
             return None
         cursor = meta.experts.get(plan.demonstrations or "")
         expert = [] if cursor is None else cursor.peek(plan.expert_rows)
         return e.Leased(step, slots, weights, expert)
+
+    def _sample(self, count: int, step: int) -> Draw | None:
+        """Draw groups from the pool; None if there are too few."""
+        state = self._store.state
+        rng = np.random.default_rng([state.seed, state.meta.draws])
+        return draw(self._sampler, state.groups, state.config, count, max(step, state.clock), rng)
 
     def _lacks_demonstrations(self) -> bool:
         """Whether the stage trains on demonstrations alone, and none is left that may be drawn."""

@@ -10,6 +10,7 @@ import pyarrow as pa
 from rayrft.buffer import events as e
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.log.row_log import RowSpan
+from rayrft.buffer.samplers import log_priorities
 from rayrft.buffer.store import Store
 from rayrft.errors import RayrftError
 
@@ -108,7 +109,8 @@ class Retention:
         config, groups = self._store.config, self._store.state.groups
         ready = groups.where(GroupStatus.READY)
         if config.when_full == "evict_lowest_priority":
-            ready = ready[np.argsort(self._priority(ready), kind="stable")]
+            columns = groups.score[ready], groups.version[ready], groups.uses[ready]
+            ready = ready[np.argsort(log_priorities(config.sampler, *columns), kind="stable")]
         rows_over = groups.held_rows + rows - config.max_rows
         bytes_over = groups.held_bytes + nbytes - config.max_bytes
         if rows_over / config.max_rows >= bytes_over / config.max_bytes:
@@ -121,13 +123,6 @@ class Retention:
             gone = ready[:count].tolist()
             await self._store.commit(e.Evicted(gone, f"evicted_{config.when_full.removeprefix('evict_')}"))
             await self.release(gone)
-
-    def _priority(self, slots: np.ndarray) -> np.ndarray:
-        """Compute the log of the priority sampler's weights."""
-        sampler, groups = self._store.config.sampler, self._store.state.groups
-        age = groups.version[slots] / sampler.tau if sampler.tau else 0.0
-        used = groups.uses[slots] * np.log(sampler.use_decay)
-        return sampler.alpha * np.log(np.maximum(groups.score[slots], 1e-6)) + used + age
 
     def _leased(self) -> set[int]:
         """Return the segments with groups that a restarted trainer would lease again."""

@@ -18,8 +18,8 @@ from rayrft.buffer.events import FeedbackNoted, GroupReport, ModelTerms
 from rayrft.buffer.groups import GroupStatus, GroupTable
 from rayrft.buffer.ledger import ExpertDraws, Ledger
 from rayrft.buffer.log.segments import Extent
-from rayrft.buffer.samplers import Pool, Sampler
-from rayrft.buffer.schedule import AnySchedule, Draw, OpenSchedule, StagePlan, Ticket
+from rayrft.buffer.samplers import eligible
+from rayrft.buffer.schedule import AnySchedule, OpenSchedule, StagePlan, Ticket
 from rayrft.config.buffer import SamplerConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import StorageError
@@ -249,7 +249,7 @@ _metadata: TypeAdapter[Metadata] = TypeAdapter(Metadata)
 
 
 class State:
-    """The Buffer's state, which only `rayrft.buffer.transitions.apply` changes. The pool follows the applied events."""
+    """The Buffer's state, which only `rayrft.buffer.transitions.apply` changes."""
 
     def __init__(self, config: SamplerConfig, seed: int, tasks: TaskSet | None) -> None:
         self.config = config
@@ -259,7 +259,6 @@ class State:
         """Task sets of the feeds by their ids; a reader of the log has none."""
         self.meta = Metadata()
         self.groups = GroupTable()
-        self.pool = Pool()
 
     @property
     def capacity(self) -> int:
@@ -289,8 +288,10 @@ class State:
 
     @property
     def eligible(self) -> int:
-        """Number of groups in the pool that the current step may draw."""
-        return self.pool.eligible(self.clock)
+        """Number of ready groups that the current step may draw, if its schedule draws from a pool."""
+        if not self.meta.schedule.pooled:
+            return 0
+        return int(np.count_nonzero(eligible(self.groups, self.config, self.clock)))
 
     @property
     def clock(self) -> int:
@@ -309,10 +310,6 @@ class State:
         if sequence is None:
             return self.groups.find(key) is None
         return sequence in self.meta.outstanding and self.groups.find(key) == self.meta.begun.get(sequence)
-
-    def choose(self, step: int, groups: int) -> Draw | None:
-        """Return the groups that the schedule chooses for a step; None if it has to wait."""
-        return self.meta.schedule.choose(step, lambda: self.pool.draw(groups, max(step, self.clock), self.meta.draws))
 
     def in_flight(self, feed: str) -> int:
         """Return the number of groups of a feed that are under way."""
@@ -350,11 +347,6 @@ class State:
             self.meta.ledger.sampled -= self.groups.trainable(slot)
             self.groups.set_status(slot, GroupStatus.DROPPED)
             self.groups.forget(np.array([slot]))
-
-    def fill_pool(self, build: Callable[[], Sampler]) -> None:
-        """Create the pool's sampler: after a journal was read, and when a stage opens."""
-        if self.meta.schedule.pooled:
-            self.pool.fill(build, self.groups, self.clock)
 
     def to_snapshot(self) -> pa.Buffer:
         """Serialise the state as an Arrow file: the group table, with the metadata in its schema."""

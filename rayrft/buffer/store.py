@@ -23,7 +23,6 @@ from rayrft.buffer.log.journal import GroupCommit, Journal, Position
 from rayrft.buffer.log.row_log import Ref, RowLog, RowSpan
 from rayrft.buffer.log.segments import segment_sizes
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.samplers import Sampler, samplers
 from rayrft.buffer.state import State
 from rayrft.buffer.transitions import apply
 from rayrft.config.buffer import BufferConfig
@@ -65,7 +64,6 @@ class Store:
         self.storage = Storage(folder)
         self.storage.create()
         self.storage.lock()
-        self._seed = seed
         self._journal = Journal(self.storage)
         self.state = State(config.sampler, seed, tasks)
         self.state.feed_tasks = read_task_sets(self.storage)
@@ -80,7 +78,6 @@ class Store:
         except StorageError:
             self.storage.unlock()
             raise
-        self.state.fill_pool(self.new_pool)
         self._row_thread = ThreadPoolExecutor(1, "rows")
         self._log = GroupCommit(
             self._journal, config, self.state.to_snapshot, lambda: self.in_row_thread(self.rows.sync)
@@ -123,10 +120,6 @@ class Store:
         """Wait until ``ready`` is true, checked after every change. Raises TimeoutError at the deadline."""
         async with self._changed, asyncio.timeout(deadline_s):
             await self._changed.wait_for(ready)
-
-    def new_pool(self) -> Sampler:
-        """Create an empty pool of the configured sampler."""
-        return samplers.get(self.config.sampler.name, "buffer.sampler.name")(self.config.sampler, self._seed)
 
     async def add_task_set(self, feed: str, spec: TaskSetSpec) -> None:
         """Keep the task set of a feed, to be drawn from. Raises StorageError if the feed has another one."""

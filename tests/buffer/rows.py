@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rayrft.buffer.events import GroupReport, StoredGroup
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.schedule import StagePlan
 from rayrft.experience import Experience, VersionSpan
@@ -36,6 +37,11 @@ def expert_rows(count: int) -> list[Experience]:
     """Demonstrations, made of the tokens 900, 901 ..."""
     changes: dict[str, Any] = {"source": "expert", "weight_versions": (), "reward": None}
     return [Experience(**{**vars(row), **changes}) for row in group(90, count)]
+
+
+def stored_group(key: int, *, score: float, version: int) -> StoredGroup:
+    """The journal's entry of a group of one row."""
+    return StoredGroup(key, 0, key, 1, 0, 1, 1, version, score, None, {}, GroupReport())
 
 
 def plan(groups: int = 2, **changes: Any) -> StagePlan:

@@ -1,4 +1,4 @@
-"""Samplers through random histories, against a model of what their owner knows, with restarts in between."""
+"""Samplers through random histories, against a model of the groups, with restarts in between."""
 
 from __future__ import annotations
 
@@ -8,35 +8,25 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrft.buffer.samplers import Sampler, samplers
+from rayrft.buffer.groups import GroupStatus, GroupTable
+from rayrft.buffer.samplers import draw, eligible, samplers
+from rayrft.buffer.schedule import Draw
 from rayrft.config.buffer import SamplerConfig
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
+from tests.buffer.rows import stored_group
 
 
 @dataclass
 class Model:
-    """What the owner of a sampler knows: columns of the groups it holds, in the order in which they came."""
+    """Uses and last step of the groups, by slot."""
 
     config: SamplerConfig
-    groups: dict[int, list[float]] = field(default_factory=dict)
+    groups: dict[int, tuple[int, int]] = field(default_factory=dict)
     step: int = 0
-
-    def rebuilt(self, seed: int) -> Sampler:
-        sampler = samplers.get(self.config.name)(self.config, seed)
-        scores, versions, uses, last_steps = np.array(list(self.groups.values()) or np.zeros((0, 4))).T
-        whole = [column.astype(np.int64) for column in (versions, uses, last_steps)]
-        sampler.rebuild(np.array(list(self.groups), dtype=np.int64), scores, *whole, self.step)
-        return sampler
 
     def eligible(self) -> set[int]:
         rest, most = self.config.cooldown, self.config.max_uses
         return {
-            slot
-            for slot, (_, _, uses, last) in self.groups.items()
-            if uses < most and (uses == 0 or self.step - last > rest)
+            slot for slot, (uses, last) in self.groups.items() if uses < most and (uses == 0 or self.step - last > rest)
         }
 
 
@@ -62,45 +52,45 @@ SCORES = st.one_of(st.just(0.0), st.floats(0, 100))
 def test_after_any_history_a_draw_is_lawful_and_the_same_as_after_a_restart(
     config: SamplerConfig, seed: int, data: st.DataObject
 ) -> None:
-    model, sampler = Model(config), samplers.get(config.name)(config, seed)
+    model, table, arrivals = Model(config), GroupTable(), 0
+
+    def drawn(groups: GroupTable, count: int, number: int) -> Draw | None:
+        rng = np.random.default_rng([seed, number])
+        return draw(samplers.get(config.name), groups, config, count, model.step, rng)
+
     for number in range(data.draw(st.integers(1, 25), label="moves")):
         held = st.lists(st.sampled_from(sorted(model.groups)), unique=True) if model.groups else st.just([])
-        move = data.draw(st.sampled_from(["add", "update", "remove", "draw", "draw", "step", "restart"]))
+        move = data.draw(st.sampled_from(["add", "update", "remove", "forget", "draw", "draw", "step", "restart"]))
         if move == "add":
-            slots = data.draw(st.lists(st.integers(0, 20).filter(lambda s: s not in model.groups), unique=True))
-            scores = data.draw(st.lists(SCORES, min_size=len(slots), max_size=len(slots)))
-            versions = [max(0, model.step - slot % 5) for slot in slots]
-            model.groups |= {s: [score, v, 0, -1] for s, score, v in zip(slots, scores, versions, strict=True)}
-            sampler.add(ints(*slots), np.array(scores), ints(*versions))
+            for score in data.draw(st.lists(SCORES, max_size=9)):
+                group = stored_group(arrivals, score=score, version=max(0, model.step - arrivals % 5))
+                model.groups[table.add(group, 0, arrivals)] = (0, -1)
+                arrivals += 1
         elif move == "update":
-            slots = data.draw(held)
-            scores = data.draw(st.lists(SCORES, min_size=len(slots), max_size=len(slots)))
-            for slot, score in zip(slots, scores, strict=True):
-                model.groups[slot][0] = score
-            sampler.update(ints(*slots), np.array(scores))
-        elif move == "remove":
-            slots = data.draw(held)
-            for slot in slots:
+            for slot in data.draw(held):
+                table.score[slot] = data.draw(SCORES)
+        elif move in ("remove", "forget"):
+            for slot in (gone := data.draw(held)):
                 del model.groups[slot]
-            sampler.remove(ints(*slots))
+                table.set_status(slot, GroupStatus.DROPPED)
+            if move == "forget":
+                table.forget(np.array(gone, np.int64))
         elif move == "step":
             model.step += data.draw(st.integers(1, 400))
         elif move == "restart":
-            sampler = model.rebuilt(seed)
+            table = GroupTable.from_table(table.to_table())
         else:
             lawful = model.eligible()
-            assert sampler.eligible(model.step) == len(lawful)
+            assert np.flatnonzero(eligible(table, config, model.step)).tolist() == sorted(lawful)
             count = data.draw(st.integers(1, len(lawful) + 1), label="count")
-            draw, again = (each.draw(count, model.step, number) for each in (sampler, model.rebuilt(seed)))
+            first, again = (drawn(groups, count, number) for groups in (table, GroupTable.from_table(table.to_table())))
             if count > len(lawful):
-                assert draw is None and again is None
+                assert first is None and again is None
                 continue
-            assert draw is not None and again is not None
-            assert draw.slots.tolist() == again.slots.tolist()
-            assert draw.weights.tolist() == again.weights.tolist()
-            assert len(set(draw.slots.tolist())) == count
-            assert set(draw.slots.tolist()) <= lawful
-            for slot in draw.slots.tolist():
-                model.groups[slot][2:] = [model.groups[slot][2] + 1, model.step]
-            uses = [int(model.groups[slot][2]) for slot in draw.slots.tolist()]
-            sampler.used(draw.slots, ints(*uses), model.step)
+            assert first is not None and again is not None
+            assert first.slots.tolist() == again.slots.tolist()
+            assert first.weights.tolist() == again.weights.tolist()
+            assert len(set(first.slots.tolist())) == count
+            assert set(first.slots.tolist()) <= lawful
+            for slot in first.slots.tolist():
+                model.groups[slot] = table.uses[slot], table.last_step[slot] = table.uses[slot] + 1, model.step

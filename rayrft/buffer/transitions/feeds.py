@@ -38,7 +38,6 @@ def trainer_joined(state: State, event: e.TrainerJoined) -> None:
         meta.schedule = OpenSchedule(meta.schedule.next_sequence)
         ready = groups.where(GroupStatus.READY)
         groups.version[ready], groups.last_step[ready] = 0, -1
-        state.pool.refill(groups, state.clock)
     meta.trainer, meta.trainer_job = event.run, event.job
 
 

@@ -20,7 +20,6 @@ _REJECTED = 10_000
 
 @rule(e.Evicted)
 def evicted(state: State, event: e.Evicted) -> None:
-    state.pool.leave(event.slots)
     for slot in event.slots:
         state.meta.schedule.remove(slot)
         state.retire(slot, event.reason)
@@ -35,7 +34,6 @@ def moved(state: State, event: e.Moved) -> None:
         row += int(state.groups.rows[slot])
         if event.score is not None:
             state.set_score(slot, event.score)
-            state.pool.update(slot, float(state.groups.score[slot]))
 
 
 @rule(e.Deleted)
@@ -210,7 +208,6 @@ def producers_ended(state: State, event: e.ProducersEnded) -> None:
 def stored(state: State, event: e.Stored) -> None:
     meta = state.meta
     meta.extents[event.extent.segment] = event.extent
-    pooled = []
     for group in event.groups:
         if not state.expects(group.key, group.sequence):
             continue
@@ -224,9 +221,6 @@ def stored(state: State, event: e.Stored) -> None:
             ticket, state.groups.sequence[slot] = None, -1  # it belongs to no stage
         if not _finish(state, ticket, slot, group.version):
             state.retire(slot, "late")
-        elif meta.schedule.pooled:
-            pooled.append(slot)
-    state.pool.add(pooled, state.groups)
 
 
 @rule(e.Parked)

@@ -17,7 +17,6 @@ def leased(state: State, event: e.Leased) -> LeaseRecord:
         groups.pending[slot] += 1
         groups.last_step[slot] = event.step
     meta.schedule.take(event.slots)
-    state.pool.leave(event.slots)
     meta.step = max(meta.step, event.step)
     name = meta.plan.demonstrations if meta.plan and event.expert else None
     extent, unit = Extent(0), 1
@@ -55,7 +54,6 @@ def acked(state: State, event: e.Acked) -> None:
     for slot, score in event.scores.items():
         groups.score[slot] = score
         state.meta.greatest_error = max(state.meta.greatest_error, score)
-    reusable = []
     for slot in record.slots:
         groups.pending[slot] -= 1
         groups.uses[slot] += 1
@@ -63,8 +61,7 @@ def acked(state: State, event: e.Acked) -> None:
             if groups.uses[slot] >= state.config.max_uses:
                 state.retire(slot, "")
             else:
-                reusable.append(slot)
-    state.pool.add(_make_ready(state, reusable), groups)
+                _make_ready(state, [slot])
 
 
 @rule(e.Blamed)
@@ -121,8 +118,6 @@ def requeued(state: State, event: e.Requeued) -> None:
             for slot, (sequence, version) in zip(ready, tickets, strict=True)
         }
     )
-    # Refilled in order of arrival, since the returned groups are older than others in the pool.
-    state.pool.refill(state.groups, state.clock)
 
 
 @rule(e.RolledBack)
@@ -136,8 +131,6 @@ def rolled_back(state: State, event: e.RolledBack) -> None:
         for slot in record.slots:
             if state.groups.status[slot] == GroupStatus.TRAINED:
                 state.meta.ledger.trained -= state.groups.trainable(slot)
-            elif state.groups.status[slot] == GroupStatus.READY:
-                state.pool.leave([slot])
             state.groups.set_status(slot, GroupStatus.LEASED)
             state.groups.pending[slot] += 1
             state.groups.uses[slot] -= 1
@@ -159,13 +152,12 @@ def advanced(state: State, event: e.Advanced) -> None:
 
 
 def drop_stale(state: State) -> None:
-    """Remove groups from the pool that are too old for the next step."""
+    """Drop the ready groups of a pool that are too old for the next step."""
     schedule = state.meta.schedule
     if not schedule.pooled or schedule.oldest <= 0:
         return
     ready = state.groups.where(GroupStatus.READY)
     old = ready[state.groups.version[ready] < schedule.oldest]
-    state.pool.leave(old.tolist())
     for slot in old.tolist():
         state.retire(slot, "stale")
 
