@@ -17,6 +17,7 @@ SOURCES = sorted((ROOT / "rayrft").rglob("*.py"))
 ORDER = [
     ["errors"],
     ["files", "registry"],
+    ["json_lines"],
     ["experience"],
     ["runtime"],
     ["algorithms", "weights"],

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.benchmark.result import BenchResult, BenchScore
-from rayrft.benchmark.worker import AttemptFile, BenchWorker
+from rayrft.benchmark.worker import BenchWorker, read_attempts
 from rayrft.config import RunConfig, load_config, load_run_config
 from rayrft.config.serve import ServeConfig
 from rayrft.config.tasks import TaskSourceConfig
@@ -350,7 +350,7 @@ def _digest(value: Any) -> str:
 def attempts_in(config: RunConfig, file: Path, tasks: list[Task]) -> list[Attempt]:
     """Return the attempts at these tasks in a file, as many as the config asks for."""
     ids = {task.id for task in tasks}
-    found = AttemptFile(file).read()
+    found = read_attempts(file)
     return [attempt for attempt in found if attempt.task_id in ids and attempt.repeat < config.bench.samples]
 
 

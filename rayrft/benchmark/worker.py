@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import StorageError
 from rayrft.experience import Task
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.explorer.engines.client import EngineClient
@@ -19,50 +19,31 @@ from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt
 from rayrft.explorer.evaluator import Evaluator
 from rayrft.explorer.rollout import Runner
+from rayrft.json_lines import JsonLines, open_lines, read_lines
 from rayrft.registry import load_plugins
 from rayrft.rewards.pool import RewardPool, Scoring
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.waits import Waits
 
 
-class AttemptFile:
-    """Attempts in JSON lines. What was acknowledged is read again after the writer was killed at any moment."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self) -> list[Attempt]:
-        """Return the attempts; the last line, if it is torn, is left out."""
-        if not self._path.exists():
-            return []
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        return [_attempt(json.loads(line)) for line in lines if line.endswith(b"\n")]
-
-    def append(self, attempts: Sequence[Attempt]) -> None:
-        """Write attempts. Raises StorageError; what was there before is still read then."""
-        text = "".join(json.dumps(asdict(attempt)) + "\n" for attempt in attempts)
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as file:
-                file.write(text.encode())
-        except OSError as error:
-            raise StorageError(
-                f"answers cannot be written: {error.strerror}",
-                "free disk space or fix the storage, then start the bench again: it goes on where it stopped",
-                field=str(self._path),
-            ) from None
-
-    def mend(self) -> None:
-        """Cut off a last line that is torn, so that more can be appended."""
-        if self._path.exists():
-            whole = self._path.read_bytes().rfind(b"\n") + 1
-            with self._path.open("ab") as file:
-                file.truncate(whole)
+def read_attempts(path: Path) -> list[Attempt]:
+    """Return the attempts in a file, which may be missing or in use."""
+    return [attempt for _, attempt in read_lines(path, _attempt)]
 
 
-def _attempt(fields: dict[str, object]) -> Attempt:
-    fields["versions"] = tuple(fields["versions"])  # type: ignore[arg-type]
-    return Attempt(**fields)  # type: ignore[arg-type]
+def open_attempts(path: Path) -> tuple[JsonLines, list[Attempt]]:
+    """Open a file of attempts for appending; return it with its attempts. Raises StorageError."""
+    return open_lines(path, _attempt, "free disk space or fix the storage, then start the bench again: it is resumed")
+
+
+def to_line(attempt: Attempt) -> bytes:
+    """Return an attempt as a line of its file."""
+    return json.dumps(asdict(attempt)).encode() + b"\n"
+
+
+def _attempt(line: bytes) -> Attempt:
+    fields = json.loads(line)
+    return Attempt(**{**fields, "versions": tuple(fields["versions"])})
 
 
 class BenchWorker(Watched):
@@ -96,15 +77,14 @@ class BenchWorker(Watched):
     async def run(self, tasks: list[Task], path: Path) -> None:
         """Attempt the tasks, less what is in the file, and append to it. Raises ActorDied if an engine has died, and
         StorageError."""
-        file = AttemptFile(path)
-        file.mend()
-        bench = self._config.bench
-        done = Counter(attempt.task_id for attempt in file.read())
-        async for attempts in self._evaluator.each(tasks, bench.samples, bench.temperature, done):
-            file.append(attempts)
-            async with self._changed:
-                self._answered += 1
-                self._changed.notify_all()
+        file, found = open_attempts(path)
+        bench, done = self._config.bench, Counter(attempt.task_id for attempt in found)
+        with contextlib.closing(file):
+            async for attempts in self._evaluator.each(tasks, bench.samples, bench.temperature, done):
+                file.append(*map(to_line, attempts))
+                async with self._changed:
+                    self._answered += 1
+                    self._changed.notify_all()
 
     async def answered(self, after: int) -> int:
         """Return the number of tasks that were attempted by this actor, as soon as it is beyond ``after``."""

@@ -25,7 +25,7 @@ import uvicorn
 
 from rayrft.config.explorer import SamplingConfig
 from rayrft.config.serve import ServeConfig
-from rayrft.endpoint.app import Endpoint
+from rayrft.endpoint.app import PolicyEndpoint
 from rayrft.endpoint.recording import Begun, Call, Conversation, SessionRows
 from rayrft.endpoint.responder import Responder
 from rayrft.endpoint.sessions import SessionStats
@@ -222,7 +222,7 @@ class _Desk:
         key, self._numbers = secrets.token_urlsafe(16), count()
         sampling = SamplingConfig(max_tokens=model.max_tokens)
         settings = EndpointSettings(config, "policy", model.max_length, sampling, (key_digest(key),), any_model=True)
-        app = Endpoint(Responder(self, self, model.tokenizer, settings)).app()
+        app = PolicyEndpoint(Responder(self, self, model.tokenizer, settings)).app()
         self._attempt: _Attempt | None = None
         self.name = secrets.token_hex(8)
         self._access = f"{server.add(self.name, app)}/v1", key

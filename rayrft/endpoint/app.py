@@ -19,7 +19,7 @@ PRIVATE = "private-"
 """Prefix of API keys whose requests are neither kept nor trained on."""
 
 
-class Endpoint(HttpService):
+class PolicyEndpoint(HttpService):
     """The API over what answers."""
 
     def __init__(self, responder: Responder, count: Callable[[str], None] = lambda outcome: None) -> None:

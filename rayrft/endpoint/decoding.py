@@ -17,7 +17,7 @@ _CALL_BEGINS = "<tool_call>"
 
 
 @dataclass(frozen=True)
-class Message:
+class DecodedMessage:
     """An answer as a client gets it: its text, and calls of tools in the API's form."""
 
     content: str
@@ -97,7 +97,7 @@ class AnswerText:
             self.text, self.stopped_at = self.text[: min(found)], len(self._ids)
 
 
-def cut(completion: Completion, tokens: int | None) -> Completion:
+def truncate_answer(completion: Completion, tokens: int | None) -> Completion:
     """Return an answer up to a number of tokens, at which it was stopped; the answer itself if there is none."""
     if tokens is None:
         return completion
@@ -111,16 +111,16 @@ def cut(completion: Completion, tokens: int | None) -> Completion:
     )
 
 
-def message(text: str, form: CallForm | None) -> Message:
+def decode_message(text: str, form: CallForm | None) -> DecodedMessage:
     """Return the message of an answer, with its calls of tools if there is a ``form`` of them. An answer whose calls
     cannot all be read is text."""
     calls = parse_calls(text, form) if form else []
     read = [call for call in calls if isinstance(call, ToolCall)]
     if not read or len(read) < len(calls):
-        return Message(text)
+        return DecodedMessage(text)
     reasoning, answer = split_reasoning(text)
     content = reasoning + answer.partition(_CALL_BEGINS)[0] if form == "hermes" else ""
-    return Message(content, tuple(map(_tool_call, read)))
+    return DecodedMessage(content, tuple(map(_tool_call, read)))
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

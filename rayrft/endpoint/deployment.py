@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.endpoint.app import Endpoint
+from rayrft.endpoint.app import PolicyEndpoint
 from rayrft.endpoint.keeper import SessionKeeper
 from rayrft.endpoint.responder import Responder
 from rayrft.endpoint.settings import EndpointActors, EndpointSettings
@@ -41,7 +41,7 @@ class _RemoteSessions:
 
 def build_endpoint(
     count: Callable[[str], None], model: str, settings: EndpointSettings, actors: EndpointActors
-) -> Endpoint:
+) -> PolicyEndpoint:
     """Build the API over a run's actors."""
 
     def handle(name: str) -> Handle[Any]:
@@ -53,7 +53,7 @@ def build_endpoint(
         ChatTokenizer(model, template=settings.template),
         settings,
     )
-    return Endpoint(responder, count)
+    return PolicyEndpoint(responder, count)
 
 
 async def open_endpoint(

@@ -38,7 +38,7 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
-class Metadata(_Body):
+class RequestMetadata(_Body):
     session_id: str | None = Field(None, min_length=1, max_length=256)
     task_id: str | None = Field(None, min_length=1, max_length=256)
 
@@ -64,7 +64,7 @@ class Sampled(_Body):
     user: str | None = Field(None, min_length=1, max_length=256)
     store: bool = True
     """Without it, nothing of the request is kept or trained on."""
-    metadata: Metadata = Metadata()
+    metadata: RequestMetadata = RequestMetadata()
 
     @model_validator(mode="before")
     @classmethod

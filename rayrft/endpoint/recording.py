@@ -123,6 +123,6 @@ class SessionRows:
         self._free.setdefault(len(row.known), {}).setdefault(row.known, []).append(row)
 
 
-def canonical(messages: Sequence[dict[str, object]]) -> tuple[str, ...]:
+def canonical_messages(messages: Sequence[dict[str, object]]) -> tuple[str, ...]:
     """Return messages in a form in which equal ones are equal, whatever a client adds or leaves out."""
     return tuple(json.dumps(message, sort_keys=True) for message in messages)

@@ -11,10 +11,10 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request
 
 from rayrft.data.tokenizer import ChatTokenizer, fills
-from rayrft.endpoint.decoding import AnswerText, cut, message
+from rayrft.endpoint.decoding import AnswerText, decode_message, truncate_answer
 from rayrft.endpoint.protocol import ChatMessage, ChatRequest, CompletionRequest, ResponsesRequest, Sampled
-from rayrft.endpoint.recording import Begun, Call, Choice, Conversation, canonical
-from rayrft.endpoint.replies import Answer, Ask, ChoicesReply, Piece, Reply, as_event
+from rayrft.endpoint.recording import Begun, Call, Choice, Conversation, canonical_messages
+from rayrft.endpoint.replies import CheckedRequest, ChoicesReply, DecodedAnswer, ReplyForm, TextPiece, as_event
 from rayrft.endpoint.responses import ResponseReply
 from rayrft.endpoint.sessions import SessionStats
 from rayrft.endpoint.settings import EndpointSettings
@@ -34,7 +34,7 @@ class StreamingEngines(Protocol):
     ) -> list[Completion]: ...
 
 
-class Recording(Protocol):
+class SessionStore(Protocol):
     """What is told of every call: see `SessionKeeper`."""
 
     async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun: ...
@@ -58,7 +58,7 @@ class Responder:
     def __init__(
         self,
         engines: StreamingEngines,
-        sessions: Recording | None,
+        sessions: SessionStore | None,
         tokenizer: ChatTokenizer,
         settings: EndpointSettings,
     ) -> None:
@@ -68,13 +68,15 @@ class Responder:
         self.settings = settings
         self._config = settings.config
 
-    async def begin(self, body: Sampled, response: str, session: str, task: str | None, *, record: bool = True) -> Ask:
+    async def begin(
+        self, body: Sampled, response: str, session: str, task: str | None, *, record: bool = True
+    ) -> CheckedRequest:
         """Check a request, and begin its call in its session, if it may be recorded."""
         sampling, trained = self._sampling(body)
         if isinstance(body, ChatRequest):
             options = body.chat_template_kwargs
             head: dict[str, Any] = {"tools": list(body.shown_tools), **({"options": options} if options else {})}
-            conversation: Conversation = canonical([head, *(each.plain() for each in body.messages)])
+            conversation: Conversation = canonical_messages([head, *(each.plain() for each in body.messages)])
             turns = tuple(each.for_display() for each in body.messages)
         else:
             assert isinstance(body, CompletionRequest)
@@ -84,9 +86,9 @@ class Responder:
                 {"role": "user", "content": prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)},
             )
         begun = await self._begun(session, task, conversation) if record else None
-        ask = Ask(body, response, begun, conversation, turns, [], sampling, trained, None)
+        ask = CheckedRequest(body, response, begun, conversation, turns, [], sampling, trained, None)
 
-        async def checked() -> Ask:
+        async def checked() -> CheckedRequest:
             size = self.settings.max_length
             full = fills((turn["content"] for turn in turns), size)
             ids, new_turns = ([], turns) if full else self._tokenise(ask)
@@ -106,14 +108,14 @@ class Responder:
 
         return await self._or_failed(ask, checked())
 
-    async def whole(self, ask: Ask, request: Request) -> dict[str, Any]:
+    async def whole(self, ask: CheckedRequest, request: Request) -> dict[str, Any]:
         """Return the response, unless the client of ``request`` goes away before."""
         answers = await self._or_failed(ask, unless_gone(request, self._answers(ask, None)))
         return self._reply(ask).whole(answers)
 
-    async def events(self, ask: Ask) -> AsyncIterator[str]:
+    async def events(self, ask: CheckedRequest) -> AsyncIterator[str]:
         """Yield the events of a streamed response; the last ones once the call is recorded."""
-        pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        pieces: asyncio.Queue[TextPiece | None] = asyncio.Queue()
         answering = asyncio.ensure_future(self._or_failed(ask, self._answers(ask, pieces.put_nowait)))
         answering.add_done_callback(lambda _: pieces.put_nowait(None))
         reply = self._reply(ask)
@@ -170,7 +172,7 @@ class Responder:
             )
         return asked, False
 
-    def _tokenise(self, ask: Ask) -> tuple[list[int], tuple[dict[str, str], ...]]:
+    def _tokenise(self, ask: CheckedRequest) -> tuple[list[int], tuple[dict[str, str], ...]]:
         """Return the prompt's token ids, and the turns that are not in its prefix. Raises DataError."""
         body, tokenizer = ask.body, self._tokenizer
         prefix = ask.begun.prefix if ask.begun is not None else None
@@ -195,7 +197,7 @@ class Responder:
         ids = tokenizer.tokens(rest, begins=prefix is None) if isinstance(rest, str) else rest
         return [*(prefix.token_ids if prefix is not None else ()), *ids], ({"role": "user", "content": text},)
 
-    async def _answers(self, ask: Ask, show: Callable[[Piece], None] | None) -> list[Answer]:
+    async def _answers(self, ask: CheckedRequest, show: Callable[[TextPiece], None] | None) -> list[DecodedAnswer]:
         """Sample the answers. Where they are to be shown as they are sampled, or end at stop strings, each has a
         request of its own."""
         prefix = ask.begun.prefix if ask.begun is not None else None
@@ -212,7 +214,9 @@ class Responder:
         await self._record(ask, answers, sessions[0].engine)
         return answers
 
-    async def _stream(self, ask: Ask, index: int, session: Session, show: Callable[[Piece], None] | None) -> Answer:
+    async def _stream(
+        self, ask: CheckedRequest, index: int, session: Session, show: Callable[[TextPiece], None] | None
+    ) -> DecodedAnswer:
         """Sample one answer up to a stop string."""
         text = AnswerText(self._tokenizer, ask.body.stops, ask.form, self._opening(ask))
 
@@ -224,33 +228,35 @@ class Responder:
                 session.interrupt()
             if show is not None and ((piece := text.show()) or ask.body.wants_logprobs):
                 count = text.tokens - before
-                show(Piece(index, piece, Chunk(chunk.token_ids[:count], chunk.logprobs[:count])))
+                show(TextPiece(index, piece, Chunk(chunk.token_ids[:count], chunk.logprobs[:count])))
 
         seed = None if ask.sampling.seed is None else ask.sampling.seed + index
         request = exchange.Request(ask.prompt, 1, replace(ask.sampling, seed=seed), stream=True)
         [completion] = await self._engines.generate(request, [session], told)
         return self._finished(ask, index, completion, text)
 
-    def _finished(self, ask: Ask, index: int, completion: Completion, text: AnswerText | None) -> Answer:
+    def _finished(
+        self, ask: CheckedRequest, index: int, completion: Completion, text: AnswerText | None
+    ) -> DecodedAnswer:
         """Return an answer to which no token will be added; ``text`` has those of which was told."""
         if text is None:
             whole = self._opening(ask) + self._tokenizer.decode(list(completion.token_ids))
-            tail = Piece(index, whole, Chunk(completion.token_ids, completion.logprobs))
+            tail = TextPiece(index, whole, Chunk(completion.token_ids, completion.logprobs))
         else:
             told = text.tokens
             text.add(completion.token_ids[told:])
-            completion = cut(completion, text.stopped_at)
+            completion = truncate_answer(completion, text.stopped_at)
             rest = Chunk(completion.token_ids[told:], completion.logprobs[told:])
-            tail = Piece(index, text.end(), rest)
+            tail = TextPiece(index, text.end(), rest)
             whole = text.text
-        found = message(whole, ask.form)
+        found = decode_message(whole, ask.form)
         shown = len(whole) - len(tail.text)
-        return Answer(completion, whole, found, replace(tail, text=found.content[shown:]))
+        return DecodedAnswer(completion, whole, found, replace(tail, text=found.content[shown:]))
 
-    def _opening(self, ask: Ask) -> str:
+    def _opening(self, ask: CheckedRequest) -> str:
         return self._tokenizer.opening(ask.body.chat_template_kwargs) if isinstance(ask.body, ChatRequest) else ""
 
-    async def _record(self, ask: Ask, answers: list[Answer], engine: str | None) -> None:
+    async def _record(self, ask: CheckedRequest, answers: list[DecodedAnswer], engine: str | None) -> None:
         if self.sessions is None:
             return
         if ask.begun is None:
@@ -261,7 +267,7 @@ class Responder:
             if isinstance(ask.body, ChatRequest):
                 calls = list(answer.message.tool_calls)
                 said = ChatMessage(role="assistant", content=answer.message.content, tool_calls=calls)
-                choices.append(Choice(answer.completion, canonical([said.plain()]), text))
+                choices.append(Choice(answer.completion, canonical_messages([said.plain()]), text))
             elif isinstance(ask.conversation, str):
                 # With what ended it: a prompt that leaves that out does not continue the tokens.
                 said_text = self._tokenizer.hf.decode(list(answer.completion.token_ids))
@@ -271,7 +277,7 @@ class Responder:
         call = Call(ask.response, tuple(ask.prompt), ask.conversation, ask.turns, tuple(choices), ask.trained, engine)
         await self.sessions.answered(ask.begun, call)
 
-    async def _or_failed(self, ask: Ask, work: Coroutine[Any, Any, R]) -> R:
+    async def _or_failed(self, ask: CheckedRequest, work: Coroutine[Any, Any, R]) -> R:
         """Return the result of ``work``; if it fails, the call of its session has failed, too."""
         try:
             return await work
@@ -281,6 +287,6 @@ class Responder:
                     await asyncio.shield(self.sessions.failed(ask.begun, api_error(error).code))
             raise
 
-    def _reply(self, ask: Ask) -> Reply:
+    def _reply(self, ask: CheckedRequest) -> ReplyForm:
         form = ResponseReply if isinstance(ask.body, ResponsesRequest) else ChoicesReply
         return form(ask, self.settings.model, self._tokenizer)

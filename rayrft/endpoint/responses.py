@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.endpoint.replies import Answer, Ask, Piece, as_event, is_truncated, token_logprobs, usage
+from rayrft.endpoint.replies import (
+    CheckedRequest,
+    DecodedAnswer,
+    TextPiece,
+    as_event,
+    is_truncated,
+    logprob_entries,
+    usage,
+)
 from rayrft.explorer.engines.exchange import Chunk
 
 Item = dict[str, Any]
@@ -16,7 +24,7 @@ Item = dict[str, Any]
 class ResponseReply:
     """The form of ``/v1/responses``."""
 
-    def __init__(self, ask: Ask, model: str, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, ask: CheckedRequest, model: str, tokenizer: ChatTokenizer) -> None:
         self._ask = ask
         self._tokenizer = tokenizer
         self._common = {
@@ -39,7 +47,7 @@ class ResponseReply:
         """Whether the text's item was begun in the stream."""
         self._events = 0
 
-    def whole(self, answers: list[Answer]) -> dict[str, Any]:
+    def whole(self, answers: list[DecodedAnswer]) -> dict[str, Any]:
         [answer] = answers
         cut = is_truncated(answer)
         prompt, sampled = usage(self._ask, answers)
@@ -62,14 +70,14 @@ class ResponseReply:
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=response) for kind in kinds]
 
-    def piece(self, piece: Piece) -> list[str]:
+    def piece(self, piece: TextPiece) -> list[str]:
         if not piece.text:
             return []
         begin = [] if self._speaks else self._begin_text()
         logprobs = self._logprobs(piece.chunk)
         return [*begin, self._event("response.output_text.delta", delta=piece.text, logprobs=logprobs, **self._place)]
 
-    def end(self, answer: Answer) -> list[str]:
+    def end(self, answer: DecodedAnswer) -> list[str]:
         events, items = self.piece(answer.tail), self._items(answer)
         if items[0]["type"] == "message" and not self._speaks:
             events += self._begin_text()
@@ -84,7 +92,7 @@ class ResponseReply:
             events.append(self._event("response.output_item.done", output_index=index, item=item))
         return events
 
-    def done(self, answers: list[Answer]) -> list[str]:
+    def done(self, answers: list[DecodedAnswer]) -> list[str]:
         response = self.whole(answers)
         return [self._event(f"response.{response['status']}", response=response)]
 
@@ -109,7 +117,7 @@ class ResponseReply:
         yield self._event("response.function_call_arguments.delta", delta=arguments, **place)
         yield self._event("response.function_call_arguments.done", arguments=arguments, name=item["name"], **place)
 
-    def _items(self, answer: Answer) -> list[Item]:
+    def _items(self, answer: DecodedAnswer) -> list[Item]:
         calls = [
             {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
             | call["function"]
@@ -127,7 +135,7 @@ class ResponseReply:
         return {"type": "message", "id": self._message, "role": "assistant", "status": status, "content": content}
 
     def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
-        return token_logprobs(chunk, self._tokenizer) if self._ask.body.wants_logprobs else []
+        return logprob_entries(chunk, self._tokenizer) if self._ask.body.wants_logprobs else []
 
     def _event(self, kind: str, **fields: Any) -> str:
         self._events += 1

@@ -28,7 +28,7 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Message(_Body):
+class RewardMessage(_Body):
     role: str
     content: str
 
@@ -37,7 +37,7 @@ class ScoredTask(_Body):
     """The task of an answer: its prompt, or the messages that led to the answer, and the reference answer."""
 
     prompt: str | None = None
-    messages: list[Message] = Field(default_factory=list, max_length=4096)
+    messages: list[RewardMessage] = Field(default_factory=list, max_length=4096)
     answer: str
     metadata: dict[str, Any] = Field(default_factory=dict)
 
@@ -54,7 +54,7 @@ class ScoreRequest(_Body):
     domain: str = ""
     task: ScoredTask
     response: str | None = None
-    messages: list[Message] = Field(default_factory=list, max_length=4096)
+    messages: list[RewardMessage] = Field(default_factory=list, max_length=4096)
     """Instead of ``response``, for rewards that see the conversation: all of it. The last message is the model's, and
     so are all of the assistant's, but for those that the task's own ``messages`` hold, if it begins with them."""
 
@@ -88,7 +88,7 @@ class ScoreRequest(_Body):
         return Transcript((*before, {"role": "assistant", "content": self.response}), given=given)
 
 
-class Scores(RootModel[list[ScoreRequest]]):
+class ScoreRequests(RootModel[list[ScoreRequest]]):
     """Several at a time."""
 
     root: list[ScoreRequest] = Field(min_length=1, max_length=_MOST)
@@ -117,7 +117,7 @@ class RewardEndpoint(HttpService):
     async def _score(self, request: Request) -> Response:
         body = await self.body(request)
         several = body.lstrip().startswith(b"[")
-        asked = parse(Scores, body).root if several else [parse(ScoreRequest, body)]
+        asked = parse(ScoreRequests, body).root if several else [parse(ScoreRequest, body)]
         for number, each in enumerate(asked):
             if self._reward.domains and each.domain not in self._reward.domains:
                 raise ApiError(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rayrft.errors import StorageError
+from rayrft.files import atomic_file
+from rayrft.json_lines import open_lines, read_lines
 
 
 @dataclass(frozen=True)
@@ -185,67 +183,40 @@ KINDS: dict[str, type[Record]] = {record.kind: record for record in _KINDS}
 
 def read_records(folder: Path) -> list[Record]:
     """Read the records of a run folder; an incomplete last line, of a running or crashed run, is ignored."""
-    file = folder / "metrics.jsonl"
-    if not file.exists():
-        return []
-    with file.open("rb") as lines:
-        return [_from_json(line) for line in lines if line.endswith(b"\n")]
+    return [record for _, record in read_lines(folder / "metrics.jsonl", _from_json)]
 
 
 class RecordFile:
-    """The file ``metrics.jsonl`` of a run, unbuffered: a record is visible to its readers when ``append`` returns.
+    """The file ``metrics.jsonl`` of a run: a record is visible to its readers when ``append`` returns.
 
     Records are read by their numbers, from 0; the object itself keeps 8 bytes of each.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "metrics.jsonl"
-        self._file = self._path.open("a+b", buffering=0)
-        self._ends = array("Q", [0])
-        """Offsets of the ends of records, after that of the file's beginning."""
-        with self._path.open("rb") as lines:
-            for line in lines:
-                if line.endswith(b"\n"):
-                    self._ends.append(self._ends[-1] + len(line))
-        self._file.truncate(self._ends[-1])
+        remedy = "free disk space or fix the storage, then: rayrft resume RUN"
+        self._file, _ = open_lines(folder / "metrics.jsonl", lambda line: None, remedy)
 
     def __len__(self) -> int:
-        return len(self._ends) - 1
+        return len(self._file)
 
     def append(self, record: Record) -> None:
         """Append a record. Raises StorageError, after which the file still ends with a complete line."""
-        line = _to_line(record)
-        try:
-            left = line
-            while left:  # a nearly full disk may accept only a part
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            self._file.truncate(self._ends[-1])
-            raise StorageError(
-                f"records cannot be written: {error.strerror}",
-                "free disk space or fix the storage, then: rayrft resume RUN",
-                field=str(self._path),
-            ) from None
-        self._ends.append(self._ends[-1] + len(line))
+        self._file.append(_to_line(record))
 
     def read(self, first: int = 0, end: int | None = None) -> Iterator[Record]:
         """Iterate over the records from number ``first`` to before ``end``, by default to the latest."""
-        for number in range(first, min(len(self), len(self) if end is None else end)):
-            start, stop = self._ends[number : number + 2]
-            yield _from_json(os.pread(self._file.fileno(), stop - start, start))
+        return map(_from_json, self._file.lines(first, end))
 
     def cut(self, count: int, others: Iterable[Record]) -> RecordFile:
         """Close this object and return that of the file with the first ``count`` records and then ``others`` only, by
         which it is replaced atomically."""
-        temporary = self._path.with_name(f".{self._path.name}.partial")
-        shutil.copyfile(self._path, temporary)
-        with temporary.open("r+b") as file:
-            file.truncate(self._ends[count])
-            file.seek(0, os.SEEK_END)
+        path = self._file.path
+        with atomic_file(path) as partial, partial.open("wb") as file:
+            file.writelines(self._file.lines(0, count))
             file.writelines(map(_to_line, others))
-        os.replace(temporary, self._path)
+            file.flush()
         self.close()
-        return RecordFile(self._path.parent)
+        return RecordFile(path.parent)
 
     def close(self) -> None:
         self._file.close()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rayrft.benchmark import bench
-from rayrft.benchmark.worker import AttemptFile
+from rayrft.benchmark.worker import open_attempts, to_line
 from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.launch import start
@@ -125,9 +125,10 @@ def test_what_is_missing_is_told_by_task_and_what_is_too_much_is_left_out(tmp_pa
     config = load_config(bench_config(samples=2, k=[1, 2]))
     tasks = [Task.create("test", name, "x") for name in "abc"]
     file = tmp_path / "attempts.jsonl"
+    lines, _ = open_attempts(file)
     for task, count in zip(tasks, (3, 1, 0), strict=True):
-        AttemptFile(file).append([Attempt(task.id, repeat, 1.0) for repeat in range(count)])
-    AttemptFile(file).append([Attempt("of another set", 0, 1.0)])
+        lines.append(*(to_line(Attempt(task.id, repeat, 1.0)) for repeat in range(count)))
+    lines.append(to_line(Attempt("of another set", 0, 1.0)))
     assert bench._missing(config, file, tasks) == tasks[1:]
     found = bench.attempts_in(config, file, tasks)
     assert [(attempt.task_id, attempt.repeat) for attempt in found] == [

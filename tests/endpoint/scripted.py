@@ -15,7 +15,7 @@ import uvicorn
 from rayrft.config.explorer import SamplingConfig
 from rayrft.config.serve import ServeConfig
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.endpoint.app import Endpoint
+from rayrft.endpoint.app import PolicyEndpoint
 from rayrft.endpoint.recording import Begun, Call, Conversation
 from rayrft.endpoint.responder import Responder
 from rayrft.endpoint.sessions import Sessions, SessionStats
@@ -115,7 +115,7 @@ class Book:
 class Served:
     """An endpoint that is up, with clients of it."""
 
-    def __init__(self, endpoint: Endpoint, policy: Policy, book: Book, url: str) -> None:
+    def __init__(self, endpoint: PolicyEndpoint, policy: Policy, book: Book, url: str) -> None:
         self.endpoint, self.policy, self.book, self.url = endpoint, policy, book, url
         self.http = httpx.AsyncClient(
             base_url=url,
@@ -149,7 +149,7 @@ async def serve(
     settings = EndpointSettings(
         ServeConfig(**config), MODEL, max_length, SamplingConfig(max_tokens=64), tuple(map(key_digest, keys))
     )
-    endpoint = Endpoint(Responder(policy, book, tokenizer, settings))
+    endpoint = PolicyEndpoint(Responder(policy, book, tokenizer, settings))
     server = uvicorn.Server(uvicorn.Config(endpoint.app(), port=0, log_level="warning", lifespan="off"))
     running = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it

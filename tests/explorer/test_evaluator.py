@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rayrft.benchmark.worker import AttemptFile
+from rayrft.benchmark.worker import open_attempts, read_attempts, to_line
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied
 from rayrft.experience import Task
@@ -94,13 +94,13 @@ async def test_a_dead_engine_ends_all_attempts(tiny_model: Path) -> None:
 
 
 def test_attempts_are_read_as_they_were_written_but_for_one_that_is_torn(tmp_path: Path) -> None:
-    file = AttemptFile(tmp_path / "of" / "a.jsonl")
-    assert file.read() == []
+    path = tmp_path / "of" / "a.jsonl"
+    assert read_attempts(path) == []
     first = [Attempt("a", 0, 0.5, "x", "is x", 3, True, None, (1, 2)), Attempt("a", 1, None, problem="timeout")]
-    file.append(first)
-    with (tmp_path / "of" / "a.jsonl").open("a") as torn:
+    open_attempts(path)[0].append(*map(to_line, first))
+    with path.open("a") as torn:
         torn.write('{"task_id": "b", "rep')
-    assert file.read() == first
-    file.mend()
-    file.append([Attempt("b", 0, 1.0)])
-    assert file.read() == [*first, Attempt("b", 0, 1.0)]
+    assert read_attempts(path) == first
+    file, found = open_attempts(path)
+    file.append(to_line(Attempt("b", 0, 1.0)))
+    assert found == first and read_attempts(path) == [*first, Attempt("b", 0, 1.0)]

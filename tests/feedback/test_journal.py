@@ -91,7 +91,7 @@ async def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(
         write(descriptor, bytes(data)[:9])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rayrft.feedback.journal.os.write", full)
+    monkeypatch.setattr("rayrft.json_lines.os.write", full)
     with pytest.raises(StorageError, match="No space left"):
         await journal.write(Undone("lost"))
     monkeypatch.undo()
@@ -103,12 +103,12 @@ async def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(
 def test_it_has_one_writer_whose_lock_ends_with_its_process(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from rayrft.feedback.journal import FeedbackJournal;"
-        "FeedbackJournal(Path(sys.argv[1])).open(); print('open', flush=True); time.sleep(600)"
+        "journal = FeedbackJournal(Path(sys.argv[1])); journal.open(); print('open', flush=True); time.sleep(600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"open\n"
-        with pytest.raises(StorageError, match="being written by the run's feedback page"):
+        with pytest.raises(StorageError, match="another process is writing the file"):
             FeedbackJournal(tmp_path).open(wait=False)
     finally:
         holder.kill()

@@ -337,11 +337,11 @@ async def test_a_journal_that_cannot_be_written_takes_nothing_and_the_same_reque
     async with opened(running) as client:
         await client.post("me")
 
-        def full(self: object, data: bytes) -> None:
+        def full(self: object, *lines: bytes, durable: bool) -> None:
             raise StorageError("cannot be written: No space left on device", field="journal")
 
         with monkeypatch.context() as patch:
-            patch.setattr("rayrft.feedback.journal.FeedbackJournal._append", full)
+            patch.setattr("rayrft.json_lines.JsonLines.append", full)
             await client.judge("g/0", 500, id="the-same-one", score=5)
         assert client.told() == [] and (await client.post("me"))["mine"]["judged"] == 0
         assert (await client.judge("g/0", id="the-same-one", score=5))["outcome"] == "applied"

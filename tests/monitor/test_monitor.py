@@ -62,28 +62,22 @@ def test_a_disk_that_takes_half_a_record_is_a_storage_error_and_leaves_whole_lin
     lines = RecordFile(tmp_path)
     lines.append(step())
 
-    class FullAfter:
-        """Takes ten bytes more."""
+    write, left = os.write, 10
 
-        def __init__(self, file: Any) -> None:
-            self._file, self._left = file, 10
+    def full_after_ten_bytes(descriptor: int, data: bytes) -> int:
+        nonlocal left
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = write(descriptor, data[:left])
+        left -= taken
+        return taken
 
-        def write(self, data: bytes) -> int:
-            if not self._left:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            taken = self._file.write(data[: self._left])
-            self._left -= taken
-            return taken
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._file, name)
-
-    file = lines._file
-    monkeypatch.setattr(lines, "_file", FullAfter(file))
-    with pytest.raises(StorageError) as error:
-        lines.append(step())
+    with monkeypatch.context() as patch:
+        patch.setattr("rayrft.json_lines.os.write", full_after_ten_bytes)
+        with pytest.raises(StorageError) as error:
+            lines.append(step())
     assert error.value.field == str(tmp_path / "metrics.jsonl")
-    monkeypatch.setattr(lines, "_file", file)
+    assert read_records(tmp_path) == [step()]
     lines.append(step(step=5))
     lines.close()
     assert read_records(tmp_path) == [step(), step(step=5)]

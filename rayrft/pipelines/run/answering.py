@@ -16,8 +16,9 @@ from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.base import resolved
 from rayrft.config.pipelines import EndpointConfig
 from rayrft.config.reward import RewardModelsConfig
-from rayrft.errors import CallTimeout, DataError, EndpointFailed, RequestRefused, StorageError
+from rayrft.errors import CallTimeout, DataError, EndpointFailed, RequestRefused
 from rayrft.experience import Task
+from rayrft.json_lines import open_lines
 from rayrft.pipelines.run.asking import Reply
 from rayrft.rewards import RewardResult, Transcript, build_reward, where
 from rayrft.rewards.judge import ChatModel, Messages, OpenAIModel, digest
@@ -53,35 +54,20 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        self._places: dict[str, int] = {}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b")
-        except OSError as error:
-            raise StorageError(f"cannot be written: {error.strerror}", field="answers", value=str(path)) from None
-        self._file.seek(0)
-        end = 0
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break  # it was cut as it was written
-            self._places[line[1:-1].decode().partition('"')[2].partition('": ')[0]] = end
-            end += len(line)
-        self._file.truncate(end)
+        self._file, keys = open_lines(path, lambda line: str(next(iter(json.loads(line)))))
+        self._numbers = {key: number for number, key in enumerate(keys)}
 
     def get(self, key: str) -> str | None:
         """Return the answer to what was asked, if it is there."""
-        place = self._places.get(key)
-        if place is None:
+        if (number := self._numbers.get(key)) is None:
             return None
-        self._file.seek(place)
-        text: str = json.loads(self._file.readline())[key]
+        [line] = self._file.lines(number, number + 1)
+        text: str = json.loads(line)[key]
         return text
 
     def add(self, key: str, text: str) -> None:
-        self._file.seek(0, 2)
-        self._places[key] = self._file.tell()
-        self._file.write(json.dumps({key: text}).encode() + b"\n")
-        self._file.flush()
+        self._file.append(json.dumps({key: text}).encode() + b"\n")
+        self._numbers[key] = len(self._file) - 1
 
     def close(self) -> None:
         self._file.close()

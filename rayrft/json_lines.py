@@ -1,0 +1,154 @@
+"""Files of JSON lines: an appended line survives every crash of its writer, and a line torn by a crash is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from io import FileIO
+from itertools import chain
+from pathlib import Path
+from typing import TypeVar
+
+from rayrft.errors import StorageError
+from rayrft.files import sync
+
+T = TypeVar("T")
+
+
+def read_lines(path: Path, parse: Callable[[bytes], T]) -> Iterator[tuple[int, T]]:
+    """Iterate over the parsed lines of a file, each with the offset of its end; the file may be missing or in use.
+
+    The last line is left out if it is torn, or if ``parse`` raises ValueError. Raises StorageError if ``parse`` raises
+    it for any other line.
+    """
+    if not path.exists():
+        return
+    end, damaged = 0, False
+    with path.open("rb") as file:
+        for line in file:
+            if damaged:
+                raise StorageError(
+                    f"is damaged in the line at byte {end}",
+                    "restore the file from a copy, or delete that line",
+                    field=str(path),
+                )
+            if not line.endswith(b"\n"):
+                return
+            try:
+                value = parse(line)
+            except ValueError:
+                damaged = True
+            else:
+                end += len(line)
+                yield end, value
+
+
+class JsonLines:
+    """A file with one writer, which appends lines unbuffered and reads them by number: see `open_lines`."""
+
+    def __init__(self, path: Path, file: FileIO, remedy: str) -> None:
+        self.path, self._file, self._remedy = path, file, remedy
+        self._ends = array("Q", [0])
+        """Offsets of the ends of the lines, after the start of the file."""
+        self._waiting: list[tuple[tuple[bytes, ...], asyncio.Future[None]]] = []
+        self._flusher: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def lines(self, first: int = 0, end: int | None = None) -> Iterator[bytes]:
+        """Iterate over the lines from number ``first`` to before ``end``, by default to the latest."""
+        for number in range(first, min(len(self), len(self) if end is None else end)):
+            start, stop = self._ends[number : number + 2]
+            yield os.pread(self._file.fileno(), stop - start, start)
+
+    def append(self, *lines: bytes, durable: bool = False) -> None:
+        """Append lines, which end with newlines; if ``durable``, they are on disk then. Raises StorageError; then the
+        file has none of them."""
+        with _storing(self.path, self._remedy):
+            self._file.truncate(self._ends[-1])  # a failed append may have left a part, and failed to cut it off
+            try:
+                left = memoryview(b"".join(lines))
+                while left:  # a nearly full disk may accept only a part
+                    left = left[os.write(self._file.fileno(), left) :]
+                if durable:
+                    os.fsync(self._file.fileno())
+            except OSError:
+                self._file.truncate(self._ends[-1])
+                raise
+        for line in lines:
+            self._ends.append(self._ends[-1] + len(line))
+
+    async def append_durably(self, *lines: bytes) -> None:
+        """Append lines, on disk, in a thread; calls at the same time share one sync. Raises StorageError like
+        `append`."""
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((lines, done))
+        if self._flusher is None or self._flusher.done():
+            self._flusher = asyncio.create_task(self._flush())
+        await asyncio.shield(done)
+
+    def close(self) -> None:
+        """Close the file, which releases the lock."""
+        self._file.close()
+
+    async def _flush(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            lines = chain.from_iterable(lines for lines, _ in batch)
+            try:
+                await asyncio.to_thread(self.append, *lines, durable=True)
+            except StorageError as error:
+                for _, done in batch:
+                    done.set_exception(error)
+            else:
+                for _, done in batch:
+                    done.set_result(None)
+
+
+def open_lines(
+    path: Path,
+    parse: Callable[[bytes], T],
+    remedy: str = "free disk space or fix the storage, and try again",
+    *,
+    locked: bool = False,
+    wait: bool = True,
+) -> tuple[JsonLines, list[T]]:
+    """Open a file for appending, cut off a torn line, and return the file with its parsed lines; see `read_lines`.
+
+    If ``locked``, it is created for its owner alone, and this process holds a lock on it until it is closed; with
+    ``wait``, waits for the lock. ``remedy`` is for a file that cannot be written. Raises StorageError.
+    """
+    mode = 0o600 if locked else 0o666
+    with _storing(path, remedy):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = FileIO(path, "a+", opener=lambda name, flags: os.open(name, flags, mode))
+        opened = JsonLines(path, file, remedy)
+        try:
+            if locked:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            found = list(read_lines(path, parse))
+            opened._ends.extend(end for end, _ in found)
+            file.truncate(opened._ends[-1])
+            sync(path.parent)
+        except BlockingIOError:
+            file.close()
+            raise StorageError(
+                "another process is writing the file", "end that process, and try again", field=str(path)
+            ) from None
+        except BaseException:
+            file.close()
+            raise
+    return opened, [value for _, value in found]
+
+
+@contextlib.contextmanager
+def _storing(path: Path, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot be written: {error.strerror}", remedy, field=str(path)) from None
