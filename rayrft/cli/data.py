@@ -304,7 +304,7 @@ def export_feedback(
     storage: _Storage = _RUNS,
 ) -> None:
     """Write what people said of a run's answers, also while the page is open."""
-    from rayrft.feedback.exchange import export_feedback, read_answers
+    from rayrft.feedback.exchange import read_answers, write_feedback
     from rayrft.feedback.journal import FILE, feedback_folder, read_journal
     from rayrft.feedback.judgements import Judgements
 
@@ -314,7 +314,7 @@ def export_feedback(
         judgements.add(entry)
     archive = _archive(run, storage)
     answers = read_answers(archive, {row for each in judgements.all.values() for row in each.rows})
-    done = export_feedback(judgements, answers, out, form, checked)
+    done = write_feedback(judgements, answers, out, form)
     print(f"{done.rows} rows in {out}")
     if done.missing:
         print(f"left out {done.missing} judgements of answers that are no longer in the run's log")
@@ -330,15 +330,16 @@ def import_feedback(
     storage: _Storage = _RUNS,
 ) -> None:
     """Take what people said elsewhere of a run's answers; the page tells the run of it when it is opened."""
-    from rayrft.feedback.exchange import import_feedback, read_answers
+    from rayrft.feedback.exchange import read_answers, read_feedback
     from rayrft.feedback.journal import FeedbackJournal, feedback_folder
+    from rayrft.feedback.judgements import JudgementAdded
 
     folder, checked = find_folder(run, storage), _feedback_settings(settings)
-    found = import_feedback(file, form, read_answers(_archive(run, storage)), checked)
+    found = read_feedback(file, form, read_answers(_archive(run, storage)), checked)
     journal = FeedbackJournal(feedback_folder(folder))
     known = {entry.judgement.id for entry in journal.open(wait=False) if entry.kind == "judged"}
-    new = [each for each in found if each.judgement.id not in known]
-    journal.append(*new)
+    new = [each for each in found if each.id not in known]
+    journal.append(*map(JudgementAdded, new))
     journal.close()
     print(f"{len(new)} judgements imported, {len(found) - len(new)} were there")
 

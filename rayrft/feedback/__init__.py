@@ -1,1 +1,1 @@
-"""People's feedback on a run's answers: a page, what it keeps, and what becomes of it."""
+"""Feedback of people on a run's answers: the page, the journal of judgements, and their delivery to the run."""

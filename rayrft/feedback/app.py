@@ -1,4 +1,4 @@
-"""The HTTP application of the feedback page: its files, and what it asks for."""
+"""The HTTP application of the feedback page: its files and its API."""
 
 from __future__ import annotations
 
@@ -20,27 +20,37 @@ from rayrft.config import RunConfig
 from rayrft.config.serve import FeedbackConfig
 from rayrft.errors import DataError, RayrftError
 from rayrft.feedback.agreement import measure_agreement
-from rayrft.feedback.delivery import Delivered, Delivery
-from rayrft.feedback.items import ROWS, Item, Queue, Rows, describe
+from rayrft.feedback.delivery import Delivery
+from rayrft.feedback.items import Item, Queue, Rows, item_json
 from rayrft.feedback.journal import FeedbackJournal, feedback_folder
-from rayrft.feedback.judgements import Judged, Judgement, Judgements, Thumb, Undone, View
+from rayrft.feedback.judgements import (
+    ROWS,
+    Judgement,
+    JudgementAdded,
+    Judgements,
+    JudgementUndone,
+    Thumb,
+    View,
+    check_judgement,
+    judgement_type,
+)
 from rayrft.feedback.run_rows import RunRows
 from rayrft.registry import load_plugins
-from rayrft.runtime.serving.http import ApiError, HttpService, Route, parse
+from rayrft.runtime.serving.http import ApiError, Body, HttpService, Route, parse
 
-_TOLD_S = 0.5
-"""Seconds that a person waits to be told what the run did with a judgement; if it takes longer, and it came too late,
-they are told with a later answer."""
+_SETTLE_S = 0.5
+"""Seconds that a response waits for the run to take a judgement. If that takes longer and the judgement is late or
+refused, a later response says so."""
 _FRESH_S = 30.0
-"""Seconds after which the rows of a run under way are read again, when somebody asks for an item."""
-_REFERENCES_S = 5.0
-"""Seconds that are waited for reference answers at the start; tasks may have to be fetched from far."""
+"""Seconds after which the rows of a running run are read again, when a person asks for an item."""
 _EMPTY_S = 2.0
-"""The same, when none is left for them."""
+"""The same, when no item is left for that person."""
+_REFERENCES_S = 5.0
+"""Seconds that the start waits for reference answers, which may be on a remote store."""
 _PAGE = {"index.html": "text/html", "page.js": "text/javascript", "store.js": "text/javascript", "page.css": "text/css"}
 _IMAGES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp", ".gif": "image/gif"}
 _HEADERS = {
-    # Text of a model is never run: no script but the page's own, and none in the text of elements.
+    # A model's text never runs: only the page's own scripts do, and none in the text of elements.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'; "
     "require-trusted-types-for 'script'",
@@ -59,7 +69,7 @@ class _Body(BaseModel):
     @classmethod
     def _printable(cls, name: str) -> str:
         if not name.strip().isprintable() or not name.strip():
-            raise ValueError("is no name")
+            raise ValueError("must have printable characters")
         return name.strip()
 
 
@@ -86,7 +96,8 @@ class UndoRequest(_Body):
 
 
 class JudgeRequest(_Body):
-    """The body of ``/v1/judge``. ``rows`` are the experience ids of the item, as they were shown."""
+    """The body of ``/v1/judge``. ``rows`` are the experience ids of the item, as they were shown; for the rules see
+    `check_judgement`."""
 
     id: str = Field(min_length=8, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
     item: str = Field(max_length=1024)
@@ -103,7 +114,7 @@ class JudgeRequest(_Body):
 
 
 class FeedbackPage(HttpService):
-    """The page over a run's rows and a journal. Close it to release the journal."""
+    """The page over a run's rows and a journal; closing it releases the journal."""
 
     def __init__(
         self,
@@ -119,8 +130,8 @@ class FeedbackPage(HttpService):
         self._judgements = Judgements(config)
         self._queue = Queue(config, self._judgements)
         self._before: dict[str, float | None] = {}
-        self._owed: dict[str, list[Judgement]] = {}
-        """By person, the judgements of which they were not told yet what the run did with them."""
+        self._unsettled: dict[str, list[Judgement]] = {}
+        """Judgements whose outcome in the run their person does not know yet, by person."""
         self._references: dict[str, str] = {}
         self._notice: str | None = None
         self._read_at = 0.0
@@ -187,7 +198,7 @@ class FeedbackPage(HttpService):
         self._read_at = time.monotonic()
 
     async def _refresh(self, needed: bool) -> None:
-        """Read the run's rows again if they are old; wait for it if nothing is left without."""
+        """Read the run's rows again if they are old; wait for that if new ones are needed."""
         old = time.monotonic() - self._read_at > (_EMPTY_S if needed else _FRESH_S)
         if (self._reading is None or self._reading.done()) and old and self._delivering.reachable:
             self._reading = asyncio.create_task(self._read())
@@ -199,34 +210,37 @@ class FeedbackPage(HttpService):
         assert self._delivery is not None  # `begin` was awaited
         return self._delivery
 
+    async def _asked(self, model: type[Body], request: Request) -> Body:
+        """Return the body of a request, once the page has begun."""
+        body = parse(model, await self.body(request))
+        await self.begin()
+        return body
+
+    def _shown(self, item: Item | None) -> dict[str, Any] | None:
+        return item_json(item, self._references.get(item.task_id)) if item is not None else None
+
     # Items.
 
     async def _next(self, request: Request) -> Response:
-        body = parse(NextRequest, await self.body(request))
-        await self.begin()
+        body = await self._asked(NextRequest, request)
         await self._refresh(needed=self._queue.left(body.view) == 0)
         item = self._queue.take(body.person, body.view)
-        shown = describe(item, self._references.get(item.task_id)) if item is not None else None
-        return JSONResponse({"item": shown, **self._progress(body.person)})
+        return JSONResponse({"item": self._shown(item), **self._progress(body.person)})
 
     async def _keep(self, request: Request) -> Response:
-        body = parse(KeepRequest, await self.body(request))
-        await self.begin()
+        body = await self._asked(KeepRequest, request)
         return JSONResponse({"kept": self._queue.keep(body.person, body.item)})
 
     async def _leave(self, request: Request) -> Response:
-        body = parse(PersonRequest, await self.body(request))
-        await self.begin()
+        body = await self._asked(PersonRequest, request)
         self._queue.leave(body.person)
         return JSONResponse({})
 
     async def _image(self, request: Request) -> Response:
-        """Return an image of an item, by its number; what is no image, by its name, is not given out."""
+        """Return an image of an item, by its number; files without an image's suffix are refused."""
         await self.begin()
-        item, number = (
-            self._queue.items.get(request.query_params.get("item", "")),
-            request.query_params.get("number", ""),
-        )
+        asked = request.query_params
+        item, number = self._queue.items.get(asked.get("item", "")), asked.get("number", "")
         images = item.answers[0].images if item is not None else ()
         path = images[int(number)] if number.isdecimal() and int(number) < len(images) else ""
         kind = _IMAGES.get(Path(path).suffix.lower())
@@ -241,8 +255,7 @@ class FeedbackPage(HttpService):
     # Judgements.
 
     async def _judge(self, request: Request) -> Response:
-        body = parse(JudgeRequest, await self.body(request))
-        await self.begin()
+        body = await self._asked(JudgeRequest, request)
         if body.id in self._judgements.undone:
             return JSONResponse({"id": body.id, "outcome": "undone", **self._progress(body.person)})
         known = self._judgements.all.get(body.id)
@@ -250,51 +263,48 @@ class FeedbackPage(HttpService):
             raise ApiError(409, "A judgement of somebody else has this id.", code="id_taken", param="id")
         others: list[str] = []
         if known is None:
-            item = await self._item(body.item, body.rows)
-            known = self._checked(body, item)
+            known = self._judgement(body, await self._item(body.item, body.rows))
             others = self._queue.others(known.item, known.person)
-            await self._journal.write(Judged(known))
-            self._judgements.add(Judged(known))
+            await self._journal.write(JudgementAdded(known))
+            self._judgements.add(JudgementAdded(known))
             others = sorted({*others, *self._queue.others(known.item, known.person)})  # of the same moment
             self._queue.judged(known)
-        delivered = await self._delivering.settle(known, _TOLD_S)
+        delivered = await self._delivering.settle(known, _SETTLE_S)
         if delivered.outcome == "kept":
-            self._owed.setdefault(known.person, []).append(known)
-        return JSONResponse({"id": known.id, **self._told(delivered), "others": others, **self._progress(body.person)})
+            self._unsettled.setdefault(known.person, []).append(known)
+        return JSONResponse({"id": known.id, **asdict(delivered), "others": others, **self._progress(body.person)})
 
     async def _undo(self, request: Request) -> Response:
-        body = parse(UndoRequest, await self.body(request))
-        await self.begin()
+        body = await self._asked(UndoRequest, request)
         given = self._judgements.of_person(body.person)
         if body.id is not None:
             given = [each for each in [*given, self._judgements.undone.get(body.id)] if each and each.id == body.id]
         if not given or given[-1].person != body.person:
-            raise ApiError(404, "There is no judgement of yours to undo.", code="judgement_not_found", param="id")
+            raise ApiError(404, "Nothing to undo.", code="judgement_not_found", param="id")
         undone = given[-1]
-        if undone.id not in self._judgements.undone:  # a second time it is asked for as the answer was lost
-            await self._journal.write(Undone(undone.id))
-            self._judgements.add(Undone(undone.id))
+        if undone.id not in self._judgements.undone:  # a client repeats the request if the response was lost
+            await self._journal.write(JudgementUndone(undone.id))
+            self._judgements.add(JudgementUndone(undone.id))
         item = None
         if body.person not in self._judgements.of_item(undone.item):
-            with contextlib.suppress(ApiError):  # its rows are no longer in the log
+            with contextlib.suppress(ApiError):  # the item's rows are no longer in the log
                 item = await self._item(undone.item, undone.rows)
                 self._queue.undone(undone, item)
-        delivered = await self._delivering.settle(undone, _TOLD_S)
-        told = self._told(delivered)
-        shown = describe(item, self._references.get(item.task_id)) if item is not None else None
+        delivered = await self._delivering.settle(undone, _SETTLE_S)
         draft = {name: value for name, value in asdict(undone).items() if name not in ("id", "person", "given_at")}
-        return JSONResponse({"id": undone.id, "item": shown, "draft": draft, **told, **self._progress(body.person)})
+        shown = {"id": undone.id, "item": self._shown(item), "draft": draft}
+        return JSONResponse({**shown, **asdict(delivered), **self._progress(body.person)})
 
     async def _item(self, key: str, rows: Sequence[str]) -> Item:
         """Return the item of a key, as it was shown. Raises ApiError 404 if there is none."""
         item = self._queue.items.get(key)
         if item is not None and {answer.experience_id for answer in item.answers} == set(rows):
             return item
-        # It is no longer among those to judge: it was shown before a restart, or the run has newer ones.
+        # The item has left the queue: it was shown before a restart, or the run has newer ones.
         view, _, name = key.partition(":")
-        least, most = ROWS.get(view, (1, 0))
-        of_it = all(row == name or (view != "one" and row.startswith(f"{name}/")) for row in rows)
-        if not (of_it and least <= len(rows) <= most):
+        least, most = ROWS.get(cast(View, view), (1, 0))
+        are_its = all(row == name or (view != "one" and row.startswith(f"{name}/")) for row in rows)
+        if not (are_its and least <= len(rows) <= most):
             raise ApiError(404, f"There is no item {key!r} of these rows.", code="item_not_found", param="item")
         try:
             answers = tuple([await asyncio.to_thread(self._rows.find, row) for row in rows])
@@ -304,55 +314,18 @@ class FeedbackPage(HttpService):
             self._before.setdefault(answer.experience_id, answer.reward)
         return Item(key, cast(View, view), "", answers)
 
-    def _checked(self, body: JudgeRequest, item: Item) -> Judgement:
-        """Return the judgement in a request. Raises ApiError, which names the field, if it does not fit the item."""
-        ids = {answer.experience_id for answer in item.answers}
-
-        def refuse(param: str, problem: str) -> ApiError:
-            return ApiError(400, f"{param}: {problem}.", code="invalid_value", param=param)
-
-        if len(set(body.rows)) != len(body.rows):
-            raise refuse("rows", "name a row twice")
-        if body.score is not None and not 1 <= body.score <= self._settings.levels:
-            raise refuse("score", f"is none of 1 to {self._settings.levels}")
-        if len(set(body.ranking)) != len(body.ranking) or (body.ranking and set(body.ranking) != ids):
-            raise refuse("ranking", "does not name each answer of the item once")
-        if unknown := set(body.labels) - set(self._settings.labels):
-            raise refuse("labels", f"there is no {sorted(unknown)[0]!r}; known: {', '.join(self._settings.labels)}")
-        alone = {"score": body.score, "thumb": body.thumb, "edit": body.edit}
-        if item.view != "one" and (wrong := [name for name, value in alone.items() if value is not None]):
-            raise refuse(wrong[0], "belongs to a single answer")
-        if item.view == "one" and body.ranking:
-            raise refuse("ranking", "belongs to several answers")
-        if body.tie and (item.view != "pair" or body.ranking):
-            raise refuse("tie", "belongs to a pair of which none is picked")
-        if body.edit is not None and not body.edit.strip():
-            raise refuse("edit", "is empty")
-        said = body.score or body.thumb or body.ranking or body.tie or body.edit or body.labels or body.comment.strip()
-        if not said and not body.skipped:
-            raise refuse("score", "nothing is said of the item; skip it instead")
-        rows, now = tuple(body.rows), time.time()
-        if body.skipped:  # nothing else counts
-            about = (body.id, body.person, body.item, item.view, rows)
-            return Judgement(*about, skipped=True, seconds=body.seconds, given_at=now)
-        values = body.model_dump(exclude={"rows", "ranking", "labels"})
-        return Judgement(
-            **values,
-            view=item.view,
-            rows=rows,
-            ranking=tuple(body.ranking),
-            labels=tuple(body.labels),
-            given_at=now,
-        )
-
-    def _told(self, delivered: Delivered) -> dict[str, Any]:
-        return {"outcome": delivered.outcome, "reason": delivered.reason}
+    def _judgement(self, body: JudgeRequest, item: Item) -> Judgement:
+        """Return the judgement in a request. Raises DataError, which names the field, if it does not fit the item."""
+        given = judgement_type.validate_python({**body.model_dump(), "view": item.view, "given_at": time.time()})
+        if unknown := set(given.labels) - set(self._settings.labels):
+            known = ", ".join(self._settings.labels)
+            raise DataError(f"unknown label {sorted(unknown)[0]!r}; known: {known}", field="labels")
+        return check_judgement(given, self._settings)
 
     # Progress.
 
     async def _me(self, request: Request) -> Response:
-        body = parse(PersonRequest, await self.body(request))
-        await self.begin()
+        body = await self._asked(PersonRequest, request)
         about = {
             "run": self._name,
             "labels": self._settings.labels,
@@ -370,19 +343,14 @@ class FeedbackPage(HttpService):
         people = Counter(each.person for each in self._judgements.all.values())
         outcomes = Counter(sent.outcome for sent in self._judgements.sent.values())
         kept = len(self._judgements.unsent()) + len(self._judgements.unsent_edits())
-        return JSONResponse(
-            {
-                "open": self.open,
-                "requests": dict(self.outcomes),
-                "people": dict(people.most_common()),
-                "rows": {**outcomes, "kept": kept},
-                "edits": Counter(
-                    "taken back" if sent.id in self._judgements.withdrawn else sent.outcome
-                    for sent in self._judgements.edits.values()
-                ),
-                "agreement": [asdict(figure) for figure in measure_agreement(self._judgements.all.values())],
-            }
+        edits = Counter(
+            "taken back" if sent.id in self._judgements.withdrawn else sent.outcome
+            for sent in self._judgements.edits.values()
         )
+        agreement = [asdict(figure) for figure in measure_agreement(self._judgements.all.values())]
+        figures: dict[str, Any] = {"people": dict(people.most_common()), "rows": {**outcomes, "kept": kept}}
+        requests = {"open": self.open, "requests": dict(self.outcomes)}
+        return JSONResponse({**requests, **figures, "edits": edits, "agreement": agreement})
 
     def _progress(self, person: str) -> dict[str, Any]:
         given = self._judgements.of_person(person)
@@ -406,12 +374,11 @@ class FeedbackPage(HttpService):
         }
 
     def _news(self, person: str) -> list[dict[str, Any]]:
-        """Return what a person is owed to be told: judgements that came too late, or were refused, since."""
-        owed = [(each, self._delivering.state(each)) for each in self._owed.pop(person, [])]
-        if waiting := [each for each, delivered in owed if delivered.outcome == "kept"]:
-            self._owed[person] = waiting
-        told = ("late", "refused")
-        return [{"id": each.id, **self._told(state)} for each, state in owed if state.outcome in told]
+        """Return a person's judgements that were late or refused, of which earlier responses did not say so."""
+        states = [(each, self._delivering.state(each)) for each in self._unsettled.pop(person, [])]
+        if waiting := [each for each, state in states if state.outcome == "kept"]:
+            self._unsettled[person] = waiting
+        return [{"id": each.id, **asdict(state)} for each, state in states if state.outcome in ("late", "refused")]
 
     def _add_file(self, app: FastAPI, path: str, content: bytes, kind: str) -> None:
         async def serve(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Brings what people said to the run, in the background: nothing is lost while its Buffer is away."""
+"""Delivery of judgements to the run, in the background; while its Buffer is away they wait."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import ParamSpec
 from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
 from rayrft.feedback.items import Rows
 from rayrft.feedback.journal import FeedbackJournal
-from rayrft.feedback.judgements import EditSent, EditWithdrawn, Judgement, Judgements, Outcome, Sent
+from rayrft.feedback.judgements import EditSent, EditWithdrawn, Judgement, Judgements, Outcome, RowSent
 
 P = ParamSpec("P")
 log = logging.getLogger(__name__)
 _AT_ONCE = 16
 _AGAIN_S = 5.0
-"""Seconds after which a run that was not there is looked for again: Ray has no event for it."""
+"""Seconds between looks for a run that was not there: Ray has no event for its return."""
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """What became of a judgement in the run. ``kept``: it is in the journal, and the run does not have it yet."""
+    """The outcome of a judgement in the run. ``kept``: it is in the journal, and the run does not have it yet."""
 
     outcome: str
     reason: str = ""
@@ -42,14 +42,14 @@ class Delivery:
         self._round: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run())
         self.reachable = True
-        """Whether the run was there when it was last asked for."""
+        """Whether the run was there at the last look."""
 
     def wake(self) -> None:
-        """Have sent what is not."""
+        """Start a round of sending."""
         self._wake.set()
 
     async def settle(self, judgement: Judgement, within_s: float) -> Delivered:
-        """Return what became of a judgement, or of taking it back, after at most ``within_s`` seconds."""
+        """Return the outcome of a judgement, or of its undoing, after at most ``within_s`` seconds."""
         self.wake()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
@@ -60,13 +60,13 @@ class Delivery:
         return self.state(judgement)
 
     def state(self, judgement: Judgement) -> Delivered:
-        """Return what became of a judgement so far."""
+        """Return the outcome of a judgement so far."""
         if self._is_unsent(judgement):
             return Delivered("kept")
         known = self._judgements
-        sent: list[Sent | EditSent | EditWithdrawn] = [known.sent[row] for row in judgement.rows if row in known.sent]
         of_edits = known.edits if judgement.id in known.all else known.withdrawn
-        sent += [of_edits[judgement.id]] if judgement.id in of_edits else []
+        edits = [of_edits[judgement.id]] if judgement.id in of_edits else []
+        sent = [*(known.sent[row] for row in judgement.rows if row in known.sent), *edits]
         for outcome in ("refused", "late"):
             if found := [each for each in sent if each.outcome == outcome]:
                 return Delivered(outcome, found[0].reason)
@@ -83,7 +83,7 @@ class Delivery:
     async def _run(self) -> None:
         while True:
             self._wake.clear()
-            # who comes from here on waits for the next round: this one may have looked before the run was there
+            # Callers from here on wait for the next round: this one may have looked before the run was there.
             done, self._round = self._round, asyncio.get_running_loop().create_future()
             try:
                 self.reachable = await asyncio.to_thread(self._rows.running)
@@ -109,9 +109,9 @@ class Delivery:
                 raise failure
 
     async def _send_row(self, row: str) -> None:
-        wanted = self._judgements.wanted(row)
-        outcome, reason = await _outcome(self._rows.feedback, row, wanted.reward, wanted.labels)
-        await self._record(Sent(row, wanted.reward, wanted.labels, outcome, reason, self._before.get(row)))
+        target = self._judgements.target(row)
+        outcome, reason = await _outcome(self._rows.feedback, row, target.reward, target.labels)
+        await self._record(RowSent(row, target.reward, target.labels, outcome, reason, self._before.get(row)))
 
     async def _send_edit(self, judgement: Judgement) -> None:
         found: list[str] = []
@@ -122,22 +122,22 @@ class Delivery:
         outcome, reason = await _outcome(self._rows.withdraw, edit.demonstration)
         await self._record(EditWithdrawn(edit.id, outcome, reason))
 
-    async def _record(self, entry: Sent | EditSent | EditWithdrawn) -> None:
+    async def _record(self, entry: RowSent | EditSent | EditWithdrawn) -> None:
         await self._journal.write(entry)
         self._judgements.add(entry)
 
 
-async def _outcome(tell: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> tuple[Outcome, str]:
-    """Return what came of telling the run something."""
+async def _outcome(send: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> tuple[Outcome, str]:
+    """Call a method of the run in a thread; return the outcome and its reason."""
     try:
-        await asyncio.to_thread(tell, *args, **kwargs)
+        await asyncio.to_thread(send, *args, **kwargs)
     except FeedbackRefused as error:
         return "late", error.problem
     except DataError as error:
         return "refused", str(error)
-    except RayrftError:  # such as a Buffer that is away: it is told later
+    except RayrftError:  # such as a Buffer that is away: it is sent later
         raise
-    except Exception as error:  # of the Buffer itself: it may not keep everything else from the run
+    except Exception as error:  # of the Buffer itself: it must not hold up everything else
         log.exception("the run failed on feedback")
         return "refused", f"{type(error).__name__}: {error}"
     return "applied", ""

@@ -1,4 +1,4 @@
-"""What people said, as files: rows to train on, and records of Argilla and Label Studio, which come back, too.
+"""Judgements as files: rows to train on, and records of Argilla and Label Studio, written and read.
 
 Argilla's records are those of ``rg.Record.to_dict``, Label Studio's are annotated tasks of its JSON format. Both are
 written one per line; a file with one JSON list, as the two export it, is read as well.
@@ -12,18 +12,26 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from pydantic import ValidationError
 
 from rayrft.buffer.reader import Archive
 from rayrft.config.serve import FeedbackConfig
 from rayrft.data.formats import read_rows
 from rayrft.errors import DataError
 from rayrft.experience import from_batch
-from rayrft.feedback.items import ROWS, Answer
-from rayrft.feedback.judgements import Judged, Judgement, Judgements, View
+from rayrft.feedback.items import ShownAnswer
+from rayrft.feedback.judgements import (
+    Judgement,
+    Judgements,
+    View,
+    check_judgement,
+    judgement_type,
+)
 from rayrft.files import atomic_file
 
 Trainable = Literal["pairs", "answers", "labelled", "scores"]
@@ -36,21 +44,19 @@ _USERS = uuid.uuid5(uuid.NAMESPACE_URL, "rayrft:feedback")
 
 @dataclass(frozen=True)
 class Exported:
-    """Rows that were written, and judgements that were not, since their answers are no longer in the log."""
+    """Numbers of rows that were written, and of judgements whose answers are no longer in the log."""
 
     rows: int
     missing: int
 
 
-def export_feedback(
-    judgements: Judgements, answers: dict[str, Answer], path: Path, form: str, settings: FeedbackConfig
-) -> Exported:
-    """Write what people said to a JSONL file. ``answers`` are those in the run's log by experience id.
+def write_feedback(judgements: Judgements, answers: dict[str, ShownAnswer], path: Path, form: str) -> Exported:
+    """Write judgements to a JSONL file. ``answers`` are those in the run's log by experience id.
 
-    ``pairs``: ``prompt, chosen, rejected`` of picks and rankings, as most people have them; ``answers``: edited answers
-    as ``messages``; ``labelled``: ``prompt, response, label`` of thumbs; these are demonstrations as `RowFormat` has
-    them. ``scores``: ``experience_id, reward, labels, messages``, the reward as ``settings`` map it. The others are
-    records of Argilla and Label Studio. Raises DataError for another format.
+    ``pairs``: ``prompt, chosen, rejected`` of picks and rankings, by majority; ``answers``: edited answers as
+    ``messages``; ``labelled``: ``prompt, response, label`` of thumbs; these are demonstrations as in `RowFormat`.
+    ``scores``: ``experience_id, reward, labels, messages``, the reward by the settings of ``judgements``. The others
+    are records of Argilla and Label Studio. Raises DataError for another format.
     """
     if form not in FORMATS:
         raise DataError("no such format", f"one of {', '.join(FORMATS)}", field="format", value=form)
@@ -60,8 +66,8 @@ def export_feedback(
         "answers": lambda: _edits(there, answers),
         "labelled": lambda: _labelled(there, answers),
         "scores": lambda: _scores(judgements, there, answers),
-        "argilla": lambda: map(_argilla, _by_item(there), _shown(there, answers)),
-        "label_studio": lambda: map(_label_studio, _by_item(there), _shown(there, answers)),
+        "argilla": lambda: (_argilla(judged, _fields(judged[0], answers)) for judged in _by_item(there)),
+        "label_studio": lambda: (_label_studio(judged, _fields(judged[0], answers)) for judged in _by_item(there)),
     }
     count = 0
     with atomic_file(path) as partial, partial.open("w") as file:
@@ -71,27 +77,33 @@ def export_feedback(
     return Exported(count, len(judgements.all) - len(there))
 
 
-def import_feedback(path: Path, tool: str, answers: dict[str, Answer], settings: FeedbackConfig) -> list[Judged]:
+def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settings: FeedbackConfig) -> list[Judgement]:
     """Read the judgements in a file of Argilla or Label Studio.
 
-    A record is of the item, or of the answer, that its id names, which was exported or is an experience id. Judgements
-    have ids that follow from their content, so that a file that is imported twice counts once. Raises DataError, with
-    line numbers, if records are broken, or name no answers of the run.
+    The id of a record names an exported item, or an answer by its experience id. Ids of judgements are digests of their
+    content, so that importing a file twice counts once. Raises DataError, with line numbers, if records are broken, or
+    name no answers of the run.
     """
     if tool not in TOOLS:
         raise DataError("no such format to import", f"one of {', '.join(TOOLS)}", field="format", value=tool)
     read = {"argilla": _from_argilla, "label_studio": _from_label_studio}[tool]
-    found: list[Judged] = []
+    found: list[Judgement] = []
     broken: dict[int, str] = {}
     for number, row in read_rows(path, "file"):
         try:
             if isinstance(row, str):
                 raise DataError(row)
-            found += [Judged(_checked(each, answers, settings)) for each in read(row)]
+            for each in read(row):
+                if unknown := [name for name in each.rows if name not in answers]:
+                    raise DataError(f"the run's log has no answer {unknown[0]!r}")
+                found.append(check_judgement(each, settings))
         except DataError as error:
-            broken[number] = error.problem
+            broken[number] = ": ".join(filter(None, (error.field, error.problem)))
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            broken[number] = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            broken[number] = f"is no record of {tool}: {type(error).__name__} {error}"
+            broken[number] = f"not a record of {tool}: {type(error).__name__} {error}"
     if broken:
         first = "; ".join(f"line {number}: {why}" for number, why in list(broken.items())[:5])
         raise DataError(
@@ -103,20 +115,20 @@ def import_feedback(path: Path, tool: str, answers: dict[str, Answer], settings:
     return found
 
 
-def read_answers(archive: Archive, ids: set[str] | None = None) -> dict[str, Answer]:
+def read_answers(archive: Archive, ids: set[str] | None = None) -> dict[str, ShownAnswer]:
     """Return the own rows of a run's log, or those of these ids, by experience id."""
     found = {}
     for batch in archive.rows("usual", skip_damaged=True):
         for row, status in zip(from_batch(batch), batch.column("group_status").to_pylist(), strict=True):
             if ids is None or row.experience_id in ids:
-                found[row.experience_id] = Answer.of(row, status == "ready")
+                found[row.experience_id] = ShownAnswer.of(row, status == "ready")
     return found
 
 
 # Rows to train on.
 
 
-def _pairs(given: list[Judgement], answers: dict[str, Answer]) -> Iterator[Row]:
+def _pairs(given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterator[Row]:
     votes = Counter(pair for each in given if not each.skipped for pair in each.pairs)
     for (better, worse), count in votes.items():
         against = votes[worse, better]
@@ -131,14 +143,14 @@ def _pairs(given: list[Judgement], answers: dict[str, Answer]) -> Iterator[Row]:
                 yield dict(zip(("chosen", "rejected"), sides, strict=True)) | ids
 
 
-def _edits(given: list[Judgement], answers: dict[str, Answer]) -> Iterator[Row]:
+def _edits(given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterator[Row]:
     for each in given:
         if each.edit is not None:
             before, _ = _parted(answers[each.rows[0]])
             yield {"messages": [*before, _said(each.edit)], "id": each.id, "of": each.rows[0], "person": each.person}
 
 
-def _labelled(given: list[Judgement], answers: dict[str, Answer]) -> Iterator[Row]:
+def _labelled(given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterator[Row]:
     thumbs: dict[str, int] = {}
     for each in given:
         if each.thumb is not None:
@@ -149,15 +161,15 @@ def _labelled(given: list[Judgement], answers: dict[str, Answer]) -> Iterator[Ro
             yield {"prompt": before, "response": text, "label": balance > 0, "id": row}
 
 
-def _scores(judgements: Judgements, given: list[Judgement], answers: dict[str, Answer]) -> Iterator[Row]:
+def _scores(judgements: Judgements, given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterator[Row]:
     for row in dict.fromkeys(row for each in given for row in each.rows):
-        wanted = judgements.wanted(row)
+        wanted = judgements.target(row)
         if wanted.reward is not None:
             messages = [dict(turn) for turn in answers[row].turns]
             yield {"experience_id": row, "reward": wanted.reward, "labels": wanted.labels, "messages": messages}
 
 
-def _parted(answer: Answer) -> tuple[list[dict[str, str]], str]:
+def _parted(answer: ShownAnswer) -> tuple[list[dict[str, str]], str]:
     """Return the conversation before the last answer, and that."""
     return [dict(turn) for turn in answer.turns[:-1]], answer.text
 
@@ -176,21 +188,16 @@ def _by_item(given: Iterable[Judgement]) -> list[list[Judgement]]:
     return list(found.values())
 
 
-def _shown(given: list[Judgement], answers: dict[str, Answer]) -> Iterator[dict[str, str]]:
-    """Return, for each item, the texts of prompt and answers by the names of fields."""
-    for judged in _by_item(given):
-        first = judged[0]
-        before, _ = _parted(answers[first.rows[0]])
-        prompt = (
-            before[0]["content"] if len(before) == 1 else "\n\n".join(f"{t['role']}: {t['content']}" for t in before)
-        )
-        yield {"prompt": prompt} | {
-            name: answers[row].text for name, row in zip(_names(first.rows), sorted(first.rows), strict=True)
-        }
+def _fields(judged: Judgement, answers: dict[str, ShownAnswer]) -> dict[str, str]:
+    """Return the texts of an item's prompt and answers by the names of fields."""
+    before, _ = _parted(answers[judged.rows[0]])
+    prompt = before[0]["content"] if len(before) == 1 else "\n\n".join(f"{t['role']}: {t['content']}" for t in before)
+    names = zip(_names(judged.rows), sorted(judged.rows), strict=True)
+    return {"prompt": prompt} | {name: answers[row].text for name, row in names}
 
 
 def _names(rows: tuple[str, ...]) -> list[str]:
-    """Return the fields of an item's answers, which stand in the order of their ids."""
+    """Return the names of the fields of an item's answers, in the order of their ids."""
     return ["response"] if len(rows) == 1 else [f"response_{'abcdefghi'[at]}" for at in range(len(rows))]
 
 
@@ -266,7 +273,7 @@ def _annotation(each: Judgement, rows: tuple[str, ...]) -> Row:
     result: list[Row] = []
 
     def add(name: str, to: str, kind: str, value: Row) -> None:
-        # An annotation may only name users that the server has, but whatever else is in its parts comes back.
+        # An annotation may only name users of the server, so the person is in its parts, which the server returns.
         about = {"id": f"{each.id}-{name}", "person": each.person}
         result.append({**about, "from_name": name, "to_name": to, "type": kind, "value": value})
 
@@ -301,6 +308,8 @@ def _from_label_studio(task: Row) -> Iterator[Judgement]:
     name = data.get("item") or data.get("id") or task["id"]
     view, rows = _identified(name, data)
     for annotation in task["annotations"]:
+        if not annotation["result"] and not annotation.get("was_cancelled"):
+            continue  # submitted without any judgement
         values = {each["from_name"]: each["value"] for each in annotation["result"]}
         ranking = tuple(values.get("ranking", {}).get("ranker", {}).get("ranking", ()))
         if side := values.get("better", {}).get("selected"):
@@ -326,42 +335,15 @@ def _from_label_studio(task: Row) -> Iterator[Judgement]:
 
 
 def _identified(name: Any, about: Row) -> tuple[View, tuple[str, ...]]:
-    """Return the view and the rows of a record, which it has from its export, or by the id of its one answer."""
+    """Return the view and the rows of a record: exported ones, or the answer that its id names."""
     if "rows" in about:
         return about["view"], tuple(sorted(about["rows"]))
     return "one", (str(name).removeprefix("one:"),)
 
 
 def _judgement(person: str, name: str, view: View, rows: tuple[str, ...], **said: Any) -> Judgement:
-    if said.get("skipped"):
-        said = {"skipped": True, "seconds": said["seconds"]}
+    """Build a judgement. Raises ValidationError for values of wrong types."""
     digest = hashlib.blake2b(json.dumps([person, rows, view, said], default=list).encode(), digest_size=12).hexdigest()
     item = name if ":" in name else f"one:{name}"
-    return Judgement(f"import-{digest}", person, item, view, rows, given_at=time.time(), **said)
-
-
-def _checked(given: Judgement, answers: dict[str, Answer], settings: FeedbackConfig) -> Judgement:
-    """Return a judgement with its types as they must be. Raises DataError if it does not fit the run."""
-    if unknown := [row for row in given.rows if row not in answers]:
-        raise DataError(f"the run's log has no answer {unknown[0]!r}")
-    if given.view not in ROWS:
-        raise DataError(f"the view {given.view!r} is none of {', '.join(ROWS)}")
-    least, most = ROWS[given.view]
-    if not least <= len(given.rows) <= most or len(set(given.rows)) < len(given.rows):
-        raise DataError(f"{len(given.rows)} answers are none for the view {given.view!r}")
-    score = given.score
-    if score is not None and not (
-        isinstance(score, int | float) and 1 <= score <= settings.levels and score == int(score)
-    ):
-        raise DataError(f"the score {score!r} is none of 1 to {settings.levels}")
-    if given.thumb not in (None, "up", "down"):
-        raise DataError(f"the thumb {given.thumb!r} is neither up nor down")
-    if given.ranking and sorted(given.ranking) != sorted(given.rows):
-        raise DataError("the ranking does not name each answer once")
-    alone = any(value is not None for value in (score, given.thumb, given.edit))
-    if given.ranking if given.view == "one" else alone:
-        raise DataError("scores, thumbs and edited answers belong to a single answer, rankings to several")
-    texts = [given.comment, *given.labels, *([] if given.edit is None else [given.edit])]
-    if not all(isinstance(text, str) for text in texts):
-        raise DataError("what should be text is none")
-    return replace(given, score=None if score is None else int(score))
+    about = {"id": f"import-{digest}", "person": person, "item": item, "view": view, "rows": rows}
+    return judgement_type.validate_python({**about, "given_at": time.time(), **said})

@@ -1,4 +1,4 @@
-"""What people are shown: answers of a run, ordered by a rule, each given to one person at a time."""
+"""Items to judge: answers of a run, ordered by a rule, each leased to one person at a time."""
 
 from __future__ import annotations
 
@@ -12,24 +12,19 @@ import numpy as np
 
 from rayrft.config.serve import FeedbackConfig
 from rayrft.experience import Experience
-from rayrft.feedback.judgements import Judgement, Judgements, View
-
-_MOST_RANKED = 9
-"""Answers that are ranked: as many as a keyboard has digits."""
-ROWS: dict[str, tuple[int, int]] = {"one": (1, 1), "pair": (2, 2), "group": (2, _MOST_RANKED)}
-"""The least and the most answers of an item, by its view."""
+from rayrft.feedback.judgements import MOST_RANKED, Judgement, Judgements, View
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A row, as people see it."""
+class ShownAnswer:
+    """A row as the page shows it."""
 
     experience_id: str
     turns: tuple[dict[str, str], ...]
     reward: float | None
     components: dict[str, float]
     reason: str | None
-    """What the reward says of its verdict."""
+    """The reward's explanation."""
     stop_reason: str | None
     waiting: bool
     """Whether it waits for training."""
@@ -39,7 +34,7 @@ class Answer:
     """Paths."""
 
     @classmethod
-    def of(cls, row: Experience, waiting: bool) -> Answer:
+    def of(cls, row: Experience, waiting: bool) -> ShownAnswer:
         produced = row.logprobs[row.action_mask == 1]
         return cls(
             row.experience_id,
@@ -55,27 +50,27 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The last of the conversation."""
+        """The content of the last turn."""
         return self.turns[-1].get("content", "") if self.turns else ""
 
 
 @dataclass(frozen=True)
-class Group:
+class AnswerGroup:
     """Answers to one question."""
 
     group_id: str
     task_id: str
-    answers: tuple[Answer, ...]
+    answers: tuple[ShownAnswer, ...]
 
 
 @dataclass(frozen=True)
 class Item:
-    """What a person judges at once."""
+    """One or more answers that a person judges at once."""
 
     key: str
     view: View
     task_id: str
-    answers: tuple[Answer, ...]
+    answers: tuple[ShownAnswer, ...]
 
     @property
     def waiting(self) -> bool:
@@ -83,15 +78,15 @@ class Item:
 
 
 class Rows(Protocol):
-    """What a page needs of a run. The methods block, and are called in threads."""
+    """The run behind a page. The methods block, and are called in threads."""
 
     def running(self) -> bool:
-        """Return whether the run has a Buffer that can be told something."""
+        """Return whether the run has a Buffer that takes feedback."""
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[AnswerGroup]:
         """Return the groups to judge, as they are now. Raises StorageError."""
 
-    def find(self, experience_id: str) -> Answer:
+    def find(self, experience_id: str) -> ShownAnswer:
         """Return a row. Raises DataError if there is none."""
 
     def references(self) -> dict[str, str]:
@@ -106,16 +101,16 @@ class Rows(Protocol):
         or ActorDied if the run's Buffer is not there, DataError if it does not take it."""
 
     def withdraw(self, demonstration: str) -> None:
-        """Let the run draw a demonstration no more. Raises RunNotFound or ActorDied if its Buffer is not there."""
+        """Stop the run from drawing a demonstration. Raises RunNotFound or ActorDied if its Buffer is not there."""
 
 
-def items_of(group: Group) -> list[Item]:
+def items_of(group: AnswerGroup) -> list[Item]:
     """Return the items of a group: each answer; two different ones, in an order that says nothing; and, if there are
     more, all different ones."""
     answers = [answer for answer in group.answers if answer.text]
     items = [Item(f"one:{answer.experience_id}", "one", group.task_id, (answer,)) for answer in answers]
     different = list({answer.text: answer for answer in answers}.values())
-    mixed = sorted(different, key=lambda answer: _draw(answer.experience_id))[:_MOST_RANKED]
+    mixed = sorted(different, key=lambda answer: _draw(answer.experience_id))[:MOST_RANKED]
     if len(mixed) > 1:
         items.append(Item(f"pair:{group.group_id}", "pair", group.task_id, tuple(mixed[:2])))
     if len(mixed) > 2:
@@ -124,7 +119,7 @@ def items_of(group: Group) -> list[Item]:
 
 
 def order_of(item: Item, rule: str, judgements: Judgements) -> tuple[bool, float, str]:
-    """Return by what items are sorted: those that wait for training first, then as the rule says.
+    """Return the sort key of an item: items that wait for training first, then by the rule.
 
     ``uncertain`` is least confidence per token (Settles and Craven 2008, "An Analysis of Active Learning Strategies for
     Sequence Labeling Tasks"); ``disagreement`` is query by committee (Seung et al. 1992), whose members are the reward,
@@ -140,7 +135,7 @@ def order_of(item: Item, rule: str, judgements: Judgements) -> tuple[bool, float
 
 
 def _disagreement(item: Item, judgements: Judgements) -> float:
-    """Return the greatest deviation, among its answers, of the values that the reward, its parts and people give."""
+    """Return the greatest deviation, over the answers, of the values that the reward, its parts and people give."""
     people = list(judgements.of_item(item.key).values())  # at once: others may be added meanwhile
     spread = [0.0]
     for answer in item.answers:
@@ -151,21 +146,20 @@ def _disagreement(item: Item, judgements: Judgements) -> float:
 
 
 def _draw(name: str) -> str:
-    """Return what sorts names at random, the same each time."""
+    """Return a key that sorts names in a random but fixed order."""
     return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
 @dataclass
 class _Lease:
     item: str
-    person: str
     ends: float
 
 
 class Queue:
-    """The items that are left, and who has which; for one event loop.
+    """The items to judge and their leases, for one event loop.
 
-    A person who asks gets the item again that they have. A lease ends when it expires, or the person leaves or judges;
+    A person who asks again gets the item that they have. A lease ends when it expires, or the person leaves or judges;
     ``clock`` gives seconds.
     """
 
@@ -174,21 +168,21 @@ class Queue:
     ) -> None:
         self._config, self._judgements, self._clock = config, judgements, clock
         self.items: dict[str, Item] = {}
-        """Those that are in the queue, and those that people have, by key."""
+        """Queued and leased items by key."""
         self.totals: dict[View, int] = {}
         self._left: dict[View, dict[str, None]] = {"one": {}, "pair": {}, "group": {}}
-        """Keys of those that not enough people have judged, in the order in which they are given."""
+        """Keys of items that not enough people have judged, in the order of the rule."""
         self._leases: dict[str, dict[str, _Lease]] = {}
         self._held: dict[str, _Lease] = {}
         """The latest of each person."""
 
-    def arrange(self, groups: Iterable[Group]) -> list[Item]:
+    def arrange(self, groups: Iterable[AnswerGroup]) -> list[Item]:
         """Return the items of groups in the order of the rule; it may be called in any thread."""
         items = [item for group in groups for item in items_of(group)]
         return sorted(items, key=lambda item: order_of(item, self._config.rule, self._judgements))
 
     def fill(self, items: list[Item]) -> None:
-        """Take the items that a run has now, arranged, in place of those before, but for what people have."""
+        """Replace the items by the arranged ones that the run has now; leased items stay."""
         had = {lease.item for lease in self._held.values()}
         self.items = {key: item for key, item in self.items.items() if key in had}
         self.items.update((item.key, item) for item in items)
@@ -202,7 +196,7 @@ class Queue:
         return len(self._left[view])
 
     def take(self, person: str, view: View) -> Item | None:
-        """Lease a person an item, which is theirs alone unless agreement is wanted; None if none is left for them."""
+        """Lease an item to a person, exclusively unless ``agreement`` is above 1; None if no item is left for them."""
         now = self._clock()
         held = self._held.get(person)
         if held is not None and held.ends > now and self.items[held.item].view == view and self._may(person, held.item):
@@ -217,7 +211,7 @@ class Queue:
     def keep(self, person: str, key: str) -> bool:
         """Prolong a person's lease; return whether they have one.
 
-        One that has expired, or was lost with the page's process, begins anew if nobody else was given the item since.
+        A lease that has expired, or was lost with the page's process, is renewed unless others have the item by now.
         """
         now, lease, held = self._clock(), self._leases.get(key, {}).get(person), self._held.get(person)
         if lease is not None and lease.ends > now:
@@ -238,15 +232,12 @@ class Queue:
                 self._leases.pop(held.item, None)
 
     def others(self, key: str, person: str) -> list[str]:
-        """Return who else has or has judged an item, beyond those that are wanted."""
-        now = self._clock()
-        judged = [each.person for each in self._judgements.of_item(key).values() if not each.skipped]
-        having = [lease.person for lease in self._leases.get(key, {}).values() if lease.ends > now]
-        others = sorted({*judged, *having} - {person})
+        """Return the other people who have or have judged an item; none unless they are as many as are wanted."""
+        others = sorted({*self._judges(key), *self._holders(key, self._clock())} - {person})
         return others if len(others) >= self._config.agreement else []
 
     def judged(self, judgement: Judgement) -> None:
-        """End the lease of a person on an item that they have judged, and leave it out if that is enough."""
+        """End the lease on an item that was judged; drop the item from the queue if enough people have judged it."""
         held = self._held.get(judgement.person)
         if held is not None and held.item == judgement.item:
             self.leave(judgement.person)
@@ -254,7 +245,7 @@ class Queue:
             self._left[judgement.view].pop(judgement.item, None)
 
     def undone(self, judgement: Judgement, item: Item) -> None:
-        """Put an item back, and lease it to the person whose judgement was taken back."""
+        """Put an item back, and lease it to the person whose judgement was undone."""
         self.items.setdefault(item.key, item)
         if not self._is_done(item.key):
             self._left[item.view].setdefault(item.key)
@@ -262,7 +253,7 @@ class Queue:
 
     def _lease(self, person: str, key: str, now: float) -> None:
         self.leave(person)
-        lease = _Lease(key, person, now + self._config.lease_s)
+        lease = _Lease(key, now + self._config.lease_s)
         self._held[person] = self._leases.setdefault(key, {})[person] = lease
 
     def _may(self, person: str, key: str) -> bool:
@@ -270,17 +261,21 @@ class Queue:
 
     def _wanted(self, key: str, person: str, now: float) -> bool:
         """Return whether one more person is wanted for an item."""
-        judged = sum(not each.skipped for each in self._judgements.of_item(key).values())
-        having = sum(lease.ends > now for lease in self._leases.get(key, {}).values() if lease.person != person)
-        return judged + having < self._config.agreement
+        holders = [each for each in self._holders(key, now) if each != person]
+        return len(self._judges(key)) + len(holders) < self._config.agreement
 
     def _is_done(self, key: str) -> bool:
-        judged = sum(not each.skipped for each in self._judgements.of_item(key).values())
-        return judged >= self._config.agreement
+        return len(self._judges(key)) >= self._config.agreement
+
+    def _judges(self, key: str) -> list[str]:
+        return [person for person, given in self._judgements.of_item(key).items() if not given.skipped]
+
+    def _holders(self, key: str, now: float) -> list[str]:
+        return [person for person, lease in self._leases.get(key, {}).items() if lease.ends > now]
 
 
-def describe(item: Item, reference: str | None) -> dict[str, Any]:
-    """Return an item as the page shows it: what the answers have in common once, then what each one adds."""
+def item_json(item: Item, reference: str | None) -> dict[str, Any]:
+    """Return an item as JSON: the turns that its answers share once, then the rest of each answer."""
     turns = [answer.turns for answer in item.answers]
     shared = min(map(len, turns)) - 1
     common = next((at for at in range(shared) if len({str(each[at]) for each in turns}) > 1), shared)

@@ -1,4 +1,4 @@
-"""What people say of answers, as it is kept, and what follows from it for rewards and labels."""
+"""Judgements of answers as they are kept, and the rewards and labels that follow from them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from rayrft.config.serve import FeedbackConfig
+from rayrft.errors import DataError
 
 View = Literal["one", "pair", "group"]
 """How an item shows answers to a question: one of them, to be scored or edited; two, to pick the better one; all of the
 group, to be ranked."""
 Thumb = Literal["up", "down"]
+MOST_RANKED = 9
+"""Answers that are ranked at once: a keyboard has nine digits."""
+ROWS: dict[View, tuple[int, int]] = {"one": (1, 1), "pair": (2, 2), "group": (2, MOST_RANKED)}
+"""The least and the most answers of an item, by its view."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a person said of an item. ``id`` is made by the page: one that comes twice is the same judgement."""
+    """A person's judgement of an item. The page makes the ``id``: the same id twice is the same judgement."""
 
     id: str
     person: str
@@ -41,7 +46,7 @@ class Judgement:
     given_at: float = 0.0
     """Seconds since 1970."""
     seconds: float = 0.0
-    """How long the person looked at it."""
+    """Time that the person spent on the item."""
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -49,8 +54,44 @@ class Judgement:
         return [(better, worse) for at, better in enumerate(self.ranking) for worse in self.ranking[at + 1 :]]
 
 
+judgement_type: TypeAdapter[Judgement] = TypeAdapter(Judgement)
+
+
+def check_judgement(given: Judgement, settings: FeedbackConfig) -> Judgement:
+    """Return a judgement; of a skipped one nothing else counts.
+
+    Raises DataError, whose field is the judgement's, if it does not fit its view or the scores of the settings.
+    """
+    least, most = ROWS[given.view]
+    single, levels, score, edit = given.view == "one", settings.levels, given.score, given.edit
+    of_one = {"score": score, "thumb": given.thumb, "edit": edit}
+    said = any(of_one.values()) or given.ranking or given.tie or given.labels or given.comment.strip()
+    rules: list[tuple[str, object, str]] = [
+        ("rows", len(set(given.rows)) < len(given.rows), "must not name a row twice"),
+        (
+            "rows",
+            not least <= len(given.rows) <= most,
+            f"must be {least} to {most} for the view {given.view!r}",
+        ),
+        ("score", score is not None and not 1 <= score <= levels, f"must be 1 to {levels}"),
+        ("ranking", given.ranking and sorted(given.ranking) != sorted(given.rows), "must name each answer once"),
+        *((name, not single and value is not None, "is only for a single answer") for name, value in of_one.items()),
+        ("ranking", single and given.ranking, "is only for several answers"),
+        ("tie", given.tie and (given.view != "pair" or given.ranking), "is only for a pair without a pick"),
+        ("edit", edit is not None and not edit.strip(), "must not be empty"),
+        ("score", not said and not given.skipped, "is missing, as is any other judgement: give one, or skip the item"),
+    ]
+    for name, broken, problem in rules:
+        if broken:
+            raise DataError(problem, field=name)
+    if not given.skipped:
+        return given
+    about = (given.id, given.person, given.item, given.view, given.rows)
+    return Judgement(*about, skipped=True, given_at=given.given_at, seconds=given.seconds)
+
+
 @dataclass(frozen=True)
-class Judged:
+class JudgementAdded:
     """A person gave a judgement."""
 
     judgement: Judgement
@@ -58,7 +99,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Undone:
+class JudgementUndone:
     """A person took a judgement back."""
 
     id: str
@@ -69,7 +110,7 @@ Outcome = Literal["applied", "late", "refused"]
 
 
 @dataclass(frozen=True)
-class Sent:
+class RowSent:
     """A row of the run got its people's reward and labels; ``late``: it was trained or dropped before."""
 
     experience_id: str
@@ -78,7 +119,7 @@ class Sent:
     outcome: Outcome
     reason: str = ""
     before: float | None = None
-    """The row's own reward, to be given back when all judgements of it are undone."""
+    """The row's own reward, which it gets back when all judgements of it are undone."""
     kind: Literal["sent"] = "sent"
 
 
@@ -96,7 +137,7 @@ class EditSent:
 
 @dataclass(frozen=True)
 class EditWithdrawn:
-    """The run was told that an edited answer, which it had as a demonstration, was taken back."""
+    """The run withdrew the demonstration of an edited answer that was undone."""
 
     id: str
     outcome: Outcome
@@ -104,28 +145,28 @@ class EditWithdrawn:
     kind: Literal["edit_withdrawn"] = "edit_withdrawn"
 
 
-Entry = Annotated[Judged | Undone | Sent | EditSent | EditWithdrawn, Field(discriminator="kind")]
+Entry = Annotated[JudgementAdded | JudgementUndone | RowSent | EditSent | EditWithdrawn, Field(discriminator="kind")]
 entries: TypeAdapter[Entry] = TypeAdapter(Entry)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a row should have by what people said; no reward: its own."""
+class TargetFeedback:
+    """Reward and labels that a row should have by its judgements; without a reward, its own."""
 
     reward: float | None = None
     labels: dict[str, str] = field(default_factory=dict)
 
 
 class Judgements:
-    """All that people said, built entry by entry; of a person's judgements of an item the latest counts."""
+    """The judgements of a run, built entry by entry; of a person's judgements of an item the latest counts."""
 
     def __init__(self, config: FeedbackConfig) -> None:
         self._config = config
         self.all: dict[str, Judgement] = {}
-        """By id; without those that were taken back, or replaced by the same person's later ones."""
+        """By id; without the ones that were undone, or replaced by the same person's later ones."""
         self.undone: dict[str, Judgement | None] = {}
-        """Those that were taken back, by id."""
-        self.sent: dict[str, Sent] = {}
+        """Undone judgements by id."""
+        self.sent: dict[str, RowSent] = {}
         """By experience id, the latest."""
         self.edits: dict[str, EditSent] = {}
         """By the judgement's id."""
@@ -136,13 +177,13 @@ class Judgements:
         self._by_row: dict[str, dict[str, Judgement]] = {}
         self._by_person: dict[str, dict[str, Judgement]] = {}
         self._changed: dict[str, None] = {}
-        """Rows of which people said something since the run was told, in order."""
+        """Rows with changes that the run does not have yet, in order."""
         self._before: dict[str, float | None] = {}
 
     def add(self, entry: Entry) -> None:
         """Take the next entry of the journal."""
         match entry:
-            case Judged(judgement):
+            case JudgementAdded(judgement):
                 if judgement.id not in self.all and judgement.id not in self.undone:
                     replaced = self.of_item(judgement.item).get(judgement.person)
                     if replaced is not None:
@@ -155,12 +196,12 @@ class Judgements:
                     for row in judgement.rows:
                         self._by_row.setdefault(row, {})[judgement.id] = judgement
                         self._changed.setdefault(row)
-            case Undone(judgement_id):
+            case JudgementUndone(judgement_id):
                 given = self.all.get(judgement_id)
                 self.undone.setdefault(judgement_id, given)
                 if given is not None:
                     self._remove(given)
-            case Sent(experience_id):
+            case RowSent(experience_id):
                 self._before.setdefault(experience_id, entry.before)
                 self.sent[experience_id] = entry
                 if not self.is_unsent(experience_id):
@@ -178,21 +219,21 @@ class Judgements:
         """Return a person's judgements in the order in which they were given."""
         return list(self._by_person.get(person, {}).values())
 
-    def wanted(self, row: str) -> Wanted:
-        """Return the reward and labels of a row."""
+    def target(self, row: str) -> TargetFeedback:
+        """Return the reward and labels that a row should have."""
         given = list(self._by_row.get(row, {}).values())
         rewards = [reward for each in given if (reward := self.reward(each, row)) is not None]
         labels = _labels(row, given)
         if (sent := self.sent.get(row)) is not None:
-            labels = {**dict.fromkeys(sent.labels, ""), **labels}  # what was taken back cannot be removed, only emptied
+            labels = {**dict.fromkeys(sent.labels, ""), **labels}  # a sent label cannot be removed, only emptied
         if rewards and self._config.set_rewards:
-            return Wanted(sum(rewards) / len(rewards), labels)
+            return TargetFeedback(sum(rewards) / len(rewards), labels)
         changed = sent is not None and sent.reward is not None
-        return Wanted(self._before.get(row) if changed else None, labels)
+        return TargetFeedback(self._before.get(row) if changed else None, labels)
 
     def reward(self, judgement: Judgement, row: str) -> float | None:
         """Return the reward that a judgement gives to one of its rows: by the score, else the thumb, else the place in
-        the ranked group; None if it says nothing of its value."""
+        the ranked group; None if it has none of these."""
         low, high = self._config.reward_range
         if judgement.score is not None:
             share = (judgement.score - 1) / (self._config.levels - 1)
@@ -205,25 +246,24 @@ class Judgements:
         return low + share * (high - low)
 
     def unsent(self) -> list[str]:
-        """Return the rows whose reward and labels the run was not told, and was not refused."""
+        """Return the rows whose reward and labels were not sent to the run."""
         return [row for row in self._changed if self.is_unsent(row)]
 
     def is_unsent(self, row: str) -> bool:
-        """Return whether the run was not told of a row's reward and labels."""
-        wanted, sent = self.wanted(row), self.sent.get(row)
-        known = Wanted() if sent is None else Wanted(sent.reward, sent.labels)
-        return wanted != known
+        """Return whether the reward and labels of a row were not sent to the run."""
+        sent = self.sent.get(row)
+        return self.target(row) != (TargetFeedback(sent.reward, sent.labels) if sent else TargetFeedback())
 
     def unsent_edits(self) -> list[Judgement]:
-        """Return the judgements whose edited answers the run was not told."""
+        """Return the judgements whose edited answers were not sent to the run."""
         return [each for each in self._edited.values() if self.is_edit_unsent(each.id)]
 
     def unsent_withdrawals(self) -> list[EditSent]:
-        """Return the demonstrations of edits that were taken back, or edited again, of which the run was not told."""
+        """Return the sent edits that were undone or edited again, and not yet withdrawn from the run."""
         return [each for each in self.edits.values() if each.id not in self._edited and self.is_edit_unsent(each.id)]
 
     def is_edit_unsent(self, judgement_id: str) -> bool:
-        """Return whether the run was not told of an edited answer, or that it was taken back since."""
+        """Return whether an edited answer was not sent to the run, or was sent, undone and not withdrawn."""
         sent = self.edits.get(judgement_id)
         if judgement_id in self._edited:
             return sent is None
@@ -241,7 +281,7 @@ class Judgements:
 
 
 def _labels(row: str, given: Iterable[Judgement]) -> dict[str, str]:
-    """Return what people said of a row as labels of it; empty ones are left out."""
+    """Return the labels of a row by its judgements, without empty ones."""
     said = [each for each in given if not each.skipped]
     scores = [each.score for each in said if each.score is not None]
     thumbs = Counter(each.thumb for each in said if each.thumb is not None)

@@ -1,4 +1,4 @@
-"""The run whose answers are judged: its rows, from its log, and its Buffer while it is running."""
+"""The run whose answers are judged: rows from its log, and its Buffer while it is running."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rayrft.data.task_sources import read_held_out, read_source
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, DataError, RunNotFound
 from rayrft.experience import Experience, from_batch
-from rayrft.feedback.items import Answer, Group, Rows
+from rayrft.feedback.items import AnswerGroup, Rows, ShownAnswer
 from rayrft.feedback.judgements import Judgement
 from rayrft.runtime.handle import Handle
 
@@ -46,17 +46,17 @@ class RunRows(Rows):
             return False
         return True
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[AnswerGroup]:
         """See `Rows`."""
         archive = Archive.of_run(self._folder)
         with self._lock:
             self._archive = archive
         return _read_groups(archive, self._most)
 
-    def find(self, experience_id: str) -> Answer:
+    def find(self, experience_id: str) -> ShownAnswer:
         """See `Rows`."""
         found = self._read().find(experience_id)
-        return Answer.of(found.experience, found.group_status == "ready")
+        return ShownAnswer.of(found.experience, found.group_status == "ready")
 
     def references(self) -> dict[str, str]:
         """See `Rows`."""
@@ -135,10 +135,10 @@ def edited_row(row: Experience, judgement: Judgement, name: str, response: list[
     return expert_row(made, made, ids, mask, turns, task_id=row.task_id, images=row.images)
 
 
-def _read_groups(archive: Archive, most: int) -> list[Group]:
+def _read_groups(archive: Archive, most: int) -> list[AnswerGroup]:
     """Read the groups that wait for training, then the latest, at most ``most``, without rows that do not end with the
     model."""
-    found = list[Group]()
+    found = list[AnswerGroup]()
     for batch in archive.rows("usual", skip_damaged=True, newest=most):
         statuses = batch.column("group_status").to_pylist()
         shown = [
@@ -148,6 +148,6 @@ def _read_groups(archive: Archive, most: int) -> list[Group]:
         ]
         for group_id, members in groupby(shown, key=lambda each: each[0].group_id):
             rows = list(members)
-            answers = tuple(Answer.of(row, status == "ready") for row, status in rows)
-            found.append(Group(group_id, rows[0][0].task_id, answers))
+            answers = tuple(ShownAnswer.of(row, status == "ready") for row, status in rows)
+            found.append(AnswerGroup(group_id, rows[0][0].task_id, answers))
     return found

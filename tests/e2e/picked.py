@@ -119,7 +119,7 @@ def judge(run: Run, pairs: int) -> FeedbackConfig:
 def export(run: Run, settings: FeedbackConfig, folder: Path, seed: int) -> int:
     """Write the pairs, the same picked by a coin, and what was picked; return the number of pairs."""
     from rayrft.buffer.reader import Archive
-    from rayrft.feedback.exchange import export_feedback, read_answers
+    from rayrft.feedback.exchange import read_answers, write_feedback
     from rayrft.feedback.journal import FILE, feedback_folder, read_journal
     from rayrft.feedback.judgements import Judgements
 
@@ -127,7 +127,7 @@ def export(run: Run, settings: FeedbackConfig, folder: Path, seed: int) -> int:
     for entry in read_journal(feedback_folder(run.folder) / FILE):
         judgements.add(entry)
     answers = read_answers(Archive.of_run(run.folder), {row for each in judgements.all.values() for row in each.rows})
-    export_feedback(judgements, answers, folder / "picked.jsonl", "pairs", settings)
+    write_feedback(judgements, answers, folder / "picked.jsonl", "pairs")
     pairs = [json.loads(line) for line in (folder / "picked.jsonl").read_text().splitlines()]
     rng, coin = random.Random(seed), []
     for pair in pairs:

@@ -10,7 +10,7 @@ from typing import Any
 from rayrft.config.serve import FeedbackConfig
 from rayrft.errors import DataError, FeedbackRefused, RunNotFound
 from rayrft.feedback.app import FeedbackPage
-from rayrft.feedback.items import Answer, Group, Rows
+from rayrft.feedback.items import AnswerGroup, Rows, ShownAnswer
 from rayrft.feedback.journal import FeedbackJournal
 from rayrft.feedback.judgements import Judgement
 from rayrft.runtime.serving import key_digest
@@ -18,7 +18,7 @@ from rayrft.runtime.serving import key_digest
 KEY = "sk-right"
 
 
-def answer(name: str, text: str, reward: float | None = 0.5, **changes: Any) -> Answer:
+def answer(name: str, text: str, reward: float | None = 0.5, **changes: Any) -> ShownAnswer:
     turns = ({"role": "user", "content": f"Question {name.partition('/')[0]}?"}, {"role": "assistant", "content": text})
     values = {
         "turns": turns,
@@ -28,26 +28,27 @@ def answer(name: str, text: str, reward: float | None = 0.5, **changes: Any) -> 
         "waiting": True,
         "logprob": -1.0,
     }
-    return Answer(name, reward=reward, **{**values, **changes})
+    return ShownAnswer(name, reward=reward, **{**values, **changes})
 
 
-def group(name: str, *texts: str, **changes: Any) -> Group:
-    return Group(name, f"task-{name}", tuple(answer(f"{name}/{at}", text, **changes) for at, text in enumerate(texts)))
+def group(name: str, *texts: str, **changes: Any) -> AnswerGroup:
+    answers = tuple(answer(f"{name}/{at}", text, **changes) for at, text in enumerate(texts))
+    return AnswerGroup(name, f"task-{name}", answers)
 
 
 class ScriptedRows(Rows):
     """``groups`` of a run that is running while ``<folder>/running`` exists; what it is told is in ``told.jsonl``."""
 
-    def __init__(self, folder: Path, groups: list[Group]) -> None:
+    def __init__(self, folder: Path, groups: list[AnswerGroup]) -> None:
         self.folder, self.found = folder, groups
 
     def running(self) -> bool:
         return (self.folder / "running").exists()
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[AnswerGroup]:
         return self.found
 
-    def find(self, experience_id: str) -> Answer:
+    def find(self, experience_id: str) -> ShownAnswer:
         for group in self.found:
             for each in group.answers:
                 if each.experience_id == experience_id:
@@ -80,13 +81,13 @@ class ScriptedRows(Rows):
             file.write(json.dumps(what) + "\n")
 
 
-def page(folder: Path, groups: list[Group], **settings: Any) -> FeedbackPage:
+def page(folder: Path, groups: list[AnswerGroup], **settings: Any) -> FeedbackPage:
     """A page over scripted groups, whose journal is in the same folder."""
     config = FeedbackConfig(labels=["polite", "wrong"], **settings)
     return FeedbackPage("demo", config, (key_digest(KEY),), ScriptedRows(folder, groups), FeedbackJournal(folder))
 
 
-def demo_groups() -> list[Group]:
+def demo_groups() -> list[AnswerGroup]:
     """Groups with all that a page must show."""
     spoken = [group(f"g{number}", f"First {number}.", f"Second {number}.", f"Third {number}.") for number in range(30)]
     evil = group("evil", "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>", "plain", "other")

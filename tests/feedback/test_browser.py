@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from rayrft.feedback.items import Group
+from rayrft.feedback.items import AnswerGroup
 from rayrft.feedback.journal import FILE, read_journal
-from rayrft.feedback.judgements import Judged, Judgement, Undone
+from rayrft.feedback.judgements import Judgement, JudgementAdded, JudgementUndone
 from tests.conftest import ROOT
 from tests.feedback.scripted import KEY, ScriptedRows, group, page
 
@@ -46,7 +46,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
     (tmp_path / "running").touch()
     ends: list[Callable[[], None]] = []
 
-    def start(*groups: Group, **settings: Any) -> str:
+    def start(*groups: AnswerGroup, **settings: Any) -> str:
         listening = socket.create_server(("127.0.0.1", 0))
         app = page(tmp_path, list(groups), **settings).app()
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
@@ -124,10 +124,10 @@ def arrive(browser: Any) -> Iterator[Callable[..., Person]]:
 
 
 def said(folder: Path) -> list[Judgement]:
-    return [entry.judgement for entry in read_journal(folder / FILE) if isinstance(entry, Judged)]
+    return [entry.judgement for entry in read_journal(folder / FILE) if isinstance(entry, JudgementAdded)]
 
 
-def spoken(count: int) -> list[Group]:
+def spoken(count: int) -> list[AnswerGroup]:
     return [group(f"g{number}", f"First {number}.", f"Second {number}.", f"Third {number}.") for number in range(count)]
 
 
@@ -513,7 +513,7 @@ def test_what_is_taken_back_before_the_server_has_answered_is_not_said_and_what_
     person.saved(1)
     last = said(tmp_path)[-1]
     assert (list(last.rows), last.score, last.comment) == (first, 2, "on second thoughts")
-    undone = {entry.id for entry in read_journal(tmp_path / FILE) if isinstance(entry, Undone)}
+    undone = {entry.id for entry in read_journal(tmp_path / FILE) if isinstance(entry, JudgementUndone)}
     assert undone == {each.id for each in said(tmp_path)[:-1]} and person.shown != first
     person.context.close()
 
@@ -539,7 +539,7 @@ def test_an_undo_that_is_asked_for_twice_takes_one_judgement_back(
     person.see("#toast").to_have_text("Undone.")
     expect(person.window.locator("#person")).to_contain_text("· 1")
     assert person.shown == second and len(lost) == 1
-    assert sum(isinstance(entry, Undone) for entry in read_journal(tmp_path / FILE)) == 1
+    assert sum(isinstance(entry, JudgementUndone) for entry in read_journal(tmp_path / FILE)) == 1
     person.context.close()
 
 

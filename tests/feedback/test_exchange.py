@@ -14,16 +14,16 @@ from rayrft.config.demonstrations import RowFormat
 from rayrft.config.serve import FeedbackConfig
 from rayrft.data.formats import conversations
 from rayrft.errors import DataError
-from rayrft.feedback.exchange import FORMATS, TOOLS, export_feedback, import_feedback
-from rayrft.feedback.items import Answer
-from rayrft.feedback.judgements import Judged, Judgement, Judgements
+from rayrft.feedback.exchange import FORMATS, TOOLS, read_feedback, write_feedback
+from rayrft.feedback.items import ShownAnswer
+from rayrft.feedback.judgements import Judgement, JudgementAdded, Judgements
 from tests.conftest import ROOT
 from tests.errors import about
 from tests.feedback.scripted import group
 
 SAMPLES = ROOT / "tests" / "samples"
 SETTINGS = FeedbackConfig()
-ANSWERS: dict[str, Answer] = {each.experience_id: each for each in group("g", "a", "b\u2028", "c").answers}
+ANSWERS: dict[str, ShownAnswer] = {each.experience_id: each for each in group("g", "a", "b\u2028", "c").answers}
 TURN = {"role": "user", "content": "Question g?"}
 
 SAID = [
@@ -38,12 +38,12 @@ SAID = [
 def known(given: Sequence[Judgement] = SAID) -> Judgements:
     judgements = Judgements(SETTINGS)
     for each in given:
-        judgements.add(Judged(each))
+        judgements.add(JudgementAdded(each))
     return judgements
 
 
 def exported(path: Path, form: str, given: Sequence[Judgement] = SAID) -> list[dict[str, Any]]:
-    done = export_feedback(known(given), ANSWERS, path, form, SETTINGS)
+    done = write_feedback(known(given), ANSWERS, path, form)
     rows = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
     assert done.rows == len(rows) and done.missing == 0
     return rows
@@ -65,7 +65,7 @@ def test_pairs_that_differ_before_the_last_answer_are_whole_conversations(tmp_pa
     longer = replace(
         ANSWERS["g/2"], turns=(TURN, {"role": "assistant", "content": "hm"}, TURN, ANSWERS["g/2"].turns[1])
     )
-    done = export_feedback(known(SAID[2:3]), ANSWERS | {"g/2": longer}, tmp_path / "pairs.jsonl", "pairs", SETTINGS)
+    done = write_feedback(known(SAID[2:3]), ANSWERS | {"g/2": longer}, tmp_path / "pairs.jsonl", "pairs")
     row = json.loads((tmp_path / "pairs.jsonl").read_text())
     chosen, rejected = conversations(row, RowFormat())
     assert done.rows == 1 and len(chosen[1]) == 4 and [turn["content"] for turn in rejected[1]] == ["Question g?", "a"]
@@ -94,17 +94,17 @@ def test_what_goes_to_another_tool_comes_back_as_it_was(tool: str, tmp_path: Pat
     path = tmp_path / "records.jsonl"
     records = exported(path, tool)
     assert len(records) == 3, "one record of each item"
-    found = [each.judgement for each in import_feedback(path, tool, ANSWERS, SETTINGS)]
+    found = read_feedback(path, tool, ANSWERS, SETTINGS)
     assert as_read(found, tool) == as_read(SAID, tool)
-    again = import_feedback(path, tool, ANSWERS, SETTINGS)
-    assert [each.judgement.id for each in again] == [each.id for each in found], "a second time it is the same"
+    again = read_feedback(path, tool, ANSWERS, SETTINGS)
+    assert [each.id for each in again] == [each.id for each in found], "a second time it is the same"
     path.write_text(json.dumps(records))
-    assert len(import_feedback(path, tool, ANSWERS, SETTINGS)) == len(SAID), "one JSON list, as the tools write it"
+    assert len(read_feedback(path, tool, ANSWERS, SETTINGS)) == len(SAID), "one JSON list, as the tools write it"
 
 
 def test_what_label_studio_itself_exports_of_our_tasks_is_what_people_said() -> None:
-    found = import_feedback(SAMPLES / "label_studio.json", "label_studio", ANSWERS, SETTINGS)
-    assert as_read([each.judgement for each in found], "label_studio") == as_read(SAID, "label_studio")
+    found = read_feedback(SAMPLES / "label_studio.json", "label_studio", ANSWERS, SETTINGS)
+    assert as_read(found, "label_studio") == as_read(SAID, "label_studio")
 
 
 def test_records_are_those_of_the_tools(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_records_that_were_made_elsewhere_are_of_the_answer_that_their_id_names(
             }
         )
     )
-    one, pair = (each.judgement for each in import_feedback(path, "argilla", ANSWERS, SETTINGS))
+    one, pair = read_feedback(path, "argilla", ANSWERS, SETTINGS)
     assert (one.person, one.item, one.rows, one.score) == ("u-1", "one:g/1", ("g/1",), 2)
     assert pair.ranking == ("g/1", "g/0")
 
@@ -154,11 +154,11 @@ def test_records_that_were_made_elsewhere_are_of_the_answer_that_their_id_names(
         ("{bad", "not JSON"),
         ({"id": "g/0"}, "KeyError 'responses'"),
         ({"id": "x/9", "responses": {"score": [{"value": 2, "user_id": "u"}]}}, "no answer 'x/9'"),
-        ({"id": "g/0", "responses": {"score": [{"value": 9, "user_id": "u"}]}}, "none of 1 to 5"),
-        ({"id": "g/0", "responses": {"score": [{"value": "good", "user_id": "u"}]}}, "none of 1 to 5"),
-        ({"id": "g/0", "responses": {"thumb": [{"value": "sideways", "user_id": "u"}]}}, "neither up nor down"),
-        ({"id": "g/0", "responses": {"comment": [{"value": ["x"], "user_id": "u"}]}}, "should be text"),
-        ({"id": "g/0", "responses": [1]}, "is no record of argilla"),
+        ({"id": "g/0", "responses": {"score": [{"value": 9, "user_id": "u"}]}}, "score: must be 1 to 5"),
+        ({"id": "g/0", "responses": {"score": [{"value": "good", "user_id": "u"}]}}, "score: .* valid integer"),
+        ({"id": "g/0", "responses": {"thumb": [{"value": "sideways", "user_id": "u"}]}}, "thumb: .*'up' or 'down'"),
+        ({"id": "g/0", "responses": {"comment": [{"value": ["x"], "user_id": "u"}]}}, "comment: .* valid string"),
+        ({"id": "g/0", "responses": [1]}, "not a record of argilla"),
     ],
 )
 def test_broken_records_are_named_by_line_and_nothing_is_imported(record: Any, problem: str, tmp_path: Path) -> None:
@@ -167,32 +167,32 @@ def test_broken_records_are_named_by_line_and_nothing_is_imported(record: Any, p
     lines = [json.dumps(good), record if isinstance(record, str) else json.dumps(record)]
     path.write_text("\n".join(lines))
     with pytest.raises(DataError, match="line 2: .*" + problem, check=about("file", str(path))):
-        import_feedback(path, "argilla", ANSWERS, SETTINGS)
+        read_feedback(path, "argilla", ANSWERS, SETTINGS)
 
 
 def test_unknown_formats_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, check=about("format", "csv")):
-        export_feedback(known(), ANSWERS, tmp_path / "x", "csv", SETTINGS)
+        write_feedback(known(), ANSWERS, tmp_path / "x", "csv")
     assert not (tmp_path / "x").exists() and "pairs" in FORMATS
     with pytest.raises(DataError, check=about("format", "pairs")):
-        import_feedback(tmp_path / "x", "pairs", ANSWERS, SETTINGS)
+        read_feedback(tmp_path / "x", "pairs", ANSWERS, SETTINGS)
     with pytest.raises(DataError, match="no such file"):
-        import_feedback(tmp_path / "x", "argilla", ANSWERS, SETTINGS)
+        read_feedback(tmp_path / "x", "argilla", ANSWERS, SETTINGS)
 
 
 def test_judgements_of_answers_that_left_the_log_are_counted(tmp_path: Path) -> None:
     gone = Judgement("9", "Ann", "one:old/0", "one", ("old/0",), score=1)
-    done = export_feedback(known([*SAID, gone]), ANSWERS, tmp_path / "x.jsonl", "scores", SETTINGS)
+    done = write_feedback(known([*SAID, gone]), ANSWERS, tmp_path / "x.jsonl", "scores")
     assert (done.rows, done.missing) == (3, 1)
 
 
 @pytest.mark.parametrize(
     ("about", "said", "problem"),
     [
-        ({"view": "single", "rows": ["g/0"]}, {"score": 5}, "the view 'single' is none of one, pair, group"),
-        ({"view": "group", "rows": ["g/0"]}, {"ranking": ["response"]}, "1 answers are none for the view 'group'"),
-        ({"view": "pair", "rows": ["g/0", "g/1"]}, {"score": 5}, "belong to a single answer"),
-        ({"view": "one", "rows": ["g/0"]}, {"ranking": ["response"]}, "rankings to several"),
+        ({"view": "single", "rows": ["g/0"]}, {"score": 5}, "view: .*'one', 'pair' or 'group'"),
+        ({"view": "group", "rows": ["g/0"]}, {"ranking": ["response"]}, "rows: must be 2 to 9 for the view 'group'"),
+        ({"view": "pair", "rows": ["g/0", "g/1"]}, {"score": 5}, "score: is only for a single answer"),
+        ({"view": "one", "rows": ["g/0"]}, {"ranking": ["response"]}, "ranking: is only for several answers"),
     ],
 )
 def test_what_no_item_can_be_said_of_is_refused_before_it_is_written(
@@ -202,13 +202,13 @@ def test_what_no_item_can_be_said_of_is_refused_before_it_is_written(
     path = tmp_path / "made.jsonl"
     path.write_text(json.dumps({"id": "x:g", "metadata": about, "responses": responses}))
     with pytest.raises(DataError, match=problem):
-        import_feedback(path, "argilla", ANSWERS, SETTINGS)
+        read_feedback(path, "argilla", ANSWERS, SETTINGS)
 
 
-def test_of_what_was_skipped_elsewhere_nothing_else_counts(tmp_path: Path) -> None:
+def test_of_what_was_skipped_elsewhere_nothing_else_counts_and_nothing_said_is_no_judgement(tmp_path: Path) -> None:
     [record, *_] = json.loads((SAMPLES / "label_studio.json").read_text())
-    record["annotations"] = [{**record["annotations"][0], "was_cancelled": True}]
+    first = record["annotations"][0]
+    record["annotations"] = [{**first, "was_cancelled": True}, {**first, "result": []}]
     (tmp_path / "skipped.json").write_text(json.dumps([record]))
-    [found] = import_feedback(tmp_path / "skipped.json", "label_studio", ANSWERS, SETTINGS)
-    given = found.judgement
+    [given] = read_feedback(tmp_path / "skipped.json", "label_studio", ANSWERS, SETTINGS)
     assert given.skipped and (given.score, given.labels, given.comment) == (None, (), "")

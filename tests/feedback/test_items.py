@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rayrft.config.serve import FeedbackConfig
-from rayrft.feedback.items import Group, Item, Queue, describe, items_of
-from rayrft.feedback.judgements import Judged, Judgement, Judgements, Undone
+from rayrft.feedback.items import AnswerGroup, Item, Queue, item_json, items_of
+from rayrft.feedback.judgements import Judgement, JudgementAdded, Judgements, JudgementUndone
 from tests.feedback.scripted import answer, group
 
 NUMBERS = iter(range(1_000_000))
@@ -19,26 +19,26 @@ NUMBERS = iter(range(1_000_000))
 class Setting:
     """A queue with a clock that a test sets."""
 
-    def __init__(self, *groups: Group, **settings: Any) -> None:
+    def __init__(self, *groups: AnswerGroup, **settings: Any) -> None:
         self.now = 0.0
         config = FeedbackConfig(**settings)
         self.judgements = Judgements(config)
         self.queue = Queue(config, self.judgements, lambda: self.now)
         self.fill(*groups)
 
-    def fill(self, *groups: Group) -> None:
+    def fill(self, *groups: AnswerGroup) -> None:
         self.queue.fill(self.queue.arrange(groups))
 
     def judge(self, person: str, item: Item | None, **what: Any) -> Judgement:
         assert item is not None
         rows = tuple(answer.experience_id for answer in item.answers)
         given = Judgement(f"j{next(NUMBERS)}", person, item.key, item.view, rows, **what)
-        self.judgements.add(Judged(given))
+        self.judgements.add(JudgementAdded(given))
         self.queue.judged(given)
         return given
 
     def undo(self, given: Judgement, item: Item) -> None:
-        self.judgements.add(Undone(given.id))
+        self.judgements.add(JudgementUndone(given.id))
         self.queue.undone(given, item)
 
     def keys(self, people: Iterable[str]) -> list[str | None]:
@@ -141,12 +141,12 @@ def test_what_is_judged_already_is_not_in_the_queue_after_a_restart_and_stays_kn
     [("uncertain", "unsure"), ("low_deviation", "flat"), ("disagreement", "split")],
 )
 def test_the_rule_says_what_comes_first(rule: str, first: str) -> None:
-    def three(name: str, rewards: list[float], logprob: float, part: float) -> Group:
+    def three(name: str, rewards: list[float], logprob: float, part: float) -> AnswerGroup:
         answers = [
             answer(f"{name}/{at}", f"{name} {at}", reward, logprob=logprob, components={"part": part})
             for at, reward in enumerate(rewards)
         ]
-        return Group(name, "t", tuple(answers))
+        return AnswerGroup(name, "t", tuple(answers))
 
     groups = [
         three("unsure", [0.0, 0.5, 1.0], -5.0, 0.5),
@@ -184,9 +184,9 @@ def test_only_different_answers_are_compared_and_empty_ones_are_not_shown() -> N
 
 def test_what_answers_have_in_common_is_shown_once() -> None:
     item = items_of(group("g", "a", "b"))[-1]
-    shown = describe(item, "42")
+    shown = item_json(item, "42")
     assert [turn["content"] for turn in shown["context"]] == ["Question g?"]
     assert sorted(each["text"] for each in shown["answers"]) == ["a", "b"] and shown["reference"] == "42"
     longer = replace(item.answers[0], turns=({"role": "user", "content": "Other?"}, *item.answers[0].turns))
-    parted = describe(replace(item, answers=(longer, item.answers[1])), None)
+    parted = item_json(replace(item, answers=(longer, item.answers[1])), None)
     assert parted["context"] == [] and [len(each["turns"]) for each in parted["answers"]] == [3, 2]

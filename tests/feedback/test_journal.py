@@ -12,15 +12,17 @@ import pytest
 
 from rayrft.errors import StorageError
 from rayrft.feedback.journal import FILE, FeedbackJournal, read_journal
-from rayrft.feedback.judgements import EditSent, Entry, Judged, Judgement, Sent, Undone
+from rayrft.feedback.judgements import EditSent, Entry, Judgement, JudgementAdded, JudgementUndone, RowSent
 from tests.errors import about
 
 ENTRIES: list[Entry] = [
-    Judged(Judgement("j1", "Ann", "one:g/0", "one", ("g/0",), score=4, labels=("polite",), comment="good \u2028 ü 😀")),
-    Sent("g/0", 0.75, {"score": "4"}, "applied", before=0.1),
-    Judged(Judgement("j2", "Bob", "pair:g", "pair", ("g/0", "g/1"), ranking=("g/1", "g/0"), seconds=1.5)),
+    JudgementAdded(
+        Judgement("j1", "Ann", "one:g/0", "one", ("g/0",), score=4, labels=("polite",), comment="good \u2028 ü 😀")
+    ),
+    RowSent("g/0", 0.75, {"score": "4"}, "applied", before=0.1),
+    JudgementAdded(Judgement("j2", "Bob", "pair:g", "pair", ("g/0", "g/1"), ranking=("g/1", "g/0"), seconds=1.5)),
     EditSent("j1", "refused", "too long"),
-    Undone("j2"),
+    JudgementUndone("j2"),
 ]
 
 
@@ -74,7 +76,7 @@ def test_a_last_line_of_wrong_bytes_is_left_out_and_any_other_is_damage(tmp_path
 async def test_what_is_written_at_once_is_all_there_in_order(tmp_path: Path) -> None:
     journal = FeedbackJournal(tmp_path)
     journal.open()
-    await asyncio.gather(*(journal.write(Undone(str(number))) for number in range(200)))
+    await asyncio.gather(*(journal.write(JudgementUndone(str(number))) for number in range(200)))
     assert [entry.id for entry in read_journal(tmp_path / FILE)] == [str(number) for number in range(200)]  # type: ignore[union-attr]
     journal.close()
 
@@ -84,7 +86,7 @@ async def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(
 ) -> None:
     journal = FeedbackJournal(tmp_path)
     journal.open()
-    await journal.write(Undone("first"))
+    await journal.write(JudgementUndone("first"))
     write = os.write
 
     def full(descriptor: int, data: bytes) -> int:
@@ -93,10 +95,10 @@ async def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(
 
     monkeypatch.setattr("rayrft.json_lines.os.write", full)
     with pytest.raises(StorageError, match="No space left"):
-        await journal.write(Undone("lost"))
+        await journal.write(JudgementUndone("lost"))
     monkeypatch.undo()
-    await journal.write(Undone("second"))
-    assert read_journal(tmp_path / FILE) == [Undone("first"), Undone("second")]
+    await journal.write(JudgementUndone("second"))
+    assert read_journal(tmp_path / FILE) == [JudgementUndone("first"), JudgementUndone("second")]
     journal.close()
 
 

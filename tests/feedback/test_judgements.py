@@ -10,13 +10,13 @@ from rayrft.config.serve import FeedbackConfig
 from rayrft.feedback.judgements import (
     EditSent,
     EditWithdrawn,
-    Judged,
     Judgement,
+    JudgementAdded,
     Judgements,
-    Sent,
-    Undone,
+    JudgementUndone,
+    RowSent,
+    TargetFeedback,
     View,
-    Wanted,
 )
 
 
@@ -28,7 +28,7 @@ def said(number: str, person: str = "Ann", *, view: View = "one", item: str = ""
 def known(*given: Judgement, **settings: Any) -> Judgements:
     judgements = Judgements(FeedbackConfig(**settings))
     for each in given:
-        judgements.add(Judged(each))
+        judgements.add(JudgementAdded(each))
     return judgements
 
 
@@ -48,17 +48,17 @@ def known(*given: Judgement, **settings: Any) -> Judgements:
 )
 def test_scores_and_thumbs_become_rewards_within_the_stated_range(what: dict[str, Any], reward: float | None) -> None:
     judgements = known(said("j", **what), reward_range=(-1.0, 1.0))
-    assert judgements.wanted("g/0").reward == reward
-    assert known(said("j", **what), set_rewards=False).wanted("g/0").reward is None
+    assert judgements.target("g/0").reward == reward
+    assert known(said("j", **what), set_rewards=False).target("g/0").reward is None
 
 
 def test_a_ranked_group_has_evenly_spaced_rewards_and_a_pick_has_none() -> None:
     ranked = known(said("j", view="group", ranking=("g/2", "g/0", "g/1")))
-    assert [ranked.wanted(row).reward for row in ("g/2", "g/0", "g/1")] == [1.0, 0.5, 0.0]
-    assert [ranked.wanted(row).labels["place"] for row in ("g/2", "g/0", "g/1")] == ["1", "2", "3"]
+    assert [ranked.target(row).reward for row in ("g/2", "g/0", "g/1")] == [1.0, 0.5, 0.0]
+    assert [ranked.target(row).labels["place"] for row in ("g/2", "g/0", "g/1")] == ["1", "2", "3"]
     assert said("j", view="group", ranking=("c", "a", "b")).pairs == [("c", "a"), ("c", "b"), ("a", "b")]
     picked = known(said("j", view="pair", ranking=("g/1", "g/0")))
-    assert picked.wanted("g/1") == Wanted(None, {"place": "1", "people": "Ann"})
+    assert picked.target("g/1") == TargetFeedback(None, {"place": "1", "people": "Ann"})
     assert said("j", view="pair", tie=True).pairs == []
 
 
@@ -69,7 +69,7 @@ def test_several_people_count_alike_and_of_each_only_the_latest_of_an_item() -> 
         said("3", "Ann", score=5, comment="yes"),
         said("4", "Cem", skipped=True, labels=("polite",)),
     )
-    assert both.wanted("g/0") == Wanted(
+    assert both.target("g/0") == TargetFeedback(
         0.75, {"score": "4", "labels": "rude, wrong", "comment": "yes", "people": "Ann, Bob"}
     )
     assert "1" not in both.all and [each.id for each in both.of_person("Ann")] == ["3"]
@@ -77,37 +77,37 @@ def test_several_people_count_alike_and_of_each_only_the_latest_of_an_item() -> 
 
 def test_one_id_is_one_judgement_also_after_it_was_undone() -> None:
     judgements = known(said("1", score=1), said("1", score=5))
-    assert judgements.wanted("g/0").reward == 0.0
-    judgements.add(Undone("1"))
-    judgements.add(Judged(said("1", score=5)))
-    assert judgements.wanted("g/0") == Wanted() and judgements.unsent() == []
+    assert judgements.target("g/0").reward == 0.0
+    judgements.add(JudgementUndone("1"))
+    judgements.add(JudgementAdded(said("1", score=5)))
+    assert judgements.target("g/0") == TargetFeedback() and judgements.unsent() == []
 
 
 def test_what_was_undone_gives_the_rows_own_reward_back_and_empties_its_labels() -> None:
     judgements = known(said("1", score=5, comment="good"))
     assert judgements.unsent() == ["g/0"]
-    wanted = judgements.wanted("g/0")
-    judgements.add(Sent("g/0", wanted.reward, wanted.labels, "applied", before=0.25))
+    wanted = judgements.target("g/0")
+    judgements.add(RowSent("g/0", wanted.reward, wanted.labels, "applied", before=0.25))
     assert judgements.unsent() == []
-    judgements.add(Undone("1"))
-    back = judgements.wanted("g/0")
-    assert back == Wanted(0.25, {"score": "", "comment": "", "people": ""}) and judgements.unsent() == ["g/0"]
-    judgements.add(Sent("g/0", back.reward, back.labels, "applied", before=1.0))
+    judgements.add(JudgementUndone("1"))
+    back = judgements.target("g/0")
+    assert back == TargetFeedback(0.25, {"score": "", "comment": "", "people": ""}) and judgements.unsent() == ["g/0"]
+    judgements.add(RowSent("g/0", back.reward, back.labels, "applied", before=1.0))
     assert judgements.unsent() == []
-    judgements.add(Judged(said("2", score=1)))
-    judgements.add(Undone("2"))
-    assert judgements.wanted("g/0").reward == 0.25, "what was there first, not what people said before"
+    judgements.add(JudgementAdded(said("2", score=1)))
+    judgements.add(JudgementUndone("2"))
+    assert judgements.target("g/0").reward == 0.25, "what was there first, not what people said before"
 
 
 def test_a_comment_alone_changes_no_reward_and_is_sent_once() -> None:
     judgements = known(said("1", comment="hm"))
-    judgements.add(Sent("g/0", None, judgements.wanted("g/0").labels, "late", before=0.25))
+    judgements.add(RowSent("g/0", None, judgements.target("g/0").labels, "late", before=0.25))
     assert judgements.unsent() == [], "what was refused is not sent again"
 
 
 def test_an_edit_is_unsent_until_the_run_has_it() -> None:
     judgements = known(said("1", edit="better"), said("2", "Bob", edit="best"))
-    judgements.add(Undone("2"))
+    judgements.add(JudgementUndone("2"))
     assert [each.id for each in judgements.unsent_edits()] == ["1"]
     judgements.add(EditSent("1", "applied", demonstration="human/1"))
     assert not judgements.unsent_edits() and not judgements.unsent_withdrawals()
@@ -117,7 +117,7 @@ def test_of_an_edit_that_is_taken_back_or_edited_again_the_run_is_told_once_if_i
     judgements = known(said("1", edit="better"), said("2", "Bob", edit="best"), said("3", "Cem", edit="odd"))
     judgements.add(EditSent("1", "applied", demonstration="human/1"))
     judgements.add(EditSent("3", "refused", "too long"))
-    for entry in (Judged(said("4", edit="better still")), Undone("2"), Undone("3")):
+    for entry in (JudgementAdded(said("4", edit="better still")), JudgementUndone("2"), JudgementUndone("3")):
         judgements.add(entry)
     assert [each.id for each in judgements.unsent_edits()] == ["4"]
     assert [each.demonstration for each in judgements.unsent_withdrawals()] == ["human/1"]

@@ -14,7 +14,7 @@ import pytest
 
 from rayrft.errors import ActorDied, DataError, RunNotFound, StorageError
 from rayrft.feedback.app import FeedbackPage
-from rayrft.feedback.items import Group
+from rayrft.feedback.items import AnswerGroup
 from rayrft.feedback.journal import FILE, read_journal
 from tests.feedback.scripted import KEY, ScriptedRows, group, page
 
@@ -56,7 +56,7 @@ def running(tmp_path: Path) -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def opened(folder: Path, *groups: Group, **settings: Any) -> AsyncIterator[Client]:
+async def opened(folder: Path, *groups: AnswerGroup, **settings: Any) -> AsyncIterator[Client]:
     served = page(folder, list(groups) or [group("g", "a", "b", "c")], **settings)
     client = Client(folder, served)
     try:
@@ -216,7 +216,7 @@ async def test_a_buffer_that_dies_while_it_is_told_is_told_again(
 async def test_who_was_not_told_at_once_that_it_was_too_late_is_told_later_and_once(
     running: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayrft.feedback.app._TOLD_S", 0.01)
+    monkeypatch.setattr("rayrft.feedback.app._SETTLE_S", 0.01)
     slow, tell = threading.Event(), ScriptedRows.feedback
 
     def late(self: ScriptedRows, row: str, reward: float | None, labels: dict[str, str]) -> None:

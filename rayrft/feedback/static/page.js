@@ -287,7 +287,7 @@ const paintProgress = () => {
       }),
   );
   const empty = total ? "Every answer has been judged." : "The run has no answers of this kind yet.";
-  $("empty-text").textContent = progress.running ? `${empty} New ones come as the run goes on.` : empty;
+  $("empty-text").textContent = progress.running ? `${empty} New ones come while the run samples.` : empty;
 };
 
 const reveal = (name, open = $(name).hidden) => {
@@ -390,7 +390,7 @@ const OUTCOMES = {
   late: (reason) => [`Kept, but too late for the run: ${reason}.`, "warn"],
   refused: (reason) => [`Kept, but the run refused it: ${reason}`, "bad"],
   kept: () => [progress?.running ? "Saved. The run is being told." : "Saved. The run is not running."],
-  undone: () => ["It was taken back."],
+  undone: () => ["Undone."],
 };
 
 const tell = (answer) => {
@@ -421,7 +421,7 @@ const insist = async (path, body, wanted = () => true) => {
       // In the list under Statistics, too: a toast is soon gone.
       for (const { outcome, reason } of answer.news ?? []) {
         news.push([outcome === "late" ? "too late" : "refused", reason]);
-        toast(`Of what you said before: ${OUTCOMES[outcome](reason)[0]}`, "warn");
+        toast(`An earlier judgement: ${OUTCOMES[outcome](reason)[0]}`, "warn");
       }
       return answer;
     } catch (error) {
@@ -567,7 +567,7 @@ const showHelp = () => {
     ["⇧1 … ⇧9", "labels"],
     ["C", "comment"],
     ["R V", "reference answer, the reward's verdict"],
-    ["↵", "save and go on; in a text Ctrl ↵"],
+    ["↵", "save and continue; in a text Ctrl ↵"],
     ["S", "skip"],
     ["A", "save each choice at once, or not"],
     ["Z", "undo"],

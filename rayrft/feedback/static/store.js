@@ -38,7 +38,7 @@ export const emptyDraft = () => ({
   ranking: [],
   tie: false,
   edit: null,
-  aside: null, // an edit that is not to be sent, but may be gone on with
+  aside: null, // an edit that is not sent but can be continued
   labels: [],
   comment: "",
 });
