@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,16 +14,16 @@ from torch import Tensor
 from rayrft.algorithms.advantages import Group
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch, keep
 from rayrft.algorithms.loss import Denominators, LossParts
-from rayrft.algorithms.pieces import NONE, Need
+from rayrft.algorithms.pieces import NONE, Coefficient, Count, Need, NonNegative, Piece, Positive, Trait, Weight
 from rayrft.algorithms.preference import Pairs, by_pair
 from rayrft.algorithms.ratios import token_ratio
-from rayrft.algorithms.recipe import Recipe
+from rayrft.algorithms.registries import REGISTRIES
 from rayrft.algorithms.unpaired import Labelled
-from rayrft.algorithms.values import with_advantages, with_penalty
+from rayrft.algorithms.values import token_advantages, with_advantages, with_penalty
 
 _FIELDS: dict[Need, str] = {
     "reference": "reference_logprobs",
-    "teacher": "teacher_logprobs",
+    "teacher_logprobs": "teacher_logprobs",
     "teacher_candidates": "teacher_candidates",
     "pairs": "pair",
     "labels": "chosen",
@@ -30,7 +33,7 @@ _FIELDS: dict[Need, str] = {
 
 
 @dataclass(frozen=True)
-class Algorithm(Recipe):
+class Algorithm:
     """The loss of a step is ``(1 - mu) own + mu sft + preference + unpaired``, where
     ``own = policy + kl_coef kl + entropy_coef entropy + distillation_coef distillation``.
 
@@ -41,6 +44,53 @@ class Algorithm(Recipe):
 
     `rayrft.algorithms.presets.build` makes an Algorithm with all names and coefficients checked.
     """
+
+    name: str
+    advantage: str = NONE
+    policy_loss: str = NONE
+    aggregation: str = "token_mean"
+    correction: str | tuple[str, ...] = NONE
+    """One or several, whose weights multiply."""
+    kl: str = NONE
+    entropy: str = NONE
+    distillation: str = NONE
+    sft: str = NONE
+    sft_aggregation: str = "token_mean"
+    mu_schedule: str = "constant"
+    preference: str = NONE
+    unpaired: str = NONE
+    """A loss of single answers that are labelled good or bad."""
+    reward_model: str = NONE
+    """A loss of the scores of pairs. What is trained is then a reward model, and the policy stays as it is."""
+    value_loss: str = NONE
+    chosen_coef: NonNegative = 0.0
+    """Weight of the negative log-likelihood per token of chosen answers, added to the preference loss."""
+    kl_coef: NonNegative = 1e-3
+    kl_in: Literal["loss", "reward"] = "loss"
+    """With ``reward``, the old policy's KL from a token to the end of its row is subtracted from its advantage."""
+    entropy_coef: NonNegative = 1e-3
+    distillation_coef: NonNegative = 1.0
+    kl_target: Positive | None = None
+    """If set, ``kl_coef`` is the initial coefficient, and `AdaptiveCoefficient` adapts it. The KL is the metric's: per
+    token or per answer, depending on the aggregation."""
+    kl_horizon: Positive = 10_000.0
+    entropy_goal: NonNegative | None = None
+    """If set, ``entropy_coef`` is the initial coefficient, and `EntropyController` adapts it."""
+    entropy_step: Positive = 0.005
+    teacher_candidates: Count = 64
+    """Top-k of the teacher's distribution that distillation over distributions compares with the policy's."""
+    normalise_advantages: bool = False
+    """Normalise over all own rows of a step; see `rayrft.algorithms.normalisation`."""
+    normalise_by: Literal["tokens", "answers", "rewards"] = "tokens"
+    """Mean and deviation are those of all tokens, or of answers; or the deviation alone, of the answers' rewards."""
+    reward_low: Weight | None = None
+    """Rewards below are raised to this, before advantages are computed. The 0 of a turn or step means no reward."""
+    reward_high: Weight | None = None
+    """Rewards above are lowered to this."""
+    reward_scale: Positive = 1.0
+    """Factor of the rewards after that."""
+    coefficients: Mapping[str, Coefficient] = field(default_factory=dict)
+    """Coefficients of the pieces that differ from their defaults."""
 
     def group_advantages(self, rewards: Tensor, group: Group) -> Tensor:
         """Compute ``[n]`` advantages, one per row of a group, or per turn of its rows if the piece needs turns; see
@@ -136,12 +186,108 @@ class Algorithm(Recipe):
             parts = parts.of_labelled(labelled, rows.sum(output.logprobs))
         return parts
 
+    def piece(self, kind: str) -> Piece[Any] | None:
+        """Return the piece that the field ``kind`` names, if any. Raises ConfigError on an unknown name."""
+        return next(iter(self.pieces(kind)), None)
+
+    def pieces(self, kind: str) -> list[Piece[Any]]:
+        """Return the pieces that the field ``kind`` names: one, none, or, of corrections, several. Raises ConfigError
+        on an unknown name."""
+        names, registries = getattr(self, kind), REGISTRIES[kind]
+        return [
+            next((registry for registry in registries if name in registry), registries[0]).get(name)
+            for name in ([names] if isinstance(names, str) else names)
+            if name != NONE
+        ]
+
+    @property
+    def has_own(self) -> bool:
+        """Whether it has a term for own rows."""
+        return self.policy_loss != NONE or self.distillation != NONE
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it has terms for both own and expert rows, of any weight."""
+        return self.has_own and self.sft != NONE
+
+    def mu(self, step: int = 0) -> float:
+        """Return the weight of the SFT term after this many optimiser steps of the stage."""
+        return float(self._bound("mu_schedule")(step)) if self.mixes else float(self.sft != NONE)
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether it trains a reward model instead of the policy."""
+        return self.reward_model != NONE
+
+    @property
+    def reward_components(self) -> tuple[str, ...]:
+        """Names of the components of rewards that its advantages use; empty for all that there are."""
+        named = self.coefficients.get("reward_components")
+        return tuple(named) if isinstance(named, Mapping) else ()
+
+    @property
+    def shapes_rewards(self) -> bool:
+        """Whether it clips or scales rewards."""
+        return (self.reward_low, self.reward_high, self.reward_scale) != (None, None, 1.0)
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether its advantages need the critic's values of the states in which answers were truncated."""
+        return bool(self.coefficients.get("bootstrap_truncated"))
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether its advantages are 0 for a task with a single answer."""
+        return self._has("advantage", "compares")
+
+    @property
+    def advantage_is_by_token(self) -> bool:
+        """Whether the trainer computes its advantages, from rewards and a critic, instead of group rewards alone."""
+        return self.advantage in token_advantages
+
+    @property
+    def penalises_rewards(self) -> bool:
+        """Whether it has a KL term in the reward."""
+        return self.kl_in == "reward" and "kl" in self.terms
+
+    @cached_property  # asked for every group
+    def zero_advantage_is_noop(self) -> bool:
+        """Whether own rows with zero advantage contribute no gradient, so that dropping them loses nothing.
+
+        False if advantages are still to be computed or normalised, if the policy loss has a gradient at 0 (`kimi`), or
+        if a KL (in loss or reward), an entropy term or a teacher has a weight.
+        """
+        if self.policy_loss == NONE or self._has("policy_loss", "moves_at_zero"):
+            return False
+        return not (self.advantage_is_by_token or self.normalise_advantages or self.terms)
+
+    @property
+    def terms(self) -> frozenset[str]:
+        """Pieces of the ``own`` term with a weight, besides the policy loss."""
+        weights = {"kl": self.kl_coef, "entropy": self.entropy_coef, "distillation": self.distillation_coef}
+        return frozenset(kind for kind, weight in weights.items() if weight and getattr(self, kind) != NONE)
+
+    @cached_property
+    def needs(self) -> Mapping[Need, str]:
+        """The inputs that a run must supply, each with the piece that needs it. A term of weight 0 needs none."""
+        idle = {"kl", "entropy", "distillation"} - self.terms
+        pieces = [(kind, piece) for kind in REGISTRIES if kind not in idle for piece in self.pieces(kind)]
+        needs: dict[Need, str] = {need: f"{kind} {piece.name!r}" for kind, piece in pieces for need in piece.needs}
+        mu = self.mu() if self.mu_schedule == "constant" else None
+        if self.has_own and not (self.mixes and mu == 1.0):
+            needs["rollouts"] = "the policy"
+        if "labels" in needs or (self.sft != NONE and not (self.mixes and mu == 0.0)):
+            needs["expert"] = "the demonstrations"
+        if "constant_length" in self.coefficients:
+            needs.pop("answer_length", None)
+        return needs
+
     def _own(
         self, parts: LossParts, output: PolicyOutput, batch: TokenBatch, over: Denominators, weight: float
     ) -> LossParts:
         own = batch.own()
         output = output.only(own.mask)
-        if self.needs_proximal and own.proximal_logprobs is None:
+        if "proximal" in self.needs and own.proximal_logprobs is None:
             own = replace(own, proximal_logprobs=output.logprobs.detach())
         aggregate = self._bound("aggregation")
         if self.policy_loss != NONE:
@@ -179,3 +325,13 @@ class Algorithm(Recipe):
         for need in piece.needs if piece else ():
             if need in _FIELDS and getattr(batch, _FIELDS[need]) is None:
                 raise ValueError(f"{kind} {getattr(self, kind)!r} needs {_FIELDS[need]}, which the batch does not hold")
+
+    def _has(self, kind: str, trait: Trait) -> bool:
+        piece = self.piece(kind)
+        return piece is not None and trait in piece.traits
+
+    def _bound(self, kind: str) -> Any:
+        piece = self.piece(kind)
+        if piece is None:
+            raise ValueError(f"algorithm {self.name!r} has no {kind}")
+        return piece.bind(self.coefficients)

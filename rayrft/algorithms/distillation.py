@@ -22,7 +22,7 @@ class DistillationLoss(Protocol):
 distillations: Pieces[DistillationLoss] = Pieces("distillation")
 
 
-@distillations.register("reverse_kl", needs=["teacher"])
+@distillations.register("reverse_kl", needs=["teacher", "teacher_logprobs"])
 def reverse_kl(output: PolicyOutput, batch: TokenBatch, *, ratio_cap: Positive = 2.0) -> Tensor:
     """``KL(pi || teacher)`` at every state, from the teacher's log-prob of the sampled token alone (Gu et al. 2023,
     arXiv:2306.08543; as a per-token advantage: Lu 2025, "On-policy distillation").
@@ -39,7 +39,7 @@ def reverse_kl(output: PolicyOutput, batch: TokenBatch, *, ratio_cap: Positive =
     return weight * log_ratio(now, batch.teacher_logprobs) * (output.logprobs - now).exp()
 
 
-@distillations.register("jsd", needs=["teacher_candidates"])
+@distillations.register("jsd", needs=["teacher", "teacher_candidates"])
 def jsd(output: PolicyOutput, batch: TokenBatch, *, teacher_share: OpenFraction = 0.5) -> Tensor:
     """Generalised Jensen-Shannon divergence over the vocabulary (Agarwal et al. 2023, arXiv:2306.13649).
 

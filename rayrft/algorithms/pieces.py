@@ -26,6 +26,8 @@ NONE = "none"
 Coefficient = float | int | bool | str | Mapping[str, float] | None
 
 Need = Literal[
+    "rollouts",
+    "expert",
     "reference",
     "critic",
     "pairs",
@@ -33,6 +35,7 @@ Need = Literal[
     "reference_kl",
     "proximal",
     "teacher",
+    "teacher_logprobs",
     "teacher_candidates",
     "greedy_baseline",
     "turns",
@@ -40,7 +43,8 @@ Need = Literal[
     "components",
     "answer_length",
 ]
-"""Inputs of a piece besides own rows with rewards and behaviour log-probs, or expert rows."""
+"""Inputs of an algorithm. Pieces name those besides rows with rewards and behaviour log-probs: an `Algorithm` derives
+``rollouts`` and ``expert``."""
 
 Trait = Literal[
     "whole_answers", "one_advantage", "moves_at_zero", "selects", "compares", "varies_in_row", "no_gradient"

@@ -7,10 +7,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from rayrft.algorithms.algorithm import Algorithm
-from rayrft.algorithms.checks import check_bounds, check_coefficient, check_field, check_whole, is_used
+from rayrft.algorithms.checks import check_bounds, check_coefficient, check_field, check_whole, is_used, refuse
 from rayrft.algorithms.pieces import NONE
 from rayrft.algorithms.registries import REGISTRIES
-from rayrft.errors import ConfigError
 from rayrft.registry import Registry
 
 presets: Registry[Algorithm] = Registry("algorithm")
@@ -120,10 +119,6 @@ def _with_default_aggregation(algorithm: Algorithm, *, named: bool) -> Algorithm
     if loss is None or aggregation is None or "whole_answers" not in loss.traits - aggregation.traits:
         return algorithm
     if named:
-        raise ConfigError(
-            f"would count long answers once for every token: policy_loss {loss.name!r} is a loss of whole answers",
-            f"use {_WHOLE}, or leave this out",
-            field="algorithm.aggregation",
-            value=aggregation.name,
-        )
+        problem = f"would count long answers once for every token: policy_loss {loss.name!r} is a loss of whole answers"
+        raise refuse("aggregation", problem, f"use {_WHOLE}, or leave the key out", aggregation.name)
     return replace(algorithm, aggregation=_WHOLE)

@@ -34,7 +34,7 @@ def step_wise(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Ten
     return group_relative_advantages(returns, epsilon=epsilon)[index]
 
 
-@group_advantages.register("gigpo", needs=["states"], traits=["compares", "varies_in_row"])
+@group_advantages.register("gigpo", needs=["turns", "states"], traits=["compares", "varies_in_row"])
 def gigpo(
     rewards: Tensor,
     group: Group,

@@ -179,7 +179,7 @@ def check_group(group: list[Experience], algorithms: list[Algorithm], group_size
         )
     if any(row.reward is None for row in group):
         raise DataError("a row has no reward", "score the row", field="reward", value=of)
-    greedy = [algorithm.advantage for algorithm in algorithms if algorithm.needs_greedy_baseline]
+    greedy = [algorithm.advantage for algorithm in algorithms if "greedy_baseline" in algorithm.needs]
     if greedy and any(row.greedy_reward is None for row in group):
         raise DataError(
             f"advantage {greedy[0]!r} needs the reward of a greedy answer to the task",

@@ -1,4 +1,4 @@
-"""Config of auxiliary models: frozen ones, served beside the policy."""
+"""Config of auxiliary models: frozen, served besides the policy."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rayrft.config.model import TemplateConfig
 
 
 class AuxiliaryConfig(Section):
-    """A frozen model that workflows may talk to, such as a judge or a simulated user, on engines of its own."""
+    """A frozen model for workflows and judges, such as a simulated user, on its own engines."""
 
     model: str
-    """A Hugging Face folder or hub id; it has a tokenizer of its own."""
+    """A Hugging Face folder or hub id, with its own tokenizer."""
     template: TemplateConfig = TemplateConfig()
     engine: EngineConfig = EngineConfig(count=1)
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_length: int = Field(512, ge=8)
     """Longest sequence, prompt and answer together, in tokens."""
     temperature: float = Field(1.0, ge=0)
-    """For calls that do not say one; 0 is greedy."""
+    """Default of calls; 0 is greedy."""
     max_tokens: int = Field(128, ge=1)
-    """Longest answer, in tokens, for calls that do not say one."""
+    """Default of calls: longest answer, in tokens."""
 
     @field_validator("model")
     @classmethod

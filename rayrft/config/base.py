@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict
 from rayrft.errors import ConfigError
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
-"""The pattern of names that are part of those of folders, actors and URLs."""
+"""The pattern of names that become parts of the names of folders, actors and URLs."""
 
 
 REFERENCE = re.compile(r"env:[A-Za-z_]\w*")
-"""A text that stands for the value of an environment variable."""
+"""A reference to an environment variable."""
 
 
 class Section(BaseModel):
@@ -25,8 +25,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-def invalid(field: str, problem: str, *, value: Any = None, remedy: str = "") -> ValueError:
-    """Create the error that a section's validator raises for ``field``, a dotted key relative to the section.
+def invalid(field: str, problem: str, remedy: str = "", *, value: Any = None) -> ValueError:
+    """Create the error that a validator raises for ``field``, a dotted key relative to its section.
 
     `load_config` prepends the path of the section and raises ConfigError.
     """
@@ -46,18 +46,18 @@ def resolved(value: Any) -> Any:
         return value
     if (secret := os.environ.get(value[4:])) is None:
         remedy = "set it for the driver and on every node before Ray starts, or in env_vars of the job's runtime_env"
-        raise ConfigError("the environment variable is not set", remedy, field="env", value=value)
+        raise ConfigError("refers to an environment variable that is not set", remedy, field="env", value=value)
     return secret
 
 
 def local_folder(value: Any) -> Any:
     """Return the absolute path of a folder, since actors do not share the driver's working directory; refuse a URI.
 
-    For sections to validate a field with before its type is.
+    For a field's ``before`` validator.
     """
     if not isinstance(value, str | Path):
         return value
     if "://" in str(value):
         remedy = "give a folder, local or mounted on every node, such as /mnt/runs"
-        raise invalid("", "is a URI, and a run is kept in a folder", value=value, remedy=remedy)
+        raise invalid("", "must be a folder, not a URI", remedy, value=value)
     return Path(value).expanduser().absolute()

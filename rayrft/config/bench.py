@@ -7,15 +7,13 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from rayrft.config.base import Section, invalid
+from rayrft.config.base import NAME, Section, invalid
 from rayrft.config.tasks import TaskSourceConfig
-
-_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 
 
 class TasksetConfig(Section):
-    """Tasks to evaluate on: the held-out tasks of sources that have some, all tasks of the others. One source may be
-    given in place of the section."""
+    """Tasks to evaluate on: the held-out tasks of a source, or all its tasks if it has none. A single source may stand
+    in place of the section."""
 
     sources: list[TaskSourceConfig] = Field(min_length=1)
     size: int | None = Field(None, ge=1)
@@ -35,11 +33,11 @@ class BenchConfig(Section):
     its final or else latest weights, or ``RUN@WHICH``: a step of a checkpoint, a stage, or ``start``. By default
     ``model``."""
     tasksets: dict[str, TasksetConfig] = Field(default_factory=dict)
-    """By name, besides the held-out tasks of ``tasks``, if there are some, as ``held_out``."""
+    """By name. The held-out tasks of ``tasks``, if any, are added as ``held_out``."""
     samples: int = Field(8, ge=1)
     """Attempts per task; by default 1 at temperature 0."""
     k: tuple[int, ...] = Field((1, 4, 8), min_length=1)
-    """Where pass@k and majority@k are measured; by default those of 1, 4 and 8 that are at most ``samples``."""
+    """The k of pass@k and majority@k; by default 1, 4 and 8, up to ``samples``."""
     temperature: float = Field(1.0, ge=0)
     max_tokens: int | None = Field(None, ge=1)
     """Longest answer, in tokens; by default ``explorer.sampling.max_tokens``."""
@@ -58,20 +56,16 @@ class BenchConfig(Section):
     def _names(cls, named: dict[str, Any]) -> dict[str, Any]:
         for name in named:
             if name == "held_out":
-                raise invalid(name, "is the name of those of 'tasks'", value=name, remedy="give another")
-            if not re.fullmatch(_NAME, name):
-                raise invalid(name, "a name is of letters, digits, '-' and '_'", value=name)
+                raise invalid(name, "is reserved for the held-out tasks of 'tasks'", "use another name", value=name)
+            if not re.fullmatch(NAME, name):
+                raise invalid(name, "must consist of letters, digits, '-' and '_'", "use another name", value=name)
         return named
 
     @model_validator(mode="after")
     def _samples(self) -> BenchConfig:
         if min(self.k) < 1 or max(self.k) > self.samples:
-            raise invalid("k", f"must be from 1 to samples, {self.samples}", value=list(self.k), remedy="raise samples")
+            raise invalid("k", f"must lie in 1 to samples, {self.samples}", "raise samples", value=list(self.k))
         if self.temperature == 0 and self.samples > 1:
-            raise invalid(
-                "samples",
-                "all answers to a task are equal at temperature 0",
-                value=self.samples,
-                remedy="give samples 1 and k [1], or a temperature",
-            )
+            problem = "must be 1 at temperature 0, where all answers to a task are equal"
+            raise invalid("samples", problem, "set samples: 1 and k: [1], or raise the temperature", value=self.samples)
         return self

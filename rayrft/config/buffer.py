@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rayrft.config.base import Section, invalid, local_folder
+from rayrft.config.base import NAME, Section, invalid, local_folder
 
 
 class SamplerConfig(Section):
@@ -39,34 +39,31 @@ class SamplerConfig(Section):
     def _reuse(self) -> SamplerConfig:
         if self.name == "fifo" and (self.max_uses > 1 or self.replay_ratio > 1):
             key = "max_uses" if self.max_uses > 1 else "replay_ratio"
-            raise invalid(key, "fifo uses every group once", remedy="use sampler uniform or priority, or leave it out")
+            remedy = "use sampler uniform or priority, or remove it"
+            raise invalid(key, "must be 1 with sampler fifo, which uses every group once", remedy)
         if self.replay_ratio > self.max_uses:
-            raise invalid(
-                "replay_ratio",
-                f"asks for more uses per group than max_uses, {self.max_uses}, allows",
-                value=self.replay_ratio,
-                remedy="raise max_uses",
-            )
+            problem = f"must be at most max_uses, {self.max_uses}"
+            raise invalid("replay_ratio", problem, "lower it, or raise max_uses", value=self.replay_ratio)
         return self
 
 
 class BufferConfig(Section):
     """Storage, capacity and durability of experiences."""
 
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
-    """A Buffer that belongs to no run, at which jobs of modes ``explore`` and ``train`` meet: the first of them starts
-    it, and ``rayrft buffer stop NAME`` ends it. All of them need the same ``buffer`` section and model."""
+    name: str | None = Field(None, pattern=NAME)
+    """Name of a Buffer that jobs of modes ``explore`` and ``train`` share. The first job starts it, and ``rayrft buffer
+    stop NAME`` ends it. All of its jobs need the same ``buffer`` section and model."""
     storage: Path | None = None
-    """A folder, local or mounted: the log is in ``<storage>/<run>``, by default in the run's folder. That of a Buffer
-    with a ``name`` is in ``<storage>/buffer.<name>``, where ``storage`` is by default that of the run."""
+    """A folder, local or mounted: the log is in ``<storage>/<run>``, by default in the run's folder. The log of a
+    Buffer with a ``name`` is in ``<storage>/buffer.<name>``; ``storage`` is by default the run's."""
     max_age: int | None = Field(None, ge=0)
-    """Mode ``train``: versions by which a group may be older than the trainer, dropped as ``stale`` beyond it; none:
-    any."""
+    """Mode ``train``: versions by which a group may be older than the trainer; older groups are dropped as ``stale``.
+    By default no group is too old."""
     sampler: SamplerConfig = SamplerConfig()
     max_rows: int = Field(1_000_000, ge=1)
     max_bytes: int = Field(32 << 30, ge=1 << 20)
-    """Bounds on held rows, which wait for training or are in training. At a bound no group is admitted; those in flight
-    are still accepted, at most the groups of ``max_staleness + 1`` steps."""
+    """Bounds on held rows, which wait for training or are in training. At a bound no group is admitted; groups in
+    flight are still accepted, at most those of ``max_staleness + 1`` steps."""
     when_full: Literal["wait", "evict_lowest_priority", "evict_oldest"] = "wait"
     """At a bound producers wait, or groups are dropped by this rule and counted."""
     memory_bytes: int = Field(4 << 30, ge=1 << 20)
@@ -77,8 +74,8 @@ class BufferConfig(Section):
     """Size of the log beyond which segments without held rows are deleted, oldest first, and sparse ones rewritten."""
     fsync: Literal["always", "interval", "never"] = "interval"
     """When the log is synced to disk. A killed process never loses data. A power failure loses nothing acknowledged
-    with ``always``, at most the last ``fsync_s`` seconds with ``interval``, and all that the operating system had not
-    written with ``never``; never the data that a checkpoint needs."""
+    with ``always``, at most the last ``fsync_s`` seconds with ``interval``, and what the operating system had not
+    written with ``never``. It never loses data that a checkpoint needs."""
     fsync_s: float = Field(1.0, gt=0)
 
     _local_storage = field_validator("storage", mode="before")(local_folder)
@@ -91,10 +88,6 @@ class BufferConfig(Section):
     @model_validator(mode="after")
     def _sizes(self) -> BufferConfig:
         if self.log_bytes < 2 * self.segment_bytes:
-            raise invalid(
-                "log_bytes",
-                "must hold at least two segments",
-                value=self.log_bytes,
-                remedy=f"give at least {2 * self.segment_bytes}, or lower segment_bytes",
-            )
+            remedy = f"give at least {2 * self.segment_bytes}, or lower segment_bytes"
+            raise invalid("log_bytes", "must hold at least two segments", remedy, value=self.log_bytes)
         return self

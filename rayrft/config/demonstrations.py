@@ -27,13 +27,13 @@ class RowFormat(Section):
     label: str = "label"
     images: str = "images"
     tools: str = "tools"
-    """The names of the fields. ``margin`` is by how much a pair's chosen answer is better, if it is known, for reward
-    models. ``label``, true or false, says whether an answer is good, for algorithms such as ``kto`` (in TRL's files of
-    this kind ``response`` is ``completion``). ``images`` are paths, relative to the folder of the file, or bytes; they
-    replace ``<image>`` in user messages, else precede the first user text. ``tools`` are JSON schemas of functions, a
-    list or its JSON, which the chat template shows."""
+    """The names of the fields. ``margin``, for reward models, is by how much a pair's chosen answer is better, if
+    known. ``label``, true or false, says whether an answer is good, for algorithms such as ``kto`` (TRL's files name
+    ``response`` ``completion``). ``images`` are paths, relative to the folder of the file, or bytes; they replace
+    ``<image>`` in user messages, else precede the first user text. ``tools`` are JSON schemas of functions, a list or
+    its JSON, which the chat template shows."""
     images_folder: Path | None = None
-    """Where images are kept that are bytes; every node must find it."""
+    """Folder for images that are given as bytes; every node must have it at this path."""
     size: int | None = Field(None, ge=1)
     """Number of rows to take, from the start; all by default. For demonstrations from tasks: number of tasks to
     reserve, which are never sampled for rollouts."""
@@ -47,8 +47,8 @@ class DemonstrationsConfig(RowFormat):
     path: Path | None = None
     """A JSONL or Parquet file, a folder of Parquet files, or a data set saved by ``datasets.Dataset.save_to_disk``."""
     held_out: float = Field(0.0, ge=0.0)
-    """Of preference pairs, the share (below 1) or the number (from 1) that no stage trains on, chosen by ``seed``: all
-    pairs of a prompt, or none. They are ranked where a stage that trains on the others evaluates, and at its end."""
+    """Share (below 1) or number (from 1) of preference pairs that no stage trains on, chosen by ``seed``: all pairs of
+    a prompt, or none. A stage that trains on the other pairs ranks them when it evaluates, and at its end."""
     wrong_share: float = Field(0.0, ge=0.0, le=1.0)
     """Fraction of rows with a wrong answer instead, to imitate a base model of mixed quality."""
     wrong_field: str | None = None
@@ -57,11 +57,13 @@ class DemonstrationsConfig(RowFormat):
     @model_validator(mode="after")
     def _one_origin(self) -> DemonstrationsConfig:
         if self.path is None and self.size is None:
-            raise invalid("path", "give 'path' (a file or folder) or 'size' (how many tasks to set apart)")
+            raise invalid("path", "is required without 'size'", "give a file or folder, or size, a number of tasks")
         if self.held_out >= 1 and self.held_out % 1:
-            raise invalid("held_out", "is neither a share below 1 nor a number of pairs", value=self.held_out)
-        if self.wrong_share and (self.wrong_field is None or self.path is not None):
+            remedy = f"give {round(self.held_out)}"
             raise invalid(
-                "wrong_share", "needs wrong_field, and demonstrations made from tasks", value=self.wrong_share
+                "held_out", "must be a share below 1, or a whole number of pairs", remedy, value=self.held_out
             )
+        if self.wrong_share and (self.wrong_field is None or self.path is not None):
+            problem = "is only valid with wrong_field, for demonstrations made from tasks"
+            raise invalid("wrong_share", problem, "set wrong_field and remove path", value=self.wrong_share)
         return self

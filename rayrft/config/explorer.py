@@ -41,20 +41,20 @@ class RepetitionConfig(Section):
     @model_validator(mode="after")
     def _bounds(self) -> RepetitionConfig:
         if self.min_pattern > self.max_pattern:
-            raise invalid("min_pattern", "is greater than max_pattern", remedy="lower it")
+            raise invalid("min_pattern", "must be at most max_pattern", "lower it", value=self.min_pattern)
         return self
 
 
 class PartialConfig(Section):
     """Partial rollouts (Kimi k1.5, arXiv:2501.12599, 2.6.2): groups with unfinished answers are parked in the Buffer
-    with the tokens that they have, and go on from there under the next weights, before others are begun.
+    with their tokens, and continued under the next weights, before new groups are started.
 
-    A parked attempt runs its workflow again up to where it was, with the answers that it got: an environment must
-    answer them as before, or the attempt samples anew from there on."""
+    A continued attempt runs its workflow again with the recorded answers, up to the point where it was parked. The
+    environment must answer as before; at the first difference the attempt samples again."""
 
     budget: int | None = Field(None, ge=1)
-    """Tokens that an attempt may sample until it is parked; by default, only groups that over-sampling leaves over when
-    a step is leased are parked, instead of abandoned."""
+    """Tokens that an attempt may sample until it is parked. By default only surplus groups of over-sampling are parked,
+    when a step is leased, instead of abandoned."""
     old_tokens: Literal["train", "mask"] = "mask"
     """Whether tokens from before a group was parked are trained, as far as ``max_staleness`` allows, or never."""
 
@@ -72,65 +72,64 @@ class SamplingConfig(Section):
     max_prompt_tokens: int = Field(256, ge=1)
     """A task with a longer prompt is dropped with a reason and counted."""
     repetition: RepetitionConfig | None = None
-    """Stop an answer that repeats itself, with stop reason ``repetition``; what it earns is said in `reward`."""
+    """Stop an answer that repeats itself, with stop reason ``repetition``; `reward` has its penalty."""
 
 
 class EnvironmentConfig(Section):
-    """What workflows act in. Every attempt has an environment of its own, in a process of its own if it may block."""
+    """The environment that workflows act in. Each attempt has its own, in its own process if it may block."""
 
     name: str
-    """gymnasium, reasoning_gym, verifiers, openenv, one that a plugin registers, or ``package.module:attribute``."""
+    """gymnasium, reasoning_gym, verifiers, openenv, a name that a plugin registers, or ``package.module:attribute``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Parameters of its class."""
     deadline_s: float = Field(30.0, gt=0)
-    """Seconds for ``reset`` and for each ``step``, from when they begin; what takes longer fails the attempt, which is
-    counted as ``timeout``. Its creation may take as long, and in a process at least a minute."""
+    """Seconds for ``reset`` and for each ``step``, from their start; a slower one fails the attempt, counted as
+    ``timeout``. The creation may take as long, and at least a minute in a process."""
     observation_limit: int = Field(20_000, ge=1)
     """Longest observation, in characters; a longer one fails the attempt."""
     image_bytes: int = Field(8 << 20, ge=0)
-    """Largest sum of an observation's images, in bytes, if it comes from a process; more fails the attempt."""
+    """Largest sum of the bytes of an observation's images, if it comes from a process; more fails the attempt."""
     same_episode: bool = True
-    """Whether all attempts of a group have the same seed, and so the same episode: advantages that compare them need
-    it. Seeds are derived from the run's."""
+    """Whether all attempts of a group have the same seed, and so the same episode, as advantages that compare them
+    need. Seeds are derived from the run's."""
     processes: int = Field(64, ge=1)
-    """Environments that may be in processes at once, in each Explorer; further attempts wait for one to end."""
+    """Environments in processes at once, in each Explorer; further attempts wait for one to end."""
     spares: int = Field(2, ge=0)
-    """Processes with an environment that are started before an attempt asks for them."""
+    """Processes with an environment that are started before an attempt needs them."""
     reset_retries: int = Field(2, ge=0)
-    """How often another process is tried where one dies before the first action."""
+    """How often a new process is tried if one dies before the first action."""
 
 
 class ExplorerConfig(Section):
     workflow: str = "single_turn"
-    """How tasks are acted on that do not name a workflow of their own."""
+    """The workflow of tasks that do not name one."""
     workflow_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of workflows, by the workflow's name."""
     workflow_processes: int = Field(64, ge=1)
-    """Attempts that may be in processes at once, in each Explorer, by a workflow that says it may block."""
+    """Attempts in processes at once, in each Explorer, of a workflow that declares that it may block."""
     environment: EnvironmentConfig | None = None
-    """What workflows act in, if they need it."""
+    """The environment, for workflows that need one."""
     deadline_s: float = Field(600.0, gt=0)
-    """Seconds that one attempt at a task may take, of which those do not count in which its requests wait for an engine
-    with room. What takes longer is dropped, and counted as ``timeout``."""
+    """Seconds that one attempt at a task may take, without the time that its requests wait for an engine with room. A
+    slower attempt is dropped and counted as ``timeout``."""
     group_deadline_s: float | None = Field(None, gt=0)
-    """Seconds that a group may take, counted while any of its attempts runs. Then its unfinished attempts are dropped,
-    and those that have finished are kept."""
+    """Seconds that a group may take, counted while any of its attempts runs. Then its unfinished attempts are dropped
+    and its finished ones kept."""
     count: int = Field(1, ge=1)
-    """Explorer actors, each with an event loop of its own. They share the tasks; the first one evaluates."""
+    """Explorer actors, each with its own event loop. They share the tasks; the first one evaluates."""
     cpus: float = Field(0.2, gt=0)
     """CPUs of one Explorer."""
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     drop_zero_variance: bool = True
-    """Drop a group whose advantages are all 0 (equal rewards, apart from an overlong punishment) if it has no gradient;
-    another task replaces it. With a KL, an entropy term, a critic, or advantages normalised over the batch it has one,
-    and is kept. (The dynamic sampling of other systems drops it also with a KL.)"""
+    """Drop a group whose advantages are all 0 (equal rewards, apart from an overlong punishment) and draw another task,
+    if the group has no gradient. With a KL, an entropy term, a critic, or advantages normalised over the batch it has
+    one, and is kept. (The dynamic sampling of other systems drops it also with a KL.)"""
     max_tries: int = Field(1000, ge=1)
-    """Consecutive groups of one Explorer that may be dropped, for equal rewards or any other reason; then the run ends
-    with this as its cause. An explore job continues to the end of its tasks."""
+    """Consecutive groups of one Explorer that may be dropped, for equal rewards or any other reason, before the run
+    ends with this cause. An explore job continues to the end of its tasks."""
     partial: PartialConfig | None = None
-    """Park unfinished groups instead of waiting for them; by default each is sampled in one go."""
+    """Park unfinished groups instead of waiting for them; by default a group is sampled without a pause."""
     over_sampling: float = Field(1.0, ge=1.0, le=8.0)
-    """Ratio of groups in flight to groups needed. Above 1 a step does not wait for stragglers; the groups that it
-    leaves over are abandoned once it is leased (with ``partial``, parked), or dropped if they come too late, and
-    counted."""
+    """Ratio of groups in flight to groups needed. Above 1 a step does not wait for stragglers; once it is leased, its
+    surplus groups are abandoned (with ``partial``, parked), or dropped if they finish too late, and counted."""

@@ -1,4 +1,4 @@
-"""Loading of YAML and overrides to a validated config: that of a run, or of another class."""
+"""Loading of YAML and overrides to a validated config, of a run or of another class."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def read_config(
 def load_run_config(folder: Path) -> RunConfig:
     """Read the config of a run folder, which somebody else may have made, without running its plug-ins.
 
-    They run only if this process has loaded them before, or its environment has RAYRFT_TRUST_PLUGINS=1. Raises
+    Plug-ins run only if this process has loaded them before, or its environment has RAYRFT_TRUST_PLUGINS=1. Raises
     ConfigError, also if the config is not valid without them.
     """
     raw = _read(folder / "config.yaml")
@@ -88,7 +88,7 @@ def load_run_config(folder: Path) -> RunConfig:
     try:
         return load_config({**raw, "plugins": []})
     except ConfigError as error:
-        problem = f"{error.problem}, and the plug-ins of a run folder are not run by those that read it"
+        problem = f"{error.problem}, and readers of a run folder do not run its plug-ins"
         raise ConfigError(problem, remedy, field=error.field, value=error.value) from None
 
 
@@ -101,23 +101,20 @@ def _refuse_secrets(value: Any, path: list[str], raw: Any) -> None:
     field = ".".join(_named(path, raw))
     if REFERENCE.fullmatch(value):
         if {"options", "workflow_options", "url"}.isdisjoint(path):
-            remedy = "give the value itself; options and urls take env:NAME"
-            raise ConfigError("does not take a reference to a variable", remedy, field=field, value=value)
+            remedy = "give the value itself; only options and urls take env:NAME"
+            raise ConfigError("cannot be a reference to a variable", remedy, field=field, value=value)
         return
     named = path and _SECRET_KEY.match(path[-1]) and re.fullmatch(r"[^\s<>]{8,}", value)
     if named or _SECRET.search(value):
-        raise ConfigError(
-            "looks like a secret, and a config is written to the run's folder, to logs and to wandb",
-            "put it into an environment variable and give env:NAME",
-            field=field,
-        )
+        problem = "looks like a secret, and a config is written to the run's folder, to logs and to wandb"
+        raise ConfigError(problem, "put it into an environment variable and give env:NAME", field=field)
 
 
 def parse_override(text: str) -> tuple[str, Any]:
     """Parse ``key.sub=value``, the value as YAML. Raises ConfigError if there is no '='."""
     key, mark, value = text.partition("=")
     if not mark or not key:
-        raise ConfigError("an override is written key.sub=value", field="override", value=text)
+        raise ConfigError("must have the form key.sub=value", "add '=' and a value", field="override", value=text)
     return key.strip(), yaml.load(value, _Loader)
 
 
@@ -139,13 +136,14 @@ def _read(source: str | Path | dict[str, Any] | BaseModel) -> dict[str, Any]:
         return copy.deepcopy(source)
     path = Path(source)
     if not path.is_file():
-        raise ConfigError("no such config file", "give a YAML file", field="config", value=str(source))
+        raise ConfigError("is not a file", "give the path of a YAML file", field="config", value=str(source))
     try:
         raw = yaml.load(path.read_text(), _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"not YAML: {error}", "fix the file at that line", field=str(path)) from None
+        raise ConfigError(f"is not valid YAML: {error}", "fix the file at that line", field=str(path)) from None
     if not isinstance(raw, dict):
-        raise ConfigError("a config is a mapping of sections", field=str(path), value=type(raw).__name__)
+        remedy = "write keys and values, such as 'name: my_run'"
+        raise ConfigError("must be a mapping of sections", remedy, field=str(path), value=type(raw).__name__)
     plugins = raw["plugins"] if isinstance(raw.get("plugins"), list) else []
     for number, plugin in enumerate(plugins):
         copies = [*(path.parent / "plugins").glob(f"{number}-*")]
@@ -155,7 +153,7 @@ def _read(source: str | Path | dict[str, Any] | BaseModel) -> dict[str, Any]:
 
 
 def plugin_copy(folder: Path, number: int, path: Path) -> Path:
-    """Return where a run keeps its copy of a plug-in: named by its place in ``plugins``, and a digest."""
+    """Return the path of a run's copy of a plug-in, named by its place in ``plugins`` and a digest."""
     if path.parent == folder:
         return path
     return folder / f"{number}-{hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()}-{path.name}"
@@ -167,18 +165,11 @@ def _assign(raw: dict[str, Any], dotted: str, value: Any) -> None:
     for part in parents:
         node = _entry(node, part, dotted) if isinstance(node, list) else node.setdefault(part, {})
         if not isinstance(node, dict | list):
-            raise ConfigError(
-                f"{part!r} is a value, not a section",
-                "override the value itself, without a key after its name",
-                field=dotted,
-                value=node,
-            )
+            remedy = "override the value itself, without a key after its name"
+            raise ConfigError(f"cannot be set: {part!r} is a value, not a section", remedy, field=dotted, value=node)
     if isinstance(node, list):
-        raise ConfigError(
-            "an override changes a value, not a whole list entry",
-            "add a field of the entry, such as stages.mix.steps",
-            field=dotted,
-        )
+        remedy = "add a field of the entry, such as stages.mix.steps"
+        raise ConfigError("cannot replace a whole list entry", remedy, field=dotted)
     node[last] = value
 
 
@@ -187,13 +178,13 @@ def _entry(entries: list[Any], part: str, dotted: str) -> Any:
         return entries[int(part)]
     named = {str(entry.get("name") or number): entry for number, entry in enumerate(entries) if isinstance(entry, dict)}
     if part not in named:
-        raise ConfigError("no such entry", nearest(part, named), field=dotted, value=part)
+        raise ConfigError("names an entry that does not exist", nearest(part, named), field=dotted, value=part)
     return named[part]
 
 
 def _explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel]) -> ConfigError:
-    """Convert the first problem to a ConfigError: the others often follow from it. An unknown key beside a missing one
-    is its name mistyped."""
+    """Convert the first problem to a ConfigError: the others often follow from it. An unknown key next to a missing one
+    is taken for its misspelt name."""
     first, *others = error.errors()
     beside = [each for each in others if each["type"] == "extra_forbidden" and each["loc"][:-1] == first["loc"][:-1]]
     problem = beside[0] if beside and first["type"] == "missing" else first

@@ -21,25 +21,22 @@ class TinyModelConfig(Section):
     heads: int = Field(4, ge=1)
     intermediate_size: int = Field(384, ge=8)
     experts: int = Field(0, ge=0)
-    """Experts of a mixture, of which a token uses two, in every layer but the first; 0 for none."""
+    """Experts in every layer but the first, of which a token uses two; 0 for a dense model."""
 
     @model_validator(mode="after")
     def _head_size(self) -> TinyModelConfig:
         # vLLM's CPU attention supports no other head sizes.
         if self.hidden_size % (32 * self.heads):
-            raise invalid(
-                "hidden_size",
-                f"over heads, {self.heads}, must be a multiple of 32, the size of a head",
-                value=self.hidden_size,
-                remedy=f"give {max(1, round(self.hidden_size / (32 * self.heads))) * 32 * self.heads}",
-            )
+            remedy = f"give {max(1, round(self.hidden_size / (32 * self.heads))) * 32 * self.heads}"
+            problem = f"must be a multiple of 32 times heads, {self.heads}"
+            raise invalid("hidden_size", problem, remedy, value=self.hidden_size)
         if self.experts and (self.vision or self.experts < 2):
-            raise invalid("experts", "must be at least 2, or 0 (always with vision)", value=self.experts)
+            raise invalid("experts", "must be 0, or at least 2 without vision", "set it to 0", value=self.experts)
         return self
 
 
 class TemplateConfig(Section):
-    """How conversations become text, in training, evaluation and at the endpoint. Exported models have it, too."""
+    """The chat template of training, evaluation, endpoint and exported models."""
 
     file: Path | None = None
     """A Jinja chat template instead of the tokenizer's."""
@@ -50,13 +47,13 @@ class TemplateConfig(Section):
     @classmethod
     def _there(cls, file: Path | None) -> Path | None:
         if file is not None and not file.expanduser().is_file():
-            raise invalid("", "there is no such file", value=str(file), remedy="give the path of a Jinja template")
+            raise invalid("", "is not a file", "give the path of a Jinja template", value=str(file))
         return file and file.expanduser().absolute()
 
 
 class ModelConfig(Section):
-    """Either a Hugging Face folder or hub id (``path``) or a generated ``tiny`` model; neither where a bench names its
-    models."""
+    """Either a Hugging Face folder or hub id (``path``) or a generated ``tiny`` model. A bench that names its models
+    needs neither."""
 
     path: str | None = None
     tiny: TinyModelConfig | None = None
@@ -69,5 +66,5 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
         if self.path is not None and self.tiny is not None:
-            raise invalid("path", "give exactly one of 'path' (a Hugging Face model) and 'tiny' (a generated one)")
+            raise invalid("path", "cannot be combined with 'tiny'", "remove one of them", value=self.path)
         return self

@@ -13,14 +13,14 @@ from rayrft.config.reward import RewardModelsConfig
 
 
 class OperatorConfig(Section):
-    """One operator: its name, and its options beside it: ``{name: near_duplicates, threshold: 0.8}``.
+    """An operator by name, with its options beside it: ``{name: near_duplicates, threshold: 0.8}``.
 
-    pipelines/README.md lists those that are there."""
+    pipelines/README.md lists all operators."""
 
     model_config = ConfigDict(extra="allow", frozen=True, validate_default=True)
 
     name: str
-    """Or ``package.module:attribute``. Without it, ``juicer`` names an operator of Data-Juicer."""
+    """A registered name, or ``package.module:attribute``. Without it, ``juicer`` names an operator of Data-Juicer."""
 
     @model_validator(mode="before")
     @classmethod
@@ -34,57 +34,56 @@ class OperatorConfig(Section):
 
 
 class EndpointConfig(Section):
-    """A model behind the API of OpenAI, which operators may ask."""
+    """A model with an OpenAI-compatible API, for operators."""
 
     url: str
-    """The base, which ends in ``/v1``."""
+    """The base URL, which ends in ``/v1``."""
     model: str
     key_variable: str = "OPENAI_API_KEY"
     """The environment variable with the key."""
     temperature: float = Field(1.0, ge=0)
     max_tokens: int = Field(1024, ge=1)
-    """For requests that do not say them."""
+    """Temperature and longest answer of requests that do not set them."""
     calls: int = Field(64, ge=1)
-    """Requests at a time."""
+    """Concurrent requests."""
     retries: int = Field(4, ge=0)
-    """How often a request is made again that was not answered, after a pause that doubles, or as long as the endpoint
-    asks for."""
+    """How often an unanswered request is repeated, after a pause that doubles, or that the endpoint asks for."""
 
 
 class PipelineConfig(Section):
-    """The file of ``rayrft data process``: operators, in their order, and what they may ask."""
+    """The file of ``rayrft data process``: operators, in their order, and models for them."""
 
     operators: list[OperatorConfig] = Field(min_length=1)
     models: dict[Annotated[str, Field(pattern=NAME)], AuxiliaryConfig] = Field(default_factory=dict)
-    """Models that operators may ask, by name, each on engines of its own while the pipeline runs."""
+    """Models for operators, by name, each on its own engines while the pipeline runs."""
     endpoints: dict[Annotated[str, Field(pattern=NAME)], EndpointConfig] = Field(default_factory=dict)
-    """Further ones, which run elsewhere."""
+    """Further models, which run elsewhere."""
     reward: RewardModelsConfig | None = None
-    """How operators check answers again; by default as the run does that ``--config`` names."""
+    """Rewards by which operators check answers again; by default those of the config that ``--config`` names."""
     answer_s: float = Field(300.0, gt=0)
-    """Seconds for an answer of a model, from when the request is made. The ``deadline_s`` of an operator stands still
-    while it waits for answers."""
+    """Seconds for an answer of a model, from the request. An operator's ``deadline_s`` does not count while it waits
+    for answers."""
     batch_rows: int = Field(1000, ge=1)
-    """Rows that an operator gets at once, at most; whole groups where it works on groups."""
+    """Most rows that an operator gets at once; an operator on groups gets whole groups."""
     deadline_s: float = Field(60.0, gt=0)
     """Seconds that an operator may take for one batch."""
     workers: int = Field(1, ge=1)
-    """Processes in which operators of single rows work at once; more than one are spread over the cluster by Ray Data.
-    What comes out does not depend on it."""
+    """Processes of operators on single rows; Ray Data spreads more than one over the cluster. The result does not
+    depend on their number."""
     on_error: Literal["stop", "leave_out"] = "stop"
-    """What becomes of a row on which an operator of single rows raises: ``leave_out`` counts and lists it."""
+    """Policy for a row on which an operator on single rows raises: ``leave_out`` drops, counts and lists it."""
     on_broken: Literal["fail", "skip"] = "skip"
-    """What becomes of rows that cannot be read, or hold a list or object where an operator reads text or numbers:
-    ``skip`` counts and lists them."""
+    """Policy for rows that cannot be read, or hold a list or object where an operator reads text or numbers: ``skip``
+    drops, counts and lists them."""
     samples: int = Field(3, ge=0)
-    """Rows that are shown by operator, of those that it changed, made and left out."""
+    """Sample rows to show per operator, of the rows that it changed, made and dropped."""
     plugins: list[Path] = Field(default_factory=list)
-    """Python files that register operators, and rewards, of your own."""
+    """Python files that register your own operators and rewards."""
 
     @model_validator(mode="after")
     def _one_model_by_name(self) -> PipelineConfig:
         if both := sorted(self.models.keys() & self.endpoints.keys()):
-            raise invalid(f"endpoints.{both[0]}", "is the name of one of 'models'", remedy="give it another")
+            raise invalid(f"endpoints.{both[0]}", "is also the name of one of 'models'", "use another name")
         return self
 
     @field_validator("plugins")
@@ -94,7 +93,7 @@ class PipelineConfig(Section):
 
 
 class OperatorActorsConfig(Section):
-    """Actors in which operators work, on any node."""
+    """Actors that run operators, on any node."""
 
     count: int = Field(1, ge=1)
     """Actors of each Explorer."""
@@ -105,42 +104,42 @@ class OperatorActorsConfig(Section):
 
 
 class PipelinesConfig(Section):
-    """What is done with data within a run."""
+    """Operators on the data of a run."""
 
     tasks: list[OperatorConfig] = Field(default_factory=list)
     """Operators on the tasks of all sources, after duplicates are removed and before tasks are held out. They see the
     columns id, source, question, answer, system, difficulty, tries, pass_rate, priority, and metadata as JSON."""
     task_workers: int = Field(1, ge=1)
-    """Processes in which those operators of ``tasks`` work at once that look at single rows; more than one are spread
-    over the cluster by Ray Data."""
+    """Processes of those operators of ``tasks`` that work on single rows; Ray Data spreads more than one over the
+    cluster."""
     decontaminate: bool = True
-    """Leave out tasks for training and demonstrating that show what a task of an evaluation set asks or answers."""
+    """Drop training and demonstrated tasks that show the question or answer of an evaluation task."""
     endpoints: dict[Annotated[str, Field(pattern=NAME)], EndpointConfig] = Field(default_factory=dict)
-    """Models elsewhere that operators may ask, by name, beside the ``auxiliary`` ones of the run. Of those, what
-    ``tasks`` needs has engines before the run starts, too; answers are kept in ``<storage>/answers.<name>.jsonl``, so
-    that a resumed run has the same tasks."""
+    """Models elsewhere for operators, by name, besides the run's ``auxiliary`` models. Auxiliary models that ``tasks``
+    needs get engines before the run starts. Answers are kept in ``<storage>/answers.<name>.jsonl``, so that a resumed
+    run has the same tasks."""
     answer_s: float = Field(300.0, gt=0)
-    """Seconds for an answer of a model, from when the request is made. The ``deadline_s`` of an operator stands still
-    while it waits for answers."""
+    """Seconds for an answer of a model, from the request. An operator's ``deadline_s`` does not count while it waits
+    for answers."""
     experiences: list[OperatorConfig] = Field(default_factory=list)
     """Operators on each group of answers, after its rewards and before the Buffer. They see the columns of
     ``experience.SCHEMA``, ``response`` (the last answer as a text), and the task's question, answer, domain and
-    difficulty. Rows that they leave out are counted as dropped, by operator and reason."""
+    difficulty. Rows that they drop are counted by operator and reason."""
     made: str | None = Field(None, pattern=NAME)
-    """The demonstrations that rows join which operators of ``experiences`` make: expert rows, or preference pairs. A
-    stage names them like others; if it trains on groups, too, it may begin while there are none."""
+    """Name of the demonstrations to which rows made by operators of ``experiences`` are added: expert rows or
+    preference pairs. A stage that also trains on groups may start while there are none."""
     workers: int = Field(1, ge=1)
-    """Processes in which operators work on groups, of each Explorer, or of each of the ``actors``."""
+    """Processes for operators on groups, of each Explorer, or of each of the ``actors``."""
     actors: OperatorActorsConfig | None = None
-    """Where operators of ``experiences`` work that are heavy; by default in processes on the Explorer's node."""
+    """Actors for heavy operators of ``experiences``; by default operators run in processes on the Explorer's node."""
     batch: list[OperatorConfig] = Field(default_factory=list)
     """Operators on the batch of each step, between its lease and its training. They see the columns of
-    ``experience.SCHEMA``, and of each row its ``place``, the ``step``, whether it is ``trained`` (else its reward alone
-    counts, in its group's advantages), and its ``weight`` in the loss. A row that they leave out is not trained in this
-    step; its group counts as used."""
+    ``experience.SCHEMA``, and each row's ``place``, ``step``, ``trained`` (if false, only its reward counts, in its
+    group's advantages), and ``weight`` in the loss. A row that they drop is not trained in this step; its group counts
+    as used."""
     on_error: Literal["leave_out", "stop"] = "leave_out"
-    """What becomes of a group on which an operator of ``experiences`` fails: ``leave_out`` drops and counts it, or only
-    the rows on which one raises that looks at single rows. A batch on which one fails is trained as it is. Too many
-    consecutive ones stop the run."""
+    """Policy for a group on which an operator of ``experiences`` fails: ``leave_out`` drops and counts it; for an
+    operator on single rows, only the rows on which it raises. A batch on which an operator fails is trained unchanged.
+    Too many consecutive failures stop the run."""
     deadline_s: float = Field(60.0, gt=0)
     """Seconds that an operator may take for one batch of 1,000 tasks, for one group, or for one training batch."""

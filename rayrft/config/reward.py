@@ -13,7 +13,7 @@ from rayrft.errors import ConfigError
 
 
 class RewardPart(Section):
-    """One reward of several."""
+    """A reward in a sum of several."""
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -22,7 +22,7 @@ class RewardPart(Section):
     counts 0. ``shape``: like ``add``, but kept out of the value that filters and evaluations look at."""
     weight: float = 1.0
     label: str = ""
-    """The name of its value among the components; by default its own, which two parts cannot share."""
+    """The name of its value among the components; by default ``name``. No two parts have the same."""
 
     @property
     def component(self) -> str:
@@ -36,7 +36,7 @@ class ReplicasConfig(Section):
     min: int = Field(1, ge=1)
     max: int = Field(1, ge=1)
     pending: int = Field(16, ge=1)
-    """Answers that are pending for each replica, beyond which another one is started, and below which one ends."""
+    """Pending answers per replica above which another replica starts, and below which one ends."""
     cpus: float = Field(0.1, ge=0)
     gpus: float = Field(0.0, ge=0)
     """For a learned reward model with ``device: cuda``."""
@@ -45,53 +45,52 @@ class ReplicasConfig(Section):
     @model_validator(mode="after")
     def _range(self) -> Self:
         if self.max < self.min:
-            raise invalid("max", "is below min", value=self.max, remedy=f"use {self.min} or more")
+            raise invalid("max", f"must be at least min, {self.min}", "raise it", value=self.max)
         return self
 
 
 def trained_by(part: RewardPart | RewardModelConfig) -> str | None:
-    """The stage of this run that trains the reward model of a part, if one does: option ``stage`` of ``model``."""
+    """Return the stage of this run that trains the reward model of a part, if any: option ``stage`` of ``model``."""
     stage = part.options.get("stage") if part.name == "model" else None
     return None if stage is None else str(stage)
 
 
 class RewardModelConfig(Section):
-    """How answers are scored: by the reward of a name, or by several ``parts``."""
+    """Scoring of answers: by a reward named ``name``, or by several ``parts``."""
 
     name: str = "exact"
     options: dict[str, Any] = Field(default_factory=dict)
-    """What the reward takes. Reward ``model`` takes ``stage`` instead of ``model``: an earlier stage of this run, which
-    trains the reward model."""
+    """Parameters of the reward. Reward ``model`` takes ``stage`` instead of ``model``: an earlier stage of this run,
+    which trains the reward model."""
     parts: list[RewardPart] = Field(default_factory=list)
-    """Instead of ``name`` and ``options``: rewards that are scored side by side. The value of each is a component of
-    its name or label. If one is unknown, so is the reward, unless a gate is shut."""
+    """Instead of ``name`` and ``options``: several rewards. The value of each is a component of its name or label. If
+    one is unknown, so is the sum, unless a gate is 0 or below."""
     deadline_s: float = Field(10.0, gt=0)
-    """Seconds for scoring one answer, from the start of execution; waits of its process for a core do not count."""
+    """Seconds for scoring one answer, from the start of execution, without waits of its process for a core."""
     workers: int = Field(1, ge=1)
-    """Processes in which answers are scored, for each Explorer or reward actor and each part; none for a reward that
-    runs inline or is a coroutine."""
+    """Processes that score answers, for each Explorer or reward actor and each part; none for a reward that runs inline
+    or is a coroutine."""
 
     spare_workers: int = Field(8, ge=0)
-    """Processes beside ``workers``, started where calls take far longer than usual, so that those that hang hold up no
-    others. 0 where a process takes much memory, as one with a model does."""
+    """Processes besides ``workers``, started when calls take far longer than usual, so that a hanging call does not
+    delay others. Use 0 for processes with much memory, such as a model's."""
     replicas: ReplicasConfig = ReplicasConfig()
     """With ``placement: serve``, and for `rayrft serve rewards`."""
 
     @model_validator(mode="after")
     def _either(self) -> RewardModelConfig:
         if self.parts and self.changed & {"name", "options"}:
-            raise invalid("parts", "stand beside name or options", remedy="make that reward one of the parts")
+            raise invalid("parts", "cannot be combined with name or options", "make that reward one of the parts")
         names = [part.component for part in self.parts]
         if len(set(names)) < len(names):
-            remedy = "they name components: give one a label"
-            raise invalid("parts", "two have one name", value=names, remedy=remedy)
+            raise invalid("parts", "must have different names or labels", "give one a label", value=names)
         if self.parts and all(part.role != "add" for part in self.parts):
-            raise invalid("parts", "none is added", value=names, remedy="let the role of one be add")
+            raise invalid("parts", "must contain a part with role add", "change the role of one", value=names)
         return self
 
     @property
     def changed(self) -> set[str]:
-        """The keys of this section that have another value than by default. A config that was written has all keys."""
+        """The keys of this section whose value is not the default. (A config that was written has all keys.)"""
         fields = RewardModelConfig.model_fields.items()
         return {name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)}
 
@@ -102,56 +101,52 @@ class RewardModelConfig(Section):
 
 
 class RewardModelsConfig(RewardModelConfig):
-    """How the tasks of all domains are scored: alike, or each domain in its own way."""
+    """Scoring of the tasks of all domains: by one reward, or by one per domain."""
 
     domains: dict[str, RewardModelConfig] = Field(default_factory=dict)
-    """How the tasks of each domain are scored, instead of all of them by ``name`` or ``parts``. A domain has workers of
-    its own, so that a slow one holds up no other."""
+    """Scoring by domain, instead of ``name`` or ``parts`` for all tasks. A domain has its own workers, so that a slow
+    one does not delay others."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if self.domains and (given := self.changed):
-            raise invalid(
-                "domains",
-                f"stand beside {', '.join(sorted(given))}, which no task would use",
-                remedy="say it in each domain, or leave domains out",
-            )
+            problem = f"cannot be combined with {', '.join(sorted(given))}, which no task would use"
+            raise invalid("domains", problem, "move these keys into each domain, or remove domains")
         return self
 
     @property
     def models(self) -> Mapping[str, RewardModelConfig]:
-        """By domain; by the empty name where all tasks are scored alike."""
+        """By domain; by the empty name if one reward scores all tasks."""
         return self.domains or {"": self}
 
     def domain_of(self, domain: str) -> str:
         """Return the key in `models` for tasks of a domain. Raises ConfigError if there is none."""
         if self.domains and domain not in self.domains:
-            remedy = f"give it one, or give the task another domain than those of {', '.join(sorted(self.domains))}"
-            raise ConfigError("no reward scores tasks of this domain", remedy, field="reward.domains", value=domain)
+            remedy = f"add the domain, or give the task one of: {', '.join(sorted(self.domains))}"
+            raise ConfigError("does not contain the domain of a task", remedy, field="reward.domains", value=domain)
         return domain if self.domains else ""
 
 
 class LengthReward(Section):
     """Kimi k1.5's length reward (Kimi Team 2025, arXiv:2501.12599, sec. 2.3.3): shorter answers of a group earn more.
 
-    Where a group's rows have between ``min`` and ``max`` sampled tokens, one of length ``l`` earns ``weight`` times
+    If a group's rows have between ``min`` and ``max`` sampled tokens, a row of length ``l`` earns ``weight`` times
     ``lambda = 0.5 - (l - min) / (max - min)`` if it is right, else ``weight`` times ``min(0, lambda)``.
     """
 
     weight: float = Field(1.0, gt=0)
     warm_up: int = Field(0, ge=0)
-    """Optimiser steps over which the weight grows from 0: from the start, it slows learning down."""
+    """Optimiser steps over which the weight grows from 0, since a length reward slows down early learning."""
     right: float = 1.0
-    """The least value of a right answer."""
+    """The lowest value of a right answer."""
 
 
 class RewardConfig(RewardModelsConfig):
-    """Scoring of answers."""
+    """Scoring of a run's answers."""
 
     placement: Literal["beside", "pool", "serve"] = "beside"
     """``beside``: in the Explorer and processes on its node. ``pool``: in ``actors`` on any node, with processes.
-    ``serve``: in a deployment on Ray Serve for each domain, which has as many replicas as it needs, for all Explorers
-    together."""
+    ``serve``: on Ray Serve, a deployment for each domain with autoscaled replicas, which all Explorers share."""
     actors: int = Field(1, ge=1)
     """Reward actors of each Explorer, with ``placement: pool``."""
     on_unknown: Literal["drop_row", "drop_group", "fallback"] = "drop_row"
@@ -165,27 +160,24 @@ class RewardConfig(RewardModelsConfig):
     overlong_buffer: int | None = Field(None, ge=1)
     """Tokens over which ``truncated: soft`` grows from 0 to 1; a fifth of max_tokens in the paper."""
     repetition_penalty: float = Field(0.0, ge=0)
-    """What an answer loses that was stopped for repetition (`explorer.sampling.repetition`)."""
+    """Subtracted from the reward of an answer that was stopped for repetition (`explorer.sampling.repetition`)."""
     length: LengthReward | None = None
-    """What short answers earn beside the reward."""
+    """Additional reward of short answers."""
 
     @model_validator(mode="after")
     def _overlong(self) -> RewardConfig:
         if (self.truncated == "soft") != (self.overlong_buffer is not None):
-            raise invalid(
-                "overlong_buffer",
-                "truncated: soft and overlong_buffer, its number of tokens, need each other",
-                remedy="give both or none",
-            )
+            problem = "is required by truncated: soft, and only valid with it"
+            raise invalid("overlong_buffer", problem, "give both or neither", value=self.overlong_buffer)
         if self.actors > 1 and self.placement != "pool":
-            raise invalid(
-                "actors", "are those of placement: pool", value=self.actors, remedy="set it, or leave this out"
-            )
+            remedy = "set placement: pool, or remove actors"
+            raise invalid("actors", "is only valid with placement: pool", remedy, value=self.actors)
         if self.placement != "serve":
             for domain, model in self.models.items():
                 if model.replicas != ReplicasConfig():
                     field = f"domains.{domain}.replicas" if domain else "replicas"
-                    raise invalid(field, "are those of placement: serve", remedy="set it, or leave this out")
+                    remedy = "set placement: serve, or remove replicas"
+                    raise invalid(field, "is only valid with placement: serve", remedy)
         return self
 
     @property
@@ -195,7 +187,7 @@ class RewardConfig(RewardModelsConfig):
         return {stage for part in parts if (stage := trained_by(part)) is not None}
 
     def resolved(self, checkpoints: Path) -> RewardConfig:
-        """Return the same with the folders of the reward models that stages train, which are in ``checkpoints``."""
+        """Return the config with folders in ``checkpoints`` instead of the stages that train reward models."""
         if not self.stages:
             return self
         domains = {name: each.model_copy(update=_resolved(each, checkpoints)) for name, each in self.domains.items()}
@@ -203,7 +195,7 @@ class RewardConfig(RewardModelsConfig):
 
 
 def _resolved(model: RewardModelConfig, checkpoints: Path) -> dict[str, Any]:
-    """Return the fields that say what scores, with folders instead of stages."""
+    """Return ``options`` and ``parts`` with folders instead of stages."""
 
     def options(part: RewardPart | RewardModelConfig) -> dict[str, Any]:
         if (stage := trained_by(part)) is None:

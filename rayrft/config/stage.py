@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from rayrft.config.base import Section, invalid
+from rayrft.config.base import NAME, Section, invalid
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ConfigError
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
 
+_BUILT: dict[str, Algorithm] = {}
+"""Algorithms by their config."""
+
 
 class AlgorithmConfig(Section):
     """A preset by name. Every other key overrides one of its pieces (``policy_loss: gspo``) or coefficients
-    (``clip_low: 0.1``); see `rayrft.algorithms.presets` and `rayrft.algorithms.algorithm.Algorithm`."""
+    (``clip_low: 0.1``); see `rayrft.algorithms.presets` and `rayrft.algorithms.Algorithm`."""
 
     # Other keys belong to the pieces: `build` rejects those that no piece takes.
     model_config = ConfigDict(extra="allow")
@@ -25,11 +28,15 @@ class AlgorithmConfig(Section):
     name: str
 
     def build(self) -> Algorithm:
-        """Build the algorithm. Raises ConfigError on an unknown name or key, and on an invalid value."""
-        # Imported here: actors that only pass the config on need not load torch.
-        from rayrft.algorithms import build
+        """Return the algorithm, built once per process. Raises ConfigError on an unknown name or key, and on an invalid
+        value."""
+        key = repr((self.name, self.model_extra))
+        if key not in _BUILT:
+            # Imported here: actors that only pass the config on need not load torch.
+            from rayrft.algorithms import build
 
-        return build(self.name, self.model_extra)
+            _BUILT[key] = build(self.name, self.model_extra)
+        return _BUILT[key]
 
     def set_coefficient(self, key: str, value: float) -> None:
         """Set a coefficient that is derived from other sections."""
@@ -60,7 +67,7 @@ class UpdateConfig(Section):
 class StageConfig(Section):
     """One stage of a run. A batch is ``expert_rows`` demonstrations and ``groups`` groups of ``group_size`` answers."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+    name: str = Field(pattern=NAME)
     algorithm: AlgorithmConfig
     steps: int = Field(ge=1)
     batch_size: int = Field(256, ge=1)
@@ -76,7 +83,7 @@ class StageConfig(Section):
     """The critic's optimiser, for algorithms that have one."""
     update: UpdateConfig = UpdateConfig()
     teacher: str | None = None
-    """The teacher model for distillation: a Hugging Face folder or hub id, with the same tokenizer. Every rank holds a
+    """The teacher model for distillation: a Hugging Face folder or hub id, with the same tokenizer. Each rank holds a
     shard of it."""
     start_from: str | None = None
     """Earlier stage whose final weights this stage starts from; the previous one by default."""
@@ -93,77 +100,66 @@ class StageConfig(Section):
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> StageConfig:
         try:
-            build = self.algorithm.build()
+            algorithm = self.algorithm.build()
         except ConfigError as error:
             raise ValueError(error) from None
-        name = self.algorithm.name
-        if build.needs_teacher and not self.teacher:
-            raise invalid("teacher", f"{name} needs one, the model to distil from", remedy="add 'teacher: …'")
-        if self.teacher and not build.needs_teacher:
-            raise invalid("teacher", f"is not used: {name} has none", value=self.teacher, remedy="leave it out")
-        self._check_update(build)
-        if build.mixes and self.expert_share is None:
-            problem = f"{name} needs it: the share of the batch that is expert rows"
-            raise invalid("expert_share", problem, remedy="add 'expert_share: …'")
-        if not build.mixes and self.expert_share not in (None, self._fixed_share):
-            problem = f"is fixed at {self._fixed_share:g} by {name!r}"
-            raise invalid("expert_share", problem, value=self.expert_share, remedy="leave it out")
-        if (build.needs_expert or build.needs_pairs) and not self.demonstrations:
+        name, needs, share = self.algorithm.name, algorithm.needs, self.expert_share
+        if "teacher" in needs and not self.teacher:
+            raise invalid("teacher", f"is required by {name}, which distils from it", "add 'teacher: …'")
+        if self.teacher and "teacher" not in needs:
+            raise invalid("teacher", f"is not used: {name} has no teacher", "remove it", value=self.teacher)
+        self._check_update(algorithm)
+        if algorithm.mixes and share is None:
+            raise invalid("expert_share", f"is required by {name}", "add 'expert_share: …', the share of expert rows")
+        if not algorithm.mixes and share not in (None, self._fixed_share):
+            raise invalid("expert_share", f"is {self._fixed_share:g} with {name!r}", "remove it", value=share)
+        if {"expert", "pairs"} & needs.keys() and not self.demonstrations:
             rows = (
-                "preference pairs" if build.needs_pairs else "labelled answers" if build.needs_labels else "expert rows"
+                "preference pairs" if "pairs" in needs else "labelled answers" if "labels" in needs else "expert rows"
             )
-            raise invalid("demonstrations", f"{name} needs them, where its {rows} are", remedy="name an entry of them")
-        if build.needs_pairs and self.batch_size % 2:
-            raise invalid("batch_size", "is not a number of whole pairs", value=self.batch_size, remedy="make it even")
-        share = self.batch_size * self._share
-        if abs(share - round(share)) > 1e-6:
-            raise invalid(
-                "expert_share",
-                f"of batch_size {self.batch_size} is {share:g} rows, not a whole number",
-                value=self._share,
-                remedy=f"give {round(share) / self.batch_size:.6g}, which is {round(share)}",
-            )
-        if build.needs_expert and not self.expert_rows:
-            raise invalid("expert_share", f"mu is {build.mu():g} but the batch holds no expert rows", value=self._share)
-        if build.needs_rollouts and not self.usual_rows:
-            raise invalid("expert_share", f"mu is {build.mu():g} but the batch holds no own rows", value=self._share)
-        if self.groups and self.group_size == 1 and build.compares_answers:
-            raise invalid(
-                "group_size",
-                f"advantage {build.advantage!r} compares the answers to a task, and 1 leaves nothing to compare with",
-                value=1,
-                remedy="raise it, or use an advantage of single answers (remax, reinforce_pp, gae)",
-            )
+            raise invalid("demonstrations", f"is required by {name} for {rows}", "name an entry of 'demonstrations'")
+        if "pairs" in needs and self.batch_size % 2:
+            raise invalid("batch_size", "must be even, to hold whole pairs", "raise it by 1", value=self.batch_size)
+        rows_of_share = self.batch_size * self._share
+        if abs(rows_of_share - round(rows_of_share)) > 1e-6:
+            problem = f"of batch_size {self.batch_size} is {rows_of_share:g} rows, not a whole number"
+            remedy = f"give {round(rows_of_share) / self.batch_size:.6g}, which is {round(rows_of_share)}"
+            raise invalid("expert_share", problem, remedy, value=self._share)
+        for need, kind, count in (("expert", "expert", self.expert_rows), ("rollouts", "usual", self.usual_rows)):
+            if need in needs and not count:
+                problem = f"leaves no {kind} rows in the batch, and mu is {algorithm.mu():g}"
+                raise invalid("expert_share", problem, "change it, or mu", value=self._share)
+        if self.groups and self.group_size == 1 and algorithm.compares_answers:
+            problem = f"must be at least 2, because advantage {algorithm.advantage!r} compares the answers to a task"
+            remedy = "raise it, or use an advantage of single answers (remax, reinforce_pp, gae)"
+            raise invalid("group_size", problem, remedy, value=1)
         if self.usual_rows % self.group_size:
             near = max(1, round(self.usual_rows / self.group_size)) * self.group_size
-            raise invalid(
-                "batch_size",
-                f"less {self.expert_rows} expert rows are {self.usual_rows} own rows, which are not whole groups of "
-                f"group_size {self.group_size}",
-                value=self.batch_size,
-                remedy=f"give {near + self.expert_rows} with {self.expert_rows} expert rows",
+            problem = (
+                f"is {self.expert_rows} expert rows and {self.usual_rows} usual rows, which are not whole groups of "
+                f"group_size {self.group_size}"
             )
+            remedy = f"give {near + self.expert_rows} with {self.expert_rows} expert rows"
+            raise invalid("batch_size", problem, remedy, value=self.batch_size)
         return self
 
     def _check_update(self, algorithm: Algorithm) -> None:
         """Check that options of the update have an effect."""
         update, name = self.update, self.algorithm.name
-        if not algorithm.needs_critic and (update.critic_warmup_steps or self.critic_optimizer != OptimizerConfig()):
+        if "critic" not in algorithm.needs and (
+            update.critic_warmup_steps or self.critic_optimizer != OptimizerConfig()
+        ):
             key = "update.critic_warmup_steps" if update.critic_warmup_steps else "critic_optimizer"
-            raise invalid(key, f"is not used: {name} has no critic", remedy="leave it out")
+            raise invalid(key, f"is not used: {name} has no critic", "remove it")
         if update.critic_warmup_steps >= self.steps:
-            raise invalid(
-                "update.critic_warmup_steps",
-                f"the policy would never learn in {self.steps} steps",
-                value=update.critic_warmup_steps,
-                remedy="give less than steps",
-            )
-        if update.reference_refresh and not algorithm.needs_reference:
-            raise invalid(
-                "update.reference_refresh", f"is not used: {name} has no reference", remedy="leave it out, or give a kl"
-            )
+            problem = f"must be less than steps, {self.steps}, or the policy is never trained"
+            raise invalid("update.critic_warmup_steps", problem, "lower it", value=update.critic_warmup_steps)
+        if update.reference_refresh and "reference" not in algorithm.needs:
+            problem = f"is not used: {name} has no reference"
+            raise invalid("update.reference_refresh", problem, "remove it, or add a KL term")
         if update.reset_optimizer and not update.reference_refresh:
-            raise invalid("update.reset_optimizer", "is not used without reference_refresh", remedy="leave it out")
+            problem = "is not used without reference_refresh"
+            raise invalid("update.reset_optimizer", problem, "remove it, or set reference_refresh")
 
     @property
     def trains_reward_model(self) -> bool:
@@ -173,7 +169,7 @@ class StageConfig(Section):
     @property
     def _fixed_share(self) -> float:
         algorithm = self.algorithm.build()
-        return 1.0 if algorithm.needs_pairs or algorithm.needs_labels else algorithm.mu()
+        return 1.0 if {"pairs", "labels"} & algorithm.needs.keys() else algorithm.mu()
 
     @property
     def _share(self) -> float:
@@ -186,12 +182,12 @@ class StageConfig(Section):
 
     @property
     def usual_rows(self) -> int:
-        """Own rows in one batch."""
+        """Usual rows in one batch."""
         return self.batch_size - self.expert_rows
 
     @property
     def groups(self) -> int:
-        """Groups of own rows in one batch."""
+        """Groups of usual rows in one batch."""
         return self.usual_rows // self.group_size
 
 
@@ -205,7 +201,7 @@ class CheckpointConfig(Section):
     """Number of best checkpoints by ``best_by`` to keep besides the last; of equals, the earlier."""
     best_by: Literal["accuracy", "reward"] = "accuracy"
     """Accuracy of an evaluation of the same step (so let ``every`` divide ``evaluate_every``), or mean reward of the
-    step's rollouts, in mode ``train`` of its own rows."""
+    step's rollouts, in mode ``train`` of its usual rows."""
 
 
 class EvaluationConfig(Section):
@@ -218,21 +214,20 @@ class EvaluationConfig(Section):
     max_tokens: int | None = Field(None, ge=1)
     """Longest answer, in tokens; by default ``explorer.sampling.max_tokens``."""
     engines: int = Field(0, ge=0)
-    """Engines of its own, each like ``explorer.engine``, which get the weights to be evaluated and leave training to go
-    on meanwhile. 0: the rollout engines evaluate between two steps, and training waits; the default, for a laptop has
-    no memory for another engine."""
+    """Engines for evaluation alone, each like ``explorer.engine``; training continues meanwhile. 0, the default for the
+    memory of a laptop: the rollout engines evaluate between two steps, and training waits."""
     enabled: bool = True
 
 
 class MonitorConfig(Section):
-    """Metric sinks besides ``metrics.jsonl`` and Ray's metrics, and when the run reports a wait."""
+    """Metric sinks besides ``metrics.jsonl`` and Ray's metrics, and limits on waits."""
 
     wandb: bool = False
     project: str = "rayrft"
     tensorboard: bool = False
     stall_s: float = Field(1800.0, gt=0)
-    """Seconds without progress after which a wait ends the run: no group became ready for a step, no rank answered, and
-    so on. An attempt at a task, ``explorer.deadline_s``, may take less."""
+    """Seconds without progress after which a wait ends the run: no group became ready for a step, or no rank answered.
+    It must exceed ``explorer.deadline_s``."""
     patience_s: float = Field(30.0, gt=0)
-    """Seconds without progress of an engine, a rank or another awaited part after which a note names it; while it
-    is started, four times that."""
+    """Seconds without progress of an engine, a rank or another awaited part after which a note names it; four times
+    that while it starts."""

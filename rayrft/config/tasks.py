@@ -10,12 +10,24 @@ from pydantic import Field, field_validator, model_validator
 
 from rayrft.config.base import Section, invalid
 
+_REQUIRED = {
+    "reasoning_gym": {"dataset": "the name of a data set", "size": "a number of tasks"},
+    "gymnasium": {"dataset": "the id of an environment", "size": "a number of tasks"},
+    "verifiers": {"dataset": "the id of an environment"},
+    "datasets": {"dataset": "an id on the hub, or a folder"},
+    "file": {"path": "a JSONL, CSV or Parquet file"},
+    "tasks": {"path": "a file of tasks that rayrft wrote"},
+    "ray": {"read": "a function of ray.data, such as read_parquet"},
+    "squares": {"path": "a folder for the images", "size": "a number of images"},
+}
+"""Keys that each source needs, with what they hold."""
+
 
 class TaskSourceConfig(Section):
-    """One source of tasks: a reasoning-gym data set, a file, or a reader of your own."""
+    """A source of tasks: a reasoning-gym data set, a file, or your own reader."""
 
     name: str | None = None
-    """Name for overrides (``tasks.sources.gsm8k.size``); its number always works."""
+    """Name for overrides (``tasks.sources.gsm8k.size``), which also take the source's number."""
     source: str
     """reasoning_gym, datasets, file, ray, tasks, squares, gymnasium, verifiers, or ``package.module:attribute``."""
     dataset: str | None = None
@@ -24,14 +36,14 @@ class TaskSourceConfig(Section):
     config: str | None = None
     """datasets: the config (subset), if it has several."""
     revision: str | None = None
-    """datasets: a branch, tag or commit of the data set on the hub; its newest by default."""
+    """datasets: a branch, tag or commit of the data set on the hub; the newest by default."""
     read: str | None = None
     """ray: a function of ``ray.data`` by name, such as read_parquet, or ``package.module:function`` that gives a
     Dataset; ``options`` are its arguments."""
     split: str = "train"
     """datasets: the split to take tasks from."""
     eval_split: str | None = None
-    """datasets: a split of held-out tasks, used like those of ``eval_path``."""
+    """datasets: a split of held-out tasks, used like ``eval_path``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """reasoning_gym: options of the data set. gymnasium: of random maps, or of the environment. verifiers: arguments of
     the environment. ray: of ``read``."""
@@ -41,7 +53,7 @@ class TaskSourceConfig(Section):
     """file: JSONL, JSON, CSV, TSV or Parquet, a file or a folder. tasks: JSONL or Parquet that ``rayrft data
     difficulty`` or ``rayrft data tasks`` wrote. squares: the folder to draw them in."""
     eval_path: Path | None = None
-    """A separate file of held-out tasks, of the same kinds: the source's share of ``eval_size`` is its first rows, or
+    """A separate file of held-out tasks, of the same kinds. The source's share of ``eval_size`` is its first rows, or
     all if there are fewer."""
     question: str = "question"
     answer: str = "answer"
@@ -49,52 +61,40 @@ class TaskSourceConfig(Section):
     images: str = "images"
     """file, datasets, ray: the field with a task's images, if any: paths, relative to the file's folder, or bytes."""
     images_folder: Path | None = None
-    """file, datasets, ray: where images are kept that are bytes; every node must find it."""
+    """file, datasets, ray: folder for images that are given as bytes; every node must have it at this path."""
     answer_after: str | None = None
     """file, datasets, ray: keep only the part of the answer after the last such mark (GSM8K: '####')."""
     difficulty: str | None = None
     """The field of a row (reasoning_gym: of a task's metadata) with the task's difficulty, a number."""
     tries: str | None = None
     pass_rate: str | None = None
-    """file, datasets, ray: the fields with the number of answers to a task that were scored before, and their mean
-    reward within 0 and 1. Task samplers begin with them, and operators see them."""
+    """file, datasets, ray: the fields with the number of earlier scored answers to a task, and their mean reward within
+    0 and 1. Task samplers start from them, and operators see them."""
     on_broken: Literal["fail", "skip"] = "fail"
-    """file, datasets, ray: whether a row that is no task fails the start of the run, or is skipped and counted."""
+    """file, datasets, ray: whether an invalid row fails the start of the run, or is skipped and counted."""
     workflow: str | None = None
-    """The workflow that acts on the source's tasks; by default ``explorer.workflow``."""
+    """The workflow of the source's tasks; by default ``explorer.workflow``."""
     system: str | None = None
     """System message before every question."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Weight of this source, relative to the sum of all, among drawn, held-out and demonstrated tasks."""
+    """Weight of this source, relative to the sum of all, in drawn, held-out and demonstrated tasks."""
 
     @field_validator("path", "eval_path", "images_folder")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
-        # They are read again by other processes: on a resume, and where tasks are added.
+        # Other processes read them again: on a resume, and where tasks are added.
         return path.expanduser().absolute() if path is not None else None
 
     @model_validator(mode="after")
     def _source_fields(self) -> TaskSourceConfig:
-        if self.source in ("reasoning_gym", "gymnasium") and (self.dataset is None or self.size is None):
-            key = "dataset" if self.dataset is None else "size"
-            raise invalid(key, f"source {self.source!r} needs 'dataset' (its name) and 'size' (how many tasks to make)")
-        if self.source == "verifiers" and self.dataset is None:
-            raise invalid("dataset", "source 'verifiers' needs 'dataset' (the id of an environment)")
-        if self.source == "datasets" and (self.dataset is None or self.path is not None):
-            key = "dataset" if self.dataset is None else "path"
-            raise invalid(key, "source 'datasets' needs 'dataset' (an id on the hub, or a folder), and takes no 'path'")
+        for key, remedy in _REQUIRED.get(self.source, {}).items():
+            if getattr(self, key) is None:
+                raise invalid(key, f"is required by source {self.source!r}", f"give {remedy}")
+        if self.source == "datasets" and self.path is not None:
+            raise invalid("path", "is not valid with source 'datasets'", "use dataset", value=str(self.path))
         if self.eval_split is not None and (self.source != "datasets" or self.eval_path is not None):
-            problem = "is for source 'datasets', and held-out tasks come from it or from 'eval_path'"
-            raise invalid("eval_split", problem, value=self.eval_split)
-        if self.source == "file" and self.path is None:
-            raise invalid("path", "source 'file' needs 'path' (a JSONL, CSV or Parquet file)")
-        if self.source == "tasks" and self.path is None:
-            raise invalid("path", "source 'tasks' needs 'path' (a file of tasks that rayrft wrote)")
-        if self.source == "ray" and self.read is None:
-            raise invalid("read", "source 'ray' needs 'read' (a function of ray.data, such as read_parquet)")
-        if self.source == "squares" and (self.path is None or self.size is None):
-            key = "path" if self.path is None else "size"
-            raise invalid(key, "source 'squares' needs 'path' (a folder for its images) and 'size' (how many to draw)")
+            problem = "is only valid with source 'datasets', and without eval_path"
+            raise invalid("eval_split", problem, "remove one of them", value=self.eval_split)
         return self
 
     @property
@@ -104,8 +104,8 @@ class TaskSourceConfig(Section):
 
 
 class TasksConfig(Section):
-    """The task set. Of tasks that are equal in all that they have, over all sources, the first is kept, and the others
-    are counted. No task shows the question of a held-out one, in the same environment."""
+    """The task set. Of equal tasks, over all sources, the first is kept and the others are counted. No task shows the
+    question of a held-out task, in the same environment."""
 
     sources: list[TaskSourceConfig] = Field(min_length=1)
     sampler: str = "shuffled"
@@ -120,7 +120,7 @@ class TasksConfig(Section):
     def _names(self) -> TasksConfig:
         counts = Counter(source.name for source in self.sources if source.name is not None)
         if twice := [name for name, count in counts.items() if count > 1]:
-            raise invalid("sources", "two task sources of one name", value=twice[0], remedy="give them different names")
+            raise invalid("sources", "contains two sources of this name", "use different names", value=twice[0])
         return self
 
     @model_validator(mode="after")
@@ -132,6 +132,6 @@ class TasksConfig(Section):
             if source.source in ("reasoning_gym", "datasets", "file", "squares") and source.difficulty is None
         ]
         if self.sampler == "easy_to_hard" and lacking:
-            problem = "sampler 'easy_to_hard' needs 'difficulty' in every source"
-            raise invalid(f"sources.{lacking[0]}.difficulty", problem)
+            problem = "is required by sampler 'easy_to_hard'"
+            raise invalid(f"sources.{lacking[0]}.difficulty", problem, "name the field, or use another sampler")
         return self

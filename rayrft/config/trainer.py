@@ -71,13 +71,13 @@ class WeightSyncConfig(Section):
     """Transfer of new weights to the engines."""
 
     backend: str = "auto"
-    """A weight transport: gloo for CPU engines, nccl for whole GPUs, ipc if engine and trainer share a GPU, or one that
-    a plugin registers; auto: the first that fits."""
+    """A weight transport: gloo for CPU engines, nccl for whole GPUs, ipc if engine and trainer share a GPU, or a name
+    that a plugin registers; auto: the first that fits."""
     bucket_mib: float = Field(4.0, gt=0)
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """What becomes of the KV cache of requests that are running. ``recompute``: it is computed again under the new
-    weights, as if they had been there from the start. ``keep``: they go on at once on that of the old weights, so that
-    the trainer's log-probs of what follows differ from the engine's; later requests never use it."""
+    """Policy for the KV cache of running requests. ``recompute``: it is computed again with the new weights. ``keep``:
+    requests continue on the cache of the old weights, so that later log-probs of the trainer differ from the engine's;
+    new requests never use it."""
     probe_every: int = Field(50, ge=1)
     """Compare engine and trainer log-probs on a probe batch at start, at the first sync after an optimiser update, at
     the first after engines have joined or left, and at every n-th after that."""

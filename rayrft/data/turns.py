@@ -31,12 +31,12 @@ def group_advantages(
     if rewards is not None:
         rows = [row.with_fields(reward=reward) for row, reward in zip(rows, rewards, strict=True)]
     greedy = None if rows[0].greedy_reward is None else float(np.float32(rows[0].greedy_reward))
-    if algorithm.needs_turns:
+    if "turns" in algorithm.needs:
         turns = Turns.of(rows)
         known = replace(turns.group, greedy_reward=greedy)
         return turns.spread(algorithm.group_advantages(turns.rewards, known), rows)
     values = torch.tensor([row.reward for row in rows], dtype=torch.float32).double()
-    components = reward_components(rows, algorithm.reward_components) if algorithm.needs_components else None
+    components = reward_components(rows, algorithm.reward_components) if "components" in algorithm.needs else None
     found = algorithm.group_advantages(values, Group(greedy, components=components)).tolist()
     return [row.action_mask * np.float32(value) for row, value in zip(rows, found, strict=True)]
 

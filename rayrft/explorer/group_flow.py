@@ -144,7 +144,7 @@ class GroupFlow:
         workflow = task.workflow or self._config.explorer.workflow
         with self._waits.on(f"workflow {workflow!r}", name, internal=True):
             rolling = [self._runner.run(task, name, stage.group_size, temperature, parking)]
-            if algorithm.needs_greedy_baseline:
+            if "greedy_baseline" in algorithm.needs:
                 rolling.append(self._runner.run(task, name, 1, 0.0))
             due = self._rolling.setdefault(ticket.deadline, {})
             due[ticket] = asyncio.gather(*rolling)

@@ -52,9 +52,9 @@ def with_teacher(
 
     ``vocabulary`` is the policy's size: engines sample only its tokens, none that only the teacher knows.
     """
-    if algorithm.needs_teacher_logprobs:
+    if "teacher_logprobs" in algorithm.needs:
         batches = with_logprobs(batches, "teacher_logprobs", teacher, temperature)
-    if algorithm.needs_candidates:
+    if "teacher_candidates" in algorithm.needs:
         shared = min(teacher.vocabulary, vocabulary)
         k = min(algorithm.teacher_candidates, shared)
 

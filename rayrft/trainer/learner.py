@@ -75,7 +75,7 @@ class Learner:
         self.reward_model = reward_model
         updates = self._update_config.updates_per_step
         self.optimizer = Optimizer(self.trained.parameters(), optimizer, steps - self._critic_warmup_steps, updates)
-        self.reference = Reference(self.policy) if algorithm.needs_reference else None
+        self.reference = Reference(self.policy) if "reference" in algorithm.needs else None
         self.critic = critic
         self.teacher = teacher
 
@@ -201,12 +201,12 @@ class Learner:
         """Add old-policy, reference and teacher log-probs, values and advantages, each only if the loss uses it."""
         updates = self._update_config.epochs * self._update_config.mini_batches
         # With a single update the proximal policy is the current one: the loss's own forward pass gives its log-probs.
-        if self._algorithm.needs_proximal and (updates > 1 or self._algorithm.penalises_rewards):
+        if "proximal" in self._algorithm.needs and (updates > 1 or self._algorithm.penalises_rewards):
             batches = with_logprobs(batches, "proximal_logprobs", self.policy, self._temperature)
         if self.reference is not None:
             with self.reference.active():
                 batches = with_logprobs(batches, "reference_logprobs", self.policy, self._temperature)
-        if self._algorithm.needs_reference_kl:
+        if "reference_kl" in self._algorithm.needs:
             batches = self._with_reference_kl(batches, mini_batches)
         if self.critic is not None:
             batches = with_values(batches, self.critic, final=self._algorithm.bootstraps)
@@ -293,7 +293,7 @@ class Learner:
                 parts = self._algorithm.score_loss(self.reward_model(micro), micro.tokens, over)
             else:
                 output = self.policy.output(
-                    micro, temperature=self._temperature, entropy_gradient=self._algorithm.needs_entropy_gradient
+                    micro, temperature=self._temperature, entropy_gradient="entropy" in self._algorithm.terms
                 )
                 parts = self._algorithm.loss(output, micro.tokens, over, step=self._policy_step)
             # FSDP averages gradients over ranks, but the loss is already divided by global counts: scale to a sum.

@@ -91,7 +91,7 @@ class Rank(RankApi):
         self.learner.close_stage()
         if weights is not None:
             load_hf(self.learner.policy, str(weights))
-        if algorithm.needs_critic:
+        if "critic" in algorithm.needs:
             self._critic = self._make_critic()
             self._critic.open_stage(
                 stage.critic_optimizer, stage.steps, self._setup.config.ranks, stage.update.updates_per_step

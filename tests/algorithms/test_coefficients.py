@@ -23,7 +23,7 @@ def test_coefficients_begin_as_configured_and_follow_what_was_measured() -> None
 
 def test_the_entropy_counts_only_while_it_is_below_its_goal() -> None:
     above = Coefficients.of(ALGORITHM).update(kl=0.02, entropy=0.6, sequences=10)
-    assert above.applied(ALGORITHM).entropy_coef == 0.0 and not above.applied(ALGORITHM).needs_entropy_gradient
+    assert above.applied(ALGORITHM).entropy_coef == 0.0 and "entropy" not in above.applied(ALGORITHM).terms
     again = above.update(kl=0.02, entropy=0.3, sequences=10)
     assert again.applied(ALGORITHM).entropy_coef == pytest.approx(0.01 - 0.004 + 0.004)
 

@@ -179,7 +179,7 @@ def test_an_answer_that_is_certain_has_finite_odds() -> None:
 
 @pytest.mark.parametrize("name", ["cpo", "simpo", "orpo"])
 def test_without_a_reference_none_is_asked_for(name: str) -> None:
-    assert not build(name).needs_reference and build(name).needs_pairs
+    assert build(name).needs.keys() == {"pairs"}
     batch = replace(pairs([True, False], [0, 0], [1, 1]), reference_logprobs=None)
     assert build(name).loss(output(leaf([[-1.0], [-2.0]])), batch, Denominators(pairs=1)).preference.item() > 0
 

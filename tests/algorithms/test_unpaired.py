@@ -38,7 +38,7 @@ def test_without_a_kl_it_is_apo_zero() -> None:
     expected = [1 - 1 / (1 + math.exp(-0.1)), 1 / (1 + math.exp(0.2)), 1 / (1 + math.exp(-0.3))]
     assert apo_zero_unpaired(found).tolist() == pytest.approx(expected)
     assert torch.equal(apo_zero_unpaired(found), kto(found))
-    assert not build("kto", {"unpaired": "apo_zero_unpaired"}).needs_reference_kl
+    assert "reference_kl" not in build("kto", {"unpaired": "apo_zero_unpaired"}).needs
     with pytest.raises(ValueError, match="mean KL"):
         kto(rows([1.0], [True], point=None))
 
@@ -89,8 +89,13 @@ def test_a_labelled_row_without_an_action_token_has_no_loss_and_no_part_in_the_k
 
 def test_it_takes_rows_of_its_own_kind() -> None:
     found = build("kto")
-    assert found.needs_labels and found.needs_reference and found.needs_reference_kl and found.needs_expert
-    assert not (found.needs_pairs or found.needs_rollouts or found.mixes)
+    assert (
+        "labels" in found.needs
+        and "reference" in found.needs
+        and "reference_kl" in found.needs
+        and "expert" in found.needs
+    )
+    assert not {"pairs", "rollouts"} & found.needs.keys() and not found.mixes
     for pieces, field in (
         ({"sft": "nll"}, "sft"),
         ({"preference": "dpo"}, "unpaired"),

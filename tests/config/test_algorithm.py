@@ -127,7 +127,7 @@ def test_a_folder_with_a_teacher_is_found_from_any_working_directory(
 @pytest.mark.parametrize("name", [name for name in presets if name not in ("distill", "jsd")])
 def test_every_preset_can_be_a_stage(name: str) -> None:
     expert = {"demonstrations": "expert", **({"expert_share": 0.2} if build(name).mixes else {})}
-    assert stage({"name": name}, **expert if build(name).needs_expert or build(name).needs_pairs else {}).steps == 1
+    assert stage({"name": name}, **expert if {"expert", "pairs"} & build(name).needs.keys() else {}).steps == 1
 
 
 def test_a_term_of_weight_0_is_served_by_any_run() -> None:

@@ -117,10 +117,10 @@ def test_an_override_without_a_value_is_refused(text: str) -> None:
     [
         ({"trainer.rank": 2}, r"^trainer\.rank: unknown key \(found 'rank'\)\. Did you mean 'ranks'\?$"),
         ({"stages.mix.steps": "many"}, r"^stages\.mix\.steps: Input should be a valid integer.*found 'many'"),
-        ({"stages.mxi.steps": 3}, r"no such entry \(found 'mxi'\)\. Did you mean 'mix'\?"),
+        ({"stages.mxi.steps": 3}, r"names an entry that does not exist \(found 'mxi'\)\. Did you mean 'mix'\?"),
         (
             {"stages.mix.group_size": 7},
-            r"^stages\.mix\.batch_size: .*32 own rows.* group_size 7 \(found 40\)\. Give 43 ",
+            r"^stages\.mix\.batch_size: .*32 usual rows.* group_size 7 \(found 40\)\. Give 43 ",
         ),
         (
             {"stages.mix.algorithm.name": "grop"},

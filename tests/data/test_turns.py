@@ -84,7 +84,7 @@ def test_of_one_turn_each_gigpo_is_grpo_twice_over() -> None:
     assert advantages(rows, rewards, "gigpo") == doubled
 
 
-@pytest.mark.parametrize("name", [name for name in presets if build(name).needs_rollouts and name != "ppo"])
+@pytest.mark.parametrize("name", [name for name in presets if "rollouts" in build(name).needs and name != "ppo"])
 def test_every_algorithm_computes_advantages_on_action_tokens_alone(name: str) -> None:
     rows = [
         replace(row(str(number)), reward=reward, greedy_reward=0.25, reward_components={"right": reward})

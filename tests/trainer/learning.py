@@ -53,7 +53,7 @@ class Pupil:
         update = UpdateConfig(**settings.pop("update", {}))
         learner = Learner(self.policy, micro_batch_tokens=2048, temperature=1.0, device=CPU, seed=self.seed)
         algorithm, critic = build(name, settings.pop("pieces", {})), None
-        if algorithm.needs_critic:
+        if "critic" in algorithm.needs:
             critic = Critic(settings.pop("critic"))
             critic.open_stage(OptimizerConfig(lr=1e-3), steps, 1)
         learner.open_stage(algorithm, OptimizerConfig(lr=lr, schedule=schedule), steps, update, critic)

@@ -17,10 +17,10 @@ from tests.trainer.test_updates import make_learner, on_policy, own_rows, pairs,
 @pytest.mark.parametrize("name", presets)
 def test_two_steps_of_every_preset_move_the_policy_and_stay_finite(name: str) -> None:
     algorithm, learner = build(name), make_learner(name)
-    rows: list[TrainRow] = pairs() if algorithm.needs_pairs else []
-    if algorithm.needs_expert:
+    rows: list[TrainRow] = pairs() if "pairs" in algorithm.needs else []
+    if "expert" in algorithm.needs:
         rows += [row for row in make_rows() if row.expert]
-    if algorithm.needs_rollouts:
+    if "rollouts" in algorithm.needs:
         rows += [replace(row, reward=number / 10) for number, row in enumerate(on_policy(learner, own_rows()))]
     before = weights(learner)
     results = [learner.step([rows]) for _ in range(2)]

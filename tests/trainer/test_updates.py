@@ -92,10 +92,10 @@ def make_learner(
         mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
         shard(policy, mesh, torch.float32)
     learner = Learner(policy, micro_batch_tokens=tokens, temperature=1.0, device=CPU)
-    critic, teacher = None, make_teacher() if algorithm.needs_teacher else None
+    critic, teacher = None, make_teacher() if "teacher" in algorithm.needs else None
     if sharded and teacher is not None:
         shard(teacher, mesh, torch.float32)
-    if algorithm.needs_critic:
+    if "critic" in algorithm.needs:
         critic = Critic(valued)
         if sharded:
             shard(critic, mesh, torch.float32)

@@ -1,0 +1,267 @@
+"""Rules across the sections of a run's config. Each raises the error of `invalid`, with the full key, and a remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rayrft.config.base import invalid
+from rayrft.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from rayrft.config.run import RunConfig
+
+
+def check_required(config: RunConfig) -> None:
+    """Check that the keys are given which the mode needs."""
+    mode, model, bench = config.mode, config.model, config.bench
+    if mode == "both" and config.tasks is None:
+        raise invalid("tasks", "is required in mode 'both'", "add tasks, or use mode train or serve")
+    if mode == "explore" and config.buffer.name is None:
+        raise invalid("buffer.name", "is required in mode 'explore'", "name the Buffer that the job fills")
+    if mode != "bench" and not config.stages:
+        raise invalid("stages", "is required", "add at least one stage")
+    if mode == "bench" and config.tasks is None and not bench.tasksets:
+        raise invalid("bench.tasksets", "is required without 'tasks'", "add bench.tasksets or tasks")
+    if mode == "bench" and model.path is None and not bench.models:
+        raise invalid("bench.models", "is required without 'model.path'", "add bench.models or model.path")
+    if mode != "bench" and model.path is None and model.tiny is None:
+        remedy = "give either model.path, a Hugging Face model, or model.tiny, a generated one"
+        raise invalid("model.path", "is required without 'model.tiny'", remedy)
+    for name, demonstrations in config.demonstrations.items():
+        if demonstrations.path is None and config.tasks is None:
+            problem = "is required: there are no tasks to make demonstrations from"
+            raise invalid(f"demonstrations.{name}.path", problem, "give a file or folder, or add tasks")
+
+
+def check_mode(config: RunConfig) -> None:
+    """Check that no key is given which the mode does not use."""
+    mode, name = config.mode, config.buffer.name
+    if mode == "both" and name is not None:
+        remedy = "remove buffer.name, or use modes explore and train"
+        raise invalid("buffer.name", "is only valid in modes explore, train and serve", remedy, value=name)
+    if mode == "both" and config.buffer.max_age is not None:
+        raise invalid("buffer.max_age", "is only valid in mode 'train'", "use max_staleness")
+    if config.serve is not None and mode not in ("both", "serve"):
+        raise invalid("serve", f"is only valid in modes both and serve, not {mode!r}", "remove it")
+    sampled = [stage.name for stage in config.stages if stage.groups]
+    for stage in config.stages:
+        if mode not in ("both", "bench") and stage.evaluate_every:
+            problem = f"is only valid in mode 'both', not {mode!r}"
+            raise invalid(f"stages.{stage.name}.evaluate_every", problem, "remove it")
+    if mode == "explore" and len(sampled) != 1:
+        problem = "must contain exactly one stage that trains on usual rows in mode 'explore'"
+        raise invalid("stages", problem, "remove the other stages", value=sampled)
+    if config.pipelines.experiences and mode in ("train", "serve"):
+        problem = f"needs an Explorer, and mode {mode!r} has none"
+        remedy = "remove it; `rayrft data process` works on the rows of a run"
+        raise invalid("pipelines.experiences", problem, remedy)
+    if not config.pipelines.experiences:
+        for key in ("made", "actors"):
+            if getattr(config.pipelines, key) is not None:
+                problem = "is not used: there are no operators on experiences"
+                raise invalid(f"pipelines.{key}", problem, "remove it, or add pipelines.experiences")
+
+
+def check_model_names(config: RunConfig) -> None:
+    """Check that auxiliary models and endpoints have different names."""
+    if both := sorted(config.auxiliary.keys() & config.pipelines.endpoints.keys()):
+        raise invalid(f"pipelines.endpoints.{both[0]}", "is also the name of an auxiliary model", "use another name")
+
+
+def check_stages(config: RunConfig) -> None:
+    """Check the names of stages, what they start from, and that their batches can be dealt to the ranks."""
+    seen: list[str] = []
+    for stage in config.stages:
+        field, name = f"stages.{stage.name}", stage.name
+        if name in seen:
+            raise invalid("stages", "contains two stages of this name", "use different names", value=name)
+        if name == "final" or name.startswith(("step-", "stopped-")):
+            raise invalid(f"{field}.name", "is reserved for checkpoints", "use another name", value=name)
+        if stage.start_from is not None and stage.start_from not in seen:
+            remedy = f"choose one of: {', '.join(seen)}" if seen else "remove it"
+            raise invalid(f"{field}.start_from", "is not an earlier stage", remedy, value=stage.start_from)
+        grows, source = config.grows(stage), stage.demonstrations
+        if stage.expert_rows and source not in config.demonstrations and not grows:
+            remedy = nearest(source or "", config.demonstrations) if config.demonstrations else "add the entry"
+            raise invalid(f"{field}.demonstrations", "is not an entry of 'demonstrations'", remedy, value=source)
+        units = stage.groups
+        if not (grows and stage.groups):  # else there may be none yet
+            units += stage.expert_rows // (2 if "pairs" in stage.algorithm.build().needs else 1)
+        if units // stage.update.mini_batches < config.trainer.ranks:
+            problem = (
+                f"gives {stage.update.mini_batches} mini-batches of {stage.groups} groups and {stage.expert_rows} "
+                f"expert rows, which cannot be dealt to {config.trainer.ranks} ranks"
+            )
+            raise invalid(f"{field}.batch_size", problem, "raise it, or lower trainer.ranks", value=stage.batch_size)
+        seen.append(name)
+
+
+def check_demonstrations(config: RunConfig) -> None:
+    """Check that each stage gets expert rows of the kind that its algorithm takes."""
+    paired = {stage.demonstrations for stage in config.stages if "pairs" in stage.algorithm.build().needs}
+    for name, demonstrations in config.demonstrations.items():
+        if demonstrations.held_out and name not in paired:
+            problem = "is not used: no stage trains on these demonstrations as preference pairs"
+            raise invalid(f"demonstrations.{name}.held_out", problem, "remove it", value=demonstrations.held_out)
+    for stage in config.stages:
+        field, source = f"stages.{stage.name}.demonstrations", stage.demonstrations
+        if not stage.expert_rows:
+            continue
+        if source == config.pipelines.made and stage.trains_reward_model:
+            problem = "must be a file of pairs, because a reward model needs the chat template's tokens"
+            remedy = "export the pairs (rayrft data export) and name the file in 'demonstrations'"
+            raise invalid(field, problem, remedy, value=source)
+        second = "give the file a second entry in 'demonstrations'"
+        if source in config.scored_demonstrations and not stage.trains_reward_model:
+            raise invalid(field, "is tokenised for a reward model, up to the end of the template", second, value=source)
+        if source in config.labelled_demonstrations and "labels" not in stage.algorithm.build().needs:
+            raise invalid(field, "contains labelled answers, also bad ones", second, value=source)
+
+
+def check_reward_models(config: RunConfig) -> None:
+    """Check which stages train reward models, and that these are trained before they score."""
+    trains = {stage.name: stage.trains_reward_model for stage in config.stages}
+    for stage in config.stages:
+        field = f"stages.{stage.name}"
+        if stage.evaluate_every and trains[stage.name] and not config.holds_out(stage):
+            problem = f"is not used: {stage.algorithm.name} does not change the policy, and no pairs are held out"
+            remedy = f"remove it, or set demonstrations.{stage.demonstrations}.held_out"
+            raise invalid(f"{field}.evaluate_every", problem, remedy)
+        if stage.start_from is not None and trains[stage.start_from]:
+            problem = "is a stage that trains a reward model, from which no stage can start"
+            remedy = "remove it: a reward model's stage leaves the policy unchanged"
+            raise invalid(f"{field}.start_from", problem, remedy, value=stage.start_from)
+    if not config.reward.stages:
+        return
+    field, give_model = "reward.options.stage", "set options.model to the folder of a trained reward model"
+    if unknown := sorted(name for name in config.reward.stages if not trains.get(name, False)):
+        known = [name for name, trained in trains.items() if trained]
+        remedy = f"choose one of: {', '.join(known)}" if known else f"add one, or {give_model}"
+        raise invalid(field, "is not a stage that trains a reward model", remedy, value=unknown[0])
+    if config.mode not in ("both", "bench"):
+        raise invalid(field, f"is only valid in mode 'both', not {config.mode!r}", give_model)
+    if config.mode == "both" and config.reward.placement == "serve":
+        problem = "starts the rewards before the reward model is trained"
+        raise invalid("reward.placement", problem, "use beside or pool", value="serve")
+    for stage in config.stages[: config.scored_after + 1]:
+        if stage.groups or (stage.evaluate_every and not trains[stage.name]):
+            key = "algorithm" if stage.groups else "evaluate_every"
+            remedy = f"move it after stage {config.stages[config.scored_after].name!r}, or remove it"
+            problem = "needs rewards before the reward model is trained"
+            raise invalid(f"stages.{stage.name}.{key}", problem, remedy)
+
+
+def check_sessions(config: RunConfig) -> None:
+    """Check that sessions of the endpoint can be trained on."""
+    if config.endpoint is not None and config.explorer.engine.sleep:
+        raise invalid("explorer.engine.sleep", "cannot be used with an endpoint", "remove it")
+    if not config.records_sessions:
+        return
+    if config.max_staleness == 0:
+        problem = "drops every session that started before the latest step"
+        remedy = "raise it, because applications do not wait for the trainer; or set serve.record: false"
+        raise invalid("max_staleness", problem, remedy, value=0)
+    sizes = sorted({stage.group_size for stage in config.stages if stage.groups})
+    if len(sizes) > 1:
+        problem = "must have one group_size, because sessions make groups of one size"
+        raise invalid("stages", problem, "use the same group_size in all stages", value=sizes)
+
+
+def check_derived(config: RunConfig) -> None:
+    """Check what stages need from other sections: a reference that LoRA can refresh, an answer length, a critic."""
+    for stage in config.stages:
+        field = f"stages.{stage.name}"
+        if config.trainer.lora is not None and stage.update.reference_refresh:
+            problem = "cannot be used with trainer.lora, where the reference is the model without its adapter"
+            remedy = "remove it, or split the stage: each stage starts with the policy as its reference"
+            raise invalid(f"{field}.update.reference_refresh", problem, remedy)
+        if config.mode == "train" and "answer_length" in stage.algorithm.build().needs:
+            problem = "is required by aggregation 'constant' in mode 'train', where nothing is sampled"
+            remedy = "give the length of the longest sampled answer, in tokens"
+            raise invalid(f"{field}.algorithm.constant_length", problem, remedy)
+    needed = config.buffer.needs_scores and config.buffer.sampler.score == "td_error"
+    if needed and not any("critic" in stage.algorithm.build().needs for stage in config.stages):
+        remedy = "use algorithm ppo, or score reward_deviation or failure"
+        raise invalid("buffer.sampler.score", "needs a critic, and no stage has one", remedy, value="td_error")
+
+
+def check_lengths(config: RunConfig) -> None:
+    """Check that prompts and answers fit into ``model.max_length``."""
+    sampling, most = config.explorer.sampling, config.model.max_length
+    prompt, answer = sampling.max_prompt_tokens, sampling.max_tokens
+    # An answer of the endpoint is as long as its prompt lets it be.
+    if config.rolls_out and config.mode == "both" and prompt + answer > most:
+        problem = f"is less than explorer.sampling.max_prompt_tokens + max_tokens, {prompt} + {answer}"
+        raise invalid("model.max_length", problem, "raise it, or lower one of them", value=most)
+    for section in ("evaluation", "bench") if config.rolls_out else ():
+        longest = getattr(config, section).max_tokens or 0
+        if prompt + longest > most:
+            problem = f"plus explorer.sampling.max_prompt_tokens, {prompt}, exceeds model.max_length, {most}"
+            raise invalid(f"{section}.max_tokens", problem, "lower it, or raise model.max_length", value=longest)
+    if (overlong := config.reward.overlong_buffer or 0) > answer:
+        problem = f"exceeds explorer.sampling.max_tokens, {answer}, of which it is the last part"
+        raise invalid("reward.overlong_buffer", problem, "lower it", value=overlong)
+
+
+def check_partial(config: RunConfig) -> None:
+    """Check that partial rollouts are possible and have an effect."""
+    partial = config.explorer.partial
+    if partial is None:
+        return
+    if config.mode == "explore":
+        raise invalid("explorer.partial", "is not valid in mode 'explore', whose weights are fixed", "remove it")
+    if partial.budget is None and config.explorer.over_sampling == 1.0:
+        problem = "is required without over_sampling, or no group is ever parked"
+        raise invalid("explorer.partial.budget", problem, "give a number of tokens, or raise explorer.over_sampling")
+    if partial.old_tokens == "train" and config.max_staleness == 0:
+        problem = "needs max_staleness above 0"
+        raise invalid("explorer.partial.old_tokens", problem, "raise max_staleness, or use mask", value="train")
+
+
+def check_devices(config: RunConfig) -> None:
+    """Check the GPUs of engines and trainer, and options that depend on how they share them."""
+    engine, trainer = config.explorer.engine, config.trainer
+    if config.mode != "bench":  # else nothing is trained
+        if config.mode == "both" and (engine.gpus > 0) != (trainer.gpus > 0):
+            problem = f"is {engine.gpus:g} and trainer.gpus is {trainer.gpus:g}; both or neither must be above 0"
+            raise invalid("explorer.engine.gpus", problem, "give GPUs to both or to neither", value=engine.gpus)
+        for key, gpus in (("explorer.engine.gpus", engine.gpus), ("trainer.gpus", trainer.gpus)):
+            if gpus > 1 and gpus % 1:
+                raise invalid(key, "must be a whole number above 1", f"give {round(gpus)}", value=gpus)
+        if trainer.cpu_offload and not trainer.gpus:
+            raise invalid("trainer.cpu_offload", "needs trainer.gpus above 0", "remove it, or give GPUs to the trainer")
+        try:
+            colocated = config.mode == "both" and config.colocated
+        except ConfigError as error:
+            raise ValueError(error) from None
+        if engine.sleep and (not colocated or config.max_staleness or config.explorer.over_sampling > 1):
+            problem = "is only valid if engine and trainer take turns on one GPU"
+            remedy = "set weight_sync.backend: ipc, max_staleness: 0 and explorer.over_sampling: 1, or remove it"
+            raise invalid("explorer.engine.sleep", problem, remedy)
+        if config.evaluation_engines and colocated:
+            problem = f"must be 0 with weights over {config.sync_backend}, which reach only engines beside a rank"
+            remedy = "give engines and ranks whole GPUs, or let the rollout engines evaluate: 0"
+            raise invalid("evaluation.engines", problem, remedy, value=config.evaluation_engines)
+    parallel = engine.tensor_parallel
+    if parallel > 1 and engine.gpus != parallel:
+        if engine.gpus == 0:
+            field, problem = "explorer.engine.tensor_parallel", "needs GPUs if it is above 1"
+            raise invalid(field, problem, "use more engines on CPUs", value=parallel)
+        problem = f"must equal explorer.engine.tensor_parallel, {parallel}"
+        raise invalid("explorer.engine.gpus", problem, f"give {parallel}", value=engine.gpus)
+
+
+RULES = (
+    check_model_names,
+    check_required,
+    check_mode,
+    check_stages,
+    check_reward_models,
+    check_demonstrations,
+    check_sessions,
+    check_derived,
+    check_lengths,
+    check_partial,
+    check_devices,
+)
+"""All rules, in the order in which they are checked: later ones rely on earlier ones."""
