@@ -1,8 +1,8 @@
 """An application that calls its model by the API of OpenAI, as a workflow.
 
-Every attempt calls the application in a process of its own, which finds the policy where it would find any other
-model: its environment names an endpoint in the Explorer, and a key for it. What it asks there is answered like the
-calls of any other workflow, with the run's sampling, deadlines and parking, and recorded as it is sampled.
+Every attempt calls the application in a process, whose environment names an endpoint in the Explorer and its key. The
+endpoint answers requests like the calls of any other workflow, with the run's sampling, deadlines and parking, and
+records them as they are sampled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar, get_args
+from typing import Any, NoReturn, TypeVar, cast, get_args
 from weakref import WeakKeyDictionary, finalize
 
 import uvicorn
@@ -44,6 +44,9 @@ from rayrft.runtime.serving.http import ApiError
 
 R = TypeVar("R")
 
+_CALLS = count()
+"""Numbers of calls, unique over all attempts, so that a late call of an ended attempt is recognised."""
+
 
 class Agent:
     """Calls the function ``agent``, ``package.module:function``, with the task's question; it may be a coroutine
@@ -58,9 +61,9 @@ class Agent:
 
     def __init__(self, agent: str, processes: int = 64, tool_calls: CallForm = "hermes") -> None:
         if tool_calls not in get_args(CallForm):
-            raise TypeError(f"tool_calls is {tool_calls!r}, not 'hermes' or 'json'")
+            raise TypeError(f"tool_calls must be 'hermes' or 'json', not {tool_calls!r}")
         if processes < 1:
-            raise TypeError(f"processes is {processes}, so that every attempt would wait for ever")
+            raise TypeError(f"processes must be at least 1, not {processes}")
         module, _, function = agent.partition(":")
         if not function or not _is_found(module):
             raise ConfigError(
@@ -74,7 +77,7 @@ class Agent:
         self._processes = ProcessPool(
             _Application, processes=processes, plugins=loaded_plugins(), warm_up=_import_client
         )
-        self._desks = WeakKeyDictionary[Worker, _Desk]()
+        self._endpoints = WeakKeyDictionary[Worker, _ProcessEndpoint]()
         self._listening: asyncio.Future[_Server] | None = None
 
     async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> list[Trajectory]:
@@ -85,10 +88,10 @@ class Agent:
         async with contextlib.AsyncExitStack() as leases:
             with model.queued():
                 worker = await leases.enter_async_context(self._processes.lease())
-            if worker not in self._desks:
-                desk = self._desks[worker] = _Desk(server, self._config, model)
-                finalize(worker, server.remove, desk.name)
-            with self._desks[worker].serving(attempt) as access:
+            if worker not in self._endpoints:
+                endpoint = self._endpoints[worker] = _ProcessEndpoint(server, self._config, model)
+                finalize(worker, server.remove, endpoint.name)
+            with self._endpoints[worker].serving(attempt) as access:
                 calling = worker.call("run", self._agent, task.question, *access, deadline_s=math.inf)
                 returned = await attempt.result(calling)
         trajectories = attempt.trajectories()
@@ -123,31 +126,31 @@ class _Application:
         local = ",".join(filter(None, ["127.0.0.1", os.environ.get("NO_PROXY") or os.environ.get("no_proxy")]))
         os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "NO_PROXY": local, "no_proxy": local}
         module, _, function = agent.partition(":")
-        # Imported here, as it may make a client at once: the URL and the key are the process's for all its attempts.
+        # Imported here, since the import may create a client: URL and key are the same for all attempts of a process.
         return getattr(importlib.import_module(module), function)(question)
 
 
 def _import_client() -> None:
-    """Import what most applications do, once for all processes."""
+    """Import OpenAI's client once for all processes, since most applications use it."""
     with contextlib.suppress(ImportError):
         importlib.import_module("openai")
 
 
 class _Attempt:
-    """What an attempt's application has called so far."""
+    """An attempt: the engines and the session store of its application's calls."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._recorded = SessionRows()
         self._ids = set[str]()
-        """What feedback may name: sessions and responses."""
+        """Ids of sessions and responses, which feedback may name."""
         self._lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._full = False
         self.last_answer = ""
         self.reward: RewardResult | None = None
 
     async def result(self, calling: Coroutine[Any, Any, R]) -> R:
-        """Return what the application returns; raise what ends the run, whatever the application makes of it.
+        """Return the application's result, or raise the error that ends the run, even if the application handles it.
 
         Raises ContextFull where a prompt had no room for an answer and the application failed after it.
         """
@@ -173,9 +176,11 @@ class _Attempt:
         rows = [row for row in self._recorded.rows if row.answers]
         return [self._model.recorded(row.token_ids, row.prompt_length, row.answers, row.turns) for row in rows]
 
-    # The engines and the recording of its endpoint.
+    # The engines and the session store of the endpoint.
 
-    async def generate(self, request: Request) -> list[Completion]:
+    async def generate(
+        self, request: Request, sessions: Sequence[Session] = (), told: Told | None = None
+    ) -> list[Completion]:
         answers = (self._model.generate(request.prompt, (), request.sampling.max_tokens) for _ in range(request.n))
         try:
             return await asyncio.gather(*answers)
@@ -189,22 +194,23 @@ class _Attempt:
                 self._lost.set_exception(error)
             raise
 
-    def begin(self, number: int, session: str, conversation: Conversation) -> Begun:
+    async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun:
         self._ids.add(session)
+        number = next(_CALLS)
         return Begun(session, number, self._recorded.begin(number, conversation))
 
-    def answered(self, begun: Begun, call: Call) -> None:
+    async def answered(self, begun: Begun, call: Call) -> None:
         if begun.number in self._recorded.running:
             self._recorded.answered(begun.number, call)
             self._ids.add(call.response)
             self.last_answer = call.choices[0].text
 
-    def failed(self, begun: Begun, reason: str) -> None:
+    async def failed(self, begun: Begun, reason: str) -> None:
         self._full = self._full or reason == "context_length_exceeded"
         if begun.number in self._recorded.running:
             self._recorded.failed(begun.number)
 
-    def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
+    async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
         if name not in self._ids:
             raise DataError("no session or response has this id", field="id", value=name)
         if not all(map(math.isfinite, [reward, *components.values()])):
@@ -214,59 +220,43 @@ class _Attempt:
         self.reward = RewardResult(reward, components)
         return name
 
-
-class _Desk:
-    """The endpoint of one process: engines and recording are those of the attempt that the process works on."""
-
-    def __init__(self, server: _Server, config: ServeConfig, model: Model) -> None:
-        key, self._numbers = secrets.token_urlsafe(16), count()
-        sampling = SamplingConfig(max_tokens=model.max_tokens)
-        settings = EndpointSettings(config, "policy", model.max_length, sampling, (key_digest(key),), any_model=True)
-        app = PolicyEndpoint(Responder(self, self, model.tokenizer, settings)).app()
-        self._attempt: _Attempt | None = None
-        self.name = secrets.token_hex(8)
-        self._access = f"{server.add(self.name, app)}/v1", key
-
-    @contextlib.contextmanager
-    def serving(self, attempt: _Attempt) -> Iterator[tuple[str, str]]:
-        """Answer requests for this attempt meanwhile; the URL and the key for them."""
-        self._attempt = attempt
-        try:
-            yield self._access
-        finally:
-            self._attempt = None
-
-    @property
-    def _present(self) -> _Attempt:
-        if self._attempt is None:
-            raise _ended()
-        return self._attempt
-
-    async def generate(
-        self, request: Request, sessions: Sequence[Session] = (), told: Told | None = None
-    ) -> list[Completion]:
-        return await self._present.generate(request)
-
-    async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun:
-        return self._present.begin(next(self._numbers), session, conversation)
-
-    async def answered(self, begun: Begun, call: Call) -> None:
-        self._present.answered(begun, call)
-
-    async def failed(self, begun: Begun, reason: str) -> None:
-        self._present.failed(begun, reason)
-
-    async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
-        return self._present.feedback(name, reward, components)
-
     async def opted_out(self, rows: int) -> None:
-        raise NotImplementedError  # what the run's own agents ask is always recorded
+        raise NotImplementedError  # calls of the run's own agents are always recorded
 
     async def forget(self, name: str) -> tuple[int, int]:
         return 0, 0
 
     async def stats(self) -> SessionStats:
-        return SessionStats(int(self._attempt is not None), 0, {}, {}, {}, {})
+        return SessionStats(1, 0, {}, {}, {}, {})
+
+
+class _NoAttempt:
+    """The engines and the session store of a process without an attempt: every call is refused."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _ended()
+
+
+class _ProcessEndpoint:
+    """The endpoint of one process, whose engines and session store are the attempt that the process works on."""
+
+    def __init__(self, server: _Server, config: ServeConfig, model: Model) -> None:
+        key, nobody = secrets.token_urlsafe(16), cast(_Attempt, _NoAttempt())
+        sampling = SamplingConfig(max_tokens=model.max_tokens)
+        settings = EndpointSettings(config, "policy", model.max_length, sampling, (key_digest(key),), any_model=True)
+        self._responder = Responder(nobody, nobody, model.tokenizer, settings)
+        self.name = secrets.token_hex(8)
+        self._access = f"{server.add(self.name, PolicyEndpoint(self._responder).app())}/v1", key
+
+    @contextlib.contextmanager
+    def serving(self, attempt: _Attempt) -> Iterator[tuple[str, str]]:
+        """Answer requests for this attempt in a ``with``; gives the URL and the key for them."""
+        before = self._responder.engines, self._responder.sessions
+        self._responder.engines = self._responder.sessions = attempt
+        try:
+            yield self._access
+        finally:
+            self._responder.engines, self._responder.sessions = before
 
 
 def _ended() -> ApiError:
@@ -298,12 +288,12 @@ class _Server(uvicorn.Server):
         return f"{self._url}/{name}"
 
     def remove(self, name: str) -> None:
-        """Serve it no more."""
+        """Stop serving it."""
         del self._apps[name]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the process that it runs in."""
+        """Leave signals to the process."""
         yield
 
     async def _dispatch(self, scope: Any, receive: Any, send: Any) -> None:

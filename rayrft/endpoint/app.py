@@ -20,13 +20,13 @@ PRIVATE = "private-"
 
 
 class PolicyEndpoint(HttpService):
-    """The API over what answers."""
+    """The API over a responder."""
 
     def __init__(self, responder: Responder, count: Callable[[str], None] = lambda outcome: None) -> None:
         settings = responder.settings
         super().__init__(settings.config, settings.key_digests, count)
         self._responder = responder
-        self._sessions, self._settings = responder.sessions, settings
+        self._settings = settings
 
     def routes(self) -> Iterator[Route]:
         """See `HttpService`."""
@@ -35,7 +35,7 @@ class PolicyEndpoint(HttpService):
             "/v1/completions": (CompletionRequest, "cmpl-"),
             "/v1/responses": (ResponsesRequest, "resp_"),
         }
-        # An application that can be given nothing but a base URL has its session there.
+        # An application that is configured by a base URL alone names its session there.
         for base in ("", "/sessions/{session}"):
             for path, (model, prefix) in answers.items():
                 yield "POST", base + path, self._answering(model, prefix), True
@@ -78,10 +78,10 @@ class PolicyEndpoint(HttpService):
 
     async def _feedback(self, request: Request) -> Response:
         body = parse(FeedbackRequest, await self.body(request))
-        if self._sessions is None:
+        if (sessions := self._responder.sessions) is None:
             raise ApiError(400, "This endpoint records no sessions: serve.record is false.", code="not_recorded")
         try:
-            session = await self._sessions.feedback(body.id, body.reward, body.components)
+            session = await sessions.feedback(body.id, body.reward, body.components)
         except DataError as error:
             unknown = error.field == "id"
             code = "session_not_found" if unknown else "invalid_value"
@@ -93,8 +93,8 @@ class PolicyEndpoint(HttpService):
         return JSONResponse({"object": "feedback", "session_id": session, "reward": body.reward})
 
     async def _forget(self, request: Request) -> Response:
-        name = request.path_params["id"]
-        rows, leased = await self._sessions.forget(name) if self._sessions is not None else (0, 0)
+        name, sessions = request.path_params["id"], self._responder.sessions
+        rows, leased = await sessions.forget(name) if sessions is not None else (0, 0)
         if not rows + leased:
             raise ApiError(404, f"Nothing is kept of {name!r}.", code="not_found", param="id")
         return JSONResponse({"id": name, "deleted": not leased, "rows": rows, "rows_in_training": leased})
@@ -108,15 +108,10 @@ class PolicyEndpoint(HttpService):
         return JSONResponse(self._card())
 
     async def _stats(self, request: Request) -> Response:
-        sessions = asdict(await self._sessions.stats()) if self._sessions is not None else None
-        return JSONResponse({"open": self.open, "requests": dict(self.outcomes), "sessions": sessions})
+        sessions = self._responder.sessions
+        counts = asdict(await sessions.stats()) if sessions is not None else None
+        return JSONResponse({"open": self.open, "requests": dict(self.outcomes), "sessions": counts})
 
     def _card(self) -> dict[str, Any]:
-        size = self._settings.max_length
-        return {
-            "id": self._settings.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "rayrft",
-            "max_model_len": size,
-        }
+        about = {"object": "model", "created": 0, "owned_by": "rayrft"}
+        return {"id": self._settings.model, **about, "max_model_len": self._settings.max_length}

@@ -24,14 +24,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "truncation": ("disabled",),
 }
-"""Parameters that would change an answer and are not supported, with the values that change nothing. Others that are
-not known are refused, too."""
+"""Parameters that are not supported, with the values that change nothing. Unknown ones are refused, too."""
 _NO_MATTER = {"store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "cache_salt"}
-"""Parameters that change nothing here, whatever their value."""
+"""Parameters of which any value changes nothing here."""
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """Drop nulls: clients send them for values that are not given."""
+        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
 class StreamOptions(_Body):
@@ -49,7 +54,7 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class Sampled(_Body):
-    """What requests for answers have in common. Without a value the run's own sampling applies."""
+    """The base of requests for answers. Without a value the run's own sampling applies."""
 
     model: Name
     n: int = Field(1, ge=1, le=128)
@@ -63,14 +68,8 @@ class Sampled(_Body):
     stream_options: StreamOptions = StreamOptions()
     user: str | None = Field(None, min_length=1, max_length=256)
     store: bool = True
-    """Without it, nothing of the request is kept or trained on."""
+    """If false, nothing of the request is kept or trained on."""
     metadata: RequestMetadata = RequestMetadata()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, body: Any) -> Any:
-        """Take null for a value that is not given, as clients mean it."""
-        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     @model_validator(mode="after")
     def _supported(self) -> Sampled:
@@ -107,7 +106,7 @@ class ChatRequest(Sampled):
     @model_validator(mode="after")
     def _tools(self) -> ChatRequest:
         if not all(_has_name(tool) for tool in self.tools):
-            raise UnsupportedParameter("tools", "has an entry that is no function with a name")
+            raise UnsupportedParameter("tools", "has an entry that is not a function with a name")
         return self
 
     @property
@@ -120,7 +119,7 @@ class ChatRequest(Sampled):
 
     @property
     def shown_tools(self) -> tuple[dict[str, Any], ...]:
-        """The tools that the model is told of."""
+        """The tools that the prompt names."""
         return () if (self.model_extra or {}).get("tool_choice") == "none" else tuple(self.tools)
 
 
@@ -144,7 +143,7 @@ class ResponsesRequest(ChatRequest):
         if not isinstance(items, list):
             raise UnsupportedParameter("input", "is neither a text nor a list of items")
         if not isinstance(tools, list):
-            raise UnsupportedParameter("tools", "is no list")
+            raise UnsupportedParameter("tools", "is not a list")
         messages = _messages(items)
         if instructions := body.get("instructions"):
             messages.insert(0, {"role": "system", "content": instructions})
@@ -169,7 +168,7 @@ class ResponsesRequest(ChatRequest):
 
 
 class ChatMessage(_Body):
-    """A message. ``plain`` is its form in a conversation, ``for_template`` that in which chat templates take it."""
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(max_length=1024)] | None = None
@@ -177,15 +176,10 @@ class ChatMessage(_Body):
     tool_call_id: Name | None = None
     name: Name | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, body: Any) -> Any:
-        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
-
     @model_validator(mode="after")
     def _calls(self) -> ChatMessage:
         if not all(_has_name(call) for call in self.tool_calls):
-            raise UnsupportedParameter("tool_calls", "has an entry that is no call of a function with a name")
+            raise UnsupportedParameter("tool_calls", "has an entry that is not a call of a function with a name")
         if not all(isinstance(_arguments(call), dict) for call in self.tool_calls):
             raise UnsupportedParameter("tool_calls.arguments", "is not a JSON object")
         for key, value in (self.model_extra or {}).items():
@@ -198,13 +192,13 @@ class ChatMessage(_Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
 
     def plain(self) -> dict[str, Any]:
-        """Return the message without what clients may add or leave out."""
+        """Return the message in the form that is compared, without what clients may add or leave out."""
         calls = [_plain_call(call) for call in self.tool_calls]
         fields = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
         return {"role": self.role, "content": self.text, **{key: value for key, value in fields.items() if value}}
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message with the arguments of calls as objects."""
+        """Return the message for a chat template, with the arguments of calls as objects."""
         message = self.plain()
         if self.role == "developer":
             message["role"] = "system"
@@ -213,7 +207,7 @@ class ChatMessage(_Body):
         return message
 
     def for_bare_template(self, form: CallForm) -> dict[str, str]:
-        """Return the message for a chat template that knows no tools: calls and results of them are text."""
+        """Return the message for a chat template without tools: calls and their results are text."""
         if self.role == "tool":
             return {"role": "user", "content": as_response(self.text)}
         calls = [json.dumps(call["function"]) for call in self.plain().get("tool_calls", [])]
@@ -243,7 +237,7 @@ class CompletionRequest(Sampled):
     @field_validator("prompt", mode="before")
     @classmethod
     def _one_prompt(cls, prompt: Any) -> Any:
-        """Take a prompt for itself that is the only one in a list."""
+        """Unpack a list with a single prompt."""
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             if len(prompt) > 1:
                 raise UnsupportedParameter("prompt", "is not one prompt: send a request for each")
@@ -271,7 +265,7 @@ ChatMessage.model_rebuild()
 
 
 def _messages(items: list[Any]) -> list[dict[str, Any]]:
-    """Return the items of a conversation as messages: calls belong to the answer that they follow."""
+    """Return the items of a conversation as messages: a call belongs to the preceding answer."""
     messages = list[dict[str, Any]]()
     for number, item in enumerate(items):
         kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
@@ -286,7 +280,7 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
                 messages[-1].setdefault("tool_calls", []).append(call)
             elif kind == "function_call_output":
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
-            elif kind != "reasoning":  # what the model thought is in no answer of this endpoint
+            elif kind != "reasoning":  # answers of this endpoint have no such items
                 raise UnsupportedParameter(f"input.{number}", f"is a {kind}, which is not supported")
         except KeyError as error:
             raise UnsupportedParameter(f"input.{number}", f"lacks {error}") from None
@@ -294,9 +288,9 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
 
 
 def _nested(tool: Any) -> Any:
-    """Return a tool with its function as an object of its own, as `ChatRequest` has it."""
+    """Return a tool in the form of `ChatRequest`."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise UnsupportedParameter("tools", "has an entry that is no function")
+        raise UnsupportedParameter("tools", "has an entry that is not a function")
     fields = {key: value for key, value in tool.items() if key not in ("type", "strict") and value is not None}
     return {"type": "function", "function": fields}
 

@@ -1,4 +1,4 @@
-"""From a request to its answers: checks it, lets the engines sample, and tells the sessions."""
+"""From a request to its answers: check it, sample by the engines, and record it in its session."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 class StreamingEngines(Protocol):
-    """Anything that answers requests, and tells their tokens as they are sampled."""
+    """Engines that stream tokens: see `EngineClient`."""
 
     async def generate(
         self, request: exchange.Request, sessions: Sequence[Session] = (), told: Told | None = None
@@ -35,7 +35,7 @@ class StreamingEngines(Protocol):
 
 
 class SessionStore(Protocol):
-    """What is told of every call: see `SessionKeeper`."""
+    """The record of every call: see `SessionKeeper`."""
 
     async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun: ...
 
@@ -53,7 +53,7 @@ class SessionStore(Protocol):
 
 
 class Responder:
-    """Answers requests by some engines. ``sessions`` is None where calls are not recorded."""
+    """Answers requests by engines; without ``sessions``, calls are not recorded."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Responder:
         tokenizer: ChatTokenizer,
         settings: EndpointSettings,
     ) -> None:
-        self._engines = engines
+        self.engines = engines
         self.sessions = sessions
         self._tokenizer = tokenizer
         self.settings = settings
@@ -205,7 +205,7 @@ class Responder:
         async with asyncio.timeout(self._config.deadline_s):
             if show is None and not ask.body.stops:
                 request = exchange.Request(ask.prompt, ask.body.n, ask.sampling)
-                completions = await self._engines.generate(request, sessions)
+                completions = await self.engines.generate(request, sessions)
                 answers = [self._finished(ask, index, each, None) for index, each in enumerate(completions)]
             else:
                 async with asyncio.TaskGroup() as group:
@@ -232,7 +232,7 @@ class Responder:
 
         seed = None if ask.sampling.seed is None else ask.sampling.seed + index
         request = exchange.Request(ask.prompt, 1, replace(ask.sampling, seed=seed), stream=True)
-        [completion] = await self._engines.generate(request, [session], told)
+        [completion] = await self.engines.generate(request, [session], told)
         return self._finished(ask, index, completion, text)
 
     def _finished(

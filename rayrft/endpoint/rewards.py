@@ -21,7 +21,7 @@ from rayrft.rewards.stats import DomainStats
 from rayrft.runtime.serving.http import ApiError, HttpService, Route, parse, unless_gone
 
 _MOST = 1024
-"""Answers in a request."""
+"""The most answers in a request."""
 
 
 class _Body(BaseModel):
@@ -44,7 +44,7 @@ class ScoredTask(_Body):
     @model_validator(mode="after")
     def _question(self) -> Self:
         if (self.prompt is None) == (not self.messages):
-            raise ValueError("it has either prompt or messages")
+            raise ValueError("give either prompt or messages")
         return self
 
 
@@ -55,15 +55,15 @@ class ScoreRequest(_Body):
     task: ScoredTask
     response: str | None = None
     messages: list[RewardMessage] = Field(default_factory=list, max_length=4096)
-    """Instead of ``response``, for rewards that see the conversation: all of it. The last message is the model's, and
-    so are all of the assistant's, but for those that the task's own ``messages`` hold, if it begins with them."""
+    """The whole conversation instead of ``response``, for rewards that see it. All of the assistant's messages are the
+    model's, except for a beginning that equals the task's ``messages``."""
 
     @model_validator(mode="after")
     def _one_answer(self) -> Self:
         if (self.response is None) == (not self.messages):
-            raise ValueError("it has either response or messages")
+            raise ValueError("give either response or messages")
         if self.messages and self.messages[-1].role != "assistant":
-            raise ValueError("the last of the messages is not the assistant's")
+            raise ValueError("the last message must be the assistant's")
         return self
 
     def question(self) -> Task:
@@ -95,7 +95,7 @@ class ScoreRequests(RootModel[list[ScoreRequest]]):
 
 
 class RewardEndpoint(HttpService):
-    """The API over what scores."""
+    """The API over a pool of rewards."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class RewardEndpoint(HttpService):
         return JSONResponse(replies[0])
 
     async def _results(self, asked: list[ScoreRequest]) -> list[RewardResult]:
-        """Score answers side by side, those to one question that follow one another in one call."""
+        """Score answers concurrently; successive answers to one question share a call."""
         calls = [
             (each.question(), [one.transcript() for one in (each, *rest)])
             for _, (each, *rest) in groupby(asked, key=lambda each: (each.domain, each.task))
@@ -143,20 +143,9 @@ class RewardEndpoint(HttpService):
         return [result for results in found for result in results]
 
     def _reply(self, asked: ScoreRequest, result: RewardResult) -> dict[str, Any]:
-        return {
-            "object": "score",
-            "domain": asked.domain,
-            "value": result.value,
-            "shaping": result.shaping,
-            "components": result.components,
-            "turns": result.turns,
-            "steps": [asdict(step) for step in result.steps],
-            "answer": result.answer,
-            "reason": result.reason,
-            "error": result.error,
-            "seconds": result.seconds,
-            "version": self._version,
-        }
+        fields = asdict(result)
+        del fields["tries"]
+        return {"object": "score", "domain": asked.domain, **fields, "version": self._version}
 
     async def _stats(self, request: Request) -> Response:
         for domain, taken in self._pool.take_stats().items():

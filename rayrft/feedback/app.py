@@ -21,7 +21,7 @@ from rayrft.config.serve import FeedbackConfig
 from rayrft.errors import DataError, RayrftError
 from rayrft.feedback.agreement import measure_agreement
 from rayrft.feedback.delivery import Delivery
-from rayrft.feedback.items import Item, Queue, Rows, item_json
+from rayrft.feedback.items import Item, Queue, item_json
 from rayrft.feedback.journal import FeedbackJournal, feedback_folder
 from rayrft.feedback.judgements import (
     ROWS,
@@ -121,7 +121,7 @@ class FeedbackPage(HttpService):
         name: str,
         config: FeedbackConfig,
         key_digests: tuple[str, ...],
-        rows: Rows,
+        rows: RunRows,
         journal: FeedbackJournal,
         count: Callable[[str], None] = lambda outcome: None,
     ) -> None:

@@ -11,9 +11,9 @@ from functools import partial
 from typing import ParamSpec
 
 from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
-from rayrft.feedback.items import Rows
 from rayrft.feedback.journal import FeedbackJournal
 from rayrft.feedback.judgements import EditSent, EditWithdrawn, Judgement, Judgements, Outcome, RowSent
+from rayrft.feedback.run_rows import RunRows
 
 P = ParamSpec("P")
 log = logging.getLogger(__name__)
@@ -36,7 +36,9 @@ class Delivery:
     ``before`` are the rewards that rows had when they were shown, by experience id.
     """
 
-    def __init__(self, rows: Rows, judgements: Judgements, journal: FeedbackJournal, before: dict[str, float | None]):
+    def __init__(
+        self, rows: RunRows, judgements: Judgements, journal: FeedbackJournal, before: dict[str, float | None]
+    ) -> None:
         self._rows, self._judgements, self._journal, self._before = rows, judgements, journal, before
         self._wake = asyncio.Event()
         self._round: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -77,33 +77,6 @@ class Item:
         return self.answers[0].waiting
 
 
-class Rows(Protocol):
-    """The run behind a page. The methods block, and are called in threads."""
-
-    def running(self) -> bool:
-        """Return whether the run has a Buffer that takes feedback."""
-
-    def groups(self) -> list[AnswerGroup]:
-        """Return the groups to judge, as they are now. Raises StorageError."""
-
-    def find(self, experience_id: str) -> ShownAnswer:
-        """Return a row. Raises DataError if there is none."""
-
-    def references(self) -> dict[str, str]:
-        """Return the reference answers by task id. Raises a RayrftError if they cannot be read."""
-
-    def feedback(self, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
-        """Change a row before it is trained. Raises RunNotFound or ActorDied if the run's Buffer is not there, and as
-        `Buffer.feedback`."""
-
-    def demonstrate(self, judgement: Judgement) -> str:
-        """Give the run an edited answer to imitate, once; return the demonstration's experience id. Raises RunNotFound
-        or ActorDied if the run's Buffer is not there, DataError if it does not take it."""
-
-    def withdraw(self, demonstration: str) -> None:
-        """Stop the run from drawing a demonstration. Raises RunNotFound or ActorDied if its Buffer is not there."""
-
-
 def items_of(group: AnswerGroup) -> list[Item]:
     """Return the items of a group: each answer; two different ones, in an order that says nothing; and, if there are
     more, all different ones."""
@@ -150,7 +123,7 @@ def _draw(name: str) -> str:
     return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Lease:
     item: str
     ends: float
@@ -172,9 +145,8 @@ class Queue:
         self.totals: dict[View, int] = {}
         self._left: dict[View, dict[str, None]] = {"one": {}, "pair": {}, "group": {}}
         """Keys of items that not enough people have judged, in the order of the rule."""
-        self._leases: dict[str, dict[str, _Lease]] = {}
-        self._held: dict[str, _Lease] = {}
-        """The latest of each person."""
+        self._leases: dict[str, _Lease] = {}
+        """By person, who has one at a time."""
 
     def arrange(self, groups: Iterable[AnswerGroup]) -> list[Item]:
         """Return the items of groups in the order of the rule; it may be called in any thread."""
@@ -183,7 +155,7 @@ class Queue:
 
     def fill(self, items: list[Item]) -> None:
         """Replace the items by the arranged ones that the run has now; leased items stay."""
-        had = {lease.item for lease in self._held.values()}
+        had = {lease.item for lease in self._leases.values()}
         self.items = {key: item for key, item in self.items.items() if key in had}
         self.items.update((item.key, item) for item in items)
         for view in self._left:
@@ -198,38 +170,29 @@ class Queue:
     def take(self, person: str, view: View) -> Item | None:
         """Lease an item to a person, exclusively unless ``agreement`` is above 1; None if no item is left for them."""
         now = self._clock()
-        held = self._held.get(person)
+        held = self._leases.get(person)
         if held is not None and held.ends > now and self.items[held.item].view == view and self._may(person, held.item):
-            held.ends = now + self._config.lease_s
-            return self.items[held.item]
-        for key in self._left[view]:
-            if self._may(person, key) and self._wanted(key, person, now):
-                self._lease(person, key, now)
-                return self.items[key]
-        return None
+            return self._lease(person, held.item, now)
+        keys = (key for key in self._left[view] if self._may(person, key) and self._wanted(key, person, now))
+        return self._lease(person, key, now) if (key := next(keys, None)) is not None else None
 
     def keep(self, person: str, key: str) -> bool:
         """Prolong a person's lease; return whether they have one.
 
         A lease that has expired, or was lost with the page's process, is renewed unless others have the item by now.
         """
-        now, lease, held = self._clock(), self._leases.get(key, {}).get(person), self._held.get(person)
-        if lease is not None and lease.ends > now:
-            lease.ends = now + self._config.lease_s
-            return True
-        has_another = held is not None and held.item != key and held.ends > now
-        if has_another or key not in self.items or not (self._may(person, key) and self._wanted(key, person, now)):
+        now, held = self._clock(), self._leases.get(person)
+        if held is None or held.ends <= now:
+            if key not in self.items or not (self._may(person, key) and self._wanted(key, person, now)):
+                return False
+        elif held.item != key:
             return False
         self._lease(person, key, now)
         return True
 
     def leave(self, person: str) -> None:
         """End a person's lease."""
-        if (held := self._held.pop(person, None)) is not None:
-            having = self._leases.get(held.item, {})
-            having.pop(person, None)
-            if not having:
-                self._leases.pop(held.item, None)
+        self._leases.pop(person, None)
 
     def others(self, key: str, person: str) -> list[str]:
         """Return the other people who have or have judged an item; none unless they are as many as are wanted."""
@@ -238,7 +201,7 @@ class Queue:
 
     def judged(self, judgement: Judgement) -> None:
         """End the lease on an item that was judged; drop the item from the queue if enough people have judged it."""
-        held = self._held.get(judgement.person)
+        held = self._leases.get(judgement.person)
         if held is not None and held.item == judgement.item:
             self.leave(judgement.person)
         if self._is_done(judgement.item):
@@ -251,10 +214,9 @@ class Queue:
             self._left[item.view].setdefault(item.key)
         self._lease(judgement.person, item.key, self._clock())
 
-    def _lease(self, person: str, key: str, now: float) -> None:
-        self.leave(person)
-        lease = _Lease(key, now + self._config.lease_s)
-        self._held[person] = self._leases.setdefault(key, {})[person] = lease
+    def _lease(self, person: str, key: str, now: float) -> Item:
+        self._leases[person] = _Lease(key, now + self._config.lease_s)
+        return self.items[key]
 
     def _may(self, person: str, key: str) -> bool:
         return person not in self._judgements.of_item(key)
@@ -271,7 +233,7 @@ class Queue:
         return [person for person, given in self._judgements.of_item(key).items() if not given.skipped]
 
     def _holders(self, key: str, now: float) -> list[str]:
-        return [person for person, lease in self._leases.get(key, {}).items() if lease.ends > now]
+        return [person for person, lease in self._leases.items() if lease.item == key and lease.ends > now]
 
 
 def item_json(item: Item, reference: str | None) -> dict[str, Any]:

@@ -19,13 +19,14 @@ from rayrft.data.task_sources import read_held_out, read_source
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, DataError, RunNotFound
 from rayrft.experience import Experience, from_batch
-from rayrft.feedback.items import AnswerGroup, Rows, ShownAnswer
+from rayrft.feedback.items import AnswerGroup, ShownAnswer
 from rayrft.feedback.judgements import Judgement
 from rayrft.runtime.handle import Handle
 
 
-class RunRows(Rows):
-    """A run in a folder. ``buffer`` is the name of its Buffer's actor in ``namespace``."""
+class RunRows:
+    """The rows of a run in a folder, of which at most ``most`` groups are shown. ``buffer`` is the name of its Buffer's
+    actor in ``namespace``. The methods block, and are called in threads."""
 
     def __init__(
         self, folder: Path, config: RunConfig, namespace: str, buffer: str, most: int, demonstrations: str
@@ -39,7 +40,7 @@ class RunRows(Rows):
         self._handle: Handle[Buffer] | None = None
 
     def running(self) -> bool:
-        """See `Rows`."""
+        """Return whether the run has a Buffer that takes feedback."""
         try:
             self._find_buffer()
         except RunNotFound:
@@ -47,19 +48,19 @@ class RunRows(Rows):
         return True
 
     def groups(self) -> list[AnswerGroup]:
-        """See `Rows`."""
+        """Return the groups to judge, as they are now. Raises StorageError."""
         archive = Archive.of_run(self._folder)
         with self._lock:
             self._archive = archive
         return _read_groups(archive, self._most)
 
     def find(self, experience_id: str) -> ShownAnswer:
-        """See `Rows`."""
+        """Return a row. Raises DataError if there is none."""
         found = self._read().find(experience_id)
         return ShownAnswer.of(found.experience, found.group_status == "ready")
 
     def references(self) -> dict[str, str]:
-        """See `Rows`."""
+        """Return the reference answers by task id. Raises a RayrftError if they cannot be read."""
         found: dict[str, str] = {}
         for number, source in enumerate(self._config.tasks.sources if self._config.tasks else []):
             field = f"tasks.sources.{number}"
@@ -69,12 +70,14 @@ class RunRows(Rows):
         return found | {task.id: task.answer for task in self._read().added_tasks}
 
     def feedback(self, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
-        """See `Rows`."""
+        """Change a row before it is trained. Raises RunNotFound or ActorDied if the run's Buffer is not there, and the
+        errors of `Buffer.feedback`."""
         with self._calling() as buffer:
             answer(buffer.call(Buffer.feedback, experience_id, reward, labels))
 
     def demonstrate(self, judgement: Judgement) -> str:
-        """See `Rows`."""
+        """Give the run an edited answer to imitate, once; return the demonstration's experience id. Raises DataError if
+        the Buffer refuses it, and RunNotFound or ActorDied if the Buffer is not there."""
         assert judgement.edit is not None  # known to the caller
         row = self._read().find(judgement.rows[0]).experience
         with self._lock:
@@ -88,7 +91,7 @@ class RunRows(Rows):
         return made.experience_id
 
     def withdraw(self, demonstration: str) -> None:
-        """See `Rows`."""
+        """Stop the run from drawing a demonstration. Raises RunNotFound or ActorDied if its Buffer is not there."""
         name, _, _ = demonstration.partition("/")
         with self._calling() as buffer:
             answer(buffer.call(Buffer.withdraw, name, [demonstration]))

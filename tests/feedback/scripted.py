@@ -10,9 +10,10 @@ from typing import Any
 from rayrft.config.serve import FeedbackConfig
 from rayrft.errors import DataError, FeedbackRefused, RunNotFound
 from rayrft.feedback.app import FeedbackPage
-from rayrft.feedback.items import AnswerGroup, Rows, ShownAnswer
+from rayrft.feedback.items import AnswerGroup, ShownAnswer
 from rayrft.feedback.journal import FeedbackJournal
 from rayrft.feedback.judgements import Judgement
+from rayrft.feedback.run_rows import RunRows
 from rayrft.runtime.serving import key_digest
 
 KEY = "sk-right"
@@ -36,7 +37,7 @@ def group(name: str, *texts: str, **changes: Any) -> AnswerGroup:
     return AnswerGroup(name, f"task-{name}", answers)
 
 
-class ScriptedRows(Rows):
+class ScriptedRows(RunRows):
     """``groups`` of a run that is running while ``<folder>/running`` exists; what it is told is in ``told.jsonl``."""
 
     def __init__(self, folder: Path, groups: list[AnswerGroup]) -> None:
