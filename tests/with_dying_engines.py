@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ray
 
-from rayrft.core import actors
+from rayrft.core.parts import engines
 from tests.dying_engines import DyingEngine
 
 if ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
-    actors.RolloutEngine = DyingEngine  # type: ignore[misc,assignment]
+    engines.RolloutEngine = DyingEngine  # type: ignore[misc,assignment]

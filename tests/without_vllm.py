@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import ray
 
-from rayrft.core import actors
+from rayrft.core.parts import engines
 from tests.scripted_engine import ScriptedEngine
 
 if ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
-    actors.RolloutEngine = ScriptedEngine  # type: ignore[misc,assignment]
+    engines.RolloutEngine = ScriptedEngine  # type: ignore[misc,assignment]

@@ -6,9 +6,8 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,24 @@ from rayrft.benchmark.worker import BenchWorker, read_attempts
 from rayrft.config import RunConfig, load_config, load_run_config
 from rayrft.config.serve import ServeConfig
 from rayrft.config.tasks import TaskSourceConfig
-from rayrft.core.actors import create_auxiliary, create_engines, judges, reward_service, scoring, start_auxiliary
 from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
-from rayrft.core.pipeline_models import task_engines
-from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, plan_placement, show_plan
+from rayrft.core.parts.engines import EngineGroup, serve_engines
+from rayrft.core.parts.rewards import remote_models, remote_scoring, reward_service
+from rayrft.core.parts.table import plan_placement
+from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, show_plan
 from rayrft.core.preflight import check_auxiliary, check_workflows, find_model
 from rayrft.core.reward_checks import check_rewards
-from rayrft.core.supervision import root_cause
+from rayrft.core.services import task_engines
 from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import load_taskset
-from rayrft.errors import ModelError, RunNotFound, Stalled
+from rayrft.errors import ModelError, RayrftError, RunNotFound, Stalled
 from rayrft.experience import Task
-from rayrft.explorer.engines.engine import RolloutEngine
-from rayrft.explorer.engines.pool import EnginePool, Member
+from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt, measure
 from rayrft.pipelines.report import summary
 from rayrft.pipelines.tasks import load_splits, read_report
-from rayrft.runtime.handle import Handle, end, fetch
+from rayrft.runtime.handle import Handle, answer, end
 
 _HELD_OUT = "held_out"
 
@@ -61,115 +60,90 @@ def bench(
 
     ``config`` is that of a bench or of a run, whose workflow, environment, reward and engines are used; ``models`` are
     added to ``bench.models``, and ``overrides`` are dotted keys. Every attempt is written to ``<storage>/<name>/bench``
-    as it comes: a bench that was killed goes on where it stopped, and what was attempted before under the same
-    settings is not attempted again. Raises a RayrftError, before any actor starts, if config, data, models or cluster
-    are unsuitable, and ActorDied if an engine dies.
+    as it comes. A killed bench resumes; attempts made with the same settings are reused.
+
+    Raises a RayrftError, before any actor starts, if config, data, models or cluster are unsuitable, and ActorDied if
+    an engine dies.
     """
     named = {f"bench.models.{name}": model for name, model in (models or {}).items()}
     checked = load_config(config, {**overrides, **named, "mode": "bench"})
     folder = checked.folder / "bench"
     connect()  # files of tasks are read by Ray
     tasksets = _tasksets(checked, say)
-    check_auxiliary(checked)
-    check_workflows(checked.explorer, chain.from_iterable(tasksets.values()), checked.auxiliary)
-    numbered = ((task, number) for number, tasks in enumerate(tasksets.values()) for task in tasks)
-    for notice in check_rewards(checked.scoring, numbered, checked.auxiliary):
-        say(notice)
+    numbered = [(task, number) for number, (tasks, _) in enumerate(tasksets.values()) for task in tasks]
+    check_attempts(checked, numbered, say)
     given = checked.bench.models or {"model": str(checked.model.path)}
     found = [find_weights(name, model, checked.storage, folder) for name, model in given.items()]
-    sources = {
-        name: (checked.tasks if name == _HELD_OUT else checked.bench.tasksets[name]).sources  # type: ignore[union-attr]
-        for name in tasksets
-    }
-    files = {
-        (model.name, name): folder
-        / "attempts"
-        / model.name
-        / f"{name}-{fingerprint(checked, model.identity, sources[name])}.jsonl"
-        for model in found
-        for name in tasksets
-    }
-    attempt_all(checked, f"{checked.name}-bench", found, tasksets, files, say)
-    result = BenchResult(
-        checked.name,
-        folder,
-        tuple(
-            BenchScore(model.name, taskset, measure(attempts, checked.bench.k, seed=checked.seed))
-            for model in found
-            for taskset, tasks in tasksets.items()
-            if (attempts := attempts_in(checked, files[model.name, taskset], tasks))
-        ),
-    )
+    attempts = attempt_all(checked, f"{checked.name}-bench", folder, found, tasksets, say)
+    scores = [
+        BenchScore(model, taskset, measure(each, checked.bench.k, seed=checked.seed))
+        for (model, taskset), each in attempts.items()
+        if each
+    ]
+    result = BenchResult(checked.name, folder, tuple(scores))
     (folder / "results.json").write_text(result.to_json())
     result.save_plot(folder / "plot.png")
     return result
 
 
+def check_attempts(config: RunConfig, tasks: Sequence[tuple[Task, int]], say: Callable[[str], None]) -> None:
+    """Check the models, workflows and rewards that attempt tasks, which come with the number of their source."""
+    check_auxiliary(config)
+    check_workflows(config.explorer, (task for task, _ in tasks), config.auxiliary)
+    for notice in check_rewards(config.scoring, tasks, config.auxiliary):
+        say(notice)
+
+
 def attempt_all(
     config: RunConfig,
     run: str,
+    folder: Path,
     models: Sequence[BenchModel],
-    tasksets: Mapping[str, list[Task]],
-    files: Mapping[tuple[str, str], Path],
+    tasksets: Mapping[str, tuple[list[Task], list[TaskSourceConfig]]],
     say: Callable[[str], None],
-) -> None:
-    """Attempt every task set with every model, ``bench.samples`` times a task, less what is in the files of attempts,
-    by model and task set; ``run`` names the actors. Raises the errors of `bench`."""
-    missing = {
-        model.name: [name for name, tasks in tasksets.items() if _missing(config, files[model.name, name], tasks)]
+) -> dict[tuple[str, str], list[Attempt]]:
+    """Attempt every task set with every model, ``bench.samples`` times a task; return the attempts by model and task
+    set. Those in the files below ``folder`` are not made again. ``run`` names the actors. Raises the errors of `bench`.
+    """
+    files = {
+        (model.name, name): folder
+        / "attempts"
+        / model.name
+        / f"{name}-{fingerprint(config, model.identity, sources)}.jsonl"
+        for model in models
+        for name, (_, sources) in tasksets.items()
+    }
+    todo = {
+        model: {
+            name: tasks for name, (tasks, _) in tasksets.items() if _missing(config, files[model.name, name], tasks)
+        }
         for model in models
     }
-    if not any(missing.values()):
-        return
-    parts = plan_placement(config)
-    say(show_plan(run, parts))
-    check_room(parts)
-    placement = Placement(run, parts)
-    try:
-        placement.reserve([part.name for part in parts if not part.served])
-        with _auxiliary_open(config, placement) as auxiliary, _rewards_open(config, auxiliary):
-            for model in models:
-                if missing[model.name]:
-                    with _Evaluation(config, placement, model, auxiliary) as evaluation:
-                        for name in missing[model.name]:
-                            evaluation.run(name, tasksets[name], files[model.name, name], say)
-    finally:
-        placement.remove()
+    if any(todo.values()):
+        plan = plan_placement(config)
+        say(show_plan(run, plan))
+        check_room(plan)
+        placement, groups = Placement(run, plan), dict[str, EngineGroup]()
+        try:
+            placement.reserve([each.name for each in plan if not each.served])
+            groups |= EngineGroup.auxiliary(placement, config.auxiliary, config.seed)
+            serve_engines(groups.values(), config.monitor.stall_s)
+            pools = {name: group.pool for name, group in groups.items()}
+            with _rewards_open(config, pools):
+                for model in models:
+                    if todo[model]:
+                        _attempt(config, placement, model, pools, todo[model], files, say)
+        except RayrftError as error:
+            error.remedy = error.remedy or "start the bench again: it resumes"
+            raise
+        finally:
+            end([actor for group in groups.values() for actor in group.actors])
+            placement.remove()
+    return {(model, name): attempts_in(config, file, tasksets[name][0]) for (model, name), file in files.items()}
 
 
-@contextlib.contextmanager
-def _deaths() -> Iterator[None]:
-    """Raise what ended an actor as its root cause."""
-    from ray.exceptions import RayActorError, RayTaskError
-
-    try:
-        yield
-    except (RayActorError, RayTaskError) as error:
-        cause = root_cause(error, "bench")
-        cause.remedy = cause.remedy or "start the bench again: it goes on where it stopped"
-        raise cause from None
-
-
-@contextlib.contextmanager
-def _auxiliary_open(config: RunConfig, placement: Placement) -> Iterator[dict[str, Handle[EnginePool]]]:
-    """Have the engines of the auxiliary models inside a ``with``, for all evaluated models; give their pools."""
-    created, deadline_s = create_auxiliary(config.auxiliary, placement), config.monitor.stall_s
-    starting = {name: start_auxiliary(actors, config.auxiliary[name], config.seed) for name, actors in created.items()}
-    try:
-        with _deaths():
-            for name, actors in created.items():
-                for engine, started in zip(actors.engines, starting[name], strict=True):
-                    fetch(started, engine.name, deadline_s)
-                fetch(actors.engine_pool.call(EnginePool.join, actors.members), actors.engine_pool.name, deadline_s)
-        yield {name: actors.engine_pool for name, actors in created.items()}
-    finally:
-        end([actor for actors in created.values() for actor in actors.all])
-
-
-def _rewards_open(
-    config: RunConfig, auxiliary: dict[str, Handle[EnginePool]]
-) -> contextlib.AbstractContextManager[object]:
-    """Have the rewards on Ray Serve, if they belong there, inside a ``with``."""
+def _rewards_open(config: RunConfig, pools: dict[str, Handle[EnginePool]]) -> contextlib.AbstractContextManager[object]:
+    """Return a context manager that serves the rewards that belong on Ray Serve."""
     service = reward_service(config)
     if service is None:
         return contextlib.nullcontext()
@@ -177,95 +151,64 @@ def _rewards_open(
     from rayrft.runtime.serving.applications import Owner
 
     owner, address = Owner(NAMESPACE, actor_name(service.name, "rewards")), ServeConfig()
-    at, models = (address.host, address.port), judges(config, auxiliary)
+    at, models = (address.host, address.port), remote_models(config, pools)
     return rewards_open(service, config.scoring, config.plugins, owner, at, models=models)
 
 
-class _Evaluation:
-    """Actors that evaluate one model, inside a ``with``: another model gets new ones, for it may be of another kind."""
+def _attempt(
+    config: RunConfig,
+    placement: Placement,
+    model: BenchModel,
+    pools: dict[str, Handle[EnginePool]],
+    tasksets: Mapping[str, list[Task]],
+    files: Mapping[tuple[str, str], Path],
+    say: Callable[[str], None],
+) -> None:
+    """Attempt task sets with one model, on actors of its own: the next model may be of another kind."""
+    import ray
 
-    def __init__(
-        self, config: RunConfig, placement: Placement, model: BenchModel, auxiliary: dict[str, Handle[EnginePool]]
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._engines = create_engines(placement, config.explorer.engine.count)
-        self._pool = placement.actor(EnginePool, "engine_pool", name="engine_pool").create()
-        self._worker = placement.actor(BenchWorker, "explorer", name="explorer").create(
-            config, model.path, self._pool, scoring(config, placement, auxiliary), auxiliary
-        )
-        self._seen = 0
-        """Tasks that the worker has answered."""
-
-    def __enter__(self) -> _Evaluation:
-        config, deadline_s = self._config, self._config.monitor.stall_s
-        starting = [
-            engine.call(
-                RolloutEngine.start,
-                self._model.path,
-                config.explorer.engine,
-                max_length=config.model.max_length,
-                dtype=config.model.dtype,
-                seed=config.seed + index,
-            )
-            for index, engine in enumerate(self._engines)
-        ]
-        try:
-            with _deaths():
-                fetch(self._worker.call(BenchWorker.start), "explorer", deadline_s)
-                for engine, started in zip(self._engines, starting, strict=True):
-                    fetch(started, engine.name, deadline_s)
-                members = [Member(engine, 0) for engine in self._engines]
-                fetch(self._pool.call(EnginePool.join, members), "engine_pool", deadline_s)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def run(self, name: str, tasks: list[Task], file: Path, say: Callable[[str], None]) -> None:
-        """Attempt a task set, telling how far it is."""
-        import ray
-
-        todo = _missing(self._config, file, tasks)
-        say(f"{self._model.name} on {name}: {len(todo)} of {len(tasks)} tasks to attempt")
-        running, stall_s = self._worker.call(BenchWorker.run, tasks, file), self._config.monitor.stall_s
-        first, told = self._seen, 0
-        with _deaths():
+    policy, stall_s = EngineGroup.policy(placement, config, model.path), config.monitor.stall_s
+    worker = placement.actor(BenchWorker, "explorer", name="explorer").create(
+        config, model.path, policy.pool, remote_scoring(config, placement, pools), pools
+    )
+    try:
+        starting = worker.call(BenchWorker.start)
+        serve_engines([policy], stall_s)
+        answer(starting, "explorer", stall_s)
+        for name, tasks in tasksets.items():
+            file, what = files[model.name, name], f"{model.name} on {name}"
+            left, seen = len(_missing(config, file, tasks)), 0
+            say(f"{what}: {left} of {len(tasks)} tasks to attempt")
+            running = worker.call(BenchWorker.run, tasks, file)
             while True:
-                answered = self._worker.call(BenchWorker.answered, self._seen)
+                answered = worker.call(BenchWorker.answered, seen)
                 ready, _ = ray.wait([running, answered], timeout=stall_s)
                 if running in ready:
-                    fetch(running)
-                    self._seen = first + len(todo)
-                    return
+                    answer(running, "bench")
+                    break
                 if not ready:
-                    raise Stalled(
-                        f"no task was answered for {stall_s:g} s",
-                        "see the engines' logs in the Ray dashboard; if it takes long, raise monitor.stall_s",
-                        field="bench",
-                        value=f"{self._model.name} on {name}",
-                    )
-                self._seen = fetch(answered)
-                if (tenth := 10 * (self._seen - first) // len(todo)) > told:
-                    told = tenth
-                    say(f"{self._model.name} on {name}: {self._seen - first} of {len(todo)}")
-
-    def __exit__(self, *_: object) -> None:
-        end([self._worker, self._pool, *self._engines])
+                    remedy = "see the engines' logs in the Ray dashboard; if it takes long, raise monitor.stall_s"
+                    raise Stalled(f"no task was answered for {stall_s:g} s", remedy, field="bench", value=what)
+                before, seen = seen, answer(answered, "bench")
+                if 10 * seen // left > 10 * before // left:
+                    say(f"{what}: {seen} of {left}")
+    finally:
+        end([worker, *policy.actors])
 
 
-def _tasksets(config: RunConfig, say: Callable[[str], None]) -> dict[str, list[Task]]:
-    """Read the task sets, and say which rows are left out."""
+def _tasksets(config: RunConfig, say: Callable[[str], None]) -> dict[str, tuple[list[Task], list[TaskSourceConfig]]]:
+    """Read the task sets, each with its sources, and say which rows are left out."""
     left_out: list[RowsRead] = []
     tasksets = {
-        name: load_taskset(taskset, f"bench.tasksets.{name}", config.seed, left_out.append)
+        name: (load_taskset(taskset, f"bench.tasksets.{name}", config.seed, left_out.append), taskset.sources)
         for name, taskset in config.bench.tasksets.items()
     }
     reports = [*map(read_report, left_out)]
     if config.tasks is not None:
-        bench = [task for tasks in tasksets.values() for task in tasks]
+        bench = [task for tasks, _ in tasksets.values() for task in tasks]
         splits, found = load_splits(config, bench, task_engines(config))
-        tasksets, reports = {_HELD_OUT: splits.evaluation, **tasksets}, [*reports, *found]
+        tasksets = {_HELD_OUT: (splits.evaluation, config.tasks.sources), **tasksets}
+        reports += found
     for line in summary(reports):
         say(f"tasks: {line}")
     return tasksets
@@ -273,14 +216,14 @@ def _tasksets(config: RunConfig, say: Callable[[str], None]) -> dict[str, list[T
 
 def find_weights(name: str, model: str, storage: Path, folder: Path, field: str | None = None) -> BenchModel:
     """Find a model by what ``bench.models`` says, or config key ``field``; weights of a checkpoint are written below
-    ``folder``, once. Raises ModelError if there is none, or it answers nothing."""
+    ``folder``, once. Raises ModelError if there is none, or if it is a reward model."""
     field = field or f"bench.models.{name}"
     found = _weights(name, model, storage, folder, field)
     config = Path(found.path) / "config.json"
     kinds = json.loads(config.read_text()).get("architectures") or [] if config.is_file() else []
     if any(kind.endswith("ForSequenceClassification") for kind in kinds):
         remedy = "give the weights of a stage that trains the policy, such as RUN@STAGE"
-        raise ModelError("is a reward model, which answers nothing", remedy, field=field, value=model)
+        raise ModelError("a reward model cannot answer", remedy, field=field, value=model)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Files of tasks with what is known of each: the pass rates that engines measure, or those that a run came to."""
+"""Task files with pass rates, measured by engines or taken from a run's log."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayrft.benchmark.bench import attempt_all, attempts_in, find_weights, fingerprint
+from rayrft.benchmark.bench import attempt_all, check_attempts, find_weights
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import log_folder, read_state
 from rayrft.config import RunConfig, load_config, load_run_config
 from rayrft.core.cluster import connect
-from rayrft.core.pipeline_models import task_engines
-from rayrft.core.preflight import check_auxiliary, check_workflows, task_set_spec
-from rayrft.core.reward_checks import check_rewards
+from rayrft.core.preflight import task_set_spec
+from rayrft.core.services import task_engines
 from rayrft.data.tables import check_suffix
 from rayrft.data.task_files import measured, write_tasks
 from rayrft.errors import ConfigError, DataError
@@ -49,8 +48,8 @@ def measure_difficulty(
     """Answer every task that a run's config trains on ``tries`` times, by its workflow, reward, engines and sampling,
     and write the tasks with their pass rates to ``out``, by default ``<storage>/<name>-difficulty/tasks.parquet``.
 
-    ``model`` is as in ``bench.models``; by default ``model.path``. Every answer is written as it comes: what was
-    interrupted goes on where it stopped, and what was measured before under the same settings is not measured again.
+    ``model`` is as in ``bench.models``; by default ``model.path``. Every answer is written as it comes. A killed
+    measurement resumes; answers made with the same settings are reused.
     Raises the errors of `bench`, ConfigError if there is no model, and DataError if ``out`` cannot be written.
     """
     given = load_config(config, overrides)
@@ -75,15 +74,12 @@ def measure_difficulty(
     check_suffix(out)
     connect()  # sources may be read by Ray
     splits = load_processed(checked, task_engines(checked)).splits
-    check_auxiliary(checked)
-    check_workflows(checked.explorer, splits.train, checked.auxiliary)
-    for notice in check_rewards(checked.scoring, zip(splits.train, splits.sources, strict=True), checked.auxiliary):
-        say(notice)
+    check_attempts(checked, list(zip(splits.train, splits.sources, strict=True)), say)
     found = find_weights(_MODEL, weights, checked.storage, folder, "model")
-    file = folder / "attempts" / f"{fingerprint(checked, found.identity, checked.tasks.sources)}.jsonl"
-    attempt_all(checked, folder.name, [found], {_TASKS: splits.train}, {(_MODEL, _TASKS): file}, say)
+    tasksets = {_TASKS: (splits.train, checked.tasks.sources)}
+    attempts = attempt_all(checked, folder.name, folder, [found], tasksets, say)
     rewards: dict[str, list[float]] = defaultdict(list)
-    for attempt in attempts_in(checked, file, splits.train):
+    for attempt in attempts[_MODEL, _TASKS]:
         if attempt.reward is not None:
             rewards[attempt.task_id].append(min(max(attempt.reward, 0.0), 1.0))
     names = source_names(checked)
@@ -95,11 +91,11 @@ def measure_difficulty(
 
 
 def write_solved(folder: Path, out: Path) -> MeasuredTasks:
-    """Write the tasks that the run in this folder trains on, those that were added to it, too, with the tries and pass
-    rate that it has come to so far: rows that were dropped count, and so does what its sources said of them.
+    """Write the tasks that the run in this folder trains on, added ones included, with tries and pass rates so far.
+    Dropped rows and tries recorded in the sources are included.
 
-    The run may be under way, or have ended in any way; its sources are read again. Raises DataError if they cannot be
-    read, are others than they were, or the run draws no tasks of its own, and StorageError if its log cannot be read.
+    The run may be running or have ended in any way; its sources are read again. Raises DataError if they cannot be
+    read, have changed, or the run draws no tasks of its own, and StorageError if its log cannot be read.
     """
     check_suffix(out)
     config = load_run_config(folder)

@@ -77,7 +77,7 @@ class BenchWorker(Watched):
     async def run(self, tasks: list[Task], path: Path) -> None:
         """Attempt the tasks, less what is in the file, and append to it. Raises ActorDied if an engine has died, and
         StorageError."""
-        file, found = open_attempts(path)
+        self._answered, (file, found) = 0, open_attempts(path)
         bench, done = self._config.bench, Counter(attempt.task_id for attempt in found)
         with contextlib.closing(file):
             async for attempts in self._evaluator.each(tasks, bench.samples, bench.temperature, done):
@@ -87,7 +87,7 @@ class BenchWorker(Watched):
                     self._changed.notify_all()
 
     async def answered(self, after: int) -> int:
-        """Return the number of tasks that were attempted by this actor, as soon as it is beyond ``after``."""
+        """Return the number of tasks that were attempted in this `run`, as soon as it is beyond ``after``."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._answered > after)
             return self._answered

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,21 +13,16 @@ import ray
 import ray.data
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
-from ray.exceptions import RayActorError, RayTaskError
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.export import conform, expert_message
 from rayrft.buffer.log.row_log import Ref
 from rayrft.data.selection import Selection
-from rayrft.errors import ActorDied, DataError, RayrftError
+from rayrft.errors import DataError
 from rayrft.experience import SCHEMA, Experience, from_batch, to_batch, unpack
-from rayrft.runtime.handle import Handle, fetch
-
-R = TypeVar("R")
+from rayrft.runtime.handle import Handle, answer
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_DEADLINE_S = 300.0
-"""Long, because the Buffer may have to read freed blocks back from the log before it answers."""
 _Parts = list[tuple[Ref, np.ndarray]]
 
 
@@ -45,7 +40,7 @@ def dataset(
     Raises DataError for an unknown store or column, and for an invalid condition.
     """
     selection = Selection(SCHEMA, columns, where)
-    source = _BlockSource(answer(buffer.call(Buffer.partition, store)), selection)
+    source = _BlockSource(answer(buffer.call(Buffer.partition, store), "buffer"), selection)
     return ray.data.read_datasource(source, num_cpus=0, override_num_blocks=len(source))
 
 
@@ -71,13 +66,13 @@ def load_dataset(
     else:
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([to_batch(rows)])
         message = ray.put(_message([table], name))
-    return answer(buffer.call(Buffer.extend if extend else Buffer.load, name, [message]))
+    return answer(buffer.call(Buffer.extend if extend else Buffer.load, name, [message]), "buffer")
 
 
 def newest(buffer: Handle[Buffer], count: int) -> list[Experience]:
     """Return the ``count`` held own rows that finished last, the latest first."""
-    parts = answer(buffer.call(Buffer.partition, "usual"))
-    return answer(ray.remote(num_cpus=0)(_newest).remote(parts, count))
+    parts = answer(buffer.call(Buffer.partition, "usual"), "buffer")
+    return answer(ray.remote(num_cpus=0)(_newest).remote(parts, count), "buffer")
 
 
 class _BlockSource(Datasource):
@@ -154,19 +149,3 @@ def _newest(parts: _Parts, count: int) -> list[Experience]:
     order = np.argsort(np.concatenate([np.zeros(0), *times]), kind="stable")[::-1][:count]
     found = [places[place] for place in order.tolist()]
     return [row for block, at in found for row in from_batch(batches[block].slice(at, 1))]
-
-
-def answer(call: Awaitable[R]) -> R:
-    """Return the result of an actor call or a task; a RayrftError is raised without Ray's wrappers.
-
-    Raises ActorDied if the actor has died, and RayrftError if there is no answer within `_DEADLINE_S`.
-    """
-    try:
-        return fetch(call, "buffer", _DEADLINE_S)
-    except RayTaskError as error:
-        cause: Any = error
-        while isinstance(cause, RayTaskError) and cause.cause is not None:
-            cause = cause.cause
-        raise (cause if isinstance(cause, RayrftError) else error) from None
-    except RayActorError as error:
-        raise ActorDied(str(error).splitlines()[0], "see the run's summary.json", field="buffer") from None

@@ -377,7 +377,7 @@ def _setting(
     from rayrft.config import load_config
     from rayrft.config.model import TemplateConfig
     from rayrft.core.cluster import connect
-    from rayrft.core.pipeline_models import pipeline_engines, task_engines
+    from rayrft.core.services import pipeline_engines, task_engines
     from rayrft.pipelines import Context
     from rayrft.pipelines.run.answering import answering
     from rayrft.pipelines.tasks import load_processed

@@ -18,11 +18,11 @@ from pydantic import TypeAdapter
 from rayrft.buffer.buffer import Buffer
 from rayrft.config import RunConfig, load_run_config
 from rayrft.config.stage import CheckpointConfig
-from rayrft.core.actors import Actors
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
 from rayrft.files import replace_folder, sync
 from rayrft.monitor.summary import StageDone
+from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.trainer import Ranks, Trainer
 
@@ -226,10 +226,9 @@ def _writing(folder: Path) -> Iterator[None]:
 class Saver:
     """Writes the checkpoint of the current ``progress``, one at a time, in the background."""
 
-    def __init__(self, config: RunConfig, actors: Actors, progress: Progress) -> None:
+    def __init__(self, config: RunConfig, buffer: Handle[Buffer], trainer: Handle[Trainer], progress: Progress) -> None:
         self._config = config
-        assert actors.trainer is not None  # a run that trains
-        self._buffer, self._trainer, self._ranks = actors.buffer, actors.trainer, Ranks(actors.trainer)
+        self._buffer, self._trainer, self._ranks = buffer, trainer, Ranks(trainer)
         self._progress = progress
         self._checkpoints = Checkpoints(config.folder, config.checkpoint)
         self._writing: asyncio.Future[None] | None = None

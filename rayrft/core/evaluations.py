@@ -8,16 +8,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rayrft.config import RunConfig, StageConfig
-from rayrft.core.actors import Actors, until_failed
 from rayrft.core.checkpoints import Progress, Saver
+from rayrft.core.parts.engines import EngineGroup
 from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import ActorDied, WeightSyncError
-from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.step_record import evaluation_record
-from rayrft.runtime.handle import Handle
+from rayrft.runtime.handle import Handle, until_failed
 
 
 class Evaluations:
@@ -26,26 +25,27 @@ class Evaluations:
     def __init__(
         self,
         config: RunConfig,
-        actors: Actors,
+        explorers: list[Handle[Explorer]],
+        engines: EngineGroup | None,
         recorder: Recorder,
         progress: Progress,
         saving: Saver,
         weight_sync: WeightSync | None,
         publish: Callable[[], Awaitable[Any]],
     ) -> None:
-        """``publish`` gives the rollout engines the current weights."""
+        """The first of the ``explorers`` evaluates, on the rollout engines unless there are evaluation ``engines``.
+        ``publish`` gives the rollout engines the current weights."""
         self._config = config
-        self._actors = actors
+        self._explorers = explorers
         self._recorder = recorder
         self._progress = progress
         self._saving = saving
         self._weight_sync = weight_sync
         self._publish = publish
-        self._engines: dict[str, Handle[RolloutEngine]] = {}
-        """Evaluation engines that live, by name."""
+        self._pool = engines.pool if engines is not None else None
+        self._engines = {engine.name: engine for engine in engines.engines} if engines is not None else {}
+        """Evaluation engines that are alive, by name."""
         self._watching: dict[str, asyncio.Future[None]] = {}
-        for engine in actors.evaluation_engines:
-            self._engines[engine.name] = engine
         self._running: asyncio.Future[None] | None = None
         self._step = 0
         """Step that the latest evaluation is of."""
@@ -56,14 +56,14 @@ class Evaluations:
 
         One that is due while the one before has not ended is skipped and counted.
         """
-        if not self._config.evaluation.enabled or not self._actors.explorers:
+        if not self._config.evaluation.enabled or not self._explorers:
             return
         if self._running is not None and not self._running.done():
             self._skipped += 1
             text = f"no evaluation: that of step {self._step} has not ended"
             return await self._recorder.note(text, stage.name, self._progress.step)
         self._step = self._progress.step
-        if self._actors.evaluation_engines and await self._load():
+        if await self._load():
             self._saving.evaluating(self._step)
             self._running = asyncio.ensure_future(self._beside(stage, self._step, self._progress.stage_step))
         else:
@@ -89,9 +89,9 @@ class Evaluations:
         await asyncio.gather(*unfinished, return_exceptions=True)
 
     async def _load(self) -> bool:
-        """Give the current weights to the evaluation engines that live; return whether there are any."""
-        assert self._weight_sync is not None and self._actors.evaluation_pool is not None  # as there are engines
-        pool = self._actors.evaluation_pool
+        """Give the current weights to the evaluation engines that are alive; return whether there are any."""
+        if (pool := self._pool) is None or self._weight_sync is None:
+            return False
         for name, engine in list(self._engines.items()):
             if name not in self._watching:
                 self._watching[name] = asyncio.ensure_future(until_failed(engine))
@@ -124,7 +124,7 @@ class Evaluations:
     async def _evaluate(self, stage: StageConfig, step: int, stage_step: int, *, beside: bool) -> None:
         for number, temperature in enumerate(self._config.evaluation.temperatures):
             started = time.perf_counter()
-            result = await self._actors.explorers[0].call(Explorer.evaluate, temperature, beside)
+            result = await self._explorers[0].call(Explorer.evaluate, temperature, beside)
             seconds = time.perf_counter() - started
             if set(result.versions) - {step}:
                 raise WeightSyncError(

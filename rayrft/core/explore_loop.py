@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.shared import FeedProgress, SharedBuffer
 from rayrft.config import RunConfig
-from rayrft.core.actors import Actors
+from rayrft.core.parts.engines import EngineGroup
 from rayrft.core.supervision import unless_stopped
-from rayrft.explorer.engines.engine import RolloutEngine
-from rayrft.explorer.engines.pool import EnginePool, Member
-from rayrft.explorer.explorer import Explorer, Timings
+from rayrft.explorer.explorer import Explorer, explorer_timings
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import RolloutRecord
 from rayrft.runtime.handle import Handle
 
 
 class ExploreLoop:
-    """Explores until the tasks are exhausted, and records what came. Nothing is lost when it is stopped or killed: the
-    groups under way are begun again by the job's next life."""
+    """Explores until the tasks are exhausted, and records the groups. Nothing is lost when it is stopped or killed:
+    groups in flight are restarted when the job resumes."""
 
     published = 0
     """The engines keep the weights that they were started with."""
@@ -30,16 +27,16 @@ class ExploreLoop:
     def __init__(
         self,
         config: RunConfig,
-        actors: Actors,
+        explorers: list[Handle[Explorer]],
         buffer: Handle[SharedBuffer],
         feed: str,
         before: FeedProgress,
         recorder: Recorder,
         stop: asyncio.Event,
     ) -> None:
-        """``before`` is what the feed has put in earlier lives of the job."""
+        """``before`` is the progress of the feed in earlier attempts of the job."""
         self._stage = config.explored_stage
-        self._actors = actors
+        self._explorers = explorers
         self._buffer = buffer
         self._feed = feed
         self._progress = before
@@ -47,16 +44,14 @@ class ExploreLoop:
         self._stop = stop
         self.ledger: Ledger = before.ledger
 
-    async def admit(self, engines: Sequence[Handle[RolloutEngine]]) -> None:
-        """Let the engines take requests."""
-        assert self._actors.engine_pool is not None
-        await self._actors.engine_pool.call(EnginePool.join, [Member(engine, self.published) for engine in engines])
+    async def admit(self, policy: EngineGroup | None) -> None:
+        """Let the rollout engines take requests."""
+        if policy is not None:
+            await policy.join()
 
     async def run(self) -> None:
         """Fill the Buffer. Raises Stopped if the user asked for it, and the error of an Explorer that fails."""
-        exploring = asyncio.gather(
-            *(explorer.call(Explorer.explore, self._stage) for explorer in self._actors.explorers)
-        )
+        exploring = asyncio.gather(*(explorer.call(Explorer.explore, self._stage) for explorer in self._explorers))
         recording = asyncio.ensure_future(self._record_all())
         try:
             await unless_stopped(self._stop, asyncio.gather(exploring, recording))
@@ -65,7 +60,7 @@ class ExploreLoop:
             recording.cancel()
 
     async def _record_all(self) -> None:
-        """Write a record whenever as many groups as a step takes have come, and one of the last ones."""
+        """Write a record for each step's number of groups, and one for the rest."""
         ended = False
         while not ended:
             started, wanted = time.perf_counter(), self._progress.groups + self._stage.groups
@@ -80,8 +75,7 @@ class ExploreLoop:
         if not groups:
             return
         scored, tokens = new.scored - before.scored, new.tokens - before.tokens
-        explorers = self._actors.explorers
-        timings = Timings.of(await asyncio.gather(*(explorer.call(Explorer.timings) for explorer in explorers)))
+        timings = await explorer_timings(self._explorers)
         record = RolloutRecord(
             stage=self._stage.name,
             step=progress.groups,

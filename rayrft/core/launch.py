@@ -11,13 +11,12 @@ from rayrft.config import RunConfig, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.master import Master
-from rayrft.core.pipeline_models import task_engines
+from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import (
     NAMESPACE,
     Placement,
     actor_name,
     check_room,
-    plan_placement,
     remove_leftovers,
     running,
     show_plan,
@@ -25,6 +24,7 @@ from rayrft.core.placement import (
 )
 from rayrft.core.preflight import prepare, write_config
 from rayrft.core.run import ANSWER_S, Run
+from rayrft.core.services import task_engines
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RunNotFound, nearest
 from rayrft.monitor.records import read_records
 from rayrft.monitor.summary import RunStatus, read_summary, remove_summary, status_at_end, summarise_from_folder
@@ -33,10 +33,7 @@ from rayrft.runtime.handle import Handle, fetch
 
 
 def start(
-    config: str | Path | dict[str, Any] | RunConfig,
-    *,
-    say: Callable[[str], None] = print,
-    **overrides: Any,
+    config: str | Path | dict[str, Any] | RunConfig, *, say: Callable[[str], None] = print, **overrides: Any
 ) -> Run:
     """Check a config, place the run on the cluster and start it; return while it is running.
 

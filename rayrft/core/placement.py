@@ -5,14 +5,10 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from rayrft.config import RunConfig
-from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import PlacementError
-from rayrft.rewards import where
 from rayrft.runtime.handle import Handle
 
 P = ParamSpec("P")
@@ -26,7 +22,7 @@ _TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class Part:
+class Bundles:
     """A placement group of ``count`` equal bundles. ``note`` describes its actors."""
 
     name: str
@@ -35,8 +31,8 @@ class Part:
     gpus: float
     memory_gib: float
     note: str
-    beside: Part | None = None
-    """Another part that shares every bundle, and so the GPU, with this one."""
+    beside: Bundles | None = None
+    """Another group that shares every bundle, and so the GPU, with this one."""
     served: bool = False
     """Whether they are replicas of Ray Serve, which has no placement group: the plan counts the most there may be."""
 
@@ -55,113 +51,7 @@ class Part:
         return {key: round(value + other[key], 6) for key, value in self.actor_resources.items()}
 
 
-BUFFER = Part("buffer", 1, 0.1, 0, 0.25, "experiences")
-
-
-def plan_placement(config: RunConfig) -> list[Part]:
-    """Return the parts of a run."""
-    engine, trainer = config.explorer.engine, config.trainer
-    ranks = Part("ranks", trainer.ranks, trainer.cpus, trainer.gpus, trainer.memory_gib, "FSDP2 under Ray Train")
-    # An engine and a rank on one GPU must share a bundle: in separate groups Ray may pack two engines on one GPU, or
-    # place them on another node than the ranks.
-    pairs = config.mode == "both" and config.rolls_out and config.colocated
-    scored_by = {part.name for model in config.reward.models.values() for part in model.scored_by}
-    rewards = Part("reward", config.explorer.count * config.reward.actors, 0.1, 0, 0.25, ", ".join(sorted(scored_by)))
-    scoring = {
-        "beside": [],
-        "pool": [rewards],
-        "serve": reward_replicas(config.reward),
-    }[config.reward.placement]
-    beside = sum(
-        model.workers * (where(part.name) == "process")
-        for model in config.reward.models.values()
-        for part in model.scored_by
-    )
-    pools = 1 + len(config.auxiliary) + bool(config.evaluation_engines)
-    verifying, operators = list[Part](), config.pipelines.actors
-    if config.pipelines.experiences and operators is not None:
-        count, names = config.explorer.count * operators.count, [each.name for each in config.pipelines.experiences]
-        verifying = [Part("operators", count, operators.cpus, operators.gpus, operators.memory_gib, ", ".join(names))]
-    parts = [
-        Part("master", 1, 0.05, 0, 0.3, "paces and supervises"),
-        Part(
-            "explorer",
-            config.explorer.count,
-            config.explorer.cpus,
-            0,
-            0.5,
-            "tasks, workflows" + (f", {beside} processes that score" if beside and not scoring else ""),
-        ),
-        Part(
-            "engines",
-            engine.count,
-            engine.cpus,
-            engine.gpus,
-            engine.memory_gib,
-            "vLLM rollout engines, " + (f"weights over {config.sync_backend}" if config.trains else "fixed weights"),
-            replace(ranks, note="FSDP2 under Ray Train, each beside an engine") if pairs else None,
-        ),
-        Part(
-            "evaluation",
-            config.evaluation_engines,
-            engine.cpus,
-            engine.gpus,
-            engine.memory_gib,
-            "vLLM engines that only evaluate",
-        ),
-        *(auxiliary_part(name, auxiliary) for name, auxiliary in config.auxiliary.items() if config.rolls_out),
-        *scoring,
-        *verifying,
-        *([] if config.buffer.name is not None else [BUFFER]),
-        engine_pool_part(pools),
-        Part("trainer", 1, 0.05, 0, 0.3, "commands the ranks"),
-        *([] if pairs else [ranks]),
-    ]
-    if config.records_sessions:
-        parts.append(Part("keeper", 1, 0.05, 0, 0.3, "sessions of the endpoint"))
-    idle = {"master", "buffer", "operators"} if config.mode == "bench" else set[str]()
-    if not config.rolls_out:
-        idle |= {"engines", "engine_pool"}
-    if not config.rolls_out or config.mode == "serve":
-        idle |= {"explorer", *(part.name for part in [*scoring, *verifying])}
-    if not config.trains:
-        idle |= {"trainer", "ranks"}
-    return [part for part in parts if part.count and part.name not in idle]
-
-
-def auxiliary_part(name: str, config: AuxiliaryConfig) -> Part:
-    """Return the engines of an auxiliary model."""
-    engine, note = config.engine, f"vLLM engines of {config.model}"
-    return Part(f"auxiliary-{name}", engine.count, engine.cpus, engine.gpus, engine.memory_gib, note)
-
-
-def engine_pool_part(count: int) -> Part:
-    """Return the actors that know which engines there are, one for each model."""
-    return Part("engine_pool", count, 0.05, 0, 0.25, "which engines take requests")
-
-
-def reward_replicas(config: RewardModelsConfig) -> list[Part]:
-    """Return the parts of rewards on Ray Serve, one for each domain."""
-    parts = []
-    for domain, model in config.models.items():
-        replicas, scored_by = model.replicas, ", ".join(sorted(part.name for part in model.scored_by))
-        processes = sum(model.workers * (where(part.name) == "process") for part in model.scored_by)
-        note = f"on Ray Serve, {replicas.min} to {replicas.max}: {scored_by}"
-        parts.append(
-            Part(
-                f"reward-{domain}" if domain else "reward",
-                replicas.max,
-                replicas.cpus,
-                replicas.gpus,
-                replicas.memory_gib,
-                note + (f", {processes} processes each" if processes else ""),
-                served=True,
-            )
-        )
-    return parts
-
-
-def show_plan(run: str, parts: list[Part]) -> str:
+def show_plan(run: str, parts: list[Bundles]) -> str:
     """Format the plan as a table."""
     rows: list[tuple[str, ...]] = [("placement group", "bundles", "CPU", "GPU", "memory", "for")]
     for part in parts:
@@ -175,7 +65,7 @@ def show_plan(run: str, parts: list[Part]) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def check_placement(parts: list[Part], resources: list[dict[str, float]], which: str = "free") -> None:
+def check_placement(parts: list[Bundles], resources: list[dict[str, float]], which: str = "free") -> None:
     """Raise PlacementError, with the numbers, unless the bundles fit as Ray's scheduler will place them.
 
     ``resources`` are those of every live node, ``free`` or ``in all``. Ray does not report the free fraction per GPU:
@@ -209,7 +99,7 @@ def check_placement(parts: list[Part], resources: list[dict[str, float]], which:
             )
 
 
-def check_room(parts: list[Part]) -> None:
+def check_room(parts: list[Bundles]) -> None:
     """Raise PlacementError unless the cluster has room. Ray reports the resources of an ended run as free only after a
     delay, so a plan that fits the cluster's total resources is retried for that long."""
     from ray._private.state import available_resources_per_node, total_resources_per_node
@@ -269,7 +159,7 @@ class PlacedClass(Generic[P, T]):
 class Placement:
     """The placement groups of a run, created from its plan. Actors are placed by part and bundle."""
 
-    def __init__(self, run: str, parts: list[Part], *, detached: bool = False) -> None:
+    def __init__(self, run: str, parts: list[Bundles], *, detached: bool = False) -> None:
         """``detached``: groups and actors belong to whoever needs them, are created by the first, and live on."""
         self._run = run
         self._lifetime = "detached" if detached else None
@@ -280,6 +170,10 @@ class Placement:
     def ranks(self) -> Any:
         """The group of the trainer's ranks, one per bundle."""
         return self._groups.get("ranks") or self._groups["engines"]
+
+    def count(self, name: str) -> int:
+        """Return the number of bundles of a group."""
+        return self._parts[name].count
 
     def reserve(self, names: list[str]) -> None:
         """Create the placement groups of these parts; detached ones may be there. Raises PlacementError if one is not
@@ -319,19 +213,12 @@ class Placement:
                 ) from None
 
     def actor(
-        self,
-        cls: Callable[P, T],
-        part: str,
-        *,
-        name: str | None = None,
-        bundle: int = -1,
-        restarts: bool = False,
-        retries: int = 0,
+        self, cls: Callable[P, T], part: str, *, name: str | None = None, bundle: int = -1, restarts: bool = False
     ) -> PlacedClass[P, T]:
         """Return an actor class placed in a bundle of its part.
 
         The actor is named ``<run>:<name>``, or anonymous without ``name``. Bundle -1 is any of the part's. With
-        ``restarts`` Ray restarts it when it dies; ``retries`` -1 also retries the calls in flight.
+        ``restarts`` Ray restarts it when it dies, and retries the calls in flight.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -343,7 +230,7 @@ class Placement:
         if any(inspect.iscoroutinefunction(member) for member in vars(cls).values()):
             options["max_concurrency"] = 10_000  # calls of an async actor may wait for each other
         if restarts:
-            options |= {"max_restarts": -1, "max_task_retries": retries}
+            options |= {"max_restarts": -1, "max_task_retries": -1}
         remote_class = ray.remote(cls).options(
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
@@ -393,7 +280,7 @@ def _row(name: str, count: str, cpus: float, gpus: float, memory_gib: float, not
     return name, count, f"{cpus:g}", f"{gpus:g}" if gpus else "-", f"{memory_gib:g} GiB", note
 
 
-def _total(parts: list[Part]) -> dict[str, float]:
+def _total(parts: list[Bundles]) -> dict[str, float]:
     return {
         key: round(sum(part.bundle.get(key, 0.0) * part.count for part in parts), 6) for key in ("CPU", "GPU", "memory")
     }
@@ -432,7 +319,7 @@ class _Node:
         return True
 
 
-def _pack(part: Part, nodes: list[_Node]) -> int:
+def _pack(part: Bundles, nodes: list[_Node]) -> int:
     """Place the bundles of a part as Ray's strategy PACK does, filling nodes in order of free room; return how many
     fit."""
     placed = 0

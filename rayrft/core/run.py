@@ -16,7 +16,6 @@ from rayrft.config import load_config
 from rayrft.core.master import Master
 from rayrft.core.placement import NAMESPACE, actor_name, named_actors, remove_groups
 from rayrft.core.shared_buffer import find_buffer
-from rayrft.core.supervision import root_cause
 from rayrft.errors import ActorDied, ActorUnreachable, ConfigError, RayrftError, RunNotFound, StorageError
 from rayrft.monitor.console import format_record
 from rayrft.monitor.records import Record, StepRecord, read_records
@@ -30,7 +29,7 @@ from rayrft.monitor.summary import (
     summarise_from_folder,
     write_summary,
 )
-from rayrft.runtime.handle import Handle, Watched, death_reason, fetch, fetch_when_reachable
+from rayrft.runtime.handle import Handle, Watched, answer, death_reason, fetch, fetch_when_reachable, root_cause
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,9 +71,7 @@ class RunData:
 
     def feedback(self, experience_id: str, reward: float | None = None, labels: dict[str, str] | None = None) -> None:
         """Change the reward and labels of a row before it is trained; see `Buffer.feedback` for the errors."""
-        from rayrft.buffer.dataset import answer
-
-        answer(self._buffer().call(Buffer.feedback, experience_id, reward, labels))
+        answer(self._buffer().call(Buffer.feedback, experience_id, reward, labels), "buffer")
 
     def reward(self, session: str, reward: float, components: dict[str, float] | None = None) -> None:
         """Give a session of the endpoint its reward, by its id or that of one of its responses.
@@ -83,7 +80,6 @@ class RunData:
         """
         import ray
 
-        from rayrft.buffer.dataset import answer
         from rayrft.endpoint.keeper import SessionKeeper
 
         try:
@@ -95,7 +91,7 @@ class RunData:
                 field="name",
                 value=self.name,
             ) from None
-        answer(Handle("keeper", actor).call(SessionKeeper.feedback, session, reward, components or {}))
+        answer(Handle("keeper", actor).call(SessionKeeper.feedback, session, reward, components or {}), "keeper")
 
     def load(self, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
         """Replace the demonstrations ``name`` by ``rows``, own rows becoming expert rows; return their number. Raises
@@ -114,9 +110,7 @@ class RunData:
 
     def forget(self, ids: list[str], before: float = 0.0) -> tuple[int, int]:
         """Erase rows from the log: see `Buffer.forget`."""
-        from rayrft.buffer.dataset import answer
-
-        return answer(self._buffer().call(Buffer.forget, ids, before))
+        return answer(self._buffer().call(Buffer.forget, ids, before), "buffer")
 
     def add_tasks(self, tasks: list[Task], source: int = 0) -> AddedTasks:
         """Add tasks to a source of the run's task set, by index, while it is running; return those that are new, after
@@ -125,19 +119,18 @@ class RunData:
 
         Raises ConfigError if no reward scores the domain of one, OperatorFailed, and DataError if the run draws no
         tasks, or one lacks what its task sampler needs."""
-        from rayrft.buffer.dataset import answer
-        from rayrft.core.pipeline_models import task_engines
+        from rayrft.core.services import task_engines
         from rayrft.pipelines.tasks import AddedTasks, process_added
 
         config = load_config(self.folder / "config.yaml")
         for task in tasks:
             config.reward.domain_of(task.domain)
-        earlier = answer(self._buffer().call(Buffer.added_tasks, 0))
+        earlier = answer(self._buffer().call(Buffer.added_tasks, 0), "buffer")
         known = {task.id for task in earlier}
         processed = AddedTasks([task for task in tasks if task.id not in known], {})
         if config.tasks is not None and 0 <= source < len(config.tasks.sources):  # else the Buffer says what is wrong
             processed = process_added(config, processed.tasks, source, earlier, task_engines(config))
-        answer(self._buffer().call(Buffer.add_tasks, processed.tasks, source))
+        answer(self._buffer().call(Buffer.add_tasks, processed.tasks, source), "buffer")
         twice = {task.id: "another task: the same one" for task in tasks if task.id in known}
         return AddedTasks(processed.tasks, {**processed.left_out, **twice})
 
@@ -167,9 +160,7 @@ class RunData:
 
     def finish(self) -> None:
         """Declare that no more groups will be put: a step that cannot be filled then ends the run's stage."""
-        from rayrft.buffer.dataset import answer
-
-        answer(self._buffer().call(Buffer.finish))
+        answer(self._buffer().call(Buffer.finish), "buffer")
 
     def _buffer(self) -> Handle[Buffer]:
         import ray

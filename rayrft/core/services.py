@@ -1,29 +1,40 @@
-"""Services of a process that is not a run: the feedback page of a run, and rewards over HTTP."""
+"""Services of a process that is not a run: a feedback page, rewards over HTTP, and engines of pipelines."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rayrft.config import load_run_config
-from rayrft.config.serve import FeedbackConfig, RewardServiceConfig
+from rayrft.config import RunConfig, load_run_config
+from rayrft.config.auxiliary import AuxiliaryConfig
+from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig
 from rayrft.core.cluster import connect
-from rayrft.core.placement import BUFFER, NAMESPACE, Part, actor_name, check_room, reward_replicas, show_plan
+from rayrft.core.parts.buffer import BUFFER
+from rayrft.core.parts.engines import EngineGroup, auxiliary_bundles, pool_bundles, serve_engines
+from rayrft.core.parts.rewards import reward_replicas
+from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name, check_room, show_plan
 from rayrft.core.preflight import read_keys
 from rayrft.core.reward_checks import check_reward
 from rayrft.core.shared_buffer import shared_actor_name
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.feedback.journal import feedback_folder
-from rayrft.runtime.handle import Handle
+from rayrft.pipelines.run.answering import AskedModel, Engines
+from rayrft.runtime.handle import Handle, end
 from rayrft.runtime.serving import key_digest
 
 if TYPE_CHECKING:
     from rayrft.runtime.serving.applications import Anchor
+
+_START_S = 1800.0
+"""Seconds in which engines of pipelines load their models."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +78,9 @@ def serve_rewards(config: RewardServiceConfig, say: Callable[[str], None] = prin
     from rayrft.runtime.serving.applications import Owner, delete_applications
     from rayrft.runtime.serving.deploy import HttpApplication
 
-    parts = [
-        *reward_replicas(config.reward),
-        Part("http", http.replicas, http.cpus, 0, 0.25, "on Ray Serve: HTTP", served=True),
-    ]
-    say(show_plan(config.name, parts))
-    _prepare(parts)
+    plan = [*reward_replicas(config.reward), _http_bundles(http)]
+    say(show_plan(config.name, plan))
+    _prepare(plan)
     service = RewardService.of(config.name, config.reward, config.plugins)
     owner = Owner(NAMESPACE, actor_name(config.name, "rewards"))
     name, arguments = f"{config.name}:http", (config, keys, service)
@@ -99,7 +107,7 @@ def serve_feedback(folder: Path, settings: FeedbackConfig) -> OpenService:
     from rayrft.runtime.serving.applications import Owner, create_anchor, delete_applications
     from rayrft.runtime.serving.deploy import HttpApplication
 
-    _prepare([Part("http", 1, settings.cpus, 0, 0.25, "on Ray Serve: HTTP", served=True)])
+    _prepare([_http_bundles(settings)])
     shared = config.buffer.name
     buffer = shared_actor_name(shared) if shared is not None else actor_name(config.name, BUFFER.name)
     # Not one of the run's actors, which end with it: people continue with its log.
@@ -117,10 +125,14 @@ def serve_feedback(folder: Path, settings: FeedbackConfig) -> OpenService:
         return OpenService(f"{application.open()}/", anchor, closing.pop_all(), key_file)
 
 
-def _prepare(parts: list[Part]) -> None:
+def _http_bundles(http: HttpConfig) -> Bundles:
+    return Bundles("http", http.replicas, http.cpus, 0, 0.25, "on Ray Serve: HTTP", served=True)
+
+
+def _prepare(plan: list[Bundles]) -> None:
     """Check that the cluster has room, and silence Serve's log of every request."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    check_room(parts)
+    check_room(plan)
 
 
 def _write_key(path: Path, key: str) -> None:
@@ -129,3 +141,43 @@ def _write_key(path: Path, key: str) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(key + "\n")
+
+
+def pipeline_engines(
+    run: str, models: Mapping[str, AuxiliaryConfig], seed: int, say: Callable[[str], None] = print
+) -> Engines:
+    """Return a context manager that runs engines for the requested ``models``, in placement groups named after ``run``.
+    ``say`` receives the placement plan.
+
+    It raises PlacementError if they do not fit, and the root cause if one does not start.
+    """
+
+    @contextlib.asynccontextmanager
+    async def engines(names: Collection[str]) -> AsyncIterator[dict[str, AskedModel]]:
+        wanted = {name: config for name, config in models.items() if name in names}
+        if not wanted:
+            yield {}
+            return
+        for name, each in wanted.items():
+            ChatTokenizer(each.model, f"{name}.model", each.template)  # raises if there is none, before anything starts
+        connect()
+        plan = [*auxiliary_bundles(wanted), pool_bundles(len(wanted))]
+        say(show_plan(run, plan))
+        check_room(plan)
+        placement, groups = Placement(run, plan), dict[str, EngineGroup]()
+        try:
+            placement.reserve([each.name for each in plan])
+            groups |= EngineGroup.auxiliary(placement, wanted, seed)
+            await asyncio.to_thread(serve_engines, groups.values(), _START_S)
+            found = auxiliary_models(wanted, {name: group.pool for name, group in groups.items()})
+            yield {name: AskedModel.on_engines(model, wanted[name]) for name, model in found.items()}
+        finally:
+            await asyncio.to_thread(end, [actor for group in groups.values() for actor in group.actors])
+            placement.remove()
+
+    return engines
+
+
+def task_engines(config: RunConfig, say: Callable[[str], None] = print) -> Engines:
+    """Return `pipeline_engines` of the auxiliary models that operators on a run's tasks ask."""
+    return pipeline_engines(f"{config.name}-tasks", config.auxiliary, config.seed, say)

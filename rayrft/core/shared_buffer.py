@@ -7,19 +7,11 @@ import uuid
 from rayrft.buffer.events import ModelTerms
 from rayrft.buffer.shared import FeedProgress, SharedBuffer, SharedStatus
 from rayrft.config import RunConfig
-from rayrft.core.placement import (
-    BUFFER,
-    NAMESPACE,
-    Placement,
-    actor_name,
-    named_actors,
-    remove_groups,
-    running,
-)
+from rayrft.core.parts.buffer import BUFFER
+from rayrft.core.placement import NAMESPACE, Placement, actor_name, named_actors, remove_groups, running
 from rayrft.core.preflight import Prepared
-from rayrft.core.supervision import root_cause
-from rayrft.errors import PlacementError, RunNotFound, nearest
-from rayrft.runtime.handle import Handle, fetch
+from rayrft.errors import ActorDied, PlacementError, RunNotFound, nearest
+from rayrft.runtime.handle import Handle, answer, fetch
 
 _ANSWER_S = 60.0
 _PREFIX = "buffers/"
@@ -37,16 +29,13 @@ def open_buffer(config: RunConfig) -> Handle[SharedBuffer]:
     assert name is not None  # checked by the caller
     placement = Placement(_PREFIX + name, [BUFFER], detached=True)
     placement.reserve([BUFFER.name])
-    shared = placement.actor(SharedBuffer, BUFFER.name, name=BUFFER.name, restarts=True, retries=-1)
+    shared = placement.actor(SharedBuffer, BUFFER.name, name=BUFFER.name, restarts=True)
     buffer = shared.create(name, folder, config.buffer, config.seed)
     try:
-        fetch(buffer.call(SharedBuffer.check, folder, config.buffer), buffer.name)
-    except Exception as failure:  # among them the actor's own, if it could not begin
-        from ray.exceptions import RayActorError
-
-        if isinstance(failure, RayActorError):
-            remove_groups(_PREFIX + name)
-        raise root_cause(failure, BUFFER.name) from None
+        answer(buffer.call(SharedBuffer.check, folder, config.buffer), buffer.name)
+    except ActorDied:  # it could not begin
+        remove_groups(_PREFIX + name)
+        raise
     return buffer
 
 

@@ -8,35 +8,35 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from rayrft.errors import ActorDied, ActorUnreachable, RayrftError, Stalled
-from rayrft.runtime.handle import death_reason
+from rayrft.errors import Stalled
+from rayrft.runtime.handle import root_cause
 from rayrft.runtime.waits import Wait, WaitReport, Waits
 
-_LOOKS = 3
+_POLLS = 3
 """Polls per ``patience_s``, besides those at which a wait is due."""
 _LOADING = 4
 """Multiple of ``patience_s`` after which a wait for an actor that is being started is noted."""
 
 
-class Silence:
+class StallMonitor:
     """Watchdog for stalled waits of the Master (``waits``) and the other actors.
 
-    ``asks`` maps every actor to a call that returns its `WaitReport`, or anything else if it keeps none: answering
-    shows that it is alive. A wait is noted after ``patience_s`` without progress, and again whenever that time has
-    doubled; after ``stall_s`` it ends the run.
+    ``heartbeats`` has a call for each actor that returns its `WaitReport`, or anything else if it keeps none: an answer
+    shows that the actor is alive. A stalled wait is noted after ``patience_s`` without progress, and again whenever
+    that time has doubled; after ``stall_s`` it ends the run.
     """
 
     def __init__(
         self,
         waits: Waits,
-        asks: Mapping[str, Callable[[], Awaitable[Any]]],
+        heartbeats: Mapping[str, Callable[[], Awaitable[Any]]],
         note: Callable[..., Awaitable[None]],
         patience_s: float,
         stall_s: float,
     ) -> None:
         self._waits = waits
         self._pings = Waits("master")
-        self._asks = asks
+        self._heartbeats = heartbeats
         self._note = note
         self._patience = patience_s
         self._stall = stall_s
@@ -52,15 +52,15 @@ class Silence:
         cannot be written."""
         try:
             while True:
-                pause_s = await self._look()
-                await asyncio.sleep(pause_s)  # silence is not an event
+                pause_s = await self._poll()
+                await asyncio.sleep(pause_s)  # a stall is not an event
         finally:
             for asking in self._asking.values():
                 asking.cancel()
 
-    async def _look(self) -> float:
+    async def _poll(self) -> float:
         """Note overdue waits; return the seconds until the next poll. Raises Stalled."""
-        reports = await self._ask()
+        reports = await self._ask_all()
         waits = quiet_waits([self._waits.report(), self._pings.report()], reports)
         late = [wait for wait in waits if wait.quiet_s >= self._patience]
         self.overdue = [describe(wait) for wait in late]
@@ -78,15 +78,15 @@ class Silence:
                 value=stalled[0].what,
             )
         soonest = min((self._due(wait) - wait.quiet_s for wait in waits), default=self._patience)
-        return min(max(soonest, 0.01 * self._patience), self._patience / _LOOKS)
+        return min(max(soonest, 0.01 * self._patience), self._patience / _POLLS)
 
-    async def _ask(self) -> dict[str, WaitReport]:
+    async def _ask_all(self) -> dict[str, WaitReport]:
         """Return the reports of the actors that answer soon. The call to one that does not is kept for the next poll
         and counts as a wait itself."""
-        for name, ask in self._asks.items():
+        for name, ask in self._heartbeats.items():
             if name not in self._asking:
                 self._asking[name] = asyncio.ensure_future(self._ping(name, ask))
-        await asyncio.wait(self._asking.values(), timeout=self._patience / (2 * _LOOKS))
+        await asyncio.wait(self._asking.values(), timeout=self._patience / (2 * _POLLS))
         reports = {}
         for name, asking in list(self._asking.items()):
             if asking.done():
@@ -98,7 +98,7 @@ class Silence:
     async def _ping(self, name: str, ask: Callable[[], Awaitable[Any]]) -> Any:
         from ray.exceptions import RayActorError
 
-        with self._pings.on(name, "a sign of life"):
+        with self._pings.on(name, "heartbeat"):
             try:
                 return await ask()
             except RayActorError:  # `supervise` reports deaths
@@ -131,7 +131,6 @@ def _key(wait: Wait) -> tuple[str, str]:
 
 
 T = TypeVar("T")
-_REMEDY = "see its log in the Ray dashboard"
 _GRACE_S = 3.0
 """Time to wait for an actor's death to become known after another failure, which it may have caused."""
 
@@ -174,27 +173,6 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
         working.cancel()
         stopping.cancel()
         await asyncio.gather(working, stopping, return_exceptions=True)
-
-
-def root_cause(error: BaseException, actor: str = "master") -> RayrftError:
-    """Unwrap Ray's wrappers of an error and return it as a RayrftError."""
-    from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
-
-    while True:
-        if isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        elif isinstance(error, RayTaskError) and error.cause is not None:
-            error = error.cause
-        else:
-            break
-    if isinstance(error, RayrftError):
-        return error
-    if isinstance(error, ActorUnavailableError):
-        return ActorUnreachable(death_reason(error), _REMEDY, field=actor)
-    if isinstance(error, RayActorError):
-        return ActorDied(f"the actor died: {death_reason(error)}", _REMEDY, field=actor)
-    text = str(error).strip().splitlines() or ["no message"]
-    return ActorDied(f"{type(error).__name__}: {text[0]}", _REMEDY, field=actor)
 
 
 async def _watch(name: str, watch: Awaitable[Any]) -> None:

@@ -16,15 +16,14 @@ from rayrft.buffer.leases import Lease
 from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig
-from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.evaluations import Evaluations
+from rayrft.core.parts.engines import EngineGroup
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import WeightSync
 from rayrft.data.demonstrations import held_out_name
 from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
-from rayrft.explorer.engines.engine import RolloutEngine
-from rayrft.explorer.explorer import Explorer, Timings
+from rayrft.explorer.explorer import Explorer, explorer_timings
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.step_record import StepSeconds, check_gap, check_on_policy_step, pairs_record, step_record
 from rayrft.monitor.verdict import Bottleneck
@@ -49,24 +48,27 @@ class TrainLoop:
     def __init__(
         self,
         config: RunConfig,
-        actors: Actors,
+        buffer: Handle[Buffer],
+        trainer: Handle[Trainer],
+        explorers: list[Handle[Explorer]],
         recorder: Recorder,
         progress: Progress,
         stop: asyncio.Event,
         weight_sync: WeightSync | None = None,
+        evaluation: EngineGroup | None = None,
     ) -> None:
-        """``weight_sync`` is None where nothing is rolled out."""
+        """``weight_sync`` is None where nothing is rolled out; ``evaluation``: the evaluation engines."""
         self._config = config
-        assert actors.trainer is not None  # a run that trains
-        self._actors, self._trainer, self._ranks = actors, actors.trainer, Ranks(actors.trainer)
+        self._buffer, self._explorers = buffer, explorers
+        self._trainer, self._ranks = trainer, Ranks(trainer)
         self._weight_sync = weight_sync
         self._recorder = recorder
         self._stop = stop
         self._life = uuid.uuid4().hex
         """Distinguishes this life of the run from those before it was resumed."""
-        self._saving = Saver(config, actors, progress)
+        self._saving = Saver(config, buffer, trainer, progress)
         self._evaluations = Evaluations(
-            config, actors, recorder, progress, self._saving, weight_sync, publish=self.publish
+            config, explorers, evaluation, recorder, progress, self._saving, weight_sync, publish=self.publish
         )
         self.progress = progress
         self.ledger = Ledger()
@@ -79,7 +81,7 @@ class TrainLoop:
     async def run(self) -> None:
         """Run all remaining stages. Raises Stopped if the user asked for it, after saving."""
         progress = self.progress
-        resumed = await self._actors.buffer.call(Buffer.resume, progress.step, self._life)
+        resumed = await self._buffer.call(Buffer.resume, progress.step, self._life)
         self.ledger = resumed.ledger
         if resumed.torn_bytes:
             message = f"a crash left {resumed.torn_bytes} bytes of unfinished writes in the Buffer's log: truncated"
@@ -103,10 +105,12 @@ class TrainLoop:
         self.published = self.progress.step
         return await self._weight_sync.publish(self.published) if self._weight_sync is not None else None
 
-    async def admit(self, engines: list[Handle[RolloutEngine]]) -> SyncReport | None:
-        """Let new engines take requests once they hold the trainer's weights."""
+    async def admit(self, policy: EngineGroup | None) -> SyncReport | None:
+        """Let the rollout engines take requests once they hold the trainer's weights."""
         self.published = self.progress.step
-        return await self._weight_sync.admit(engines, self.published) if self._weight_sync is not None else None
+        if policy is None or self._weight_sync is None:
+            return None
+        return await self._weight_sync.admit(policy.engines, self.published)
 
     async def restore(self) -> None:
         """Restore the weights of the latest checkpoint; all other state is restored when the stage is open."""
@@ -119,7 +123,7 @@ class TrainLoop:
 
         # If the Buffer cannot be told, the next attempt has the same batch.
         with contextlib.suppress(RayActorError, TimeoutError, StorageError):
-            call = self._actors.buffer.call(Buffer.blame, self.progress.step, self._life, error.value)
+            call = self._buffer.call(Buffer.blame, self.progress.step, self._life, error.value)
             await asyncio.wait_for(call, _BLAME_DEADLINE_S)
 
     async def _stage(self, stage: StageConfig) -> None:
@@ -139,7 +143,7 @@ class TrainLoop:
                 if progress.stage_step < stage.steps:
                     await self._between_steps(stage)
         finally:
-            await self._actors.buffer.call(Buffer.close_stage, stage.name)
+            await self._buffer.call(Buffer.close_stage, stage.name)
             await self._end_exploring(exploring)
         if not stage.groups:
             await self.publish()
@@ -193,7 +197,7 @@ class TrainLoop:
             mini_batches=stage.update.mini_batches,
             parks=partial.old_tokens if partial else None,
         )
-        await self._actors.buffer.call(Buffer.open_stage, plan)
+        await self._buffer.call(Buffer.open_stage, plan)
 
     async def _step(self, stage: StageConfig, exploring: asyncio.Future[None]) -> None:
         """Take one optimiser step: lease, train, acknowledge, publish, admit."""
@@ -203,11 +207,11 @@ class TrainLoop:
         self._evaluations.check()
         processed, results, waited_s = await self._train(step, exploring)
         lease = processed.lease
-        self.ledger = await self._actors.buffer.call(Buffer.ack, step, mean_value_errors(results))
+        self.ledger = await self._buffer.call(Buffer.ack, step, mean_value_errors(results))
         trained_s = time.perf_counter() - started - waited_s
         progress.step += 1
         progress.stage_step += 1
-        report, timings = await asyncio.gather(self._publish_step(stage), self._timings())
+        report, timings = await asyncio.gather(self._publish_step(stage), explorer_timings(self._explorers))
         seconds = StepSeconds(time.perf_counter() - started, waited_s, trained_s)
         worked = {f"batch_{name}": stats for name, stats in processed.operators.items()}
         timings = replace(timings, operators=timings.operators | worked)
@@ -226,7 +230,7 @@ class TrainLoop:
         self._bottleneck.add(record)
         # The record is written while new groups are admitted.
         await asyncio.gather(
-            self._actors.buffer.call(Buffer.advance, self.published),
+            self._buffer.call(Buffer.advance, self.published),
             self._recorder.add(record),
         )
         await self._doubt(stage, lease, results[0])
@@ -253,7 +257,7 @@ class TrainLoop:
         stall_s = math.inf if self._config.mode == "serve" else self._config.monitor.stall_s
         for _ in range(_ATTEMPTS):
             asked = time.perf_counter()
-            leasing = asyncio.ensure_future(self._actors.buffer.call(Buffer.lease, step, ranks, stall_s))
+            leasing = asyncio.ensure_future(self._buffer.call(Buffer.lease, step, ranks, stall_s))
             lease = await self._unless_ended(leasing, exploring)
             waited_s += time.perf_counter() - asked
             if (processed := await self._process(lease)) is None:
@@ -303,7 +307,7 @@ class TrainLoop:
         if not self._config.holds_out(stage):
             return
         started, store = time.perf_counter(), f"expert/{held_out_name(stage.demonstrations or '')}"
-        blocks = await self._actors.buffer.call(Buffer.partition, store)
+        blocks = await self._buffer.call(Buffer.partition, store)
         found = (await self._ranks.call(RankApi.rank_pairs, blocks))[0]
         step, taken, seconds = self.progress.step, self.progress.stage_step, time.perf_counter() - started
         await self._recorder.add(pairs_record(stage.name, step, taken, found, seconds))
@@ -343,7 +347,7 @@ class TrainLoop:
 
     async def _explore(self, stage: StageConfig) -> None:
         if stage.groups:
-            await asyncio.gather(*(explorer.call(Explorer.explore, stage) for explorer in self._actors.explorers))
+            await asyncio.gather(*(explorer.call(Explorer.explore, stage) for explorer in self._explorers))
 
     async def _end_exploring(self, exploring: asyncio.Future[None]) -> None:
         """Wait until the Explorer has abandoned its groups, as it does once the stage is closed."""
@@ -356,10 +360,6 @@ class TrainLoop:
                 "see its log in the Ray dashboard",
                 field="explorer",
             ) from None
-
-    async def _timings(self) -> Timings:
-        explorers = self._actors.explorers
-        return Timings.of(await asyncio.gather(*(explorer.call(Explorer.timings) for explorer in explorers)))
 
     def _describe(self, stage: StageConfig) -> str:
         rows = f"{stage.groups} groups of {stage.group_size}" if stage.groups else ""

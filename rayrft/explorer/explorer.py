@@ -232,6 +232,11 @@ class Explorer(Watched):
             return await self._rewards.score(task, transcripts)
 
 
+async def explorer_timings(explorers: Sequence[Handle[Explorer]]) -> Timings:
+    """Return the joint timings of Explorers since the last call."""
+    return Timings.of(await asyncio.gather(*(explorer.call(Explorer.timings) for explorer in explorers)))
+
+
 class _Tasks:
     """Concurrent tasks. Nobody waits for them one by one: the first failure wakes who waits for something else."""
 

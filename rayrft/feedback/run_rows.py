@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.dataset import answer, load_dataset
+from rayrft.buffer.dataset import load_dataset
 from rayrft.buffer.reader import Archive
 from rayrft.config import RunConfig
 from rayrft.data.demonstrations import expert_row
@@ -21,7 +21,7 @@ from rayrft.errors import ActorDied, DataError, RunNotFound
 from rayrft.experience import Experience, from_batch
 from rayrft.feedback.items import AnswerGroup, ShownAnswer
 from rayrft.feedback.judgements import Judgement
-from rayrft.runtime.handle import Handle
+from rayrft.runtime.handle import Handle, answer
 
 
 class RunRows:
@@ -73,7 +73,7 @@ class RunRows:
         """Change a row before it is trained. Raises RunNotFound or ActorDied if the run's Buffer is not there, and the
         errors of `Buffer.feedback`."""
         with self._calling() as buffer:
-            answer(buffer.call(Buffer.feedback, experience_id, reward, labels))
+            answer(buffer.call(Buffer.feedback, experience_id, reward, labels), "buffer")
 
     def demonstrate(self, judgement: Judgement) -> str:
         """Give the run an edited answer to imitate, once; return the demonstration's experience id. Raises DataError if
@@ -94,7 +94,7 @@ class RunRows:
         """Stop the run from drawing a demonstration. Raises RunNotFound or ActorDied if its Buffer is not there."""
         name, _, _ = demonstration.partition("/")
         with self._calling() as buffer:
-            answer(buffer.call(Buffer.withdraw, name, [demonstration]))
+            answer(buffer.call(Buffer.withdraw, name, [demonstration]), "buffer")
 
     def _read(self) -> Archive:
         with self._lock:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from rayrft.errors import ActorUnreachable
+from rayrft.errors import ActorDied, ActorUnreachable, RayrftError
 from rayrft.runtime.waits import Waits
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _RETRY_S = 1.0
 """Seconds between calls of an actor that cannot be reached: Ray has no event for its return."""
+_ANSWER_S = 300.0
+"""Deadline of calls: long, because the Buffer may have to read freed blocks back from the log before it answers."""
+_REMEDY = "see its log in the Ray dashboard"
 
 T_co = TypeVar("T_co", covariant=True)
 P = ParamSpec("P")
@@ -59,6 +62,11 @@ class Handle(Generic[T_co]):
         """Start the method at the actor, whether or not the result is awaited."""
         return self._start(method, args, kwargs)
 
+    @property
+    def untracked(self) -> Handle[T_co]:
+        """A plain handle of the actor."""
+        return Handle(self.name, self.actor)
+
     def with_options(self, **options: Any) -> Handle[T_co]:
         """Return a handle whose calls have these of Ray's options."""
         return Handle(self.name, self.actor, **options)
@@ -77,7 +85,8 @@ class Handle(Generic[T_co]):
 
 
 class TrackedHandle(Handle[T_co]):
-    """A handle whose calls are recorded as ``waits`` of the caller, for use in its event loop.
+    """A handle whose calls are recorded as ``waits`` of the caller, for use in its event loop. Sent to another process
+    it becomes a plain handle.
 
     ``endless`` calls are not recorded: they last as long as the run, or block while there is no work. ``labels`` name a
     call from its arguments where the method's name is not enough.
@@ -95,6 +104,9 @@ class TrackedHandle(Handle[T_co]):
         self._waits = waits
         self._endless = endless
         self._labels = labels or {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Handle, (self.name, self.actor)
 
     def _start(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
         answer = super()._start(method, args, kwargs)
@@ -122,6 +134,16 @@ def fetch(call: Awaitable[R], who: str = "", deadline_s: float | None = None) ->
     except (ActorUnavailableError, GetTimeoutError) as error:
         problem = f"no answer for {deadline_s:g} s" if isinstance(error, GetTimeoutError) else "it cannot be reached"
         raise ActorUnreachable(problem, "check it in the Ray dashboard, and try again", field=who) from None
+
+
+def answer(call: Awaitable[R], who: str, deadline_s: float | None = None) -> R:
+    """Block until a call has answered, as `fetch`, by default for `_ANSWER_S`. Raises its `root_cause` if it fails."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        return fetch(call, who, _ANSWER_S if deadline_s is None else deadline_s)
+    except (RayActorError, RayTaskError) as error:
+        raise root_cause(error, who) from None
 
 
 def end(actors: Collection[Handle[Watched]]) -> None:
@@ -152,6 +174,21 @@ def fetch_when_reachable(call: Callable[[], Awaitable[R]]) -> R:
             time.sleep(_RETRY_S)
 
 
+async def until_failed(actor: Handle[Watched]) -> None:
+    """Return only by raising the error with which an actor fails, or that of its death."""
+    await when_reachable(lambda: actor.untracked.call(Watched.watch))
+
+
+async def until_dead_for_good(actor: Handle[Watched]) -> None:
+    """Return only by raising the error of an actor that Ray fails to restart."""
+    from ray.exceptions import ActorUnavailableError
+
+    while True:
+        await actor.untracked.call(Watched.pid)  # returns once it is up
+        with contextlib.suppress(ActorUnavailableError):
+            await actor.with_options(max_task_retries=0).call(Watched.watch)
+
+
 async def when_reachable(call: Callable[[], Awaitable[R]]) -> R:
     """Make a call, and make it again while its actor cannot be reached; return its result, in an event loop."""
     from ray.exceptions import ActorUnavailableError
@@ -174,3 +211,24 @@ def death_reason(error: RayActorError) -> str:
         return lines[-1].rpartition("rayrft.errors.")[2].rstrip(".")
     # Lines: a heading, the actor's properties (indented by tabs), and the reason.
     return next((line for line in lines[1:] if not line.startswith("\t")), lines[0]).rstrip(".")
+
+
+def root_cause(error: BaseException, actor: str = "master") -> RayrftError:
+    """Unwrap Ray's wrappers of an error and return it as a RayrftError, about ``actor`` if it is not typed."""
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+    while True:
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        elif isinstance(error, RayTaskError) and error.cause is not None:
+            error = error.cause
+        else:
+            break
+    if isinstance(error, RayrftError):
+        return error
+    if isinstance(error, ActorUnavailableError):
+        return ActorUnreachable(death_reason(error), _REMEDY, field=actor)
+    if isinstance(error, RayActorError):
+        return ActorDied(f"the actor died: {death_reason(error)}", _REMEDY, field=actor)
+    text = str(error).strip().splitlines() or ["no message"]
+    return ActorDied(f"{type(error).__name__}: {text[0]}", _REMEDY, field=actor)

@@ -32,7 +32,6 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, load_config
-from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.train_loop import TrainLoop
 from rayrft.data.task_sampler import TaskSet
@@ -128,9 +127,9 @@ async def run(steps: int, stepped: Any) -> None:
     pool._membership = Membership(1, (Member(remote(engine, "engine-0"), 0),))
     explorer = Explorer(config, str(model), remote(pool, "engine_pool"), remote(buffer), tasks, [], None)
     await explorer.start()
-    actors = Actors(remote(buffer), remote(trainer), [remote(explorer)], remote(pool), [])
     sync: Any = engine
-    await TrainLoop(config, actors, Recorder(config), progress, asyncio.Event(), sync).run()
+    recorder, stop = Recorder(config), asyncio.Event()
+    await TrainLoop(config, remote(buffer), remote(trainer), [remote(explorer)], recorder, progress, stop, sync).run()
 
 
 def resident_mib() -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rayrft.config import load_config
-from rayrft.core.placement import plan_placement
+from rayrft.core.parts.table import plan_placement
 from rayrft.errors import ConfigError
 from tests.config.test_load import SPELL, base
 from tests.errors import about

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rayrft.config import load_config
-from rayrft.core.placement import plan_placement
+from rayrft.core.parts.table import plan_placement
 from rayrft.errors import ConfigError
 from tests.config.test_load import base
 from tests.errors import about

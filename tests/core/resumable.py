@@ -27,7 +27,6 @@ from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig, StageConfig
-from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.train_loop import TrainLoop
 from rayrft.data.task_sampler import TaskSet
@@ -198,8 +197,8 @@ async def _run(config: RunConfig, pipe: Connection, poisoned: int | None) -> Non
     trainer = remote(local)
     explorer = remote(ScriptedExplorer(buffer, trainer, pipe, poisoned))
     await buffer.call(Buffer.load, "gold", [pack(to_batch(demonstrations()))])
-    actors = Actors(buffer, trainer, [explorer], None, [])
-    loop = TrainLoop(config, actors, Recorder(config, progress.records), progress, asyncio.Event())
+    recorder = Recorder(config, progress.records)
+    loop = TrainLoop(config, buffer, trainer, [explorer], recorder, progress, asyncio.Event())
     await loop.restore()
     pipe.send("up")
     try:

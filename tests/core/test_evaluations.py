@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rayrft.config import load_config
-from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Checkpoints, Progress, Saver
 from rayrft.core.evaluations import Evaluations
 from rayrft.errors import ActorDied, WeightSyncError
@@ -78,11 +78,13 @@ class Subject:
         self.published = 0
         handles = [remote(engine, f"evaluation-{index}") for index, engine in enumerate(self.engines)]
         nobody = remote(None)
-        actors = Actors(nobody, nobody, [remote(self.explorer)], None, [], {}, remote(self.pool), handles)
-        self.saver = Saver(config, actors, self.progress)
+        group: Any = SimpleNamespace(pool=remote(self.pool), engines=handles) if engines else None
+        self.saver = Saver(config, nobody, nobody, self.progress)
         sync: Any = self.sync
         self.stage = config.stages[0]
-        self.subject = Evaluations(config, actors, self.recorder, self.progress, self.saver, sync, self._publish)
+        self.subject = Evaluations(
+            config, [remote(self.explorer)], group, self.recorder, self.progress, self.saver, sync, self._publish
+        )
 
     async def at(self, step: int) -> None:
         """What the train loop does at a step of the stage."""

@@ -9,7 +9,7 @@ import pytest
 from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core import launch
 from rayrft.core.checkpoints import Checkpoints, Progress
-from rayrft.core.placement import Part, check_room
+from rayrft.core.placement import Bundles, check_room
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RayrftError, RunNotFound, StorageError
 from rayrft.monitor.summary import Totals, summarise, write_summary
 from tests.e2e.conftest import small_config
@@ -110,7 +110,7 @@ def node(cpus: float) -> dict[str, float]:
     return {"CPU": cpus, "memory": float(1 << 40)}
 
 
-PART = Part("a", 1, 2, 0, 0.1, "")
+PART = Bundles("a", 1, 2, 0, 0.1, "")
 
 
 def test_what_a_run_that_has_just_ended_gives_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
-from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.ledger import Ledger, RowStats
 from rayrft.config import dump_config, load_config
 from rayrft.core import master as module
-from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Progress
 from rayrft.core.master import Master
+from rayrft.core.parts.base import Part
+from rayrft.core.parts.buffer import BufferPart
+from rayrft.core.parts.engines import EvaluationEngines, PolicyEngines
+from rayrft.core.parts.explorer import ExplorerPart
+from rayrft.core.parts.trainer import TrainerPart
 from rayrft.core.preflight import Prepared
 from rayrft.errors import ActorDied, DataError, RayrftError, StorageError
 from rayrft.monitor import sinks
@@ -73,10 +76,23 @@ def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Master, Act
     config = load_config(small_config(tmp_path, "begins", evaluation={"enabled": False}, monitor={"patience_s": 0.1}))
     config.folder.mkdir()
     (config.folder / "config.yaml").write_text(dump_config(config))
-    trainer, buffer = Actor(), remote(Actor(), "buffer")
+    trainer, buffer = Actor(), Actor()
+
+    class ScriptedTrainer(TrainerPart):
+        def create(self) -> list[Handle[Any]]:
+            return [self.track(remote(trainer, self.name))]
+
+    class ScriptedBuffer(BufferPart):
+        on_death = "end"
+
+        def create(self) -> list[Handle[Any]]:
+            return [self.track(remote(buffer, self.name))]
+
+    without: list[type[Part[Any]]] = []
+    for kind in (ExplorerPart, PolicyEngines, EvaluationEngines):
+        without.append(type(kind.__name__, (kind,), {"exists": False}))
+    monkeypatch.setattr(module, "KINDS", [*without, ScriptedBuffer, ScriptedTrainer])
     monkeypatch.setattr(module, "Placement", Groups)
-    monkeypatch.setattr(module, "create_actors", lambda *_: Actors(buffer, remote(trainer, "trainer"), [], None, []))
-    monkeypatch.setattr("rayrft.core.actors._until_dead_for_good", lambda actor: actor.call(Buffer.watch))
     monkeypatch.setattr(Handle, "kill", lambda self: None)
     monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
     return Master(config, Progress("id")), trainer

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from rayrft.config import load_config
-from rayrft.core.placement import Part, Placement, check_placement, plan_placement, show_plan
+from rayrft.core.parts.table import plan_placement
+from rayrft.core.placement import Bundles, Placement, check_placement, show_plan
 from rayrft.errors import PlacementError
 from tests.config.test_load import base
 
@@ -65,8 +66,8 @@ def test_a_bundle_that_no_single_node_can_hold_is_an_error() -> None:
     assert refused.value.field == "placement.engines"
 
 
-def part(name: str, count: int, cpus: float = 0.1, gpus: float = 0.0) -> Part:
-    return Part(name, count, cpus, gpus, 0.1, "")
+def part(name: str, count: int, cpus: float = 0.1, gpus: float = 0.0) -> Bundles:
+    return Bundles(name, count, cpus, gpus, 0.1, "")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def part(name: str, count: int, cpus: float = 0.1, gpus: float = 0.0) -> Part:
     ],
 )
 def test_what_is_enough_in_sum_and_fits_nowhere_is_refused_by_name(
-    parts: list[Part], nodes: list[dict[str, float]], left_over: str | None
+    parts: list[Bundles], nodes: list[dict[str, float]], left_over: str | None
 ) -> None:
     if left_over is None:
         check_placement(parts, nodes)

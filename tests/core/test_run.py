@@ -18,7 +18,8 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from rayrft.buffer.ledger import Ledger, RowStats
 from rayrft.config import dump_config, load_config
 from rayrft.core.launch import attach, find_status, running, start, starting
-from rayrft.core.placement import Placement, plan_placement
+from rayrft.core.parts.table import plan_placement
+from rayrft.core.placement import Placement
 from rayrft.core.run import Run
 from rayrft.errors import ActorDied, DataError, PlacementError, RunNotFound
 from rayrft.monitor.records import NoteRecord, RecordFile, read_records

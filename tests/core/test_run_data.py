@@ -86,7 +86,7 @@ def test_what_becomes_of_tasks_that_are_added_is_told(tmp_path: Path, monkeypatc
             return [earlier] if method.__name__ == "added_tasks" else len(arguments[0])
 
     monkeypatch.setattr(Run, "_buffer", lambda self: Calls())
-    monkeypatch.setattr("rayrft.buffer.dataset.answer", lambda value: value)
+    monkeypatch.setattr("rayrft.core.run.answer", lambda value, who: value)
     added = Run("grows", tmp_path, None).add_tasks([earlier, good, bad])
     assert added.tasks == [good] and called[-1] == ("add_tasks", [good], 0)
     assert added.left_out.keys() == {earlier.id, bad.id} and added.left_out[bad.id].startswith("format: ")
@@ -107,7 +107,7 @@ def test_a_buffer_that_does_not_answer_is_not_waited_for_without_end(monkeypatch
         async def partition(self, store: str) -> None:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr("rayrft.buffer.dataset._DEADLINE_S", 0.1)
+    monkeypatch.setattr("rayrft.runtime.handle._ANSWER_S", 0.1)
     silent = ray.remote(Silent).options(num_cpus=0).remote()
     with pytest.raises(RayrftError, match=r"buffer: no answer for 0\.1 s"):
         dataset(handle(silent))

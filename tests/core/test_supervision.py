@@ -9,8 +9,9 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from rayrft.core.supervision import Stopped, root_cause, supervise, unless_stopped
+from rayrft.core.supervision import Stopped, supervise, unless_stopped
 from rayrft.errors import ActorDied, DataError, RayrftError, StorageError
+from rayrft.runtime.handle import root_cause
 from tests.errors import about
 
 

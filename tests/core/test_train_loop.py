@@ -12,7 +12,6 @@ import pytest
 from rayrft.buffer.ledger import Ledger, Resumed
 from rayrft.buffer.schedule import StagePlan
 from rayrft.config import load_config
-from rayrft.core.actors import Actors
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.supervision import Stopped
 from rayrft.core.train_loop import TrainLoop
@@ -69,8 +68,8 @@ class Subject:
         progress, self.stop = Progress("id"), asyncio.Event()
         Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
         self.trainer, self.explorer = ScriptedTrainer(), EvaluatesForEver()
-        actors = Actors(remote(ScriptedBuffer()), remote(self.trainer), [remote(self.explorer)], None, [])
-        self.loop = TrainLoop(config, actors, Recorder(config), progress, self.stop)
+        buffer, trainer, explorers = remote(ScriptedBuffer()), remote(self.trainer), [remote(self.explorer)]
+        self.loop = TrainLoop(config, buffer, trainer, explorers, Recorder(config), progress, self.stop)
 
 
 @pytest.fixture
@@ -95,7 +94,7 @@ async def test_the_buffer_is_told_when_the_stage_ends(subject: Subject) -> None:
             self.plan = plan
 
     buffer, stage = Plans(), subject.loop._config.stages[1]
-    subject.loop._actors = replace(subject.loop._actors, buffer=remote(buffer))
+    subject.loop._buffer = remote(buffer)
     subject.loop.progress.step = subject.loop.progress.stage_began = 3
     await subject.loop._open(stage)
     assert (buffer.plan.version, buffer.plan.end) == (3, 3 + stage.steps)
@@ -137,7 +136,7 @@ async def test_blocks_that_are_lost_again_and_again_end_the_run(subject: Subject
             self.asked += 1
 
     buffer = Leases()
-    subject.loop._actors = replace(subject.loop._actors, buffer=remote(buffer))
+    subject.loop._buffer = remote(buffer)
     with pytest.raises(RayrftError, check=about("buffer.lease", 0)):
         await subject.loop._train(0, asyncio.get_running_loop().create_future())
     assert buffer.asked == 5 and subject.trainer.calls == ["train"] * 5

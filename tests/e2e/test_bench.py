@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import rayrft
-from rayrft.core import actors
+from rayrft.core.parts import engines
 from rayrft.runtime.serving.applications import applications, start_serve
 from tests.e2e.conftest import Call
 from tests.scripted_engine import ScriptedEngine
@@ -24,7 +24,7 @@ SIZES = {"words": 10, "few": 4}
 @pytest.fixture
 def config(tmp_path: Path, tiny_model: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Two models, on task sets of ten and of four, scored on Ray Serve by a judge on engines of its own."""
-    monkeypatch.setattr(actors, "RolloutEngine", ScriptedEngine)
+    monkeypatch.setattr(engines, "RolloutEngine", ScriptedEngine)
     start_serve("127.0.0.1", port)  # it has one address in a cluster, and other tests need this one
     return {
         "name": "b",

@@ -122,7 +122,7 @@ def test_groups_of_another_job_are_trained_once_each_until_it_has_no_more(
 
 
 def test_no_engine_is_started(finished: tuple[rayrft.Run, dict[str, Any]]) -> None:
-    from rayrft.core.placement import plan_placement
+    from rayrft.core.parts.table import plan_placement
 
     parts = {part.name for part in plan_placement(load_config(finished[0].folder / "config.yaml"))}
     assert parts == {"master", "buffer", "trainer", "ranks"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.core.placement import plan_placement
+from rayrft.core.parts.table import plan_placement
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ConfigError, RequestRefused
 from rayrft.experience import Task

@@ -12,12 +12,10 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from rayrft.core.actors import until_failed
-from rayrft.core.supervision import root_cause
 from rayrft.errors import ActorDied, ActorUnreachable
 from rayrft.runtime import handle
 from rayrft.runtime.actor_pool import ActorPool
-from rayrft.runtime.handle import Handle
+from rayrft.runtime.handle import Handle, root_cause, until_failed
 from rayrft.runtime.serving import applications
 from rayrft.runtime.serving.applications import Owner, delete_with
 from tests.scripted import Remote, remote

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayrft.core.supervision import Silence, quiet_waits
+from rayrft.core.supervision import StallMonitor, quiet_waits
 from rayrft.errors import Stalled
 from rayrft.runtime.handle import TrackedHandle
 from rayrft.runtime.waits import Wait, WaitReport, Waits
@@ -55,25 +55,25 @@ class Notes:
 async def test_an_actor_that_does_not_answer_is_named_again_when_the_time_has_doubled_and_ends_the_run() -> None:
     stopped, notes = Part(), Notes()
     stopped.awake.clear()
-    silence = Silence(Waits("master"), {"fine": Part().waiting, "engine-0": stopped.waiting}, notes, 0.2, 1.0)
-    watching = asyncio.ensure_future(silence.watch())
+    monitor = StallMonitor(Waits("master"), {"fine": Part().waiting, "engine-0": stopped.waiting}, notes, 0.2, 1.0)
+    watching = asyncio.ensure_future(monitor.watch())
     assert await notes.come(3) == ["engine-0"] * 3
     seconds = [waits[0]["quiet_s"] for waits in notes.told]
     assert seconds[0] >= 0.2 and all(later >= 2 * earlier for earlier, later in itertools.pairwise(seconds))
-    assert silence.overdue and "engine-0" in silence.overdue[0]
-    with pytest.raises(Stalled, check=about("engine-0", "a sign of life")):
+    assert monitor.overdue and "engine-0" in monitor.overdue[0]
+    with pytest.raises(Stalled, check=about("engine-0", "heartbeat")):
         await asyncio.wait_for(watching, 60)
 
 
 async def test_an_actor_that_loads_is_named_later_than_one_that_has_been_up() -> None:
     loading, notes, waits = Part(), Notes(), Waits("master")
     loading.awake.clear()
-    silence = Silence(waits, {"engine-0": loading.waiting}, notes, 0.2, 60.0)
-    silence.starting = True
-    watching = asyncio.ensure_future(silence.watch())
+    monitor = StallMonitor(waits, {"engine-0": loading.waiting}, notes, 0.2, 60.0)
+    monitor.starting = True
+    watching = asyncio.ensure_future(monitor.watch())
     assert await notes.come(1) == ["engine-0"]
     assert notes.told[0][0]["quiet_s"] >= 0.8
-    silence.starting = False
+    monitor.starting = False
     with waits.on("trainer", "train"):
         await notes.come(2)
     named = {wait["target"]: wait["quiet_s"] for wait in notes.told[1]}
@@ -88,8 +88,8 @@ async def test_who_waits_is_named_behind_whom_it_waits_for() -> None:
     explorer = Part(inner)
     rollout = TrackedHandle(remote(engine, "engine-0"), inner).call(Part.work)
     evaluation = TrackedHandle(remote(engine, "explorer"), master).call(Part.work)
-    silence = Silence(master, {"explorer": explorer.waiting}, notes, 0.2, 60.0)
-    watching = asyncio.ensure_future(silence.watch())
+    monitor = StallMonitor(master, {"explorer": explorer.waiting}, notes, 0.2, 60.0)
+    watching = asyncio.ensure_future(monitor.watch())
     await notes.come(1)
     told = [(wait["waiter"], wait["target"], wait["what"]) for wait in notes.told[0]]
     assert told[0] == ("explorer", "engine-0", "work")

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from rayrft.cli.main import app
 from rayrft.config import PipelineConfig, load_config
-from rayrft.core import actors
-from rayrft.core.pipeline_models import task_engines
+from rayrft.core.parts import engines
+from rayrft.core.services import task_engines
 from rayrft.errors import ConfigError, OperatorFailed, PlacementError
 from rayrft.experience import Task
 from rayrft.pipelines.tasks import load_processed
@@ -26,7 +26,7 @@ OPTIONS = {"model": "m", "least_words": 1, "max_pass_rate": 1.0, "tries": 2, "hi
 
 @pytest.fixture(autouse=True)
 def scripted(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors, "RolloutEngine", ScriptedEngine)
+    monkeypatch.setattr(engines, "RolloutEngine", ScriptedEngine)
 
 
 def given(folder: Path, tiny_model: Path, **more: Any) -> list[str]:
@@ -38,7 +38,7 @@ def given(folder: Path, tiny_model: Path, **more: Any) -> list[str]:
             "m": {"model": str(tiny_model), "engine": {"count": 1, "memory_gib": 0.3}},
             "unused": {"model": "no such model"},
         },
-        "reward": {"name": "tests.core.test_pipeline_models:anything"},
+        "reward": {"name": "tests.core.test_services:anything"},
         **more,
     }
     (folder / "pipeline.json").write_text(json.dumps(pipeline))
@@ -77,14 +77,14 @@ def test_an_engine_that_dies_is_named_and_what_was_answered_is_not_asked_again(
                 os._exit(1)
             return await super().generate(request, stream)
 
-    monkeypatch.setattr(actors, "RolloutEngine", Dying)
+    monkeypatch.setattr(engines, "RolloutEngine", Dying)
     arguments = given(tmp_path, tiny_model, batch_rows=1)
     with pytest.raises(OperatorFailed, check=about("operators.0.hinted_solutions", "auxiliary-m-0")):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert not (tmp_path / "out.jsonl").exists()
     kept = read(tmp_path / "out.jsonl.answers.jsonl")
     assert len(kept) == 2
-    monkeypatch.setattr(actors, "RolloutEngine", ScriptedEngine)
+    monkeypatch.setattr(engines, "RolloutEngine", ScriptedEngine)
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0 and len(read(tmp_path / "out.jsonl")) == 3
 

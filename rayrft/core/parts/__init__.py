@@ -1,0 +1,1 @@
+"""The kinds of actors of a run, one file each."""

@@ -1,0 +1,69 @@
+"""The Buffer, which Ray restarts when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rayrft.buffer.buffer import Buffer
+from rayrft.config import RunConfig
+from rayrft.core.parts.base import Part
+from rayrft.core.placement import Bundles
+from rayrft.experience import pack, to_batch
+from rayrft.runtime.handle import Handle
+
+BUFFER = Bundles("buffer", 1, 0.1, 0, 0.25, "experiences")
+
+
+class BufferPart(Part[Buffer]):
+    """The run's Buffer, or the one that its config names, which belongs to no run."""
+
+    name = BUFFER.name
+    on_death = "restart"
+
+    @classmethod
+    def bundles(cls, config: RunConfig) -> list[Bundles]:
+        return [] if config.buffer.name is not None or config.mode == "bench" else [BUFFER]
+
+    def create(self) -> list[Handle[Buffer]]:
+        config, prepared = self.config, self.run.prepared
+        buffer: Handle[Buffer] = self.run.shared or self.run.placement.actor(
+            Buffer, self.name, name=self.name, restarts=True
+        ).create(
+            prepared.run_id,
+            config.buffer_folder,
+            config.buffer,
+            config.seed,
+            prepared.task_set,
+            prepared.limits,
+            self.run.logged,
+        )
+        # Without an Explorer, groups come when they come.
+        serving = config.mode == "serve" and config.records_sessions
+        return [self.track(buffer, endless=[Buffer.lease] if serving else [])]
+
+    @property
+    def exists(self) -> bool:
+        return True
+
+    @property
+    def actor(self) -> Handle[Buffer]:
+        return self.actors[0]
+
+    async def start(self) -> None:
+        import ray
+
+        demonstrations = self.run.prepared.demonstrations if self.config.trains else {}
+        loads = [
+            self.actor.call(Buffer.load, name, [ray.put(pack(to_batch(rows)))]) for name, rows in demonstrations.items()
+        ]
+        await asyncio.gather(*loads)
+
+    def heartbeat(self) -> Callable[[Buffer], Awaitable[Any]]:
+        # A named Buffer waits for what its train job waits for, which may be another job than this one.
+        return Buffer.waiting if self.config.trains else Buffer.pid
+
+    def kill(self) -> None:
+        if self.run.shared is None:
+            self.actor.kill()  # Ray would try forever to restart it without its placement group

@@ -1,0 +1,240 @@
+"""Engines: a group for each model, with the pool of those that take requests, in a run and without one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rayrft.config import RunConfig
+from rayrft.config.auxiliary import AuxiliaryConfig
+from rayrft.config.explorer import EngineConfig
+from rayrft.core.parts.base import Part, has_explorers
+from rayrft.core.parts.trainer import ranks_bundles, shares_bundles
+from rayrft.core.placement import Bundles, Placement
+from rayrft.explorer.engines.engine import RolloutEngine
+from rayrft.explorer.engines.pool import EnginePool, Member, Membership
+from rayrft.runtime.handle import Handle, TrackedHandle, answer
+from rayrft.runtime.waits import Waits
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """A model, and how engines serve it. Engine ``i`` of a group has the seed ``seed + i``."""
+
+    path: str
+    engine: EngineConfig
+    max_length: int
+    dtype: str
+    seed: int
+    structured: bool = False
+
+
+class EngineGroup:
+    """The engines of a model, one per bundle of a placement ``group``, and the pool of those that take requests.
+
+    The engines are named ``<name>-<index>``. ``waits`` records the calls of the actors; ``expendable``: see
+    `EnginePool`.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        model: EngineModel,
+        group: str,
+        name: str,
+        pool: str,
+        waits: Waits | None = None,
+        *,
+        expendable: bool = False,
+    ) -> None:
+        self._model = model
+        placed = placement.actor(EnginePool, "engine_pool", name=pool)
+        self.pool = _tracked(placed.create(expendable=expendable), waits)
+        self.engines = [
+            _tracked(placement.actor(RolloutEngine, group, name=f"{name}-{index}", bundle=index).create(), waits)
+            for index in range(placement.count(group))
+        ]
+
+    @classmethod
+    def policy(cls, placement: Placement, config: RunConfig, path: str, waits: Waits | None = None) -> EngineGroup:
+        """Create the rollout engines of a policy."""
+        return cls(placement, _policy(config, path, config.seed), "engines", "engine", "engine_pool", waits)
+
+    @classmethod
+    def auxiliary(
+        cls, placement: Placement, models: Mapping[str, AuxiliaryConfig], seed: int, waits: Waits | None = None
+    ) -> dict[str, EngineGroup]:
+        """Create the engines of auxiliary models, by the models' names."""
+        groups = {}
+        for name, each in models.items():
+            model = EngineModel(each.model, each.engine, each.max_length, each.dtype, seed, structured=True)
+            part = f"auxiliary-{name}"
+            groups[name] = cls(placement, model, part, part, f"engine_pool-{name}", waits)
+        return groups
+
+    @property
+    def actors(self) -> list[Handle[Any]]:
+        return [self.pool, *self.engines]
+
+    def start(self) -> list[Awaitable[None]]:
+        """Start the engines; return the call of each. They take no requests yet."""
+        model = self._model
+        return [
+            engine.call(
+                RolloutEngine.start,
+                model.path,
+                model.engine,
+                max_length=model.max_length,
+                dtype=model.dtype,
+                seed=model.seed + index,
+                structured=model.structured,
+            )
+            for index, engine in enumerate(self.engines)
+        ]
+
+    def join(self) -> Awaitable[Membership]:
+        """Let the engines take requests with the weights that they were started with."""
+        return self.pool.call(EnginePool.join, [Member(engine, 0) for engine in self.engines])
+
+
+def serve_engines(groups: Collection[EngineGroup], start_s: float) -> None:
+    """Start the engines of groups, and let them take requests; block until they do, outside of event loops.
+
+    Raises ActorUnreachable if an engine is not up within ``start_s``, and the root cause if one does not start.
+    """
+    starting = [group.start() for group in groups]
+    for group, starts in zip(groups, starting, strict=True):
+        for engine, start in zip(group.engines, starts, strict=True):
+            answer(start, engine.name, start_s)
+        answer(group.join(), group.pool.name, start_s)
+
+
+def auxiliary_bundles(models: Mapping[str, AuxiliaryConfig]) -> list[Bundles]:
+    """Return the placement groups of the engines of auxiliary models."""
+    return [
+        _bundles(f"auxiliary-{name}", each.engine.count, each.engine, f"vLLM engines of {each.model}")
+        for name, each in models.items()
+    ]
+
+
+def pool_bundles(count: int) -> Bundles:
+    """Return the placement group of the engine pools, one for each model."""
+    return Bundles("engine_pool", count, 0.05, 0, 0.25, "which engines take requests")
+
+
+def _bundles(name: str, count: int, engine: EngineConfig, note: str, beside: Bundles | None = None) -> Bundles:
+    return Bundles(name, count, engine.cpus, engine.gpus, engine.memory_gib, note, beside)
+
+
+def _policy(config: RunConfig, path: str, seed: int) -> EngineModel:
+    return EngineModel(path, config.explorer.engine, config.model.max_length, config.model.dtype, seed)
+
+
+def _tracked(actor: Handle[Any], waits: Waits | None) -> Handle[Any]:
+    return actor if waits is None else TrackedHandle(actor, waits)
+
+
+class EngineRole(Part[Any]):
+    """The engine groups of a run that have one role."""
+
+    loads = True
+
+    def create_groups(self) -> dict[str, EngineGroup]:
+        """Create the groups by model; the policy is ""."""
+        raise NotImplementedError
+
+    @cached_property
+    def groups(self) -> dict[str, EngineGroup]:
+        """The groups, which are created at the first access."""
+        return self.create_groups() if self.exists else {}
+
+    @property
+    def group(self) -> EngineGroup | None:
+        """The group of the policy, if there is one."""
+        return self.groups.get("")
+
+    def create(self) -> list[Handle[Any]]:
+        return [actor for group in self.groups.values() for actor in group.actors]
+
+    async def start(self) -> None:
+        await asyncio.gather(*(start for group in self.groups.values() for start in group.start()))
+
+
+class PolicyEngines(EngineRole):
+    """Engines that sample; the weight sync gives them the weights of the trainer."""
+
+    name = "engines"
+
+    @classmethod
+    def bundles(cls, config: RunConfig) -> list[Bundles]:
+        if not config.rolls_out:
+            return []
+        engine, weights = config.explorer.engine, f"weights over {config.sync_backend}"
+        # An engine and a rank on one GPU must share a bundle: in separate groups Ray may pack two engines on one GPU,
+        # or place them on another node than the ranks.
+        ranks = ranks_bundles(config, "FSDP2 under Ray Train, each beside an engine")
+        note = f"vLLM rollout engines, {weights if config.trains else 'fixed weights'}"
+        return [_bundles(cls.name, engine.count, engine, note, ranks if shares_bundles(config) else None)]
+
+    def create_groups(self) -> dict[str, EngineGroup]:
+        run = self.run
+        return {"": EngineGroup.policy(run.placement, run.config, run.prepared.model, run.waits)}
+
+
+class EvaluationEngines(EngineRole):
+    """Engines that only evaluate. The run continues if they die, but not without their pool."""
+
+    name = "evaluation"
+    on_death = "continue"
+
+    @classmethod
+    def bundles(cls, config: RunConfig) -> list[Bundles]:
+        count, note = config.evaluation_engines, "vLLM engines that only evaluate"
+        return [_bundles(cls.name, count, config.explorer.engine, note)] if count else []
+
+    def create_groups(self) -> dict[str, EngineGroup]:
+        run, config = self.run, self.config
+        model = _policy(config, run.prepared.model, config.seed + config.explorer.engine.count)
+        names = (self.name, self.name, "evaluation_pool")
+        return {"": EngineGroup(run.placement, model, *names, run.waits, expendable=True)}
+
+    @property
+    def supervised(self) -> list[Handle[Any]]:
+        return [group.pool for group in self.groups.values()]
+
+
+class AuxiliaryEngines(EngineRole):
+    """Engines of auxiliary models, whose weights never change."""
+
+    name = "auxiliary"
+
+    @classmethod
+    def bundles(cls, config: RunConfig) -> list[Bundles]:
+        return auxiliary_bundles(config.auxiliary) if has_explorers(config) else []
+
+    def create_groups(self) -> dict[str, EngineGroup]:
+        return EngineGroup.auxiliary(self.run.placement, self.config.auxiliary, self.config.seed, self.run.waits)
+
+    @property
+    def pools(self) -> dict[str, Handle[EnginePool]]:
+        """The pools by model."""
+        return {name: group.pool for name, group in self.groups.items()}
+
+    async def start(self) -> None:
+        await super().start()
+        await asyncio.gather(*(group.join() for group in self.groups.values()))
+
+
+class EnginePools(Part[EnginePool]):
+    """The pools of all engine groups, in one placement group. The groups create them."""
+
+    name = "engine_pool"
+
+    @classmethod
+    def bundles(cls, config: RunConfig) -> list[Bundles]:
+        if not config.rolls_out:
+            return []
+        return [pool_bundles(1 + len(AuxiliaryEngines.bundles(config)) + bool(config.evaluation_engines))]

@@ -1,0 +1,117 @@
+"""Rewards outside the Explorers: in actors, which the Explorers create and replace, or on Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rayrft.config import RunConfig
+from rayrft.config.reward import RewardModelsConfig
+from rayrft.config.serve import ServeConfig
+from rayrft.core.parts.base import Part, has_explorers
+from rayrft.core.parts.engines import AuxiliaryEngines
+from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name
+from rayrft.explorer.engines.auxiliary import auxiliary_models
+from rayrft.explorer.engines.pool import EnginePool
+from rayrft.rewards import where
+from rayrft.rewards.pool import ActorScoring, Models, RewardActor, Scoring
+from rayrft.runtime.handle import Handle
+
+if TYPE_CHECKING:
+    from rayrft.rewards.service import RewardService
+
+
+class RewardsPart(Part[RewardActor]):
+    """The rewards of a run, unless its Explorers score."""
+
+    name = "reward"
+    on_death = "restart"
+
+    @classmethod
+    def bundles(cls, config: RunConfig) -> list[Bundles]:
+        if not has_explorers(config) or config.reward.placement == "beside":
+            return []
+        if config.reward.placement == "serve":
+            return reward_replicas(config.reward)
+        scored_by = {part.name for model in config.reward.models.values() for part in model.scored_by}
+        count = config.explorer.count * config.reward.actors
+        return [Bundles(cls.name, count, 0.1, 0, 0.25, ", ".join(sorted(scored_by)))]
+
+    async def deploy(self) -> None:
+        """Deploy the rewards that are on Ray Serve. The start of the Explorers, which need them, begins with it."""
+        config = self.config
+        if (service := reward_service(config)) is None:
+            return
+        from rayrft.rewards.service import deploy_rewards
+        from rayrft.runtime.serving.applications import Owner, on_head
+
+        owner, address = Owner(NAMESPACE, actor_name(config.name, "master")), config.endpoint or ServeConfig()
+        with self.run.waits.on("rewards", "deployed"):
+            await asyncio.to_thread(
+                on_head,
+                deploy_rewards,
+                service,
+                config.scoring,
+                config.plugins,
+                owner,
+                (address.host, address.port),
+                config.endpoint is not None,
+                remote_models(config, self.run[AuxiliaryEngines].pools),
+            )
+
+    async def close(self) -> None:
+        if (service := reward_service(self.config)) is not None:
+            from rayrft.rewards.service import close_rewards
+
+            await asyncio.to_thread(close_rewards, service)
+
+
+def reward_replicas(config: RewardModelsConfig) -> list[Bundles]:
+    """Return the replicas of rewards on Ray Serve, by domain."""
+    replicas = []
+    for domain, model in config.models.items():
+        count, scored_by = model.replicas, ", ".join(sorted(part.name for part in model.scored_by))
+        processes = sum(model.workers * (where(part.name) == "process") for part in model.scored_by)
+        note = f"on Ray Serve, {count.min} to {count.max}: {scored_by}"
+        note += f", {processes} processes each" if processes else ""
+        name = f"reward-{domain}" if domain else "reward"
+        replicas.append(Bundles(name, count.max, count.cpus, count.gpus, count.memory_gib, note, served=True))
+    return replicas
+
+
+def reward_service(config: RunConfig) -> RewardService | None:
+    """Return the applications on Ray Serve that score for the run, if it has them."""
+    if config.reward.placement != "serve" or not has_explorers(config):
+        return None
+    from rayrft.rewards.service import RewardService
+
+    name = f"{config.name}-bench" if config.mode == "bench" else config.name  # both may be on one cluster
+    return RewardService.of(name, config.scoring, config.plugins)
+
+
+def remote_models(config: RunConfig, pools: Mapping[str, Handle[EnginePool]]) -> Models | None:
+    """Return a factory of the auxiliary models for remote scorers; None if there are no auxiliary models."""
+    scorers = {
+        "beside": config.explorer.count,
+        "pool": config.explorer.count * config.reward.actors,
+        "serve": sum(model.replicas.max for model in config.reward.models.values()),
+    }[config.reward.placement]
+    return partial(auxiliary_models, config.auxiliary, dict(pools), share=1 / scorers) if pools else None
+
+
+def remote_scoring(
+    config: RunConfig, placement: Placement, pools: Mapping[str, Handle[EnginePool]]
+) -> Callable[[], Scoring] | None:
+    """Return a factory of an Explorer's remote scorers, which may ask the auxiliary models of ``pools``; None if the
+    Explorer scores."""
+    if config.reward.placement == "beside":
+        return None
+    if (service := reward_service(config)) is not None:
+        from rayrft.rewards.service import ServedScoring
+
+        return partial(ServedScoring, service, config.scoring)
+    placed, models = placement.actor(RewardActor, RewardsPart.name), remote_models(config, pools)
+    create = partial(placed.create, config.scoring, config.plugins, models)
+    return partial(ActorScoring, create, config.reward.actors)

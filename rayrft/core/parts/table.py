@@ -1,0 +1,46 @@
+"""The table of all kinds of actors, in the order of the placement plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayrft.config import RunConfig
+from rayrft.core.parts.base import Part
+from rayrft.core.parts.buffer import BufferPart
+from rayrft.core.parts.endpoint import KeeperPart
+from rayrft.core.parts.engines import AuxiliaryEngines, EnginePools, EvaluationEngines, PolicyEngines
+from rayrft.core.parts.explorer import ExplorerPart
+from rayrft.core.parts.operators import OperatorsPart
+from rayrft.core.parts.rewards import RewardsPart
+from rayrft.core.parts.trainer import TrainerPart
+from rayrft.core.placement import Bundles
+
+
+class MasterPart(Part[Any]):
+    """The Master, which the process that starts the run creates first: its placement group reserves the run's name."""
+
+    name = "master"
+
+    @classmethod
+    def bundles(cls, config: RunConfig) -> list[Bundles]:
+        return [] if config.mode == "bench" else [Bundles(cls.name, 1, 0.05, 0, 0.3, "paces and supervises")]
+
+
+KINDS: list[type[Part[Any]]] = [
+    MasterPart,
+    ExplorerPart,
+    PolicyEngines,
+    EvaluationEngines,
+    AuxiliaryEngines,
+    RewardsPart,
+    OperatorsPart,
+    BufferPart,
+    EnginePools,
+    TrainerPart,
+    KeeperPart,
+]
+
+
+def plan_placement(config: RunConfig) -> list[Bundles]:
+    """Return the placement groups of a run, and the replicas that it has on Ray Serve."""
+    return [bundles for kind in KINDS for bundles in kind.bundles(config)]

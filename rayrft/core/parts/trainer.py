@@ -1,0 +1,68 @@
+"""The Trainer, and the ranks that it commands."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from rayrft.config import RunConfig
+from rayrft.core.parts.base import Part
+from rayrft.core.placement import Bundles
+from rayrft.runtime.handle import Handle
+from rayrft.trainer.api import RankSetup
+from rayrft.trainer.batch_pipeline import BatchPipeline, batch_chain
+from rayrft.trainer.trainer import Trainer
+
+
+class TrainerPart(Part[Trainer]):
+    """The Trainer of a run that trains."""
+
+    name = "trainer"
+    loads = True
+
+    @classmethod
+    def bundles(cls, config: RunConfig) -> list[Bundles]:
+        if not config.trains:
+            return []
+        ranks = [] if shares_bundles(config) else [ranks_bundles(config, "FSDP2 under Ray Train")]
+        return [Bundles(cls.name, 1, 0.05, 0, 0.3, "commands the ranks"), *ranks]
+
+    def create(self) -> list[Handle[Trainer]]:
+        config, run, batches = self.config, self.run, None
+        if config.pipelines.batch:
+            batches = partial(BatchPipeline, config.pipelines, batch_chain(config, run.prepared.model))
+        placed = run.placement.actor(Trainer, self.name, name=self.name)
+        trainer = placed.create(config.trainer, run.placement.ranks, batches)
+        return [self.track(trainer, labels={Trainer.call_ranks: lambda call: call.method})]
+
+    async def start(self) -> str | None:
+        config = self.config
+        for trainer in self.actors:
+            setup = RankSetup(
+                trainer,
+                config.trainer,
+                self.run.prepared.model,
+                config.model.dtype,
+                config.explorer.sampling.temperature,
+                config.plugins,
+                config.seed,
+                config.model.template,
+            )
+            if warning := await trainer.call(Trainer.start, config.folder, setup):
+                return f"trainer: {warning}"
+        return None
+
+    def heartbeat(self) -> Callable[[Trainer], Awaitable[Any]]:
+        return Trainer.waiting
+
+
+def ranks_bundles(config: RunConfig, note: str) -> Bundles:
+    """Return the placement group of the ranks."""
+    trainer = config.trainer
+    return Bundles("ranks", trainer.ranks, trainer.cpus, trainer.gpus, trainer.memory_gib, note)
+
+
+def shares_bundles(config: RunConfig) -> bool:
+    """Return whether each rank shares the bundle of an engine."""
+    return config.mode == "both" and config.rolls_out and config.colocated
