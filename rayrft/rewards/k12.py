@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, Literal
+from dataclasses import replace
+from fractions import Fraction
+from typing import Literal
 
 from rayrft.experience import Task
 from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
 from rayrft.rewards.text.choices import choice
-from rayrft.rewards.text.numbers import Quantity, read_quantity
-from rayrft.rewards.text.statements import LONGEST_STATEMENT, Statement, nfkc, normal_form, plain, statements
+from rayrft.rewards.text.notation import normalized
+from rayrft.rewards.text.numbers import HAN_DIGITS, Number, read_quantity
+from rayrft.rewards.text.statements import LONGEST_STATEMENT, Statement, nfkc, normal_form, plain, statements, unwrapped
+from rayrft.rewards.text.units import conversion, parse_unit
 from rayrft.rewards.text.verdicts import verdict
 
 Kind = Literal["choice", "true_false", "blanks", "number"]
@@ -40,7 +43,7 @@ def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, to
     Without one its last line is, unless ``strict``.
     """
 
-    _registry()  # the first answer is scored where others wait, too
+    parse_unit("m")  # imports pint: the first answer is scored where others wait, too
 
     def score(task: Task, response: str) -> RewardResult:
         asked = task.metadata.get("kind", "choice" if task.metadata.get("options") else kind)
@@ -95,9 +98,9 @@ def _blanks(task: Task, found: Sequence[Statement], partial: float) -> RewardRes
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 
 
-_HAN_DIGITS = "零一二三四五六七八九"
 _NUMBERED = re.compile(
-    rf"\((\d)\)|第\s*([\d{_HAN_DIGITS}])\s*空\s*:?|\bblank\s*(\d)\s*:|(?:^|(?<=\s))(\d)[.)、](?=\s)", re.IGNORECASE
+    rf"\((\d)\)|第\s*([\d{''.join(HAN_DIGITS)}])\s*空\s*:?|\bblank\s*(\d)\s*:|(?:^|(?<=\s))(\d)[.)、](?=\s)",
+    re.IGNORECASE,
 )
 _BLANK = re.compile(r"(?:\\?_){2,}|\(\s*\)|\\underline\s*\{(?:[^{}\w]|\\\w+)*\}")
 
@@ -106,7 +109,7 @@ def _numbered(text: str, count: int) -> list[str]:
     """Return the parts after the numbers 1 to ``count``, if the text ends with such a list: (1) … (2) …"""
     marks = list(_NUMBERED.finditer(text))[-count:]
     digits = [mark[mark.lastindex or 0] for mark in marks]
-    numbers = [int(digit) if digit.isdigit() else _HAN_DIGITS.index(digit) for digit in digits]
+    numbers = [int(digit) if digit.isdigit() else HAN_DIGITS[digit] for digit in digits]
     if count == 1 or numbers != [*range(1, count + 1)]:
         return []
     ends = [*(mark.start() for mark in marks[1:]), len(text)]
@@ -143,74 +146,43 @@ def _split(text: str, count: int, question: str) -> list[str]:
 def _fills(text: str, variants: Sequence[str]) -> bool:
     if any(normal_form(text).casefold() == normal_form(variant).casefold() for variant in variants):
         return True
-    said = read_quantity(text)
-    return said is not None and any(said == read_quantity(variant) for variant in variants)
+    said = _quantity(text)
+    return said is not None and any(_is_same(said, quantity) for quantity in map(_quantity, variants) if quantity)
 
 
 # Numbers
 
-_UNITS = {
-    "千米": "km", "公里": "km", "厘米": "cm", "毫米": "mm", "分米": "dm", "微米": "um", "纳米": "nm", "米": "m",
-    "千克": "kg", "公斤": "kg", "毫克": "mg", "克": "g", "吨": "t", "毫升": "ml", "升": "l", "公顷": "ha",
-    "小时": "h", "分钟": "min", "秒": "s", "天": "day", "时": "h", "年": "year",
-    "星期": "week", "周": "week", "个月": "month", "焦耳": "J", "牛顿": "N", "瓦特": "W", "伏特": "V",
-    "安培": "A", "帕斯卡": "Pa", "欧姆": "ohm", "赫兹": "Hz", "库仑": "C", "摩尔": "mol", "千": "k", "毫": "m",
-    "牛": "N", "焦": "J", "瓦": "W", "伏": "V", "安": "A", "帕": "Pa", "欧": "ohm", "Ω": "ohm",
-    "摄氏度": "degC", "°": "degree", "度": "degree", "每": "/",
-    "美元": "dollar", "元": "yuan", "角": "jiao", "个人": "person", "人": "person",
-}  # fmt: skip
-"""Longer names first: they are replaced in this order."""
+_NAMED = re.compile(r"^\s*\\?[A-Za-zα-ωΔ]\w{0,5}\s*[=≈]\s*")
+_ABOUT = re.compile(
+    r"^\s*(?:about|approximately|around|roughly|约为?|大约|\\approx|≈)\s*|(?:左右|上下)$", re.IGNORECASE
+)
+_LONGEST, _LARGEST = 200, 10**200
 
 
-def _registry() -> Any:
-    from rayrft.rewards.text.unit_registry import REGISTRY
-
-    return REGISTRY
-
-
-_SPOKEN = [
-    (re.compile(r"(?:°|\bdegrees?)\s*C(?:elsius)?\b", re.IGNORECASE), "degC"),
-    (re.compile(r"(?:°|\bdegrees?)\s*F(?:ahrenheit)?\b", re.IGNORECASE), "degF"),
-    (re.compile(r"\bsq(?:uare|\.)?\s+([A-Za-z]+)|([A-Za-z]+)\s+squared\b"), r"\1\2**2"),
-    (re.compile(r"\bcu(?:bic|\.)?\s+([A-Za-z]+)|([A-Za-z]+)\s+cubed\b"), r"\1\2**3"),
-    (re.compile(r"\s+per\s+"), "/"),
-]
-_FACTOR = r"[A-Za-zµμ_]++(?:\*\*-?\d)?+"
-_UNIT = re.compile(rf"{_FACTOR}(?:(?:\s*+[*/]\s*+|\s++(?:per\s++)?)\(?{_FACTOR}\)?)*+")
-"""Nothing that pint would have to calculate."""
-
-
-@lru_cache(maxsize=256)
-def parse_unit(text: str) -> Any:
-    """Return the unit that the text begins with; None if it begins with none."""
-    power = {"平方": "**2", "立方": "**3"}
-    text = re.sub(r"(平方|立方)(千米|公里|厘米|分米|毫米|米)", lambda found: _UNITS[found[2]] + power[found[1]], text)
-    for pattern, replacement in _SPOKEN:
-        text = pattern.sub(replacement, text)
-    for name, symbol in _UNITS.items():
-        text = text.replace(name, symbol)
-    text = re.sub(r"(?<=[A-Za-zµμ])\^?\{?([-−]?\d)\}?", r"**\1", text.replace("·", "*").replace("⋅", "*"))
-    [first, *_] = re.split(r"\s+(?![/*(]|per\b)", text)
-    for candidate in (text, first) if "/" in text or "*" in text else (first,):
-        if len(candidate) <= 40 and _UNIT.fullmatch(candidate):
-            try:
-                return _registry().parse_units(candidate)
-            except Exception:  # of pint's and of tokenize's: the text is no unit
-                continue
-    return None
+def _quantity(text: str) -> Number | None:
+    """Read a number with its unit, perhaps after a name or "about"; a percentage as the share that it is."""
+    text = re.sub(r"\\mu\s*", "μ", unwrapped(text).replace("\\Omega", "Ω")).strip(" *_\"'")
+    if len(re.findall(r"(?<!\\)\$", text)) % 2 == 0:  # dollar signs of mathematics
+        text = re.sub(r"(?<!\\)\$", "", text)
+    text = re.sub(r"^(.*\d)\s*([$€£¥])$", r"\2\1", text)
+    text = _ABOUT.sub("", _NAMED.sub("", text.rstrip("。.,"))).strip()
+    text = re.sub(r"(?<=[\d}])(?:\s*\(([^()]*)\)|([A-Za-zΩ](?:\s*\^.*)?))$", r" \1\2", text)  # "5 (cm)", "5m"
+    number = read_quantity(normalized(text)) if len(text) <= _LONGEST else None
+    if number is None or abs(number.value) > _LARGEST:
+        return None
+    return replace(number, value=number.value / 100, percent=False) if number.percent else number
 
 
 def _number(task: Task, found: Sequence[Statement], tolerance: float) -> RewardResult:
-    right = read_quantity(task.answer)
+    right = _quantity(task.answer)
     if right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is no number")
     for statement in found:
         texts = [_SENTENCE.split(text, maxsplit=1)[0] for text in statement.readings]
-        tries = (read_quantity(text) or read_quantity(_result(text)) or read_quantity(_stated(text)) for text in texts)
+        tries = (_quantity(text) or _quantity(_result(text)) or _quantity(_stated(text)) for text in texts)
         if (quantity := next(filter(None, tries), None)) is not None:
-            value = _in_unit(quantity, right.unit)
-            close = value is not None and math.isclose(value, right.value, rel_tol=max(tolerance, 1e-9), abs_tol=1e-12)
-            answer = f"{float(quantity.value):g} {quantity.unit}".strip()
+            close = _is_close(right, quantity, max(tolerance, 1e-9))
+            answer = f"{float(quantity.value):g} {parse_unit(quantity.unit) or quantity.unit}".strip()
             return RewardResult(float(close), {"parsed": 1.0}, answer=answer)
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 
@@ -239,14 +211,15 @@ def _stated(text: str) -> str:
     return _STATES.split(text)[-1] if len(re.findall(r"\d[\d.,]*", text)) == 1 else ""
 
 
-def _in_unit(quantity: Quantity, wanted: str) -> float | None:
-    """Return the value in a unit, or as it is where one of them has none; None where the units do not fit."""
-    if not quantity.unit or not wanted or quantity.unit.rstrip("s") == wanted.rstrip("s"):
-        return float(quantity.value)
-    unit, target = parse_unit(quantity.unit), parse_unit(wanted)
-    if unit is None or target is None or not unit.is_compatible_with(target):
-        return None
-    try:
-        return float(_registry().Quantity(float(quantity.value), unit).m_as(target))
-    except Exception:  # of pint's, for units such as decibels that have no such ratio
-        return None
+def _is_same(one: Number, other: Number) -> bool:
+    """Whether two numbers have the same value and unit."""
+    converted = conversion(one.unit, other.unit, unknown_fits=False)
+    return one.value == other.value and bool(one.unit) == bool(other.unit) and converted == (Fraction(1), Fraction(0))
+
+
+def _is_close(right: Number, quantity: Number, tolerance: float) -> bool:
+    """Whether a number, in the unit of the right one, differs from it by no more than this share."""
+    if (converted := conversion(quantity.unit, right.unit, unknown_fits=False)) is None:
+        return False
+    factor, offset = converted
+    return math.isclose(quantity.value * factor + offset, right.value, rel_tol=tolerance, abs_tol=1e-12)

@@ -11,8 +11,8 @@ from typing import Literal
 from rayrft.experience import Task
 from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
 from rayrft.rewards.text.choices import choice
+from rayrft.rewards.text.numbers import read_count
 from rayrft.rewards.text.statements import Statement, nfkc, plain, statements
-from rayrft.rewards.text.units import SCALES
 
 Kind = Literal["count", "choice", "text", "point", "box", "grid"]
 
@@ -68,73 +68,13 @@ def vision(kind: Kind = "count", *, strict: bool = False, threshold: float | Non
 
 _NOTHING = RewardResult(0.0, {"parsed": 0.0}, answer="")
 
-_ONES = "one two three four five six seven eight nine"
-_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
-_COUNTS = {word: number for number, word in enumerate(f"zero {_ONES} {_TEENS}".split())}
-_COUNTS |= {word: 10 * number for number, word in enumerate(_TENS.split(), 2)}
-_ONE, _TEN = _ONES.replace(" ", "|"), _TENS.replace(" ", "|")
-_BELOW_100 = rf"(?:(?:{_TEN})(?:[\s-]+(?:{_ONE}))?|{'|'.join(_COUNTS)})"
-_BELOW_1000 = rf"(?:(?:{_ONE}|an?)[\s-]+hundred(?:[\s-]+(?:and\s+)?{_BELOW_100})?|{_BELOW_100})"
-_WORDS = (
-    rf"(?:(?:{_BELOW_1000}|an?)[\s-]+thousand(?:,?[\s-]+(?:and\s+)?{_BELOW_1000})?"
-    rf"|(?:{_BELOW_1000}|an?)[\s-]+dozen|{_BELOW_1000})"
-)
-_CHINESE = {"零": 0, "一": 1, "两": 2, "二": 2, "三": 3, "四": 4, "五": 5, "六": 6, "七": 7, "八": 8, "九": 9}
-_DIGIT = f"[{''.join(_CHINESE)}]"
-_BELOW_10000 = rf"(?:({_DIGIT})千零?)?(?:({_DIGIT})百零?)?(?:({_DIGIT}?)十)?({_DIGIT})?"
-_COUNT = re.compile(
-    r"(?<![A-Za-z0-9_.])(?:(?P<digits>\d{1,9})(?![0-9]|\.[0-9])"
-    r"(?:\s*(?P<scale>dozen|hundred|thousand|million|[百千万亿])s?(?![a-z克米]))?"
-    rf"|(?<!half )(?P<words>{_WORDS})(?![A-Za-z0-9_]|-[a-z]|\s+and\s+a\s+half\b))"
-    rf"|(?<!第)(?P<chinese>[{''.join(_CHINESE)}十百千]++)(?=$|[个只条张辆人本朵棵头匹艘架块件位名把颗根座栋枚支瓶杯。,\s])",
-    re.IGNORECASE,
-)
-
-
-def _counted(text: str) -> int | None:
-    """Return the one number that the text says; None if it says none, or several."""
-    said = set[int | None]()
-    for found in _COUNT.finditer(plain(text)):
-        if found["digits"]:
-            said.add(int(found["digits"]) * SCALES.get((found["scale"] or "").lower(), 1))
-        elif found["words"]:
-            said.add(_spelled(found["words"]))
-        else:
-            said.add(_chinese(found["chinese"]))
-    return said.pop() if len(said) == 1 else None
-
-
-def _spelled(words: str) -> int:
-    """Return a number in English words: "one hundred and five"."""
-    total = below = 0
-    for word in re.findall("[a-z]+", words.lower()):
-        if word in {"a", "an"}:
-            below = 1
-        elif word in SCALES:
-            below *= SCALES[word]
-            total, below = (total + below, 0) if word == "thousand" else (total, below)
-        else:
-            below += _COUNTS.get(word, 0)
-    return total + below
-
-
-def _chinese(text: str) -> int | None:
-    """Return a number below 10000 in Chinese characters; None if it is none, such as 二三, two or three."""
-    if not (found := re.fullmatch(_BELOW_10000, text)):
-        return None
-    thousands, hundreds, tens, ones = found.groups()
-    if tens == "":
-        tens = "一"
-    return sum(_CHINESE[digit] * 10**at for at, digit in enumerate((ones, tens, hundreds, thousands)) if digit)
-
 
 def _count(task: Task, found: Sequence[Statement]) -> RewardResult:
-    right = _counted(nfkc(task.answer))
+    right = read_count(nfkc(task.answer))
     if right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is no count")
     for statement in found:
-        if (said := _counted(statement.text)) is not None:
+        if (said := read_count(statement.text)) is not None:
             return RewardResult(float(said == right), {"parsed": 1.0}, answer=str(said))
     return _NOTHING
 

@@ -22,7 +22,7 @@ from rayrft.rewards.math.equality import Undecided, canonical, equal
 from rayrft.rewards.math.extract import find_answer
 from rayrft.rewards.math.formula import TooLarge
 from rayrft.rewards.math.reading import Answer, Other, clear, read_answer
-from rayrft.rewards.text.units import SCALE
+from rayrft.rewards.text.numbers import SCALE
 
 _LONGEST_TRUTH = 500
 

@@ -7,9 +7,11 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from rayrft.rewards.k12 import parse_unit
 from rayrft.rewards.math.formula import Node, TooLarge, Unreadable, agree, parse_formula, real, values
-from rayrft.rewards.math.reading import Answer, Formula, Group, Number, Other, Relation, Words, is_constant, letters
+from rayrft.rewards.math.reading import Answer, Formula, Group, Other, Relation, Words, is_constant
+from rayrft.rewards.text.notation import letters
+from rayrft.rewards.text.numbers import Number
+from rayrft.rewards.text.units import conversion
 
 
 class Undecided(Exception):
@@ -31,12 +33,14 @@ def equal(truth: Answer, answer: Answer, tolerance: float = 0.0) -> bool:
         return _word(truth) == _word(answer)
     if isinstance(truth, Other) or isinstance(answer, Other):
         raise Undecided
-    factor = _factor(truth.unit, answer.unit)
-    if factor is None:
+    converted = conversion(answer.unit, truth.unit, unknown_fits=True)
+    if converted is None:
         return False
+    factor, offset = converted
     if isinstance(truth, Number) and isinstance(answer, Number):
         value = answer.value if truth.percent == answer.percent else _as_percent(truth, answer)
-        return agree(truth.value, value * factor, tolerance or (0.0 if factor in {1, 100, Fraction(1, 100)} else 1e-9))
+        exact = not offset and factor in {1, 100, Fraction(1, 100)}
+        return agree(truth.value, value * factor + offset, tolerance or (0.0 if exact else 1e-9))
     left, right = _node(truth), _node(answer)
     names = left.names() | right.names()
     decided = False
@@ -44,7 +48,9 @@ def equal(truth: Answer, answer: Answer, tolerance: float = 0.0) -> bool:
         if one is None and other is None:
             continue
         decided = True
-        if other is None or not agree(one, other if factor == 1 else real(other) * real(factor), tolerance):
+        if other is None or not agree(
+            one, other if factor == 1 else real(other) * real(factor) + real(offset), tolerance
+        ):
             return False
     if not decided and names:
         raise Undecided
@@ -69,40 +75,6 @@ def _word(answer: Answer) -> str:
     text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", answer.text)
     text = re.sub(r"[\s(){}]", "", text)
     return text if len(text) == 1 else text.casefold()
-
-
-_MONEY = {
-    **dict.fromkeys(["$", "usd", "dollar"], ("$", 100)), "cent": ("$", 1), "¢": ("$", 1),
-    **dict.fromkeys(["€", "eur", "euro"], ("€", 100)), **dict.fromkeys(["£", "gbp"], ("£", 100)),
-    **dict.fromkeys(["¥", "cny", "rmb", "yuan", "元"], ("¥", 100)),
-}  # fmt: skip
-_ANGLES = {"°": "degree", "degree": "degree", "degrees": "degree"}
-
-
-def _factor(wanted: str, given: str) -> Fraction | None:
-    """Return what a value in the given unit is to be multiplied with; None where the units are of other dimensions.
-    A unit that is left out, or not known, is the wanted one."""
-    wanted, given = wanted.strip(". "), given.strip(". ")
-    if not wanted or not given or wanted.casefold().rstrip("s") == given.casefold().rstrip("s"):
-        return Fraction(1)
-    money = [_MONEY.get(unit.casefold().removesuffix("s")) for unit in (wanted, given)]
-    if money[0] and money[1]:
-        return Fraction(money[1][1], money[0][1]) if money[0][0] == money[1][0] else None
-    target, unit = _unit(wanted), _unit(given)
-    if (money[0] and unit is not None) or (money[1] and target is not None):
-        return None
-    if unit is None or target is None:
-        return Fraction(1)
-    if not unit.is_compatible_with(target):
-        return None
-    if unit == target:
-        return Fraction(1)
-    return Fraction(float((1 * unit).m_as(target))).limit_denominator(10**9)
-
-
-def _unit(text: str) -> Any:
-    text = re.sub(r"\b(?:square|sq\.?) (\w+)", r"\1^2", re.sub(r"\bcubic (\w+)", r"\1^3", text))
-    return parse_unit(_ANGLES.get(text, text))
 
 
 def _relations(truth: Answer, answer: Answer, tolerance: float) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from rayrft.rewards.math.formula import TooLarge
-from rayrft.rewards.math.reading import Words, clear, normalized, read_answer, signs
+from rayrft.rewards.math.reading import Words, clear, read_answer
+from rayrft.rewards.text.notation import normalized, signs
 from rayrft.rewards.text.statements import LONGEST_STATEMENT, nfkc, statements
 from rayrft.rewards.text.units import HAN_UNIT, is_unit
 

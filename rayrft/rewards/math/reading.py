@@ -9,18 +9,8 @@ from fractions import Fraction
 from functools import lru_cache
 
 from rayrft.rewards.math.formula import CONSTANTS, Node, Unreadable, parse_formula
-from rayrft.rewards.text.statements import nfkc
-from rayrft.rewards.text.units import HAN_UNIT, is_unit, scaled
-
-
-@dataclass(frozen=True)
-class Number:
-    """A rational number; ``text`` is what it was read from."""
-
-    text: str
-    value: Fraction
-    percent: bool = False
-    unit: str = ""
+from rayrft.rewards.text.notation import INEQUALITY, normalized, stripped
+from rayrft.rewards.text.numbers import Number, read_number, read_quantity, split_unit
 
 
 @dataclass(frozen=True)
@@ -84,141 +74,6 @@ def is_constant(answer: Answer) -> bool:
 
 # Reading
 
-_SYMBOLS = {
-    "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "\\div ", "√": "\\sqrt ", "π": "\\pi ", "∞": "\\infty ",
-    "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∓": "\\mp ", "−": "-", "°": "^\\circ ", "\u222a": "\\cup ",
-    "∈": "\\in ", "≈": "\\approx ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ",
-    "，": ",", "、": ",", "；": ";", "、 ": ",", "∅": "\\emptyset ",
-}  # fmt: skip
-_MINUS = re.compile(r"(?:\b(?:minus|negative)\s+|负\s*|(?<![\d)}\]%])(?<![\d)}\]%]\s)–)(?=[-\d.\\$(])", re.IGNORECASE)
-"""A minus sign in words, or an en dash that is one: between numbers it may be "to"."""
-_HAN_AND = re.compile(r"\s*,?\s*(?:或者?|以及|和|与|及)\s*(?=[-\d.\\$({\[A-Za-z])")
-_BOLD = r"\\(?:math(?:bf|it|sf|rm)|boldsymbol|bm|pmb|underline|text(?:bf|it)?|bf|rm)"
-_REWRITTEN = [
-    (re.compile(r"(?<!\\)\\[,;:! >]|\\(?:left|right|[bB]igg?|displaystyle|limits|q?quad)(?![A-Za-z])|~"), " "),
-    (re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:and|or|,)\s*\}|(?:\s*,)?\s*(?<!\\)\b(?:and|or)\b"), ","),
-    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(rf"{_BOLD}\s*(?=\{{[^{{}}A-Za-z\\]*(?:\d|\\[A-Za-z]+)(?:[^{{}}A-Za-z]|\\[A-Za-z]+)*[{{}}])"), " "),
-    (re.compile(r"\\(?:text(?:bf|it|rm|normal|sf)?|mbox|mathbf|mathit|mathsf|rm|bf|operatorname)\s*(?=\{)"), r"\\text"),
-    (re.compile(r"\\(?:bf|rm|it|sf)(?![A-Za-z])\s*"), ""),
-    (re.compile(r"\\mathrm\s*(?=\{)"), r"\\text"),
-    (re.compile(r"\\text\s*\{\s*([a-zA-Z])\s*\}"), r" \1 "),
-    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
-    (re.compile(r"(?:\\mathbb ?(?:\{ ?R ?\}|R)|\u211d|\\(?:R|reals)(?![A-Za-z]))(?! ?[\^_])"), r"(-\\infty ,\\infty )"),
-    (re.compile(r"\\leqslant(?![A-Za-z])|\\leq(?![A-Za-z])|<="), r"\\le "),
-    (re.compile(r"\\geqslant(?![A-Za-z])|\\geq(?![A-Za-z])|>="), r"\\ge "),
-    (re.compile(r"\\neq(?![A-Za-z])|!="), r"\\ne "),
-    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
-    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
-    (re.compile(r"\\degrees?(?![A-Za-z])|\\text\s*\{\s*degrees?\s*\}|(?<=\d)\s*degrees?\b"), r"^\\circ "),
-    (re.compile(r"\\text\s*\{\s*(?:percent|%|\\%)\s*\}|\\%|(?<=[\d} ])\s*(?:percent\b|%)"), "%"),
-    (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
-    (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
-    (re.compile(r"\\[lr]?vert(?![A-Za-z])"), "|"),
-    (re.compile(r"\\langle(?![A-Za-z])"), "("),
-    (re.compile(r"\\rangle(?![A-Za-z])"), ")"),
-    (re.compile(r"(?<![A-Za-z\\])(sqrt|pi|(?:arc)?(?:sin|cos|tan)|sec|csc|cot|ln|log|exp|infty)(?![A-Za-z])"), r"\\\1"),
-    (re.compile(r"(?<![A-Za-z\\])(?:infinity|oo|inf)(?![A-Za-z])"), r"\\infty "),
-    (re.compile(r"\*\*(?=\s*[\d({-])"), "^"),
-    (re.compile(r"\*\*|`"), " "),
-    (re.compile(r"\{\s*,\s*\}"), ","),
-    (re.compile(r"(?<=\d),\s+(?=\d{3}(?:\D|$))"), ", "),
-]  # fmt: skip
-_BEFORE, _AFTER = " \t\n:;,*", " \t\n.:;,*"
-"""What is no part of an answer at its begin and its end."""
-
-
-def normalized(text: str) -> str:
-    """Return the text with one spelling for what has several, without what only formats it."""
-    text = nfkc(text)
-    text = _REPEATING.sub(_repeating, text)
-    for word, sign in _BETWEEN_INEQUALITIES:
-        parts = word.split(text)
-        if len(parts) > 1 and all(map(_INEQUALITY.search, parts)) and len(set(map(letters, parts))) == 1:
-            text = sign.join(parts)
-    text = signs(text)
-    # A space command after a comma between digits is that of a thousand's separator: 5,\!525.
-    text = re.sub(r"(?<=\d),\s*\\!\s*(?=\d{3})", ",", text).replace("\\$", "$")
-    for pattern, replacement in _REWRITTEN:
-        text = pattern.sub(replacement, text)
-    text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
-    return re.sub(r"\s+", " ", text).lstrip(_BEFORE).rstrip(_AFTER)
-
-
-_REPEATING = re.compile(r"(\d+)\.(\d*) ?(?:\\(?:overline|bar) ?\{(\d+)\}|\\dot ?\{?(\d)\}?(?:(\d*)\\dot ?\{?(\d)\}?)?)")
-
-
-def _repeating(found: re.Match[str]) -> str:
-    """Return a repeating decimal as a fraction."""
-    whole, once, *again = (group or "" for group in found.groups())
-    period = "".join(again)
-    value = Fraction(int(whole + once + period) - int(whole + once), (10 ** len(period) - 1) * 10 ** len(once))
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-_INEQUALITY = re.compile(r"[<>≤≥]|\\[lg](?:eq?(?:slant)?|t)(?![A-Za-z])")
-_BETWEEN_INEQUALITIES = [
-    (re.compile(r"\\(?:text|mathrm)\s*\{\s*or\s*\}|\bor\b|或者?|\\lor(?![A-Za-z])|\\vee(?![A-Za-z])"), r" \cup "),
-    (re.compile(r"\\(?:text|mathrm)\s*\{\s*and\s*\}|\band\b|且|\\land(?![A-Za-z])|\\wedge(?![A-Za-z])"), r" \cap "),
-]
-
-
-def letters(text: str) -> frozenset[str]:
-    """Return the variables of one letter in a text."""
-    return frozenset(re.findall(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", text))
-
-
-def signs(text: str) -> str:
-    """Return the text with commands and signs of ASCII for those beyond it, and with minus signs for words."""
-    if text.isascii():
-        return _MINUS.sub("-", text) if "inus" in text or "egative" in text else text
-    text = _MINUS.sub("-", text)
-    for symbol, command in _SYMBOLS.items():
-        text = text.replace(symbol, command)
-    return _HAN_AND.sub(",", text)
-
-
-_DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
-_NUMBER = re.compile(
-    rf"(?P<sign>[-+]?) ?(?:(?:(?P<whole>\d+) ?)?\\frac ?(?:\{{ ?(?P<over>[-+]? ?{_DIGITS}) ?\}}|(?P<over1>\d)) ?"
-    rf"(?:\{{ ?(?P<under>{_DIGITS}) ?\}}|(?P<under1>\d))"
-    rf"|(?:(?P<units>\d+) )?(?P<numerator>\d+) ?/ ?(?P<denominator>\d+)"
-    rf"|(?P<decimal>{_DIGITS})(?: ?(?:\\times|\\cdot|\*|x) ?10 ?\^ ?\{{? ?(?P<power>[-+]?\d{{1,3}}) ?\}}?"
-    r"|[eE](?P<exponent>[-+]?\d{1,3}))?) ?(?P<percent>%?)"
-)
-
-
-def read_number(text: str) -> Number | None:
-    """Read a normalized text as an integer, decimal, fraction, mixed number or percentage; None if it is none."""
-    if not (found := _NUMBER.fullmatch(text)):
-        return None
-    if decimal := found["decimal"]:
-        value = _decimal(decimal) * Fraction(10) ** int(found["power"] or found["exponent"] or 0)
-    else:
-        over = _decimal(found["over"] or found["over1"] or found["numerator"])
-        under = _decimal(found["under"] or found["under1"] or found["denominator"])
-        if not under:
-            return None
-        whole = int(found["whole"] or found["units"] or 0)
-        if whole and over < 0:
-            return None
-        value = whole + over / under
-    return Number(text, -value if found["sign"] == "-" else value, percent=bool(found["percent"]))
-
-
-def _decimal(text: str) -> Fraction:
-    return Fraction(text.replace(",", "").replace(" ", "").rstrip("."))
-
-
-_POWER = r"(?: ?\^ ?\{? ?-?\d ?\}?)?"
-_UNIT_WORD = rf"[A-Za-zµμΩ]+\.?{_POWER}"
-_UNIT = re.compile(
-    r"(?P<value>.*?[\d)}A-Za-z])"
-    r"(?P<unit> ?(?:\\text ?\{[^{}]*[A-Za-z][^{}]*\}(?: ?\^ ?\{? ?-?\d ?\}?)?(?: ?/ ?)?)+"
-    rf"|(?<=[\d}}]) ?(?:{HAN_UNIT}|{_UNIT_WORD}(?: ?/ ?{_UNIT_WORD})?"
-    rf"|(?<= ){_UNIT_WORD}(?:(?: ?[/*] ?| ){_UNIT_WORD})*)|(?<=\\pi) (?=[A-Za-z]{{2}}){_UNIT_WORD})"
-)
-_CURRENCY = re.compile(r"(?P<sign>-?) ?(?P<unit>[$€£¥]|USD|Rs\.?) ?(?P<value>[-\d.].*)")
 _WORDS = re.compile(r"\(?(?:\\text ?\{[^{}]*\}|[A-Za-z]{3,}|no|No|[A-Z])\)?")
 _DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2\d{4}|\d{4}年\d{1,2}月\d{1,2}[日号]")
 _MATRIX = re.compile(r"\\begin ?\{([pbvB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end ?\{\1\}")
@@ -243,7 +98,7 @@ def read_answer(text: str) -> Answer:
 
 
 def _read(text: str) -> Answer:
-    if (number := read_number(text)) is not None:
+    if number := read_number(text):
         return number
     text = _undressed(text)
     blanks = _split(text, ";")
@@ -271,7 +126,7 @@ def _read(text: str) -> Answer:
         both = (text.replace(a, f" {b} ").replace(c, f" {d} ") for a, b, c, d in signs)
         return Group(text, "set", tuple(_read(re.sub(r"\s+", " ", each).strip().removeprefix("+ ")) for each in both))
     sets = {kind: _split(text, sign) for kind, sign in _OF_SETS.items()}
-    of_inequalities = any(len(parts) > 1 and all(map(_INEQUALITY.search, parts)) for parts in sets.values())
+    of_inequalities = any(len(parts) > 1 and all(map(INEQUALITY.search, parts)) for parts in sets.values())
     if not of_inequalities and (related := _related(text)):
         return related
     for kind, parts in sets.items():
@@ -288,7 +143,7 @@ def _undressed(text: str) -> str:
     """Return the text without dollar signs of mathematics, braces around all of it, and the set that a name is in."""
     if text.count("$") >= 2:
         text = re.sub(r"\$(?!\d[^$]*$)", " ", text)
-    text = re.sub(r"\s+", " ", text).lstrip(_BEFORE).rstrip(_AFTER)
+    text = stripped(text)
     while text.startswith("{") and _end(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     text = _BUILT.sub(r"\1", text)
@@ -408,38 +263,16 @@ def _scalar(text: str) -> Answer:
         return Words(text)
     if _DATE.fullmatch(text):
         return Words(re.sub(r"[./年月]", "-", re.sub(r"(?<!\d)0+(?=\d)", "", text)).rstrip("日号"))
-    value, unit = text, ""
-    if currency := _CURRENCY.fullmatch(text):
-        value, unit = currency["sign"] + currency["value"], currency["unit"]
-    if (number := read_number(value)) is not None:
-        return Number(text, number.value, number.percent, unit)
-    if measured := _measured(text, value, unit):
-        return measured
-    degrees = re.fullmatch(r"(.+?) ?\^ ?(?:\\circ|\{ ?\\circ ?\})(?: ?([CFK]))?", value)
-    if degrees and (number := read_number(degrees[1].strip())) is not None:
-        return Number(text, number.value, unit="°" + (degrees[2] or ""))
-    if _PROSE.search(re.sub(r"\\text ?\{[^{}]*\}", " ", value)):
+    if number := read_quantity(text):
+        return number
+    measured = split_unit(text)
+    if measured.value != text and isinstance(inner := _read(measured.value), Formula) and not inner.unit:
+        scale = Node("number", value=Fraction(measured.scale))
+        node = inner.node if measured.scale == 1 else Node("*", (inner.node, scale))
+        return Formula(text, node, measured.unit)
+    if _PROSE.search(re.sub(r"\\text ?\{[^{}]*\}", " ", text)):
         return Other(text)
     try:
-        node = parse_formula(value)
+        return Formula(text, parse_formula(text))
     except Unreadable:
         return Other(text)
-    return Formula(text, node, unit)
-
-
-def _measured(text: str, value: str, currency: str) -> Answer | None:
-    """Read a value with a unit after it: words, or one letter after a space."""
-    if not (found := _UNIT.fullmatch(value)):
-        return None
-    spaced, unit = found["unit"][0] == " ", re.sub(r"\\text ?\{([^{}]*)\}", r"\1", found["unit"]).strip()
-    scale, unit = scaled(unit)
-    ordinal = re.fullmatch(r"1st|2nd|3rd|\dth", found["value"][-1] + unit)
-    if scale == 1 and "\\text" not in found["unit"] and not ordinal and not is_unit(unit, spaced):
-        return None
-    inner = _read(found["value"].strip())
-    if isinstance(inner, Number) and not inner.unit:
-        return Number(text, inner.value * scale, inner.percent, currency or unit)
-    if isinstance(inner, Formula) and not inner.unit:
-        node = inner.node if scale == 1 else Node("*", (inner.node, Node("number", value=Fraction(scale))))
-        return Formula(text, node, currency or unit)
-    return None

@@ -1,100 +1,177 @@
-"""Numbers with the units after them, in English and Chinese."""
+"""Read numbers: digits, fractions, percentages, magnitudes and number words, with a currency or a unit."""
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
+from math import prod
 
-from rayrft.rewards.text.statements import nfkc, plain
-from rayrft.rewards.text.units import SCALES
+from rayrft.rewards.text.statements import plain
+from rayrft.rewards.text.units import HAN_UNIT, is_unit
 
 
 @dataclass(frozen=True)
-class Quantity:
-    """A number and the text of its unit; empty if it has none."""
+class Number:
+    """A rational number; ``text`` is what it was read from."""
 
+    text: str
     value: Fraction
+    percent: bool = False
     unit: str = ""
 
 
-_LONGEST = 200
-"""Characters of a number and its unit: no power or product of such numbers is too large for a float."""
+_DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
+_NUMBER = re.compile(
+    rf"(?P<sign>[-+]?) ?(?:(?:(?P<whole>\d+) ?)?\\frac ?(?:\{{ ?(?P<over>[-+]? ?{_DIGITS}) ?\}}|(?P<over1>\d)) ?"
+    rf"(?:\{{ ?(?P<under>{_DIGITS}) ?\}}|(?P<under1>\d))"
+    rf"|(?:(?P<units>\d+) )?(?P<numerator>\d+) ?/ ?(?P<denominator>\d+)"
+    rf"|(?P<decimal>{_DIGITS})(?: ?(?:\\times|\\cdot|\*|x) ?10 ?\^ ?\{{? ?(?P<power>[-+]?\d{{1,3}}) ?\}}?"
+    r"|[eE](?P<exponent>[-+]?\d{1,3}))?) ?(?P<percent>[%‰]?)"
+)
 
-_SHARES = {"%": Fraction(1, 100), "percent": Fraction(1, 100), "per cent": Fraction(1, 100), "‰": Fraction(1, 1000)}
-_SCALES = SCALES | {"十": 10}
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-_SCALE = r"十(?=[万亿])|[百万亿]|千(?![米克瓦伏安牛焦帕卡])|(?:hundred|thousand|million|billion|trillion|dozen)\b"
-_QUANTITY = re.compile(
-    rf"(?P<sign>[-+−]?)\s*(?:(?P<whole>\d+)\s+(?=\d+\s*/\s*\d))?(?P<number>{_DIGITS})(?:\s*/\s*(?P<divisor>\d+(?:\.\d+)?))?"
-    r"(?:\s*(?:[x×*·]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?(?P<power>[-+−]?\d{1,2})\}?|[eE](?P<exponent>[-+−]?\d{1,2}))?"
-    rf"(?:\s*\\?(?P<share>%|‰|per ?cent\b)|(?P<scales>(?:\s*(?:{_SCALE}))*))(?P<unit>\s*[^\d\s=,;。].*)?"
-)
-_REWRITTEN = [
-    (re.compile(r"(\d*)\s*\\[dtc]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))"), r"\1 \2\3/\4\5"),
-    (re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])"), "°"),
-    (re.compile(r"\\Omega(?![A-Za-z])"), "Ω"),
-    (re.compile(r"\\mu(?![A-Za-z])\s*"), "μ"),
-    (re.compile(r"\{,\}"), ","),
-    (re.compile(r"(?<=\d)又(?=\d)"), " "),
-    (re.compile(r"(?<=\d)\s*\(([^()]*)\)$"), r" \1"),
-    (re.compile("–"), "-"),
-]
-_NAMED = re.compile(r"^\s*\\?[A-Za-zα-ωΔ]\w{0,5}\s*[=≈]\s*")
-_ABOUT = re.compile(
-    r"^\s*(?:about|approximately|around|roughly|约为?|大约|\\approx|≈)\s*|(?:左右|上下)$", re.IGNORECASE
-)
-_MONEY = {"\\$": "dollars", "¥": "元", "€": "euros", "£": "pounds"}
-_CURRENCY = re.compile(r"(?:US)?(\\\$|[¥€£])\s*")
 
-_SYMBOL = re.compile(
-    r"[kMGTdcmnpuμµ]?(?:m|g|s|N|J|W|V|A|Pa|Hz|L|l|mol|eV|Wh|bit|B|F|C|H|cal|K|T|Wb|ohm|bar)"
-    r"|min|h|hr|hrs|sec|t|ha|rad|rpm|mph|kph|ft|in|lbs?|oz|mi|yd|gal|atm|dB|day|yrs?|of|kM|K[Mm]|K[Gg]|USD|RMB|pH"
+def read_number(text: str) -> Number | None:
+    """Read a normalized text as an integer, decimal, fraction, mixed number or percentage; None if it is another."""
+    if not (found := _NUMBER.fullmatch(text)):
+        return None
+    if decimal := found["decimal"]:
+        value = _decimal(decimal) * Fraction(10) ** int(found["power"] or found["exponent"] or 0)
+    else:
+        over = _decimal(found["over"] or found["over1"] or found["numerator"])
+        under = _decimal(found["under"] or found["under1"] or found["denominator"])
+        whole = int(found["whole"] or found["units"] or 0)
+        if not under or (whole and over < 0):
+            return None
+        value = whole + over / under
+    value /= 10 if found["percent"] == "‰" else 1
+    return Number(text, -value if found["sign"] == "-" else value, percent=bool(found["percent"]))
+
+
+def _decimal(text: str) -> Fraction:
+    return Fraction(text.replace(",", "").replace(" ", "").rstrip("."))
+
+
+_SCALES = {
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+    "十": 10, "百": 100, "千": 10**3, "万": 10**4, "亿": 10**8,
+}  # fmt: skip
+_SCALE = (
+    r"(?:(?:dozen|hundred|thousand|(?:m|b|tr)illion)s?(?![A-Za-z])\s*"
+    r"|十(?=[万亿])|百(?!分)|千(?![克米瓦卡帕赫焦伏安升牛])|[万亿])"
 )
-"""Units of few letters; others are names of variables."""
-_NO_WORDS = (
-    "or and to not is are was wrong correct e at least most minus plus divided over more less fewer than above below"
-    " under between hundreds thousands millions half halves third thirds fourths fifths tenths hundredths thousandths"
-    " pi root sqrt sin cos tan log ln"
+SCALE = re.compile(_SCALE, re.IGNORECASE)
+"""A magnitude: "million", but not the 千 of 千克."""
+_LEADING_SCALES = re.compile(rf"^\s*(?:{_SCALE})*", re.IGNORECASE)
+
+
+def _scale(text: str) -> int:
+    return prod(_SCALES[scale.strip().lower().removesuffix("s")] for scale in SCALE.findall(text))
+
+
+_POWER = r"(?: ?\^ ?\{? ?-?\d ?\}?)?"
+_WORD = rf"[A-Za-zµμΩ]+\.?{_POWER}"
+_MEASURED = re.compile(
+    r"(?P<value>.*?[\d)}%A-Za-z])"
+    rf"(?P<unit> ?(?:\\text ?\{{[^{{}}]*[A-Za-z][^{{}}]*\}}{_POWER}(?: ?/ ?)?)+"
+    rf"|(?<=[\d}}%])(?=.) ?(?:(?i:{_SCALE})+ ?)?(?:{HAN_UNIT}|{_WORD}(?: ?/ ?{_WORD})?"
+    rf"|(?<= ){_WORD}(?:(?: ?(?:[/*]|\\cdot) ?| ){_WORD})*)?|(?<=\\pi) (?=[A-Za-z]{{2}}){_WORD})"
 )
-_NO_UNIT = re.compile(
-    r"^\s*[-+*/^_:|~]|(?<![A-Za-z^*\-{])\d|[+×√π±|!<>=?]|\\[A-Za-z]"
-    r"|^\s*(?:squared|cubed|[多来余几])|[多半]$|以[上下内外]|分之|次方|[或至到和与的不错减乘除]|加(?!仑)|成(?![员人])"
-    rf"|\b(?:{_NO_WORDS.replace(' ', '|')}|times(?=\s+\S))\b"
-    r"|(?:平方|立方)(?![千厘分毫]?米|公里)",
+_CURRENCY = re.compile(r"(?P<sign>-?) ?(?:US)?(?P<unit>[$€£¥]|USD|Rs\.?) ?(?P<value>[-\d.\\].*)")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_DEGREES = re.compile(r"(?P<value>.+?) ?\^ ?(?:\\circ|\{ ?\\circ ?\})(?: ?(?:([CF])(?:elsius|ahrenheit)?|(K)))?")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The text of a value, the magnitude that multiplies it, and its unit: "5 million dollars"."""
+
+    value: str
+    scale: int = 1
+    unit: str = ""
+
+
+@lru_cache(maxsize=256)
+def split_unit(text: str) -> Measured:
+    """Split a normalized text into a value and the currency before it, or the words or letters after it."""
+    currency = _CURRENCY.fullmatch(text)
+    value = currency["sign"] + currency["value"] if currency else text
+    unit = currency["unit"] if currency else ""
+    if not (found := _MEASURED.fullmatch(value)):
+        return Measured(value, 1, unit)
+    words = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", found["unit"])
+    named = _LEADING_SCALES.sub("", words).strip()
+    scale = _scale(words.removesuffix(named))
+    ordinal = re.fullmatch(r"1st|2nd|3rd|\dth", found["value"][-1] + named)
+    if named and not ordinal and not is_unit(named, words[0] == " " or scale != 1 or "\\text" in found["unit"]):
+        return Measured(value, 1, unit)
+    return Measured(found["value"].strip(), scale, unit or named)
+
+
+def read_quantity(text: str) -> Number | None:
+    """Read a normalized text as a number with its currency or unit, if it has one; None if it is another."""
+    if number := read_number(text):
+        return number
+    degrees = _DEGREES.fullmatch(text)
+    if degrees and (number := read_number(degrees["value"])):
+        return replace(number, text=text, unit="°" + (degrees[2] or degrees[3] or ""))
+    measured = split_unit(text)
+    number = read_number(_BRACES.sub(r"\1", measured.value) if measured.value[:1] == "{" else measured.value)
+    return number and replace(number, text=text, value=number.value * measured.scale, unit=measured.unit)
+
+
+_ONES = "one two three four five six seven eight nine"
+_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_COUNTS = {word: number for number, word in enumerate(f"zero {_ONES} {_TEENS}".split())}
+_COUNTS |= {word: 10 * number for number, word in enumerate(_TENS.split(), 2)}
+_ONE, _TEN = _ONES.replace(" ", "|"), _TENS.replace(" ", "|")
+_BELOW_100 = rf"(?:(?:{_TEN})(?:[\s-]+(?:{_ONE}))?|{'|'.join(_COUNTS)})"
+_BELOW_1000 = rf"(?:(?:{_ONE}|an?)[\s-]+hundred(?:[\s-]+(?:and\s+)?{_BELOW_100})?|{_BELOW_100})"
+_SPELLED = (
+    rf"(?:(?:{_BELOW_1000}|an?)[\s-]+thousand(?:,?[\s-]+(?:and\s+)?{_BELOW_1000})?"
+    rf"|(?:{_BELOW_1000}|an?)[\s-]+dozen|{_BELOW_1000})"
+)
+HAN_DIGITS = {"零": 0, "一": 1, "两": 2, "二": 2, "三": 3, "四": 4, "五": 5, "六": 6, "七": 7, "八": 8, "九": 9}
+_DIGIT = f"[{''.join(HAN_DIGITS)}]"
+_BELOW_10000 = rf"(?:({_DIGIT})千零?)?(?:({_DIGIT})百零?)?(?:({_DIGIT}?)十)?({_DIGIT})?"
+_COUNT = re.compile(
+    rf"(?<![A-Za-z0-9_.])(?:(?P<digits>\d{{1,9}})(?![0-9]|\.[0-9])(?P<scales>(?:\s*{_SCALE})*)"
+    rf"|(?<!half )(?P<words>{_SPELLED})(?![A-Za-z0-9_]|-[a-z]|\s+and\s+a\s+half\b))"
+    rf"|(?<!第)(?P<chinese>[{''.join(HAN_DIGITS)}十百千]++)(?=$|[个只条张辆人本朵棵头匹艘架块件位名把颗根座栋枚支瓶杯。,\s])",
     re.IGNORECASE,
 )
-"""What follows a number in an expression, a range or a hedge, and in no unit."""
 
 
-def read_quantity(text: str) -> Quantity | None:
-    """Parse a number and the unit after it, perhaps with a name before it; None if the text is no such thing."""
-    text = nfkc(text)
-    if len(re.findall(r"(?<!\\)\$", text)) % 2:  # the sign of money, and none of mathematics
-        text = re.sub(r"(?<!\\)\$(?=\s*[\d.])", r"\\$", text, count=1)
-    currency = _CURRENCY.search(text)
-    text = plain(_CURRENCY.sub("", text)).rstrip(".。, ")
-    for pattern, replacement in _REWRITTEN:
-        text = pattern.sub(replacement, text)
-    text = _ABOUT.sub("", _NAMED.sub("", text)).strip()
-    if len(text) > _LONGEST or (found := _QUANTITY.fullmatch(text)) is None:
+def read_count(text: str) -> int | None:
+    """Return the one count that a text states, in digits or words; None if it states none, or several."""
+    counts = set[int | None]()
+    for found in _COUNT.finditer(plain(text)):
+        if found["digits"]:
+            counts.add(int(found["digits"]) * _scale(found["scales"]))
+        else:
+            counts.add(_spelled(found["words"]) if found["words"] else _chinese(found["chinese"]))
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _spelled(words: str) -> int:
+    """Return a number in English words: "one hundred and five"."""
+    total = below = 0
+    for word in re.findall("[a-z]+", words.lower()):
+        if word in {"a", "an"}:
+            below = 1
+        elif word in _SCALES:
+            below *= _SCALES[word]
+            total, below = (total + below, 0) if word == "thousand" else (total, below)
+        else:
+            below += _COUNTS.get(word, 0)
+    return total + below
+
+
+def _chinese(text: str) -> int | None:
+    """Return a number below 10000 in Chinese characters; None for others, such as 二三, two or three."""
+    if not (found := re.fullmatch(_BELOW_10000, text)):
         return None
-    divisor, unit = Fraction(found["divisor"] or 1), (found["unit"] or "").replace("\\cdot", "*")
-    if not divisor or not _is_unit(unit):
-        return None
-    value = Fraction(found["number"].replace(",", "")) / divisor + int(found["whole"] or 0)
-    if power := found["power"] or found["exponent"]:
-        value *= Fraction(10) ** int(power.replace("−", "-"))
-    value *= _SHARES.get(found["share"] or "", Fraction(1))
-    value *= math.prod(_SCALES[scale] for scale in re.findall(_SCALE, found["scales"] or ""))
-    unit = unit.strip(" *_\"'") or (_MONEY[currency[1]] if currency else "")
-    return Quantity(-value if found["sign"] in {"-", "−"} else value, unit)
-
-
-def _is_unit(text: str) -> bool:
-    """Whether what follows a number can be a unit, or what is counted: "5 m" and "5 apples", but not "5x"."""
-    if _NO_UNIT.search(text):
-        return False
-    word = re.match(r"\s*([A-Za-zµμ]+)", text)
-    return not word or bool(_SYMBOL.fullmatch(word[1])) or len(word[1]) >= (3 if text[0] == " " else 4)
+    digits = [HAN_DIGITS["一" if digit == "" else digit] if digit is not None else 0 for digit in found.groups()]
+    return sum(digit * 10**power for digit, power in zip(digits, (3, 2, 1, 0), strict=True))

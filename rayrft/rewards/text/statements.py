@@ -141,9 +141,14 @@ _WRAPPED = re.compile(r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mathit|math
 _FORMAT = re.compile(r"\\\$|\\(?:left|right|displaystyle|quad)(?![A-Za-z])|\\[,;! ()\[\]]|\*\*|[$`~]")
 
 
+def unwrapped(text: str) -> str:
+    """Return what `nfkc` gives, without commands of LaTeX around words."""
+    return _WRAPPED.sub(r"\1", nfkc(text))
+
+
 def plain(text: str) -> str:
-    """Return the text without what only formats it."""
-    return _FORMAT.sub(" ", _WRAPPED.sub(r"\1", nfkc(text))).strip()
+    """Return the text without marks and commands of formatting."""
+    return _FORMAT.sub(" ", unwrapped(text)).strip()
 
 
 def normal_form(text: str) -> str:

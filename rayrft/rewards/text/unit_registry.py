@@ -7,6 +7,9 @@ from typing import Any
 import pint
 
 REGISTRY: Any = pint.UnitRegistry(autoconvert_offset_to_baseunit=True)
-for unit in ("dollar = [dollar]", "cent = dollar / 100", "yuan = [yuan]", "jiao = yuan / 10"):
+for unit in (
+    *("dollar = [dollar] = _ = USD = usd", "cent = dollar / 100", "euro = [euro] = _ = EUR = eur"),
+    *("sterling = [sterling] = _ = GBP = gbp", "yuan = [yuan] = _ = CNY = cny = RMB = rmb", "jiao = yuan / 10"),
+    "person = [person] = _ = people",
+):
     REGISTRY.define(unit)
-REGISTRY.define("person = [person] = _ = people")
