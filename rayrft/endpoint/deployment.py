@@ -1,8 +1,7 @@
-"""The endpoint on Ray Serve: an application for each run."""
+"""The endpoint in a replica of Ray Serve."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextvars import Context
 from typing import Any
@@ -14,11 +13,10 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.app import PolicyEndpoint
 from rayrft.endpoint.keeper import SessionKeeper
 from rayrft.endpoint.responder import Responder
-from rayrft.endpoint.settings import EndpointActors, EndpointSettings
+from rayrft.endpoint.settings import EndpointSettings
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.serving.applications import Owner
-from rayrft.runtime.serving.deploy import HttpApplication
 from rayrft.runtime.waits import Waits
 
 
@@ -40,28 +38,18 @@ class _RemoteSessions:
 
 
 def build_endpoint(
-    count: Callable[[str], None], model: str, settings: EndpointSettings, actors: EndpointActors
+    count: Callable[[str], None], model: str, settings: EndpointSettings, pool: Owner, keeper: str | None
 ) -> PolicyEndpoint:
-    """Build the API over a run's actors."""
+    """Build the API over a run's engine pool and its keeper, an actor in the same namespace; without a keeper, nothing
+    is recorded."""
 
     def handle(name: str) -> Handle[Any]:
-        return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=actors.namespace))
+        return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=pool.namespace))
 
     responder = Responder(
-        EngineClient(handle(actors.engine_pool), Waits("endpoint"), 1 / settings.config.replicas),
-        _RemoteSessions(handle(actors.keeper)) if actors.keeper else None,
+        EngineClient(handle(pool.name), Waits("endpoint"), 1 / settings.config.replicas),
+        _RemoteSessions(handle(keeper)) if keeper is not None else None,
         ChatTokenizer(model, template=settings.template),
         settings,
     )
     return PolicyEndpoint(responder, count)
-
-
-async def open_endpoint(
-    app_name: str, route: str, model: str, settings: EndpointSettings, actors: EndpointActors
-) -> str:
-    """Deploy the endpoint as the application ``app_name``, which ends with the run's engine pool; return its base URL
-    for clients once it answers. Raises ConfigError as `HttpApplication.open`."""
-    owner = Owner(actors.namespace, actors.engine_pool)
-    arguments = (model, settings, actors)
-    application = HttpApplication(app_name, route, settings.config, owner, build_endpoint, arguments)
-    return f"{await asyncio.to_thread(application.open)}/v1"

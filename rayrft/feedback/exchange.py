@@ -270,30 +270,26 @@ def _label_studio(judged: list[Judgement], fields: dict[str, str]) -> Row:
 
 
 def _annotation(each: Judgement, rows: tuple[str, ...]) -> Row:
-    result: list[Row] = []
-
-    def add(name: str, to: str, kind: str, value: Row) -> None:
-        # An annotation may only name users of the server, so the person is in its parts, which the server returns.
-        about = {"id": f"{each.id}-{name}", "person": each.person}
-        result.append({**about, "from_name": name, "to_name": to, "type": kind, "value": value})
-
-    if each.score is not None:
-        add("score", "response", "rating", {"rating": each.score})
-    if each.thumb is not None:
-        add("thumb", "response", "choices", {"choices": [each.thumb]})
-    if each.view == "pair" and each.ranking:
-        side = "left" if each.ranking[0] == rows[0] else "right"
-        add("better", "better", "pairwise", {"selected": side})
-    if each.tie:
-        add("tie", "response_a", "choices", {"choices": ["tie"]})
-    if each.view == "group" and each.ranking:
-        add("ranking", "items", "ranker", {"ranker": {"ranking": list(each.ranking)}})
-    if each.edit is not None:
-        add("answer", "response", "textarea", {"text": [each.edit]})
-    if each.labels:
-        add("labels", _names(rows)[0], "choices", {"choices": list(each.labels)})
-    if each.comment:
-        add("comment", _names(rows)[0], "textarea", {"text": [each.comment]})
+    pick, ranking = (each.ranking, ()) if each.view == "pair" else ((), each.ranking)
+    side = ("left" if pick[0] == rows[0] else "right") if pick else None
+    first = _names(rows)[0]
+    parts: list[tuple[str, str, str, str, Any]] = [
+        ("score", "response", "rating", "rating", each.score),
+        ("thumb", "response", "choices", "choices", each.thumb and [each.thumb]),
+        ("better", "better", "pairwise", "selected", side),
+        ("tie", "response_a", "choices", "choices", each.tie and ["tie"]),
+        ("ranking", "items", "ranker", "ranker", ranking and {"ranking": list(ranking)}),
+        ("answer", "response", "textarea", "text", each.edit and [each.edit]),
+        ("labels", first, "choices", "choices", list(each.labels)),
+        ("comment", first, "textarea", "text", each.comment and [each.comment]),
+    ]
+    # An annotation may only name users of the server, so the person is in its parts, which the server returns.
+    result = [
+        {"id": f"{each.id}-{name}", "person": each.person, "from_name": name, "to_name": to, "type": kind}
+        | {"value": {key: value}}
+        for name, to, kind, key, value in parts
+        if value
+    ]
     return {
         "result": result,
         "was_cancelled": each.skipped,

@@ -10,7 +10,7 @@ from rayrft.core.parts.base import Part
 from rayrft.core.parts.buffer import BufferPart
 from rayrft.core.placement import NAMESPACE, Bundles, actor_name
 from rayrft.endpoint.keeper import SessionKeeper
-from rayrft.endpoint.settings import EndpointActors, EndpointSettings
+from rayrft.endpoint.settings import EndpointSettings
 from rayrft.runtime.handle import Handle
 
 _CLOSE_S = 5.0
@@ -48,18 +48,23 @@ class KeeperPart(Part[SessionKeeper]):
         config, model, prepared = self.config, self.config.model, self.run.prepared
         if config.endpoint is None:
             return None
-        from rayrft.endpoint import deployment
+        from rayrft.endpoint.deployment import build_endpoint
+        from rayrft.runtime.serving.applications import Owner
+        from rayrft.runtime.serving.deploy import HttpApplication
 
-        sampling, served = config.explorer.sampling, config.endpoint.model_name or config.name
-        pool, keeper = (actor_name(config.name, part) for part in ("engine_pool", self.name))
-        url = await deployment.open_endpoint(
-            actor_name(config.name, "serve"),
-            config.name,
-            prepared.model,
-            EndpointSettings(config.endpoint, served, model.max_length, sampling, prepared.key_digests, model.template),
-            EndpointActors(NAMESPACE, pool, keeper if self.actors else None),
+        settings = EndpointSettings(
+            config.endpoint,
+            config.endpoint.model_name or config.name,
+            model.max_length,
+            config.explorer.sampling,
+            prepared.key_digests,
+            model.template,
         )
-        return f"endpoint at {url}"
+        pool = Owner(NAMESPACE, actor_name(config.name, "engine_pool"))
+        keeper = actor_name(config.name, self.name) if self.actors else None
+        name, arguments = actor_name(config.name, "serve"), (prepared.model, settings, pool, keeper)
+        application = HttpApplication(name, config.name, config.endpoint, pool, build_endpoint, arguments)
+        return f"endpoint at {await asyncio.to_thread(application.open)}/v1"
 
     async def close(self) -> None:
         """Take no more requests, and let the Buffer count the rows that were not trained, if it is able to."""
