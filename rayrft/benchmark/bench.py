@@ -22,17 +22,18 @@ from rayrft.core.parts.engines import EngineGroup, serve_engines
 from rayrft.core.parts.rewards import remote_models, remote_scoring, reward_service
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, show_plan
-from rayrft.core.preflight import check_auxiliary, check_workflows, find_model
-from rayrft.core.reward_checks import check_rewards
 from rayrft.core.services import task_engines
+from rayrft.data.models import check_auxiliary, find_model
 from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import load_taskset
 from rayrft.errors import ModelError, RayrftError, RunNotFound, Stalled
 from rayrft.experience import Task
+from rayrft.explorer.checks import check_workflows
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt, measure
 from rayrft.pipelines.report import summary
 from rayrft.pipelines.tasks import load_splits, read_report
+from rayrft.rewards.checks import check_rewards
 from rayrft.runtime.handle import Handle, answer, end
 
 _HELD_OUT = "held_out"
@@ -88,7 +89,7 @@ def bench(
 
 def check_attempts(config: RunConfig, tasks: Sequence[tuple[Task, int]], say: Callable[[str], None]) -> None:
     """Check the models, workflows and rewards that attempt tasks, which come with the number of their source."""
-    check_auxiliary(config)
+    check_auxiliary(config.auxiliary)
     check_workflows(config.explorer, (task for task, _ in tasks), config.auxiliary)
     for notice in check_rewards(config.scoring, tasks, config.auxiliary):
         say(notice)

@@ -13,8 +13,8 @@ from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import log_folder, read_state
 from rayrft.config import RunConfig, load_config, load_run_config
 from rayrft.core.cluster import connect
-from rayrft.core.preflight import task_set_spec
 from rayrft.core.services import task_engines
+from rayrft.data.inputs import task_set_spec
 from rayrft.data.tables import check_suffix
 from rayrft.data.task_files import measured, write_tasks
 from rayrft.errors import ConfigError, DataError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,7 @@ from pydantic import Field, field_validator
 from rayrft.config.base import Section
 from rayrft.config.explorer import EngineConfig
 from rayrft.config.model import TemplateConfig
+from rayrft.errors import ConfigError, nearest
 
 
 class AuxiliaryConfig(Section):
@@ -33,3 +35,11 @@ class AuxiliaryConfig(Section):
         # Actors do not share the driver's working directory.
         folder = Path(model).expanduser()
         return str(folder.absolute()) if folder.is_dir() else model
+
+
+def require_auxiliary(names: Iterable[str], known: Collection[str]) -> None:
+    """Raise ConfigError unless all these auxiliary models are ``known`` ones of the config."""
+    for name in names:
+        if name not in known:
+            remedy = nearest(name, known) if known else "add it to the config"
+            raise ConfigError("does not contain the model", remedy, field="auxiliary", value=name)

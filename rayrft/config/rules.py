@@ -96,7 +96,7 @@ def check_stages(config: RunConfig) -> None:
         seen.append(name)
 
 
-def check_demonstrations(config: RunConfig) -> None:
+def check_expert_rows(config: RunConfig) -> None:
     """Check that each stage gets expert rows of the kind that its algorithm takes."""
     paired = {stage.demonstrations for stage in config.stages if "pairs" in stage.algorithm.build().needs}
     for name, demonstrations in config.demonstrations.items():
@@ -257,7 +257,7 @@ RULES = (
     check_mode,
     check_stages,
     check_reward_models,
-    check_demonstrations,
+    check_expert_rows,
     check_sessions,
     check_derived,
     check_lengths,

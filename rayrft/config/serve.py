@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal, Self
 
@@ -9,7 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from rayrft.config.base import NAME, Section, invalid
 from rayrft.config.reward import RewardModelsConfig
-from rayrft.runtime.serving import LOCAL
+from rayrft.errors import ConfigError
+from rayrft.runtime.serving import LOCAL, key_digest
 
 EDITED = "human"
 """Default name of the demonstrations that people's edits become."""
@@ -49,6 +51,24 @@ class HttpConfig(Section):
             problem = "is reachable from other machines, and no key is required"
             raise invalid("host", problem, "give keys_file or keys_env, or use 127.0.0.1", value=self.host)
         return self
+
+
+def read_keys(config: HttpConfig) -> tuple[str, ...]:
+    """Return the digests of a service's API keys. Raises ConfigError if they cannot be read, or there are none."""
+    keys, field, place = list[str](), "serve.keys_env", config.keys_env
+    if config.keys_file is not None:
+        field, place = "serve.keys_file", str(config.keys_file)
+        try:
+            keys += config.keys_file.read_text().splitlines()
+        except OSError as error:
+            problem, remedy = f"cannot be read: {error.strerror}", "put the API keys there"
+            raise ConfigError(problem, remedy, field=field, value=place) from None
+    if config.keys_env is not None:
+        keys += os.environ.get(config.keys_env, "").split(",")
+    keys = [key.strip() for key in keys if key.strip()]
+    if not keys and place is not None:
+        raise ConfigError("contains no key", "put the API keys there", field=field, value=place)
+    return tuple(map(key_digest, keys))
 
 
 class ServeConfig(HttpConfig):

@@ -22,13 +22,13 @@ from rayrft.core.placement import (
     show_plan,
     starting,
 )
-from rayrft.core.preflight import prepare, write_config
+from rayrft.core.preflight import prepare
 from rayrft.core.run import ANSWER_S, Run
+from rayrft.core.run_folder import write_config
 from rayrft.core.services import task_engines
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RunNotFound, nearest
 from rayrft.monitor.records import read_records
 from rayrft.monitor.summary import RunStatus, read_summary, remove_summary, status_at_end, summarise_from_folder
-from rayrft.pipelines.report import summary
 from rayrft.runtime.handle import Handle, fetch
 
 
@@ -98,9 +98,8 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
         began = progress or Progress(uuid.uuid4().hex)
         # The Master keeps as many: see `Recorder`.
         earlier = began.records if checked.trains or not progress else len(read_records(checked.folder))
-        prepared = prepare(checked, began.run_id, resumed=progress is not None, engines=task_engines(checked, say))
-        for line in summary(prepared.task_reports):
-            say(f"tasks: {line}")
+        resumed, models = progress is not None, task_engines(checked, say)
+        prepared = prepare(checked, began.run_id, resumed=resumed, engines=models, say=say)
         if progress is None:
             Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
         else:

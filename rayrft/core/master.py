@@ -187,9 +187,6 @@ class Master(Watched):
         await self._recorder.note(f"starting {loading}", step=self._progress.step)
         for notice in prepared.notices:
             await self._recorder.note(notice)
-        for name, reasons in prepared.left_out.items():
-            if reasons:
-                await self._recorder.note(f"demonstrations {name!r}: left out {dict(reasons)}")
         # The stages' algorithms import torch, which takes seconds: meanwhile the actors start.
         warnings, _ = await asyncio.gather(parts.start(), asyncio.to_thread(import_module, "rayrft.algorithms"))
         for warning in warnings:

@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING
 
 from rayrft.config import RunConfig, load_run_config
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig
+from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig, read_keys
 from rayrft.core.cluster import connect
 from rayrft.core.parts.buffer import BUFFER
 from rayrft.core.parts.engines import EngineGroup, auxiliary_bundles, pool_bundles, serve_engines
 from rayrft.core.parts.rewards import reward_replicas
 from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name, check_room, show_plan
-from rayrft.core.preflight import read_keys
-from rayrft.core.reward_checks import check_reward
 from rayrft.core.shared_buffer import shared_actor_name
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.feedback.journal import feedback_folder
 from rayrft.pipelines.run.answering import AskedModel, Engines
+from rayrft.rewards.checks import check_reward
 from rayrft.runtime.handle import Handle, end
 from rayrft.runtime.serving import key_digest
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 
-from rayrft.buffer.events import ModelTerms
 from rayrft.buffer.shared import FeedProgress, SharedBuffer, SharedStatus
 from rayrft.config import RunConfig
 from rayrft.core.parts.buffer import BUFFER
@@ -48,7 +47,7 @@ async def join_feed(buffer: Handle[SharedBuffer], config: RunConfig, prepared: P
         prepared.run_id,
         uuid.uuid4().hex,
         config.name,
-        _terms(prepared),
+        prepared.terms,
         prepared.task_set,
         in_flight=(config.max_staleness + 1) * stage.groups,
         group_size=stage.group_size,
@@ -57,7 +56,7 @@ async def join_feed(buffer: Handle[SharedBuffer], config: RunConfig, prepared: P
 
 async def join_trainer(buffer: Handle[SharedBuffer], config: RunConfig, prepared: Prepared, step: int) -> None:
     """Let a train job, which has taken ``step`` steps, take the batches."""
-    await buffer.call(SharedBuffer.join_trainer, prepared.run_id, config.name, _terms(prepared), step, running())
+    await buffer.call(SharedBuffer.join_trainer, prepared.run_id, config.name, prepared.terms, step, running())
 
 
 def find_buffer(name: str) -> Handle[SharedBuffer]:
@@ -115,7 +114,3 @@ def _kill(buffer: Handle[SharedBuffer]) -> None:
     dead = buffer.with_options(max_task_retries=0).call(SharedBuffer.watch)
     buffer.kill()
     ray.wait([dead])
-
-
-def _terms(prepared: Prepared) -> ModelTerms:
-    return ModelTerms(prepared.limits.vocabulary, prepared.limits.max_length, prepared.tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -31,6 +32,11 @@ class TaskSplits:
     demonstrated: dict[str, list[Task]]
     skipped: list[RowsRead] = field(default_factory=list)
     """Where rows were left out: broken rows, the same task again, the question of a held-out task."""
+
+    @property
+    def all(self) -> list[Task]:
+        """Training, evaluation and demonstrated tasks."""
+        return [*self.train, *self.evaluation, *chain.from_iterable(self.demonstrated.values())]
 
 
 Process = Callable[[list[list[Task]]], list[list[Task]]]

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from rayrft.config.auxiliary import require_auxiliary
 from rayrft.data.images import Picture, keep_image
 from rayrft.data.tokenizer import ChatTokenizer, Tools, fills
 from rayrft.experience import TOKEN_REWARD, Experience, Task, VersionSpan
-from rayrft.explorer.engines.auxiliary import AuxiliaryModel, no_auxiliary
+from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.exchange import Completion, Session
 from rayrft.rewards import RewardResult, StepReward, Transcript
 
@@ -105,8 +106,7 @@ class Model:
 
     def auxiliary(self, name: str) -> AuxiliaryModel:
         """Return an auxiliary model of the config by its name. Raises ConfigError if there is none."""
-        if name not in self._auxiliary:
-            raise no_auxiliary(name, self._auxiliary)
+        require_auxiliary([name], self._auxiliary)
         return self._auxiliary[name]
 
     async def generate(

@@ -14,7 +14,7 @@ from rayrft.buffer.events import GroupReport
 from rayrft.cli.main import app
 from rayrft.config import TaskSourceConfig, dump_config, load_config
 from rayrft.core.parts import engines
-from rayrft.core.preflight import task_set_spec
+from rayrft.data.inputs import task_set_spec
 from rayrft.data.task_sources import read_source
 from rayrft.errors import ConfigError, DataError, StorageError
 from rayrft.experience import Task

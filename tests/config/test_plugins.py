@@ -13,7 +13,7 @@ import torch
 from rayrft.algorithms import Denominators, Group, policy_losses
 from rayrft.config import load_config
 from rayrft.config.load import dump_config
-from rayrft.core.preflight import open_folder, write_config
+from rayrft.core.run_folder import open_folder, write_config
 from rayrft.errors import ConfigError
 from rayrft.registry import Registry, load_plugins
 from tests.algorithms.flat import LOG2, leaf, make_batch, output

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayrft.buffer.events import ModelTerms
 from rayrft.buffer.ledger import Ledger, RowStats
 from rayrft.config import dump_config, load_config
 from rayrft.core import master as module
@@ -32,7 +32,16 @@ from tests.errors import about
 from tests.scripted import remote
 
 LEDGER = Ledger(sampled=3, trained=2, dropped={"late": 1})
-PREPARED = Prepared("id", "model", [], None, [], {}, [], {"gold": Counter()})
+PREPARED = Prepared(
+    run_id="id",
+    model="model",
+    terms=ModelTerms(9, 9, "digest"),
+    tasks=[],
+    task_set=None,
+    held_out=[],
+    demonstrations={},
+    probe=[],
+)
 
 
 class Groups:

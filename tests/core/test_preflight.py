@@ -11,11 +11,12 @@ import pytest
 
 from rayrft.config import load_config
 from rayrft.config.reward import RewardConfig
-from rayrft.core.preflight import Prepared, choose_probe, prepare
-from rayrft.core.reward_checks import check_rewards
+from rayrft.core.preflight import Prepared, prepare
+from rayrft.data.inputs import choose_probe
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task
+from rayrft.rewards.checks import check_rewards
 from tests.e2e.conftest import small_config
 from tests.errors import about
 

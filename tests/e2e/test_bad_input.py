@@ -76,7 +76,7 @@ class TestData:
         path.write_text(f'{{"prompt": "{question}", "response": "r"}}\n{{"prompt": "other", "response": "r"}}\n')
         config = small_config(tmp_path, "other", demonstrations={"gold": {"path": str(path)}})
         prepared = prepare(load_config(config), "run")
-        assert prepared.left_out["gold"] == {"held-out question": 1}
+        assert prepared.notices == ("demonstrations 'gold': left out {'held-out question': 1}",)
         assert len(prepared.demonstrations["gold"]) == 1
 
     def test_answers_of_tasks_that_are_too_long_to_be_shown_are_left_out(self, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ class TestData:
         limits = {"model.max_length": longest - 1, "sampling.max_prompt_tokens": longest - 2, "sampling.max_tokens": 1}
         overrides = {key.replace("sampling", "explorer.sampling"): limit for key, limit in limits.items()}
         prepared = prepare(load_config(small_config(tmp_path, "short"), words | overrides), "run")
-        assert prepared.left_out["gold"] == {"too long": lengths.count(longest)}
+        assert f"demonstrations 'gold': left out {{'too long': {lengths.count(longest)}}}" in prepared.notices
         assert prepared.limits.max_length == longest - 1
 
     def test_prompts_longer_than_the_limit(self, tmp_path: Path) -> None:

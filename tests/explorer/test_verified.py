@@ -292,7 +292,7 @@ async def test_an_operator_that_fails_ends_the_run_at_once_if_that_is_wanted(tin
 def test_operators_that_do_not_fit_are_refused_before_anything_starts(
     operators: list[str], made: str | None, field: str, problem: str
 ) -> None:
-    from rayrft.core.preflight import check_experiences
+    from rayrft.pipelines.experiences import check_experiences
 
     settings = config(
         **{
@@ -308,7 +308,7 @@ def test_operators_that_do_not_fit_are_refused_before_anything_starts(
 
 @pytest.mark.parametrize("operators", [[], [{"name": "worth"}]])
 def test_groups_are_not_drawn_by_a_priority_that_no_operator_writes(operators: list[dict[str, Any]]) -> None:
-    from rayrft.core.preflight import check_experiences
+    from rayrft.pipelines.experiences import check_experiences
 
     sampler = {"buffer.sampler": {"name": "priority", "score": "priority"}, "plugins": [str(PLUGIN)]}
     with pytest.raises(ConfigError, check=about("buffer.sampler.score", "priority")):

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.data.tokenizer import ChatTokenizer, fills
-from rayrft.errors import ConfigError, RequestRefused, nearest
+from rayrft.errors import RequestRefused
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.exchange import Completion, Request, Sampling, Session
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.waits import Waits
-
-
-def no_auxiliary(name: str, known: Collection[str]) -> ConfigError:
-    """Create the error for a name that is none of those in the config."""
-    return ConfigError(
-        "no such auxiliary model",
-        nearest(name, known) if known else "add it to the config",
-        field="auxiliary",
-        value=name,
-    )
 
 
 def auxiliary_models(

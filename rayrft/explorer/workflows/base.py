@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol
 
+from rayrft.config.auxiliary import require_auxiliary
 from rayrft.config.base import resolved
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.explorer.engines.auxiliary import no_auxiliary
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.isolated import Isolated
@@ -68,9 +68,7 @@ def build_workflow(
             field="explorer.environment",
             value=None,
         )
-    for needed in getattr(workflow, "needs_auxiliary", ()):
-        if needed not in auxiliary:
-            raise no_auxiliary(needed, auxiliary)
+    require_auxiliary(getattr(workflow, "needs_auxiliary", ()), auxiliary)
     if not inspect.iscoroutinefunction(inspect.unwrap(getattr(workflow, "run", None))):  # type: ignore[arg-type]
         raise ConfigError(
             f"run() of workflow {name!r} is no coroutine function",

@@ -1,4 +1,4 @@
-"""Checks of rewards before anything starts: that each is there, can be built, and gives right answers full marks."""
+"""Checks of rewards before a run starts: each exists, can be built, and gives right answers full marks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import inspect
 import json
 from collections.abc import Collection, Iterable, Sequence
 
+from rayrft.config.auxiliary import require_auxiliary
 from rayrft.config.reward import RewardConfig, RewardModelConfig, RewardPart, trained_by
-from rayrft.errors import ConfigError, ModelError
+from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.explorer.engines.auxiliary import no_auxiliary
 from rayrft.rewards import Reward, RewardResult, Transcript, build_reward, where
 from rayrft.rewards.base import rewards, score_inline
 
@@ -23,13 +23,13 @@ _TRIED, _SHOWN = 200, 3
 def check_rewards(
     config: RewardConfig, tasks: Iterable[tuple[Task, int]], auxiliary: Collection[str] = ()
 ) -> list[str]:
-    """Build all rewards of tasks, which come with the number of their source, and return what they say of themselves.
-    Those that need nothing that runs score reference answers of each domain and source.
+    """Build all rewards of tasks, each with the number of its source, and return the rewards' notices. Rewards that
+    need no running model score reference answers of each domain and source.
 
-    A reward that accepts the truth as an answer scores up to 200; what does not get full marks is returned as a notice.
-    Any other one scores one. A reward that a stage trains is not built. Raises ConfigError if a task's domain has no
-    reward, a reward cannot be built, needs an auxiliary model that there is not or more time than its deadline, fails
-    on an answer, or accepts no reference answer of a source.
+    A reward that accepts the truth as an answer scores up to 200 answers; the wrong ones are in a notice. Other rewards
+    score one. A reward that a stage trains is not built. Raises ConfigError if a task's domain has no reward, or if a
+    reward cannot be built, needs an unknown auxiliary model or more time than its deadline, fails on an answer, or
+    accepts no reference answer of a source.
     """
     examples: dict[str, dict[int, list[Task]]] = {}
     for task, source in tasks:
@@ -55,12 +55,9 @@ def _check_one(reward: Reward, name: str, tasks: Sequence[Task], source: int) ->
     """Score the answer of one task; return a notice if its reward is unknown. Raises ConfigError if it fails."""
     result = score_inline(reward, tasks[0], Transcript.of(tasks[0], tasks[0].answer))
     if result.error:
-        raise ConfigError(
-            f"the reward raised {result.reason} on the answer of a task",
-            f"fix the reward; the task was {json.dumps(tasks[0].question)[:80]}",
-            field="reward.name",
-            value=name,
-        )
+        problem = f"raised {result.reason} on the answer of a task"
+        remedy = f"fix the reward; the task was {json.dumps(tasks[0].question)[:80]}"
+        raise ConfigError(problem, remedy, field="reward.name", value=name)
     return None if result.value is not None else f"it is unknown for {_shown(tasks[0], result)}"
 
 
@@ -99,52 +96,26 @@ def _shown(task: Task, result: RewardResult) -> str:
 
 
 def check_reward(part: RewardPart, model: RewardModelConfig, auxiliary: Collection[str] = ()) -> Reward:
-    """Build a reward. Raises ConfigError if that is not possible, or if it lacks what it needs."""
+    """Build a reward. Raises ConfigError if that fails, or if the reward lacks an auxiliary model or time."""
     reward, name = build_reward(part.name, part.options), part.name
-    for needed in getattr(reward, "needs_auxiliary", ()):
-        if needed not in auxiliary:
-            raise no_auxiliary(needed, auxiliary)
+    require_auxiliary(getattr(reward, "needs_auxiliary", ()), auxiliary)
     if (longest := getattr(reward, "longest_s", 0.0)) >= model.deadline_s:
-        raise ConfigError(
-            f"reward {name!r} gives itself {longest:g} s, and would be stopped before: unknown, not 0",
-            "raise it above that, or lower the reward's own budget",
-            field="reward.deadline_s",
-            value=model.deadline_s,
-        )
+        problem = f"must exceed the {longest:g} s of reward {name!r}, which would be stopped before"
+        remedy = "raise it, or lower the reward's own budget"
+        raise ConfigError(problem, remedy, field="reward.deadline_s", value=model.deadline_s)
     if where(name) != "loop" and inspect.iscoroutinefunction(getattr(reward, "score", None)):
-        raise ConfigError(
-            "gives a reward that is a coroutine, which is run as one only if its class is registered",
-            "register the class itself, such as a subclass with the options set",
-            field="reward.name",
-            value=name,
-        )
+        problem = "returns a reward that is a coroutine, which only works for a registered class"
+        remedy = "register the class itself, such as a subclass with the options set"
+        raise ConfigError(problem, remedy, field="reward.name", value=name)
     return reward
 
 
 def _check_trained(part: RewardPart) -> None:
-    """Raise ConfigError unless a reward accepts its options with the folder that its stage will leave."""
+    """Raise ConfigError unless a reward accepts its options together with the folder that its stage will write."""
     options = {name: option for name, option in part.options.items() if name != "stage"}
     try:
         inspect.signature(rewards.get(part.name)).bind(model="", **options)
     except TypeError as error:
-        raise ConfigError(
-            f"refused by {part.name!r}: {error}",
-            "with 'stage', leave 'model' out, and see the reward's own parameters for the others",
-            field="reward.options",
-            value=part.options,
-        ) from None
-
-
-def check_classifier(model: str, stage: str) -> None:
-    """Raise ModelError unless transformers has a sequence classifier of the model's kind."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
-    kind = type(AutoConfig.from_pretrained(model))
-    if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise ModelError(
-            f"transformers has no sequence classifier for it, which stage {stage!r} trains",
-            "choose a model such as Llama, Qwen or Gemma, without images",
-            field="model.path",
-            value=kind.__name__,
-        )
+        remedy = "with 'stage', remove 'model', and see the reward's parameters for the others"
+        problem = f"is rejected by {part.name!r}: {error}"
+        raise ConfigError(problem, remedy, field="reward.options", value=part.options) from None

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from rayrft.config.model import TinyModelConfig
-from rayrft.core.preflight import check_teacher
+from rayrft.data.models import check_teacher, vocabulary_of
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError
 from rayrft.trainer.tiny import make_tiny_model
 
 
 def check(teacher: Path, model: Path) -> None:
-    check_teacher(str(teacher), "stages.0.teacher", str(model), ChatTokenizer(model))
+    check_teacher(str(teacher), "stages.0.teacher", ChatTokenizer(model), vocabulary_of(str(model)))
 
 
 def with_vocabulary(change: int, model: Path, folder: Path) -> Path:

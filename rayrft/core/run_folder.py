@@ -1,0 +1,95 @@
+"""The folder of a run: its creation, its config, and checks that it belongs to the run."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+from collections.abc import Iterator
+from itertools import chain, zip_longest
+from pathlib import Path
+
+from rayrft.buffer.log.storage import Storage
+from rayrft.config import RunConfig, dump_config
+from rayrft.config.load import plugin_copy
+from rayrft.data.task_splits import TaskSplits
+from rayrft.errors import ConfigError, DataError
+from rayrft.files import atomic_file
+
+_TASKS = "tasks.json"
+"""The ids of a run's tasks in their order."""
+
+
+def open_folder(config: RunConfig, splits: TaskSplits | None = None) -> None:
+    """Create the run folder and write ``config.yaml`` and ``tasks.json``. An older run's folder of that name is renamed
+    by the date of its end."""
+    folder = config.folder
+    with _writing(folder):
+        if folder.exists():
+            ended = datetime.datetime.fromtimestamp(folder.stat().st_mtime)
+            folder.rename(folder.with_name(f"{folder.name}-{ended:%Y%m%d-%H%M%S}"))
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / _TASKS).write_text(json.dumps(_task_ids(splits) if splits is not None else {}))
+    write_config(config)
+
+
+def write_config(config: RunConfig) -> None:
+    """Write ``config.yaml`` atomically, and copies of the plug-ins for `read_config` to find if they are moved."""
+    kept = config.folder / "plugins"
+    with _writing(config.folder):
+        with atomic_file(config.folder / "config.yaml") as draft:
+            draft.write_text(dump_config(config))
+        copies = {plugin_copy(kept, number, path): path.read_bytes() for number, path in enumerate(config.plugins)}
+        for path in {*kept.glob("*")} - copies.keys():
+            path.unlink()
+        for path, source in copies.items():
+            kept.mkdir(exist_ok=True)
+            path.write_bytes(source)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raise an OSError inside a ``with`` as a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        problem, remedy = f"cannot be written: {error.strerror}", "choose another storage, or fix its permissions"
+        raise ConfigError(problem, remedy, field="storage", value=str(folder)) from None
+
+
+def check_same_tasks(config: RunConfig, splits: TaskSplits) -> None:
+    """Raise DataError at the first task that differs from the run's start: draws, statistics and held-out tasks go by
+    position."""
+    file = config.folder / _TASKS
+    try:
+        before = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot be read: {error}", "start a new run", field="run", value=str(file)) from None
+    now, questions = _task_ids(splits), {task.id: task.question[:60] for task in splits.all}
+    for name in [*before, *now]:
+        for number, (old, new) in enumerate(zip_longest(before.get(name, []), now.get(name, [])), start=1):
+            if old != new:
+                same = sorted(chain(*before.values())) == sorted(chain(*now.values()))
+                change = "the same tasks are in another order" if same else "the tasks are others"
+                problem = (
+                    f"{change} than when the run was started: {name} task {number} was {old} and is {new} "
+                    f"({questions.get(new)!r})"
+                )
+                remedy = "give the tasks that the run was started with, in their order, or start a new run"
+                raise DataError(problem, remedy, field="tasks.sources")
+
+
+def _task_ids(splits: TaskSplits) -> dict[str, list[str]]:
+    parts = {"training": splits.train, "held-out": splits.evaluation, **splits.demonstrated}
+    return {name: [task.id for task in tasks] for name, tasks in parts.items()}
+
+
+def check_log(config: RunConfig) -> None:
+    """Raise unless the Buffer's storage is writable and holds no other run's log."""
+    storage = Storage(config.buffer_folder)
+    if any(name.startswith(("journal", "snapshot")) for name in storage.files()):
+        problem, remedy = "contains the log of an earlier run", "choose another name or storage, or move the log away"
+        raise ConfigError(problem, remedy, field="buffer.storage", value=str(config.buffer_folder))
+    storage.create()
+    storage.write("writable", b"")
+    storage.delete("writable")

@@ -1,0 +1,93 @@
+"""What a run reads besides its tasks: demonstrations, rows of a probe, and texts for a generated tokenizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import islice
+
+from rayrft.config import RunConfig
+from rayrft.data.demonstrations import demonstrate, from_file, from_tasks, held_out_name, hold_out
+from rayrft.data.formats import conversations, read_rows
+from rayrft.data.task_sampler import TaskSetSpec
+from rayrft.data.task_splits import TaskSplits
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import DataError
+from rayrft.experience import Experience, Task
+
+
+def task_set_spec(config: RunConfig, splits: TaskSplits) -> TaskSetSpec | None:
+    """Return the factory of the task set of a run, if it has tasks. Raises the errors of `TaskSet`."""
+    tasks = config.tasks
+    if tasks is None:
+        return None
+    make = TaskSetSpec(
+        [task.id for task in splits.train],
+        splits.sources,
+        [source.weight for source in tasks.sources],
+        sampler=tasks.sampler,
+        seed=config.seed,
+        epochs=tasks.epochs,
+        difficulties=[task.difficulty for task in splits.train],
+        priorities=[task.priority for task in splits.train],
+        tried=[(task.id, task.tries, task.passes) for task in splits.train if task.tries],
+    )
+    make()  # raises if the sampler is unsuitable for these tasks
+    return make
+
+
+def check_demonstrations(config: RunConfig) -> None:
+    """Read the first row of every demonstration file. Raises DataError if one cannot be read."""
+    for name, spec in config.demonstrations.items():
+        if spec.path is not None:
+            next(read_rows(spec.path, f"demonstrations.{name}.path"), None)
+
+
+def demonstrated_text(config: RunConfig) -> list[str]:
+    """Return the text of demonstration files, so that a tiny model's tokenizer knows their characters."""
+    texts: list[str] = []
+    for name, spec in config.demonstrations.items():
+        rows = read_rows(spec.path, f"demonstrations.{name}.path") if spec.path is not None else ()
+        for _, row in rows:
+            with suppress(DataError):  # broken rows are reported when they become experiences
+                conversation = conversations(row, spec) if isinstance(row, dict) else []
+                texts += [message["content"] for _, messages in conversation for message in messages]
+    return texts
+
+
+def load_demonstrations(
+    config: RunConfig, splits: TaskSplits, tokenizer: ChatTokenizer
+) -> tuple[dict[str, list[Experience]], list[str]]:
+    """Return the demonstrations of a run by name, held-out pairs among them, and notices of skipped rows.
+
+    Raises DataError if an entry has no usable row.
+    """
+    found, notices = dict[str, list[Experience]](), list[str]()
+    held_out, most = {task.dedup_key for task in splits.evaluation}, config.model.max_length
+    for name, spec in config.demonstrations.items():
+        if spec.path is None:
+            rows = from_tasks(name, splits.demonstrated[name], spec, tokenizer, config.seed)
+            found[name] = [row for row in rows if len(row.token_ids) <= most]
+            skipped = Counter({"too long": len(rows) - len(found[name])})
+            if not found[name]:
+                shortest = min(len(row.token_ids) for row in rows)
+                problem = f"every demonstration has more than {most} tokens"
+                raise DataError(problem, "raise model.max_length", field=f"demonstrations.{name}", value=shortest)
+        else:
+            whole, labelled = name in config.scored_demonstrations, name in config.labelled_demonstrations
+            found[name], report = from_file(name, spec, tokenizer, most, held_out, whole=whole, labelled=labelled)
+            skipped = report.counts
+        if spec.held_out:
+            found[name], held = hold_out(name, found[name], spec.held_out, config.seed)
+            found[held_out_name(name)] = held
+            skipped["held out, in pairs"] = len(held) // 2
+        if reasons := dict(+skipped):
+            notices.append(f"demonstrations {name!r}: left out {reasons}")
+    return found, notices
+
+
+def choose_probe(tasks: Iterable[Task], tokenizer: ChatTokenizer, max_length: int) -> list[Experience]:
+    """Return the first eight tasks as rows shorter than ``max_length``: scoring takes an engine one more token."""
+    rows = (demonstrate("", task, task.answer, tokenizer) for task in tasks)
+    return list(islice((row for row in rows if len(row.token_ids) < max_length), 8))

@@ -1,0 +1,75 @@
+"""Hugging Face models, by folder or hub id: where they are, and checks that need their config and tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rayrft.config.auxiliary import AuxiliaryConfig
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import ModelError
+
+
+def find_model(path: str, field: str) -> str:
+    """Return a model folder as an absolute path, or a hub id unchanged. Raises ModelError for ``field`` if neither
+    exists."""
+    if Path(path).is_dir():
+        if (Path(path) / "config.json").is_file():
+            return str(Path(path).absolute())
+        problem = "the folder contains no model (no config.json)"
+    else:
+        from transformers import AutoConfig
+
+        try:
+            AutoConfig.from_pretrained(path)
+            return path
+        except (OSError, ValueError) as error:
+            problem = f"no such model: {str(error).strip().splitlines()[0]}"
+    remedy = "give a folder in Hugging Face format, or the id of a model on the hub"
+    raise ModelError(problem, remedy, field=field, value=path)
+
+
+def vocabulary_of(model: str) -> int:
+    """Return the vocabulary size of the model's head."""
+    from transformers import AutoConfig
+
+    size: int = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    return size
+
+
+def check_auxiliary(auxiliary: Mapping[str, AuxiliaryConfig]) -> None:
+    """Raise ModelError unless every auxiliary model exists, with its tokenizer."""
+    for name, config in auxiliary.items():
+        field = f"auxiliary.{name}.model"
+        ChatTokenizer(find_model(config.model, field), field, config.template)
+
+
+def check_teacher(path: str, field: str, tokenizer: ChatTokenizer, vocabulary: int) -> None:
+    """Raise ModelError for ``field`` unless teacher and policy share a tokenizer, as they are compared per token.
+    ``vocabulary`` is the size of the policy's."""
+    find_model(path, field)
+    theirs, ours = ChatTokenizer(path, field).hf.get_vocab(), tokenizer.hf.get_vocab()
+    different = next((token for token, index in ours.items() if theirs.get(token) != index), None)
+    if different is not None:
+        problem = (
+            f"the teacher's tokenizer is not the model's: token {different!r} has id {ours[different]} in the model's "
+            f"and {theirs.get(different)} in the teacher's"
+        )
+        remedy = "choose a teacher of the same model family, with the same tokenizer"
+        raise ModelError(problem, remedy, field=field, value=path)
+    if (size := vocabulary_of(path)) < vocabulary:
+        problem = f"the teacher has a vocabulary of {size}, and the model, of {vocabulary}, may sample tokens beyond it"
+        remedy = "choose a teacher whose vocab_size is at least the model's"
+        raise ModelError(problem, remedy, field=field, value=path)
+
+
+def check_classifier(model: str, stage: str) -> None:
+    """Raise ModelError unless transformers has a sequence classifier of the model's kind."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    kind = type(AutoConfig.from_pretrained(model))
+    if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        problem = f"transformers has no sequence classifier for it, which stage {stage!r} trains"
+        remedy = "choose a model such as Llama, Qwen or Gemma, without images"
+        raise ModelError(problem, remedy, field="model.path", value=kind.__name__)
