@@ -37,9 +37,9 @@ def config_reference() -> str:
     for path, section in _sections(RunConfig, ""):
         title = f"`{path}`" if path else "The run"
         head = "| key | type | default | |\n|---|---|---|---|"
-        notes = _attribute_docs(section)
+        notes, types = _attribute_docs(section), typing.get_type_hints(section)
         rows = [
-            f"| `{name}` | {_type(field)} | {_default(field)} | {_cell(notes.get(name, ''))} |"
+            f"| `{name}` | {_type(field, types[name])} | {_default(field)} | {_cell(notes.get(name, ''))} |"
             for name, field in section.model_fields.items()
         ]
         text = _cell(inspect.getdoc(section) or "")
@@ -107,9 +107,10 @@ def _members(annotation: Any, suffix: str) -> Iterator[tuple[Any, str]]:
         yield annotation, suffix
 
 
-def _type(field: FieldInfo) -> str:
-    text = re.sub(r"<class '([^']*)'>", r"\1", str(field.annotation))
+def _type(field: FieldInfo, kind: Any) -> str:
+    text = re.sub(r"<class '([^']*)'>", r"\1", str(kind))
     text = re.sub(r"\b(?:\w+\.)+(?=\w)", "", text)
+    text = re.sub(r"Optional\[(\w+)\]", r"\1 | None", text)
     bounds = [
         f"{sign} {getattr(bound, name)}"
         for bound in field.metadata

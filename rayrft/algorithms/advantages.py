@@ -13,9 +13,9 @@ divisor n - 1, as in TRL, verl and Trinity-RFT; advantages normalised over a bat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,9 +44,8 @@ class Group:
     """bool: whether the step has a reward, or its 0 means none; None if all have one."""
 
 
-class GroupAdvantage(Protocol):
-    def __call__(self, rewards: Tensor, group: Group, /) -> Tensor: ...
-
+GroupAdvantage = Callable[[Tensor, Group], Tensor]
+"""From ``rewards`` and a group to advantages."""
 
 group_advantages: Pieces[GroupAdvantage] = Pieces("advantage")
 

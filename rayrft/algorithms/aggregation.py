@@ -6,7 +6,7 @@ the whole step. It returns a scalar; the sum over all micro-batches and ranks is
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -14,10 +14,7 @@ from rayrft.algorithms.batch import TokenBatch, keep
 from rayrft.algorithms.loss import Amount
 from rayrft.algorithms.pieces import Pieces, Positive
 
-
-class Aggregation(Protocol):
-    def __call__(self, values: Tensor, batch: TokenBatch, over: Amount, /) -> Tensor: ...
-
+Aggregation = Callable[[Tensor, TokenBatch, Amount], Tensor]
 
 aggregations: Pieces[Aggregation] = Pieces("aggregation")
 

@@ -12,7 +12,8 @@ mask of whole answers.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,12 +22,8 @@ from rayrft.algorithms.batch import TokenBatch
 from rayrft.algorithms.pieces import Pieces, Positive
 from rayrft.algorithms.ratios import bounded, log_ratio
 
-
-class Correction(Protocol):
-    """A function of ``logprobs`` ``[T]`` and the own rows of a batch, both zero off the mask, to weights ``[T]``."""
-
-    def __call__(self, logprobs: Tensor, batch: TokenBatch, /) -> Tensor: ...
-
+Correction = Callable[[Tensor, TokenBatch], Tensor]
+"""From ``logprobs`` ``[T]`` and the usual rows of a batch, both zero off the mask, to weights ``[T]``."""
 
 corrections: Pieces[Correction] = Pieces("correction")
 

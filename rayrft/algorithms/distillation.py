@@ -5,7 +5,7 @@ A loss takes the policy's output and the own rows of a batch, zero off the mask,
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,10 +14,7 @@ from rayrft.algorithms.batch import PolicyOutput, TokenBatch
 from rayrft.algorithms.pieces import OpenFraction, Pieces, Positive
 from rayrft.algorithms.ratios import log_ratio
 
-
-class DistillationLoss(Protocol):
-    def __call__(self, output: PolicyOutput, batch: TokenBatch, /) -> Tensor: ...
-
+DistillationLoss = Callable[[PolicyOutput, TokenBatch], Tensor]
 
 distillations: Pieces[DistillationLoss] = Pieces("distillation")
 

@@ -3,17 +3,15 @@ tokens and returns a loss per token."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 from torch import Tensor
 
 from rayrft.algorithms.pieces import NonNegative, Pieces
 
-
-class EntropyTerm(Protocol):
-    def __call__(self, entropy: Tensor, /) -> Tensor: ...
-
+EntropyTerm = Callable[[Tensor], Tensor]
 
 entropies: Pieces[EntropyTerm] = Pieces("entropy")
 

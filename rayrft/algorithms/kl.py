@@ -9,8 +9,9 @@ their name and the gradient of k2. If another policy sampled the tokens, all are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -22,12 +23,9 @@ K3_BOUND = 10.0
 than the reference. Beyond that its gradient, ``1 - exp(-d)``, would let a single token dominate the step."""
 
 
-class KL(Protocol):
-    """A function of the log-probs of the policy (with gradient), the reference and the behaviour policy, which sampled
-    the tokens, ``[T]`` each, to estimates ``[T]``."""
-
-    def __call__(self, logprobs: Tensor, reference: Tensor, behaviour: Tensor, /) -> Tensor: ...
-
+KL = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From the log-probs of the policy (with gradient), the reference and the behaviour policy, which sampled the tokens,
+``[T]`` each, to estimates ``[T]``."""
 
 kls: Pieces[KL] = Pieces("kl")
 

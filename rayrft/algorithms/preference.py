@@ -12,8 +12,9 @@ them (`Pairs.nll`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -86,9 +87,7 @@ def by_pair(rows: Tensor, batch: TokenBatch) -> Tensor:
     return rows.new_zeros(2 * count).index_add(0, place, rows[paired]).view(count, 2).T
 
 
-class PreferenceLoss(Protocol):
-    def __call__(self, pairs: Pairs, /) -> Tensor: ...
-
+PreferenceLoss = Callable[[Pairs], Tensor]
 
 preferences: Pieces[PreferenceLoss] = Pieces("preference")
 

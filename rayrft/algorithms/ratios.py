@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -27,11 +27,8 @@ class TokenLoss:
     clipped: Tensor | None = None
 
 
-class PolicyLoss(Protocol):
-    """A function of ``logprobs`` ``[T]`` with gradient and a batch's own rows, zero off the mask, to token losses."""
-
-    def __call__(self, logprobs: Tensor, batch: TokenBatch, /) -> TokenLoss: ...
-
+PolicyLoss = Callable[[Tensor, TokenBatch], TokenLoss]
+"""From ``logprobs`` ``[T]`` with gradient and a batch's usual rows, zero off the mask, to token losses."""
 
 policy_losses: Pieces[PolicyLoss] = Pieces("policy_loss")
 

@@ -7,7 +7,7 @@ share of a step is its sum divided by the step's number of pairs.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -15,10 +15,7 @@ from torch.nn.functional import logsigmoid
 from rayrft.algorithms.pieces import NonNegative, Pieces
 from rayrft.algorithms.preference import difference
 
-
-class RewardModelLoss(Protocol):
-    def __call__(self, scores: Tensor, margin: Tensor | None, /) -> Tensor: ...
-
+RewardModelLoss = Callable[[Tensor, Tensor | None], Tensor]
 
 reward_model_losses: Pieces[RewardModelLoss] = Pieces("reward_model")
 

@@ -7,23 +7,17 @@ token. ``MIX = (1 - mu) policy + mu sft``; a schedule returns mu for every optim
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 from torch import Tensor
 
 from rayrft.algorithms.batch import TokenBatch
 from rayrft.algorithms.pieces import Fraction, Pieces, Steps
 
+SFTLoss = Callable[[Tensor, TokenBatch], Tensor]
 
-class SFTLoss(Protocol):
-    def __call__(self, logprobs: Tensor, batch: TokenBatch, /) -> Tensor: ...
-
-
-class MuSchedule(Protocol):
-    """A function of the number of optimiser steps taken in the stage, to mu in [0, 1]."""
-
-    def __call__(self, step: int, /) -> float: ...
-
+MuSchedule = Callable[[int], float]
+"""From the number of optimiser steps taken in the stage to mu in [0, 1]."""
 
 sft_losses: Pieces[SFTLoss] = Pieces("sft")
 mu_schedules: Pieces[MuSchedule] = Pieces("mu_schedule")

@@ -8,9 +8,9 @@ Notation, as in `preference`: ``h(y) = log pi(y) - log pi_ref(y)``, in nats.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -54,9 +54,7 @@ def sum_gains(batches: Iterable[TokenBatch], device: torch.device | None = None)
     return total
 
 
-class UnpairedLoss(Protocol):
-    def __call__(self, rows: Labelled, /) -> Tensor: ...
-
+UnpairedLoss = Callable[[Labelled], Tensor]
 
 unpaired_losses: Pieces[UnpairedLoss] = Pieces("unpaired")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,18 +12,11 @@ from rayrft.algorithms.batch import TokenBatch, keep
 from rayrft.algorithms.grid import Grid, to_go
 from rayrft.algorithms.pieces import Fraction, Pieces, Positive
 
+TokenAdvantage = Callable[[Tensor, TokenBatch], tuple[Tensor, Tensor]]
+"""From ``rewards`` ``[T]`` to advantages and returns, both ``[T]``; all are zero off the mask."""
 
-class TokenAdvantage(Protocol):
-    """A function of ``rewards`` ``[T]`` to advantages and returns, both ``[T]``; all are zero off the mask."""
-
-    def __call__(self, rewards: Tensor, batch: TokenBatch, /) -> tuple[Tensor, Tensor]: ...
-
-
-class ValueLoss(Protocol):
-    """A function of the critic's new ``values`` ``[T]`` to a loss per token, ``[T]``."""
-
-    def __call__(self, values: Tensor, batch: TokenBatch, /) -> Tensor: ...
-
+ValueLoss = Callable[[Tensor, TokenBatch], Tensor]
+"""From the critic's new ``values`` ``[T]`` to a loss per token, ``[T]``."""
 
 token_advantages: Pieces[TokenAdvantage] = Pieces("advantage")
 value_losses: Pieces[ValueLoss] = Pieces("value_loss")

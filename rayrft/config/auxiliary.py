@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from rayrft.config.base import Section
+from rayrft.config.base import ModelPath, Section
 from rayrft.config.explorer import EngineConfig
 from rayrft.config.model import TemplateConfig
 from rayrft.errors import ConfigError, nearest
@@ -17,7 +16,7 @@ from rayrft.errors import ConfigError, nearest
 class AuxiliaryConfig(Section):
     """A frozen model for workflows and judges, such as a simulated user, on its own engines."""
 
-    model: str
+    model: ModelPath
     """A Hugging Face folder or hub id, with its own tokenizer."""
     template: TemplateConfig = TemplateConfig()
     engine: EngineConfig = EngineConfig(count=1)
@@ -28,13 +27,6 @@ class AuxiliaryConfig(Section):
     """Default of calls; 0 is greedy."""
     max_tokens: int = Field(128, ge=1)
     """Default of calls: longest answer, in tokens."""
-
-    @field_validator("model")
-    @classmethod
-    def _absolute(cls, model: str) -> str:
-        # Actors do not share the driver's working directory.
-        folder = Path(model).expanduser()
-        return str(folder.absolute()) if folder.is_dir() else model
 
 
 def require_auxiliary(names: Iterable[str], known: Collection[str]) -> None:

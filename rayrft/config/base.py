@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from rayrft.errors import ConfigError
-
-NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
-"""The pattern of names that become parts of the names of folders, actors and URLs."""
-
 
 REFERENCE = re.compile(r"env:[A-Za-z_]\w*")
 """A reference to an environment variable."""
@@ -50,14 +46,31 @@ def resolved(value: Any) -> Any:
     return secret
 
 
-def local_folder(value: Any) -> Any:
-    """Return the absolute path of a folder, since actors do not share the driver's working directory; refuse a URI.
-
-    For a field's ``before`` validator.
-    """
+def _local_folder(value: Any) -> Any:
+    """Return the absolute path of a folder; refuse a URI."""
     if not isinstance(value, str | Path):
         return value
     if "://" in str(value):
         remedy = "give a folder, local or mounted on every node, such as /mnt/runs"
         raise invalid("", "must be a folder, not a URI", remedy, value=value)
-    return Path(value).expanduser().absolute()
+    return _absolute(Path(value))
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
+def _local_model(model: str) -> str:
+    folder = Path(model).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else model
+
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
+Name = Annotated[str, Field(pattern=NAME)]
+"""A name that becomes a part of the names of folders, actors and URLs."""
+
+# Paths are made absolute: actors do not share the driver's working directory.
+Folder = Annotated[Path, BeforeValidator(_local_folder)]
+LocalPath = Annotated[Path, AfterValidator(_absolute)]
+ModelPath = Annotated[str, AfterValidator(_local_model)]
+"""A Hugging Face folder or hub id."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from rayrft.config.base import NAME, Section, invalid, local_folder
+from rayrft.config.base import Folder, Name, Section, invalid
 
 
 class SamplerConfig(Section):
@@ -50,10 +49,10 @@ class SamplerConfig(Section):
 class BufferConfig(Section):
     """Storage, capacity and durability of experiences."""
 
-    name: str | None = Field(None, pattern=NAME)
+    name: Name | None = None
     """Name of a Buffer that jobs of modes ``explore`` and ``train`` share. The first job starts it, and ``rayrft buffer
     stop NAME`` ends it. All of its jobs need the same ``buffer`` section and model."""
-    storage: Path | None = None
+    storage: Folder | None = None
     """A folder, local or mounted: the log is in ``<storage>/<run>``, by default in the run's folder. The log of a
     Buffer with a ``name`` is in ``<storage>/buffer.<name>``; ``storage`` is by default the run's."""
     max_age: int | None = Field(None, ge=0)
@@ -77,8 +76,6 @@ class BufferConfig(Section):
     with ``always``, at most the last ``fsync_s`` seconds with ``interval``, and what the operating system had not
     written with ``never``. It never loses data that a checkpoint needs."""
     fsync_s: float = Field(1.0, gt=0)
-
-    _local_storage = field_validator("storage", mode="before")(local_folder)
 
     @property
     def needs_scores(self) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.base import NAME, Section, invalid
+from rayrft.config.base import LocalPath, Name, Section, invalid
 from rayrft.config.reward import RewardModelsConfig
 
 
@@ -54,9 +53,9 @@ class PipelineConfig(Section):
     """The file of ``rayrft data process``: operators, in their order, and models for them."""
 
     operators: list[OperatorConfig] = Field(min_length=1)
-    models: dict[Annotated[str, Field(pattern=NAME)], AuxiliaryConfig] = Field(default_factory=dict)
+    models: dict[Name, AuxiliaryConfig] = Field(default_factory=dict)
     """Models for operators, by name, each on its own engines while the pipeline runs."""
-    endpoints: dict[Annotated[str, Field(pattern=NAME)], EndpointConfig] = Field(default_factory=dict)
+    endpoints: dict[Name, EndpointConfig] = Field(default_factory=dict)
     """Further models, which run elsewhere."""
     reward: RewardModelsConfig | None = None
     """Rewards by which operators check answers again; by default those of the config that ``--config`` names."""
@@ -77,7 +76,7 @@ class PipelineConfig(Section):
     drops, counts and lists them."""
     samples: int = Field(3, ge=0)
     """Sample rows to show per operator, of the rows that it changed, made and dropped."""
-    plugins: list[Path] = Field(default_factory=list)
+    plugins: list[LocalPath] = Field(default_factory=list)
     """Python files that register your own operators and rewards."""
 
     @model_validator(mode="after")
@@ -85,11 +84,6 @@ class PipelineConfig(Section):
         if both := sorted(self.models.keys() & self.endpoints.keys()):
             raise invalid(f"endpoints.{both[0]}", "is also the name of one of 'models'", "use another name")
         return self
-
-    @field_validator("plugins")
-    @classmethod
-    def _all_absolute(cls, plugins: list[Path]) -> list[Path]:
-        return [path.expanduser().absolute() for path in plugins]
 
 
 class OperatorActorsConfig(Section):
@@ -114,7 +108,7 @@ class PipelinesConfig(Section):
     cluster."""
     decontaminate: bool = True
     """Drop training and demonstrated tasks that show the question or answer of an evaluation task."""
-    endpoints: dict[Annotated[str, Field(pattern=NAME)], EndpointConfig] = Field(default_factory=dict)
+    endpoints: dict[Name, EndpointConfig] = Field(default_factory=dict)
     """Models elsewhere for operators, by name, besides the run's ``auxiliary`` models. Auxiliary models that ``tasks``
     needs get engines before the run starts. Answers are kept in ``<storage>/answers.<name>.jsonl``, so that a resumed
     run has the same tasks."""
@@ -125,7 +119,7 @@ class PipelinesConfig(Section):
     """Operators on each group of answers, after its rewards and before the Buffer. They see the columns of
     ``experience.SCHEMA``, ``response`` (the last answer as a text), and the task's question, answer, domain and
     difficulty. Rows that they drop are counted by operator and reason."""
-    made: str | None = Field(None, pattern=NAME)
+    made: Name | None = None
     """Name of the demonstrations to which rows made by operators of ``experiences`` are added: expert rows or
     preference pairs. A stage that also trains on groups may start while there are none."""
     workers: int = Field(1, ge=1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.base import NAME, Section, local_folder
+from rayrft.config.base import Folder, LocalPath, Name, Section
 from rayrft.config.bench import BenchConfig
 from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
@@ -27,13 +27,13 @@ from rayrft.weights import Layout, choose_transport, transports
 class RunConfig(Section):
     """One run: one YAML file."""
 
-    name: str = Field(pattern=NAME)
+    name: Name
     mode: Literal["both", "train", "explore", "serve", "bench"] = "both"
     """``train``: no engines; stages train on files, or on groups that other jobs put into the Buffer. ``explore``: no
     trainer; the stage with groups defines the groups that are sampled for the Buffer ``buffer.name``, with fixed
     weights. ``serve``: no tasks; stages train on the sessions of applications that call the endpoint. ``bench``: only
     engines; models are evaluated, and nothing is trained."""
-    storage: Path = Path("runs")
+    storage: Folder = Path("runs")
     """The run folder is ``<storage>/<name>``."""
     seed: int = 0
     max_staleness: int = Field(0, ge=0)
@@ -44,7 +44,7 @@ class RunConfig(Section):
     demonstrations: dict[str, DemonstrationsConfig] = Field(default_factory=dict)
     reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()
-    auxiliary: dict[Annotated[str, Field(pattern=NAME)], AuxiliaryConfig] = Field(default_factory=dict)
+    auxiliary: dict[Name, AuxiliaryConfig] = Field(default_factory=dict)
     """Frozen models for workflows and judges, by name: ``model.auxiliary("judge")``."""
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -57,16 +57,9 @@ class RunConfig(Section):
     serve: ServeConfig | None = None
     """An endpoint for applications; mode ``serve`` always has one."""
     monitor: MonitorConfig = MonitorConfig()
-    plugins: list[Path] = Field(default_factory=list)
+    plugins: list[LocalPath] = Field(default_factory=list)
     """Python files that register your own losses, advantages, rewards, workflows or weight transports, at paths that
     every node can read. The Buffer does not load them: name its samplers and scores by ``package.module:attribute``."""
-
-    _local_storage = field_validator("storage", mode="before")(local_folder)
-
-    @field_validator("plugins")
-    @classmethod
-    def _all_absolute(cls, plugins: list[Path]) -> list[Path]:
-        return [path.expanduser().absolute() for path in plugins]
 
     @property
     def folder(self) -> Path:

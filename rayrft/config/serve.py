@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from rayrft.config.base import NAME, Section, invalid
+from rayrft.config.base import LocalPath, Name, Section, invalid
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import ConfigError
 from rayrft.runtime.serving import LOCAL, key_digest
@@ -23,7 +22,7 @@ class HttpConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
     """Ray Serve has one HTTP port in a cluster, which all services share, each under ``/<its name>``."""
-    keys_file: Path | None = None
+    keys_file: LocalPath | None = None
     """A file with one API key per line."""
     keys_env: str | None = None
     """The environment variable of the driver with API keys, separated by commas."""
@@ -39,11 +38,6 @@ class HttpConfig(Section):
     """Seconds in which the body of a request must arrive, after which it gets status 408."""
     deadline_s: float = Field(600.0, gt=0)
     """Seconds that a request may take, after which it gets status 504."""
-
-    @field_validator("keys_file")
-    @classmethod
-    def _absolute(cls, path: Path | None) -> Path | None:
-        return path.expanduser().absolute() if path else None
 
     @model_validator(mode="after")
     def _keys(self) -> Self:
@@ -125,7 +119,7 @@ class FeedbackConfig(HttpConfig):
     """Whether people's rewards replace those of the rows; otherwise they are labels only."""
     labels: list[str] = Field(default_factory=list, max_length=9)
     """Labels to choose from."""
-    demonstrations: str = Field(EDITED, pattern=NAME)
+    demonstrations: Name = EDITED
     """The run's demonstrations to which edited answers are added. A stage with groups that names ``human`` may start
     while there are none."""
     max_groups: int = Field(2000, ge=1)
@@ -135,15 +129,10 @@ class FeedbackConfig(HttpConfig):
 class RewardServiceConfig(Section):
     """Rewards served over HTTP, without a run: the file of `rayrft serve rewards`."""
 
-    name: str = Field("rewards", pattern=NAME)
+    name: Name = "rewards"
     """The service is at ``/<name>``."""
     reward: RewardModelsConfig
     """As in a run, without the keys on training."""
     serve: HttpConfig = HttpConfig()
-    plugins: list[Path] = Field(default_factory=list)
+    plugins: list[LocalPath] = Field(default_factory=list)
     """Python files that register your own rewards, at paths that every node can read."""
-
-    @field_validator("plugins")
-    @classmethod
-    def _absolute(cls, paths: list[Path]) -> list[Path]:
-        return [path.expanduser().absolute() for path in paths]

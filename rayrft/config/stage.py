@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from rayrft.config.base import NAME, Section, invalid
+from rayrft.config.base import ModelPath, Name, Section, invalid
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ConfigError
 
@@ -67,7 +66,7 @@ class UpdateConfig(Section):
 class StageConfig(Section):
     """One stage of a run. A batch is ``expert_rows`` demonstrations and ``groups`` groups of ``group_size`` answers."""
 
-    name: str = Field(pattern=NAME)
+    name: Name
     algorithm: AlgorithmConfig
     steps: int = Field(ge=1)
     batch_size: int = Field(256, ge=1)
@@ -82,20 +81,13 @@ class StageConfig(Section):
     critic_optimizer: OptimizerConfig = OptimizerConfig()
     """The critic's optimiser, for algorithms that have one."""
     update: UpdateConfig = UpdateConfig()
-    teacher: str | None = None
+    teacher: ModelPath | None = None
     """The teacher model for distillation: a Hugging Face folder or hub id, with the same tokenizer. Each rank holds a
     shard of it."""
     start_from: str | None = None
     """Earlier stage whose final weights this stage starts from; the previous one by default."""
     evaluate_every: int | None = Field(None, ge=1)
     """Evaluate at every n-th step of the stage, in addition to its start and end."""
-
-    @field_validator("teacher")
-    @classmethod
-    def _absolute(cls, teacher: str | None) -> str | None:
-        # Actors do not share the driver's working directory.
-        folder = Path(teacher or "").expanduser()
-        return str(folder.absolute()) if teacher and folder.is_dir() else teacher
 
     @model_validator(mode="after")
     def _batch_arithmetic(self) -> StageConfig:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from rayrft.config.base import Section, invalid
+from rayrft.config.base import LocalPath, Section, invalid
 
 _REQUIRED = {
     "reasoning_gym": {"dataset": "the name of a data set", "size": "a number of tasks"},
@@ -49,10 +48,10 @@ class TaskSourceConfig(Section):
     the environment. ray: of ``read``."""
     size: int | None = Field(None, ge=1)
     """Number of rows to take before duplicates are removed; all of a file or a split by default."""
-    path: Path | None = None
+    path: LocalPath | None = None
     """file: JSONL, JSON, CSV, TSV or Parquet, a file or a folder. tasks: JSONL or Parquet that ``rayrft data
     difficulty`` or ``rayrft data tasks`` wrote. squares: the folder to draw them in."""
-    eval_path: Path | None = None
+    eval_path: LocalPath | None = None
     """A separate file of held-out tasks, of the same kinds. The source's share of ``eval_size`` is its first rows, or
     all if there are fewer."""
     question: str = "question"
@@ -60,7 +59,7 @@ class TaskSourceConfig(Section):
     """file, datasets, ray: the fields that hold the question and the ground truth; ``a.b`` is field b of object a."""
     images: str = "images"
     """file, datasets, ray: the field with a task's images, if any: paths, relative to the file's folder, or bytes."""
-    images_folder: Path | None = None
+    images_folder: LocalPath | None = None
     """file, datasets, ray: folder for images that are given as bytes; every node must have it at this path."""
     answer_after: str | None = None
     """file, datasets, ray: keep only the part of the answer after the last such mark (GSM8K: '####')."""
@@ -78,12 +77,6 @@ class TaskSourceConfig(Section):
     """System message before every question."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Weight of this source, relative to the sum of all, in drawn, held-out and demonstrated tasks."""
-
-    @field_validator("path", "eval_path", "images_folder")
-    @classmethod
-    def _absolute(cls, path: Path | None) -> Path | None:
-        # Other processes read them again: on a resume, and where tasks are added.
-        return path.expanduser().absolute() if path is not None else None
 
     @model_validator(mode="after")
     def _source_fields(self) -> TaskSourceConfig:
