@@ -50,10 +50,10 @@ def read_lines(path: Path, parse: Callable[[bytes], T]) -> Iterator[tuple[int, T
 class JsonLines:
     """A file with one writer, which appends lines unbuffered and reads them by number: see `open_lines`."""
 
-    def __init__(self, path: Path, file: FileIO, remedy: str) -> None:
+    def __init__(self, path: Path, file: FileIO, remedy: str, ends: list[int]) -> None:
         self.path, self._file, self._remedy = path, file, remedy
-        self._ends = array("Q", [0])
-        """Offsets of the ends of the lines, after the start of the file."""
+        self._ends = array("Q", ends)
+        """The start of the file, and the offsets of the ends of the lines."""
         self._waiting: list[tuple[tuple[bytes, ...], asyncio.Future[None]]] = []
         self._flusher: asyncio.Task[None] | None = None
 
@@ -124,25 +124,16 @@ def open_lines(
     ``wait``, waits for the lock. ``remedy`` is for a file that cannot be written. Raises StorageError.
     """
     mode = 0o600 if locked else 0o666
-    with _storing(path, remedy):
+    with _storing(path, remedy), contextlib.ExitStack() as closing:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = FileIO(path, "a+", opener=lambda name, flags: os.open(name, flags, mode))
-        opened = JsonLines(path, file, remedy)
-        try:
-            if locked:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            found = list(read_lines(path, parse))
-            opened._ends.extend(end for end, _ in found)
-            file.truncate(opened._ends[-1])
-            sync(path.parent)
-        except BlockingIOError:
-            file.close()
-            raise StorageError(
-                "another process is writing the file", "end that process, and try again", field=str(path)
-            ) from None
-        except BaseException:
-            file.close()
-            raise
+        file = closing.enter_context(FileIO(path, "a+", opener=lambda name, flags: os.open(name, flags, mode)))
+        if locked:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        found = list(read_lines(path, parse))
+        opened = JsonLines(path, file, remedy, [0, *(end for end, _ in found)])
+        file.truncate(opened._ends[-1])
+        sync(path.parent)
+        closing.pop_all()
     return opened, [value for _, value in found]
 
 
@@ -151,4 +142,7 @@ def _storing(path: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"cannot be written: {error.strerror}", remedy, field=str(path)) from None
+        problem = f"cannot be written: {error.strerror}"
+        if isinstance(error, BlockingIOError):
+            problem, remedy = "another process is writing the file", "end that process, and try again"
+        raise StorageError(problem, remedy, field=str(path)) from None

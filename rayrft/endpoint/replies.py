@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.decoding import DecodedMessage
@@ -18,7 +19,7 @@ from rayrft.explorer.tools.parsing import CallForm
 
 @dataclass(frozen=True)
 class CheckedRequest:
-    """A checked request. ``turns`` and the prompt's new part are what is not in the prefix."""
+    """A checked request; ``turns`` are the messages after the prefix."""
 
     body: Sampled
     response: str
@@ -43,49 +44,72 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class DecodedAnswer:
-    """An answer; ``tail`` is what was not shown of it."""
+    """An answer; ``tail`` is the part that was not streamed yet."""
 
     completion: Completion
     text: str
     message: DecodedMessage
     tail: TextPiece
 
+    @property
+    def is_truncated(self) -> bool:
+        return self.completion.stop_reason in TRUNCATED
 
-class ReplyForm(Protocol):
+
+class ReplyForm(ABC):
     """The form of a response: whole, or as the events of a stream, in the order of the methods."""
 
+    def __init__(self, ask: CheckedRequest, model: str, tokenizer: ChatTokenizer) -> None:
+        self._ask, self._tokenizer = ask, tokenizer
+        self._common: dict[str, Any] = {"id": ask.response, "model": model}
+
+    @abstractmethod
     def whole(self, answers: list[DecodedAnswer]) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
 
+    @abstractmethod
     def begin(self) -> list[str]:
         """Return the events that begin the answers."""
 
+    @abstractmethod
     def piece(self, piece: TextPiece) -> list[str]:
         """Return the events of further text."""
 
+    @abstractmethod
     def end(self, answer: DecodedAnswer) -> list[str]:
-        """Return the events of what was held back of an answer, and of its end."""
+        """Return the events of text that was held back of an answer, and of its end."""
 
+    @abstractmethod
     def done(self, answers: list[DecodedAnswer]) -> list[str]:
         """Return the last events."""
 
+    def _entries(self, tokens: Chunk | Completion) -> list[dict[str, Any]] | None:
+        """Return sampled tokens with their log-probs in the form of the API; None if the request wants none."""
+        if not self._ask.body.wants_logprobs:
+            return None
+        texts = [self._tokenizer.decode([token]) for token in tokens.token_ids]
+        return [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, tokens.logprobs, strict=True)
+        ]
 
-class ChoicesReply:
+    def _usage(self, answers: list[DecodedAnswer]) -> tuple[int, int]:
+        """Return the numbers of tokens of the prompt and of the answers."""
+        return len(self._ask.prompt), sum(len(answer.completion.token_ids) for answer in answers)
+
+
+class ChoicesReply(ReplyForm):
     """The form of ``/v1/chat/completions`` and ``/v1/completions``."""
 
     def __init__(self, ask: CheckedRequest, model: str, tokenizer: ChatTokenizer) -> None:
-        self._ask = ask
-        self._tokenizer = tokenizer
+        super().__init__(ask, model, tokenizer)
         self._chat = isinstance(ask.body, ChatRequest)
-        self._common = {"id": ask.response, "created": int(time.time()), "model": model}
-        self._chunk = {**self._common, "object": "chat.completion.chunk" if self._chat else "text_completion"}
+        self._common["created"] = int(time.time())
 
     def whole(self, answers: list[DecodedAnswer]) -> dict[str, Any]:
         choices = []
         for index, answer in enumerate(answers):
-            logprobs = None
-            if self._ask.body.wants_logprobs:
-                logprobs = self._logprobs(Chunk(answer.completion.token_ids, answer.completion.logprobs))
+            logprobs = self._logprobs(answer.completion)
             choice = {"index": index, "logprobs": logprobs, "finish_reason": _finish_reason(answer)}
             if self._chat:
                 calls = list(answer.message.tool_calls)
@@ -95,7 +119,7 @@ class ChoicesReply:
             else:
                 choices.append({**choice, "text": answer.text})
         kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._common, "object": kind, "choices": choices, "usage": self._usage(answers)}
+        return {**self._common, "object": kind, "choices": choices, "usage": self._counts(answers)}
 
     def begin(self) -> list[str]:
         said = {"role": "assistant", "content": ""} if self._chat else ""
@@ -113,49 +137,36 @@ class ChoicesReply:
         return [*events, self._choice(tail.index, {} if self._chat else "", _finish_reason(answer))]
 
     def done(self, answers: list[DecodedAnswer]) -> list[str]:
-        if not self._ask.body.stream_options.include_usage:
-            return []
-        return [as_event({**self._chunk, "choices": [], "usage": self._usage(answers)})]
+        include = self._ask.body.stream_options.include_usage
+        return [self._chunk(choices=[], usage=self._counts(answers))] if include else []
 
     def _choice(self, index: int, said: Any, reason: str | None = None, chunk: Chunk | None = None) -> str:
-        logprobs = self._logprobs(chunk) if chunk is not None and self._ask.body.wants_logprobs else None
+        logprobs = self._logprobs(chunk) if chunk is not None else None
         choice = {"index": index, "delta" if self._chat else "text": said, "logprobs": logprobs}
-        return as_event({**self._chunk, "choices": [{**choice, "finish_reason": reason}]})
+        return self._chunk(choices=[{**choice, "finish_reason": reason}])
 
-    def _logprobs(self, chunk: Chunk) -> dict[str, Any]:
-        entries = logprob_entries(chunk, self._tokenizer)
+    def _chunk(self, **fields: Any) -> str:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return as_event({**self._common, "object": kind, **fields})
+
+    def _logprobs(self, tokens: Chunk | Completion) -> dict[str, Any] | None:
+        entries = self._entries(tokens)
+        if entries is None:
+            return None
         if self._chat:
             return {"content": entries, "refusal": None}
-        tokens, values = [each["token"] for each in entries], [each["logprob"] for each in entries]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
+        texts, values = [each["token"] for each in entries], [each["logprob"] for each in entries]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
 
-    def _usage(self, answers: list[DecodedAnswer]) -> dict[str, int]:
-        prompt, sampled = usage(self._ask, answers)
+    def _counts(self, answers: list[DecodedAnswer]) -> dict[str, int]:
+        prompt, sampled = self._usage(answers)
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def logprob_entries(chunk: Chunk, tokenizer: ChatTokenizer) -> list[dict[str, Any]]:
-    """Return the sampled tokens with their log-probs, as the API has them."""
-    texts = [tokenizer.decode([token]) for token in chunk.token_ids]  # those that are no text have none here either
-    return [
-        {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in zip(texts, chunk.logprobs, strict=True)
-    ]
-
-
-def usage(ask: CheckedRequest, answers: list[DecodedAnswer]) -> tuple[int, int]:
-    """Return the numbers of tokens of the prompt and of the answers."""
-    return len(ask.prompt), sum(len(answer.completion.token_ids) for answer in answers)
-
-
-def is_truncated(answer: DecodedAnswer) -> bool:
-    """Whether the answer ends where it was cut off."""
-    return answer.completion.stop_reason in TRUNCATED
-
-
 def _finish_reason(answer: DecodedAnswer) -> str:
-    return "length" if is_truncated(answer) else "tool_calls" if answer.message.tool_calls else "stop"
+    return "length" if answer.is_truncated else "tool_calls" if answer.message.tool_calls else "stop"
 
 
 def as_event(body: dict[str, Any]) -> str:
+    """Return a server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

@@ -7,31 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.endpoint.replies import (
-    CheckedRequest,
-    DecodedAnswer,
-    TextPiece,
-    as_event,
-    is_truncated,
-    logprob_entries,
-    usage,
-)
-from rayrft.explorer.engines.exchange import Chunk
+from rayrft.endpoint.replies import CheckedRequest, DecodedAnswer, ReplyForm, TextPiece, as_event
 
 Item = dict[str, Any]
 
 
-class ResponseReply:
+class ResponseReply(ReplyForm):
     """The form of ``/v1/responses``."""
 
     def __init__(self, ask: CheckedRequest, model: str, tokenizer: ChatTokenizer) -> None:
-        self._ask = ask
-        self._tokenizer = tokenizer
-        self._common = {
-            "id": ask.response,
+        super().__init__(ask, model, tokenizer)
+        self._common |= {
             "object": "response",
             "created_at": int(time.time()),
-            "model": model,
             "error": None,
             "instructions": None,
             "metadata": {},
@@ -44,13 +32,13 @@ class ResponseReply:
         }
         self._message = f"msg_{ask.response}"
         self._speaks = False
-        """Whether the text's item was begun in the stream."""
+        """Whether the stream has begun the text's item."""
         self._events = 0
 
     def whole(self, answers: list[DecodedAnswer]) -> dict[str, Any]:
         [answer] = answers
-        cut = is_truncated(answer)
-        prompt, sampled = usage(self._ask, answers)
+        cut = answer.is_truncated
+        prompt, sampled = self._usage(answers)
         return {
             **self._common,
             "status": "incomplete" if cut else "completed",
@@ -74,7 +62,7 @@ class ResponseReply:
         if not piece.text:
             return []
         begin = [] if self._speaks else self._begin_text()
-        logprobs = self._logprobs(piece.chunk)
+        logprobs = self._entries(piece.chunk) or []
         return [*begin, self._event("response.output_text.delta", delta=piece.text, logprobs=logprobs, **self._place)]
 
     def end(self, answer: DecodedAnswer) -> list[str]:
@@ -126,16 +114,13 @@ class ResponseReply:
         content = answer.message.content
         if calls and not content and not self._speaks:
             return calls
-        logprobs = self._logprobs(Chunk(answer.completion.token_ids, answer.completion.logprobs))
-        status = "incomplete" if is_truncated(answer) else "completed"
+        logprobs = self._entries(answer.completion) or []
+        status = "incomplete" if answer.is_truncated else "completed"
         return [self._text(content, logprobs, status), *calls]
 
     def _text(self, text: str, logprobs: list[dict[str, Any]], status: str) -> Item:
         content = [_part(text, logprobs)]
         return {"type": "message", "id": self._message, "role": "assistant", "status": status, "content": content}
-
-    def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
-        return logprob_entries(chunk, self._tokenizer) if self._ask.body.wants_logprobs else []
 
     def _event(self, kind: str, **fields: Any) -> str:
         self._events += 1

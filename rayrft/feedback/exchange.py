@@ -23,7 +23,6 @@ from rayrft.buffer.reader import Archive
 from rayrft.config.serve import FeedbackConfig
 from rayrft.data.formats import read_rows
 from rayrft.errors import DataError
-from rayrft.experience import from_batch
 from rayrft.feedback.items import ShownAnswer
 from rayrft.feedback.judgements import (
     Judgement,
@@ -32,6 +31,7 @@ from rayrft.feedback.judgements import (
     check_judgement,
     judgement_type,
 )
+from rayrft.feedback.run_rows import read_shown
 from rayrft.files import atomic_file
 
 Trainable = Literal["pairs", "answers", "labelled", "scores"]
@@ -116,13 +116,9 @@ def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settin
 
 
 def read_answers(archive: Archive, ids: set[str] | None = None) -> dict[str, ShownAnswer]:
-    """Return the own rows of a run's log, or those of these ids, by experience id."""
-    found = {}
-    for batch in archive.rows("usual", skip_damaged=True):
-        for row, status in zip(from_batch(batch), batch.column("group_status").to_pylist(), strict=True):
-            if ids is None or row.experience_id in ids:
-                found[row.experience_id] = ShownAnswer.of(row, status == "ready")
-    return found
+    """Return the usual rows of a run's log, or those of these ids, by experience id."""
+    shown = (answer for _, answer in read_shown(archive))
+    return {answer.experience_id: answer for answer in shown if ids is None or answer.experience_id in ids}
 
 
 # Rows to train on.

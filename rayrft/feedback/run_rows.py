@@ -138,19 +138,17 @@ def edited_row(row: Experience, judgement: Judgement, name: str, response: list[
     return expert_row(made, made, ids, mask, turns, task_id=row.task_id, images=row.images)
 
 
+def read_shown(archive: Archive, newest: int | None = None) -> Iterator[tuple[Experience, ShownAnswer]]:
+    """Iterate over the usual rows of a log with their answers; for ``newest`` see `Archive.rows`."""
+    for batch in archive.rows("usual", skip_damaged=True, newest=newest):
+        for row, status in zip(from_batch(batch), batch.column("group_status").to_pylist(), strict=True):
+            yield row, ShownAnswer.of(row, status == "ready")
+
+
 def _read_groups(archive: Archive, most: int) -> list[AnswerGroup]:
     """Read the groups that wait for training, then the latest, at most ``most``, without rows that do not end with the
     model."""
-    found = list[AnswerGroup]()
-    for batch in archive.rows("usual", skip_damaged=True, newest=most):
-        statuses = batch.column("group_status").to_pylist()
-        shown = [
-            (row, status)
-            for row, status in zip(from_batch(batch), statuses, strict=True)
-            if row.turns and row.turns[-1].get("role") == "assistant"
-        ]
-        for group_id, members in groupby(shown, key=lambda each: each[0].group_id):
-            rows = list(members)
-            answers = tuple(ShownAnswer.of(row, status == "ready") for row, status in rows)
-            found.append(AnswerGroup(group_id, rows[0][0].task_id, answers))
-    return found
+    rows = read_shown(archive, most)
+    shown = (pair for pair in rows if pair[0].turns and pair[0].turns[-1].get("role") == "assistant")
+    groups = ((group_id, list(pairs)) for group_id, pairs in groupby(shown, key=lambda pair: pair[0].group_id))
+    return [AnswerGroup(name, pairs[0][0].task_id, tuple(answer for _, answer in pairs)) for name, pairs in groups]
