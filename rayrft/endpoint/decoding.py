@@ -1,4 +1,4 @@
-"""From the tokens of an answer to what a client gets: text in whole characters, stop strings, and calls of tools."""
+"""Decoding of an answer's tokens: text in whole characters, stop strings, and calls of tools."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _CALL_BEGINS = "<tool_call>"
 
 @dataclass(frozen=True)
 class DecodedMessage:
-    """An answer as a client gets it: its text, and calls of tools in the API's form."""
+    """The text of an answer, and its calls of tools in the API's form."""
 
     content: str
     tool_calls: tuple[dict[str, Any], ...] = ()
 
 
 class AnswerText:
-    """The text of an answer that grows by tokens, up to a stop string after its reasoning. It begins with ``opening``.
+    """The growing text of an answer, from ``opening`` to a stop string after its reasoning.
 
-    ``holds_calls`` holds text back from the beginning of a call of tools on, or all of it in the form ``json``.
+    With ``holds_calls``, text from the start of a call of tools on is held back; all of it in the form ``json``.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class AnswerText:
         self._holds_calls = holds_calls
         self._ids: list[int] = []
         self._first, self._read = 0, 0
-        """The window of tokens that is decoded together with what follows, and its end, up to which text is known."""
+        """The window of tokens that is decoded again with the next ones; the text is known up to its end."""
         self._shown = 0
         self.text = opening
-        """Without what is not a whole character yet, and without the stop string."""
+        """The text so far, in whole characters and without the stop string."""
         self.stopped_at: int | None = None
-        """Number of tokens after which there was a stop string."""
+        """Number of tokens up to the end of the stop string."""
 
     @property
     def tokens(self) -> int:
@@ -55,7 +55,7 @@ class AnswerText:
         return len(self._ids)
 
     def add(self, token_ids: Sequence[int]) -> bool:
-        """Append tokens; return whether there is a stop string. What follows that is not added."""
+        """Append tokens up to a stop string; return whether there is one."""
         for token in token_ids:
             if self.stopped_at is None:
                 self._ids.append(token)
@@ -63,14 +63,14 @@ class AnswerText:
         return self.stopped_at is not None
 
     def end(self) -> str:
-        """Return the text that was not shown yet, when no token follows."""
+        """Return the text that was not shown yet; no token may follow."""
         if self.stopped_at is None:
             self._decode(whole=False)
         self._shown, shown = len(self.text), self._shown
         return self.text[shown:]
 
     def show(self) -> str:
-        """Return the text since the last call, but for what may become a stop string or a call of tools."""
+        """Return the text since the last call, without an end that may become a stop string or a call of tools."""
         end = len(self.text)
         if self.stopped_at is None:
             end -= max((_overlap(self.text, stop) for stop in self._stops), default=0)
@@ -98,7 +98,7 @@ class AnswerText:
 
 
 def truncate_answer(completion: Completion, tokens: int | None) -> Completion:
-    """Return an answer up to a number of tokens, at which it was stopped; the answer itself if there is none."""
+    """Return an answer up to the number of tokens at which it was stopped; without a number, all of it."""
     if tokens is None:
         return completion
     versions = tuple((start, min(end, tokens), version) for start, end, version in completion.versions)
@@ -112,8 +112,8 @@ def truncate_answer(completion: Completion, tokens: int | None) -> Completion:
 
 
 def decode_message(text: str, form: CallForm | None) -> DecodedMessage:
-    """Return the message of an answer, with its calls of tools if there is a ``form`` of them. An answer whose calls
-    cannot all be read is text."""
+    """Return the message of an answer, with its calls of tools in a ``form``. An answer with an unreadable call is
+    text."""
     calls = parse_calls(text, form) if form else []
     read = [call for call in calls if isinstance(call, ToolCall)]
     if not read or len(read) < len(calls):
@@ -130,5 +130,5 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of the text that begins, but is not, ``stop``."""
+    """Return the length of the longest end of the text that is a proper beginning of ``stop``."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-size:])), 0)

@@ -1,4 +1,4 @@
-"""SessionKeeper: the actor that has the sessions of the endpoint, and puts their groups into the Buffer."""
+"""The actor that keeps the sessions of the endpoint and puts their groups into the Buffer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rayrft.runtime.handle import Handle, Watched
 
 
 class SessionKeeper(Watched):
-    """The actor. Replicas of the endpoint tell it of calls; for the arguments see `Sessions`."""
+    """The actor, which the replicas of the endpoint call; for the arguments see `Sessions`."""
 
     def __init__(
         self,
@@ -33,24 +33,24 @@ class SessionKeeper(Watched):
         drop_equal: bool,
         mask_truncated: bool = False,
     ) -> None:
-        self._life, self._keep_days = uuid.uuid4().hex[:8], config.keep_days
+        self._attempt, self._keep_days = uuid.uuid4().hex[:8], config.keep_days
         self._sessions = Sessions(
-            config, f"{run}/serve/{self._life}", group_size, drop_equal=drop_equal, mask_truncated=mask_truncated
+            config, f"{run}/serve/{self._attempt}", group_size, drop_equal=drop_equal, mask_truncated=mask_truncated
         )
         self._buffer = buffer
         self._writer = BufferWriter(buffer)
         self._dropped: Counter[str] = Counter()
-        """Rows that the Buffer is not told of yet."""
+        """Dropped rows that the Buffer has not counted yet, by reason."""
         self._discards = 0
         self._discarding = asyncio.Lock()
         self._sending: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
-        """Why the Buffer could not be told."""
+        """The error of a call of the Buffer."""
         self._failed = asyncio.Event()
 
     async def start(self) -> None:
-        """Begin to end sessions when their time has come; must be called first."""
+        """Start to end sessions in time; call it first."""
         self._expiring = asyncio.create_task(self._expire())
         if self._keep_days is not None:
             self._forgetting = asyncio.create_task(self._forget_old(self._keep_days))
@@ -59,7 +59,7 @@ class SessionKeeper(Watched):
     async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun:
         """Begin a call of a session."""
         begun = self._sessions.begin(session, task, conversation, time.monotonic())
-        self._changed.set()  # it may be the first that is to be given up
+        self._changed.set()  # this call may be the first to be given up
         return begun
 
     async def answered(self, begun: Begun, call: Call) -> None:
@@ -73,28 +73,28 @@ class SessionKeeper(Watched):
         self._send()
 
     async def opted_out(self, rows: int) -> None:
-        """Count answers that are not kept, as their client wants."""
+        """Count answers that their client does not want to be kept."""
         self._sessions.opted_out(rows)
         self._send()
 
     async def forget(self, name: str) -> tuple[int, int]:
-        """Erase what is kept of a session, by its id or that of a response, with the groups that have its rows; return
-        the number of rows, and of those that can be erased once a checkpoint covers their step."""
+        """Erase a session, by its id or that of a response, with the groups of its rows; return the number of erased
+        rows, and of rows that can be erased once a checkpoint covers their step."""
         dropped = self._sessions.forget(name)
-        while self._sending:  # its group may be on its way to the Buffer
+        while self._sending:  # the session's group may be on its way to the Buffer
             await asyncio.gather(*self._sending)
         await asyncio.gather(*self._send())
         erased, leased = await self._buffer.call(Buffer.forget, [name])
         return dropped + erased, leased
 
     async def _forget_old(self, days: float) -> None:
-        """Erase sessions once they are so old, within an hour. Never returns."""
+        """Erase sessions of this age, once an hour. Never returns."""
         while True:
             await self._buffer.call(Buffer.forget, [], time.time() - 86_400 * days)
             await asyncio.sleep(3600)
 
     async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
-        """Give the reward of a session; return its id once the Buffer has what has come of it. Raises DataError and
+        """Give the reward of a session; return its id once the Buffer has its group. Raises DataError and
         FeedbackRefused."""
         session = self._sessions.feedback(name, reward, components, time.monotonic())
         await asyncio.gather(*self._send())
@@ -105,21 +105,20 @@ class SessionKeeper(Watched):
         return self._sessions.stats()
 
     async def close(self) -> None:
-        """Drop what has not become part of a group; return when the Buffer has, and has counted, everything."""
+        """Drop sessions that are not part of a group; return when the Buffer has, and has counted, everything."""
         self._sessions.close()
         self._send()
         while self._sending:
             await asyncio.gather(*self._sending)
 
     async def watch(self) -> None:
-        """Return only by raising the error of the Buffer that ends the run. A caller that awaits it also learns at once
-        when this actor dies."""
+        """Raise the error of the Buffer that ends the run; see `Watched.watch`."""
         await self._failed.wait()
         assert self._error is not None  # set before the event
         raise self._error
 
     async def _expire(self) -> None:
-        """End sessions when their time has come. Never returns."""
+        """End sessions in time. Never returns."""
         while True:
             self._changed.clear()
             left = self._sessions.next_expiry() - time.monotonic()
@@ -130,7 +129,7 @@ class SessionKeeper(Watched):
                 self._send()
 
     def _send(self) -> list[asyncio.Task[None]]:
-        """Send to the Buffer what has come of the sessions."""
+        """Start to send formed groups and counts of dropped rows to the Buffer."""
         self._changed.set()
         groups, dropped = self._sessions.take()
         self._dropped += dropped
@@ -138,7 +137,7 @@ class SessionKeeper(Watched):
         return [*sending, self._start(self._discard())] if self._dropped else sending
 
     def _start(self, sending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(sending, context=Context())  # calls share what is sent: none may be cancelled
+        task = asyncio.create_task(sending, context=Context())  # a cancelled request must not cancel it for others
         self._sending.add(task)
         task.add_done_callback(self._sent)
         return task
@@ -150,12 +149,12 @@ class SessionKeeper(Watched):
             self._failed.set()
 
     async def _put(self, group: ServedGroup) -> None:
-        # What the Buffer rejects, or has no place for, it has counted.
+        # The Buffer itself counts rows that it rejects or has no place for.
         await self._writer.put(to_batch(group.rows), group.report, dropped=dict(group.dropped))
 
     async def _discard(self) -> None:
-        async with self._discarding:  # what comes meanwhile is told together
+        async with self._discarding:  # counts that come meanwhile are sent together
             dropped, self._dropped = self._dropped, Counter()
             if dropped:
                 self._discards += 1
-                await self._buffer.call(Buffer.discard, f"{self._life}/{self._discards}", dict(dropped))
+                await self._buffer.call(Buffer.discard, f"{self._attempt}/{self._discards}", dict(dropped))

@@ -1,5 +1,4 @@
-"""What is recorded of the calls of a session: each continues a row, whose answers stay as they were sampled, or begins
-another one."""
+"""Rows of a session: each call continues a row, whose answers stay as they were sampled, or starts another one."""
 
 from __future__ import annotations
 
@@ -10,18 +9,18 @@ from dataclasses import dataclass, field
 from rayrft.explorer.engines.exchange import Completion
 
 Conversation = str | tuple[str, ...] | tuple[int, ...]
-"""What a client has sent and got: a text, canonical messages (the first entry stands for their tools), or token ids.
-One continues another if it begins with it."""
+"""The messages between client and model: a text, canonical messages (the first entry stands for their tools), or token
+ids. A conversation continues another if it begins with it."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """A row that a call continues: its tokens, and how long a part of the conversation they are."""
+    """The row that a call continues: its tokens, and the length of their part of the conversation."""
 
     token_ids: tuple[int, ...]
     length: int
     engine: str | None
-    """The engine that has it in its cache."""
+    """The engine whose cache has the row."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Choice:
-    """An answer: as it was sampled, how it continues the conversation, and as text."""
+    """An answer as it was sampled, as a continuation of the conversation, and as text."""
 
     completion: Completion
     said: Conversation
@@ -44,7 +43,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Call:
-    """A call that was answered. ``turns`` are its messages, for display, since those of the prefix."""
+    """An answered call. ``turns`` are its messages after the prefix, for display."""
 
     response: str
     prompt: tuple[int, ...]
@@ -65,11 +64,11 @@ class Row:
     known: Conversation
     turns: list[dict[str, str]]
     answers: list[tuple[int, Completion]]
-    """Those to train on, by their start index."""
+    """Answers to train on, by their start index."""
     stop_reason: str
     engine: str | None
     responses: list[str] = field(default_factory=list)
-    """Ids of the responses whose answers it has."""
+    """Ids of the responses with its answers."""
 
 
 @dataclass
@@ -78,12 +77,12 @@ class SessionRows:
 
     rows: list[Row] = field(default_factory=list)
     running: dict[int, Row | None] = field(default_factory=dict)
-    """Calls in progress by number, with what they continue."""
+    """Calls in progress by number, with the rows that they continue."""
     _free: dict[int, dict[Conversation, list[Row]]] = field(default_factory=dict)
-    """Rows that no call in progress continues, by the length of what is known, and by that."""
+    """Rows that no call in progress continues, by the length of their conversation, and by that."""
 
     def begin(self, number: int, conversation: Conversation) -> Prefix | None:
-        """Begin a call. It continues the longest row that it can and no other call does; None: it begins another."""
+        """Begin a call. It continues the longest row that it can, unless another call does; None: it starts a row."""
         self.running[number] = None
         for length in sorted(self._free, reverse=True):
             rows = self._free[length].get(conversation[:length])
@@ -97,7 +96,7 @@ class SessionRows:
         return None
 
     def answered(self, number: int, call: Call) -> None:
-        """End a call with its answers; the first continues the row, others are rows of their own."""
+        """End a call with its answers; the first continues the row, each other answer is a further row."""
         row = self.running.pop(number)
         for choice in call.choices:
             ids = (*call.prompt, *choice.completion.token_ids)
@@ -124,5 +123,5 @@ class SessionRows:
 
 
 def canonical_messages(messages: Sequence[dict[str, object]]) -> tuple[str, ...]:
-    """Return messages in a form in which equal ones are equal, whatever a client adds or leaves out."""
+    """Return messages as JSON with sorted keys, so that equal messages are equal texts."""
     return tuple(json.dumps(message, sort_keys=True) for message in messages)

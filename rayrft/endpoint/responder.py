@@ -71,7 +71,7 @@ class Responder:
     async def begin(
         self, body: Sampled, response: str, session: str, task: str | None, *, record: bool = True
     ) -> CheckedRequest:
-        """Check a request, and begin its call in its session, if it may be recorded."""
+        """Check a request; with ``record``, begin its call in its session."""
         sampling, trained = self._sampling(body)
         if isinstance(body, ChatRequest):
             options = body.chat_template_kwargs
@@ -109,7 +109,7 @@ class Responder:
         return await self._or_failed(ask, checked())
 
     async def whole(self, ask: CheckedRequest, request: Request) -> dict[str, Any]:
-        """Return the response, unless the client of ``request`` goes away before."""
+        """Return the body of the response; stop if the client of ``request`` goes away."""
         answers = await self._or_failed(ask, unless_gone(request, self._answers(ask, None)))
         return self._reply(ask).whole(answers)
 
@@ -140,18 +140,18 @@ class Responder:
             await asyncio.gather(answering, return_exceptions=True)
 
     async def _begun(self, session: str, task: str | None, conversation: Conversation) -> Begun | None:
-        """Begin a call in its session, if calls are recorded."""
+        """Begin a call in its session, if sessions are recorded."""
         if self.sessions is None:
             return None
         beginning = asyncio.ensure_future(self.sessions.begin(session, task, conversation))
         try:
             return await asyncio.shield(beginning)
-        except asyncio.CancelledError:  # the call may have begun: nobody else would end it
+        except asyncio.CancelledError:  # the call may have begun, and must be ended here
             await self.sessions.failed(await beginning, client_gone().code)
             raise
 
     def _sampling(self, body: Sampled) -> tuple[Sampling, bool]:
-        """Return how to sample, and whether that is as the run trains."""
+        """Return the sampling of a request, and whether the run trains on it."""
         rules = self.settings.sampling
         run = Sampling(rules.temperature, rules.max_tokens, self._tokenizer.stop_ids, body.seed, rules.repetition)
         asked = replace(
@@ -173,7 +173,7 @@ class Responder:
         return asked, False
 
     def _tokenise(self, ask: CheckedRequest) -> tuple[list[int], tuple[dict[str, str], ...]]:
-        """Return the prompt's token ids, and the turns that are not in its prefix. Raises DataError."""
+        """Return the prompt's token ids, and the turns after its prefix. Raises DataError."""
         body, tokenizer = ask.body, self._tokenizer
         prefix = ask.begun.prefix if ask.begun is not None else None
         known = prefix.length if prefix is not None else 0
@@ -198,8 +198,7 @@ class Responder:
         return [*(prefix.token_ids if prefix is not None else ()), *ids], ({"role": "user", "content": text},)
 
     async def _answers(self, ask: CheckedRequest, show: Callable[[TextPiece], None] | None) -> list[DecodedAnswer]:
-        """Sample the answers. Where they are to be shown as they are sampled, or end at stop strings, each has a
-        request of its own."""
+        """Sample the answers: in one request, or in one for each if they are streamed or have stop strings."""
         prefix = ask.begun.prefix if ask.begun is not None else None
         sessions = [Session(prefix.engine if prefix is not None else None) for _ in range(ask.body.n)]
         async with asyncio.timeout(self._config.deadline_s):
@@ -238,7 +237,7 @@ class Responder:
     def _finished(
         self, ask: CheckedRequest, index: int, completion: Completion, text: AnswerText | None
     ) -> DecodedAnswer:
-        """Return an answer to which no token will be added; ``text`` has those of which was told."""
+        """Return a complete answer; ``text`` has the tokens that were streamed."""
         if text is None:
             whole = self._opening(ask) + self._tokenizer.decode(list(completion.token_ids))
             tail = TextPiece(index, whole, Chunk(completion.token_ids, completion.logprobs))
@@ -269,7 +268,7 @@ class Responder:
                 said = ChatMessage(role="assistant", content=answer.message.content, tool_calls=calls)
                 choices.append(Choice(answer.completion, canonical_messages([said.plain()]), text))
             elif isinstance(ask.conversation, str):
-                # With what ended it: a prompt that leaves that out does not continue the tokens.
+                # With the token that ended it: a prompt without its text does not continue the tokens.
                 said_text = self._tokenizer.hf.decode(list(answer.completion.token_ids))
                 choices.append(Choice(answer.completion, said_text, text))
             else:
@@ -278,12 +277,12 @@ class Responder:
         await self.sessions.answered(ask.begun, call)
 
     async def _or_failed(self, ask: CheckedRequest, work: Coroutine[Any, Any, R]) -> R:
-        """Return the result of ``work``; if it fails, the call of its session has failed, too."""
+        """Return the result of ``work``; if that fails, end the call in its session."""
         try:
             return await work
         except BaseException as error:
             if self.sessions is not None and ask.begun is not None:
-                with contextlib.suppress(Exception):  # the error that is raised comes first
+                with contextlib.suppress(Exception):  # the first error is raised
                     await asyncio.shield(self.sessions.failed(ask.begun, api_error(error).code))
             raise
 
