@@ -19,17 +19,17 @@ class Interleave:
     """Weighted interleaving of sources; source i has at most ``limits[i]`` turns (None: unlimited).
 
     After any k turns a source has had its share of k rounded down or up: the quota method of Balinski and Young. Among
-    sources below their share of the turns so far, the next is the one whose next turn is due first. When a source ends,
-    the others continue in their proportions, counted from that point.
-
-    Weights are scaled to the smallest whole numbers w; in every round of sum(w) turns a source has exactly w turns, and
-    all rounds are equal.
+    sources below their share of the turns so far, the next is the one whose next turn is due first. When a source ends
+    or returns, the shares are counted from that point.
     """
 
     def __init__(self, weights: Sequence[float], limits: Sequence[int | None] = ()) -> None:
-        self._weights = _whole_numbers(weights)
+        exact = [Fraction(repr(float(weight))) for weight in weights]  # as decimal numbers
+        scale = math.lcm(*(weight.denominator for weight in exact))
+        self._weights = [int(weight * scale) for weight in exact]
         self._limits = list(limits) or [None] * len(weights)
-        self.seek(0)
+        self._counts = [0] * len(weights)
+        self._restart()
 
     @property
     def counts(self) -> list[int]:
@@ -41,71 +41,35 @@ class Interleave:
         if not self._open:
             return None
         self._turn += 1
-        below = [i for i in self._open if self._taken[i] * self._round < self._weights[i] * self._turn]
+        total = sum(self._weights[i] for i in self._open)
+        below = [i for i in self._open if self._taken[i] * total < self._weights[i] * self._turn]
         source = min(below, key=lambda i: (self._taken[i] + 1) / self._weights[i])
         self._taken[source] += 1
         self._counts[source] += 1
-        if self._turn == self._round or self._counts[source] == self._limits[source]:
-            self._begin_round()
+        if self._counts[source] == self._limits[source]:
+            self._restart()
         return source
 
     def extend(self, source: int, limit: int | None) -> None:
         """Set another limit for a source. If it had ended, it takes part again."""
         self._limits[source] = limit
         if source not in self._open:
-            self._begin_round()
+            self._restart()
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as JSON."""
-        return {
-            "counts": self._counts,
-            "limits": self._limits,
-            "open": self._open,
-            "taken": self._taken,
-            "turn": self._turn,
-        }
+        return {"counts": self._counts, "limits": self._limits, "taken": self._taken, "turn": self._turn}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a state."""
-        self._counts, self._limits, self._open, self._taken = (
-            list(state[name]) for name in ("counts", "limits", "open", "taken")
-        )
-        self._turn, self._round = state["turn"], sum(self._weights[i] for i in self._open)
+        self._counts, self._limits = list(state["counts"]), list(state["limits"])
+        self._restart()
+        self._turn, self._taken = state["turn"], list(state["taken"])
 
-    def seek(self, position: int) -> None:
-        """Move to the state after ``position`` turns from the start, or to the end if it comes first.
-
-        Whole rounds are skipped: the cost is at most (number of sources) * sum(w) turns, and at most ``position``.
-        """
-        self._counts = [0] * len(self._weights)
-        self._begin_round()
-        left = position
-        while left > 0 and self._open:
-            left -= self._skip_rounds(left) if self._turn == 0 else 0
-            if left > 0:
-                self.next()
-                left -= 1
-
-    def _begin_round(self) -> None:
+    def _restart(self) -> None:
+        """Count the shares of the sources that have turns left from here."""
         self._open = [i for i, limit in enumerate(self._limits) if limit is None or self._counts[i] < limit]
-        self._round = sum(self._weights[i] for i in self._open)
         self._turn, self._taken = 0, [0] * len(self._weights)
-
-    def _skip_rounds(self, most: int) -> int:
-        """Skip the whole rounds within ``most`` turns in which no source ends; return the number of turns."""
-        room = [(limit - self._counts[i] - 1) // self._weights[i] for i in self._open if (limit := self._limits[i])]
-        rounds = min([most // self._round, *room])
-        for i in self._open:
-            self._counts[i] += rounds * self._weights[i]
-        return rounds * self._round
-
-
-def _whole_numbers(weights: Sequence[float]) -> list[int]:
-    """Return the smallest whole numbers in proportion to the weights, which are read in decimal notation."""
-    exact = [Fraction(repr(float(weight))) for weight in weights]
-    scale = math.lcm(*(weight.denominator for weight in exact))
-    whole = [int(weight * scale) for weight in exact]
-    return [weight // math.gcd(*whole) for weight in whole]
 
 
 _FLOOR = 0.05
@@ -213,19 +177,20 @@ def priority(view: TaskView, k: int) -> int:
     return _choose(view, k, view.shares, floor=0.0)
 
 
+_TASKS = np.dtype([("indices", "i8"), ("difficulties", "f8"), ("tries", "i8"), ("passes", "f8"), ("priorities", "f8")])
+"""What is known of a task: see `TaskView`."""
+
+
 @dataclass
 class _Source:
-    """Tasks of one source with their statistics; arrays grow with it."""
+    """Tasks of one source with their statistics, which grow with it."""
 
     epochs: int | None
     """Epochs from ``began`` on; None: no end."""
+    view: TaskView
+    tasks: np.ndarray = field(default_factory=lambda: np.zeros(0, _TASKS))
     began: int = 0
     """Draws of the source before its present epochs."""
-    numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    difficulties: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    priorities: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    tries: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    passes: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -233,77 +198,54 @@ class TaskSetSpec:
     """The arguments of a `TaskSet`, which it makes when it is called; to be sent to other processes and kept."""
 
     ids: list[str]
+    """Without duplicates."""
     sources: list[int]
+    """Source index by task."""
     weights: list[float]
+    """Share of the draws by source, exact to one draw at any time (see `Interleave`)."""
     sampler: str
     seed: int
     epochs: int | None = None
+    """A source of m tasks ends after ``epochs * m`` draws, and the others continue; None: no end."""
     difficulties: list[float | None] = field(default_factory=list)
     priorities: list[float | None] = field(default_factory=list)
+    """By task, None if unknown; empty if all are unknown."""
     tried: list[tuple[str, int, float]] = field(default_factory=list)
     """Tasks that were tried before, with their tries and passes: statistics begin with them."""
 
     def __call__(self) -> TaskSet:
-        tasks = TaskSet(
-            self.ids,
-            self.sources,
-            self.weights,
-            sampler=self.sampler,
-            seed=self.seed,
-            epochs=self.epochs,
-            difficulties=self.difficulties,
-            priorities=self.priorities,
-        )
-        for id, tries, passes in self.tried:
-            tasks.record(id, tries, passes)
-        return tasks
+        return TaskSet(self)
 
 
 class TaskSet:
     """Draws tasks by id and keeps their statistics; deterministic for equal seed and statistics. It may grow.
 
-    ids: of the tasks, without duplicates. sources: source index by task. weights: share of the draws by source, exact
-    to one draw at any time (see `Interleave`). epochs: a source of m tasks ends after ``epochs * m`` draws and the
-    others continue; None: no end. difficulties, priorities: by task, None if unknown; empty if all are unknown.
-
     Raises ConfigError if there is no such sampler, DataError if a source has no task or the sampler needs unknown
     difficulties or priorities.
     """
 
-    def __init__(
-        self,
-        ids: Sequence[str],
-        sources: Sequence[int],
-        weights: Sequence[float],
-        *,
-        sampler: str,
-        seed: int,
-        epochs: int | None = None,
-        difficulties: Sequence[float | None] = (),
-        priorities: Sequence[float | None] = (),
-    ) -> None:
-        self._pick = task_samplers.get(sampler, "tasks.sampler")
-        self._seed = seed
-        sizes = np.bincount(sources, minlength=len(weights)).tolist()
-        if len(sizes) != len(weights) or not all(sizes):
-            raise DataError(f"{len(weights)} sources hold {sizes} tasks", field="tasks.sources")
+    def __init__(self, spec: TaskSetSpec) -> None:
+        self._pick = task_samplers.get(spec.sampler, "tasks.sampler")
+        self._seed = spec.seed
+        sizes = np.bincount(spec.sources, minlength=len(spec.weights)).tolist()
+        if len(sizes) != len(spec.weights) or not all(sizes):
+            raise DataError(f"{len(spec.weights)} sources hold {sizes} tasks", field="tasks.sources")
         self._ids: list[str] = []
         self._places: dict[str, tuple[int, int]] = {}
-        self._sources = [_Source(epochs=epochs) for _ in weights]
-        self._views: list[TaskView] = []
+        nothing = np.zeros(0, _TASKS)
+        self._sources = [_Source(spec.epochs, self._view(source, nothing)) for source in range(len(sizes))]
+        hard, prior = (known or [None] * len(spec.ids) for known in (spec.difficulties, spec.priorities))
+        self._append(list(zip(spec.ids, spec.sources, hard, prior, strict=True)))
         self._added: list[tuple[str, int, float | None, float | None]] = []
-        hard, prior = (list(known) or [None] * len(ids) for known in (difficulties, priorities))
-        for source in range(len(weights)):
-            numbers = [number for number, of in enumerate(sources) if of == source]
-            self._insert([(number, ids[number], hard[number], prior[number]) for number in numbers], source)
-        self._ids = list(ids)
         if len(self._places) < len(self._ids):
-            twice = next(id for number, id in enumerate(ids) if id in ids[:number])
+            twice = next(id for number, id in enumerate(self._ids) if id in self._ids[:number])
             raise DataError("two tasks have one id", "remove one of them", field="tasks.sources", value=twice)
-        self._turns = Interleave(weights, [None if epochs is None else epochs * size for size in sizes])
-        for view in self._views:
+        self._turns = Interleave(spec.weights, [None if spec.epochs is None else spec.epochs * size for size in sizes])
+        for source in self._sources:
             # A sampler that does not support these tasks raises now, not at its first draw.
-            self._choose(view, 0)
+            self._choose(source.view, 0)
+        for id, tries, passes in spec.tried:
+            self.record(id, tries, passes)
 
     def __contains__(self, id: str) -> bool:
         return id in self._places
@@ -324,16 +266,12 @@ class TaskSet:
         if number is None:
             return None
         source = self._sources[number]
-        return self._ids[self._choose(self._views[number], self._turns.counts[number] - 1 - source.began)]
+        return self._ids[self._choose(source.view, self._turns.counts[number] - 1 - source.began)]
 
     def check(self, source: int, difficulties: Sequence[float | None], priorities: Sequence[float | None] = ()) -> None:
         """Raise DataError if the sampler needs difficulties or priorities that are unknown."""
-        held, more = self._sources[source], len(difficulties)
-        hard = np.append(held.difficulties, np.array(difficulties, dtype=np.float64))
-        prior = np.append(held.priorities, np.array(list(priorities) or [None] * more, dtype=np.float64))
-        counts = np.append(held.tries, np.zeros(more, np.int64)), np.append(held.passes, np.zeros(more))
-        arrays = map(_read_only, (np.arange(len(hard)), hard, *counts, prior))
-        self._choose(TaskView(source, self._seed, *arrays), 0)
+        new = _tasks(range(len(difficulties)), difficulties, list(priorities) or [None] * len(difficulties))
+        self._choose(self._view(source, np.concatenate([self._sources[source].tasks, new])), 0)
 
     def add(
         self,
@@ -347,12 +285,13 @@ class TaskSet:
         grown = self._sources[source]
         drawn = self._turns.counts[source]
         if grown.epochs is not None:
-            grown.epochs = max(1, grown.epochs - (drawn - grown.began) // len(grown.tries))
+            grown.epochs = max(1, grown.epochs - (drawn - grown.began) // len(grown.tasks))
         grown.began = drawn
         prior = list(priorities) or [None] * len(ids)
-        self._append(list(zip(ids, [source] * len(ids), difficulties, prior, strict=True)))
-        limit = None if grown.epochs is None else drawn + grown.epochs * len(grown.tries)
-        self._turns.extend(source, limit)
+        added = list(zip(ids, [source] * len(ids), difficulties, prior, strict=True))
+        self._append(added)
+        self._added += added
+        self._turns.extend(source, None if grown.epochs is None else drawn + grown.epochs * len(grown.tasks))
 
     def record(self, id: str, tries: int, passes: float) -> None:
         """Count ``tries`` answers to a task, of which ``passes`` (or a sum of rewards in 0..1) were right.
@@ -362,8 +301,8 @@ class TaskSet:
         if not 0 <= passes <= tries:
             raise DataError(f"{tries} tries cannot have {passes} passes", field=f"task {id}")
         number, position = self._places[id]
-        self._sources[number].tries[position] += tries
-        self._sources[number].passes[position] += passes
+        self._sources[number].tasks["tries"][position] += tries
+        self._sources[number].tasks["passes"][position] += passes
 
     def source(self, id: str) -> int:
         """Return the index of a task's source."""
@@ -372,15 +311,16 @@ class TaskSet:
     def statistics(self, id: str) -> tuple[int, float]:
         """Return the number of tries of a task, and the sum of its successes."""
         number, position = self._places[id]
-        return int(self._sources[number].tries[position]), float(self._sources[number].passes[position])
+        task = self._sources[number].tasks[position]
+        return int(task["tries"]), float(task["passes"])
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as JSON: the turns, the tasks that were added, and the statistics of all that
         were tried."""
         tried = [
-            [self._ids[source.numbers[position]], int(source.tries[position]), float(source.passes[position])]
+            [self._ids[task["indices"]], int(task["tries"]), float(task["passes"])]
             for source in self._sources
-            for position in np.flatnonzero(source.tries).tolist()
+            for task in source.tasks[source.tasks["tries"] > 0]
         ]
         return {
             "size": len(self._ids) - len(self._added),
@@ -402,36 +342,32 @@ class TaskSet:
                 "resume with the tasks that the run was started with",
                 field="tasks.sources",
             )
-        self._append([(id, source, hard, prior) for id, source, hard, prior in state["added"] if id not in self])
+        added = [(id, source, hard, prior) for id, source, hard, prior in state["added"] if id not in self]
+        self._append(added)
+        self._added += added
         self._turns.restore(state["turns"])
         for source, epochs, began in zip(self._sources, state["epochs"], state["began"], strict=True):
             source.epochs, source.began = epochs, began
-            source.tries[:], source.passes[:] = 0, 0
+            source.tasks["tries"], source.tasks["passes"] = 0, 0
         for id, tries, passes in state["tried"]:
             self.record(id, tries, passes)
 
     def _append(self, tasks: list[tuple[str, int, float | None, float | None]]) -> None:
         """Append tasks with their sources, difficulties and priorities."""
-        for source in {source for _, source, *_ in tasks}:
-            numbered = enumerate(tasks, start=len(self._ids))
-            mine = [(number, id, hard, prior) for number, (id, of, hard, prior) in numbered if of == source]
-            self._insert(mine, source)
+        numbered = list(enumerate(tasks, start=len(self._ids)))
+        for number in {source for _, source, *_ in tasks}:
+            grown = self._sources[number]
+            mine = [(index, id, hard, prior) for index, (id, source, hard, prior) in numbered if source == number]
+            indices, ids, hard, prior = zip(*mine, strict=True)
+            self._places.update((id, (number, place)) for place, id in enumerate(ids, start=len(grown.tasks)))
+            grown.tasks = np.concatenate([grown.tasks, _tasks(indices, hard, prior)])
+            grown.view = self._view(number, grown.tasks)
         self._ids += [id for id, *_ in tasks]
-        self._added += tasks
 
-    def _insert(self, tasks: list[tuple[int, str, float | None, float | None]], source: int) -> None:
-        """Append tasks, with their numbers in the set, to the statistics of a source."""
-        grown = self._sources[source]
-        for position, (_, id, *_) in enumerate(tasks, start=len(grown.tries)):
-            self._places[id] = source, position
-        grown.numbers = np.append(grown.numbers, [number for number, *_ in tasks]).astype(np.int64)
-        grown.difficulties = np.append(grown.difficulties, np.array([hard for *_, hard, _ in tasks], dtype=np.float64))
-        grown.priorities = np.append(grown.priorities, np.array([prior for *_, prior in tasks], dtype=np.float64))
-        grown.tries = np.append(grown.tries, np.zeros(len(tasks), np.int64))
-        grown.passes = np.append(grown.passes, np.zeros(len(tasks)))
-        arrays = grown.numbers, grown.difficulties, grown.tries, grown.passes, grown.priorities
-        view = TaskView(source, self._seed, *map(_read_only, arrays))
-        self._views[source : source + 1] = [view]
+    def _view(self, source: int, tasks: np.ndarray) -> TaskView:
+        tasks = tasks.view()
+        tasks.flags.writeable = False
+        return TaskView(source, self._seed, **{name: tasks[name] for name in _TASKS.fields or ()})
 
     def _choose(self, view: TaskView, k: int) -> int:
         position = self._pick(view, k)
@@ -454,7 +390,11 @@ def _permutation(seed: int, source: int, epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng([seed, source, epoch]).permutation(size)
 
 
-def _read_only(array: np.ndarray) -> np.ndarray:
-    view = array.view()
-    view.flags.writeable = False
-    return view
+def _tasks(
+    indices: Sequence[int], difficulties: Sequence[float | None], priorities: Sequence[float | None]
+) -> np.ndarray:
+    """Return untried tasks as an array of `_TASKS`."""
+    found = np.zeros(len(indices), _TASKS)
+    found["indices"] = indices
+    found["difficulties"], found["priorities"] = (np.array(each, float) for each in (difficulties, priorities))
+    return found

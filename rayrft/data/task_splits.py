@@ -165,7 +165,8 @@ class _Pool:
 def _shares(config: TasksConfig, total: int) -> list[int]:
     """Divide ``total`` tasks between the sources, by weight."""
     turns = Interleave([source.weight for source in config.sources])
-    turns.seek(total)
+    for _ in range(total):
+        turns.next()
     return turns.counts
 
 

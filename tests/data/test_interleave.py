@@ -1,7 +1,8 @@
-"""Turns of weighted sources: shares at every prefix, ends, and jumps that lead where turns lead."""
+"""Turns of weighted sources: shares at every prefix, ends, and states that continue with the same turns."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 from hypothesis import given
@@ -23,23 +24,15 @@ def test_every_prefix_is_within_one_of_the_shares(weights: list[float], turns: i
 
 
 @given(st.lists(ENDING, min_size=1, max_size=6), st.integers(0, 300))
-def test_seeking_leads_where_turns_lead(sources: list[tuple[float, int | None]], position: int) -> None:
+def test_a_restored_state_continues_with_the_same_turns(sources: list[tuple[float, int | None]], position: int) -> None:
     weights, limits = [w for w, _ in sources], [limit for _, limit in sources]
-    walked, jumped = Interleave(weights, limits), Interleave(weights, limits)
+    walked, restored = Interleave(weights, limits), Interleave(weights, limits)
     for _ in range(position):
         walked.next()
-    jumped.next()
-    jumped.seek(position)
-    assert jumped.counts == walked.counts
-    assert [jumped.next() for _ in range(100)] == [walked.next() for _ in range(100)]
-
-
-def test_a_far_position_is_reached_by_whole_rounds() -> None:
-    interleave = Interleave([0.3, 0.7], [None, 8 * 10**14])
-    interleave.seek(10**15 + 7)
-    assert interleave.counts == [3 * 10**14 + 2, 7 * 10**14 + 5]
-    interleave.seek(10**16)
-    assert interleave.counts == [10**16 - 8 * 10**14, 8 * 10**14]
+    restored.next()
+    restored.restore(json.loads(json.dumps(walked.state())))
+    assert restored.counts == walked.counts
+    assert [restored.next() for _ in range(100)] == [walked.next() for _ in range(100)]
 
 
 def test_when_a_source_ends_the_others_go_on_in_their_proportions() -> None:
@@ -52,5 +45,6 @@ def test_when_a_source_ends_the_others_go_on_in_their_proportions() -> None:
 def test_weights_of_any_magnitude_have_exact_shares() -> None:
     for scale in (1e-12, 1.0, 1e12):
         interleave = Interleave([0.1 * scale, 0.2 * scale])
-        interleave.seek(30)
+        for _ in range(30):
+            interleave.next()
         assert interleave.counts == [10, 20]
