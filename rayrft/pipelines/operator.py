@@ -10,8 +10,9 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_type_hints
 
+import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError, create_model
 
@@ -29,10 +30,26 @@ Scope = Literal["row", "group", "all"]
 Wants = Literal["text", "number", "list", "map", "any"]
 """What a column must hold."""
 O = TypeVar("O", bound=Section)  # noqa: E741
+M = TypeVar("M")
 
 
-class NoOptions(Section):
-    """An operator without options."""
+@dataclass(frozen=True)
+class Reads:
+    """Mark of an option that names one or several columns: the operator reads them, and they must hold this."""
+
+    wants: Wants
+
+
+@dataclass(frozen=True)
+class Asks:
+    """Mark of an option that names a model: the operator asks it."""
+
+
+TextColumn = Annotated[str, Reads("text")]
+TextColumns = Annotated[tuple[str, ...], Reads("text")]
+NumberColumn = Annotated[str, Reads("number")]
+AnyColumn = Annotated[str, Reads("any")]
+ModelName = Annotated[str, Asks()]
 
 
 @dataclass(frozen=True)
@@ -66,7 +83,7 @@ class Applied:
 
 
 class Operator(Generic[O]):
-    """The base of operators. A subclass sets ``kind`` and ``Options``, and implements `apply`.
+    """The base of operators. A subclass of ``Operator[Options]`` sets ``kind``, and implements `apply`.
 
     Constructing it is cheap and raises ConfigError if the options do not fit each other; `prepare` loads what is heavy,
     in the process that applies it.
@@ -76,15 +93,33 @@ class Operator(Generic[O]):
     version: ClassVar[str] = "1"
     """Another one whenever the operator gives other rows than before for the same ones."""
     scope: ClassVar[Scope] = "row"
-    Options: ClassVar[type[Section]] = NoOptions
+    columns: ClassVar[Mapping[str, Wants]] = {}
+    """Columns that it reads whatever its options."""
+    scores: ClassVar[bool] = False
+    """Whether it checks answers by the reward."""
+    Options: ClassVar[type[Section]] = Section
+    """The type of the options, which the subclass names in brackets."""
+    _next_row = 0
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for base in cls.__dict__.get("__orig_bases__", ()):
+            for options in get_args(base):
+                if inspect.isclass(options) and issubclass(options, Section):
+                    cls.Options = options
 
     def __init__(self, options: O, context: Context) -> None:
         self.options, self.context = options, context
 
     @property
     def reads(self) -> Mapping[str, Wants]:
-        """The columns that it needs, and what each must hold."""
-        return {}
+        """The columns that it needs, and what each must hold: ``columns``, and those that options name whose type is
+        marked by `Reads`, such as `TextColumn`."""
+        found = dict(self.columns)
+        for _, mark, value in self._marked(Reads):
+            names = (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
+            found |= dict.fromkeys(names, mark.wants)
+        return found
 
     @property
     def writes(self) -> Mapping[str, pa.DataType]:
@@ -93,18 +128,19 @@ class Operator(Generic[O]):
 
     @property
     def asks(self) -> Mapping[str, str]:
-        """The models that it asks, by the option that names each."""
-        return {}
-
-    @property
-    def scores(self) -> bool:
-        """Whether it checks answers by the reward."""
-        return False
+        """The models that it asks, by the option that names each, whose type is `ModelName`."""
+        return {option: value for option, _, value in self._marked(Asks) if value is not None}
 
     @property
     def group_by(self) -> str:
-        """Scope ``group``: the column that tells groups apart."""
-        return "group_id"
+        """Scope ``group``: the column that tells groups apart, by default that in option ``by``."""
+        return getattr(self.options, "by", None) or "group_id"
+
+    def _marked(self, kind: type[M]) -> list[tuple[str, M, Any]]:
+        """Return the options whose types have such a mark: their names, marks and values."""
+        fields = type(self.options).model_fields
+        marked = ((name, mark) for name, each in fields.items() for mark in each.metadata if isinstance(mark, kind))
+        return [(name, mark, getattr(self.options, name)) for name, mark in marked]
 
     def check(self, schema: pa.Schema) -> None:
         """Raise ConfigError if columns of this schema do not fit the options, beyond what ``reads`` says."""
@@ -128,6 +164,11 @@ class Operator(Generic[O]):
 
     def settle(self) -> None:
         """Scope ``all``: conclude from what was observed."""
+
+    def take_next(self, values: np.ndarray, rows: pa.RecordBatch) -> np.ndarray:
+        """Scope ``all``: return the part that is for these rows, the next ones, of values ``[all rows]``."""
+        first, self._next_row = self._next_row, self._next_row + rows.num_rows
+        return values[first : self._next_row]
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         """Work on a batch; scope ``group``: on whole groups, of which each is in one batch."""

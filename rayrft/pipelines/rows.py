@@ -150,6 +150,8 @@ def _in_labels(schema: pa.Schema) -> bool:
     return "labels" in schema.names and pa.types.is_map(schema.field("labels").type)
 
 
+DERIVED = "replaced by a derived row"
+"""Why a row is left out of which others were made."""
 FORMULA = r"\$[^$]*\$|\\\[(?:(?!\\\[).)*?\\\]|\\\((?:(?!\\\().)*?\\\)|\\[A-Za-z]+"
 """Pattern of formulas and commands of LaTeX, with re.DOTALL; it takes time in proportion to a text's length, also where
 formulas are opened repeatedly and never closed."""

@@ -59,8 +59,8 @@ def functions() -> list[tuple[Callable[[str], Any], bool]]:
     for config in configs():
         piece: Any = TEXTS.get(config.name) or REASONS[config.name]
         operator = piece(piece.Options.model_validate(config.options), Context())
-        names = {"normalise": "_normalised", "strip_markup": "_stripped", "mask_personal": "_masked"}
-        found.append((getattr(operator, names.get(config.name, "_reason")), config.name in TEXTS))
+        cleans = config.name in TEXTS
+        found.append((operator.change if cleans else operator.reason, cleans))
     return found
 
 

@@ -90,7 +90,7 @@ def test_rows_like_others_are_left_out_and_those_unlike_others_come_first(tiny_m
     for more in ({"rows": 3}, {"share": 0.375, "method": "clusters"}):
         found, outcome = applied("diverse", rows(text=given), **options, **more)
         assert sorted({row["text"] for row in found}) == sorted(set(given)) and len(found) == 3
-        assert set(reasons(outcome)) == {"like others"}
+        assert set(reasons(outcome)) == {"similar row kept"}
     found, _ = applied("embedding_novelty", rows(text=[*given, " "]), **options)
     priorities = [row["priority"] for row in found]
     assert priorities[:6] == pytest.approx([0] * 6, abs=1e-3) and min(priorities[6:8]) > 0.1 and priorities[8] is None

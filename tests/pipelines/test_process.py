@@ -451,7 +451,7 @@ def test_operators_on_groups_and_on_batches_are_tried_on_the_rows_of_a_run(tmp_p
     tasks = {row.task_id: Task(row.task_id, "What?", "That") for row in own}
     done = process([file_source(source)], config, tmp_path / "out.parquet", tasks=tasks)
     rebalanced, reweighted, _ = done.report.operators
-    assert rebalanced.reasons == {"too many of its kind": 2}, "two expert rows stay beside six own ones"
+    assert rebalanced.reasons == {"over the share of expert rows": 2}, "two expert rows stay beside six own ones"
     assert reweighted.changed == 6
     written = pq.read_table(tmp_path / "out.parquet")
     assert written.schema.names == schema.names

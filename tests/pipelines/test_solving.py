@@ -46,7 +46,7 @@ def test_hard_tasks_give_expert_rows_without_the_hint() -> None:
     assert lineage(made).parents == (ids[1],) and lineage(made).made_by == "hinted_solutions/1"
     assert dict(gone) == {
         ids[0]: "not hard",
-        ids[1]: "used for what was made of it",
+        ids[1]: "replaced by a derived row",
         ids[2]: "no right answer that could be stored was found",
     }
     assert len(model.asked) == 3 + 5 + 5, "an easy one is not asked about with a hint"
@@ -80,7 +80,7 @@ def test_an_answer_that_shows_the_hint_or_no_way_is_not_stored() -> None:
     assert [row["response"] for row in found] == [f"{WAY} 2"]
     reasons = [reason.partition(": ")[0] for _, reason in gone]
     assert reasons == [
-        "used for what was made of it",
+        "replaced by a derived row",
         *["no right answer that could be stored was found"] * 4,
         "not checked",
     ]
@@ -126,7 +126,7 @@ def test_a_wrong_answer_is_corrected_with_its_verdict_and_right_ones_stay() -> N
     assert [row["response"] for row in found] == ["It is 1", f"{WAY} 2"]
     assert lineage(found[1]).parents == (ids[1],) and lineage(found[1]).made_by == "corrected_answers/1"
     assert dict(gone) == {
-        ids[1]: "used for what was made of it",
+        ids[1]: "replaced by a derived row",
         ids[2]: "no right answer that could be stored was found",
         ids[3]: "the task is not known, or nothing was answered",
     }

@@ -133,7 +133,7 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair() -> None:
     assert [lineage(row).parents for row in found] == [("0/1",), ("0/0",), ("2/2",), ("2/0",)]
     assert all(row["source"] == "expert" and row["labels"]["quality"] == "good" for row in found)
     reasons = {each.row: each.reason for each in outcome.left_out}
-    assert reasons["0/2"] == reasons["2/1"] == "used for what was made of it" and len(reasons) == batch.num_rows
+    assert reasons["0/2"] == reasons["2/1"] == "replaced by a derived row" and len(reasons) == batch.num_rows
     assert reasons["1/0"] == reasons["3/1"] == "nothing was made of its group"
 
 

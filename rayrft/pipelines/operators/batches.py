@@ -6,16 +6,16 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping
 from fractions import Fraction
+from typing import Annotated, ClassVar
 
 import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
 from rayrft.config.base import Section, invalid
-from rayrft.data.selection import Selection
-from rayrft.errors import ConfigError, DataError
 from rayrft.experience import SCHEMA, list_column
-from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator, with_column
+from rayrft.pipelines.operator import Applied, Operator, Reads, Wants, register_operator, with_column
+from rayrft.pipelines.operators.filters import Conditional, ConditionalOperator
 from rayrft.pipelines.rows import numbers
 
 BATCHES = pa.schema(
@@ -32,16 +32,7 @@ step, whether the row is trained (else its reward alone counts, in its group's a
 """
 
 
-def _check_condition(where: str | None, schema: pa.Schema) -> None:
-    try:
-        Selection(schema, where=where)
-    except DataError as error:
-        raise ConfigError(error.problem, error.remedy, field="where", value=error.value) from None
-
-
 class RebalanceOptions(Section):
-    """Options of `Rebalance`."""
-
     expert_share: float = Field(gt=0, lt=1)
     """Share of the trained rows that are to be expert rows."""
 
@@ -54,11 +45,13 @@ class Rebalance(Operator[RebalanceOptions]):
 
     kind = "filter"
     scope = "all"
-    Options = RebalanceOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {"source": "text", "trained": "any", "place": "number", "step": "number", "pair_id": "text"}
+    columns: ClassVar[Mapping[str, Wants]] = {
+        "source": "text",
+        "trained": "any",
+        "place": "number",
+        "step": "number",
+        "pair_id": "text",
+    }
 
     def prepare(self) -> None:
         self._places = defaultdict[int, tuple[list[int], list[int]]](lambda: ([], []))
@@ -86,13 +79,12 @@ class Rebalance(Operator[RebalanceOptions]):
             self._gone.update(rng.sample(many, max(0, len(many) - max(1, most))))
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        places = rows.column("place").to_pylist()
-        return Applied(rows, ["too many of its kind" if place in self._gone else None for place in places])
+        kinds = ["expert" if source == "expert" else "usual" for source in rows.column("source").to_pylist()]
+        places = zip(rows.column("place").to_pylist(), kinds, strict=True)
+        return Applied(rows, [f"over the share of {kind} rows" if at in self._gone else None for at, kind in places])
 
 
 class TruncateOptions(Section):
-    """Options of `Truncate`."""
-
     max_tokens: int = Field(ge=1)
     """Tokens of a row, its prompt among them."""
 
@@ -105,12 +97,7 @@ class Truncate(Operator[TruncateOptions]):
     """Cut rows after so many tokens. Rewards and advantages stay what they were of the whole answers."""
 
     kind = "clean"
-    Options = TruncateOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        reads: dict[str, Wants] = dict.fromkeys(_BY_TOKEN, "list")
-        return {**reads, "weight_versions": "any"}
+    columns: ClassVar[Mapping[str, Wants]] = {**dict.fromkeys(_BY_TOKEN, "list"), "weight_versions": "any"}
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         most = self.options.max_tokens
@@ -127,32 +114,21 @@ class Truncate(Operator[TruncateOptions]):
         return Applied(with_column(rows, "weight_versions", pa.array(spans, rows.schema.field("weight_versions").type)))
 
 
-class MaskOptions(Section):
-    """Options of `MaskTurns`."""
-
+class MaskOptions(Conditional):
     turns: list[int] = Field(min_length=1)
     """The numbers of the model's turns that are not trained; -1 is the last one."""
-    where: str | None = None
-    """A condition in DuckDB's SQL for the rows in which they are not; by default in all."""
 
 
 @register_operator("mask_turns")
-class MaskTurns(Operator[MaskOptions]):
+class MaskTurns(ConditionalOperator[MaskOptions]):
     """Exclude turns of the model from the loss. A row whose other turns have rewards of their own by number is left
     out: they would be those of other turns."""
 
     kind = "clean"
-    Options = MaskOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {"action_mask": "list", "logprobs": "list", "metrics": "map"}
-
-    def check(self, schema: pa.Schema) -> None:
-        _check_condition(self.options.where, schema)
+    columns: ClassVar[Mapping[str, Wants]] = {"action_mask": "list", "logprobs": "list", "metrics": "map"}
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        met = Selection(rows.schema, where=self.options.where).met(rows)
+        met = self.met(rows)
         masks, logprobs = list_column(rows.column("action_mask")), list_column(rows.column("logprobs"))
         spans, metrics = rows.column("weight_versions").to_pylist(), rows.column("metrics").to_pylist()
         reasons: list[str | None] = [None] * rows.num_rows
@@ -175,13 +151,9 @@ class MaskTurns(Operator[MaskOptions]):
         return Applied(rows, reasons)
 
 
-class ReweightOptions(Section):
-    """Options of `Reweight`."""
-
-    by: float | str
+class ReweightOptions(Conditional):
+    by: Annotated[float | str, Reads("number")]
     """A factor, or the name of a column of factors."""
-    where: str | None = None
-    """A condition in DuckDB's SQL for the rows that get it; by default all."""
 
     @model_validator(mode="after")
     def _no_sign(self) -> ReweightOptions:
@@ -191,23 +163,14 @@ class ReweightOptions(Section):
 
 
 @register_operator("reweight")
-class Reweight(Operator[ReweightOptions]):
+class Reweight(ConditionalOperator[ReweightOptions]):
     """Multiply the weight of rows in the loss. The loss is still divided by the number of all tokens or rows."""
 
     kind = "clean"
-    Options = ReweightOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        reads: dict[str, Wants] = {"weight": "number"}
-        return {**reads, self.options.by: "number"} if isinstance(self.options.by, str) else reads
-
-    def check(self, schema: pa.Schema) -> None:
-        _check_condition(self.options.where, schema)
+    columns: ClassVar[Mapping[str, Wants]] = {"weight": "number"}
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        met = Selection(rows.schema, where=self.options.where).met(rows)
         by = self.options.by
         factor = numbers(rows, by) if isinstance(by, str) else by
-        weights = np.where(met, numbers(rows, "weight") * factor, numbers(rows, "weight"))
+        weights = np.where(self.met(rows), numbers(rows, "weight") * factor, numbers(rows, "weight"))
         return Applied(with_column(rows, "weight", pa.array(weights, rows.schema.field("weight").type)))

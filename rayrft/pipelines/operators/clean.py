@@ -7,7 +7,7 @@ import ipaddress
 import re
 import unicodedata
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -16,27 +16,60 @@ from pydantic import Field, model_validator
 from rayrft.config.base import Section, invalid
 from rayrft.errors import ConfigError, nearest
 from rayrft.experience import reaches
-from rayrft.pipelines.operator import Applied, Operator, Wants, is_list, is_text, register_operator
+from rayrft.pipelines.operator import (
+    AnyColumn,
+    Applied,
+    Kind,
+    NumberColumn,
+    Operator,
+    TextColumn,
+    TextColumns,
+    is_list,
+    is_text,
+    register_operator,
+)
 from rayrft.pipelines.rows import FORMULA, groups, map_texts, numbers, texts, with_numbers
 
 
 class Columns(Section):
-    """Columns of texts."""
-
-    columns: tuple[str, ...] = Field(("question", "answer"), min_length=1)
+    columns: TextColumns = Field(("question", "answer"), min_length=1)
 
 
-class _OnTexts(Operator[Any]):
-    """Reads the columns of texts that its options name."""
+class OneColumn(Section):
+    column: TextColumn = "answer"
 
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return dict.fromkeys(self.options.columns, "text")
+
+C = TypeVar("C", bound=Columns)
+T = TypeVar("T", bound=OneColumn)
+
+
+class TextCleaner(Operator[C]):
+    """An operator that changes texts of columns one by one: a subclass implements `change` instead of `apply`."""
+
+    kind = "clean"
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(map_texts(rows, self.options.columns, self.change))
+
+    def change(self, text: str) -> str:
+        """Return the text that takes the place of this one."""
+        raise NotImplementedError
+
+
+class TextFilter(Operator[T]):
+    """An operator that leaves out rows by the text of a column: a subclass implements `reason` instead of `apply`."""
+
+    kind: ClassVar[Kind] = "filter"
+
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(rows, [self.reason(text) for text in texts(rows, self.options.column)])
+
+    def reason(self, text: str) -> str | None:
+        """Return why a row with this text is left out; None if it stays."""
+        raise NotImplementedError
 
 
 class NormaliseOptions(Columns):
-    """Options of `Normalise`."""
-
     form: Literal["NFC", "NFKC"] = "NFC"
     """NFKC also replaces full-width letters, ligatures and superscripts: x² becomes x2."""
 
@@ -55,18 +88,12 @@ _BLANK_LINES = re.compile(r"\n{3,}")
 
 
 @register_operator("normalise")
-class Normalise(_OnTexts):
+class Normalise(TextCleaner[NormaliseOptions]):
     """Normalise Unicode and white space: one form of each character, no control, invisible or bidirectional characters,
     no tags, no escapes of terminals, plain spaces and line ends, none at the ends of lines or text, at most one blank
     line. Indents and spaces within lines stay."""
 
-    kind = "clean"
-    Options = NormaliseOptions
-
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(map_texts(rows, self.options.columns, self._normalised))
-
-    def _normalised(self, text: str) -> str:
+    def change(self, text: str) -> str:
         if not _ODD.search(text):
             return text
         text = unicodedata.normalize(self.options.form, _INVISIBLE.sub("", _LINES.sub("\n", text)))
@@ -96,18 +123,11 @@ _TAG = re.compile(
 
 
 @register_operator("strip_markup")
-class StripMarkup(_OnTexts):
+class StripMarkup(TextCleaner[Columns]):
     """Remove HTML: tags of HTML by name, scripts, styles and comments; entities become their characters. What is no
     tag of HTML stays, such as a < b and c > d, <think>, or List<int>."""
 
-    kind = "clean"
-    Options = Columns
-
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(map_texts(rows, self.options.columns, self._stripped))
-
-    @staticmethod
-    def _stripped(text: str) -> str:
+    def change(self, text: str) -> str:
         if "<" in text:
             text = _TAG.sub("", _BREAK.sub("\n", _without_dropped(text)))
         return _ENTITY.sub(_character, text) if "&" in text else text
@@ -138,24 +158,18 @@ _MOJIBAKE = re.compile("[\ufffd]|(?:Ã[\u0080-\u00bf]|â€.|Â[\u00a0-\u00bf])"
 
 
 class BrokenOptions(Columns):
-    """Options of `DropBroken`."""
-
     max_garbled: float = Field(0.01, ge=0, le=1)
     """Largest share of characters that may be replacement characters, or UTF-8 that was read as Latin-1."""
 
 
 @register_operator("drop_broken")
-class DropBroken(_OnTexts):
+class DropBroken(Operator[BrokenOptions]):
     """Leave out rows of which a column is missing or blank, or garbled."""
 
     kind = "clean"
-    Options = BrokenOptions
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        columns = {name: rows.column(name).to_pylist() for name in self.options.columns}
-        return Applied(
-            rows, [self._reason(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-        )
+        return Applied(rows, list(map(self._reason, rows.select(list(self.options.columns)).to_pylist())))
 
     def _reason(self, row: dict[str, str | None]) -> str | None:
         for name, text in row.items():
@@ -167,9 +181,7 @@ class DropBroken(_OnTexts):
 
 
 class LengthOptions(Section):
-    """Options of `Length`."""
-
-    column: str = "question"
+    column: AnyColumn = "question"
     """A text, or a list, such as token_ids of experiences."""
     min_tokens: int = Field(1, ge=0)
     max_tokens: int | None = Field(None, ge=1)
@@ -182,11 +194,6 @@ class Length(Operator[LengthOptions]):
     """Leave out rows with fewer or more tokens in a column than the bounds."""
 
     kind = "clean"
-    Options = LengthOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.column: "any"}
 
     def check(self, schema: pa.Schema) -> None:
         kind = schema.field(self.options.column).type
@@ -226,10 +233,8 @@ class Length(Operator[LengthOptions]):
         return None
 
 
-class LanguageOptions(Section):
-    """Options of `Language`."""
-
-    column: str = "question"
+class LanguageOptions(OneColumn):
+    column: TextColumn = "question"
     keep: tuple[str, ...] = Field(("en",), min_length=1)
     """ISO 639-1 codes."""
     among: tuple[str, ...] = ("en", "zh", "es", "fr", "de", "ru", "ja", "ko", "pt", "it", "ar", "hi")
@@ -250,14 +255,13 @@ _FORMULA = re.compile(rf"{FORMULA}|[^\W\d_]?\d\w*", re.DOTALL)
 
 
 @register_operator("language")
-class Language(Operator[LanguageOptions]):
+class Language(TextFilter[LanguageOptions]):
     """Leave out texts in other languages, which lingua tells apart, by their letters outside formulas.
 
     Needs the extra ``data`` of rayrft.
     """
 
     kind = "clean"
-    Options = LanguageOptions
 
     def __init__(self, options: LanguageOptions, context: Any) -> None:
         super().__init__(options, context)
@@ -273,19 +277,13 @@ class Language(Operator[LanguageOptions]):
                     raise ConfigError("unknown language", nearest(code, known), field=key, value=code)
         self._languages = [known[code] for code in sorted({*options.keep, *options.among})]
 
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.column: "text"}
-
     def prepare(self) -> None:
         from lingua import LanguageDetectorBuilder
 
         self._detector = LanguageDetectorBuilder.from_languages(*self._languages).build()
 
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows, [self._reason(_FORMULA.sub(" ", text)) for text in texts(rows, self.options.column)])
-
-    def _reason(self, text: str) -> str | None:
+    def reason(self, text: str) -> str | None:
+        text = _FORMULA.sub(" ", text)
         if sum(map(str.isalpha, text)) < self.options.min_letters:
             return None
         likely = self._detector.compute_language_confidence_values(text)[0]
@@ -295,17 +293,11 @@ class Language(Operator[LanguageOptions]):
         return f"language {code}"
 
 
-class MaskOptions(Columns):
-    """Options of `MaskPersonal`."""
+PersonalKind = Literal["email", "phone", "card", "iban", "ip", "ssn"]
 
-    kinds: tuple[Literal["email", "phone", "card", "iban", "ip", "ssn"], ...] = (
-        "email",
-        "phone",
-        "card",
-        "iban",
-        "ip",
-        "ssn",
-    )
+
+class PersonalOptions(Columns):
+    kinds: tuple[PersonalKind, ...] = get_args(PersonalKind)
 
 
 _PERSONAL: dict[str, re.Pattern[str]] = {
@@ -358,22 +350,12 @@ _VALID = {
 
 
 @register_operator("mask_personal")
-class MaskPersonal(_OnTexts):
+class MaskPersonal(TextCleaner[PersonalOptions]):
     """Replace addresses of mail and of the Internet, numbers of telephones, cards (with a valid checksum), accounts
     (IBAN, likewise) and US social security by their kind in brackets: [email]. Names of people stay."""
 
-    kind = "clean"
-    Options = MaskOptions
-
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(map_texts(rows, self.options.columns, self._masked))
-
-    def _masked(self, text: str) -> str:
-        possible = {
-            "email": "@" in text,
-            "iban": True,
-            "ip": text.count(".") > 2 or text.count(":") > 6,
-        }
+    def change(self, text: str) -> str:
+        possible = {"email": "@" in text, "iban": True, "ip": text.count(".") > 2 or text.count(":") > 6}
         numbers = _LONG_NUMBER.search(text) is not None
         for kind, pattern in _PERSONAL.items():
             if kind in self.options.kinds and possible.get(kind, numbers):
@@ -386,11 +368,9 @@ class MaskPersonal(_OnTexts):
 
 
 class PassRateOptions(Section):
-    """Options of `PassRate`."""
-
     by: str = "task_id"
     """The rows of a task share its value."""
-    reward: str = "reward"
+    reward: NumberColumn = "reward"
     right: float = 0.5
     """Rewards above count as right."""
 
@@ -401,19 +381,7 @@ class PassRate(Operator[PassRateOptions]):
 
     kind = "clean"
     scope = "group"
-    Options = PassRateOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.by: "any", self.options.reward: "number"}
-
-    @property
-    def writes(self) -> Mapping[str, pa.DataType]:
-        return {"pass_rate": pa.float64()}
-
-    @property
-    def group_by(self) -> str:
-        return self.options.by
+    writes: ClassVar[Mapping[str, pa.DataType]] = {"pass_rate": pa.float64()}
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         rewards = numbers(rows, self.options.reward)

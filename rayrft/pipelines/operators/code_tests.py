@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
 from pydantic import Field
 
 from rayrft.config.base import Section
 from rayrft.experience import Task
-from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator, with_column
+from rayrft.pipelines.operator import AnyColumn, Applied, Operator, register_operator, with_column
 from rayrft.rewards.code import TestRunner, checked_tests
 from rayrft.rewards.sandbox import Limits, Sandbox
 
 
 class CheckedTestsOptions(Section):
-    """Options of `CheckedTests`."""
-
-    candidates: str = "candidate_tests"
-    solutions: str = "solutions"
+    candidates: AnyColumn = "candidate_tests"
+    solutions: AnyColumn = "solutions"
     """The columns: of proposed tests, as reward `code` takes them, and of right solutions; lists, or JSON of them."""
     language: Literal["python", "cpp"] = "python"
     least: int = Field(1, ge=0)
@@ -39,16 +37,7 @@ class CheckedTests(Operator[CheckedTestsOptions]):
     Columns ``entry_point`` and ``prompt`` say what they say there. A candidate that cannot be run is not kept."""
 
     kind = "clean"
-    Options = CheckedTestsOptions
-    options: CheckedTestsOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.candidates: "any", self.options.solutions: "any"}
-
-    @property
-    def writes(self) -> Mapping[str, pa.DataType]:
-        return {"tests": pa.string()}
+    writes: ClassVar[Mapping[str, pa.DataType]] = {"tests": pa.string()}
 
     def prepare(self) -> None:
         options = self.options

@@ -34,7 +34,6 @@ class ChangeColumns(Operator[ColumnsOptions]):
     left out."""
 
     kind = "clean"
-    Options = ColumnsOptions
 
     @property
     def writes(self) -> Mapping[str, pa.DataType]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from rayrft.config.base import Section
 from rayrft.data.formats import as_text
 from rayrft.data.tables import open_table
 from rayrft.errors import ConfigError, DataError, nearest
-from rayrft.pipelines.operator import Applied, Context, Operator, Wants, register_operator, values_of
+from rayrft.pipelines.operator import Applied, Context, Operator, TextColumns, register_operator, values_of
 from rayrft.pipelines.operators import hashing
 from rayrft.pipelines.rows import texts
 
@@ -32,9 +32,7 @@ class EvaluationFile(Section):
 
 
 class DecontaminateOptions(Section):
-    """Options of `Decontaminate`."""
-
-    columns: tuple[str, ...] = Field(("question", "answer"), min_length=1)
+    columns: TextColumns = Field(("question", "answer"), min_length=1)
     """Columns in which evaluation tasks are looked for, each by itself; the first is the question."""
     answer: str | None = "answer"
     """The column that is compared with the evaluation tasks' answers."""
@@ -62,7 +60,6 @@ class Decontaminate(Operator[DecontaminateOptions]):
 
     kind = "clean"
     scope = "all"
-    Options = DecontaminateOptions
 
     def __init__(self, options: DecontaminateOptions, context: Context) -> None:
         super().__init__(options, context)
@@ -74,10 +71,6 @@ class Decontaminate(Operator[DecontaminateOptions]):
         if not options.against and not context.evaluation:
             remedy = "name files in 'against', or a config with evaluation sets"
             raise ConfigError("there is no evaluation task to compare with", remedy, field="against")
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return dict.fromkeys(self.options.columns, "text")
 
     def check(self, schema: pa.Schema) -> None:
         name = self.options.answer
@@ -141,9 +134,9 @@ class _Index:
         """n-grams, and of each where in ``_owners`` the tasks that have it begin and end."""
         self._owners: dict[int, np.ndarray] = {}
         for length in sorted({_SHORTEST, ngram}):
-            found, owners = _telling(*questions, length)
+            found, owners = _informative_ngrams(*questions, length)
             if length == ngram:
-                more, more_owners = _telling(*answers, length)
+                more, more_owners = _informative_ngrams(*answers, length)
                 found, owners = np.concatenate([found, more]), np.concatenate([owners, more_owners])
             self._grams[length], self._owners[length] = _rare(found, owners, common)
         self._rows = {length: np.zeros(len(grams), np.int64) for length, (grams, _, _) in self._grams.items()}
@@ -188,7 +181,7 @@ class _Index:
     def _places(self, hashes: np.ndarray, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of n-grams of rows in the sorted ones, and the rows."""
         grams = self._grams[length][0]
-        found, rows = _telling(hashes, offsets, length)
+        found, rows = _informative_ngrams(hashes, offsets, length)
         if not len(grams):
             return np.empty(0, np.int64), np.empty(0, np.int64)
         places = np.clip(np.searchsorted(grams, found), 0, len(grams) - 1)
@@ -196,7 +189,7 @@ class _Index:
         return places[there], rows[there]
 
 
-def _telling(hashes: np.ndarray, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _informative_ngrams(hashes: np.ndarray, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return n-grams of which half of the words have a letter, and the texts that they are of. Where most of these are
     ideographs, n-grams are twice as long, for two of them are about a word."""
     found = []
@@ -204,8 +197,8 @@ def _telling(hashes: np.ndarray, offsets: np.ndarray, length: int) -> tuple[np.n
         grams, bounds = hashing.ngrams(hashes, offsets, size)
         letters = hashing.count_words(hashes, offsets, size, hashing.LETTER)
         ideographs = hashing.count_words(hashes, offsets, size, hashing.IDEOGRAPH)
-        telling = (2 * letters >= size) & ((2 * ideographs >= letters) == ideographic)
-        found.append((grams[telling], np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))[telling]))
+        informative = (2 * letters >= size) & ((2 * ideographs >= letters) == ideographic)
+        found.append((grams[informative], np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))[informative]))
     return np.concatenate([grams for grams, _ in found]), np.concatenate([texts for _, texts in found])
 
 

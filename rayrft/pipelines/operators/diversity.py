@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
 from rayrft.config.base import invalid
-from rayrft.pipelines.operator import Applied, Context, Operator, Wants, register_operator
+from rayrft.pipelines.operator import Applied, Context, Operator, register_operator
 from rayrft.pipelines.operators.embeddings import (
     Embedder,
     EmbeddingOptions,
@@ -19,24 +18,21 @@ from rayrft.pipelines.operators.embeddings import (
     farthest,
     nearest_other,
 )
-from rayrft.pipelines.rows import share_of, texts, with_numbers
+from rayrft.pipelines.operators.priorities import PriorityOperator
+from rayrft.pipelines.rows import share_of, texts
+
+E = TypeVar("E", bound=EmbeddingOptions)
 
 
-class _Embedding(Operator[Any]):
-    """Sees the embeddings of all rows, and looks at none before it has seen all."""
+class _EmbeddingOperator(Operator[E]):
+    """Sees the embeddings of all rows before it decides on any."""
 
     scope = "all"
-    options: Any
 
-    def __init__(self, options: Any, context: Context) -> None:
+    def __init__(self, options: E, context: Context) -> None:
         super().__init__(options, context)
         self._embed = Embedder(options, context)
         self._points: list[np.ndarray] = []
-        self._at = 0
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.column: "text"}
 
     def prepare(self) -> None:
         self._embed.load()
@@ -50,16 +46,8 @@ class _Embedding(Operator[Any]):
         self._points.clear()
         return found
 
-    def part(self, values: np.ndarray, rows: pa.RecordBatch) -> np.ndarray:
-        """Return those of values for all rows that are for the next ones."""
-        self._at += rows.num_rows
-        return values[self._at - rows.num_rows : self._at]
-
 
 class DiverseOptions(EmbeddingOptions):
-    """Options of `Diverse`."""
-
-    column: str = "question"
     share: float | None = Field(None, gt=0, le=1)
     """Share of the rows to keep, rounded up."""
     rows: int | None = Field(None, ge=1)
@@ -81,15 +69,14 @@ class DiverseOptions(EmbeddingOptions):
 
 
 @register_operator("diverse")
-class Diverse(_Embedding):
+class Diverse(_EmbeddingOperator[DiverseOptions]):
     """Keep rows that are unlike each other, by a model's embeddings of a text. Memory: 512 bytes a row."""
 
     kind = "filter"
-    Options = DiverseOptions
 
     def settle(self) -> None:
         options, points = self.options, self.points()
-        count = min(options.rows or share_of(options.share, len(points)), len(points))
+        count = min(options.rows or share_of(options.share or 1, len(points)), len(points))
         if options.method == "farthest":
             chosen = farthest(points, count)
         else:
@@ -98,32 +85,19 @@ class Diverse(_Embedding):
         self._kept[chosen] = True
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        kept = self.part(self._kept, rows)
-        return Applied(rows, [None if each else "like others" for each in kept.tolist()])
-
-
-class DistanceOptions(EmbeddingOptions):
-    """Options of `EmbeddingNovelty`."""
-
-    column: str = "question"
+        kept = self.take_next(self._kept, rows).tolist()
+        return Applied(rows, [None if each else "similar row kept" for each in kept])
 
 
 @register_operator("embedding_novelty")
-class EmbeddingNovelty(_Embedding):
+class EmbeddingNovelty(_EmbeddingOperator[EmbeddingOptions], PriorityOperator[EmbeddingOptions]):
     """How far a text is from the most similar other one, by a model's embeddings: half of 1 minus their cosine, from 0
     to 1; none for an empty text. Work grows with the square of the rows: a minute or so for 1e5."""
-
-    kind = "prioritise"
-    Options = DistanceOptions
-
-    @property
-    def writes(self) -> Mapping[str, pa.DataType]:
-        return {"priority": pa.float32()}
 
     def settle(self) -> None:
         self._novelty = (1 - nearest_other(self.points())) / 2
 
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        values = self.part(self._novelty, rows).astype(np.float64)
+    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
+        values = self.take_next(self._novelty, rows).astype(np.float64)
         values[[not text.strip() for text in texts(rows, self.options.column)]] = np.nan
-        return Applied(with_numbers(rows, "priority", values, pa.float32()))
+        return values

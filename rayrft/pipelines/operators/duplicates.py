@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
-from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator
+from rayrft.pipelines.operator import Applied, Context, Operator, TextColumns, register_operator
 from rayrft.pipelines.operators import hashing
 from rayrft.pipelines.operators.clean import Columns
 from rayrft.pipelines.rows import id_column
@@ -19,21 +20,19 @@ _REACH = 16
 """Earlier rows that a row is compared with, of those that share a band with it and not a group."""
 
 
-class _Keeping(Operator[Columns]):
+C = TypeVar("C", bound=Columns)
+
+
+class _FirstOfEach(Operator[C]):
     """Keeps the first row of each group of duplicates, in the order of the input; all rows are observed first."""
 
     kind = "clean"
     scope = "all"
+    _what = "duplicate"
 
-    def __init__(self, options: Columns, context: object) -> None:
-        super().__init__(options, context)  # type: ignore[arg-type]
+    def __init__(self, options: C, context: Context) -> None:
+        super().__init__(options, context)
         self._ids: list[pa.Array] = []
-        self._root = np.empty(0, np.int64)
-        self._at = 0
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return dict.fromkeys(self.options.columns, "text")
 
     def observe(self, rows: pa.RecordBatch) -> None:
         self._ids.append(rows.column(id_column(rows.schema)))
@@ -41,18 +40,16 @@ class _Keeping(Operator[Columns]):
 
     def settle(self) -> None:
         self._root = self._roots()
+        self._places = np.arange(len(self._root))
         self._names = pa.chunked_array(self._ids, pa.string())
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        here = np.arange(self._at, self._at + rows.num_rows)
-        self._at += rows.num_rows
+        here = self.take_next(self._places, rows)
         roots = self._root[here]
         reasons: list[str | None] = [None] * rows.num_rows
         for index in np.flatnonzero(roots != here).tolist():
             reasons[index] = f"{self._what}: of {self._names[int(roots[index])].as_py()}"
         return Applied(rows, reasons)
-
-    _what = "duplicate"
 
     def _note(self, columns: Sequence[pa.Array]) -> None:
         raise NotImplementedError
@@ -63,15 +60,13 @@ class _Keeping(Operator[Columns]):
 
 
 @register_operator("exact_duplicates")
-class ExactDuplicates(_Keeping):
+class ExactDuplicates(_FirstOfEach[Columns]):
     """Leave out rows whose texts are those of an earlier row, in all columns, but for white space at the ends.
 
     Memory: 16 bytes a row, and its id.
     """
 
-    Options = Columns
-
-    def __init__(self, options: Columns, context: object) -> None:
+    def __init__(self, options: Columns, context: Context) -> None:
         super().__init__(options, context)
         self._digests: list[bytes] = []
 
@@ -98,9 +93,7 @@ class ExactDuplicates(_Keeping):
 
 
 class NearOptions(Columns):
-    """Options of `NearDuplicates`."""
-
-    columns: tuple[str, ...] = Field(("question",), min_length=1)
+    columns: TextColumns = Field(("question",), min_length=1)
     threshold: float = Field(0.6, gt=0, lt=1)
     """Jaccard similarity of the sets of n-grams from which two rows are duplicates. It is estimated with a standard
     error of 0.04 at most."""
@@ -112,20 +105,18 @@ class NearOptions(Columns):
 
 
 @register_operator("near_duplicates")
-class NearDuplicates(_Keeping):
+class NearDuplicates(_FirstOfEach[NearOptions]):
     """Leave out rows that are nearly an earlier one: MinHash of word n-grams with locality-sensitive hashing.
 
     Rows that are near to the same row, directly or over others, are one group. Memory: 256 bytes a row at most, and its
     id; half as much again while they are compared.
     """
 
-    Options = NearOptions
-    options: NearOptions
     _what = "near duplicate"
 
-    def __init__(self, options: Columns, context: object) -> None:
+    def __init__(self, options: NearOptions, context: Context) -> None:
         super().__init__(options, context)
-        self._band_rows = hashing.band_rows(self.options.threshold)
+        self._band_rows = hashing.band_rows(options.threshold)
         self._low: list[np.ndarray] = []
         self._keys: list[np.ndarray] = []
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from rayrft.config.base import Section
 from rayrft.errors import ConfigError
-from rayrft.pipelines.operator import Context
+from rayrft.pipelines.operator import Context, TextColumn
 
 _ROWS = 4096
 """Rows whose distances to others are computed at a time."""
@@ -19,6 +19,7 @@ _ROWS = 4096
 class EmbeddingOptions(Section):
     """How an operator embeds texts, in its own process."""
 
+    column: TextColumn = "question"
     model: str | None = None
     """A Hugging Face folder or hub id; by default the run's own model."""
     dimensions: int = Field(256, ge=2)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,23 +15,31 @@ from rayrft.config.base import Section, invalid
 from rayrft.data.selection import Selection
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import ROUNDING, reaches
-from rayrft.pipelines.operator import Applied, Operator, Wants, is_list, is_text, register_operator
-from rayrft.pipelines.rows import FORMULA, grouped, groups, numbers, seeded, share_of, texts
+from rayrft.pipelines.operator import (
+    AnyColumn,
+    Applied,
+    Context,
+    NumberColumn,
+    Operator,
+    Reads,
+    is_list,
+    is_text,
+    register_operator,
+)
+from rayrft.pipelines.operators.clean import OneColumn, TextFilter
+from rayrft.pipelines.rows import FORMULA, grouped, groups, numbers, seeded, share_of
 
 
-class ExpressionOptions(Section):
-    """Options of `Expression`."""
-
-    where: str
-    """A condition in DuckDB's SQL over any columns: ``reward > 0.5 and len(turns) < 6``."""
+class Conditional(Section):
+    where: str | None = None
+    """A condition in DuckDB's SQL for the rows that are meant; by default all."""
 
 
-@register_operator("expression")
-class Expression(Operator[ExpressionOptions]):
-    """Leave out rows that do not meet a condition, or for which it is null. It sees one row at a time, and no files."""
+W = TypeVar("W", bound=Conditional)
 
-    kind = "filter"
-    Options = ExpressionOptions
+
+class ConditionalOperator(Operator[W]):
+    """An operator on rows that meet a condition, one row at a time."""
 
     def check(self, schema: pa.Schema) -> None:
         try:
@@ -40,15 +47,28 @@ class Expression(Operator[ExpressionOptions]):
         except DataError as error:
             raise ConfigError(error.problem, error.remedy, field="where", value=error.value) from None
 
+    def met(self, rows: pa.RecordBatch) -> np.ndarray:
+        """Return whether each row meets the condition, as booleans of shape ``[rows]``."""
+        return self._selection.met(rows)
+
+
+class ExpressionOptions(Conditional):
+    where: str
+    """A condition in DuckDB's SQL over any columns: ``reward > 0.5 and len(turns) < 6``."""
+
+
+@register_operator("expression")
+class Expression(ConditionalOperator[ExpressionOptions]):
+    """Leave out rows that do not meet a condition, or for which it is null. It sees one row at a time, and no files."""
+
+    kind = "filter"
+
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        met = self._selection.met(rows)
-        return Applied(rows, [None if each else f"not {self.options.where}" for each in met.tolist()])
+        return Applied(rows, [None if each else f"not {self.options.where}" for each in self.met(rows).tolist()])
 
 
 class BandOptions(Section):
-    """Options of `DifficultyBand`."""
-
-    column: str = "pass_rate"
+    column: NumberColumn = "pass_rate"
     min: float = 0.0
     max: float = 1.0
     """Bounds that belong to the band."""
@@ -67,11 +87,6 @@ class DifficultyBand(Operator[BandOptions]):
     """Leave out rows whose measured pass rate (operator ``pass_rate``, or a column of yours) is outside a band."""
 
     kind = "filter"
-    Options = BandOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.column: "number"}
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         return Applied(rows, [self._reason(value) for value in numbers(rows, self.options.column).tolist()])
@@ -85,9 +100,7 @@ class DifficultyBand(Operator[BandOptions]):
 
 
 class OutlierOptions(Section):
-    """Options of `Outliers`."""
-
-    column: str = "reward"
+    column: AnyColumn = "reward"
     """Numbers; of a list or a text, the length."""
     by: str = "group_id"
     deviations: float = Field(3.0, gt=0)
@@ -105,15 +118,6 @@ class Outliers(Operator[OutlierOptions]):
 
     kind = "filter"
     scope = "group"
-    Options = OutlierOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.column: "any", self.options.by: "any"}
-
-    @property
-    def group_by(self) -> str:
-        return self.options.by
 
     def check(self, schema: pa.Schema) -> None:
         kind = schema.field(self.options.column).type
@@ -144,10 +148,7 @@ class Outliers(Operator[OutlierOptions]):
         return Applied(rows, reasons)
 
 
-class RepetitionOptions(Section):
-    """Options of `Repetition`."""
-
-    column: str = "answer"
+class RepetitionOptions(OneColumn):
     ngram: int = Field(4, ge=1)
     """Words of an n-gram."""
     max_share: float = Field(0.3, ge=0, le=1)
@@ -162,20 +163,10 @@ _RUN = re.compile(r"(\S)\1+")
 
 
 @register_operator("repetition")
-class Repetition(Operator[RepetitionOptions]):
+class Repetition(TextFilter[RepetitionOptions]):
     """Leave out texts that repeat themselves (after Rae et al. 2021, A.1.1, who count n-grams likewise)."""
 
-    kind = "filter"
-    Options = RepetitionOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.column: "text"}
-
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows, [self._reason(text) for text in texts(rows, self.options.column)])
-
-    def _reason(self, text: str) -> str | None:
+    def reason(self, text: str) -> str | None:
         run = max((len(found[0]) for found in _RUN.finditer(text)), default=0)
         if run > self.options.max_run:
             return f"a character is repeated: {run} times"
@@ -187,10 +178,7 @@ class Repetition(Operator[RepetitionOptions]):
         return None if reaches(self.options.max_share, share) else f"repeats itself: {share:.2f} of its {n}-grams"
 
 
-class MixingOptions(Section):
-    """Options of `LanguageMixing`."""
-
-    column: str = "answer"
+class MixingOptions(OneColumn):
     max_share: float = Field(0.2, ge=0, le=0.5)
     """Largest share of letters, in words of two or more, outside the script that most of them are of."""
     min_letters: int = Field(20, ge=1)
@@ -203,20 +191,10 @@ _JAPANESE = {"HIRAGANA", "KATAKANA"}
 
 
 @register_operator("language_mixing")
-class LanguageMixing(Operator[MixingOptions]):
+class LanguageMixing(TextFilter[MixingOptions]):
     """Leave out texts that mix scripts, such as English and Chinese; formulas and blocks of code do not count."""
 
-    kind = "filter"
-    Options = MixingOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.column: "text"}
-
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows, [self._reason(text) for text in texts(rows, self.options.column)])
-
-    def _reason(self, text: str) -> str | None:
+    def reason(self, text: str) -> str | None:
         if text.isascii():
             return None
         scripts = Counter(_script(letter) for word in _WORD.findall(_FORMULA.sub(" ", text)) for letter in word)
@@ -234,10 +212,7 @@ def _script(letter: str) -> str:
     return "LATIN" if letter.isascii() else unicodedata.name(letter, "OTHER").partition(" ")[0]
 
 
-class FormatOptions(Section):
-    """Options of `Format`."""
-
-    column: str = "answer"
+class FormatOptions(OneColumn):
     pattern: str
     r"""A regular expression (Python's): ``\\boxed\{.+\}``."""
     must: Literal["contain", "be", "lack"] = "contain"
@@ -253,34 +228,22 @@ class FormatOptions(Section):
 
 
 @register_operator("format")
-class Format(Operator[FormatOptions]):
+class Format(TextFilter[FormatOptions]):
     """Leave out texts without a form, or with one."""
 
-    kind = "filter"
-    Options = FormatOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.column: "text"}
-
-    def apply(self, rows: pa.RecordBatch) -> Applied:
+    def reason(self, text: str) -> str | None:
         pattern, must = re.compile(self.options.pattern, re.DOTALL), self.options.must
-        find = pattern.fullmatch if must == "be" else pattern.search
-        reason = f"{self.options.column} must {must} {self.options.pattern}"
-        wanted = must != "lack"
-        return Applied(
-            rows, [None if bool(find(text)) == wanted else reason for text in texts(rows, self.options.column)]
-        )
+        found = pattern.fullmatch(text) if must == "be" else pattern.search(text)
+        fits = (found is None) == (must == "lack")
+        return None if fits else f"{self.options.column} must {must} {self.options.pattern}"
 
 
 class TopOptions(Section):
-    """Options of `TopShare`."""
-
-    column: str = "priority"
+    column: NumberColumn = "priority"
     """The score."""
     share: float = Field(gt=0, le=1)
     """Share of the rows to keep, rounded up."""
-    by: str | None = None
+    by: Annotated[str | None, Reads("any")] = None
     """Take the share of each group apart; a row without a group is one of its own."""
 
 
@@ -293,19 +256,11 @@ class TopShare(Operator[TopOptions]):
 
     kind = "filter"
     scope = "all"
-    Options = TopOptions
 
-    def __init__(self, options: TopOptions, context: object) -> None:
-        super().__init__(options, context)  # type: ignore[arg-type]
+    def __init__(self, options: TopOptions, context: Context) -> None:
+        super().__init__(options, context)
         self._scores: list[np.ndarray] = []
         self._groups: list[str | None] = []
-        self._kept = np.empty(0, bool)
-        self._at = 0
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        wanted: dict[str, Wants] = {self.options.column: "number"}
-        return wanted if self.options.by is None else {**wanted, self.options.by: "any"}
 
     def observe(self, rows: pa.RecordBatch) -> None:
         self._scores.append(numbers(rows, self.options.column))
@@ -322,9 +277,8 @@ class TopShare(Operator[TopOptions]):
         self._kept &= ~np.isnan(scores)
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        kept = self._kept[self._at : self._at + rows.num_rows]
-        self._at += rows.num_rows
-        return Applied(rows, [None if each else "below the top share" for each in kept.tolist()])
+        kept = self.take_next(self._kept, rows).tolist()
+        return Applied(rows, [None if each else "below the top share" for each in kept])
 
 
 @register_operator("sample", "filter")

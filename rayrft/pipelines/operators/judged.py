@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from rayrft.config.base import Section, invalid
 from rayrft.errors import ConfigError, RequestRefused
 from rayrft.experience import Task, reaches
-from rayrft.pipelines.operator import Applied, Context, Wants, register_operator
+from rayrft.pipelines.operator import AnyColumn, Applied, Context, ModelName, Reads, register_operator
 from rayrft.pipelines.rows import id_column, with_numbers
 from rayrft.pipelines.run.asking import AskingOperator, RemoteChat
 from rayrft.rewards import Transcript
@@ -23,15 +23,15 @@ from rayrft.rewards.judge import Judge
 class JudgedOptions(Section):
     """Options of `Judged`. Those of the judge are as for reward `judge`."""
 
-    model: str
+    model: ModelName
     """The judge, by the name of a model that can be asked."""
     least: float
     """Rows with a lower grade are left out."""
-    column: str = "answer"
+    column: AnyColumn = "answer"
     """What is judged: texts, or conversations, of which that is the last answer (``turns`` of experiences)."""
-    question: str | None = None
+    question: Annotated[str | None, Reads("text")] = None
     """Column with what the text answers."""
-    reference: str | None = None
+    reference: Annotated[str | None, Reads("text")] = None
     """Column with a right answer, which the judge is shown."""
     rubric: str | None = None
     template: str | None = None
@@ -58,8 +58,7 @@ class Judged(AskingOperator[JudgedOptions]):
     that no text can close."""
 
     kind = "filter"
-    Options = JudgedOptions
-    options: JudgedOptions
+    writes: ClassVar[Mapping[str, pa.DataType]] = {"grade": pa.float32()}
 
     def __init__(self, options: JudgedOptions, context: Context) -> None:
         super().__init__(options, context)
@@ -72,19 +71,6 @@ class Judged(AskingOperator[JudgedOptions]):
         except ConfigError as error:
             option = str(error.field).rpartition(".")[2]
             raise ConfigError(error.problem, error.remedy, field=option, value=error.value) from None
-
-    @property
-    def asks(self) -> Mapping[str, str]:
-        return {"model": self.options.model}
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        named = {name: "text" for name in (self.options.question, self.options.reference) if name is not None}
-        return {self.options.column: "any", **named}  # type: ignore[dict-item]
-
-    @property
-    def writes(self) -> Mapping[str, pa.DataType]:
-        return {"grade": pa.float32()}
 
     def prepare(self) -> None:
         self._judge.use({self.options.model: RemoteChat(self.options.model)})

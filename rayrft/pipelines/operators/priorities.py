@@ -4,100 +4,87 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
 from rayrft.config.base import Section
-from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator
+from rayrft.pipelines.operator import (
+    Applied,
+    Context,
+    NumberColumn,
+    O,
+    Operator,
+    TextColumn,
+    Wants,
+    register_operator,
+)
 from rayrft.pipelines.operators import hashing
 from rayrft.pipelines.rows import groups, numbers, with_numbers
 
 PRIORITY = {"priority": pa.float32()}
 
 
-class _Prioritise(Operator[Section]):
+class PriorityOperator(Operator[O]):
+    """An operator that writes priorities: a subclass implements `priorities` instead of `apply`."""
+
     kind = "prioritise"
+    writes = PRIORITY
 
-    @property
-    def writes(self) -> Mapping[str, pa.DataType]:
-        return PRIORITY
+    def apply(self, rows: pa.RecordBatch) -> Applied:
+        return Applied(with_numbers(rows, "priority", self.priorities(rows), pa.float32()))
 
-
-def _prioritised(rows: pa.RecordBatch, values: np.ndarray) -> Applied:
-    return Applied(with_numbers(rows, "priority", values, pa.float32()))
+    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
+        """Return the priority of each row, NaN where it has none."""
+        raise NotImplementedError
 
 
 class RateOptions(Section):
-    """Options of `Difficulty` and `Uncertainty`."""
-
-    column: str = "pass_rate"
-
-
-class _ByRate(_Prioritise):
-    Options = RateOptions
-    options: RateOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.column: "number"}
+    column: NumberColumn = "pass_rate"
 
 
 @register_operator("difficulty")
-class Difficulty(_ByRate):
+class Difficulty(PriorityOperator[RateOptions]):
     """``1 - pass_rate``; none where the pass rate is unknown."""
 
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return _prioritised(rows, 1 - numbers(rows, self.options.column))
+    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
+        return 1 - numbers(rows, self.options.column)
 
 
 @register_operator("uncertainty")
-class Uncertainty(_ByRate):
+class Uncertainty(PriorityOperator[RateOptions]):
     """``4 p (1 - p)`` for a pass rate p: 1 where half of the answers are right, 0 where all or none are. It is
     four times the variance of the reward, which bounds what a group can teach."""
 
-    def apply(self, rows: pa.RecordBatch) -> Applied:
+    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
         rate = numbers(rows, self.options.column)
-        return _prioritised(rows, 4 * rate * (1 - rate))
+        return 4 * rate * (1 - rate)
 
 
 class DeviationOptions(Section):
-    """Options of `RewardDeviation`."""
-
-    reward: str = "reward"
+    reward: NumberColumn = "reward"
     by: str = "group_id"
 
 
 @register_operator("reward_deviation")
-class RewardDeviation(_Prioritise):
+class RewardDeviation(PriorityOperator[DeviationOptions]):
     """The standard deviation of the known rewards of a row's group."""
 
     scope = "group"
-    Options = DeviationOptions
-    options: DeviationOptions
 
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.reward: "number", self.options.by: "any"}
-
-    @property
-    def group_by(self) -> str:
-        return self.options.by
-
-    def apply(self, rows: pa.RecordBatch) -> Applied:
+    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
         rewards = numbers(rows, self.options.reward)
         values = np.full(rows.num_rows, np.nan)
         for indices in groups(rows, self.options.by):
             known = rewards[indices][~np.isnan(rewards[indices])]
             if len(known):
                 values[indices] = np.std(known)
-        return _prioritised(rows, values)
+        return values
 
 
 class HumanOptions(Section):
-    """Options of `HumanScore`."""
-
     label: str = "score"
     """The entry of ``labels`` that holds it."""
     scale: tuple[float, float] = (0.0, 1.0)
@@ -105,20 +92,15 @@ class HumanOptions(Section):
 
 
 @register_operator("human_score")
-class HumanScore(_Prioritise):
+class HumanScore(PriorityOperator[HumanOptions]):
     """What a person gave in a label, from 0 to 1; none where nobody gave a number."""
 
-    Options = HumanOptions
-    options: HumanOptions
+    columns: ClassVar[Mapping[str, Wants]] = {"labels": "map"}
 
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {"labels": "map"}
-
-    def apply(self, rows: pa.RecordBatch) -> Applied:
+    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
         low, high = self.options.scale
         given = [_number(dict(labels or ()).get(self.options.label)) for labels in rows.column("labels").to_pylist()]
-        return _prioritised(rows, np.clip((np.array(given, np.float64) - low) / (high - low), 0, 1))
+        return np.clip((np.array(given, np.float64) - low) / (high - low), 0, 1)
 
 
 def _number(text: str | None) -> float:
@@ -129,9 +111,7 @@ def _number(text: str | None) -> float:
 
 
 class NoveltyOptions(Section):
-    """Options of `Novelty`."""
-
-    column: str = "question"
+    column: TextColumn = "question"
     ngram: int = Field(3, ge=1)
 
 
@@ -139,7 +119,7 @@ _CELLS = 1 << 24
 
 
 @register_operator("novelty")
-class Novelty(_Prioritise):
+class Novelty(PriorityOperator[NoveltyOptions]):
     """The share of a text's n-grams that no other row has.
 
     n-grams are counted in 16 MiB, whatever their number; a cell that two share makes both seem known, which at a
@@ -147,24 +127,18 @@ class Novelty(_Prioritise):
     """
 
     scope = "all"
-    Options = NoveltyOptions
-    options: NoveltyOptions
 
-    def __init__(self, options: Section, context: object) -> None:
-        super().__init__(options, context)  # type: ignore[arg-type]
+    def __init__(self, options: NoveltyOptions, context: Context) -> None:
+        super().__init__(options, context)
         self._rows = np.zeros(_CELLS, np.uint8)
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.column: "text"}
 
     def observe(self, rows: pa.RecordBatch) -> None:
         for cells in self._cells(rows):
             self._rows[cells] = np.minimum(self._rows[cells], 1) + 1  # 0, 1, or more rows
 
-    def apply(self, rows: pa.RecordBatch) -> Applied:
+    def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
         shares = [np.mean(self._rows[cells] == 1) if len(cells) else np.nan for cells in self._cells(rows)]
-        return _prioritised(rows, np.array(shares, np.float64))
+        return np.array(shares, np.float64)
 
     def _cells(self, rows: pa.RecordBatch) -> list[np.ndarray]:
         """Return each row's cells, each once."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import pyarrow as pa
 from pydantic import Field, model_validator
 
 from rayrft.config.base import invalid
 from rayrft.errors import ConfigError
-from rayrft.pipelines.operator import Applied, register_operator, with_column
+from rayrft.pipelines.operator import Applied, Asks, register_operator, with_column
 from rayrft.pipelines.operators.solving import SolverOptions, SolvingOperator, first_problem
 from rayrft.pipelines.run.asking import Subject, is_experience, request_seed, subjects
 from rayrft.rewards.judge import cut, last_object, tagged
@@ -23,7 +22,7 @@ class RewriteOptions(SolverOptions):
 
     count: int = Field(1, ge=1)
     """Tasks to make of one, at most: so many are asked for, and those that hold are kept."""
-    solver: str | None = None
+    solver: Annotated[str | None, Asks()] = None
     """The model that must reach the answer; by default the one that writes."""
     tries: int = Field(4, ge=1)
     least: int = Field(2, ge=1)
@@ -56,15 +55,8 @@ class _Proposal:
 class _Rewriting(SolvingOperator[RewriteOptions]):
     """Makes tasks of others. Subclasses say what the model is told, and which texts it gives."""
 
-    Options = RewriteOptions
-    options: RewriteOptions
     told: ClassVar[str]
     gives: ClassVar[tuple[str, ...]]
-
-    @property
-    def asks(self) -> Mapping[str, str]:
-        solver = {} if self.options.solver is None else {"solver": self.options.solver}
-        return {"model": self.options.model, **solver}
 
     def check(self, schema: pa.Schema) -> None:
         if is_experience(schema):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pyarrow as pa
 from pydantic import Field
@@ -17,8 +17,8 @@ from rayrft.data.reasoning import split_reasoning
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RequestRefused
 from rayrft.experience import Task, reaches, to_batch
-from rayrft.pipelines.operator import Applied, register_operator, with_column
-from rayrft.pipelines.rows import groups
+from rayrft.pipelines.operator import Applied, Context, ModelName, Reads, register_operator, with_column
+from rayrft.pipelines.rows import DERIVED, groups
 from rayrft.pipelines.run.asking import (
     AskingOperator,
     RemoteChat,
@@ -32,13 +32,11 @@ from rayrft.pipelines.run.asking import (
 )
 from rayrft.rewards.judge import Messages, cut, tagged
 
-USED = "used for what was made of it"
-
 
 class SolverOptions(SubjectOptions):
     """Options of operators that let a model answer tasks."""
 
-    model: str
+    model: ModelName
     """The one that writes, by the name of a model that can be asked."""
     right: float = 1.0
     """Rewards from here on are right."""
@@ -70,14 +68,7 @@ class SolvingOperator(AskingOperator[S]):
     """An operator that asks for answers and has them checked."""
 
     kind = "synthesise"
-
-    @property
-    def asks(self) -> Mapping[str, str]:
-        return {"model": self.options.model}
-
-    @property
-    def scores(self) -> bool:
-        return True
+    scores = True
 
     def check(self, schema: pa.Schema) -> None:
         check_subjects(self.options, schema)
@@ -122,6 +113,12 @@ class SolvingOperator(AskingOperator[S]):
         asked = {**question, "content": question["content"] + self.options.suffix}
         return [{"role": "system", "content": told}, asked] if told else [asked]
 
+    def shown(self, task: Task, told: str, rule: str, parts: list[tuple[str, str]]) -> tuple[str, Messages]:
+        """Return the conversation in which a model is asked a task and shown texts between tags, by what they are, and
+        the mark of the tags, which the ``rule`` on them names."""
+        mark, shown = tagged(parts)
+        return mark, self.asked(task, f"{told}\n\n{rule.format(mark=mark)}\n\n{shown}")
+
 
 def first_problem(attempts: Sequence[Attempt]) -> str | None:
     return next((each.problem for each in attempts if each.problem is not None), None)
@@ -142,9 +139,9 @@ class FoundOptions(SolverOptions):
 F = TypeVar("F", bound=FoundOptions)
 
 
-class _Finding(SolvingOperator[F]):
-    """Stores answers as expert rows: of rows with a column for them, or of experiences as experiences, tokenised under
-    the chat template of the run's model."""
+class SolutionOperator(SolvingOperator[F]):
+    """An operator that stores answers as expert rows: of rows with a column for them, or of experiences as experiences,
+    tokenised under the chat template of the run's model. A subclass implements `find` instead of `work`."""
 
     _experiences, _lacks_response = False, True
 
@@ -167,7 +164,42 @@ class _Finding(SolvingOperator[F]):
         assert self.context.tokenizer is not None  # checked
         return ChatTokenizer(self.context.tokenizer, template=self.context.template)
 
-    def made(self, rows: pa.RecordBatch, found: Sequence[tuple[int, Subject, Attempt]]) -> pa.RecordBatch:
+    async def find(
+        self, rows: pa.RecordBatch, indices: list[int], group: list[Subject | None]
+    ) -> tuple[list[Attempt], str | None]:
+        """Return answers to the task of rows to store, or the reason why there is none; neither if the rows stay."""
+        raise NotImplementedError
+
+    async def work(self, rows: pa.RecordBatch) -> Applied:
+        response, keep = self.options.response, self.options.keep
+        given = await subjects(rows, self.options, None if self._lacks_response else response)
+        members = groups(rows, self.group_by) if self.scope == "group" else [[row] for row in range(rows.num_rows)]
+        work = [self.find(rows, indices, [given[index] for index in indices]) for indices in members]
+        found, reasons = list[tuple[int, Subject, Attempt]](), list[str | None]([None] * rows.num_rows)
+        notes = list[str]()
+        for indices, (answers, problem) in zip(members, await asyncio.gather(*work), strict=True):
+            subject = given[indices[0]]
+            found += [(indices[0], subject, answer) for answer in answers if subject is not None]
+            notes += [] if problem is None else [problem]
+            for index in indices:
+                reasons[index] = problem or (DERIVED if answers else None)
+        made, parents = self._made(rows, found), [(index,) for index, _, _ in found]
+        if self._lacks_response:
+            rows = with_column(rows, response, pa.nulls(rows.num_rows, pa.string()))
+        return Applied(rows, [] if keep else reasons, made, parents, notes if keep else [])
+
+    def stored(self, attempts: Sequence[Attempt], refused: Callable[[str], bool] = lambda text: False) -> list[Attempt]:
+        """Return the right answers that show a way and are not refused, each once and the shortest first."""
+        fitting = {
+            text: each
+            for each in attempts
+            if each.right(self.options.right)
+            and len((text := answer_of(each.text)).split()) >= self.options.least_words
+            and not refused(text)
+        }
+        return [fitting[text] for text in sorted(fitting, key=lambda text: (len(text), text))]
+
+    def _made(self, rows: pa.RecordBatch, found: Sequence[tuple[int, Subject, Attempt]]) -> pa.RecordBatch:
         """Return expert rows: each of the row with an index, with an answer to its task. No hint is in them."""
         made = rows.take(pa.array([index for index, _, _ in found], pa.int64()))
         texts = [answer_of(attempt.text) for _, _, attempt in found]
@@ -176,20 +208,14 @@ class _Finding(SolvingOperator[F]):
             return with_column(made, self.options.response, pa.array(texts, kind))
         if not found:
             return made
-        groups_of = made.column("group_id").to_pylist()
         experiences = []
-        for place, ((_, subject, attempt), text) in enumerate(zip(found, texts, strict=True)):
-            turns = [*subject.task.messages, {"role": "assistant", "content": text}]
-            ids, mask = self._tokenizer.chat(turns, subject.task.images)
-            row = expert_row(
-                f"{groups_of[place]}/{place}",
-                groups_of[place],
-                ids,
-                mask,
-                turns,
-                task_id=subject.task.id,
-                images=subject.task.images,
-            )
+        for place, (group, (_, subject, attempt), text) in enumerate(
+            zip(made.column("group_id").to_pylist(), found, texts, strict=True)
+        ):
+            task = subject.task
+            turns = [*task.messages, {"role": "assistant", "content": text}]
+            ids, mask = self._tokenizer.chat(turns, task.images)
+            row = expert_row(f"{group}/{place}", group, ids, mask, turns, task_id=task.id, images=task.images)
             experiences.append(row.with_fields(reward=attempt.reward))
         batch = to_batch(experiences)
         for name in batch.schema.names:
@@ -204,11 +230,9 @@ def answer_of(text: str) -> str:
 
 
 class HintedOptions(FoundOptions):
-    """Options of `HintedSolutions`."""
-
     hinted_tries: int = Field(4, ge=0)
     """Tries with a hint, after ``tries`` without one of which too few were right; 0 for none."""
-    hint: str | None = None
+    hint: Annotated[str | None, Reads("any")] = None
     """Column with the hint; by default the right answer is one."""
     max_pass_rate: float = Field(0.5, ge=0, le=1)
     """Tasks of which a greater share of the tries without a hint are right are not hard, and no row is made of them."""
@@ -233,49 +257,19 @@ _BETRAYS = re.compile(
 
 
 @register_operator("hinted_solutions")
-class HintedSolutions(_Finding[HintedOptions]):
+class HintedSolutions(SolutionOperator[HintedOptions]):
     """Make expert rows of right answers to hard tasks: by many tries, and then by tries with a hint. Each is checked by
     the reward, and stored with the question alone, without the hint; answers that speak of a hint or copy it are not
     stored. Tasks without such an answer, and those that are not hard, make none."""
 
-    Options = HintedOptions
-    options: HintedOptions
-
-    def __init__(self, options: HintedOptions, context: Any) -> None:
+    def __init__(self, options: HintedOptions, context: Context) -> None:
         super().__init__(options, context)
         if options.by is not None:
             self.scope = "group"  # type: ignore[misc]
 
-    @property
-    def group_by(self) -> str:
-        return self.options.by or super().group_by
-
-    def check(self, schema: pa.Schema) -> None:
-        super().check(schema)
-        if self.options.hint is not None and self.options.hint not in schema.names:
-            raise ConfigError("there is no such column", field="hint", value=self.options.hint)
-
-    async def work(self, rows: pa.RecordBatch) -> Applied:
-        options = self.options
-        given = await subjects(rows, options)
-        members = groups(rows, options.by) if options.by else [[index] for index in range(rows.num_rows)]
-        hints = rows.column(options.hint).to_pylist() if options.hint else [None] * rows.num_rows
-        work = [self._solve([given[index] for index in each], hints[each[0]]) for each in members]
-        outcomes = await asyncio.gather(*work)
-        found, reasons, notes = list[tuple[int, Subject, Attempt]](), dict[int, str](), list[str]()
-        for indices, (answers, problem) in zip(members, outcomes, strict=True):
-            subject = given[indices[0]]
-            found += [(indices[0], subject, answer) for answer in answers if subject is not None]
-            notes += [] if problem is None else [problem]
-            reasons |= dict.fromkeys(indices, problem or USED)
-        left = [] if options.keep else [reasons[index] for index in range(rows.num_rows)]
-        made, parents = self.made(rows, found), [(index,) for index, _, _ in found]
-        if self._lacks_response:
-            rows = with_column(rows, options.response, pa.nulls(rows.num_rows, pa.string()))
-        return Applied(rows, left, made, parents, notes if options.keep else [])
-
-    async def _solve(self, group: list[Subject | None], hint: object) -> tuple[list[Attempt], str | None]:
-        """Return answers to store, or the reason why there is none."""
+    async def find(
+        self, rows: pa.RecordBatch, indices: list[int], group: list[Subject | None]
+    ) -> tuple[list[Attempt], str | None]:
         options, subject = self.options, group[0]
         if subject is None:
             return [], "the task is not known, or has no answer"
@@ -283,34 +277,25 @@ class HintedSolutions(_Finding[HintedOptions]):
         if options.by and known and not reaches(options.max_pass_rate * len(known), sum(known)):
             return [], "not hard"
         plain = await self.attempts(options.model, subject, self.asked(subject.task), options.tries, "plain")
-        right = [each for each in plain if each.right(options.right)]
-        if not reaches(options.max_pass_rate * len(plain), len(right)):
+        if not reaches(options.max_pass_rate * len(plain), sum(each.right(options.right) for each in plain)):
             return [], "not hard"
-        stored = self._best(right, subject, "")
-        hinted = list[Attempt]()
+        stored, hinted = self.stored(plain), list[Attempt]()
         if len(stored) < options.per_task and options.hinted_tries:
+            hint = rows.column(options.hint)[indices[0]].as_py() if options.hint else None
             text = cut(str(subject.task.answer if hint is None else hint), options.longest)
-            mark, shown = tagged([("hint", text)])
-            told = f"{options.instructions or _HINT}\n\n{_HINT_IS_DATA.format(mark=mark)}\n\n{shown}"
-            messages = self.asked(subject.task, told)
+            mark, messages = self.shown(subject.task, options.instructions or _HINT, _HINT_IS_DATA, [("hint", text)])
             hinted = await self.attempts(options.model, subject, messages, options.hinted_tries, "hinted")
-            right = [each for each in hinted if each.right(options.right) and mark not in each.text]
-            stored += self._best(right, subject, text)
+            unmarked = [each for each in hinted if mark not in each.text]
+            stored += self.stored(unmarked, lambda answer: _shows(answer, text, subject.task.question))
         if stored:
             return stored[: options.per_task], None
         return [], first_problem([*plain, *hinted]) or "no right answer that could be stored was found"
 
-    def _best(self, right: Sequence[Attempt], subject: Subject, hint: str) -> list[Attempt]:
-        """Return right answers that show a way, each once and the shortest first; none that shows the hint."""
-        known = subject.task.question
-        fitting = {
-            text: each
-            for each in right
-            if len((text := answer_of(each.text)).split()) >= self.options.least_words
-            and not (hint and _BETRAYS.search(text) and not _BETRAYS.search(known))
-            and not (len(hint.split()) >= _COPIED and _plain(hint) in _plain(text))
-        }
-        return [fitting[text] for text in sorted(fitting, key=lambda text: (len(text), text))]
+
+def _shows(answer: str, hint: str, question: str) -> bool:
+    """Return whether an answer speaks of the hint or copies it."""
+    speaks = bool(hint and _BETRAYS.search(answer) and not _BETRAYS.search(question))
+    return speaks or (len(hint.split()) >= _COPIED and _plain(hint) in _plain(answer))
 
 
 _COPIED = 8
@@ -345,40 +330,18 @@ _REFERS = re.compile(
 
 
 @register_operator("corrected_answers")
-class CorrectedAnswers(_Finding[CorrectedOptions]):
+class CorrectedAnswers(SolutionOperator[CorrectedOptions]):
     """Make expert rows of wrong answers: the model is shown the answer and the reward's verdict, and what it answers
     then is checked by the reward, and stored with the question alone. Right answers go on as they are."""
-
-    Options = CorrectedOptions
-    options: CorrectedOptions
 
     def check(self, schema: pa.Schema) -> None:
         super().check(schema)
         check_subjects(self.options, schema, ("response",))
 
-    async def work(self, rows: pa.RecordBatch) -> Applied:
-        given = await subjects(rows, self.options, self.options.response)
-        outcomes = await asyncio.gather(*map(self._correct, given))
-        found = [
-            (index, subject, answer)
-            for index, (subject, (answers, _)) in enumerate(zip(given, outcomes, strict=True))
-            for answer in answers
-            if subject is not None
-        ]
-        wrong = [bool(answers) or problem is not None for answers, problem in outcomes]
-        problems = [problem for _, problem in outcomes]
-        reasons = [(problem or USED) if is_wrong else None for problem, is_wrong in zip(problems, wrong, strict=True)]
-        return Applied(
-            rows,
-            [] if self.options.keep else reasons,
-            self.made(rows, found),
-            [(index,) for index, _, _ in found],
-            [problem for problem in problems if problem is not None] if self.options.keep else [],
-        )
-
-    async def _correct(self, subject: Subject | None) -> tuple[list[Attempt], str | None]:
-        """Return corrected answers, or the reason why there are none; neither for an answer that is right."""
-        options = self.options
+    async def find(
+        self, rows: pa.RecordBatch, indices: list[int], group: list[Subject | None]
+    ) -> tuple[list[Attempt], str | None]:
+        options, subject = self.options, group[0]
         if subject is None or not subject.response:
             return [], "the task is not known, or nothing was answered"
         [result] = await scored(subject.task, [subject.response])
@@ -390,19 +353,10 @@ class CorrectedAnswers(_Finding[CorrectedOptions]):
         verdict += f"; the answer was read as {result.answer}" if result.answer else ""
         parts = [("wrong-answer", subject.response), ("verdict", verdict)]
         parts += [("right-answer", subject.task.answer)] if options.show_answer else []
-        mark, shown = tagged([(name, cut(text, options.longest)) for name, text in parts])
-        told = f"{options.instructions or _CORRECT}\n\n{_WRONG_IS_DATA.format(mark=mark)}\n\n{shown}"
-        messages = self.asked(subject.task, told)
+        parts = [(name, cut(text, options.longest)) for name, text in parts]
+        mark, messages = self.shown(subject.task, options.instructions or _CORRECT, _WRONG_IS_DATA, parts)
         attempts = await self.attempts(options.model, subject, messages, options.tries, "corrected")
-        fitting = {
-            text: each
-            for each in attempts
-            if each.right(options.right)
-            and len((text := answer_of(each.text)).split()) >= options.least_words
-            and mark not in text
-            and not _REFERS.search(text)
-        }
-        stored = [fitting[text] for text in sorted(fitting, key=lambda text: (len(text), text))]
+        stored = self.stored(attempts, lambda answer: mark in answer or bool(_REFERS.search(answer)))
         if stored:
             return stored[: options.per_answer], None
         return [], first_problem(attempts) or "no right answer that could be stored was found"

@@ -6,10 +6,11 @@ import ast
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,18 +18,15 @@ from pydantic import Field
 
 from rayrft.config.base import Section
 from rayrft.experience import SCHEMA, reaches
-from rayrft.pipelines.operator import Applied, Operator, Wants, register_operator, with_column
-from rayrft.pipelines.rows import groups, id_column, numbers, seeded
+from rayrft.pipelines.operator import Applied, Operator, TextColumn, Wants, register_operator, with_column
+from rayrft.pipelines.rows import DERIVED, groups, id_column, numbers, seeded
 
-_USED = "used for what was made of it"
 _UNUSED = "nothing was made of its group"
 
 
 class VariationOptions(Section):
-    """Options of `NumericVariation`."""
-
-    question: str = "question"
-    answer: str = "answer"
+    question: TextColumn = "question"
+    answer: TextColumn = "answer"
     """The worked solution, with its calculations between << and >> and the result after ####, as in GSM8K."""
     variations: int = Field(1, ge=1)
     """Rows to make of one, at most."""
@@ -48,11 +46,6 @@ class NumericVariation(Operator[VariationOptions]):
     """
 
     kind = "synthesise"
-    Options = VariationOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return {self.options.question: "text", self.options.answer: "text"}
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         made, parents = list[tuple[str, str]](), list[int]()
@@ -85,38 +78,9 @@ _EQUATION = re.compile(
 )
 """A calculation in prose, without signs of money and commas, and what it is said to be (empty where nothing is)."""
 _OPERAND = re.compile(r"\d+(?:\.\d+)?|\.\d+")
-_AMBIGUOUS = {
-    Fraction(each)
-    for each in (
-        0,
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-        10,
-        12,
-        20,
-        24,
-        25,
-        28,
-        29,
-        30,
-        31,
-        50,
-        52,
-        60,
-        75,
-        100,
-        180,
-        360,
-        365,
-        1000,
-    )
-}
+_AMBIGUOUS = set(
+    map(Fraction, (*range(9), 10, 12, 20, 24, 25, 28, 29, 30, 31, 50, 52, 60, 75, 100, 180, 360, 365, 1000))
+)
 
 
 @dataclass(frozen=True)
@@ -247,112 +211,92 @@ def _like(printed: str, values: Mapping[Fraction, Fraction]) -> str:
     return f"{float(new):.{max(len(printed.partition('.')[2]), _places(new) or 0)}f}"
 
 
-class PairOptions(Section):
-    """Options of `BestAgainstWorst`."""
-
-    min_gap: float = Field(0.5, gt=0)
-    """Smallest difference of rewards that makes a pair."""
+class GroupOptions(Section):
     keep: bool = False
     """Whether the rows of the groups go on, too."""
 
 
-@register_operator("best_against_worst")
-class BestAgainstWorst(Operator[PairOptions]):
-    """Make a preference pair of each group of experiences: its best answer, chosen, against its worst, rejected; of
-    equal rewards the shortest. The two rows follow each other, the chosen one first, as demonstrations of pairs do."""
+G = TypeVar("G", bound=GroupOptions)
+
+
+class GroupSynthesis(Operator[G]):
+    """An operator that makes expert rows of groups of experiences: a subclass implements `choose`."""
 
     kind = "synthesise"
     scope = "group"
-    Options = PairOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return _EXPERIENCES
+    columns: ClassVar[Mapping[str, Wants]] = {
+        "experience_id": "text",
+        "group_id": "text",
+        "reward": "number",
+        "token_ids": "list",
+        "source": "text",
+        "logprobs": "list",
+        "labels": "map",
+        "pair_id": "text",
+        "chosen": "any",
+    }
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        rewards, lengths = numbers(rows, "reward"), _lengths(rows)
-        sides, used = list[int](), set[int]()
+        rewards = numbers(rows, "reward")
+        lengths = np.array([len(ids or ()) for ids in rows.column("token_ids").to_pylist()])
+        chosen, used = list[int](), set[int]()
         for indices in groups(rows, "group_id"):
             known = [index for index in indices if rewards[index] == rewards[index]]
-            if not known:
-                continue
-            best = min(known, key=lambda index: (-rewards[index], lengths[index]))
-            worst = min(known, key=lambda index: (rewards[index], lengths[index]))
-            if reaches(rewards[best] - rewards[worst], self.options.min_gap):
-                sides += [best, worst]
+            if known and (found := self.choose(known, rewards, lengths)):
+                chosen += found
                 used.update(indices)
-        made = rows.take(pa.array(sides, pa.int64()))
-        group = made.column("group_id").to_pylist()
-        changes = {
-            "pair_id": pa.array([f"{name}/pair" for name in group], pa.string()),
-            "chosen": pa.array([place % 2 == 0 for place in range(len(sides))], pa.bool_()),
+        made = rows.take(pa.array(chosen, pa.int64()))
+        for name, values in {"source": pa.array(["expert"] * len(chosen), pa.string()), **self.fields(made)}.items():
+            made = with_column(made, name, values.cast(SCHEMA.field(name).type))
+        reasons = [DERIVED if index in used else _UNUSED for index in range(rows.num_rows)]
+        return Applied(rows, [] if self.options.keep else reasons, made, [(index,) for index in chosen])
+
+    def choose(self, known: list[int], rewards: np.ndarray, lengths: np.ndarray) -> list[int]:
+        """Return the rows of a group to make expert rows of, by index, of the ``known`` ones: those with a reward."""
+        raise NotImplementedError
+
+    def fields(self, made: pa.RecordBatch) -> Mapping[str, pa.Array]:
+        """Return further columns to set in the rows that are made."""
+        return {}
+
+
+class PairOptions(GroupOptions):
+    min_gap: float = Field(0.5, gt=0)
+    """Smallest difference of rewards that makes a pair."""
+
+
+@register_operator("best_against_worst")
+class BestAgainstWorst(GroupSynthesis[PairOptions]):
+    """Make a preference pair of each group of experiences: its best answer, chosen, against its worst, rejected; of
+    equal rewards the shortest. The two rows follow each other, the chosen one first, as demonstrations of pairs do."""
+
+    def choose(self, known: list[int], rewards: np.ndarray, lengths: np.ndarray) -> list[int]:
+        best = min(known, key=lambda index: (-rewards[index], lengths[index]))
+        worst = min(known, key=lambda index: (rewards[index], lengths[index]))
+        return [best, worst] if reaches(rewards[best] - rewards[worst], self.options.min_gap) else []
+
+    def fields(self, made: pa.RecordBatch) -> Mapping[str, pa.Array]:
+        pairs = [f"{group}/pair" for group in made.column("group_id").to_pylist()]
+        return {
+            "pair_id": pa.array(pairs, pa.string()),
+            "chosen": pa.array([place % 2 == 0 for place in range(len(pairs))], pa.bool_()),
         }
-        made = _as_expert(made, changes)
-        return Applied(rows, _reasons(rows, self.options.keep, used), made, [(index,) for index in sides])
 
 
-class ExpertOptions(Section):
-    """Options of `ExpertRows`."""
-
+class ExpertOptions(GroupOptions):
     min_reward: float = 1.0
     """Rewards from here on are right."""
     max_pass_rate: float = Field(0.5, ge=0, le=1)
     """Only groups of which at most this share is right."""
     per_group: int = Field(1, ge=1)
     """Rows to make of a group, the shortest first."""
-    keep: bool = False
-    """Whether the rows of the groups go on, too."""
 
 
 @register_operator("expert_rows")
-class ExpertRows(Operator[ExpertOptions]):
+class ExpertRows(GroupSynthesis[ExpertOptions]):
     """Make expert rows of the right answers to hard tasks: of groups of experiences in which few are right."""
 
-    kind = "synthesise"
-    scope = "group"
-    Options = ExpertOptions
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return _EXPERIENCES
-
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        rewards, lengths = numbers(rows, "reward"), _lengths(rows)
-        chosen, used = list[int](), set[int]()
-        for indices in groups(rows, "group_id"):
-            known = [index for index in indices if rewards[index] == rewards[index]]
-            right = [index for index in known if reaches(rewards[index], self.options.min_reward)]
-            if right and reaches(self.options.max_pass_rate * len(known), len(right)):
-                chosen += sorted(right, key=lambda index: lengths[index])[: self.options.per_group]
-                used.update(indices)
-        made = _as_expert(rows.take(pa.array(chosen, pa.int64())), {})
-        return Applied(rows, _reasons(rows, self.options.keep, used), made, [(index,) for index in chosen])
-
-
-_EXPERIENCES: dict[str, Wants] = {
-    "experience_id": "text",
-    "group_id": "text",
-    "reward": "number",
-    "token_ids": "list",
-    "source": "text",
-    "logprobs": "list",
-    "labels": "map",
-    "pair_id": "text",
-    "chosen": "any",
-}
-
-
-def _lengths(rows: pa.RecordBatch) -> np.ndarray:
-    return np.array([len(ids or ()) for ids in rows.column("token_ids").to_pylist()])
-
-
-def _reasons(rows: pa.RecordBatch, keep: bool, used: Collection[int]) -> list[str | None]:
-    """Return why rows are left out, unless all are kept; ``used`` are those of groups of which something was made."""
-    return [] if keep else [_USED if index in used else _UNUSED for index in range(rows.num_rows)]
-
-
-def _as_expert(made: pa.RecordBatch, changes: Mapping[str, pa.Array]) -> pa.RecordBatch:
-    expert = {"source": pa.array(["expert"] * made.num_rows, pa.string()), **changes}
-    for name, values in expert.items():
-        made = with_column(made, name, values.cast(SCHEMA.field(name).type))
-    return made
+    def choose(self, known: list[int], rewards: np.ndarray, lengths: np.ndarray) -> list[int]:
+        right = [index for index in known if reaches(rewards[index], self.options.min_reward)]
+        hard = reaches(self.options.max_pass_rate * len(known), len(right))
+        return sorted(right, key=lambda index: lengths[index])[: self.options.per_group] if hard else []
