@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import io
 import json
@@ -10,7 +11,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -49,18 +50,89 @@ class SkippedRows:
 
 
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
+_TABLES = (".parquet", ".arrow")
+ROW_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
+"""How names of files of rows end, in a folder of them; those of text also before ``.gz`` and the like."""
+_BATCH_ROWS = 65_536
 
 
-def read_rows(path: Path, field: str) -> Generator[tuple[int, Row], None, None]:
-    """Iterate over the rows of a file or folder with their numbers, from 1: lines of a JSONL file, rows of any other.
+def kind_of(path: Path) -> str:
+    """Return the suffix of a file's name, of a compressed file that of its content."""
+    return path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
 
-    Files of a folder are all of one kind. A text file may be compressed, which its name shows (``.jsonl.gz``), and a
-    JSON file may be one array. Values of CSV and TSV are texts, numbers where they are written like one, and none where
-    they are empty.
 
-    Rows of several files are numbered consecutively, by file name (in a saved data set: in its order). Raises
-    DataError, which names ``field``, if the file is missing or unreadable.
+@dataclass(frozen=True)
+class RowFiles:
+    """Files of rows of one kind: text (JSONL, JSON, CSV, TSV), or tables of Arrow (Parquet, saved data sets).
+
+    All that reads them raises DataError, which names ``field``, if one is unreadable.
     """
+
+    path: Path
+    field: str
+    files: Sequence[Path]
+
+    @property
+    def are_tables(self) -> bool:
+        """Whether they are tables, with a schema of their own."""
+        return all(file.suffix in _TABLES for file in self.files)
+
+    def rows(self) -> Generator[tuple[int, Row], None, None]:
+        """Iterate over the rows with their numbers, from 1: lines of a JSONL file, rows of any other. Rows of several
+        files are numbered consecutively."""
+        with self._reading():
+            if self.are_tables:
+                yield from enumerate((row for batch in self._batches(_BATCH_ROWS) for row in batch.to_pylist()), 1)
+            elif self.path.is_dir():
+                yield from enumerate((row for file in self.files for _, row in _lines(file)), start=1)
+            else:
+                yield from _lines(self.path)
+
+    def table(self) -> tuple[pa.Schema, int]:
+        """Tables: return their columns and the number of their rows."""
+        with self._reading():
+            found = [_table(file) for file in self.files]
+        for file, (schema, _) in zip(self.files, found, strict=True):
+            if not schema.equals(found[0][0]):
+                problem = f"{file.name} has other columns than {self.files[0].name}"
+                raise DataError(problem, "give the files one by one", field=self.field, value=str(self.path))
+        return found[0][0] if found else pa.schema([]), sum(rows for _, rows in found)
+
+    def batches(self, rows: int) -> Iterator[pa.RecordBatch]:
+        """Tables: iterate over their rows, in batches of at most so many."""
+        with self._reading():
+            yield from self._batches(rows)
+
+    def _batches(self, rows: int) -> Iterator[pa.RecordBatch]:
+        for file in self.files:
+            if file.suffix == ".parquet":
+                with pq.ParquetFile(file, pre_buffer=False) as parquet:  # else it holds what it has read
+                    refuse_objects(parquet.schema_arrow, file)
+                    yield from parquet.iter_batches(rows)
+                continue
+            with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
+                refuse_objects(stream.schema, file)
+                for batch in stream:
+                    yield from (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError, ValueError) as error:
+            problem = f"cannot be read: {str(error).splitlines()[0]}"
+            raise DataError(problem, field=self.field, value=str(self.path)) from None
+
+
+def open_rows(path: Path, field: str) -> RowFiles:
+    """Open a file of rows, a folder of files of one kind, in the order of their names, or a saved data set.
+
+    A text file may be compressed, which its name shows (``.jsonl.gz``), and a JSON file may be one array. Values of CSV
+    and TSV are texts, numbers where they are written like one, and none where they are empty. Raises DataError, which
+    names ``field``, if there is nothing of the kind.
+    """
+    if path.is_file():
+        return RowFiles(path, field, [path])
     if not path.exists():
         raise DataError(
             "no such file",
@@ -68,30 +140,43 @@ def read_rows(path: Path, field: str) -> Generator[tuple[int, Row], None, None]:
             field=field,
             value=str(path),
         )
-    try:
-        files = sorted(path.iterdir()) if path.is_dir() else []
-        kinds = ([file for file in files if _kind(file) == kind] for kind in (".jsonl", ".csv", ".tsv"))
-        if lines := next(filter(None, kinds), None):
-            yield from enumerate((row for file in lines for _, row in _lines(file)), start=1)
-        elif path.is_dir() or path.suffix == ".parquet":
-            yield from enumerate(_table_rows(path, field), start=1)
-        else:
-            yield from _lines(path)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        problem = f"cannot be read: {str(error).splitlines()[0]}"
-        raise DataError(problem, field=field, value=str(path)) from None
+    if (path / "state.json").is_file():
+        return RowFiles(path, field, _saved_files(path, field))
+    inside = sorted(path.iterdir())
+    for kind in ROW_SUFFIXES:
+        if files := [file for file in inside if kind_of(file) == kind]:
+            return RowFiles(path, field, files)
+    split = [each.name for each in inside if (each / "state.json").is_file()]
+    raise DataError(
+        f"the folder holds the splits {split} of a data set" if split else "the folder holds no files of rows",
+        f"give one of them: {path / split[0]}" if split else f"files end in {', '.join(ROW_SUFFIXES)}",
+        field=field,
+        value=str(path),
+    )
 
 
-def _kind(path: Path) -> str:
-    """Return the suffix of a file's name, of a compressed file that of its content."""
-    return path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
+def read_rows(path: Path, field: str) -> Generator[tuple[int, Row], None, None]:
+    """Iterate over numbered rows, as `RowFiles.rows` does, of what `open_rows` opens."""
+    yield from open_rows(path, field).rows()
+
+
+def _table(file: Path) -> tuple[pa.Schema, int]:
+    """Return the columns of a table's file, and the number of its rows."""
+    if file.suffix == ".parquet":
+        with pq.ParquetFile(file) as parquet:
+            schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
+    else:
+        with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
+            schema, rows = stream.schema, sum(batch.num_rows for batch in stream)
+    refuse_objects(schema, file)
+    return schema, rows
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Row]]:
     with io.BufferedReader(pa.input_stream(str(path))) as file:
         first = file.peek(1024).removeprefix(codecs.BOM_UTF8).lstrip()
-        if _kind(path) in (".csv", ".tsv"):
-            yield from _csv_rows(file, "\t" if _kind(path) == ".tsv" else ",")
+        if kind_of(path) in (".csv", ".tsv"):
+            yield from _csv_rows(file, "\t" if kind_of(path) == ".tsv" else ",")
         elif first.startswith(b"["):
             yield from _json_array(file.read())
         elif re.match(rb'\{\s*\n\s*["}]', first):
@@ -177,30 +262,6 @@ def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError(f"an object has the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} twice")
     return found
-
-
-def _table_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
-    if (path / "state.json").is_file():
-        for file in _saved_files(path, field):
-            with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as batches:
-                refuse_objects(batches.schema, file)
-                for batch in batches:
-                    yield from batch.to_pylist()
-        return
-    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
-    if not files:
-        split = sorted(state.parent.name for state in path.glob("*/state.json"))
-        raise DataError(
-            f"the folder holds the splits {split} of a data set" if split else "the folder holds no files of rows",
-            f"give one of them: {path / split[0]}" if split else "files end in .jsonl, .csv, .tsv or .parquet",
-            field=field,
-            value=str(path),
-        )
-    for file in files:
-        with pq.ParquetFile(file, pre_buffer=False) as parquet:
-            refuse_objects(parquet.schema_arrow, file)
-            for batch in parquet.iter_batches():
-                yield from batch.to_pylist()
 
 
 def refuse_objects(schema: pa.Schema, path: Path) -> None:

@@ -1,11 +1,13 @@
-"""Tables in JSONL and Parquet files, read and written as Arrow batches, of any columns and any size."""
+"""Tables of any columns and any size, read from files and written to them as Arrow batches."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -13,7 +15,7 @@ from typing import IO, Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayrft.data.formats import as_text, read_rows, refuse_objects
+from rayrft.data.formats import RowFiles, as_text, open_rows
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA
 from rayrft.files import atomic_file
@@ -34,59 +36,39 @@ class BrokenRow:
 
 
 @dataclass(frozen=True)
-class TableFile:
-    """A file's columns, and how many of its rows can be read. `batches` reads them.
+class RowSource:
+    """Rows of one schema, which can be read again and again. ``batches`` takes the most rows of a batch."""
 
-    Columns of JSONL are texts, numbers, booleans and lists of one of these. One with other values (objects, or values
-    of several kinds) is a column of JSON texts, which `TableWriter` writes as they were. Where a row lacks a key, its
-    value is null.
-    """
-
-    path: Path
+    name: str
     schema: pa.Schema
-    rows: int
-    broken: list[BrokenRow] = field(default_factory=list)
-    kinds: Mapping[str, str] = field(default_factory=dict)
-    """Columns whose values are converted as they are read (`converted`)."""
-
-    def batches(self, rows: int) -> Iterator[pa.RecordBatch]:
-        """Iterate over the rows that can be read, in batches of at most so many. Raises DataError where a Parquet file
-        is damaged."""
-        if self.path.suffix == ".parquet":
-            try:
-                with pq.ParquetFile(self.path, pre_buffer=False) as file:  # else it holds what it has read
-                    yield from file.iter_batches(rows)
-            except (pa.ArrowException, OSError) as error:
-                raise _damaged(self.path, error) from None
-            return
-        skipped = {row.number for row in self.broken}
-        part: list[dict[str, Any]] = []
-        for number, row in read_rows(self.path, "file"):
-            if number in skipped:
-                continue
-            assert isinstance(row, dict)
-            _convert(row, self.kinds)
-            part.append(row)
-            if len(part) == rows:
-                yield to_columns(part, self.schema)
-                part = []
-        if part:
-            yield to_columns(part, self.schema)
+    batches: Callable[[int], Iterator[pa.RecordBatch]]
+    rows: int | None = None
+    """How many can be read, if it is known."""
+    broken: Sequence[BrokenRow] = ()
+    convert: Callable[[Mapping[str, str]], RowSource] | None = None
+    """Text: open the source again with values of these columns `converted`; a row with one that cannot be is broken."""
 
 
-def open_table(path: Path, kinds: Mapping[str, str] | None = None) -> TableFile:
-    """Read through a file for its columns and its broken rows. ``kinds``: columns of JSONL whose values are converted
-    (`converted`); a row with a value that cannot be is broken.
+def open_table(path: Path) -> RowSource:
+    """Open what `open_rows` opens as a table; text is read through once for its columns and its broken rows.
 
-    Raises DataError if there is no such file, its format is another, or it has no row that can be read.
+    Columns of text are texts, numbers, booleans and lists of one of these. One with other values (objects, or values
+    of several kinds) is a column of JSON texts, which `TableWriter` writes as they were. Where a row lacks a key, its
+    value is null. Raises DataError if there is no such file, or no row that can be read.
     """
-    check_suffix(path)
-    table = _open_parquet(path) if path.suffix == ".parquet" else _open_json_lines(path, kinds or {})
-    if table.rows:
-        return table
-    first = f": row {table.broken[0].number} is {table.broken[0].problem}" if table.broken else ""
-    remedy = "give a file with rows" + (", or convert the column with operator columns" if kinds else "")
-    raise DataError(f"no row can be read{first}", remedy, field="file", value=str(path))
+    files = open_rows(path, "file")
+    if not files.are_tables:
+        return _open_text(files, {})
+    schema, rows = files.table()
+    return _with_rows(RowSource(str(path), schema, files.batches, rows))
+
+
+def _with_rows(source: RowSource, remedy: str = "") -> RowSource:
+    """Return a source. Raises DataError if it has no rows."""
+    if source.rows:
+        return source
+    first = f": row {source.broken[0].number} is {source.broken[0].problem}" if source.broken else ""
+    raise DataError(f"no row can be read{first}", f"give a file with rows{remedy}", field="file", value=source.name)
 
 
 def converted(value: Any, kind: str) -> Any:
@@ -115,7 +97,7 @@ def _convert(row: dict[str, Any], kinds: Mapping[str, str]) -> str | None:
 
 
 def to_columns(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
-    """Convert rows of JSON to a batch of the schema of `open_table`."""
+    """Convert rows of text to a batch of the schema of `open_table`."""
     return pa.RecordBatch.from_arrays([_column(rows, column) for column in schema], schema=schema)
 
 
@@ -244,37 +226,33 @@ def check_suffix(path: Path) -> None:
         )
 
 
-def _open_parquet(path: Path) -> TableFile:
-    try:
-        with pq.ParquetFile(path) as file:
-            refuse_objects(file.schema_arrow, path)
-            return TableFile(path, file.schema_arrow, file.metadata.num_rows)
-    except FileNotFoundError:
-        raise DataError("no such file", "give a JSONL or Parquet file", field="file", value=str(path)) from None
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged(path, error) from None
-
-
-def _damaged(path: Path, error: Exception) -> DataError:
-    problem = f"cannot be read: {str(error).splitlines()[0]}"
-    return DataError(problem, "write it again", field="file", value=str(path))
-
-
-def _open_json_lines(path: Path, wanted: Mapping[str, str]) -> TableFile:
-    kinds: dict[str, set[Any]] = {}
-    broken, rows = [], 0
-    for number, row in read_rows(path, "file"):
-        if isinstance(row, str) or (problem := _convert(row, wanted) if row else "an empty object"):
+def _open_text(files: RowFiles, kinds: Mapping[str, str]) -> RowSource:
+    found: dict[str, set[Any]] = {}
+    broken, rows = list[BrokenRow](), 0
+    for number, row in files.rows():
+        if isinstance(row, str) or (problem := _convert(row, kinds) if row else "an empty object"):
             broken.append(BrokenRow(number, row if isinstance(row, str) else problem or ""))
             continue
         rows += 1
         for name, value in row.items():
-            kinds.setdefault(name, set()).add(_kind(value))
-    if set(SCHEMA.names) <= kinds.keys():  # rows that `rayrft data export` wrote
-        fields = [*SCHEMA, *(_field(name, kinds[name]) for name in kinds if name not in SCHEMA.names)]
+            found.setdefault(name, set()).add(_kind(value))
+    if set(SCHEMA.names) <= found.keys():  # rows that `rayrft data export` wrote
+        fields = [*SCHEMA, *(_field(name, found[name]) for name in found if name not in SCHEMA.names)]
     else:
-        fields = [_field(name, found) for name, found in kinds.items()]
-    return TableFile(path, pa.schema(fields), rows, broken, wanted)
+        fields = [_field(name, each) for name, each in found.items()]
+    schema, skipped = pa.schema(fields), {row.number for row in broken}
+
+    def batches(most: int) -> Iterator[pa.RecordBatch]:
+        numbered = files.rows()
+        whole = (row for number, row in numbered if number not in skipped and isinstance(row, dict))
+        while part := list(islice(whole, most)):
+            for row in part:
+                _convert(row, kinds)
+            yield to_columns(part, schema)
+
+    remedy = ", or convert the column with operator columns" if kinds else ""
+    source = RowSource(str(files.path), schema, batches, rows, broken, partial(_open_text, files))
+    return _with_rows(source, remedy)
 
 
 def _kind(value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from rayrft.config.pipelines import PipelineConfig
-from rayrft.data.tables import BrokenRow, TableWriter, is_json, open_table
+from rayrft.data.tables import BrokenRow, RowSource, TableWriter, is_json
 from rayrft.errors import DataError
 from rayrft.experience import MASKED, Task
 from rayrft.files import atomic_file
@@ -28,30 +28,12 @@ from rayrft.registry import load_plugins
 
 
 @dataclass(frozen=True)
-class RowSource:
-    """Rows of one schema, which can be read again and again. ``batches`` takes the rows of a batch."""
-
-    name: str
-    schema: pa.Schema
-    batches: Callable[[int], Iterator[pa.RecordBatch]]
-    rows: int | None = None
-    broken: Sequence[BrokenRow] = ()
-
-
-@dataclass(frozen=True)
 class Processed:
     """What came of `process`: the rows written, and the broken ones by source."""
 
     report: Report
     rows: int
     broken: dict[str, Sequence[BrokenRow]] = field(default_factory=dict)
-
-
-def file_source(path: Path, kinds: Mapping[str, str] | None = None) -> RowSource:
-    """Return the rows of a JSONL or Parquet file; see `open_table` for ``kinds``. Raises DataError if it has none, or
-    cannot be read."""
-    table = open_table(path, kinds)
-    return RowSource(str(path), table.schema, table.batches, table.rows, table.broken)
 
 
 def process(
@@ -80,8 +62,7 @@ def process(
             raise DataError("would overwrite its input", "give another file", field="out", value=str(path))
     load_plugins(config.plugins)
     if kinds := _kinds(config, context or Context(), sources):
-        files = [Path(each.name) if each.name.endswith(".jsonl") else None for each in sources]
-        sources = [file_source(path, kinds) if path else each for path, each in zip(files, sources, strict=True)]
+        sources = [each.convert(kinds) if each.convert is not None else each for each in sources]
     for source in sources:
         if source.broken and config.on_broken == "fail":
             problem = f"{len(source.broken)} broken rows: row {source.broken[0].number} is {source.broken[0].problem}"
@@ -89,7 +70,7 @@ def process(
     schema = _common(sources)
     ids, name = Ids(), id_column(schema)
     schema = ids.add(pa.RecordBatch.from_pylist([], schema=schema)).schema
-    in_run = _InRun(schema, tasks)
+    in_run = _RunColumns(schema, tasks)
     pipeline = Pipeline(
         config.operators,
         in_run.schema,
@@ -112,14 +93,19 @@ def process(
     with ExitStack() as stack:
         names = [each for each in pipeline.schema.names if each not in in_run.added]
         writer = stack.enter_context(TableWriter(out, pa.schema([pipeline.schema.field(each) for each in names])))
-        note = stack.enter_context(_LeftOutFile(left_out)) if left_out is not None else None
-        if note is not None:
-            note.broken(broken)
+        note = _left_out_writer(left_out, stack) if left_out is not None else lambda entry: None
+        for file, each in ((file, each) for file, found in broken.items() for each in found):
+            note({"operator": "read", "reason": f"broken: {each.problem}", "file": file, "number": each.number})
+
+        def list_rows(operator: str, rows: list[LeftOut]) -> None:
+            for each in rows:
+                note({"id": each.row, "operator": operator, "reason": each.reason, "row": each.values})
+
         report = pipeline.run(
             batches(),
             lambda batch: writer.write(batch.select(names)),
             progress=progress,
-            left_out=note.write if note is not None else _nowhere,
+            left_out=list_rows,
             answers=answers,
         )
     return Processed(report, writer.rows, broken)
@@ -141,8 +127,8 @@ def _kinds(config: PipelineConfig, context: Context, sources: Sequence[RowSource
     return wanted
 
 
-class _InRun:
-    """Adds to experiences what operators see of them in a run, and their file or log does not have."""
+class _RunColumns:
+    """The columns that operators see of experiences in a run, and that their file or log does not have."""
 
     def __init__(self, schema: pa.Schema, tasks: Mapping[str, Task] | None) -> None:
         self._tasks, self._rows = tasks or {}, 0
@@ -155,7 +141,7 @@ class _InRun:
         self.schema = pa.schema([*schema, *self._fields], schema.metadata)
 
     def add(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return rows with these columns."""
+        """Return rows with the columns."""
         first, self._rows = self._rows, self._rows + batch.num_rows
         columns = [pa.array(self._values(each.name, batch, first), each.type) for each in self._fields]
         return pa.RecordBatch.from_arrays([*batch.columns, *columns], schema=self.schema)
@@ -181,10 +167,6 @@ def _response(turns: Sequence[Mapping[str, str]]) -> str | None:
     """Return the model's last answer."""
     said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     return said[-1] if said else None
-
-
-def _nowhere(operator: str, rows: list[LeftOut]) -> None:
-    """Forget what was left out."""
 
 
 def _common(sources: Sequence[RowSource]) -> pa.Schema:
@@ -219,38 +201,14 @@ def _fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-class _LeftOutFile:
-    """A JSONL file of rows that were left out, which appears when all is done."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._stack = ExitStack()
-
-    def __enter__(self) -> _LeftOutFile:
-        try:
-            with ExitStack() as stack:
-                self._file = stack.enter_context(stack.enter_context(atomic_file(self._path)).open("w"))
-                self._stack = stack.pop_all()
-        except OSError as error:
-            problem = f"cannot be written: {error.strerror or error}"
-            raise DataError(problem, "choose another folder", field="left_out", value=str(self._path)) from None
-        return self
-
-    def broken(self, rows: dict[str, Sequence[BrokenRow]]) -> None:
-        """Write the rows that cannot be read, by file."""
-        for file, each in ((file, row) for file, found in rows.items() for row in found):
-            self._write({"operator": "read", "reason": f"broken: {each.problem}", "file": file, "number": each.number})
-
-    def write(self, operator: str, rows: list[LeftOut]) -> None:
-        """Write rows that an operator left out."""
-        for each in rows:
-            self._write({"id": each.row, "operator": operator, "reason": each.reason, "row": each.values})
-
-    def _write(self, entry: dict[str, Any]) -> None:
-        self._file.write(json.dumps(entry, ensure_ascii=False, default=str) + "\n")
-
-    def __exit__(self, *raised: Any) -> None:
-        self._stack.__exit__(*raised)
+def _left_out_writer(path: Path, stack: ExitStack) -> Callable[[dict[str, Any]], None]:
+    """Return a function that writes a line of a JSONL file, which appears when the stack ends without an error."""
+    try:
+        file = stack.enter_context(stack.enter_context(atomic_file(path)).open("w"))
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror or error}"
+        raise DataError(problem, "choose another folder", field="left_out", value=str(path)) from None
+    return lambda entry: print(json.dumps(entry, ensure_ascii=False, default=str), file=file)
 
 
 @dataclass(frozen=True)

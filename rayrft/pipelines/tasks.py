@@ -16,7 +16,7 @@ from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import TaskSplits, load_bench_tasks, load_tasks
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task, dedup_key
-from rayrft.pipelines.chain import LeftOut, apply_link, build_chain
+from rayrft.pipelines.chain import LeftOut, Link, apply_link, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.operator import operators as registered
 from rayrft.pipelines.report import OperatorReport
@@ -88,9 +88,9 @@ def load_splits(
     def process(sources: list[list[Task]]) -> list[list[Task]]:
         if not config.pipelines.tasks:
             return sources
-        processed, found = process_tasks(sources, names, config, bench, engines)
+        processed, found = _processed(sources, names, config, bench, engines)
         reports.extend(found)
-        return processed
+        return [[task for task, _ in tasks] for tasks in processed]
 
     splits = load_tasks(config.tasks, config.demonstrations, config.seed, process)
     return splits, [*map(read_report, splits.skipped), *reports]
@@ -107,33 +107,21 @@ def source_names(config: RunConfig) -> list[str]:
     return [source.name or str(number) for number, source in enumerate(sources)]
 
 
-def process_tasks(
-    sources: Sequence[Sequence[Task]],
-    names: Sequence[str],
-    config: RunConfig,
-    bench: Sequence[Task],
-    engines: Engines | None = None,
-) -> tuple[list[list[Task]], list[OperatorReport]]:
-    """Send the tasks of all sources, one after another, through the operators of ``pipelines.tasks``.
-
-    A task keeps its id, whatever is changed; a made one gets the domain, workflow, images and metadata of its first
-    parent. What models answer is kept in ``<storage>/answers.<name>.jsonl``, and not asked again. Raises the errors of
-    `Pipeline`.
-    """
-    found, reports = _processed(sources, names, config, bench, lambda operator, rows: None, engines)
-    return [[task for task, _ in tasks] for tasks in found], reports
-
-
 def _processed(
     sources: Sequence[Sequence[Task]],
     names: Sequence[str],
     config: RunConfig,
     bench: Sequence[Task],
-    left_out: Callable[[str, list[LeftOut]], None],
     engines: Engines | None,
+    left_out: Callable[[str, list[LeftOut]], None] = lambda operator, rows: None,
 ) -> tuple[list[list[tuple[Task, str]]], list[OperatorReport]]:
-    """Return the tasks after the operators, as `process_tasks` does, each with the id of the one that it, or its first
-    parent, began as."""
+    """Send the tasks of all sources, one after another, through the operators of ``pipelines.tasks``; return those of
+    each source, each with the id of the one that it, or its first parent, began as.
+
+    A task keeps its id, whatever is changed; a made one gets the domain, workflow, images and metadata of its first
+    parent. What models answer is kept in ``<storage>/answers.<name>.jsonl``, and not asked again. Raises the errors of
+    `Pipeline`.
+    """
     pipelines = config.pipelines
     _check_priorities(config)
     known = {(name, task.id): task for name, tasks in zip(names, sources, strict=True) for task in tasks}
@@ -225,7 +213,9 @@ def process_added(
 
     def process(sources: list[list[Task]]) -> list[list[Task]]:
         before.extend(sources)
-        return process_tasks(sources, names, config, bench, engines)[0] if config.pipelines.tasks else sources
+        if not config.pipelines.tasks:
+            return sources
+        return [[task for task, _ in tasks] for tasks in _processed(sources, names, config, bench, engines)[0]]
 
     splits = load_tasks(config.tasks, config.demonstrations, config.seed, process)
     evaluation = (*splits.evaluation, *bench)
@@ -239,46 +229,27 @@ def process_added(
             there.add(task.dedup_key)
             new.append(task)
     if config.pipelines.tasks and new:
-        new = _after_operators(
-            config, new, source, names, bench, [*before[source], *earlier], before, left_out, engines
-        )
+        ids = {task.id for task in new}
+
+        def note(operator: str, rows: list[LeftOut]) -> None:
+            left_out.update({each.row: f"{operator}: {each.reason}" for each in rows if each.row in ids})
+
+        links = _links(config.pipelines.tasks, "pipelines.tasks", _context(config, bench, engines))
+        alone = all(link.operator.scope == "row" for link in links)
+        sources = [[] if alone else list(tasks) for tasks in before]
+        sources[source] += new if alone else [*earlier, *new]
+        found, _ = _processed(sources, names, config, bench, engines, note)
+        new = [task for task, began in found[source] if began in ids]
     if config.pipelines.decontaminate and evaluation and new:
-        kept, report = _unlike({"": splits.train, "new": new}, evaluation, len(new))
+        kept, report = _without_evaluation_tasks({"": splits.train, "new": new}, evaluation, len(new))
         for gone in report.left_out:
             left_out.setdefault(gone.row, f"decontaminate: {gone.reason}")
         new = [new[index] for index in kept["new"]]
     return AddedTasks(new, left_out)
 
 
-def _after_operators(
-    config: RunConfig,
-    new: list[Task],
-    source: int,
-    names: list[str],
-    bench: Sequence[Task],
-    there: list[Task],
-    before: list[list[Task]],
-    left_out: dict[str, str],
-    engines: Engines | None,
-) -> list[Task]:
-    """Return what operators leave of new tasks at the end of a source, and make of them."""
-    ids = {task.id for task in new}
-    links = build_chain(
-        config.pipelines.tasks,
-        SCHEMA,
-        field="pipelines.tasks",
-        origin="tasks",
-        context=_context(config, bench, engines),
-    )
-    alone = all(link.operator.scope == "row" for link in links)
-    sources = [[] if alone else list(tasks) for tasks in before]
-    sources[source] = new if alone else [*there, *new]
-
-    def note(operator: str, rows: list[LeftOut]) -> None:
-        left_out.update({each.row: f"{operator}: {each.reason}" for each in rows if each.row in ids})
-
-    found, _ = _processed(sources, names, config, bench, note, engines)
-    return [task for task, began in found[source] if began in ids]
+def _links(operators: list[OperatorConfig], field: str, context: Context) -> list[Link]:
+    return build_chain(operators, SCHEMA, field=field, origin="tasks", context=context)
 
 
 def _context(config: RunConfig, bench: Sequence[Task], engines: Engines | None) -> Context:
@@ -289,7 +260,7 @@ def _context(config: RunConfig, bench: Sequence[Task], engines: Engines | None) 
 def decontaminated(splits: TaskSplits, evaluation: Sequence[Task]) -> tuple[TaskSplits, OperatorReport]:
     """Leave out training and demonstrated tasks that show one of the evaluation tasks, as operator ``decontaminate``
     does. Raises DataError if nothing is left to train on."""
-    kept, report = _unlike({"": splits.train, **splits.demonstrated}, evaluation, 3)
+    kept, report = _without_evaluation_tasks({"": splits.train, **splits.demonstrated}, evaluation, 3)
     left = {splits.sources[index] for index in kept[""]}
     for source in sorted(set(splits.sources) - left):
         raise DataError(
@@ -308,7 +279,7 @@ def decontaminated(splits: TaskSplits, evaluation: Sequence[Task]) -> tuple[Task
     )
 
 
-def _unlike(
+def _without_evaluation_tasks(
     parts: dict[str, list[Task]], evaluation: Sequence[Task], samples: int
 ) -> tuple[dict[str, list[int]], OperatorReport]:
     """Return the indices of the tasks of each part that show no evaluation task, and a report with so many examples."""
@@ -320,13 +291,7 @@ def _unlike(
         # Episodes of one question are told apart by their environment: by `Task.dedup_key`.
         return replace(task, question="" if text in episodes and "environment" in task.metadata else text)
 
-    [link] = build_chain(
-        [OperatorConfig(name="decontaminate")],
-        SCHEMA,
-        field="pipelines",
-        origin="tasks",
-        context=Context(evaluation),
-    )
+    [link] = _links([OperatorConfig(name="decontaminate")], "pipelines", Context(evaluation))
     batches = {name: _to_batch([*map(shown, tasks)], name, bare=True) for name, tasks in parts.items()}
     link.operator.prepare()
     for batch in batches.values():
@@ -346,16 +311,8 @@ def _to_batch(tasks: Sequence[Task], source: str, *, bare: bool = False) -> pa.R
     """Return tasks as rows; ``bare``: without their metadata."""
     rows = [
         {
-            "id": task.id,
+            **{name: getattr(task, name) for name in ("id", "domain", *_KEPT)},
             "source": source,
-            "question": task.question,
-            "answer": task.answer,
-            "system": task.system,
-            "domain": task.domain,
-            "difficulty": task.difficulty,
-            "tries": task.tries,
-            "pass_rate": task.pass_rate,
-            "priority": task.priority,
             "metadata": None if bare else json.dumps(task.metadata, ensure_ascii=False, default=str),
         }
         for task in tasks

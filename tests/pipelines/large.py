@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayrft.config import PipelineConfig
-from rayrft.pipelines.files import file_source, process
+from rayrft.data.tables import open_table
+from rayrft.pipelines.files import process
 
 OPERATORS = [
     {"name": "expression", "where": "number % 7 != 3"},
@@ -58,7 +59,7 @@ def main() -> None:
             address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False
         )
     config = PipelineConfig.model_validate({"operators": OPERATORS, "workers": workers, "samples": 0})
-    source, before, start = file_source(folder / "in.parquet"), own_memory(), time.time()
+    source, before, start = open_table(folder / "in.parquet"), own_memory(), time.time()
     most = before
 
     def progress(operator: int, taken: int) -> None:

@@ -14,10 +14,11 @@ import pytest
 
 from rayrft.config import PipelineConfig
 from rayrft.config.pipelines import OperatorConfig
+from rayrft.data.tables import open_table
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
-from rayrft.pipelines.files import file_source, process
+from rayrft.pipelines.files import process
 from rayrft.pipelines.operators.juicer import PACKAGES, PYTHON
 from rayrft.pipelines.rows import lineage
 from tests.errors import about
@@ -157,7 +158,7 @@ def test_an_interpreter_without_data_juicer_says_so(tmp_path: Path) -> None:
         {"operators": [{"juicer": "clean_links_mapper", "juicer_python": sys.executable}]}
     )
     with pytest.raises(OperatorFailed, match="No module named 'data_juicer'"):
-        process([file_source(write(tmp_path / "in.jsonl", LINKED))], config, tmp_path / "out.jsonl")
+        process([open_table(write(tmp_path / "in.jsonl", LINKED))], config, tmp_path / "out.jsonl")
     stub = tmp_path / "python"
     stub.write_text("#!/bin/sh\necho it is broken >&2\nexit 3\n")
     stub.chmod(0o755)
@@ -165,5 +166,5 @@ def test_an_interpreter_without_data_juicer_says_so(tmp_path: Path) -> None:
         {"operators": [{"juicer": "clean_links_mapper", "juicer_python": str(stub)}]}
     )
     with pytest.raises(OperatorFailed, match="ended with code 3, and said: it is broken"):
-        process([file_source(tmp_path / "in.jsonl")], config, tmp_path / "out.jsonl")
+        process([open_table(tmp_path / "in.jsonl")], config, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()

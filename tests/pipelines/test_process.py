@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from rayrft.cli.main import app
 from rayrft.config import PipelineConfig, read_config
-from rayrft.data.tables import TableWriter, write_table
+from rayrft.data.tables import TableWriter, open_table, write_table
 from rayrft.errors import ConfigError, DataError, OperatorFailed, OperatorTimeout
 from rayrft.experience import Experience, Task, to_batch
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
-from rayrft.pipelines.files import Processed, file_source, process, walk_lineage
+from rayrft.pipelines.files import Processed, process, walk_lineage
 from rayrft.pipelines.report import OperatorLog, OperatorReport, OperatorStats, Report
 from rayrft.pipelines.rows import Ids
 from tests.buffer.rows import group
@@ -45,7 +45,7 @@ def run(
     source = write(folder / "in.jsonl", given)
     config = PipelineConfig.model_validate({"operators": operators, "plugins": [str(OWN)], **settings})
     out = folder / "out.jsonl"
-    done = process([file_source(source)], config, out, left_out=folder / "left_out.jsonl")
+    done = process([open_table(source)], config, out, left_out=folder / "left_out.jsonl")
     return read(out), done
 
 
@@ -152,7 +152,7 @@ def test_parquet_in_and_out(tmp_path: Path) -> None:
     table = pa.table({"question": ["a", "bc" * 9], "answer": ["1", "2"], "score": pa.array([1, None], pa.int8())})
     pq.write_table(table, source)
     config = PipelineConfig.model_validate({"operators": [{"name": "brief"}], "plugins": [str(OWN)]})
-    assert process([file_source(source)], config, out).rows == 1
+    assert process([open_table(source)], config, out).rows == 1
     assert pq.read_table(out).drop_columns("id").equals(table.slice(0, 1))
 
 
@@ -164,13 +164,13 @@ def test_duplicates_are_found_across_files(tmp_path: Path) -> None:
     )
     config = PipelineConfig.model_validate({"operators": [{"name": "exact_duplicates"}]})
     out = tmp_path / "out.jsonl"
-    process([file_source(one), file_source(two)], config, out)
+    process([open_table(one), open_table(two)], config, out)
     assert [(row["answer"], row["level"]) for row in read(out)] == [("0", None), ("1", None), ("2", None), ("9", 6)]
     three = write(tmp_path / "three.jsonl", [{"question": 5, "answer": "1", "level": "high"}])
-    process([file_source(one), file_source(three)], config, out)
+    process([open_table(one), open_table(three)], config, out)
     assert read(out)[-1]["question"] == "5", "operators read it as text"
     with pytest.raises(DataError, check=about("column level")):
-        process([file_source(two), file_source(three)], config, out)
+        process([open_table(two), open_table(three)], config, out)
 
 
 ODD = [*({"question": f"question {each}", "answer": "2"} for each in range(4)), {"question": "q", "answer": 5}]
@@ -226,7 +226,7 @@ def test_a_file_is_not_overwritten_by_what_is_made_of_it(tmp_path: Path) -> None
     config = PipelineConfig.model_validate({"operators": [{"name": "drop_broken"}]})
     for out, left_out in ((source, None), (tmp_path / "out.jsonl", tmp_path / "." / "in.jsonl")):
         with pytest.raises(DataError, check=about("out")):
-            process([file_source(source)], config, out, left_out=left_out)
+            process([open_table(source)], config, out, left_out=left_out)
     assert read(source) == questions(2)
 
 
@@ -267,17 +267,17 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     for name, text in (("empty.jsonl", ""), ("bad.jsonl", "x\ny\n"), ("bad.parquet", "x"), ("rows.csv", "a,b\n1,2\n")):
         (tmp_path / name).write_text(text)
         with pytest.raises(DataError, check=about("file", str(tmp_path / name))):
-            file_source(tmp_path / name)
+            open_table(tmp_path / name)
     for name in ("nowhere.jsonl", "nowhere.parquet"):
         with pytest.raises(DataError, check=about("file", str(tmp_path / name))):
-            file_source(tmp_path / name)
+            open_table(tmp_path / name)
 
 
 @pytest.mark.parametrize("rest", [{"id": "x"}, {"id": "7"}, {}])
 def test_ids_of_several_kinds_become_texts(rest: dict[str, Any], tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", [{"id": 1, "question": "q"}, {"id": "y", "question": "r"}, {**rest, "a": 1}])
     found = Ids()
-    [batch] = [found.add(batch) for batch in file_source(file).batches(10)]
+    [batch] = [found.add(batch) for batch in open_table(file).batches(10)]
     assert write_table(tmp_path / "out.jsonl", batch.schema, [batch]) == 3
     assert [row["id"] for row in read(tmp_path / "out.jsonl")][: 2 + len(rest)] == ["1", "y", *rest.values()]
 
@@ -295,7 +295,7 @@ def test_times_are_written_as_texts_and_bytes_are_refused_before_anything_runs(t
 
 @pytest.mark.parametrize("line", ["[" * 200_000, '{"a": ' + "1" * 5000 + "}", '{"a": ' * 100_000])
 def test_a_line_that_cannot_be_parsed_is_one_broken_row(line: str, tmp_path: Path) -> None:
-    table = file_source(write(tmp_path / "in.jsonl", [line, {"question": "q"}]))
+    table = open_table(write(tmp_path / "in.jsonl", [line, {"question": "q"}]))
     assert [row.number for row in table.broken] == [1] and table.broken[0].problem.startswith("not JSON")
     assert table.rows == 1
 
@@ -307,7 +307,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     content[4:400] = bytes(396)
     file.write_bytes(content)
     with pytest.raises(DataError, check=about("file", str(file))):
-        list(file_source(file).batches(100))
+        list(open_table(file).batches(100))
 
 
 def test_rows_left_out_by_two_operators_of_one_name_add_up() -> None:
@@ -348,7 +348,7 @@ def test_lineage_is_walked_over_files(tmp_path: Path) -> None:
     first = tmp_path / "first.jsonl"
     (tmp_path / "out.jsonl").rename(first)
     config = PipelineConfig.model_validate({"operators": [{"name": "mirror"}], "plugins": [str(OWN)]})
-    process([file_source(first)], config, tmp_path / "second.jsonl")
+    process([open_table(first)], config, tmp_path / "second.jsonl")
     rows = read(tmp_path / "second.jsonl")
     child = next(
         row
@@ -357,24 +357,24 @@ def test_lineage_is_walked_over_files(tmp_path: Path) -> None:
         and row not in read(first)
         and row["parents"][0] in {each["id"] for each in read(first) if each["parents"]}
     )
-    walked = walk_lineage(child["id"], [file_source(tmp_path / "second.jsonl")])
+    walked = walk_lineage(child["id"], [open_table(tmp_path / "second.jsonl")])
     assert [(each.depth, each.made_by) for each in walked] == [(0, "mirror/1"), (1, "mirror/1"), (2, None)]
     assert walked[2].row is not None and walked[2].row["question"] == child["question"]
     lonely = write(tmp_path / "lonely.jsonl", [child])
-    assert [each.row is None for each in walk_lineage(child["id"], [file_source(lonely)])] == [False, True]
+    assert [each.row is None for each in walk_lineage(child["id"], [open_table(lonely)])] == [False, True]
     with pytest.raises(DataError, check=about("id", "nobody")):
-        walk_lineage("nobody", [file_source(first)])
+        walk_lineage("nobody", [open_table(first)])
 
 
 def test_parents_are_found_in_files_whose_columns_differ(tmp_path: Path) -> None:
     one = write(tmp_path / "one.jsonl", [{"question": "ab", "answer": "1", "level": 3}] * 2)
     two = write(tmp_path / "two.jsonl", [{"level": 0.5, "answer": "2", "question": "cd", "hint": "e"}])
     config = PipelineConfig.model_validate({"operators": [{"name": "mirror"}], "plugins": [str(OWN)], "batch_rows": 1})
-    process([file_source(one), file_source(two)], config, tmp_path / "out.jsonl")
+    process([open_table(one), open_table(two)], config, tmp_path / "out.jsonl")
     made = [row for row in read(tmp_path / "out.jsonl") if row["parents"]]
     for row, question, source in zip(made, ("ab", "ab", "cd"), (one, one, two), strict=True):
         only_made = write(tmp_path / "made.jsonl", made)
-        _, parent = walk_lineage(row["id"], [file_source(only_made), file_source(source)])
+        _, parent = walk_lineage(row["id"], [open_table(only_made), open_table(source)])
         assert parent.row is not None and parent.row["question"] == question
 
 
@@ -419,13 +419,13 @@ def test_exported_experiences_are_processed_in_both_formats(tmp_path: Path) -> N
     for suffix in ("jsonl", "parquet"):
         source, out = tmp_path / f"in.{suffix}", tmp_path / f"out.{suffix}"
         write_table(source, batch.schema, [batch])
-        assert process([file_source(source)], config, out).rows == 6
+        assert process([open_table(source)], config, out).rows == 6
         table = read_file(out)
         assert table.column("chosen").to_pylist() == [True, False] * 3
         assert [dict(labels)["made_by"] for labels in table.column("labels").to_pylist()] == [
             "best_against_worst/1"
         ] * 6
-        walked = walk_lineage(table.column("experience_id")[0].as_py(), [file_source(out), file_source(source)])
+        walked = walk_lineage(table.column("experience_id")[0].as_py(), [open_table(out), open_table(source)])
         assert [each.id for each in walked][1:] == ["0/2"]
 
 
@@ -449,7 +449,7 @@ def test_operators_on_groups_and_on_batches_are_tried_on_the_rows_of_a_run(tmp_p
     ]
     config = PipelineConfig.model_validate({"operators": operators, "batch_rows": 5})
     tasks = {row.task_id: Task(row.task_id, "What?", "That") for row in own}
-    done = process([file_source(source)], config, tmp_path / "out.parquet", tasks=tasks)
+    done = process([open_table(source)], config, tmp_path / "out.parquet", tasks=tasks)
     rebalanced, reweighted, _ = done.report.operators
     assert rebalanced.reasons == {"over the share of expert rows": 2}, "two expert rows stay beside six own ones"
     assert reweighted.changed == 6
@@ -457,11 +457,11 @@ def test_operators_on_groups_and_on_batches_are_tried_on_the_rows_of_a_run(tmp_p
     assert written.schema.names == schema.names
     assert Counter(row.split("/")[0] for row in written.column("experience_id").to_pylist()) == {"3": 2, "gold": 6}
     with pytest.raises(ConfigError, match="question"):
-        process([file_source(source)], config, tmp_path / "out.parquet")
+        process([open_table(source)], config, tmp_path / "out.parquet")
 
 
 def test_files_that_cannot_be_written_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    source = file_source(write(tmp_path / "in.jsonl", questions(2)))
+    source = open_table(write(tmp_path / "in.jsonl", questions(2)))
     config = PipelineConfig.model_validate({"operators": [{"name": "drop_broken"}]})
     for name in ("nowhere/out.jsonl", "nowhere/out.parquet", "out.csv"):
         with pytest.raises(DataError, check=about("file", str(tmp_path / name))):
