@@ -7,7 +7,6 @@ import json
 import shutil
 import sys
 import time
-import uuid
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -15,19 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rayrft.cli import RUNS, Overrides, Storage, changes, say
+from rayrft.cli import Run as RunName
 from rayrft.core.checkpoints import find_folder
 from rayrft.errors import RunNotFound
 
 if TYPE_CHECKING:
     from rayrft.benchmark.difficulty import MeasuredTasks
     from rayrft.buffer.reader import Archive, Found
-    from rayrft.config import PipelineConfig
     from rayrft.config.serve import FeedbackConfig
     from rayrft.core.run import Run
-    from rayrft.experience import Task
-    from rayrft.pipelines import Context
-    from rayrft.pipelines.files import RowSource
-    from rayrft.pipelines.run.process import Answers
+    from rayrft.data.tables import RowSource
 
 app = typer.Typer(
     no_args_is_help=True, help="Inspect, export, import and process the experiences of a run, and rows of files."
@@ -36,30 +33,27 @@ app = typer.Typer(
 feedback = typer.Typer(no_args_is_help=True, help="What people said of a run's answers, as files.")
 app.add_typer(feedback, name="feedback")
 
-_Run = Annotated[str, typer.Argument(help="a run folder, or the name of a run in --storage")]
-_Storage = Annotated[Path, typer.Option(help="the folder of run folders")]
 _Store = Annotated[str, typer.Option(help="usual (own rows) or expert/NAME")]
 _Where = Annotated[
     str | None, typer.Option(metavar="CONDITION", help="SQL over the columns: reward > 0.5 and stop_reason = 'stop'")
 ]
 _SkipDamaged = Annotated[bool, typer.Option(help="skip files that cannot be read, and list them")]
-_RUNS = Path("runs")
 
 
 @app.command()
-def stats(run: _Run, storage: _Storage = _RUNS) -> None:
+def stats(run: RunName, storage: Storage = RUNS) -> None:
     """Print rows and bytes by store and fate."""
     print(json.dumps(asdict(_archive(run, storage).stats()), indent=2))
 
 
 @app.command()
 def head(
-    run: _Run,
+    run: RunName,
     count: Annotated[int, typer.Option("-n", min=1, help="rows")] = 10,
     store: _Store = "usual",
     where: _Where = None,
     skip_damaged: _SkipDamaged = False,
-    storage: _Storage = _RUNS,
+    storage: Storage = RUNS,
 ) -> None:
     """Print the first rows, one line per row."""
     from rayrft.buffer.export import glance
@@ -85,20 +79,20 @@ def head(
 
 
 @app.command()
-def show(run: _Run, experience_id: Annotated[str, typer.Argument(metavar="ID")], storage: _Storage = _RUNS) -> None:
+def show(run: RunName, experience_id: Annotated[str, typer.Argument(metavar="ID")], storage: Storage = RUNS) -> None:
     """Print all fields of one row."""
     print(_described(_archive(run, storage).find(experience_id)))
 
 
 @app.command()
 def export(
-    run: _Run,
+    run: RunName,
     out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
     store: _Store = "usual",
     where: _Where = None,
     columns: Annotated[str | None, typer.Option(help="comma-separated names; all by default")] = None,
     skip_damaged: _SkipDamaged = False,
-    storage: _Storage = _RUNS,
+    storage: Storage = RUNS,
 ) -> None:
     """Write rows to a file that pandas, DuckDB and `data import` can read.
 
@@ -118,14 +112,14 @@ def export(
 
 @app.command("import")
 def import_rows(
-    run: _Run,
+    run: RunName,
     file: Annotated[Path, typer.Argument(help="a file written by `data export`, with all columns")],
     name: Annotated[str, typer.Option(help="the store of demonstrations to create or replace")],
     where: _Where = None,
     add: Annotated[
         bool, typer.Option("--add", help="add the rows that are new, and keep those that are there")
     ] = False,
-    storage: _Storage = _RUNS,
+    storage: Storage = RUNS,
 ) -> None:
     """Load the rows of a file as demonstrations into a running run."""
     from rayrft.buffer.export import read_file
@@ -146,12 +140,12 @@ def import_rows(
 
 @app.command()
 def forget(
-    run: _Run,
+    run: RunName,
     ids: Annotated[
         list[str] | None, typer.Option("--id", help="of a row, or of a session or response of the endpoint")
     ] = None,
     days: Annotated[float | None, typer.Option(min=0, help="sessions that were finished so many days ago")] = None,
-    storage: _Storage = _RUNS,
+    storage: Storage = RUNS,
 ) -> None:
     """Erase rows from a run's log for good, each with its group: by ids, or sessions of the endpoint by age."""
     import asyncio
@@ -176,7 +170,9 @@ def forget(
 
 @app.command()
 def process(
-    rows: Annotated[list[str], typer.Argument(metavar="IN…", help="JSONL or Parquet files, or runs (see --storage)")],
+    rows: Annotated[
+        list[str], typer.Argument(metavar="IN…", help="JSONL, CSV or Parquet files, folders of them, or runs")
+    ],
     out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
     pipeline: Annotated[Path, typer.Option(help="YAML: operators: [{name: …}, …]")],
     left_out: Annotated[Path | None, typer.Option(help="a JSONL file for the rows left out, with the reasons")] = None,
@@ -187,7 +183,7 @@ def process(
             "reward and tasks (operators that ask)"
         ),
     ] = None,
-    storage: _Storage = _RUNS,
+    storage: Storage = RUNS,
 ) -> None:
     """Clean, filter, prioritise and synthesise rows; print what each operator did.
 
@@ -197,6 +193,7 @@ def process(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from rayrft.config import PipelineConfig, read_config
+    from rayrft.core.services import pipeline_inputs
     from rayrft.pipelines.files import process as run_pipeline
 
     loaded = read_config(PipelineConfig, pipeline)
@@ -205,7 +202,8 @@ def process(
 
         connect()
     sources = [_sources(name, storage)[0] for name in rows]
-    context, answers, tasks = _setting(loaded, config, out)
+    journal = out.with_name(f"{out.name}.answers.jsonl")
+    context, answers, tasks = pipeline_inputs(loaded, config, journal)
     total = sum(source.rows or 0 for source in sources) * len(loaded.operators)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -217,23 +215,22 @@ def process(
         done = run_pipeline(
             sources, loaded, out, context=context, left_out=left_out, progress=advance, answers=answers, tasks=tasks
         )
-    _journal(out).unlink(missing_ok=True)
+    journal.unlink(missing_ok=True)
     console = Console(highlight=False, markup=False)
     console.print(done.report.table())
     for line in done.report.examples():
         print(line)
     for name, broken in done.broken.items():
-        first = ", ".join(f"{row.number} ({row.problem})" for row in broken[: max(1, loaded.samples)])
-        print(
-            f"{len(broken)} broken rows of {name} were not read: {first}{' …' if len(broken) > loaded.samples else ''}"
-        )
+        shown = list(broken.items())[: max(1, loaded.samples)]
+        first = ", ".join(f"{number} ({problem})" for number, problem in shown)
+        print(f"{len(broken)} broken rows of {name} were not read: {first}{' …' if len(broken) > len(shown) else ''}")
     print(f"{done.rows} rows in {out}")
 
 
 @app.command()
 def difficulty(
     config: Annotated[str, typer.Argument(help="YAML file of a run")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    overrides: Overrides = None,
     out: Annotated[
         Path | None, typer.Option(help="a file to write: .jsonl or .parquet [STORAGE/NAME-difficulty/tasks.parquet]")
     ] = None,
@@ -245,26 +242,20 @@ def difficulty(
     The file is a source of tasks: {source: tasks, path: …}.
     """
     from rayrft.benchmark.difficulty import measure_difficulty
-    from rayrft.config import parse_override
 
-    changes = dict(map(parse_override, overrides or []))
-    _measured(measure_difficulty(config, out, tries=tries, model=model, say=_say, **changes))
+    _measured(measure_difficulty(config, out, tries=tries, model=model, say=say, **changes(overrides)))
 
 
 @app.command()
 def tasks(
-    run: _Run,
+    run: RunName,
     out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
-    storage: _Storage = _RUNS,
+    storage: Storage = RUNS,
 ) -> None:
     """Write a run's tasks with the tries and pass rate that it came to: a source of tasks for another run."""
     from rayrft.benchmark.difficulty import write_solved
 
     _measured(write_solved(find_folder(run, storage), out))
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _measured(found: MeasuredTasks) -> None:
@@ -278,7 +269,7 @@ def lineage(
     rows: Annotated[
         list[str], typer.Argument(metavar="IN…", help="files and runs that hold it and what it was made of")
     ],
-    storage: _Storage = _RUNS,
+    storage: Storage = RUNS,
 ) -> None:
     """Print what a row was made of, by which operators."""
     from rayrft.pipelines.files import walk_lineage
@@ -297,11 +288,11 @@ _Settings = Annotated[list[str] | None, typer.Argument(help="those of the page: 
 
 @feedback.command("export")
 def export_feedback(
-    run: _Run,
+    run: RunName,
     out: Annotated[Path, typer.Argument(help="a JSONL file to write")],
     settings: _Settings = None,
     form: _Form = "pairs",
-    storage: _Storage = _RUNS,
+    storage: Storage = RUNS,
 ) -> None:
     """Write what people said of a run's answers, also while the page is open."""
     from rayrft.feedback.exchange import read_answers, write_feedback
@@ -323,11 +314,11 @@ def export_feedback(
 
 @feedback.command("import")
 def import_feedback(
-    run: _Run,
+    run: RunName,
     file: Annotated[Path, typer.Argument(help="JSONL, or one JSON list")],
     settings: _Settings = None,
     form: _Form = "argilla",
-    storage: _Storage = _RUNS,
+    storage: Storage = RUNS,
 ) -> None:
     """Take what people said elsewhere of a run's answers; the page tells the run of it when it is opened."""
     from rayrft.feedback.exchange import read_answers, read_feedback
@@ -345,19 +336,21 @@ def import_feedback(
 
 
 def _feedback_settings(overrides: list[str] | None) -> FeedbackConfig:
-    from rayrft.config import parse_override, read_config
+    from rayrft.config import read_config
     from rayrft.config.serve import FeedbackConfig
 
-    return read_config(FeedbackConfig, {}, dict(map(parse_override, overrides or [])))
+    return read_config(FeedbackConfig, {}, changes(overrides))
 
 
 def _sources(name: str, storage: Path) -> list[RowSource]:
-    """Return the rows of a file, or of a run's log: its own ones, and then each of its demonstrations."""
+    """Return the rows of a file or folder, or of a run's log: its usual rows, and then each of its demonstrations."""
     from rayrft.buffer.reader import ARCHIVE_SCHEMA
-    from rayrft.pipelines.files import RowSource, file_source
+    from rayrft.data.formats import ROW_SUFFIXES, kind_of
+    from rayrft.data.tables import RowSource, open_table
 
-    if Path(name).suffix in (".jsonl", ".parquet"):
-        return [file_source(Path(name))]
+    path, is_run = Path(name), any((folder / "config.yaml").is_file() for folder in (Path(name), storage / name))
+    if not is_run and (path.exists() or kind_of(path) in ROW_SUFFIXES):
+        return [open_table(path)]
     archive = _archive(name, storage)
 
     def source(store: str) -> RowSource:
@@ -365,54 +358,6 @@ def _sources(name: str, storage: Path) -> list[RowSource]:
         return RowSource(named, ARCHIVE_SCHEMA, lambda rows: archive.rows(store))
 
     return [source(store) for store in archive.stores]
-
-
-def _setting(
-    pipeline: PipelineConfig, config: str | None, out: Path
-) -> tuple[Context, Answers, dict[str, Task] | None]:
-    """Return what operators may need besides their options, of a run's config, too, what answers them, and the run's
-    tasks by their ids."""
-    from functools import partial
-
-    from rayrft.config import load_config
-    from rayrft.config.model import TemplateConfig
-    from rayrft.core.cluster import connect
-    from rayrft.core.services import pipeline_engines, task_engines
-    from rayrft.pipelines import Context
-    from rayrft.pipelines.run.answering import answering
-    from rayrft.pipelines.tasks import load_processed
-
-    reward, models, plugins, seed = pipeline.reward, dict(pipeline.models), list(pipeline.plugins), 0
-    evaluation: tuple[Task, ...] = ()
-    model: str | None = None
-    template: TemplateConfig | None = None
-    tasks: dict[str, Task] = {}
-    if config is not None:
-        run = load_config(config, {"pipelines.decontaminate": False})
-        connect()
-        processed = load_processed(run, task_engines(run))
-        splits, evaluation, model = processed.splits, processed.evaluation, run.model.path
-        template = run.model.template
-        demonstrated = chain.from_iterable(splits.demonstrated.values())
-        tasks = {task.id: task for task in chain(splits.train, splits.evaluation, demonstrated)}
-        reward, models, seed = reward or run.scoring, {**run.auxiliary, **models}, run.seed
-        plugins += run.plugins
-    answers = partial(
-        answering,
-        engines=pipeline_engines(f"pipeline-{uuid.uuid4().hex[:8]}", models, seed),
-        endpoints=pipeline.endpoints,
-        reward=reward,
-        plugins=plugins,
-        tasks=tasks.get,
-        answer_s=pipeline.answer_s,
-        journal=_journal(out),
-    )
-    context = Context(evaluation, model, {*models, *pipeline.endpoints}, scores=reward is not None, template=template)
-    return context, answers, None if config is None else tasks
-
-
-def _journal(out: Path) -> Path:
-    return out.with_name(f"{out.name}.answers.jsonl")
 
 
 def _live(folder: Path) -> Run | None:

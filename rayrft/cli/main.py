@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from rayrft.cli import buffer, data
+from rayrft.cli import RUNS, ConfigFile, Overrides, Storage, changes, data, say
+from rayrft.cli import Run as RunName
 from rayrft.config import load_config, parse_override, read_config
 from rayrft.core.checkpoints import find_folder
 from rayrft.errors import ActorDied, RayrftError
@@ -29,74 +32,78 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 serve = typer.Typer(no_args_is_help=True, help="Serve a policy, rewards, or a page for feedback.")
 app.add_typer(serve, name="serve")
 app.add_typer(data.app, name="data")
-app.add_typer(buffer.app, name="buffer")
+buffer = typer.Typer(no_args_is_help=True, help="List and end the Buffers at which explore and train jobs meet.")
+app.add_typer(buffer, name="buffer")
+
+_BufferName = Annotated[str, typer.Argument(help="a Buffer's name: buffer.name of its jobs")]
 
 
 @app.command()
 def run(
-    config: Annotated[str, typer.Argument(help="YAML file")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
 ) -> None:
     """Run a config to its end."""
     from rayrft.core.launch import start
 
-    checked = load_config(config, dict(map(parse_override, overrides or [])))
+    checked = load_config(config, changes(overrides))
     if checked.mode == "bench":
         return _bench(checked)
-    follow(start(checked, say=_print))
+    follow(start(checked, say=say))
 
 
 @app.command()
 def bench(
     config: Annotated[str, typer.Argument(help="YAML file, of a bench or of a run")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    overrides: Overrides = None,
     model: Annotated[list[str] | None, typer.Option(help="NAME=MODEL, besides those of bench.models")] = None,
-    json: Annotated[Path | None, typer.Option(help="a file to write the scores to as well")] = None,
+    scores: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="a file to write the scores to as well")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="a file to write the plot to as well")] = None,
 ) -> None:
-    """Evaluate models on task sets; one that was interrupted goes on where it stopped."""
+    """Evaluate models on task sets. An interrupted evaluation continues when it is run again."""
     models = {name: str(path) for name, path in map(parse_override, model or [])}
-    _bench(config, dict(map(parse_override, overrides or [])), models, json, plot)
+    _bench(config, changes(overrides), models, scores, plot)
 
 
 @serve.command()
 def policy(
-    config: Annotated[str, typer.Argument(help="YAML file")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
 ) -> None:
     """Serve a config's model to applications, and train it on their sessions."""
     from rayrft.core.launch import start
 
-    changes = dict(map(parse_override, overrides or []))
-    follow(start(load_config(config, {"mode": "serve", **changes}), say=_print))
+    follow(start(load_config(config, {"mode": "serve", **changes(overrides)}), say=say))
 
 
 @serve.command()
 def rewards(
     config: Annotated[str, typer.Argument(help="YAML file with a reward section")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Serve rewards over HTTP, for training elsewhere, until Ctrl-C."""
     from rayrft.config.serve import RewardServiceConfig
     from rayrft.core.services import serve_rewards
 
-    checked = read_config(RewardServiceConfig, config, dict(map(parse_override, overrides or [])))
-    _until_interrupted(serve_rewards(checked, _print), "rewards")
+    checked = read_config(RewardServiceConfig, config, changes(overrides))
+    _until_interrupted(serve_rewards(checked, say), "rewards")
 
 
 @serve.command()
 def feedback(
-    run: Annotated[str, typer.Argument(help="a run's folder, or its name in --storage")],
+    run: RunName,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="port=8000 rule=uncertain labels=[polite,rude] …")
     ] = None,
-    storage: Annotated[Path, typer.Option(help="the folder of run folders")] = Path("runs"),
+    storage: Storage = RUNS,
 ) -> None:
     """Serve a page where people judge and edit a run's answers, while it is running or after its end, until Ctrl-C."""
     from rayrft.config.serve import FeedbackConfig
     from rayrft.core.services import serve_feedback
 
-    settings = read_config(FeedbackConfig, {}, dict(map(parse_override, overrides or [])))
+    settings = read_config(FeedbackConfig, {}, changes(overrides))
     _until_interrupted(serve_feedback(find_folder(run, storage), settings), "feedback page")
 
 
@@ -109,12 +116,12 @@ def _until_interrupted(service: OpenService, what: str) -> NoReturn:
         service.anchor.kill()
 
     try:
-        _print(f"{what} at {service.url}{service.key_hint}")
+        say(f"{what} at {service.url}{service.key_hint}")
         with _signals(interrupted):
             until_dead(service.anchor)
         if not received:
             raise ActorDied("died", "see the Ray dashboard, and start the service again", field=service.anchor.name)
-        _print("ending")
+        say("ending")
     finally:
         service.stop()
     raise SystemExit(128 + received[0])
@@ -123,12 +130,12 @@ def _until_interrupted(service: OpenService, what: str) -> NoReturn:
 @app.command()
 def resume(
     run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Resume a run that crashed or was stopped, from its latest checkpoint."""
     from rayrft.core.launch import resume
 
-    follow(resume(find_folder(run), say=_print, **dict(map(parse_override, overrides or []))))
+    follow(resume(find_folder(run), say=say, **changes(overrides)))
 
 
 @app.command()
@@ -170,9 +177,9 @@ def watch(name: str) -> None:
     found = find_status(name)
     if not found.ended:
         run = attach(name)
-        run.watch(_print)
+        run.watch(say)
         found = run.status()
-    _print(_last_line(found))
+    say(_last_line(found))
     raise SystemExit(_exit_status(found.status))
 
 
@@ -189,27 +196,62 @@ def stop(name: str) -> None:
     print(f"{name}: stopping")
 
 
+@buffer.command("list")
+def list_buffers() -> None:
+    """Print a line per Buffer: its rows, and its jobs."""
+    from rayrft.core.cluster import connect
+    from rayrft.core.shared_buffer import buffer_status, buffers
+
+    connect(start=False)
+    for name in buffers():
+        found = buffer_status(name)
+        print(f"{name}: {', '.join(sorted(found.jobs))}; {found.ledger}")
+
+
+@buffer.command("status")
+def show_buffer(name: _BufferName) -> None:
+    """Print a Buffer's ledger and jobs."""
+    from rayrft.core.cluster import connect
+    from rayrft.core.shared_buffer import buffer_status
+
+    connect(start=False)
+    found = buffer_status(name)
+    print(json.dumps({**asdict(found), "folder": str(found.folder)}, indent=2))
+
+
+@buffer.command("stop")
+def end_buffer(
+    name: _BufferName, force: Annotated[bool, typer.Option(help="also while jobs use it, which then fail")] = False
+) -> None:
+    """End a Buffer. Its log stays, and the next job that names it continues it."""
+    from rayrft.core.cluster import connect
+    from rayrft.core.shared_buffer import stop_buffer
+
+    connect(start=False)
+    print(f"{name}: ended; its log is in {stop_buffer(name, force=force).folder}")
+
+
 def _bench(
     config: str | RunConfig,
     overrides: dict[str, Any] | None = None,
     models: dict[str, str] | None = None,
-    json: Path | None = None,
+    scores: Path | None = None,
     plot: Path | None = None,
 ) -> None:
     from rayrft.benchmark.bench import bench
 
     try:
-        result = bench(config, models=models, say=_print, **(overrides or {}))
+        result = bench(config, models=models, say=say, **(overrides or {}))
     except SystemExit:
-        _print("run the same command again to skip what is done")
+        say("run the same command again to skip what is done")
         raise
-    if json is not None:
-        json.write_text(result.to_json())
+    if scores is not None:
+        scores.write_text(result.to_json())
     if plot is not None:
         result.save_plot(plot)
-    _print(f"\n{result.table()}\n")
-    _print(f"results     {json or result.folder / 'results.json'}")
-    _print(f"plot        {plot or result.folder / 'plot.png'}")
+    say(f"\n{result.table()}\n")
+    say(f"results     {scores or result.folder / 'results.json'}")
+    say(f"plot        {plot or result.folder / 'plot.png'}")
 
 
 def follow(handle: Run) -> Summary:
@@ -225,18 +267,18 @@ def follow(handle: Run) -> Summary:
         received.append(number)
         if len(received) == 1:
             threading.Thread(target=handle.stop, daemon=True).start()  # a Master that hangs does not answer
-            _print("stopping after the current step (press again to end immediately)")
+            say("stopping after the current step (press again to end immediately)")
         else:
             handle.kill()
 
     with _signals(interrupted):
         try:
-            handle.watch(_print)
+            handle.watch(say)
             summary = handle.result()
         except RayrftError:
             if len(received) < 2:
                 raise
-            _print(f"ended immediately; to resume: rayrft resume {handle.folder}")
+            say(f"ended immediately; to resume: rayrft resume {handle.folder}")
             raise SystemExit(128 + received[0]) from None
     _report(handle, summary)
     if received:
@@ -312,21 +354,16 @@ def _report(handle: Run, summary: Summary) -> None:
     from rayrft.monitor.records import read_records
     from rayrft.monitor.report import accuracy_table
 
-    _print("\n" + accuracy_table(read_records(handle.folder)))
+    say("\n" + accuracy_table(read_records(handle.folder)))
     if summary.ledger is not None:
-        _print(f"\nrows: {summary.ledger}")
-    _print(f"{summary.status} after {summary.seconds['total']:.0f} s, {summary.steps} steps")
+        say(f"\nrows: {summary.ledger}")
+    say(f"{summary.status} after {summary.seconds['total']:.0f} s, {summary.steps} steps")
     if (plot := handle.folder / "plot.png").exists():
-        _print(f"plot        {plot}")
+        say(f"plot        {plot}")
     if summary.checkpoint:
-        _print(f"checkpoint  {summary.checkpoint}")
+        say(f"checkpoint  {summary.checkpoint}")
     if summary.status != "finished":
-        _print(f"to resume   rayrft resume {handle.folder}")
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal was closed: a run goes its way
-        print(text, flush=True)
+        say(f"to resume   rayrft resume {handle.folder}")
 
 
 def main() -> None:

@@ -7,12 +7,14 @@ import contextlib
 import logging
 import os
 import secrets
+import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rayrft.config import RunConfig, load_run_config
+from rayrft.config import PipelineConfig, RunConfig, load_config, load_run_config
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig, read_keys
 from rayrft.core.cluster import connect
@@ -22,9 +24,13 @@ from rayrft.core.parts.rewards import reward_replicas
 from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name, check_room, show_plan
 from rayrft.core.shared_buffer import shared_actor_name
 from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.experience import Task
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.feedback.journal import feedback_folder
-from rayrft.pipelines.run.answering import AskedModel, Engines
+from rayrft.pipelines import Context
+from rayrft.pipelines.run.answering import AskedModel, Engines, answering
+from rayrft.pipelines.run.process import Answers
+from rayrft.pipelines.tasks import load_processed
 from rayrft.rewards.checks import check_reward
 from rayrft.runtime.handle import Handle, end
 from rayrft.runtime.serving import key_digest
@@ -175,6 +181,37 @@ def pipeline_engines(
             placement.remove()
 
     return engines
+
+
+def pipeline_inputs(
+    pipeline: PipelineConfig, config: str | None, journal: Path
+) -> tuple[Context, Answers, dict[str, Task] | None]:
+    """Return the context of operators on files, the source of their answers, which are kept in ``journal``, and the
+    tasks by their ids of the run whose ``config`` is given."""
+    reward, models, plugins, seed = pipeline.reward, dict(pipeline.models), list(pipeline.plugins), 0
+    context, tasks = Context(), dict[str, Task]()
+    if config is not None:
+        run = load_config(config, {"pipelines.decontaminate": False})
+        connect()
+        processed = load_processed(run, task_engines(run))
+        splits = processed.splits
+        tasks = {task.id: task for part in splits.demonstrated.values() for task in part}
+        tasks |= {task.id: task for task in (*splits.train, *splits.evaluation)}
+        reward, models, seed = reward or run.scoring, {**run.auxiliary, **models}, run.seed
+        plugins += run.plugins
+        context = Context(processed.evaluation, run.model.path, template=run.model.template)
+    answers = partial(
+        answering,
+        engines=pipeline_engines(f"pipeline-{uuid.uuid4().hex[:8]}", models, seed),
+        endpoints=pipeline.endpoints,
+        reward=reward,
+        plugins=plugins,
+        tasks=tasks.get,
+        answer_s=pipeline.answer_s,
+        journal=journal,
+    )
+    context = replace(context, models={*models, *pipeline.endpoints}, scores=reward is not None)
+    return context, answers, None if config is None else tasks
 
 
 def task_engines(config: RunConfig, say: Callable[[str], None] = print) -> Engines:

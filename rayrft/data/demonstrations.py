@@ -21,6 +21,7 @@ from rayrft.data.formats import (
     SkippedRows,
     answer_label,
     as_text,
+    broken_rows,
     conversations,
     pair_margin,
     read_rows,
@@ -245,13 +246,8 @@ def from_dataset(
 
 def _check(kept: int, skipped: SkippedRows, form: RowFormat, config_key: str, value: str | None) -> None:
     if skipped.broken and form.on_broken == "fail":
-        first = "; ".join(f"line {number}: {why}" for number, why in sorted(skipped.broken.items())[:5])
-        raise DataError(
-            f"{len(skipped.broken)} broken rows of {kept + len(skipped)}: {first}",
-            "fix or delete these lines, or set on_broken to 'skip'",
-            field=config_key,
-            value=value,
-        )
+        remedy = "fix or delete these lines, or set on_broken to 'skip'"
+        raise broken_rows(skipped.broken, kept + len(skipped), remedy, field=config_key, value=value)
     if not kept:
         raise DataError(
             f"no usable row (left out: {dict(skipped.counts)})",

@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -47,6 +47,15 @@ class SkippedRows:
             first = ", ".join(map(str, sorted(self.broken)[:10])) + (", …" if len(self.broken) > 10 else "")
             counts[f"broken (lines {first})"] = len(self.broken)
         return counts
+
+
+def broken_rows(
+    broken: Mapping[int, str], total: int, remedy: str, *, origin: str = "", field: str, value: object
+) -> DataError:
+    """Return the error of broken rows, by number, of so many: it has the problems of the first five."""
+    first = "; ".join(f"line {number}: {problem}" for number, problem in sorted(broken.items())[:5])
+    problem = f"{len(broken)} broken rows of {total}{origin and f' in {origin}'}: {first}"
+    return DataError(problem, remedy, field=field, value=value)
 
 
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")

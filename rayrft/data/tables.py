@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,14 +28,6 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 @dataclass(frozen=True)
-class BrokenRow:
-    """A row that cannot be read: its number in the file, from 1, and why."""
-
-    number: int
-    problem: str
-
-
-@dataclass(frozen=True)
 class RowSource:
     """Rows of one schema, which can be read again and again. ``batches`` takes the most rows of a batch."""
 
@@ -44,7 +36,8 @@ class RowSource:
     batches: Callable[[int], Iterator[pa.RecordBatch]]
     rows: int | None = None
     """How many can be read, if it is known."""
-    broken: Sequence[BrokenRow] = ()
+    broken: Mapping[int, str] = field(default_factory=dict)
+    """The problems of rows that cannot be read, by number, from 1."""
     convert: Callable[[Mapping[str, str]], RowSource] | None = None
     """Text: open the source again with values of these columns `converted`; a row with one that cannot be is broken."""
 
@@ -67,7 +60,7 @@ def _with_rows(source: RowSource, remedy: str = "") -> RowSource:
     """Return a source. Raises DataError if it has no rows."""
     if source.rows:
         return source
-    first = f": row {source.broken[0].number} is {source.broken[0].problem}" if source.broken else ""
+    first = next((f": row {number} is {problem}" for number, problem in source.broken.items()), "")
     raise DataError(f"no row can be read{first}", f"give a file with rows{remedy}", field="file", value=source.name)
 
 
@@ -228,11 +221,12 @@ def check_suffix(path: Path) -> None:
 
 def _open_text(files: RowFiles, kinds: Mapping[str, str]) -> RowSource:
     found: dict[str, set[Any]] = {}
-    broken, rows = list[BrokenRow](), 0
+    broken, rows = dict[int, str](), 0
     for number, row in files.rows():
-        if isinstance(row, str) or (problem := _convert(row, kinds) if row else "an empty object"):
-            broken.append(BrokenRow(number, row if isinstance(row, str) else problem or ""))
+        if problem := row if isinstance(row, str) else _convert(row, kinds) if row else "an empty object":
+            broken[number] = problem
             continue
+        assert isinstance(row, dict)
         rows += 1
         for name, value in row.items():
             found.setdefault(name, set()).add(_kind(value))
@@ -240,11 +234,11 @@ def _open_text(files: RowFiles, kinds: Mapping[str, str]) -> RowSource:
         fields = [*SCHEMA, *(_field(name, found[name]) for name in found if name not in SCHEMA.names)]
     else:
         fields = [_field(name, each) for name, each in found.items()]
-    schema, skipped = pa.schema(fields), {row.number for row in broken}
+    schema = pa.schema(fields)
 
     def batches(most: int) -> Iterator[pa.RecordBatch]:
         numbered = files.rows()
-        whole = (row for number, row in numbered if number not in skipped and isinstance(row, dict))
+        whole = (row for number, row in numbered if number not in broken and isinstance(row, dict))
         while part := list(islice(whole, most)):
             for row in part:
                 _convert(row, kinds)

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from rayrft.config.tasks import TaskSourceConfig
+from rayrft.data.formats import broken_rows
 from rayrft.data.tables import is_json, json_field, open_table, write_table
 from rayrft.errors import DataError
 from rayrft.experience import Task
@@ -64,9 +65,8 @@ def read_tasks(config: TaskSourceConfig, field: str) -> list[Task]:
     except DataError as error:
         raise DataError(error.problem, error.remedy, field=place, value=str(path)) from None
     if table.broken:
-        first = table.broken[0]
-        problem = f"{len(table.broken)} broken rows: row {first.number}: {first.problem}"
-        raise DataError(problem, "write the file again", field=place, value=str(path))
+        total = len(table.broken) + (table.rows or 0)
+        raise broken_rows(table.broken, total, "write the file again", field=place, value=str(path))
     if missing := [name for name in SCHEMA.names if name not in table.schema.names]:
         problem = f"is no file of tasks that rayrft wrote: it has no column {missing[0]!r}"
         remedy = "read files of your own by source: file"

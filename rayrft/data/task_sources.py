@@ -11,7 +11,7 @@ from typing import Any
 from rayrft.config.base import resolved
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.episodes import read_gymnasium, read_verifiers
-from rayrft.data.formats import SkippedRows, as_text, finite, question_of, value_at
+from rayrft.data.formats import SkippedRows, as_text, broken_rows, finite, question_of, value_at
 from rayrft.data.images import image_paths
 from rayrft.data.squares import draw_squares
 from rayrft.data.task_files import read_tasks
@@ -146,25 +146,17 @@ def _to_tasks(rows: TaskRows, config: TaskSourceConfig, field: str, note: Note, 
         if columns and name is not None and not {name, name.partition(".")[0]} & columns.keys():
             problem = f"no field {name!r} in {rows.origin}"
             raise DataError(problem, nearest(name, columns), field=f"{field}.{key}", value=name)
+    problems, total = {at: error.problem for at, error in broken.items()}, len(tasks) + len(broken)
     if broken and (config.on_broken == "fail" or not tasks):
-        raise _broken(broken, rows, len(tasks))
+        number, first = next(iter(broken.items()))
+        remedy = f"{first.remedy or 'fix or remove these rows'}; with on_broken: skip they are left out and counted"
+        place = first.field or rows.field
+        raise broken_rows(problems, total, remedy, origin=rows.origin, field=place, value=number)
     if not tasks:
         raise DataError("it holds no rows", "give one with tasks", field=rows.field, value=rows.origin)
     if broken:
-        skipped = SkippedRows(broken={number: error.problem for number, error in broken.items()})
-        note(RowsRead(rows.origin, len(tasks) + len(broken), skipped.counts))
+        note(RowsRead(rows.origin, total, SkippedRows(broken=problems).counts))
     return tasks
-
-
-def _broken(broken: dict[int, DataError], rows: TaskRows, sound: int) -> DataError:
-    number, first = next(iter(broken.items()))
-    reasons = "; ".join(f"row {each}: {error.problem}" for each, error in list(broken.items())[:5])
-    return DataError(
-        f"{len(broken)} broken rows of {sound + len(broken)} in {rows.origin}: {reasons}",
-        f"{first.remedy or 'fix or remove these rows'}; with on_broken: skip they are left out and counted",
-        field=first.field or rows.field,
-        value=number,
-    )
 
 
 def _to_task(row: dict[str, Any], rows: TaskRows, config: TaskSourceConfig, field: str) -> Task:

@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from rayrft.config.pipelines import PipelineConfig
-from rayrft.data.tables import BrokenRow, RowSource, TableWriter, is_json
+from rayrft.data.formats import broken_rows
+from rayrft.data.tables import RowSource, TableWriter, is_json
 from rayrft.errors import DataError
 from rayrft.experience import MASKED, Task
 from rayrft.files import atomic_file
@@ -33,7 +34,7 @@ class Processed:
 
     report: Report
     rows: int
-    broken: dict[str, Sequence[BrokenRow]] = field(default_factory=dict)
+    broken: dict[str, Mapping[int, str]] = field(default_factory=dict)
 
 
 def process(
@@ -65,8 +66,8 @@ def process(
         sources = [each.convert(kinds) if each.convert is not None else each for each in sources]
     for source in sources:
         if source.broken and config.on_broken == "fail":
-            problem = f"{len(source.broken)} broken rows: row {source.broken[0].number} is {source.broken[0].problem}"
-            raise DataError(problem, "correct them, or set on_broken: skip", field="file", value=source.name)
+            remedy, total = "correct them, or set on_broken: skip", len(source.broken) + (source.rows or 0)
+            raise broken_rows(source.broken, total, remedy, field="file", value=source.name)
     schema = _common(sources)
     ids, name = Ids(), id_column(schema)
     schema = ids.add(pa.RecordBatch.from_pylist([], schema=schema)).schema
@@ -94,8 +95,9 @@ def process(
         names = [each for each in pipeline.schema.names if each not in in_run.added]
         writer = stack.enter_context(TableWriter(out, pa.schema([pipeline.schema.field(each) for each in names])))
         note = _left_out_writer(left_out, stack) if left_out is not None else lambda entry: None
-        for file, each in ((file, each) for file, found in broken.items() for each in found):
-            note({"operator": "read", "reason": f"broken: {each.problem}", "file": file, "number": each.number})
+        for file, problems in broken.items():
+            for number, problem in problems.items():
+                note({"operator": "read", "reason": f"broken: {problem}", "file": file, "number": number})
 
         def list_rows(operator: str, rows: list[LeftOut]) -> None:
             for each in rows:

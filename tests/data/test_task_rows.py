@@ -140,7 +140,7 @@ def test_broken_rows_end_it_or_are_counted_as_the_config_says(tmp_path: Path) ->
     path.write_bytes(b"question,answer\n" + good + b"too,many,values\nno answer,\n\xff\xfe,1\nlast,9\n")
     with pytest.raises(DataError, check=about("tasks.sources.0.path", 5), match="3 broken rows of 7") as caught:
         read(source="file", path=path)
-    assert "row 5: has 3 values" in str(caught.value) and "on_broken" in caught.value.remedy
+    assert "line 5: has 3 values" in str(caught.value) and "on_broken" in caught.value.remedy
     skipped: list[RowsRead] = []
     tasks = read(skipped, source="file", path=path, on_broken="skip")
     assert [task.question for task in tasks] == ["question 0", "question 1", "question 2", "last"]

@@ -235,7 +235,7 @@ def test_the_first_row_without_a_number_for_its_difficulty_is_named(
     rows = [{"problem": str(i), "solution": "a", "level": level} for i, level in enumerate(levels)]
     path = jsonl(tmp_path / "tasks.jsonl", *rows)
     with pytest.raises(
-        DataError, match=rf"tasks\.sources\.0\.difficulty: .*: row {first}: it has no number in 'level'"
+        DataError, match=rf"tasks\.sources\.0\.difficulty: .*: line {first}: it has no number in 'level'"
     ):
         load_tasks(config(path, difficulty="level"), {}, seed=0)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 from typer.testing import CliRunner
 
 from rayrft.cli.main import app
@@ -184,9 +185,9 @@ def test_an_odd_value_stops_no_file(name: str, tmp_path: Path) -> None:
         assert [row["answer"] for row in found] == [row["answer"] for row in ODD], "it does not read the answers"
         return
     assert [row["answer"] for row in found] == ["2", "2", "2", "2", "5", None]
-    [[broken]] = done.broken.values()
-    assert (broken.number, broken.problem) == (6, 'not usable: answer holds ["2", "3"], which is not a text')
-    with pytest.raises(DataError, match=r"row 6 is not usable: answer holds"):
+    [broken] = done.broken.values()
+    assert broken == {6: 'not usable: answer holds ["2", "3"], which is not a text'}
+    with pytest.raises(DataError, match=r"line 6: not usable: answer holds"):
         run(ODD, tmp_path, [{"name": name}], on_broken="fail")
 
 
@@ -264,7 +265,7 @@ def test_no_row_that_goes_on_is_an_empty_file(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    for name, text in (("empty.jsonl", ""), ("bad.jsonl", "x\ny\n"), ("bad.parquet", "x"), ("rows.csv", "a,b\n1,2\n")):
+    for name, text in (("empty.jsonl", ""), ("bad.jsonl", "x\ny\n"), ("bad.parquet", "x"), ("head.csv", "a,b\n")):
         (tmp_path / name).write_text(text)
         with pytest.raises(DataError, check=about("file", str(tmp_path / name))):
             open_table(tmp_path / name)
@@ -296,7 +297,7 @@ def test_times_are_written_as_texts_and_bytes_are_refused_before_anything_runs(t
 @pytest.mark.parametrize("line", ["[" * 200_000, '{"a": ' + "1" * 5000 + "}", '{"a": ' * 100_000])
 def test_a_line_that_cannot_be_parsed_is_one_broken_row(line: str, tmp_path: Path) -> None:
     table = open_table(write(tmp_path / "in.jsonl", [line, {"question": "q"}]))
-    assert [row.number for row in table.broken] == [1] and table.broken[0].problem.startswith("not JSON")
+    assert [*table.broken] == [1] and table.broken[1].startswith("not JSON")
     assert table.rows == 1
 
 
@@ -382,6 +383,25 @@ def call(*arguments: Any) -> str:
     result = CliRunner().invoke(app, ["data", *map(str, arguments)], catch_exceptions=False, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def test_the_command_reads_what_tasks_are_read_from(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    rows = [{"question": f"{number}", "answer": number} for number in range(3)]
+    (tmp_path / "a.csv").write_text("question,answer\nq 0,0\nq 1,1\nbroken\n")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "folder" / "b.parquet")
+    pq.write_table(pa.Table.from_pylist(rows[:1]), tmp_path / "folder" / "c.parquet")
+    Dataset.from_list(rows[1:]).save_to_disk(tmp_path / "saved")
+    pipeline = tmp_path / "pipeline.yaml"
+    pipeline.write_text("operators: [{name: drop_broken, columns: [question]}]\n")
+    out = tmp_path / "out.jsonl"
+    given = [tmp_path / name for name in ("a.csv", "folder", "saved")]
+    assert "1 broken rows of" in call("process", *given, out, "--pipeline", pipeline)
+    expected = [("q 0", 0), ("q 1", 1), ("0", 0), ("1", 1), ("2", 2), ("0", 0), ("1", 1), ("2", 2)]
+    assert [(row["question"], row["answer"]) for row in read(out)] == expected
+    pq.write_table(pa.table({"other": [1]}), tmp_path / "folder" / "d.parquet")
+    with pytest.raises(DataError, match=r"d\.parquet has other columns", check=about("file", str(given[1]))):
+        open_table(given[1])
 
 
 def test_the_command_prints_counts_and_samples(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from rayrft.config.base import Section
-from rayrft.data.formats import as_text
+from rayrft.data.formats import as_text, broken_rows
 from rayrft.data.tables import open_table
 from rayrft.errors import ConfigError, DataError, nearest
 from rayrft.pipelines.operator import Applied, Context, Operator, TextColumns, register_operator, values_of
@@ -219,8 +219,8 @@ def _rare(
 def _read(file: EvaluationFile) -> list[tuple[str, str, str]]:
     table = open_table(file.path)
     if table.broken:
-        problem = f"row {table.broken[0].number} is {table.broken[0].problem}, so nothing can be compared with it"
-        raise DataError(problem, "correct the row, or remove it", field="against", value=str(file.path))
+        total = len(table.broken) + (table.rows or 0)
+        raise broken_rows(table.broken, total, "correct or remove them", field="against", value=str(file.path))
     for name in filter(None, (file.question, file.answer)):
         if name not in table.schema.names:
             remedy = nearest(name, table.schema.names)
