@@ -51,8 +51,8 @@ def load_dataset(
     return the number of rows that were stored.
 
     A Ray Dataset or a table has the columns of ``experience.SCHEMA``, such as those of :func:`dataset` and of
-    ``demonstrations.rows.from_dataset``. Own rows become expert rows, so that a run's answers can be imitated. Raises
-    DataError if there are no rows, a column is missing, or a row is invalid.
+    ``rayrft.data.demonstrations.from_dataset``. Own rows become expert rows, so that a run's answers can be imitated.
+    Raises DataError if there are no rows, a column is missing, or a row is invalid.
     """
     if not _NAME.fullmatch(name):
         raise DataError(

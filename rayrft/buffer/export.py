@@ -98,7 +98,7 @@ def _check_columns(names: set[str], field: str) -> None:
         raise DataError(
             f"rows have no column {missing[0]!r}",
             "give rows with every column of experience.SCHEMA, such as those of run.dataset() and data export; "
-            "chats and pairs become such rows by demonstrations.rows.from_dataset()",
+            "chats and pairs become such rows by rayrft.data.demonstrations.from_dataset()",
             field=field,
             value=sorted(names),
         )

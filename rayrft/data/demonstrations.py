@@ -40,19 +40,26 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RowEncoder:
     """Encodes rows as experiences. It skips rows longer than ``max_length`` tokens, rows that contain a held-out
-    question (``held_out`` are `Task.dedup_key`), and broken rows."""
+    question (``held_out`` are `Task.dedup_key`), and broken rows.
+
+    A row becomes one experience with the id ``<name>/<number>``; a preference pair two in the group of that id,
+    ``…/chosen`` and ``…/rejected``.
+    """
 
     name: str
     form: RowFormat
     tokenizer: ChatTokenizer
     max_length: int
-    held_out: Set[str]
-    base: Path = Path("rows")
-    """The file of the rows; relative image paths are relative to its folder."""
+    held_out: Set[str] = frozenset()
     whole: bool = False
     """For a reward model: rows are tokenised by `ChatTokenizer.whole`."""
     labelled: bool = False
-    """Whether rows that are no pairs must have a label."""
+    """Whether rows that are not pairs must have a label."""
+
+    @property
+    def path(self) -> Path:
+        """The file of the rows; relative image paths are relative to its folder."""
+        return getattr(self.form, "path", None) or Path("rows")
 
     def encode(self, rows: Iterable[tuple[int, Row]]) -> tuple[dict[int, list[Experience]], SkippedRows]:
         """Encode numbered rows; return the experiences by row number, and the skipped rows."""
@@ -74,7 +81,7 @@ class RowEncoder:
         if isinstance(row, str):
             raise DataError(row)
         experiences = []
-        images = image_paths(value_at(row, self.form.images), self.base, self.form.images_folder)
+        images = image_paths(value_at(row, self.form.images), self.path, self.form.images_folder)
         tools = tool_schemas(value_at(row, self.form.tools), self.form.tools)
         encode = self.tokenizer.whole if self.whole else self.tokenizer.chat
         sides = conversations(row, self.form)
@@ -155,28 +162,16 @@ def demonstrate(experience_id: str, task: Task, response: str, tokenizer: ChatTo
     return expert_row(experience_id, experience_id, ids, mask, turns, task_id=task.id, images=task.images)
 
 
-def from_file(
-    name: str,
-    config: DemonstrationsConfig,
-    tokenizer: ChatTokenizer,
-    max_length: int,
-    held_out: Set[str] = frozenset(),
-    *,
-    whole: bool = False,
-    labelled: bool = False,
-) -> tuple[list[Experience], SkippedRows]:
-    """Read the demonstrations of ``config.path``; return them and the skipped rows.
+def from_file(encoder: RowEncoder) -> tuple[list[Experience], SkippedRows]:
+    """Read the demonstrations of a file; return them and the skipped rows.
 
-    A row becomes one experience with the id ``<name>/<number>``; a preference pair two in the group of that id,
-    ``…/chosen`` and ``…/rejected``. Raises DataError if the file is missing, unreadable or has no usable row, and with
-    line numbers if rows are broken and ``on_broken`` is ``fail``. ``whole``, ``labelled``: see `RowEncoder`.
+    Raises DataError if the file is missing, unreadable or has no usable row, and with line numbers if rows are broken
+    and ``on_broken`` is ``fail``.
     """
-    assert config.path is not None  # checked by the config
-    config_key = f"demonstrations.{name}.path"
-    encoder = RowEncoder(name, config, tokenizer, max_length, held_out, config.path, whole, labelled)
-    encoded, skipped = encoder.encode(read_rows(config.path, config_key))
-    _check(len(encoded), skipped, config, config_key, str(config.path))
-    return [row for rows in list(encoded.values())[: config.size] for row in rows], skipped
+    field = f"demonstrations.{encoder.name}.path"
+    encoded, skipped = encoder.encode(read_rows(encoder.path, field))
+    _check(len(encoded), skipped, encoder.form, field, str(encoder.path))
+    return [row for rows in list(encoded.values())[: encoder.form.size] for row in rows], skipped
 
 
 def held_out_name(name: str) -> str:
@@ -213,34 +208,23 @@ def hold_out(
     return [side for held, side in numbered if not held], [side for held, side in numbered if held]
 
 
-def from_dataset(
-    name: str,
-    dataset: ray.data.Dataset,
-    config: RowFormat,
-    tokenizer: ChatTokenizer,
-    max_length: int,
-    held_out: Set[str] = frozenset(),
-    *,
-    whole: bool = False,
-    labelled: bool = False,
-) -> tuple[ray.data.Dataset, SkippedRows]:
+def from_dataset(dataset: ray.data.Dataset, encoder: RowEncoder) -> tuple[ray.data.Dataset, SkippedRows]:
     """Encode a Ray Dataset as :func:`from_file` encodes a file, to a dataset with rows of ``experience.SCHEMA``.
 
     The dataset is executed at once, because broken rows must raise before training. Its rows stay in the object store,
     in their order; only the numbers and reasons of skipped rows come to this process. Raises DataError as
     :func:`from_file` does.
     """
-    config_key = f"demonstrations.{name}"
-    numbered, total = _numbered(dataset, config_key)
-    encoder = RowEncoder(name, config, tokenizer, max_length, held_out, whole=whole, labelled=labelled)
+    field = f"demonstrations.{encoder.name}"
+    numbered, total = _numbered(dataset, field)
     encoded = numbered.map_batches(_encode, batch_format="pyarrow", fn_args=(encoder,)).materialize()
     skipped = SkippedRows()
     for row in encoded.map_batches(_skipped_rows, batch_format="pyarrow", batch_size=None).iter_rows():
         reasons = skipped.broken if row["status"] == _BROKEN else skipped.excluded
         reasons[_number(row["group_id"])] = row["error"]
-    _check(total - len(skipped), skipped, config, config_key, None)
+    _check(total - len(skipped), skipped, encoder.form, field, None)
     kept = sorted(set(range(1, total + 1)) - skipped.broken.keys() - skipped.excluded.keys())
-    last = kept[: config.size][-1]
+    last = kept[: encoder.form.size][-1]
     return encoded.map_batches(_rows_until, batch_format="pyarrow", batch_size=None, fn_args=(last,)), skipped
 
 

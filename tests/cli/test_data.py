@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from rayrft.cli.main import app
 from rayrft.config import dump_config, load_config
 from rayrft.config.demonstrations import DemonstrationsConfig
-from rayrft.data.demonstrations import from_file
+from rayrft.data.demonstrations import RowEncoder, from_file
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, RunNotFound, StorageError
 from tests.buffer.in_process import LocalBuffer, ObjectTable
@@ -179,7 +179,7 @@ def test_an_export_that_fails_leaves_no_file(live: Path, tmp_path: Path) -> None
 def test_a_jsonl_export_is_a_file_of_demonstrations(live: Path, tmp_path: Path, tiny_model: Path) -> None:
     call("export", live, tmp_path / "out.jsonl", "--where", "group_id = '7'")
     config = DemonstrationsConfig(path=tmp_path / "out.jsonl", messages="turns")
-    [row], left_out = from_file("gold", config, ChatTokenizer(str(tiny_model)), 64)
+    [row], left_out = from_file(RowEncoder("gold", config, ChatTokenizer(str(tiny_model)), 64))
     assert row.turns == TURNS and not len(left_out)
 
 

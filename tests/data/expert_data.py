@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from rayrft.buffer.validation import find_faults
 from rayrft.config.demonstrations import DemonstrationsConfig
-from rayrft.data.demonstrations import from_file
+from rayrft.data.demonstrations import RowEncoder, from_file
 from rayrft.data.formats import SkippedRows
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import SCHEMA, Experience, from_batch, to_batch
@@ -72,7 +72,8 @@ def saved_dataset(rows: Rows, folder: Path) -> Path:
 
 def load(path: Path, tokenizer: ChatTokenizer, **options: Any) -> tuple[list[Experience], SkippedRows]:
     held_out, max_length = options.pop("held_out", set()), options.pop("max_length", 64)
-    return from_file("gold", DemonstrationsConfig(path=path, **options), tokenizer, max_length, held_out)
+    config = DemonstrationsConfig(path=path, **options)
+    return from_file(RowEncoder("gold", config, tokenizer, max_length, held_out))
 
 
 def described(rows: list[Experience]) -> list[tuple[Any, ...]]:

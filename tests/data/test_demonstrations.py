@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
-from rayrft.data.demonstrations import from_dataset, from_file, hold_out
+from rayrft.data.demonstrations import RowEncoder, from_dataset, from_file, hold_out
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
 from rayrft.experience import Experience, from_batch, to_batch
@@ -60,7 +60,7 @@ def test_a_ray_dataset_gives_the_same_rows(
     import ray.data
 
     expected, _ = load(jsonl(SHAPES[shape], tmp_path), tokenizer)
-    dataset, left_out = from_dataset("gold", ray.data.from_items(SHAPES[shape]), RowFormat(), tokenizer, 64)
+    dataset, left_out = from_dataset(ray.data.from_items(SHAPES[shape]), RowEncoder("gold", RowFormat(), tokenizer, 64))
     assert described(fetched(dataset)) == described(expected)
     assert len(left_out) == 0
 
@@ -100,7 +100,7 @@ def test_answers_have_labels_where_a_stage_needs_them(tokenizer: ChatTokenizer, 
         {"prompt": chat, "completion": [{"role": "assistant", "content": "six"}], "label": False},
     ]
     path, form = jsonl(rated, tmp_path), DemonstrationsConfig(path=tmp_path, response="completion")
-    rows, _ = from_file("gold", form.model_copy(update={"path": path}), tokenizer, 64, labelled=True)
+    rows, _ = from_file(RowEncoder("gold", form.model_copy(update={"path": path}), tokenizer, 64, labelled=True))
     assert [(row.experience_id, row.pair_id, row.chosen) for row in rows] == [
         ("gold/1", None, True),
         ("gold/2", None, False),
@@ -111,7 +111,7 @@ def test_answers_have_labels_where_a_stage_needs_them(tokenizer: ChatTokenizer, 
     for label in (None, 1, "good"):
         path = jsonl([{**rated[0], "label": label}], tmp_path)
         with pytest.raises(DataError, match="needs true or false in 'label'"):
-            from_file("gold", form.model_copy(update={"path": path}), tokenizer, 64, labelled=True)
+            from_file(RowEncoder("gold", form.model_copy(update={"path": path}), tokenizer, 64, labelled=True))
 
 
 def test_a_side_that_holds_its_own_prompt_is_not_given_it_twice(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
@@ -192,9 +192,9 @@ class TestRayDataset:
 
         skip = RowFormat(on_broken="skip", size=2)
         dataset = ray.data.from_items(MIXED, override_num_blocks=3)
-        rows, left_out = from_dataset("gold", dataset, skip, tokenizer, 64, {"held out?"})
+        rows, left_out = from_dataset(dataset, RowEncoder("gold", skip, tokenizer, 64, {"held out?"}))
         config = DemonstrationsConfig(path=jsonl(MIXED, tmp_path), on_broken="skip", size=2)
-        expected, expected_left_out = from_file("gold", config, tokenizer, 64, {"held out?"})
+        expected, expected_left_out = from_file(RowEncoder("gold", config, tokenizer, 64, {"held out?"}))
         assert left_out == expected_left_out
         assert described(fetched(rows)) == described(expected)
 
@@ -219,7 +219,7 @@ class TestRayDataset:
         ray.data.DataContext.get_current().use_datasource_v2 = False
         dataset = ray.data.read_parquet(str(tmp_path), override_num_blocks=4)
         dataset = dataset.map_batches(first_last, batch_format="pyarrow", batch_size=None)
-        made, left_out = from_dataset("gold", dataset, RowFormat(on_broken="skip"), tokenizer, 64)
+        made, left_out = from_dataset(dataset, RowEncoder("gold", RowFormat(on_broken="skip"), tokenizer, 64))
         assert list(left_out.broken) == [4, 14, 24, 34]
         said = [(row.experience_id, spoken(tokenizer, row)) for row in fetched(made)]
         assert said == [(f"gold/{i + 1}", f"{i}<|eos|>") for i in range(40) if i % 10 != 3]
@@ -231,13 +231,13 @@ class TestRayDataset:
         with pytest.raises(
             DataError, match=r"demonstrations\.gold: 1 broken rows of 8: line 4: needs text in 'prompt'"
         ):
-            from_dataset("gold", ray.data.from_items(MIXED), RowFormat(), tokenizer, 64)
+            from_dataset(ray.data.from_items(MIXED), RowEncoder("gold", RowFormat(), tokenizer, 64))
 
     def test_a_dataset_without_rows_is_refused(self, tokenizer: ChatTokenizer) -> None:
         import ray.data
 
         with pytest.raises(DataError, check=about("demonstrations.gold")):
-            from_dataset("gold", ray.data.from_items(MIXED).limit(0), RowFormat(), tokenizer, 64)
+            from_dataset(ray.data.from_items(MIXED).limit(0), RowEncoder("gold", RowFormat(), tokenizer, 64))
 
 
 def some_pairs(prompts: list[str]) -> list[Experience]:

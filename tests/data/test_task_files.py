@@ -71,7 +71,7 @@ def test_a_torn_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     write_tasks(path, [("one", task) for task in TASKS])
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(DataError, check=about("tasks.sources.0.path"), match="row 4"):
+    with pytest.raises(DataError, check=about("tasks.sources.0.path"), match="line 4"):
         read(path)
     pq.write_table(pa.table({"id": ["a"]}), tmp_path / "other.parquet")
     with pytest.raises(DataError, match="no column 'source'"):

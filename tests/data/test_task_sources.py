@@ -308,7 +308,7 @@ def test_a_value_that_is_no_text_is_refused_by_row_and_field_or_skipped(
     with pytest.raises(DataError) as caught:
         read_source(source, "tasks.sources.0")
     assert caught.value.field == f"tasks.sources.0.{key}"
-    assert "row 2: " in caught.value.problem and problem in caught.value.problem and remedy in caught.value.remedy
+    assert "line 2: " in caught.value.problem and problem in caught.value.problem and remedy in caught.value.remedy
     [kept] = read_source(source.model_copy(update={"on_broken": "skip"}), "tasks.sources.0")
     assert kept.question == "2 + 2?"
 

@@ -131,7 +131,7 @@ def test_answers_of_a_file_are_compared_whatever_their_kinds(tmp_path: Path) -> 
 def test_an_evaluation_file_with_a_broken_row_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "test.jsonl"
     file.write_text(json.dumps({"question": QUESTION, "answer": SOLUTION}) + "\n{broken\n")
-    with pytest.raises(DataError, match="row 2 is not JSON", check=about("against", str(file))):
+    with pytest.raises(DataError, match="line 2: not JSON", check=about("against", str(file))):
         applied("decontaminate", rows(question=["a"], answer=["b"]), against=[{"path": str(file)}])
 
 
