@@ -122,7 +122,7 @@ def test_broken_rows_are_counted_and_listed(tmp_path: Path) -> None:
     found, done = run(given, tmp_path, [{"name": "drop_broken"}])
     assert [row["answer"] for row in found] == ["0", "1"]
     [broken] = done.broken.values()
-    assert [(row.number, row.problem.partition(" (")[0]) for row in broken] == [
+    assert [(number, problem.partition(" (")[0]) for number, problem in broken.items()] == [
         (2, "not JSON"),
         (3, "not a JSON object"),
         (4, "not valid Unicode"),
