@@ -132,11 +132,9 @@ class ExperiencePipeline:
     def _split(self, worked: Worked, rows: list[Experience]) -> tuple[list[Experience], pa.RecordBatch | None]:
         """Return the rows that were sampled, and those that were made. Raises OperatorFailed if any is neither, or is
         not what was sampled any more."""
-        for name in _SAMPLED:
-            if name in worked.changed.schema.names:
-                raise self._log.wrong(f"column {name!r} of a row that was sampled is another one after the operators")
-        if worked.kept != sorted(set(worked.kept)):
-            raise self._log.wrong("rows that were sampled are there twice, or in another order")
+        self._log.check(worked.kept, worked.changed.schema.names, _SAMPLED)
+        if worked.kept != sorted(worked.kept):
+            raise self._log.wrong("rows that were sampled are in another order")
         names = [name for name in worked.changed.schema.names if name in _WRITABLE]
         columns = {**field_values(worked.changed.select(names)), "status": [VERIFIED] * len(worked.kept)}
         kept = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_type_hints
 
 import numpy as np
@@ -175,7 +175,7 @@ class Operator(Generic[O]):
         raise NotImplementedError
 
 
-operators: Registry[type[Operator[Any]] | FunctionOperator] = Registry("operator")
+operators: Registry[type[Operator[Any]]] = Registry("operator")
 
 
 def register_operator(
@@ -200,77 +200,53 @@ def register_operator(
         elif kind is None:
             raise ConfigError("a function needs its kind", "give clean, filter, prioritise or synthesise", field=name)
         else:
-            operators.register(name)(FunctionOperator(piece, kind, dict(writes or {}), version))
+            operators.register(name)(_of_function(piece, kind, writes or {}, version))
         return piece
 
     return decorate
 
 
-@dataclass(frozen=True)
-class FunctionOperator:
-    """A plain function as an operator's maker, in place of a class."""
-
-    function: Callable[..., Any]
-    kind: Kind
-    writes: Mapping[str, pa.DataType]
-    version: str
-    columns: tuple[str, ...] = field(init=False)
-    options: type[Section] = field(init=False)
-
-    def __post_init__(self) -> None:
-        parameters = inspect.signature(self.function).parameters.values()
-        hints = get_type_hints(self.function)
-        given: dict[str, Any] = {
-            each.name: (hints.get(each.name, Any), each.default)
-            for each in parameters
-            if each.default is not each.empty
-        }
-        object.__setattr__(self, "columns", tuple(each.name for each in parameters if each.default is each.empty))
-        object.__setattr__(self, "options", create_model("Options", __base__=Section, **given))
-        for name in ("__module__", "__qualname__"):  # where it was defined, for the registry
-            object.__setattr__(self, name, getattr(self.function, name))
-        if not self.columns:
-            raise ConfigError("a function of no column", "name columns as parameters", field=self.function.__qualname__)
-
-    def __call__(self, options: Section, context: Context) -> Operator[Any]:
-        return _Rowwise(self, options, context)
+def _of_function(
+    function: Callable[..., Any], kind: Kind, writes: Mapping[str, pa.DataType], version: str
+) -> type[FunctionOperator]:
+    """Return the class of operators that call a function."""
+    parameters, hints = inspect.signature(function).parameters.values(), get_type_hints(function)
+    columns = [each.name for each in parameters if each.default is each.empty]
+    if not columns:
+        raise ConfigError("a function of no column", "name columns as parameters", field=function.__qualname__)
+    options: dict[str, Any] = {
+        each.name: (hints.get(each.name, Any), each.default) for each in parameters if each.name not in columns
+    }
+    members = {
+        "function": staticmethod(function),
+        "kind": kind,
+        "version": version,
+        "columns": dict.fromkeys(columns, "any"),
+        "writes": {"priority": pa.float32()} if kind == "prioritise" else dict(writes),
+        "Options": create_model("Options", __base__=Section, **options),
+        **{name: getattr(function, name) for name in ("__module__", "__qualname__")},  # for the registry
+    }
+    return type(function.__name__, (FunctionOperator,), members)
 
 
-class _Rowwise(Operator[Section]):
+class FunctionOperator(Operator[Section]):
     """Calls a function once for each row."""
 
-    def __init__(self, made: FunctionOperator, options: Section, context: Context) -> None:
-        super().__init__(options, context)
-        self._made = made
-        self.kind = made.kind  # type: ignore[misc]
-        self.version = made.version  # type: ignore[misc]
-        self._arguments = {name: getattr(options, name) for name in type(options).model_fields}
-
-    @property
-    def reads(self) -> Mapping[str, Wants]:
-        return dict.fromkeys(self._made.columns, "any")
-
-    @property
-    def writes(self) -> Mapping[str, pa.DataType]:
-        return {"priority": pa.float32()} if self.kind == "prioritise" else self._made.writes
+    function: Callable[..., Any]
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        found = [self._call(values) for values in zip(*self._columns(rows), strict=True)]
+        options = {name: getattr(self.options, name) for name in type(self.options).model_fields}
+        rowwise = zip(*(values_of(rows, name) for name in self.columns), strict=True)
+        found = [self.function(*values, **options) for values in rowwise]
         if self.kind == "filter":
             return Applied(rows, [_reason(each) for each in found])
         if self.kind == "synthesise":
             return self._added(rows, found)
-        name, kind = next(iter(self.writes.items()), (self._made.columns[0], None))
+        name, kind = next(iter(self.writes.items()), (next(iter(self.columns)), None))
         if kind is None and is_json(rows.schema.field(name)):
             found = [None if value is None else json.dumps(value, ensure_ascii=False) for value in found]
         kind = rows.schema.field(name).type if kind is None else kind
         return Applied(with_column(rows, name, pa.array(found, kind)))
-
-    def _columns(self, rows: pa.RecordBatch) -> list[list[Any]]:
-        return [values_of(rows, name) for name in self._made.columns]
-
-    def _call(self, values: tuple[Any, ...]) -> Any:
-        return self._made.function(*values, **self._arguments)
 
     def _added(self, rows: pa.RecordBatch, found: list[list[dict[str, Any]]]) -> Applied:
         parents = [row for row, made in enumerate(found) for _ in made]
@@ -326,15 +302,14 @@ def build_operator(config: OperatorConfig, field: str, context: Context) -> Oper
     if inspect.isfunction(made):  # named by module and attribute
         registered = (operators.get(name) for name in operators)
         made = next((each for each in registered if getattr(each, "function", None) is made), made)
-    if not (isinstance(made, FunctionOperator) or (inspect.isclass(made) and issubclass(made, Operator))):
+    if not (inspect.isclass(made) and issubclass(made, Operator)):
         raise ConfigError(
             "is no operator", "decorate it with register_operator", field=f"{field}.name", value=config.name
         )
-    model = made.options if isinstance(made, FunctionOperator) else made.Options
     try:
-        options = model.model_validate(config.options)
+        options = made.Options.model_validate(config.options)
     except ValidationError as error:
-        raise _refused(error, model, field) from None
+        raise _refused(error, made.Options, field) from None
     try:
         return made(options, context)
     except ConfigError as error:

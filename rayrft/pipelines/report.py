@@ -154,6 +154,14 @@ class OperatorLog:
         """Return the error of operators that together return what they may not."""
         return OperatorFailed(problem, "correct the operator", field=self._place)
 
+    def check(self, kept: Sequence[int], changed: Collection[str], fixed: Collection[str]) -> None:
+        """Raise OperatorFailed if rows are there twice, or operators have changed one of the ``fixed`` columns."""
+        for name in changed:
+            if name in fixed:
+                raise self.wrong(f"column {name!r} of a row is another one after the operators")
+        if len(set(kept)) < len(kept):
+            raise self.wrong("rows are there twice")
+
     def take(self) -> dict[str, OperatorStats]:
         """Return what was done since the last call, by operator; one of a name that is there again has a number."""
         seen, taken = Counter[str](), dict[str, OperatorStats]()

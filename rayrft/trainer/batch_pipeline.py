@@ -131,12 +131,11 @@ class BatchPipeline:
         Raises OperatorFailed if what the operators return is no batch, or nothing of it.
         """
         places, stayed = np.array(worked.kept, np.int64), given.take(pa.array(worked.kept, pa.int64()))
-        if worked.made is not None or len(set(worked.kept)) < len(worked.kept):
-            raise self._log.wrong("rows are there twice, or are none of the batch")
+        self._log.check(worked.kept, worked.changed.schema.names, _FIXED)
+        if worked.made is not None:
+            raise self._log.wrong("rows are not of the batch")
         after = stayed
         for name in worked.changed.schema.names:
-            if name in _FIXED:
-                raise self._log.wrong(f"column {name!r} of a row is another one after the operators")
             after = with_column(after, name, worked.changed.column(name))
         for whole, cut in zip(*(list_column(of.column("token_ids")) for of in (stayed, after)), strict=True):
             assert whole is not None and cut is not None  # not nullable in the schema
