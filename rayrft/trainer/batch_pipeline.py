@@ -131,9 +131,9 @@ class BatchPipeline:
         Raises OperatorFailed if what the operators return is no batch, or nothing of it.
         """
         places, stayed = np.array(worked.kept, np.int64), given.take(pa.array(worked.kept, pa.int64()))
-        self._log.check(worked.kept, worked.changed.schema.names, _FIXED)
         if worked.made is not None:
             raise self._log.wrong("rows are not of the batch")
+        self._log.check(worked.kept, worked.changed.schema.names, _FIXED)
         after = stayed
         for name in worked.changed.schema.names:
             after = with_column(after, name, worked.changed.column(name))
