@@ -227,7 +227,7 @@ def test_a_pair_is_left_out_whole(buffer: LocalBuffer, side: str) -> None:
     "operator, problem",
     [
         ("other_tokens", "may only be cut"),
-        ("other_places", "not of the batch"),
+        ("other_places", "there twice"),
         ("other_sources", "'source'"),
         ("negative_weights", "negative or not finite"),
         ("nothing_left", "nothing of the batch is left"),
