@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 
 from rayrft.config import RunConfig
-from rayrft.data.demonstrations import demonstrate, from_file, from_tasks, held_out_name, hold_out
+from rayrft.data.demonstrations import RowEncoder, demonstrate, from_file, from_tasks, held_out_name, hold_out
 from rayrft.data.formats import conversations, read_rows
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.task_splits import TaskSplits
@@ -76,7 +76,7 @@ def load_demonstrations(
                 raise DataError(problem, "raise model.max_length", field=f"demonstrations.{name}", value=shortest)
         else:
             whole, labelled = name in config.scored_demonstrations, name in config.labelled_demonstrations
-            found[name], report = from_file(name, spec, tokenizer, most, held_out, whole=whole, labelled=labelled)
+            found[name], report = from_file(RowEncoder(name, spec, tokenizer, most, held_out, whole, labelled))
             skipped = report.counts
         if spec.held_out:
             found[name], held = hold_out(name, found[name], spec.held_out, config.seed)

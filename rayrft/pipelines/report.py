@@ -156,11 +156,11 @@ class OperatorLog:
 
     def check(self, kept: Sequence[int], changed: Collection[str], fixed: Collection[str]) -> None:
         """Raise OperatorFailed if rows are there twice, or operators have changed one of the ``fixed`` columns."""
+        if len(set(kept)) < len(kept):
+            raise self.wrong("rows are there twice")
         for name in changed:
             if name in fixed:
                 raise self.wrong(f"column {name!r} of a row is another one after the operators")
-        if len(set(kept)) < len(kept):
-            raise self.wrong("rows are there twice")
 
     def take(self) -> dict[str, OperatorStats]:
         """Return what was done since the last call, by operator; one of a name that is there again has a number."""
