@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import Group, Positive, TokenBatch, TokenLoss, group_advantages, policy_losses, token_ratio
+from rayrft.algorithms import GroupFacts, Positive, TokenBatch, TokenLoss, group_advantages, policy_losses, token_ratio
 
 
 @policy_losses.register("tanh_ratio")
@@ -21,6 +21,6 @@ def tanh_ratio(logprobs: Tensor, batch: TokenBatch, *, sharpness: Positive = 5.0
 
 
 @group_advantages.register("above_median")
-def above_median(rewards: Tensor, group: Group) -> Tensor:
+def above_median(rewards: Tensor, group: GroupFacts) -> Tensor:
     """``A_i = r_i - median(r)``, the lower median of an even number."""
     return rewards - rewards.median()

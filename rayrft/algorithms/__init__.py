@@ -9,7 +9,7 @@ micro-batch divided by a denominator that is global to the optimiser step (all r
 sum of the parts gives the same loss and gradient for every split of the batch.
 """
 
-from rayrft.algorithms.advantages import Group, group_advantages, group_relative_advantages
+from rayrft.algorithms.advantages import GroupFacts, group_advantages, group_relative_advantages
 from rayrft.algorithms.aggregation import aggregations
 from rayrft.algorithms.algorithm import Algorithm
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch
@@ -28,7 +28,7 @@ from rayrft.algorithms.ratios import TokenLoss, policy_losses, token_ratio
 from rayrft.algorithms.reward_model import reward_model_losses
 from rayrft.algorithms.sft import mu_schedules, sft_losses
 from rayrft.algorithms.unpaired import Labelled, sum_gains, unpaired_losses
-from rayrft.algorithms.values import mean_value_errors, token_advantages, value_losses
+from rayrft.algorithms.values import row_value_errors, token_advantages, value_losses
 
 __all__ = [
     "AdaptiveCoefficient",
@@ -37,7 +37,7 @@ __all__ = [
     "Denominators",
     "EntropyController",
     "Fraction",
-    "Group",
+    "GroupFacts",
     "Labelled",
     "LossParts",
     "Moments",
@@ -58,13 +58,13 @@ __all__ = [
     "group_advantages",
     "group_relative_advantages",
     "kls",
-    "mean_value_errors",
     "mu_schedules",
     "normalise",
     "policy_losses",
     "preferences",
     "presets",
     "reward_model_losses",
+    "row_value_errors",
     "sft_losses",
     "sum_gains",
     "sum_moments",

@@ -1,8 +1,8 @@
 """Advantages from the rewards of one group, which is all answers to one task.
 
-A group advantage maps ``rewards`` ``[n]`` and a `Group` with further facts to ``[n]``: one advantage for all action
-tokens of a row. One that needs ``turns`` takes and returns one number per turn instead. It raises ValueError on rewards
-of another shape.
+A group advantage maps ``rewards`` ``[n]`` and a `GroupFacts` with further facts to ``[n]``: one advantage for all
+action tokens of a row. One that needs ``turns`` takes and returns one number per turn instead. It raises ValueError on
+rewards of another shape.
 
 A group of one has no comparison: an advantage returns 0 for it and has the trait ``compares``, unless it uses the
 reward alone. (Other systems use the single reward itself, which reinforces any sample.) Standard deviations have
@@ -27,7 +27,7 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupFacts:
     """Facts about a group besides its rewards; tensors have shape ``[n]``."""
 
     greedy_reward: float | None = None
@@ -44,13 +44,13 @@ class Group:
     """bool: whether the step has a reward, or its 0 means none; None if all have one."""
 
 
-GroupAdvantage = Callable[[Tensor, Group], Tensor]
+GroupAdvantage = Callable[[Tensor, GroupFacts], Tensor]
 """From ``rewards`` and a group to advantages."""
 
 group_advantages: Pieces[GroupAdvantage] = Pieces("advantage")
 
 
-def check_group(rewards: Tensor) -> None:
+def check_shape(rewards: Tensor) -> None:
     """Raise ValueError unless rewards have shape ``[n]``."""
     if rewards.dim() != 1:
         raise ValueError(f"rewards of one group must have shape [n], got {tuple(rewards.shape)}")
@@ -64,15 +64,15 @@ def are_equal(rewards: Tensor) -> bool:
 
 def group_relative_advantages(rewards: Tensor, *, epsilon: float = 1e-6) -> Tensor:
     """Compute ``A_i = (r_i - mean(r)) / (std(r) + epsilon)`` for ``[n]`` rewards; 0 if all are equal. See `grpo`."""
-    check_group(rewards)
+    check_shape(rewards)
     if are_equal(rewards):
         return torch.zeros_like(rewards)
     return (rewards - rewards.mean()) / (rewards.std() + epsilon)
 
 
-def centred(rewards: Tensor) -> Tensor:
+def centre_rewards(rewards: Tensor) -> Tensor:
     """Compute ``r_i - mean(r)`` for ``[n]`` rewards; exactly 0 if all are equal."""
-    check_group(rewards)
+    check_shape(rewards)
     if are_equal(rewards):
         return torch.zeros_like(rewards)
     return rewards - rewards.mean()
@@ -81,7 +81,7 @@ def centred(rewards: Tensor) -> Tensor:
 @group_advantages.register("grpo", traits=["compares"])
 def grpo(
     rewards: Tensor,
-    group: Group,
+    group: GroupFacts,
     *,
     epsilon: Positive = 1e-6,
     std_threshold: NonNegative = 0.0,
@@ -96,16 +96,16 @@ def grpo(
     ``std_threshold`` gets 0 (``drop``, as with Trinity-RFT's threshold of this name), so that it may be dropped as a
     whole (`explorer.drop_zero_variance`), or ``r_i - mean(r)`` (``centre``).
     """
-    check_group(rewards)
+    check_shape(rewards)
     if rewards.numel() > 1 and rewards.std() <= std_threshold:
-        return centred(rewards) if below_threshold == "centre" else torch.zeros_like(rewards)
+        return centre_rewards(rewards) if below_threshold == "centre" else torch.zeros_like(rewards)
     return group_relative_advantages(rewards, epsilon=epsilon)
 
 
 @group_advantages.register("gdpo", needs=["components"], traits=["compares"])
 def gdpo(
     rewards: Tensor,
-    group: Group,
+    group: GroupFacts,
     *,
     reward_components: Mapping[str, Weight] | None = None,
     epsilon: Positive = 1e-6,
@@ -121,7 +121,7 @@ def gdpo(
     The reward itself has no part in it, nor have penalties that are in no component. Raises ValueError if the group has
     no components, and KeyError if it lacks one.
     """
-    check_group(rewards)
+    check_shape(rewards)
     if group.components is None:
         raise ValueError("gdpo needs the components of the rewards")
     weights = reward_components or dict.fromkeys(group.components, 1.0)
@@ -130,53 +130,53 @@ def gdpo(
 
 
 @group_advantages.register("dr_grpo", traits=["compares"])
-def dr_grpo(rewards: Tensor, group: Group) -> Tensor:
+def dr_grpo(rewards: Tensor, group: GroupFacts) -> Tensor:
     """Dr. GRPO: ``A_i = r_i - mean(r)`` (Liu et al. 2025, arXiv:2503.20783). Dividing by the standard deviation would
     favour tasks that almost always succeed or almost always fail."""
-    return centred(rewards)
+    return centre_rewards(rewards)
 
 
 @group_advantages.register("rloo", traits=["compares"])
-def rloo(rewards: Tensor, group: Group) -> Tensor:
+def rloo(rewards: Tensor, group: GroupFacts) -> Tensor:
     """RLOO: an answer's reward minus the mean of the others (Ahmadian et al. 2024, arXiv:2402.14740).
 
     ``A_i = r_i - 1/(n-1) sum_{j != i} r_j = n/(n-1) (r_i - mean(r))``: the baseline does not depend on the answer, so
     the gradient is unbiased.
     """
     n = rewards.numel()
-    return centred(rewards) * (n / max(n - 1, 1))
+    return centre_rewards(rewards) * (n / max(n - 1, 1))
 
 
 @group_advantages.register("reinforce_pp")
-def reinforce_pp(rewards: Tensor, group: Group) -> Tensor:
+def reinforce_pp(rewards: Tensor, group: GroupFacts) -> Tensor:
     """REINFORCE++: ``A_i = r_i``, which the trainer then normalises over the whole batch (Hu et al. 2025,
     arXiv:2501.03262; see `rayrft.algorithms.normalisation`). It compares nothing: a group of one gets its reward.
     """
-    check_group(rewards)
+    check_shape(rewards)
     return rewards
 
 
 @group_advantages.register("reinforce_pp_baseline", traits=["compares"])
-def reinforce_pp_baseline(rewards: Tensor, group: Group) -> Tensor:
+def reinforce_pp_baseline(rewards: Tensor, group: GroupFacts) -> Tensor:
     """REINFORCE++ with baseline: ``A_i = r_i - mean(r)``, which the trainer then normalises over the whole batch (Hu et
     al. 2025, arXiv:2501.03262): unlike in GRPO, the deviation is over all answers to all tasks."""
-    return centred(rewards)
+    return centre_rewards(rewards)
 
 
 @group_advantages.register("remax", needs=["greedy_baseline"])
-def remax(rewards: Tensor, group: Group) -> Tensor:
+def remax(rewards: Tensor, group: GroupFacts) -> Tensor:
     """ReMax: ``A_i = r_i - r_greedy`` (Li et al. 2023, arXiv:2310.10505). Works with a group of one.
 
     Raises ValueError if ``group.greedy_reward`` is None.
     """
     if group.greedy_reward is None:
         raise ValueError("remax needs the reward of the greedy answer")
-    check_group(rewards)
+    check_shape(rewards)
     return rewards - group.greedy_reward
 
 
 @group_advantages.register("opmd", traits=["compares"])
-def opmd(rewards: Tensor, group: Group, *, baseline_tau: Positive = 1.0) -> Tensor:
+def opmd_advantage(rewards: Tensor, group: GroupFacts, *, baseline_tau: Positive = 1.0) -> Tensor:
     """OPMD: ``A_i = r_i - tau log(1/n sum_j exp(r_j / tau))`` (Pan et al. 2025, arXiv:2505.17826).
 
     The baseline estimates tau log Z, where Z normalises the policy that maximises reward minus tau times the KL to the
@@ -186,25 +186,25 @@ def opmd(rewards: Tensor, group: Group, *, baseline_tau: Positive = 1.0) -> Tens
     Trinity-RFT's default baseline is the plain mean (`dr_grpo`), which the preset `opmd` uses; this one is its option
     ``logavgexp``.
     """
-    if not bool(centred(rewards).any()):
+    if not bool(centre_rewards(rewards).any()):
         return torch.zeros_like(rewards)
     baseline = baseline_tau * ((rewards / baseline_tau).logsumexp(0) - math.log(rewards.numel()))
     return rewards - baseline
 
 
 @group_advantages.register("asymre", traits=["compares"])
-def asymre(rewards: Tensor, group: Group, *, baseline_shift: float = -0.1) -> Tensor:
+def asymre(rewards: Tensor, group: GroupFacts, *, baseline_shift: float = -0.1) -> Tensor:
     """AsymRE: ``A_i = r_i - (mean(r) + shift)`` (Arnal et al. 2025, arXiv:2506.20520).
 
     A shift below 0 weighs successes more than failures, which keeps off-policy REINFORCE without a ratio stable; at 0
     or above it collapses. Rewards that are all equal give -shift, so such answers are imitated a little. A group of one
     gives 0.
     """
-    return centred(rewards) - (baseline_shift if rewards.numel() > 1 else 0.0)
+    return centre_rewards(rewards) - (baseline_shift if rewards.numel() > 1 else 0.0)
 
 
 @group_advantages.register("red_drop", traits=["compares", "selects"])
-def red_drop(rewards: Tensor, group: Group) -> Tensor:
+def red_drop(rewards: Tensor, group: GroupFacts) -> Tensor:
     """RED-Drop: drop the surplus of answers below the group's mean over the others (Yao et al. 2025, arXiv:2509.24203):
     ``A_i = r_i - mean of the rewards kept``, and 0 for the dropped ones.
 
@@ -212,17 +212,17 @@ def red_drop(rewards: Tensor, group: Group) -> Tensor:
     so this is equivalent to a random draw and reproducible; rows from other sources must not be sorted. Tokens of
     dropped answers stay in the denominator; KL and entropy terms include them.
     """
-    check_group(rewards)
-    worse = centred(rewards) < -_ROUNDING * rewards.abs().max()
+    check_shape(rewards)
+    worse = centre_rewards(rewards) < -_ROUNDING * rewards.abs().max()
     better = int((~worse).sum())
     kept = ~worse | (worse.cumsum(0) <= better)
-    return torch.zeros_like(rewards).masked_scatter(kept, centred(rewards[kept]))
+    return torch.zeros_like(rewards).masked_scatter(kept, centre_rewards(rewards[kept]))
 
 
 @group_advantages.register("accept", traits=["selects"])
-def accept(rewards: Tensor, group: Group, *, accept_above: float = 0.0) -> Tensor:
+def accept(rewards: Tensor, group: GroupFacts, *, accept_above: float = 0.0) -> Tensor:
     """Rejection sampling: ``A_i = 1`` if ``r_i > accept_above``, else 0. A threshold on the reward, where RAFT as
     published takes the best of K answers; so a group of one counts like any other. KL and entropy terms include
     rejected answers."""
-    check_group(rewards)
+    check_shape(rewards)
     return (rewards > accept_above + _ROUNDING * abs(accept_above)).to(rewards.dtype)

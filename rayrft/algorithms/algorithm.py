@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rayrft.algorithms.advantages import Group
+from rayrft.algorithms.advantages import GroupFacts
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch, keep
 from rayrft.algorithms.loss import Denominators, LossParts
 from rayrft.algorithms.pieces import NONE, Coefficient, Count, Need, NonNegative, Piece, Positive, Trait, Weight
@@ -34,8 +34,8 @@ _FIELDS: dict[Need, str] = {
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The loss of a step is ``(1 - mu) own + mu sft + preference + unpaired``, where
-    ``own = policy + kl_coef kl + entropy_coef entropy + distillation_coef distillation``.
+    """The loss of a step is ``(1 - mu) usual + mu sft + preference + unpaired``, where
+    ``usual = policy + kl_coef kl + entropy_coef entropy + distillation_coef distillation``.
 
     Own rows (sampled by the policy) feed only the first term, expert rows the second (MIX as in Trinity-RFT, Pan et al.
     2025, arXiv:2505.17826), pairs the third, to which ``chosen_coef`` adds the chosen answers' likelihood, and labelled
@@ -80,7 +80,7 @@ class Algorithm:
     teacher_candidates: Count = 64
     """Top-k of the teacher's distribution that distillation over distributions compares with the policy's."""
     normalise_advantages: bool = False
-    """Normalise over all own rows of a step; see `rayrft.algorithms.normalisation`."""
+    """Normalise over all usual rows of a step; see `rayrft.algorithms.normalisation`."""
     normalise_by: Literal["tokens", "answers", "rewards"] = "tokens"
     """Mean and deviation are those of all tokens, or of answers; or the deviation alone, of the answers' rewards."""
     reward_low: Weight | None = None
@@ -92,7 +92,7 @@ class Algorithm:
     coefficients: Mapping[str, Coefficient] = field(default_factory=dict)
     """Coefficients of the pieces that differ from their defaults."""
 
-    def group_advantages(self, rewards: Tensor, group: Group) -> Tensor:
+    def group_advantages(self, rewards: Tensor, group: GroupFacts) -> Tensor:
         """Compute ``[n]`` advantages, one per row of a group, or per turn of its rows if the piece needs turns; see
         `rayrft.algorithms.advantages`. Rewards are clipped and scaled first. Zeros without a policy loss.
 
@@ -123,8 +123,8 @@ class Algorithm:
         penalty = None
         if self.penalises_rewards:
             self._check(batch, "kl")
-            own = batch.own()
-            kl = self._bound("kl")(own.old_logprobs, own.reference_logprobs, own.behaviour_logprobs)
+            usual = batch.usual()
+            kl = self._bound("kl")(usual.old_logprobs, usual.reference_logprobs, usual.behaviour_logprobs)
             penalty = self.kl_coef * kl
         if self.advantage_is_by_token:
             return with_advantages(batch, self._bound("advantage"), penalty)
@@ -138,11 +138,11 @@ class Algorithm:
         return rewards * self.reward_scale
 
     def value_loss_of(self, values: Tensor, batch: TokenBatch, over: Denominators) -> Tensor:
-        """Compute this micro-batch's share of the critic's loss, the mean over own action tokens, from the critic's new
-        ``values`` ``[T]`` and the batch's returns."""
-        own = batch.own()
-        losses = own.weighted(self._bound("value_loss")(keep(values, own.mask), own))
-        return keep(losses, own.mask).sum() / over.policy.tokens
+        """Compute this micro-batch's share of the critic's loss, the mean over action tokens of usual rows, from the
+        critic's new ``values`` ``[T]`` and the batch's returns."""
+        usual = batch.usual()
+        losses = usual.weighted(self._bound("value_loss")(keep(values, usual.mask), usual))
+        return keep(losses, usual.mask).sum() / over.policy.tokens
 
     def score_loss(self, scores: Tensor, batch: TokenBatch, over: Denominators) -> LossParts:
         """Compute this micro-batch's share of the loss of a reward model, the mean over pairs, from its ``scores``
@@ -163,8 +163,8 @@ class Algorithm:
         mu = self.mu(step)
         # Zero, but part of the graph: a rank without rows must still take part in the backward pass.
         parts = LossParts.zero(keep(output.logprobs, torch.zeros_like(batch.mask)).sum())
-        if self.has_own and mu < 1.0:
-            parts = self._own(parts, output, batch, over, 1.0 - mu)
+        if self.has_usual and mu < 1.0:
+            parts = self._usual(parts, output, batch, over, 1.0 - mu)
         if self.sft != NONE and mu > 0.0:
             rows = batch.demonstrated()
             values = rows.weighted(self._bound("sft")(keep(output.logprobs, rows.mask), rows))
@@ -201,14 +201,14 @@ class Algorithm:
         ]
 
     @property
-    def has_own(self) -> bool:
-        """Whether it has a term for own rows."""
+    def has_usual(self) -> bool:
+        """Whether it has a term for usual rows."""
         return self.policy_loss != NONE or self.distillation != NONE
 
     @property
     def mixes(self) -> bool:
-        """Whether it has terms for both own and expert rows, of any weight."""
-        return self.has_own and self.sft != NONE
+        """Whether it has terms for both usual and expert rows, of any weight."""
+        return self.has_usual and self.sft != NONE
 
     def mu(self, step: int = 0) -> float:
         """Return the weight of the SFT term after this many optimiser steps of the stage."""
@@ -252,7 +252,7 @@ class Algorithm:
 
     @cached_property  # asked for every group
     def zero_advantage_is_noop(self) -> bool:
-        """Whether own rows with zero advantage contribute no gradient, so that dropping them loses nothing.
+        """Whether usual rows with zero advantage contribute no gradient, so that dropping them loses nothing.
 
         False if advantages are still to be computed or normalised, if the policy loss has a gradient at 0 (`kimi`), or
         if a KL (in loss or reward), an entropy term or a teacher has a weight.
@@ -263,7 +263,7 @@ class Algorithm:
 
     @property
     def terms(self) -> frozenset[str]:
-        """Pieces of the ``own`` term with a weight, besides the policy loss."""
+        """Pieces of the ``usual`` term with a weight, besides the policy loss."""
         weights = {"kl": self.kl_coef, "entropy": self.entropy_coef, "distillation": self.distillation_coef}
         return frozenset(kind for kind, weight in weights.items() if weight and getattr(self, kind) != NONE)
 
@@ -274,7 +274,7 @@ class Algorithm:
         pieces = [(kind, piece) for kind in REGISTRIES if kind not in idle for piece in self.pieces(kind)]
         needs: dict[Need, str] = {need: f"{kind} {piece.name!r}" for kind, piece in pieces for need in piece.needs}
         mu = self.mu() if self.mu_schedule == "constant" else None
-        if self.has_own and not (self.mixes and mu == 1.0):
+        if self.has_usual and not (self.mixes and mu == 1.0):
             needs["rollouts"] = "the policy"
         if "labels" in needs or (self.sft != NONE and not (self.mixes and mu == 0.0)):
             needs["expert"] = "the demonstrations"
@@ -282,43 +282,43 @@ class Algorithm:
             needs.pop("answer_length", None)
         return needs
 
-    def _own(
+    def _usual(
         self, parts: LossParts, output: PolicyOutput, batch: TokenBatch, over: Denominators, weight: float
     ) -> LossParts:
-        own = batch.own()
-        output = output.only(own.mask)
-        if "proximal" in self.needs and own.proximal_logprobs is None:
-            own = replace(own, proximal_logprobs=output.logprobs.detach())
+        usual = batch.usual()
+        output = output.only(usual.mask)
+        if "proximal" in self.needs and usual.proximal_logprobs is None:
+            usual = replace(usual, proximal_logprobs=output.logprobs.detach())
         aggregate = self._bound("aggregation")
         if self.policy_loss != NONE:
-            token_loss = self._bound("policy_loss")(output.logprobs, own)
-            values = own.weighted(token_loss.values)
+            token_loss = self._bound("policy_loss")(output.logprobs, usual)
+            values = usual.weighted(token_loss.values)
             if self.correction != NONE:
                 corrections = (piece.bind(self.coefficients) for piece in self.pieces("correction"))
-                factor = math.prod(correction(output.logprobs, own) for correction in corrections)
+                factor = math.prod(correction(output.logprobs, usual) for correction in corrections)
                 values = values * factor
-                parts = parts.metric("correction", keep(factor, own.mask))
-            parts = parts.add("policy", aggregate(values, own, over.policy), weight)
+                parts = parts.metric("correction", keep(factor, usual.mask))
+            parts = parts.add("policy", aggregate(values, usual, over.policy), weight)
             if token_loss.clipped is not None:
-                parts = parts.metric("clipped", token_loss.clipped & own.mask)
+                parts = parts.metric("clipped", token_loss.clipped & usual.mask)
         if "kl" in self.terms:
             self._check(batch, "kl")
             in_loss = self.kl_in == "loss"
             logprobs = output.logprobs if in_loss else output.logprobs.detach()
-            values = self._bound("kl")(logprobs, own.reference_logprobs, own.behaviour_logprobs)
+            values = self._bound("kl")(logprobs, usual.reference_logprobs, usual.behaviour_logprobs)
             if in_loss:
-                parts = parts.add("kl", aggregate(own.weighted(values), own, over.policy), weight * self.kl_coef)
-            parts = parts.metric("kl", aggregate(values, own, over.policy))
+                parts = parts.add("kl", aggregate(usual.weighted(values), usual, over.policy), weight * self.kl_coef)
+            parts = parts.metric("kl", aggregate(values, usual, over.policy))
         if "entropy" in self.terms:
-            values = own.weighted(self._bound("entropy")(output.entropy))
-            parts = parts.add("entropy_term", aggregate(values, own, over.policy), weight * self.entropy_coef)
+            values = usual.weighted(self._bound("entropy")(output.entropy))
+            parts = parts.add("entropy_term", aggregate(values, usual, over.policy), weight * self.entropy_coef)
         if "distillation" in self.terms:
             self._check(batch, "distillation")
-            values = own.weighted(self._bound("distillation")(output, own))
-            parts = parts.add("distillation", aggregate(values, own, over.policy), weight * self.distillation_coef)
+            values = usual.weighted(self._bound("distillation")(output, usual))
+            parts = parts.add("distillation", aggregate(values, usual, over.policy), weight * self.distillation_coef)
         parts = parts.metric("entropy", output.entropy)
-        parts = parts.metric("ratio", keep(token_ratio(output.logprobs, own), own.mask))
-        return parts.metric("logprob_gap", (output.logprobs - own.behaviour_logprobs).abs())
+        parts = parts.metric("ratio", keep(token_ratio(output.logprobs, usual), usual.mask))
+        return parts.metric("logprob_gap", (output.logprobs - usual.behaviour_logprobs).abs())
 
     def _check(self, batch: TokenBatch, kind: str) -> None:
         piece = self.piece(kind)

@@ -18,8 +18,8 @@ class TokenBatch:
     (prompts, observations, padding) the other per-token fields are undefined.
 
     ``expert`` puts a row into the SFT stream, and ``pair`` >= 0 (with its partner in the same micro-batch) into the
-    preference stream; all others are own rows, sampled by the policy. Log-probs are in nats. Fields that the algorithm
-    does not need are None.
+    preference stream; all others are usual rows, sampled by the policy. Log-probs are in nats. Fields that the
+    algorithm does not need are None.
     """
 
     mask: Tensor
@@ -31,7 +31,7 @@ class TokenBatch:
 
     weight: Tensor | None = None
     """``[N]``: weight of a row, such as the importance weight of one that was not drawn uniformly; it multiplies every
-    loss of own rows, also the critic's, and that of demonstrated tokens."""
+    loss of usual rows, also the critic's, and that of demonstrated tokens."""
     reward: Tensor | None = None
     """``[N]``"""
     turn_rewards: Tensor | None = None
@@ -79,7 +79,7 @@ class TokenBatch:
         """``[N]``: number of masked-in tokens by row."""
         return self.sum(torch.ones_like(self.advantages))
 
-    def own(self) -> Self:
+    def usual(self) -> Self:
         """Return the RL stream: rows that are neither demonstrations nor in a pair."""
         return self.only(~self.expert & ~self.paired)
 

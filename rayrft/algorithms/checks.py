@@ -75,8 +75,8 @@ def check_field(algorithm: Algorithm, key: str, value: Any) -> None:
         raise refuse(key, problem, "leave it out, or use distillation: jsd", value)
 
 
-def check_coefficient(algorithm: Algorithm, pieces: list[Piece[Any]], own: set[str], key: str, value: Any) -> None:
-    """Check that a key that is not a field (``own``) is a coefficient of one of the pieces, with a valid value."""
+def check_coefficient(algorithm: Algorithm, pieces: list[Piece[Any]], known: set[str], key: str, value: Any) -> None:
+    """Check that a key that is not a field (``known``) is a coefficient of one of the pieces, with a valid value."""
     users = [piece for piece in pieces if key in piece.coefficients]
     for piece in users:
         if wrong := piece.fault(key, value):
@@ -92,7 +92,7 @@ def check_coefficient(algorithm: Algorithm, pieces: list[Piece[Any]], own: set[s
         if key in registry.get(name).coefficients
     }
     if not everywhere:
-        raise refuse(key, "unknown key", nearest(key, own | used), key)
+        raise refuse(key, "unknown key", nearest(key, known | used), key)
     problem = f"is not used: it belongs to {', '.join(sorted(everywhere))}, which {algorithm.name!r} does not contain"
     raise refuse(key, problem, f"use a coefficient of its pieces: {', '.join(sorted(used)) or 'none'}", value)
 
@@ -148,9 +148,9 @@ def is_used(algorithm: Algorithm, kind: str) -> bool:
         "correction": algorithm.policy_loss != NONE,
         "normalise_advantages": algorithm.policy_loss != NONE,
         **dict.fromkeys(_REWARD_FIELDS, algorithm.policy_loss != NONE),
-        "aggregation": algorithm.has_own,
-        "kl": algorithm.has_own,
-        "entropy": algorithm.has_own,
+        "aggregation": algorithm.has_usual,
+        "kl": algorithm.has_usual,
+        "entropy": algorithm.has_usual,
         "sft_aggregation": algorithm.sft != NONE,
         "mu_schedule": algorithm.mixes,
         "value_loss": algorithm.advantage in token_advantages,

@@ -17,7 +17,7 @@ class Coefficients:
     kl: AdaptiveCoefficient | None
     entropy: EntropyController | None
     last_entropy: float = 0.0
-    """Mean over own tokens of the previous step (nats); before the first step 0, which is below every goal."""
+    """Mean over tokens of usual rows in the previous step (nats); before the first step 0, below every goal."""
 
     @classmethod
     def of(cls, algorithm: Algorithm) -> Self:
@@ -38,7 +38,7 @@ class Coefficients:
         return algorithm
 
     def update(self, *, kl: float, entropy: float, sequences: int) -> Self:
-        """Return the state after a step with these mean KL and entropy over ``sequences`` own rows; unchanged for 0."""
+        """Return the state after a step with this mean KL and entropy over ``sequences`` rows; unchanged for 0."""
         if not sequences:
             return self
         return replace(

@@ -1,10 +1,10 @@
 """Importance weights that correct for differences between engine and trainer policy (numerics or weight version).
 
-A correction returns a weight per own token, without gradient, which multiplies the policy loss. With log-probs of a
-proximal policy (the trainer's, before its first update on the batch) the loss uses ratios to that policy, and the
-correction weighs by the proximal policy's ratio to the behaviour policy. Without them the loss uses ratios to the
-behaviour policy, and a correction can only mask tokens. Masked tokens stay in the denominator, which is counted before
-any forward pass.
+A correction returns a weight per token of usual rows, without gradient, which multiplies the policy loss. With
+log-probs of a proximal policy (the trainer's, before its first update on the batch) the loss uses ratios to that
+policy, and the correction weighs by the proximal policy's ratio to the behaviour policy. Without them the loss uses
+ratios to the behaviour policy, and a correction can only mask tokens. Masked tokens stay in the denominator, which is
+counted before any forward pass.
 
 Several corrections may be named in a list: their weights multiply, as in a truncated weight of tokens together with a
 mask of whole answers.

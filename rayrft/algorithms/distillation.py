@@ -1,6 +1,6 @@
 """Learning from a teacher on the policy's own samples (on-policy distillation: Agarwal et al. 2023, arXiv:2306.13649).
 
-A loss takes the policy's output and the own rows of a batch, zero off the mask, and returns a loss per token.
+A loss takes the policy's output and the usual rows of a batch, zero off the mask, and returns a loss per token.
 """
 
 from __future__ import annotations

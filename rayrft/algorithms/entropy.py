@@ -1,5 +1,5 @@
-"""Entropy terms, which keep the policy exploring. A term takes the entropy ``[T]`` (nats, with gradient) at own action
-tokens and returns a loss per token."""
+"""Entropy terms, which keep the policy exploring. A term takes the entropy ``[T]`` (nats, with gradient) at action
+tokens of usual rows and returns a loss per token."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Denominators:
 
     @property
     def policy(self) -> Amount:
-        """Denominators of own rows: policy loss, KL, entropy, distillation and critic."""
+        """Denominators of usual rows: policy loss, KL, entropy, distillation and critic."""
         return Amount(self.policy_tokens or 1.0, self.policy_sequences or 1.0)
 
     @property
@@ -61,9 +61,9 @@ def count(batches: Iterable[TokenBatch], device: torch.device | None = None) -> 
     """Count the fields of `Denominators`, in their order, over these micro-batches; ``[5]`` float64."""
     total = torch.zeros(len(fields(Denominators)), dtype=torch.float64, device=device)
     for batch in batches:
-        own, expert = batch.own(), batch.demonstrated()
+        usual, expert = batch.usual(), batch.demonstrated()
         pairs = batch.paired & (torch.zeros_like(batch.expert) if batch.chosen is None else batch.chosen)
-        parts = [own.mask, own.lengths > 0, expert.mask, expert.lengths > 0, pairs]
+        parts = [usual.mask, usual.lengths > 0, expert.mask, expert.lengths > 0, pairs]
         total += torch.stack([part.sum() for part in parts])
     return total
 
@@ -73,9 +73,9 @@ class LossParts:
     """A micro-batch's share of the step's loss and of the step's metrics; all scalars.
 
     ``loss`` carries the gradient. Terms exclude their coefficients and are divided by their global denominators; the KL
-    also excludes importance weights, because its controller may follow it. Those from the entropy on are sums over own
-    action tokens, to be divided by ``Denominators.policy.tokens`` after summation, those of pairs are sums over pairs,
-    and the others after them sums over labelled answers.
+    also excludes importance weights, because its controller may follow it. Those from the entropy on are sums over
+    action tokens of usual rows, to be divided by ``Denominators.policy.tokens`` after summation, those of pairs are
+    sums over pairs, and the others after them sums over labelled answers.
     """
 
     loss: Tensor

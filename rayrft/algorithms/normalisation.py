@@ -1,9 +1,9 @@
-"""Advantages normalised over all own rows of an optimiser step.
+"""Advantages normalised over all usual rows of an optimiser step.
 
 ``by`` says what they are divided by:
 
-* ``tokens``: ``(A - mean) / deviation`` over all own action tokens, so that long answers count for more (REINFORCE++,
-  Hu et al. 2025, arXiv:2501.03262; PPO);
+* ``tokens``: ``(A - mean) / deviation`` over all action tokens of usual rows, so that long answers count for more
+  (REINFORCE++, Hu et al. 2025, arXiv:2501.03262; PPO);
 * ``answers``: the same, each answer counted once, by the mean of its advantages (GDPO, Liu et al. 2026,
   arXiv:2601.05242);
 * ``rewards``: ``A / deviation`` of the answers' rewards. With `dr_grpo` it is the group's mean with the batch's
@@ -48,18 +48,18 @@ class Moments:
 
 
 def sum_moments(batches: Iterable[TokenBatch], device: torch.device | None = None, by: By = "tokens") -> Tensor:
-    """Return number, sum and sum of squares of the advantages of own action tokens, or of own answers, or of own
-    answers' rewards, weighted by the importance weights of their rows; ``[3]`` float64. Raises ValueError if rewards
-    are missing."""
+    """Compute number, sum and sum of squares of the advantages of action tokens of usual rows, or of whole answers, or
+    of the answers' rewards, weighted by the importance weights of their rows; ``[3]`` float64. Raises ValueError if
+    rewards are missing."""
     total = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in batches:
-        own = batch.own()
+        usual = batch.usual()
         if by == "tokens":
-            values, weights = own.advantages.double(), own.weighted(own.mask.double())
+            values, weights = usual.advantages.double(), usual.weighted(usual.mask.double())
         else:
-            answers = own.lengths > 0
-            values = keep(own.mean(own.advantages) if by == "answers" else _rewards(own), answers).double()
-            weights = answers.double() if own.weight is None else answers * own.weight.double()
+            answers = usual.lengths > 0
+            values = keep(usual.mean(usual.advantages) if by == "answers" else _rewards(usual), answers).double()
+            weights = answers.double() if usual.weight is None else answers * usual.weight.double()
         total += torch.stack([weights.sum(), (weights * values).sum(), (weights * values.square()).sum()])
     return total
 

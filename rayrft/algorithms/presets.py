@@ -82,16 +82,16 @@ def build(name: str, overrides: Mapping[str, Any] | None = None) -> Algorithm:
     """
     overrides = {key: tuple(value) if isinstance(value, list) else value for key, value in (overrides or {}).items()}
     preset = presets.get(name, "algorithm.name")
-    own = {field.name for field in fields(Algorithm)} - {"name", "coefficients"}
-    algorithm = replace(preset, **{key: value for key, value in overrides.items() if key in own})
+    known = {field.name for field in fields(Algorithm)} - {"name", "coefficients"}
+    algorithm = replace(preset, **{key: value for key, value in overrides.items() if key in known})
     for key, value in overrides.items():
-        if key in own:
+        if key in known:
             check_field(algorithm, key, value)
     algorithm = _with_default_correction(algorithm, named="correction" in overrides)
     pieces = [piece for kind in REGISTRIES if is_used(algorithm, kind) for piece in algorithm.pieces(kind)]
-    given = {key: value for key, value in overrides.items() if key not in own}
+    given = {key: value for key, value in overrides.items() if key not in known}
     for key, value in given.items():
-        check_coefficient(algorithm, pieces, own, key, value)
+        check_coefficient(algorithm, pieces, known, key, value)
     check_whole(algorithm, overrides)
     algorithm = _with_default_aggregation(algorithm, named="aggregation" in overrides)
     # Drop the preset's coefficients of replaced pieces, even if the new piece has a coefficient of the same name.

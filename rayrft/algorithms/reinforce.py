@@ -26,7 +26,7 @@ def reinforce(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
 def raft(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
     """RAFT: ``-log pi(y_t)`` on tokens with A_t > 0, 0 on the others: SFT on the accepted answers (Dong et al. 2023,
     arXiv:2304.06767). The preset accepts answers above a threshold (`accept`), where the paper takes the best of K. The
-    denominator still counts all own tokens: rejected answers shorten the step."""
+    denominator still counts all tokens of usual rows: rejected answers shorten the step."""
     return TokenLoss(-(batch.advantages > 0).to(logprobs.dtype) * logprobs)
 
 

@@ -10,13 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rayrft.algorithms.advantages import Group, centred, check_group, group_advantages, group_relative_advantages
+from rayrft.algorithms.advantages import (
+    GroupFacts,
+    centre_rewards,
+    check_shape,
+    group_advantages,
+    group_relative_advantages,
+)
 from rayrft.algorithms.pieces import Fraction, NonNegative, Positive
 
 
-def trajectories(rewards: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def trajectories(rewards: Tensor, group: GroupFacts) -> tuple[Tensor, Tensor]:
     """Sum rewards to the trajectories' returns ``[m]``; also return the trajectory index of every step ``[n]``."""
-    check_group(rewards)
+    check_shape(rewards)
     if group.trajectory is None:
         return rewards, torch.arange(rewards.numel(), device=rewards.device)
     names, index = torch.unique(group.trajectory, return_inverse=True)
@@ -24,7 +30,7 @@ def trajectories(rewards: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 
 @group_advantages.register("step_wise", needs=["turns"], traits=["compares"])
-def step_wise(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Tensor:
+def step_wise(rewards: Tensor, group: GroupFacts, *, epsilon: Positive = 1e-6) -> Tensor:
     """GRPO over trajectories: a step gets its trajectory's advantage.
 
     ``A_k = (R_tau(k) - mean(R)) / (std(R) + epsilon)`` with R the returns of the trajectories, which count once in mean
@@ -37,7 +43,7 @@ def step_wise(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Ten
 @group_advantages.register("gigpo", needs=["turns", "states"], traits=["compares", "varies_in_row"])
 def gigpo(
     rewards: Tensor,
-    group: Group,
+    group: GroupFacts,
     *,
     step_weight: NonNegative = 1.0,
     discount: Fraction = 0.95,
@@ -57,7 +63,7 @@ def gigpo(
         raise ValueError("gigpo needs the trajectory, turn and state of every step")
 
     def compare(values: Tensor) -> Tensor:
-        return group_relative_advantages(values, epsilon=epsilon) if deviation else centred(values)
+        return group_relative_advantages(values, epsilon=epsilon) if deviation else centre_rewards(values)
 
     returns, index = trajectories(rewards, group)
     to_go = returns_to_go(rewards, group.trajectory, group.turn, discount)
@@ -69,7 +75,7 @@ def gigpo(
 
 
 @group_advantages.register("process", needs=["turns"], traits=["compares", "varies_in_row"])
-def process(rewards: Tensor, group: Group, *, epsilon: Positive = 1e-6) -> Tensor:
+def process_supervision(rewards: Tensor, group: GroupFacts, *, epsilon: Positive = 1e-6) -> Tensor:
     """GRPO with process supervision (DeepSeekMath, Shao et al. 2024, arXiv:2402.03300, section 4.1.3).
 
     ``A_k = sum_{l >= k} (r_l - mean(r)) / (std(r) + epsilon)`` over the steps l of the trajectory from k on; mean and

@@ -57,9 +57,9 @@ def gae(
     of a tool's answer neither discount nor have values. Advantages are not normalised here. With a KL in the reward,
     or rewards of turns or steps, ``r_t`` is not 0 before the last token.
 
-    An answer truncated for its length would have gone on. With ``bootstrap_truncated`` V after its last token is the
-    critic's value of the state in which it was cut, instead of 0, the value of an end (Pardo et al. 2018,
-    arXiv:1712.00378). Without it, being cut is worth its reward alone, which depends on `reward.truncated`.
+    An answer truncated for its length did not end. With ``bootstrap_truncated`` V after its last token is the critic's
+    value of the state in which it was cut, instead of 0, the value of an end (Pardo et al. 2018, arXiv:1712.00378).
+    Without it, a cut answer gets its reward alone, which depends on `reward.truncated`.
 
     Raises ValueError if the batch has no values.
     """
@@ -81,34 +81,34 @@ def gae(
 
 def with_advantages(batch: TokenBatch, advantage: TokenAdvantage, penalty: Tensor | None = None) -> TokenBatch:
     """Return the batch with per-token advantages and returns."""
-    own = batch.own()
-    advantages, returns = advantage(token_rewards(own, penalty), own)
+    usual = batch.usual()
+    advantages, returns = advantage(token_rewards(usual, penalty), usual)
     return replace(batch, advantages=advantages, returns=returns)
 
 
 def with_penalty(batch: TokenBatch, penalty: Tensor) -> TokenBatch:
-    """Return the batch with advantages ``A_t - sum_{i >= t} penalty_i``, over the action tokens i of own rows: token
+    """Return the batch with advantages ``A_t - sum_{i >= t} penalty_i``, over the action tokens i of usual rows: token
     rewards for advantages that are constant within an answer (REINFORCE++, Hu et al. 2025, arXiv:2501.03262, where A_t
     is the reward and the penalty ``kl_coef`` times the KL).
 
     Group baselines do not include the penalty. (verl subtracts the penalty of the whole answer from its reward, before
     groups are compared.)
     """
-    own = batch.own()
-    grid = Grid.of(own)
+    usual = batch.usual()
+    grid = Grid.of(usual)
     return replace(batch, advantages=batch.advantages - grid.flatten(to_go(grid.unflatten(penalty))))
 
 
-def mean_value_errors(batch: TokenBatch) -> Tensor:
+def row_value_errors(batch: TokenBatch) -> Tensor:
     """Compute the mean of ``|R_t - V_t|`` over the action tokens of a row, ``[N]``: the TD error of Schaul et al. 2016
     (arXiv:1511.05952), here of the lambda-return that `gae` computes. 0 for expert rows.
 
     Raises ValueError if the batch has no returns or values.
     """
-    own = batch.own()
-    if own.values is None:
+    usual = batch.usual()
+    if usual.values is None:
         raise ValueError("errors of values need the critic's values")
-    return own.mean((_returns(own) - own.values).abs())
+    return usual.mean((_returns(usual) - usual.values).abs())
 
 
 @value_losses.register("squared")

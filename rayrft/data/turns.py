@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import Algorithm, Group
+from rayrft.algorithms import Algorithm, GroupFacts
 from rayrft.errors import DataError
 from rayrft.experience import Experience, rewards_by_token
 
@@ -37,7 +37,7 @@ def group_advantages(
         return turns.spread(algorithm.group_advantages(turns.rewards, known), rows)
     values = torch.tensor([row.reward for row in rows], dtype=torch.float32).double()
     components = reward_components(rows, algorithm.reward_components) if "components" in algorithm.needs else None
-    found = algorithm.group_advantages(values, Group(greedy, components=components)).tolist()
+    found = algorithm.group_advantages(values, GroupFacts(greedy, components=components)).tolist()
     return [row.action_mask * np.float32(value) for row, value in zip(rows, found, strict=True)]
 
 
@@ -91,7 +91,7 @@ class Turns:
 
     rewards: Tensor
     """``[S]`` float64."""
-    group: Group
+    group: GroupFacts
     """Trajectory, index in it and state of every turn, and whether it has a reward."""
     spans: tuple[tuple[int, int, int], ...]
     """Row, first token and end of every turn or step."""
@@ -119,7 +119,7 @@ class Turns:
                     numbers.append(counts[row.repeat])
                     counts[row.repeat] += 1
                     spans.append((index, first, last))
-        group = Group(
+        group = GroupFacts(
             trajectory=torch.tensor(trajectories),
             turn=torch.tensor(numbers),
             state=torch.tensor(states),

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import Algorithm, mean_value_errors
+from rayrft.algorithms import Algorithm, row_value_errors
 from rayrft.algorithms.batch import keep
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.model import reshard
@@ -72,7 +72,7 @@ def value_errors(batches: Batches) -> dict[str, tuple[float, int]]:
     rows: dict[str, list[float]] = {}
     for micro in chain.from_iterable(batches):
         own = (~micro.tokens.expert & ~micro.tokens.paired).tolist()
-        for group, error, counts in zip(micro.groups, mean_value_errors(micro.tokens).tolist(), own, strict=True):
+        for group, error, counts in zip(micro.groups, row_value_errors(micro.tokens).tolist(), own, strict=True):
             if counts:
                 rows.setdefault(group, []).append(error)
     return {group: (sum(errors), len(errors)) for group, errors in rows.items() if group}

@@ -35,9 +35,9 @@ def make_batch(
     )
 
 
-def own(behaviour: Rows, advantages: Rows | None = None, **fields: Any) -> TokenBatch:
+def usual(behaviour: Rows, advantages: Rows | None = None, **fields: Any) -> TokenBatch:
     """Own rows as a piece sees them: zeros off the mask."""
-    return make_batch(behaviour, advantages, **fields).own()
+    return make_batch(behaviour, advantages, **fields).usual()
 
 
 def leaf(rows: Rows) -> Tensor:

@@ -7,9 +7,9 @@ import torch
 
 from rayrft.algorithms import Denominators, TokenBatch, aggregations, count
 from rayrft.algorithms.batch import keep
-from tests.algorithms.flat import make_batch, own, tokens
+from tests.algorithms.flat import make_batch, tokens, usual
 
-BATCH = own([[0.0, 0.0, 0.0], [0.0]])
+BATCH = usual([[0.0, 0.0, 0.0], [0.0]])
 VALUES = tokens([[1.0, 2.0, 3.0], [4.0]])
 OVER = Denominators(policy_tokens=8, policy_sequences=4).policy
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rayrft.algorithms import Denominators, Group, LossParts, build, policy_losses, presets
+from rayrft.algorithms import Denominators, GroupFacts, LossParts, build, policy_losses, presets
 from tests.algorithms.flat import LOG2, leaf, make_batch, output
 
 
@@ -143,11 +143,11 @@ def test_algorithms_travel_between_processes(name: str) -> None:
 
 def test_advantages_of_a_group_are_those_of_the_chosen_piece() -> None:
     rewards = torch.tensor([1.0, 0.0])
-    assert build("grpo", {"advantage": "rloo"}).group_advantages(rewards, Group()).tolist() == [1.0, -1.0]
-    assert build("asymre", {"baseline_shift": -0.5}).group_advantages(rewards, Group()).tolist() == [1.0, 0.0]
-    assert build("sft").group_advantages(rewards, Group()).tolist() == [0.0, 0.0]
+    assert build("grpo", {"advantage": "rloo"}).group_advantages(rewards, GroupFacts()).tolist() == [1.0, -1.0]
+    assert build("asymre", {"baseline_shift": -0.5}).group_advantages(rewards, GroupFacts()).tolist() == [1.0, 0.0]
+    assert build("sft").group_advantages(rewards, GroupFacts()).tolist() == [0.0, 0.0]
     with pytest.raises(ValueError, match="advantage 'gae' is computed by the trainer"):
-        build("ppo").group_advantages(rewards, Group())
+        build("ppo").group_advantages(rewards, GroupFacts())
 
 
 def test_groups_without_advantages_are_idle_only_where_nothing_else_is_learnt_from_them() -> None:

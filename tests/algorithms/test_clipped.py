@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rayrft.algorithms.clipped import cispo, gspo, gspo_token, importance, importance_sequence, ppo, sapo
-from tests.algorithms.flat import LOG2, gradient, leaf, on_mask, own
+from tests.algorithms.flat import LOG2, gradient, leaf, on_mask, usual
 
 # Ratios 1, 2 and 1/2 (three answers of one token) with advantages 1, 1 and -1.
-THREE = own([[-1.0]] * 3, [[1.0], [1.0], [-1.0]])
+THREE = usual([[-1.0]] * 3, [[1.0], [1.0], [-1.0]])
 RATIOS = [[-1.0], [-1.0 + LOG2], [-1.0 - LOG2]]
 
 
@@ -24,18 +24,18 @@ def test_ppo_by_hand() -> None:
 
 def test_ppo_stops_the_gradient_only_where_the_clip_binds() -> None:
     # Ratio 2: too far up for A = 1; for A = -1 still to be lowered, with d(-rho A) = rho = 2.
-    batch, logprobs = own([[-1.0], [-1.0]], [[1.0], [-1.0]]), leaf([[-1.0 + LOG2]] * 2)
+    batch, logprobs = usual([[-1.0], [-1.0]], [[1.0], [-1.0]]), leaf([[-1.0 + LOG2]] * 2)
     assert gradient(ppo(logprobs, batch).values, logprobs, batch) == pytest.approx([0.0, 2.0])
 
 
 def test_ppo_takes_its_ratio_to_the_proximal_policy_where_there_is_one() -> None:
-    batch = own([[-5.0]], [[1.0]], proximal_logprobs=[[-1.0]])
+    batch = usual([[-5.0]], [[1.0]], proximal_logprobs=[[-1.0]])
     assert on_mask(ppo(leaf([[-1.0 + LOG2]]), batch, clip_high=5.0).values, batch) == pytest.approx([-2.0])
 
 
 def test_dual_clip_by_hand() -> None:
     # Ratio 4: with A = -1 the loss 4 is held at 3, without gradient; at ratio 2 it is 2; A = 1 is not touched.
-    batch = own([[-2.0], [-2.0], [-2.0]], [[-1.0], [-1.0], [1.0]])
+    batch = usual([[-2.0], [-2.0], [-2.0]], [[-1.0], [-1.0], [1.0]])
     logprobs = leaf([[-2.0 + 2 * LOG2], [-2.0 + LOG2], [-2.0]])
     found = ppo(logprobs, batch, dual_clip=3.0)
     assert on_mask(found.values, batch) == pytest.approx([3.0, 2.0, -1.0])
@@ -45,31 +45,31 @@ def test_dual_clip_by_hand() -> None:
 
 def test_gspo_by_hand() -> None:
     # Token ratios 4 and 1: s = 2 by the geometric mean. A = 1: min(2, 1.5) = 1.5 on either token.
-    batch, logprobs = own([[-2.0, -1.0]], [[1.0, 1.0]]), leaf([[-2.0 + 2 * LOG2, -1.0]])
+    batch, logprobs = usual([[-2.0, -1.0]], [[1.0, 1.0]]), leaf([[-2.0 + 2 * LOG2, -1.0]])
     assert on_mask(gspo(logprobs, batch, clip_high=0.5).values, batch) == pytest.approx([-1.5, -1.5])
     # Not clipped at A = -1: the mean over tokens is s = 2, whose gradient is s / |y| = 1 on each.
-    down = own([[-2.0, -1.0]], [[-1.0, -1.0]])
+    down = usual([[-2.0, -1.0]], [[-1.0, -1.0]])
     found = gspo(logprobs, down, clip_high=0.5).values
     assert gradient(down.spread(down.mean(found)) / 2, logprobs, down) == pytest.approx([1.0, 1.0])
 
 
 def test_losses_of_whole_answers_take_the_mean_of_different_advantages() -> None:
     # Token ratios 4 and 1: s = 2, the answer's ratio 4; advantages 1 and -3 have the mean -1.
-    batch, logprobs = own([[-2.0, -1.0]], [[1.0, -3.0]]), leaf([[-2.0 + 2 * LOG2, -1.0]])
+    batch, logprobs = usual([[-2.0, -1.0]], [[1.0, -3.0]]), leaf([[-2.0 + 2 * LOG2, -1.0]])
     assert on_mask(gspo(logprobs, batch, clip_high=5.0).values, batch) == pytest.approx([2.0, 2.0])
     assert on_mask(importance_sequence(logprobs, batch).values, batch) == pytest.approx([4.0, 4.0])
 
 
 def test_gspo_is_ppo_for_answers_of_one_token() -> None:
     for advantage in (1.0, -1.0):
-        batch, logprobs = own([[-1.0]] * 3, [[advantage]] * 3), leaf(RATIOS)
+        batch, logprobs = usual([[-1.0]] * 3, [[advantage]] * 3), leaf(RATIOS)
         ours, theirs = (f(logprobs, batch, clip_low=0.2, clip_high=0.28).values for f in (gspo, ppo))
         assert on_mask(ours, batch) == pytest.approx(on_mask(theirs, batch))
         assert gradient(ours, logprobs, batch) == pytest.approx(gradient(theirs, logprobs, batch))
 
 
 def test_gspo_token_equals_gspo_where_the_advantages_of_a_row_are_equal() -> None:
-    batch = own([[-2.0, -1.0], [-0.5, -3.0]], [[-1.0, -1.0], [0.5, 0.5]])
+    batch = usual([[-2.0, -1.0], [-0.5, -3.0]], [[-1.0, -1.0], [0.5, 0.5]])
     logprobs = leaf([[-1.9, -1.3], [-0.6, -2.9]])
     whole, each = (f(logprobs, batch, clip_low=0.2, clip_high=0.2).values for f in (gspo, gspo_token))
     assert on_mask(whole, batch) == pytest.approx(on_mask(each, batch))
@@ -79,7 +79,7 @@ def test_gspo_token_equals_gspo_where_the_advantages_of_a_row_are_equal() -> Non
 
 def test_gspo_token_has_an_advantage_for_each_token() -> None:
     # s = 2 again; advantages 1 and -3 within wide bounds: values -2 and 6, gradients -2 and 6.
-    batch, logprobs = own([[-2.0, -1.0]], [[1.0, -3.0]]), leaf([[-2.0 + 2 * LOG2, -1.0]])
+    batch, logprobs = usual([[-2.0, -1.0]], [[1.0, -3.0]]), leaf([[-2.0 + 2 * LOG2, -1.0]])
     found = gspo_token(logprobs, batch, clip_low=0.9, clip_high=5.0).values
     assert on_mask(found, batch) == pytest.approx([-2.0, 6.0])
     assert gradient(found, logprobs, batch) == pytest.approx([-2.0, 6.0])
@@ -113,7 +113,7 @@ def test_sapo_by_hand() -> None:
 
 @pytest.mark.parametrize("advantage", [1.5, -0.5])
 def test_sapo_starts_with_the_gradient_of_reinforce(advantage: float) -> None:
-    batch, logprobs = own([[-1.0]], [[advantage]]), leaf([[-1.0]])
+    batch, logprobs = usual([[-1.0]], [[advantage]]), leaf([[-1.0]])
     assert gradient(sapo(logprobs, batch).values, logprobs, batch) == pytest.approx([-advantage])
 
 
@@ -121,7 +121,7 @@ def test_importance_sampling_by_hand() -> None:
     logprobs = leaf(RATIOS)
     assert on_mask(importance(logprobs, THREE).values, THREE) == pytest.approx([-1.0, -2.0, 0.5])
     # Ratios 2 and 2: the answer's is 4, on either token.
-    batch, logprobs = own([[-2.0, -1.0]], [[0.5, 0.5]]), leaf([[-2.0 + LOG2, -1.0 + LOG2]])
+    batch, logprobs = usual([[-2.0, -1.0]], [[0.5, 0.5]]), leaf([[-2.0 + LOG2, -1.0 + LOG2]])
     found = importance_sequence(logprobs, batch).values
     assert on_mask(found, batch) == pytest.approx([-2.0, -2.0])
     assert gradient(batch.spread(batch.mean(found)) / 2, logprobs, batch) == pytest.approx([-2.0, -2.0])

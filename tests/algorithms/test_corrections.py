@@ -22,10 +22,10 @@ from rayrft.algorithms.corrections import (
     token_mask,
     truncated,
 )
-from tests.algorithms.flat import LOG2, leaf, make_batch, on_mask, output, own, tokens
+from tests.algorithms.flat import LOG2, leaf, make_batch, on_mask, output, tokens, usual
 
 # Two answers; ratios of the proximal policy to the behaviour policy 1 and 4, then 1/4.
-GAP = own([[-1.0, -3.0], [-1.0]], proximal_logprobs=[[-1.0, -3.0 + 2 * LOG2], [-1.0 - 2 * LOG2]])
+GAP = usual([[-1.0, -3.0], [-1.0]], proximal_logprobs=[[-1.0, -3.0 + 2 * LOG2], [-1.0 - 2 * LOG2]])
 NOW = tokens([[-9.0, -9.0], [-9.0]], prompt=0.0)  # the present policy has no part in it
 
 
@@ -55,7 +55,7 @@ def test_sequence_mask_by_hand() -> None:
 
 def test_by_default_an_answer_is_masked_that_is_off_by_two_per_cent_a_token() -> None:
     # Tokens of all three are off by half; so are those of the last on the whole.
-    batch = own([[0.0] * 2] * 3, proximal_logprobs=[[0.5, -0.5], [0.5, -0.499], [0.5, -0.46]])
+    batch = usual([[0.0] * 2] * 3, proximal_logprobs=[[0.5, -0.5], [0.5, -0.499], [0.5, -0.46]])
     assert on_mask(sequence_mask(NOW, batch), batch) == [1.0] * 4 + [0.0] * 2
 
 
@@ -71,7 +71,7 @@ def test_weights_of_whole_answers_by_hand() -> None:
 
 
 def test_the_weight_of_a_long_answer_does_not_overflow() -> None:
-    batch = own([[-10.0] * 50], proximal_logprobs=[[0.0] * 50])
+    batch = usual([[-10.0] * 50], proximal_logprobs=[[0.0] * 50])
     assert on_mask(sequence_truncated(NOW, batch, sequence_cap=1e9), batch) == pytest.approx([math.exp(20)] * 50)
 
 
@@ -95,7 +95,7 @@ def test_divergence_mask_by_hand(divergence: Any, over: Any, values: list[float]
 
 
 def test_gaps_of_opposite_sign_cancel_in_the_ratio_of_an_answer_and_not_in_its_divergence() -> None:
-    batch = own([[-1.0, -1.0]], proximal_logprobs=[[-0.5, -1.5]])
+    batch = usual([[-1.0, -1.0]], proximal_logprobs=[[-0.5, -1.5]])
     assert on_mask(sequence_mask(NOW, batch), batch) == [1.0, 1.0]
     assert on_mask(divergence_mask(NOW, batch), batch) == [0.0, 0.0]
 
@@ -104,7 +104,7 @@ def test_what_the_policy_left_behind_is_not_pushed_further_down() -> None:
     # Means of log behaviour / now: (0 + 1.2) / 2 = 0.6, 0.6, 0.4, -0.6. The proximal policy has no part in it.
     behaviour = [[-1.0, -1.0], [-1.0], [-1.0], [-1.0]]
     advantages = [[-1.0, 0.5], [1.0], [-1.0], [-1.0]]
-    batch = own(behaviour, advantages, proximal_logprobs=[[-9.0, -9.0], [-9.0], [-9.0], [-9.0]])
+    batch = usual(behaviour, advantages, proximal_logprobs=[[-9.0, -9.0], [-9.0], [-9.0], [-9.0]])
     now = leaf([[-1.0, -2.2], [-1.6], [-1.4], [-0.4]])
     kept = off_policy_mask(now, batch)
     assert on_mask(kept, batch) == [0.0, 1.0, 1.0, 1.0, 1.0] and not kept.requires_grad
@@ -130,13 +130,13 @@ def test_several_corrections_multiply() -> None:
 
 
 def test_without_a_proximal_policy_masks_look_at_the_present_one() -> None:
-    batch = own([[-1.0], [-1.0]])
+    batch = usual([[-1.0], [-1.0]])
     assert on_mask(token_mask(tokens([[-1.0], [-1.0 + 2 * LOG2]], prompt=0.0), batch), batch) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("name", corrections)
 def test_where_the_policies_agree_every_weight_is_1_and_carries_no_gradient(name: str) -> None:
-    batch, logprobs = own([[-1.0, -2.0]], proximal_logprobs=[[-1.0, -2.0]]), leaf([[-1.0, -2.0]])
+    batch, logprobs = usual([[-1.0, -2.0]], proximal_logprobs=[[-1.0, -2.0]]), leaf([[-1.0, -2.0]])
     weights = corrections.get(name).bind({})(logprobs, batch)
     assert on_mask(weights, batch) == [1.0, 1.0]
     assert not weights.requires_grad

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from rayrft.algorithms import Denominators, PolicyOutput, build
 from rayrft.algorithms.distillation import jsd, reverse_kl
-from tests.algorithms.flat import LOG2, gradient, leaf, make_batch, on_mask, output, own
+from tests.algorithms.flat import LOG2, gradient, leaf, make_batch, on_mask, output, usual
 
 
 def test_reverse_kl_by_hand() -> None:
     # The policy finds the first token twice as likely as the teacher, the second half as likely; ratio 1.
-    batch = own([[-1.0, -1.0]], teacher_logprobs=[[-1.0 - LOG2, -1.0 + LOG2]])
+    batch = usual([[-1.0, -1.0]], teacher_logprobs=[[-1.0 - LOG2, -1.0 + LOG2]])
     logprobs = leaf([[-1.0, -1.0]])
     found = reverse_kl(output(logprobs), batch)
     assert on_mask(found, batch) == pytest.approx([LOG2, -LOG2])
@@ -23,14 +23,14 @@ def test_reverse_kl_by_hand() -> None:
 
 
 def test_reverse_kl_weighs_by_the_ratio_to_the_policy_that_sampled() -> None:
-    batch = own([[-1.0 - LOG2]], teacher_logprobs=[[-2.0]])
+    batch = usual([[-1.0 - LOG2]], teacher_logprobs=[[-2.0]])
     logprobs = leaf([[-1.0]])
     assert gradient(reverse_kl(output(logprobs), batch), logprobs, batch) == pytest.approx([2.0])
 
 
 def test_reverse_kl_is_truncated_where_the_policy_that_sampled_is_far() -> None:
     # Ratio 8 to the policy that sampled, whatever the proximal one was; d = 1.
-    batch = own([[-1.0 - 3 * LOG2]], teacher_logprobs=[[-2.0]], proximal_logprobs=[[-1.0]])
+    batch = usual([[-1.0 - 3 * LOG2]], teacher_logprobs=[[-2.0]], proximal_logprobs=[[-1.0]])
     logprobs = leaf([[-1.0]])
     for bound, expected in (({}, 2.0), ({"ratio_cap": 10.0}, 8.0)):
         found = reverse_kl(output(logprobs), batch, **bound)
@@ -43,7 +43,7 @@ def test_reverse_kl_has_the_gradient_of_the_kl_as_its_mean() -> None:
     policy, teacher = logits.log_softmax(0), torch.randn(6, dtype=torch.float64).log_softmax(0)
     [true] = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits, retain_graph=True)
     tokens = policy.detach()
-    batch = own([[each] for each in tokens.tolist()], teacher_logprobs=[[each] for each in teacher.tolist()])
+    batch = usual([[each] for each in tokens.tolist()], teacher_logprobs=[[each] for each in teacher.tolist()])
     flat = torch.zeros(12, dtype=torch.float64).index_put((batch.mask.nonzero().squeeze(1),), policy)
     loss = (reverse_kl(output(flat), batch)[batch.mask] * tokens.exp()).sum()
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], true)
@@ -56,7 +56,7 @@ def candidates(*rows: list[float]) -> Tensor:
 
 
 def compare(teacher: list[float], policy: list[float], **share: float) -> float:
-    batch = own([[-1.0]], teacher_candidates=candidates(teacher))
+    batch = usual([[-1.0]], teacher_candidates=candidates(teacher))
     answer = PolicyOutput(leaf([[-1.0]]), torch.zeros(2), candidates(policy)).only(batch.mask)
     return on_mask(jsd(answer, batch, **share), batch)[0]
 
@@ -82,7 +82,7 @@ def test_what_the_candidates_leave_counts_as_one_token() -> None:
 
 
 def test_jsd_has_a_finite_gradient_at_probability_0() -> None:
-    batch = own([[-1.0]], teacher_candidates=candidates([1.0, 0.0]))
+    batch = usual([[-1.0]], teacher_candidates=candidates([1.0, 0.0]))
     policy = torch.tensor([[0.0, 0.0], [-1e4, 0.0]], dtype=torch.float64, requires_grad=True)
     found = jsd(PolicyOutput(leaf([[-1.0]]), torch.zeros(2), policy).only(batch.mask), batch)
     [grad] = torch.autograd.grad(found[batch.mask].sum(), policy)
@@ -102,6 +102,6 @@ def test_what_a_batch_lacks_is_named(name: str, lacks: str) -> None:
     with pytest.raises(ValueError, match=f"needs {lacks}, which the batch does not hold"):
         build(name).loss(output(leaf([[-1.0]])), make_batch([[-1.0]]), Denominators(1, 1))
     with pytest.raises(ValueError, match="needs the"):
-        reverse_kl(output(leaf([[-1.0]])), own([[-1.0]]))
+        reverse_kl(output(leaf([[-1.0]])), usual([[-1.0]]))
     with pytest.raises(ValueError, match="needs the"):
-        jsd(output(leaf([[-1.0]])), own([[-1.0]]))
+        jsd(output(leaf([[-1.0]])), usual([[-1.0]]))

@@ -153,7 +153,7 @@ def test_advantages_that_the_trainer_computes_do_not_depend_on_the_split(name: s
         for numbers in split:
             batch = algorithm.token_advantages(collate(rows, numbers, leaves)[0])
             for place, number in enumerate(numbers):
-                mine = (batch.sequence == place) & batch.own().mask
+                mine = (batch.sequence == place) & batch.usual().mask
                 assert batch.returns is not None  # without a critic, those that were there
                 found[number] = torch.stack([batch.advantages[mine], batch.returns[mine]])
         return found

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rayrft.algorithms import Group
+from rayrft.algorithms import GroupFacts
 from rayrft.algorithms.advantages import grpo
-from rayrft.algorithms.steps import gigpo, process, returns_to_go, step_wise
+from rayrft.algorithms.steps import gigpo, process_supervision, returns_to_go, step_wise
 
 # Two trajectories of two steps; the first ends well. Both begin in state 7; the others are met once.
 REWARDS = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-GROUP = Group(trajectory=torch.tensor([5, 5, 9, 9]), turn=torch.tensor([0, 1, 0, 1]), state=torch.tensor([7, 1, 7, 2]))
+GROUP = GroupFacts(
+    trajectory=torch.tensor([5, 5, 9, 9]), turn=torch.tensor([0, 1, 0, 1]), state=torch.tensor([7, 1, 7, 2])
+)
 
 
 def test_step_wise_by_hand() -> None:
@@ -22,12 +24,12 @@ def test_step_wise_by_hand() -> None:
 
 def test_without_trajectories_step_wise_is_grpo() -> None:
     rewards = torch.randn(5, dtype=torch.float64)
-    assert torch.equal(step_wise(rewards, Group()), grpo(rewards, Group()))
+    assert torch.equal(step_wise(rewards, GroupFacts()), grpo(rewards, GroupFacts()))
 
 
 def test_long_trajectories_weigh_no_more_in_the_mean() -> None:
     # Returns 1 (three steps) and 0 (one step).
-    group = Group(trajectory=torch.tensor([0, 0, 0, 1]))
+    group = GroupFacts(trajectory=torch.tensor([0, 0, 0, 1]))
     rewards = torch.tensor([0.0, 0.0, 1.0, 0.0], dtype=torch.float64)
     half = 0.5**0.5
     assert step_wise(rewards, group, epsilon=1e-12).tolist() == pytest.approx([half, half, half, -half])
@@ -43,12 +45,12 @@ def test_process_supervision_by_hand() -> None:
     # Rewards 0, 1 and 1, 0, 1: mean 0.6, unbiased variance (2 * 0.36 + 3 * 0.16) / 4 = 0.3. In units of its root the
     # steps are -0.6, 0.4 and 0.4, -0.6, 0.4; each gets what is to come. They may be in any order.
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0], dtype=torch.float64)
-    group = Group(trajectory=torch.tensor([5, 5, 9, 9, 9]), turn=torch.tensor([1, 0, 0, 1, 2]))
+    group = GroupFacts(trajectory=torch.tensor([5, 5, 9, 9, 9]), turn=torch.tensor([1, 0, 0, 1, 2]))
     expected = [value / 0.3**0.5 for value in (0.4, -0.2, 0.2, -0.2, 0.4)]
-    assert process(rewards, group, epsilon=1e-12).tolist() == pytest.approx(expected)
-    assert torch.equal(process(rewards, Group()), grpo(rewards, Group()))
+    assert process_supervision(rewards, group, epsilon=1e-12).tolist() == pytest.approx(expected)
+    assert torch.equal(process_supervision(rewards, GroupFacts()), grpo(rewards, GroupFacts()))
     with pytest.raises(ValueError, match="the turn of every step"):
-        process(rewards, Group(trajectory=torch.tensor([5, 5, 9, 9, 9])))
+        process_supervision(rewards, GroupFacts(trajectory=torch.tensor([5, 5, 9, 9, 9])))
 
 
 def test_gigpo_by_hand() -> None:
@@ -71,4 +73,4 @@ def test_gigpo_without_step_weight_is_step_wise() -> None:
 
 def test_gigpo_needs_to_know_the_steps() -> None:
     with pytest.raises(ValueError, match="needs the trajectory, turn and state of every step"):
-        gigpo(REWARDS, Group(trajectory=GROUP.trajectory))
+        gigpo(REWARDS, GroupFacts(trajectory=GROUP.trajectory))

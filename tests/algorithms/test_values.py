@@ -9,22 +9,22 @@ import torch
 
 from rayrft.algorithms import Denominators, TokenBatch, build, count
 from rayrft.algorithms.grid import to_go
-from rayrft.algorithms.values import clipped, gae, mean_value_errors, squared, token_rewards, with_advantages
-from tests.algorithms.flat import make_batch, on_mask, own, tokens
+from rayrft.algorithms.values import clipped, gae, row_value_errors, squared, token_rewards, with_advantages
+from tests.algorithms.flat import make_batch, on_mask, tokens, usual
 
 
 def test_gae_by_hand() -> None:
     # r = 0, 1; V = 0.5, 0.25; gamma = 0.5, lam = 0.5.
     # t = 1: delta = 1 + 0 - 0.25 = 0.75, A = 0.75, R = 1
     # t = 0: delta = 0 + 0.5 * 0.25 - 0.5 = -0.375, A = -0.375 + 0.25 * 0.75 = -0.1875, R = 0.3125
-    batch = own([[0.0, 0.0]], values=[[0.5, 0.25]])
+    batch = usual([[0.0, 0.0]], values=[[0.5, 0.25]])
     advantages, returns = gae(tokens([[0.0, 1.0]], prompt=0.0), batch, gamma=0.5, lam=0.5)
     assert on_mask(advantages, batch) == pytest.approx([-0.1875, 0.75])
     assert on_mask(returns, batch) == pytest.approx([0.3125, 1.0])
 
 
 def test_gae_with_gamma_and_lambda_1_is_return_less_value() -> None:
-    batch = own([[0.0] * 3, [0.0] * 2], values=[[0.1, 0.2, 0.3], [0.4, 0.5]])
+    batch = usual([[0.0] * 3, [0.0] * 2], values=[[0.1, 0.2, 0.3], [0.4, 0.5]])
     advantages, returns = gae(tokens([[0.0, 0.0, 1.0], [0.0, 2.0]], prompt=0.0), batch)
     assert on_mask(advantages, batch) == pytest.approx([0.9, 0.8, 0.7, 1.6, 1.5])
     assert on_mask(returns, batch) == pytest.approx([1.0, 1.0, 1.0, 2.0, 2.0])
@@ -34,7 +34,7 @@ def test_an_answer_that_was_cut_goes_on_with_the_critics_value_by_hand() -> None
     # As above, but V after the last token is 2 in the first row: delta = 1 + 0.5 * 2 - 0.25 = 1.75; then
     # -0.375 + 0.25 * 1.75 = 0.0625. The second row, not cut, and the third, without tokens, are as they were.
     final = torch.tensor([2.0, 0.0, 5.0], dtype=torch.float64)
-    batch = own([[0.0, 0.0], [0.0], []], values=[[0.5, 0.25], [0.5], []], final_values=final)
+    batch = usual([[0.0, 0.0], [0.0], []], values=[[0.5, 0.25], [0.5], []], final_values=final)
     rewards = tokens([[0.0, 1.0], [1.0], []], prompt=0.0)
     advantages, returns = gae(rewards, batch, gamma=0.5, lam=0.5, bootstrap_truncated=True)
     assert on_mask(advantages, batch) == pytest.approx([0.0625, 1.75, 0.5])
@@ -43,13 +43,13 @@ def test_an_answer_that_was_cut_goes_on_with_the_critics_value_by_hand() -> None
     assert on_mask(plain, batch) == pytest.approx([-0.1875, 0.75, 0.5])
     assert build("ppo", {"bootstrap_truncated": True}).bootstraps and not build("ppo").bootstraps
     with pytest.raises(ValueError, match="needs the critic's values of the states in which"):
-        gae(rewards, own([[0.0]], values=[[0.5]]), bootstrap_truncated=True)
+        gae(rewards, usual([[0.0]], values=[[0.5]]), bootstrap_truncated=True)
 
 
 def test_rewards_of_turns_stand_where_the_turns_end() -> None:
     # Turn rewards 0.5 and 0.25, the row's own 1: with gamma and lambda 1 the rest of them less V.
     fields = {"turn_rewards": [[0.5, 0.0, 0.25]], "values": [[0.125] * 3], "reward": torch.ones(1).double()}
-    batch = own([[0.0] * 3], **fields)
+    batch = usual([[0.0] * 3], **fields)
     assert on_mask(token_rewards(batch), batch) == [0.5, 0.0, 1.25]
     filled = build("ppo").token_advantages(batch)
     assert on_mask(filled.advantages, batch) == pytest.approx([1.625, 1.125, 1.125])
@@ -72,19 +72,19 @@ def test_gae_skips_what_the_policy_did_not_produce() -> None:
 
 
 def test_a_row_without_action_tokens_gets_nothing() -> None:
-    batch = own([[], [0.0]], values=[[], [0.5]], reward=torch.tensor([3.0, 1.0], dtype=torch.float64))
+    batch = usual([[], [0.0]], values=[[], [0.5]], reward=torch.tensor([3.0, 1.0], dtype=torch.float64))
     assert token_rewards(batch).tolist() == [0.0, 0.0, 1.0]
     advantages, _ = gae(token_rewards(batch), batch)
     assert advantages.tolist() == [0.0, 0.0, 0.5]
 
 
 def test_token_rewards_stand_on_the_last_action_token_less_a_penalty_on_each() -> None:
-    batch = own([[0.0, 0.0], [0.0]], reward=torch.tensor([1.0, 2.0], dtype=torch.float64))
+    batch = usual([[0.0, 0.0], [0.0]], reward=torch.tensor([1.0, 2.0], dtype=torch.float64))
     found = token_rewards(batch, tokens([[0.1, 0.2], [0.3]]))
     assert on_mask(found, batch) == pytest.approx([-0.1, 0.8, 1.7])
     assert (found[~batch.mask] == 0).all()
     with pytest.raises(ValueError, match="need the rewards of the rows"):
-        token_rewards(own([[0.0]]))
+        token_rewards(usual([[0.0]]))
 
 
 def test_advantages_are_filled_in_for_own_rows_only() -> None:
@@ -104,9 +104,9 @@ def test_how_far_the_critic_missed_each_row_by_hand() -> None:
         values=[[0.25, 1.5], [0.5], [9.0]],
         reward=torch.tensor([1.0, 0.0, 1.0]).double(),
     )
-    assert mean_value_errors(with_advantages(batch, gae)).tolist() == pytest.approx([0.625, 0.5, 0.0])
+    assert row_value_errors(with_advantages(batch, gae)).tolist() == pytest.approx([0.625, 0.5, 0.0])
     with pytest.raises(ValueError, match="need the critic's values"):
-        mean_value_errors(own([[0.0]]))
+        row_value_errors(usual([[0.0]]))
 
 
 def test_a_kl_in_the_reward_by_hand() -> None:
@@ -163,7 +163,7 @@ def test_sums_to_go_are_those_of_the_recursion(width: int) -> None:
 
 def test_value_losses_by_hand() -> None:
     # V 1.0, R 0.0: 0.5. Old value 0.5 and bound 0.2: clipped to 0.7, (0.7)^2 / 2 < 0.5, so the greater stays.
-    batch = own([[0.0, 0.0]], values=[[0.5, 0.5]], returns=[[0.0, 2.0]])
+    batch = usual([[0.0, 0.0]], values=[[0.5, 0.5]], returns=[[0.0, 2.0]])
     values = tokens([[1.0, 1.0]], prompt=0.0)
     assert on_mask(squared(values, batch), batch) == [0.5, 0.5]
     # Towards its return 2 the second may go to 0.7 only: (2 - 0.7)^2 / 2 = 0.845, without gradient.
@@ -190,4 +190,4 @@ def test_the_critics_loss_is_a_mean_over_own_tokens() -> None:
 @pytest.mark.parametrize("missing", [lambda b: gae(b.advantages, b), lambda b: squared(b.advantages, b)])
 def test_what_is_missing_is_named(missing) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=r"needs (the critic's values|returns)"):
-        missing(own([[0.0]]))
+        missing(usual([[0.0]]))

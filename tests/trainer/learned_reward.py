@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rayrft.algorithms import Group, build
+from rayrft.algorithms import GroupFacts, build
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
@@ -145,7 +145,7 @@ class Tastes(Pupil):
             asked = [str(question) for question in self.chance.choice(self.asked, groups) for _ in range(size)]
             answers = self.sample(asked)
             rewards = torch.tensor(reward(asked, answers)).split(size)
-            advantages = torch.cat([algorithm.group_advantages(each, Group()) for each in rewards]).tolist()
+            advantages = torch.cat([algorithm.group_advantages(each, GroupFacts()) for each in rewards]).tolist()
             rows = [row(self.prompt(question), ids) for question, ids in zip(asked, answers, strict=True)]
             scored = learner.score([each.token_ids.tolist() for each in rows])
             learner.step(
