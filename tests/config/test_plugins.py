@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayrft.algorithms import Denominators, Group, policy_losses
+from rayrft.algorithms import Denominators, GroupFacts, policy_losses
 from rayrft.config import load_config
 from rayrft.config.load import dump_config
 from rayrft.core.run_folder import open_folder, write_config
@@ -44,7 +44,7 @@ def test_the_example_runs_as_it_says() -> None:
     assert len(EXAMPLE.read_text().splitlines()) < 40
     config = load_config(run_with(EXAMPLE, policy_loss="tanh_ratio", advantage="above_median", sharpness=4.0))
     algorithm = config.stages[0].algorithm.build()
-    assert algorithm.group_advantages(torch.tensor([1.0, 0.0, 5.0]), Group()).tolist() == [0.0, -1.0, 4.0]
+    assert algorithm.group_advantages(torch.tensor([1.0, 0.0, 5.0]), GroupFacts()).tolist() == [0.0, -1.0, 4.0]
     # Ratios 1 and 2, advantages 1: -(0 + tanh(4) / 4) / 2
     batch = make_batch([[-1.0], [-1.0]], [[1.0], [1.0]])
     parts = algorithm.loss(output(leaf([[-1.0], [-1.0 + LOG2]])), batch, Denominators(2, 2))
@@ -176,6 +176,6 @@ def test_a_name_can_be_taken_again_by_the_same_definition_only() -> None:
     assert registry.get("a")() == 2
     with pytest.raises(ConfigError, check=about("thing", "a")):
         registry.register("a")(lambda: 3)
-    registry.register("b")(Group())
+    registry.register("b")(GroupFacts())
     with pytest.raises(ConfigError, check=about("thing", "b")):
-        registry.register("b")(Group())
+        registry.register("b")(GroupFacts())
