@@ -21,7 +21,6 @@ from rayrft.config.stage import CheckpointConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
 from rayrft.files import replace_folder, sync
-from rayrft.monitor.summary import StageDone
 from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.trainer import Ranks, Trainer
@@ -60,7 +59,8 @@ class Progress:
     records: int = 0
     logged: list[int] = field(default_factory=lambda: [0, 0])
     """Lower bound of the Buffer's journal position: see `Buffer.flush`."""
-    stages_done: list[StageDone] = field(default_factory=list)
+    stages_done: dict[str, int] = field(default_factory=dict)
+    """Steps taken in every stage that has ended."""
     accuracy: float | None = None
     """Accuracy of the current policy at the first temperature, if it was evaluated."""
     reward: float | None = None
@@ -80,8 +80,7 @@ class Progress:
     def end(self, name: str, asked: int) -> None:
         """Mark the current stage as ended; ``asked`` is its configured number of steps."""
         self.stage_asked = asked
-        done = StageDone(name, self.stage_step, self.step)
-        self.stages_done = [stage for stage in self.stages_done if stage.name != name] + [done]
+        self.stages_done[name] = self.stage_step
 
 
 _progress: TypeAdapter[Progress] = TypeAdapter(Progress)

@@ -15,7 +15,7 @@ from rayrft.errors import ActorDied, WeightSyncError
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
-from rayrft.monitor.step_record import evaluation_record
+from rayrft.monitor.records import EvaluationRecord
 from rayrft.runtime.handle import Handle, until_failed
 
 
@@ -135,5 +135,5 @@ class Evaluations:
             if number == 0:
                 self._saving.evaluated(step, result.accuracy.value if result.count else None)
             skipped, self._skipped = self._skipped, 0
-            record = evaluation_record(stage.name, step, stage_step, temperature, result, seconds, skipped)
+            record = EvaluationRecord.of(stage.name, step, stage_step, temperature, result, seconds, skipped)
             await self._recorder.add(record)

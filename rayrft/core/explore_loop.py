@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict
 
 from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.shared import FeedProgress, SharedBuffer
@@ -89,7 +88,7 @@ class ExploreLoop:
             held=progress.ledger.held,
             tokens_per_s=tokens / seconds,
             seconds=seconds,
-            **asdict(timings),
+            timings=timings,
         )
         self._progress, self.ledger = progress, progress.ledger
         await self._recorder.add(record)

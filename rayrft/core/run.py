@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from rayrft.core.placement import NAMESPACE, actor_name, named_actors, remove_gr
 from rayrft.core.shared_buffer import find_buffer
 from rayrft.errors import ActorDied, ActorUnreachable, ConfigError, RayrftError, RunNotFound, StorageError
 from rayrft.monitor.console import format_record
-from rayrft.monitor.records import Record, StepRecord, read_records
+from rayrft.monitor.records import Record, StepRecord, flat, read_records
 from rayrft.monitor.summary import (
     RunStatus,
     Summary,
@@ -243,13 +242,13 @@ class Run(RunData):
         """Return one row per optimiser step so far."""
         import pandas as pd
 
-        return pd.DataFrame([asdict(r) for r in read_records(self.folder) if isinstance(r, StepRecord)])
+        return pd.DataFrame([flat(r) for r in read_records(self.folder) if isinstance(r, StepRecord)])
 
     def evaluations(self) -> pd.DataFrame:
         """Return one row per evaluation so far."""
         import pandas as pd
 
-        return pd.DataFrame([asdict(r) for r in read_records(self.folder) if r.kind == "evaluation"])
+        return pd.DataFrame([flat(r) for r in read_records(self.folder) if r.kind == "evaluation"])
 
     def result(self) -> Summary:
         """Wait for the end and return the summary. Raises the root cause if the run failed.

@@ -25,12 +25,12 @@ from rayrft.data.demonstrations import held_out_name
 from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
 from rayrft.explorer.explorer import Explorer, explorer_timings
 from rayrft.monitor.recorder import Recorder
-from rayrft.monitor.step_record import StepSeconds, check_gap, check_on_policy_step, pairs_record, step_record
-from rayrft.monitor.verdict import Bottleneck
+from rayrft.monitor.records import PairsRecord, StepRecord
+from rayrft.monitor.verdict import Bottleneck, check_gap, check_on_policy_step
 from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.batch_pipeline import ProcessedLease
-from rayrft.trainer.result import StepResult, mean_value_errors
+from rayrft.trainer.result import StepResult, group_value_errors
 from rayrft.trainer.trainer import Ranks, Trainer
 from rayrft.weights.messages import SyncReport
 
@@ -207,23 +207,25 @@ class TrainLoop:
         self._evaluations.check()
         processed, results, waited_s = await self._train(step, exploring)
         lease = processed.lease
-        self.ledger = await self._buffer.call(Buffer.ack, step, mean_value_errors(results))
+        self.ledger = await self._buffer.call(Buffer.ack, step, group_value_errors(results))
         trained_s = time.perf_counter() - started - waited_s
         progress.step += 1
         progress.stage_step += 1
         report, timings = await asyncio.gather(self._publish_step(stage), explorer_timings(self._explorers))
-        seconds = StepSeconds(time.perf_counter() - started, waited_s, trained_s)
+        step_s = time.perf_counter() - started
         worked = {f"batch_{name}": stats for name, stats in processed.operators.items()}
         timings = replace(timings, operators=timings.operators | worked)
-        record = step_record(
+        record = StepRecord.of(
             stage.name,
             progress.step,
             lease,
             results,
             report,
-            seconds,
             timings,
             self.ledger.lost_since(before),
+            step_s=step_s,
+            wait_s=waited_s,
+            train_s=trained_s,
             explores=self._config.mode != "train",
         )
         progress.accuracy, progress.reward = None, record.reward
@@ -310,7 +312,7 @@ class TrainLoop:
         blocks = await self._buffer.call(Buffer.partition, store)
         found = (await self._ranks.call(RankApi.rank_pairs, blocks))[0]
         step, taken, seconds = self.progress.step, self.progress.stage_step, time.perf_counter() - started
-        await self._recorder.add(pairs_record(stage.name, step, taken, found, seconds))
+        await self._recorder.add(PairsRecord.of(stage.name, step, taken, found, seconds))
 
     async def _judge(self, stage: StageConfig) -> None:
         """Note what bounds the stage."""

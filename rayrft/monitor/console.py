@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from rayrft.explorer.explorer import Timings
 from rayrft.monitor.records import EvaluationRecord, PairsRecord, Record, RolloutRecord, StepRecord
+from rayrft.pipelines.report import OperatorStats
 
 _BY_DESIGN = {"zero_variance", "stale", "surplus", "late", "truncated", "evicted_oldest", "evicted_lowest_priority"}
-"""Reasons for which rows are dropped where nothing is wrong."""
+"""Reasons for which rows are dropped by design."""
 
 
 def format_record(record: Record) -> str:
@@ -34,43 +36,50 @@ def temperature_name(temperature: float) -> str:
 
 
 def _step(r: StepRecord) -> str:
-    parts = [f"[{r.stage} {r.step:>4}]"]
+    m, parts = r.metrics, [f"[{r.stage} {r.step:>4}]"]
     if r.usual_rows:
         reward = "-" if r.reward is None else f"{r.reward:.3f}"
-        parts += [f"reward {reward}", f"policy {r.policy_loss:+.4f}"]
-    if r.distillation_loss:
-        parts.append(f"distillation {r.distillation_loss:.4f}")
-    if r.preference_loss:
-        parts.append(f"preference {r.preference_loss:.4f}")
-        if r.pair_margin:
-            parts.append(f"pairs {r.pair_accuracy:.0%} right, by {r.pair_margin:.3f}")
-        if r.good_score or r.bad_score:
-            parts.append(f"good {r.good_score:+.3f}, bad {r.bad_score:+.3f}")
+        parts += [f"reward {reward}", f"policy {m.policy_loss:+.4f}"]
+    if m.distillation_loss:
+        parts.append(f"distillation {m.distillation_loss:.4f}")
+    if m.preference_loss:
+        parts.append(f"preference {m.preference_loss:.4f}")
+        if m.pair_margin:
+            parts.append(f"pairs {m.pair_accuracy:.0%} right, by {m.pair_margin:.3f}")
+        if m.good_score or m.bad_score:
+            parts.append(f"good {m.good_score:+.3f}, bad {m.bad_score:+.3f}")
     elif r.expert_rows:
-        parts.append(f"sft {r.sft_loss:.4f}")
+        parts.append(f"sft {m.sft_loss:.4f}")
     parts.append(f"{r.tokens_per_s:,.0f} tok/s")
     if r.usual_rows:
-        parts += [f"stale {r.staleness_mean:.1f}/{r.staleness_max}", f"gap {r.logprob_gap:.1e}"]
+        parts += [f"stale {r.staleness_mean:.1f}/{r.staleness_max}", f"gap {m.logprob_gap:.1e}"]
         parts.append(
-            f"{r.step_s:.2f} s = wait {r.wait_s:.2f} (rollout {r.rollout_s:.2f}, reward {r.reward_s:.2f}) "
+            f"{r.step_s:.2f} s = wait {r.wait_s:.2f} ({_rollouts(r.timings)}) "
             f"+ train {r.train_s:.2f} + sync {r.sync_s:.2f}"
         )
     else:
         parts.append(f"{r.step_s:.2f} s")
-    return "  ".join([*parts, *_verified(r.operators), *_mistakes(r)])
+    return "  ".join([*parts, *_verified(r.timings.operators), *_unexpected_losses(r)])
 
 
 def _rollout(r: RolloutRecord) -> str:
     reward = "-" if r.reward is None else f"{r.reward:.3f}"
     parts = [f"[{r.stage} {r.step:>5} groups]", f"reward {reward}", f"{r.tokens_per_s:,.0f} tok/s"]
-    parts += [f"held {r.held}", f"{r.seconds:.2f} s (rollout {r.rollout_s:.2f}, reward {r.reward_s:.2f})"]
-    return "  ".join([*parts, *_verified(r.operators), *_mistakes(r)])
+    parts += [
+        f"held {r.held}",
+        f"{r.seconds:.2f} s ({_rollouts(r.timings)})",
+    ]
+    return "  ".join([*parts, *_verified(r.timings.operators), *_unexpected_losses(r)])
 
 
-def _verified(operators: dict[str, dict[str, float]]) -> list[str]:
-    """Say what operators have left out because they should, and what they have made."""
-    left_out = {name: round(each["left_out"] - each["failed"]) for name, each in operators.items()}
-    made = {name: round(each["made"]) for name, each in operators.items()}
+def _rollouts(timings: Timings) -> str:
+    return f"rollout {timings.rollout_s:.2f}, reward {timings.reward_s:.2f}"
+
+
+def _verified(operators: dict[str, OperatorStats]) -> list[str]:
+    """Return the rows that operators left out by design, and the rows that they made."""
+    left_out = {name: each.left_out - each.failed for name, each in operators.items()}
+    made = {name: each.made for name, each in operators.items()}
     return [
         f"{what} " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         for what, counts in (("left out", left_out), ("made", made))
@@ -78,14 +87,14 @@ def _verified(operators: dict[str, dict[str, float]]) -> list[str]:
     ]
 
 
-def _mistakes(r: StepRecord | RolloutRecord) -> list[str]:
-    """Say which rows were lost though they should not have been."""
+def _unexpected_losses(r: StepRecord | RolloutRecord) -> list[str]:
+    """Return the rows that were lost by faults, by reason."""
 
-    def meant(reason: str) -> bool:
+    def expected(reason: str) -> bool:
         operator, _, why = reason.partition(": ")
         return reason in _BY_DESIGN or (
-            operator in r.operators and not why.startswith(("failed", "timeout", "raised "))
+            operator in r.timings.operators and not why.startswith(("failed", "timeout", "raised "))
         )
 
-    mistakes = {reason: count for reason, count in r.lost.items() if not meant(reason)}
-    return ["lost " + ", ".join(f"{count} {reason}" for reason, count in mistakes.items())] if mistakes else []
+    losses = {reason: count for reason, count in r.lost.items() if not expected(reason)}
+    return ["lost " + ", ".join(f"{count} {reason}" for reason, count in losses.items())] if losses else []

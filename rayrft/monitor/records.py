@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+from pydantic import TypeAdapter
+
+from rayrft.buffer.leases import Lease
+from rayrft.explorer.evaluation import Evaluation, wilson_interval
+from rayrft.explorer.explorer import Timings
 from rayrft.files import atomic_file
 from rayrft.json_lines import open_lines, read_lines
+from rayrft.trainer.result import PairRanking, StepMetrics, StepResult
+from rayrft.weights.messages import SyncReport
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimiser step. Losses are unweighted (before mu); seconds split the step's wall time.
+    """One optimiser step. Seconds split its wall time. Those of ``timings`` count the time in which any rollout,
+    scoring or verification was running; they overlap the rest if ``max_staleness`` is 1 or more.
 
-    ``rewards`` has, by domain, how many answers were ``scored`` since the previous step, of how many the reward is
-    ``unknown``, how many of these are ``errors``, how many calls were ``retried``, the ``seconds`` that this took
-    together, the ``slowest_s`` of them, and how many are ``pending``.
-    ``operators`` has, by operator on experiences, how many rows were ``taken``, ``left_out``, ``changed`` and ``made``
-    since the previous step, of those left out how many as it ``failed``, and the ``seconds`` of its work.
     ``reward`` is the mean over all answers sampled since the previous step, kept or dropped, and in mode ``train`` over
-    the step's own rows. ``rollout_s``,
-    ``reward_s`` and ``pipeline_s`` are the wall time in which any rollout, scoring or verifying was running: with
-    ``max_staleness`` 1 or more they overlap the rest.
+    the step's own rows.
     """
 
     kind: ClassVar[str] = "step"
@@ -32,34 +35,7 @@ class StepRecord:
     step: int
     version: int
     time: float
-    loss: float
-    policy_loss: float
-    sft_loss: float
-    preference_loss: float
-    distillation_loss: float
-    value_loss: float
-    value_grad_norm: float
-    kl: float
-    kl_coef: float
-    entropy_coef: float
-    grad_norm: float
-    lr: float
-    entropy: float
-    clip_fraction: float
-    ratio: float
-    correction_weight: float
-    logprob_gap: float
-    pair_accuracy: float
-    pair_margin: float
-    pair_score: float
-    good_score: float
-    bad_score: float
-    label_margin: float
-    good_logprob: float
-    bad_logprob: float
-    reference_kl: float
-    policy_tokens: int
-    expert_tokens: int
+    metrics: StepMetrics
     usual_rows: int
     expert_rows: int
     reward: float | None
@@ -67,27 +43,79 @@ class StepRecord:
     sampled_tokens: int
     truncated_share: float | None
     lost: dict[str, int]
-    """Rows and, where none came of them, tasks that were dropped since the step before, by reason."""
+    """Rows, and tasks without rows, that were dropped since the previous step, by reason."""
     staleness_mean: float | None
     staleness_max: int | None
     probe_gap: float | None
     tokens_per_s: float
     step_s: float
     wait_s: float
-    rollout_s: float
-    reward_s: float
-    pipeline_s: float
-    rewards: dict[str, dict[str, float]]
-    operators: dict[str, dict[str, float]]
+    timings: Timings
+    """Since the previous step, operators on the step's batch included."""
     train_s: float
     sync_s: float
+
+    @classmethod
+    def of(
+        cls,
+        stage: str,
+        step: int,
+        lease: Lease,
+        results: list[StepResult],
+        report: SyncReport | None,
+        timings: Timings,
+        lost: dict[str, int],
+        *,
+        step_s: float,
+        wait_s: float,
+        train_s: float,
+        explores: bool = True,
+    ) -> Self:
+        """Build the record of an optimiser step from the ``results`` of all ranks.
+
+        ``report`` is None if no weights were published, ``lost`` is from `Ledger.lost_since`. If the run does not
+        explore, other producers' groups come at any time: reward and rate are those of the trained rows.
+        """
+        rollouts, stale, metrics = lease.rollouts, lease.staleness, results[0].metrics
+        scored = rollouts.scored if explores else sum(each.scored for each in results)
+        rewards = rollouts.reward_sum if explores else sum(each.reward_sum for each in results)
+        tokens = (explores and rollouts.tokens) or metrics.policy_tokens + metrics.expert_tokens
+        return cls(
+            stage,
+            step,
+            version=report.version if report else step,
+            time=time.time(),
+            metrics=metrics,
+            usual_rows=lease.usual_rows,
+            expert_rows=lease.expert_rows,
+            reward=rewards / scored if scored else None,
+            sampled_rows=rollouts.rows,
+            sampled_tokens=rollouts.tokens,
+            truncated_share=rollouts.truncated / rollouts.rows if rollouts.rows else None,
+            lost=lost,
+            staleness_mean=sum(stale) / len(stale) if stale else None,
+            staleness_max=max(stale) if stale else None,
+            probe_gap=report.probe_gap if report else None,
+            tokens_per_s=tokens / step_s,
+            step_s=step_s,
+            wait_s=wait_s,
+            timings=timings,
+            train_s=train_s,
+            sync_s=report.seconds if report else 0.0,
+        )
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall time by part; rollout and reward may overlap the others."""
+        rollout, reward = self.timings.rollout_s, self.timings.reward_s
+        return {"wait": self.wait_s, "rollout": rollout, "reward": reward, "train": self.train_s, "sync": self.sync_s}
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
     """Accuracy on the held-out tasks of the weights at the end of ``step`` (0: before the first).
 
-    With evaluation engines of its own it comes among the records of later steps.
+    With evaluation engines it is written among the records of later steps.
     """
 
     kind: ClassVar[str] = "evaluation"
@@ -115,14 +143,40 @@ class EvaluationRecord:
     mean_tokens: float
     cut_share: float
     skipped: int
-    """Evaluations that were due since the record before, and skipped or lost."""
+    """Evaluations that were due since the previous record, and skipped or lost."""
+
+    @classmethod
+    def of(
+        cls, stage: str, step: int, stage_step: int, temperature: float, found: Evaluation, seconds: float, skipped: int
+    ) -> Self:
+        """Build the record of an evaluation of the weights of ``step``."""
+        return cls(
+            stage,
+            step,
+            stage_step,
+            time.time(),
+            step,
+            temperature,
+            accuracy=found.accuracy.value,
+            low=found.accuracy.low,
+            high=found.accuracy.high,
+            right=found.right,
+            count=found.count,
+            mean_reward=found.mean_reward,
+            unknown=sum(found.unknown.values()),
+            seconds=seconds,
+            samples=found.samples,
+            passed=found.passed[found.samples].value if found.samples else math.nan,
+            mean_tokens=found.mean_tokens,
+            cut_share=found.cut_share,
+            skipped=skipped,
+        )
 
 
 @dataclass(frozen=True)
 class PairsRecord:
-    """Ranking of held-out preference pairs by what a stage trains, a reward model or a policy, as it is after a step
-    of it: how many of them have the higher score for the chosen answer, with the share's 95 % interval, and by how much
-    on average."""
+    """Ranking of held-out preference pairs by the model that a stage trains: the share of pairs whose chosen answer has
+    the higher score, with its 95 % interval, and the mean difference of the scores."""
 
     kind: ClassVar[str] = "pairs"
     stage: str
@@ -137,16 +191,23 @@ class PairsRecord:
     margin: float
     seconds: float
 
+    @classmethod
+    def of(cls, stage: str, step: int, stage_step: int, found: PairRanking, seconds: float) -> Self:
+        """Build the record of a ranking after ``step``."""
+        accuracy, (low, high) = found.right / found.pairs, wilson_interval(found.right, found.pairs)
+        counts = accuracy, low, high, found.right, found.pairs
+        return cls(stage, step, stage_step, time.time(), *counts, found.margin, seconds)
+
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """What an explore job has put into its Buffer since the previous record. ``lost`` and ``held`` count all rows of
-    the Buffer, whoever put them there."""
+    """The groups that an explore job has put into its Buffer since the previous record. ``lost`` and ``held`` count all
+    rows of the Buffer, those of other producers too."""
 
     kind: ClassVar[str] = "rollout"
     stage: str
     step: int
-    """Groups of the job so far, which takes no optimiser steps."""
+    """Groups of the job so far: it takes no optimiser steps."""
     time: float
     groups: int
     rows: int
@@ -157,11 +218,7 @@ class RolloutRecord:
     held: int
     tokens_per_s: float
     seconds: float
-    rollout_s: float
-    reward_s: float
-    pipeline_s: float
-    rewards: dict[str, dict[str, float]]
-    operators: dict[str, dict[str, float]]
+    timings: Timings
 
 
 @dataclass(frozen=True)
@@ -178,7 +235,9 @@ class NoteRecord:
 
 Record = StepRecord | RolloutRecord | EvaluationRecord | PairsRecord | NoteRecord
 _KINDS: tuple[type[Record], ...] = (StepRecord, RolloutRecord, EvaluationRecord, PairsRecord, NoteRecord)
-KINDS: dict[str, type[Record]] = {record.kind: record for record in _KINDS}
+_READERS: dict[str, TypeAdapter[Record]] = {kind.kind: TypeAdapter(kind) for kind in _KINDS}
+_NESTED: dict[str, type[StepMetrics | Timings]] = {"metrics": StepMetrics, "timings": Timings}
+"""Fields of records whose own fields are written beside the others."""
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -222,10 +281,22 @@ class RecordFile:
         self._file.close()
 
 
+def flat(record: Record) -> dict[str, Any]:
+    """Return the fields of a record as in ``metrics.jsonl``, those of its metrics and timings beside the others."""
+    values: dict[str, Any] = {}
+    for name, value in asdict(record).items():
+        values |= value if name in _NESTED else {name: value}
+    return values
+
+
 def _to_line(record: Record) -> bytes:
-    return json.dumps({"kind": record.kind, **asdict(record)}).encode() + b"\n"
+    return json.dumps({"kind": record.kind, **flat(record)}).encode() + b"\n"
 
 
 def _from_json(line: bytes) -> Record:
     values = json.loads(line)
-    return KINDS[values.pop("kind")](**values)
+    kind = values.pop("kind")
+    for name, nested in _NESTED.items():
+        inner = {each.name: values.pop(each.name) for each in fields(nested) if each.name in values}
+        values |= {name: inner} if inner else {}
+    return _READERS[kind].validate_python(values)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import os
+import secrets
 from pathlib import Path
 from typing import Any, Protocol
 
 from rayrft.config import RunConfig
-from rayrft.monitor.records import EvaluationRecord, NoteRecord, PairsRecord, Record, RolloutRecord, StepRecord
+from rayrft.files import atomic_file
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, PairsRecord, Record, RolloutRecord, StepRecord, flat
 
 
 class Sink(Protocol):
@@ -38,16 +40,16 @@ def scalars(record: Record) -> dict[str, float]:
     if isinstance(record, PairsRecord):
         return {"eval/pair_accuracy": record.accuracy, "eval/pair_margin": record.margin}
     if isinstance(record, StepRecord | RolloutRecord):
-        values = {k: v for k, v in asdict(record).items() if isinstance(v, int | float) and k not in ("step", "time")}
+        values = {k: v for k, v in flat(record).items() if isinstance(v, int | float) and k not in ("step", "time")}
         part = "train" if isinstance(record, StepRecord) else "rollout"
-        for domain, stats in record.rewards.items():
-            scored = max(1, stats["scored"])
-            shares = {"unknown_share": stats["unknown"] / scored, "mean_s": stats["seconds"] / scored}
-            counts = {name: stats[name] for name in ("errors", "retried", "slowest_s", "pending")}
+        for domain, stats in record.timings.rewards.items():
+            scored = max(1, stats.scored)
+            shares = {"unknown_share": stats.unknown / scored, "mean_s": stats.seconds / scored}
+            counts = {name: getattr(stats, name) for name in ("errors", "retried", "slowest_s", "pending")}
             for name, value in {**shares, **counts}.items():
                 values[f"reward_{domain}_{name}" if domain else f"reward_{name}"] = value
-        for operator, stats in record.operators.items():
-            values |= {f"operator_{operator}_{name}": value for name, value in stats.items()}
+        for operator, work in record.timings.operators.items():
+            values |= {f"operator_{operator}_{name}": value for name, value in vars(work).items()}
         return {f"{part}/{name}": float(value) for name, value in values.items()}
     return {}
 
@@ -99,25 +101,33 @@ class TensorBoard:
 
 
 class Wandb:
-    """A wandb run; offline if ``WANDB_MODE=offline`` is set or there is no API key."""
+    """A wandb run, continued if the run is resumed; offline if ``WANDB_MODE=offline`` is set or there is no API key."""
 
     def __init__(self, config: RunConfig) -> None:
-        import os
-
         import wandb
 
         known = os.environ.get("WANDB_API_KEY") or wandb.api.api_key
+        file = config.folder / "wandb_id"
+        if not file.exists():
+            with atomic_file(file) as partial:
+                partial.write_text(secrets.token_hex(8))
         self._run: Any = wandb.init(
             project=config.monitor.project,
             name=config.name,
             dir=str(config.folder),
             config=config.model_dump(mode="json"),
             mode=None if known or "WANDB_MODE" in os.environ else "offline",
+            id=file.read_text(),
+            resume="allow",
         )
+        for part in ("train", "rollout", "eval"):
+            self._run.define_metric(f"{part}/*", step_metric=f"{part}/step")
 
     def write(self, record: Record) -> None:
+        # wandb drops numbers of an earlier step than its own, and evaluations may come among later steps.
         if values := scalars(record):
-            self._run.log(values, step=record.step)
+            part = next(iter(values)).partition("/")[0]
+            self._run.log({**values, f"{part}/step": record.step})
 
     def close(self) -> None:
         self._run.finish()

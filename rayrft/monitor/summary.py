@@ -7,9 +7,10 @@ import json
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import TypeAdapter
 
@@ -22,45 +23,11 @@ from rayrft.monitor.records import EvaluationRecord, PairsRecord, Record, StepRe
 
 
 @dataclass(frozen=True)
-class AccuracyPoint:
-    """An evaluation: ``right`` of ``count`` tasks, and the confidence interval of the accuracy."""
-
-    stage: str
-    step: int
-    accuracy: float
-    right: int
-    count: int
-    interval: tuple[float, float]
-
-
-@dataclass(frozen=True)
 class AccuracyChange:
     """The first and the last evaluation at a temperature."""
 
-    before: AccuracyPoint
-    after: AccuracyPoint
-
-
-@dataclass(frozen=True)
-class PairsPoint:
-    """A ranking of held-out preference pairs: ``right`` of ``count``, by how much on average, and the confidence
-    interval of the accuracy."""
-
-    step: int
-    accuracy: float
-    right: int
-    count: int
-    margin: float
-    interval: tuple[float, float]
-
-
-@dataclass(frozen=True)
-class StageDone:
-    """A stage that has ended: the steps taken in it, and the run's step at its end."""
-
-    name: str
-    steps: int
-    final_step: int
+    before: EvaluationRecord
+    after: EvaluationRecord
 
 
 @dataclass(frozen=True)
@@ -80,10 +47,11 @@ class Summary:
     """Wall time by part, and in ``total``."""
     steps: int
     weight_version: int
-    stages: list[StageDone]
+    stages: dict[str, int]
+    """Steps taken in every stage that has ended."""
     checkpoint: str | None
     """Folder of the last weights of a finished or stopped run, in Hugging Face format."""
-    pairs: dict[str, PairsPoint] = field(default_factory=dict)
+    pairs: dict[str, PairsRecord] = field(default_factory=dict)
     """By stage, the last ranking of held-out preference pairs."""
 
 
@@ -157,7 +125,7 @@ class Totals:
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.accuracy: dict[str, AccuracyChange] = {}
         """The first and last evaluation by temperature."""
-        self.pairs: dict[str, PairsPoint] = {}
+        self.pairs: dict[str, PairsRecord] = {}
         """The last ranking by stage."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Wall time by part over all steps."""
@@ -174,18 +142,16 @@ class Totals:
         self.first, self.last = record.time if self.first is None else self.first, record.time
         if isinstance(record, StepRecord):
             self.step, self.version = record.step, record.version
-            for part in ("wait", "rollout", "reward", "train", "sync"):
-                self.seconds[part] += getattr(record, f"{part}_s")
+            for part, seconds in record.seconds.items():
+                self.seconds[part] += seconds
         elif isinstance(record, EvaluationRecord | PairsRecord):
             self.seconds["evaluation"] += record.seconds
-            share, interval = (record.accuracy, record.right, record.count), (record.low, record.high)
             if isinstance(record, PairsRecord):
-                self.pairs[record.stage] = PairsPoint(record.step, *share, record.margin, interval)
+                self.pairs[record.stage] = record
             else:
-                point = AccuracyPoint(record.stage, record.step, *share, interval)
                 temperature = f"{record.temperature:g}"
-                before = self.accuracy[temperature].before if temperature in self.accuracy else point
-                self.accuracy[temperature] = AccuracyChange(before, point)
+                before = self.accuracy[temperature].before if temperature in self.accuracy else record
+                self.accuracy[temperature] = AccuracyChange(before, record)
 
 
 def summarise(
@@ -198,7 +164,7 @@ def summarise(
     *,
     step: int | None = None,
     version: int | None = None,
-    stages: Sequence[StageDone] = (),
+    stages: Mapping[str, int] = MappingProxyType({}),
     checkpoint: str | None = None,
 ) -> Summary:
     """Build the summary from the totals of a run's records and the Buffer's statistics; ``step`` and ``version`` are
@@ -213,7 +179,7 @@ def summarise(
         seconds={**{part: round(value, 3) for part, value in totals.seconds.items()}, "total": round(total_s, 3)},
         steps=totals.step if step is None else step,
         weight_version=totals.version if version is None else version,
-        stages=list(stages),
+        stages=dict(stages),
         checkpoint=checkpoint,
         pairs=totals.pairs,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -90,7 +89,6 @@ class Learner:
 
         Raises RayrftError when loss or gradient is not finite; that update is then not applied.
         """
-        started = time.perf_counter()
         batches = self._make_micro_batches(mini_batches)
         over = self._count_denominators(batches)
         batches = self._compute_old_logprobs(batches, mini_batches)
@@ -107,12 +105,13 @@ class Learner:
         self._step += 1
         self._refresh()
         errors = {} if self.critic is None else value_errors(batches)
-        seconds = time.perf_counter() - started
         own = [row for rows in mini_batches for row in rows if not row.expert]
         rewards = [row.reward for row in own if row.reward is not None]
         epochs = self._update_config.epochs
-        result = StepResult.of(updates, critic_updates, self._algorithm, seconds, epochs, errors, rewards)
-        self._coefficients = self._coefficients.update(kl=result.kl, entropy=result.entropy, sequences=sequences)
+        result = StepResult.of(updates, critic_updates, self._algorithm, epochs, errors, rewards)
+        self._coefficients = self._coefficients.update(
+            kl=result.metrics.kl, entropy=result.metrics.entropy, sequences=sequences
+        )
         self._algorithm = self._coefficients.applied(self._algorithm)
         return result
 

@@ -38,19 +38,20 @@ class FirstUpdate:
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """Metrics of one step over all ranks: means over its updates (epochs times mini-batches).
+class StepMetrics:
+    """Metrics of one step over all ranks, nested in the step's record: means over its updates (epochs x mini-batches).
 
-    Losses are unweighted. Policy metrics are means over own action tokens, 0 if there are none. ``kl`` is the mean of
-    the first epoch, which sees every row once. ``logprob_gap`` and ``first_update`` are of the first update that has
-    own rows. ``correction_weight`` is 1 without a correction. Coefficients are those of this step, 0 without such a
-    term. Those of pairs are means over the pairs of a preference loss or a reward model: how many have the higher score
-    for the chosen answer, by how much, and the scores themselves, which are `Pairs.scores` or a reward model's. Of
-    labelled answers, good and bad ones: the mean score ``log pi(y) - log pi_ref(y)``, which times beta is TRL's
-    ``rewards/chosen`` or ``rewards/rejected``, its ``label_margin`` if there are both, the mean log-prob ``log pi(y)``
-    (``logps``), and the KL from the reference that they are compared with, at least 0; all in nats, 0 without any.
-    ``value_errors``: see `rayrft.trainer.annotation.value_errors`; empty without a critic. ``reward_sum`` is over the
-    ``scored`` own rows of this rank, whose reward is known.
+    Losses are unweighted (before mu). Policy metrics are means over own action tokens, 0 if there are none. ``kl`` is
+    the mean of the first epoch, which sees every row once; ``logprob_gap`` is that of the first update with own rows.
+    ``correction_weight`` is 1 without a correction. Coefficients are those of this step, 0 without such a term.
+
+    Pairs of a preference loss or a reward model: ``pair_accuracy`` is the share whose chosen answer has the higher
+    score (`Pairs.scores`, or the reward model's), ``pair_margin`` the mean difference, ``pair_score`` the mean score.
+
+    Labelled answers, in nats, 0 if there are none: ``good_score`` and ``bad_score`` are means of
+    ``log pi(y) - log pi_ref(y)``, which times beta is TRL's ``rewards/chosen`` and ``rewards/rejected``;
+    ``label_margin`` is their difference if there are both. ``good_logprob`` and ``bad_logprob`` are means of
+    ``log pi(y)`` (``logps``). ``reference_kl`` is the KL from the reference that scores are compared with, at least 0.
     """
 
     loss: float
@@ -81,7 +82,17 @@ class StepResult:
     reference_kl: float
     policy_tokens: int
     expert_tokens: int
-    train_s: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A rank's report of one step. ``first_update`` is the first one that has own rows.
+
+    ``value_errors``: see `rayrft.trainer.annotation.value_errors`; empty without a critic. ``reward_sum`` is over the
+    ``scored`` own rows of this rank, whose reward is known.
+    """
+
+    metrics: StepMetrics
     first_update: FirstUpdate
     value_errors: dict[str, tuple[float, int]]
     reward_sum: float = 0.0
@@ -93,7 +104,6 @@ class StepResult:
         updates: list[Update],
         critic_updates: list[CriticUpdate],
         algorithm: Algorithm,
-        train_s: float,
         epochs: int,
         value_errors: dict[str, tuple[float, int]],
         rewards: list[float],
@@ -132,7 +142,7 @@ class StepResult:
             return sum(float(update.parts.kl) * update.over.policy_tokens for update in some) / max(tokens, 1.0)
 
         first = [update for update in updates if update.over.policy_tokens][:1]
-        return cls(
+        metrics = StepMetrics(
             loss=mean("loss"),
             policy_loss=mean("policy"),
             sft_loss=mean("sft"),
@@ -156,25 +166,22 @@ class StepResult:
             **labelled(),
             policy_tokens=round(sum(update.over.policy_tokens for update in updates) / epochs),
             expert_tokens=round(sum(update.over.expert_tokens for update in updates) / epochs),
-            train_s=train_s,
-            first_update=FirstUpdate(kl(first), per_token("clipped", first)),
-            value_errors=value_errors,
-            reward_sum=sum(rewards),
-            scored=len(rewards),
         )
+        first_update = FirstUpdate(kl(first), per_token("clipped", first))
+        return cls(metrics, first_update, value_errors, sum(rewards), len(rewards))
 
 
 @dataclass(frozen=True)
 class PairRanking:
     """How many of the held-out preference ``pairs`` have the higher score for the chosen answer, and by how much on
-    average over all of them; scores as for `StepResult`."""
+    average over all of them; scores as for `StepMetrics`."""
 
     pairs: int
     right: int
     margin: float
 
 
-def mean_value_errors(results: list[StepResult]) -> dict[str, float]:
+def group_value_errors(results: list[StepResult]) -> dict[str, float]:
     """Return the critic's mean error over a group's rows by group id, from the results of all ranks."""
     sums: dict[str, float] = {}
     counts = Counter[str]()

@@ -42,7 +42,7 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.monitor import sinks
 from rayrft.monitor.recorder import Recorder
 from rayrft.trainer.api import RankCall
-from rayrft.trainer.result import FirstUpdate, StepResult
+from rayrft.trainer.result import FirstUpdate, StepMetrics, StepResult
 from rayrft.trainer.tiny import make_tiny_model
 from rayrft.weights.messages import SyncReport
 from tests.bench.bench_put import named, template
@@ -53,8 +53,8 @@ from tests.scripted import remote
 GROUPS, REPEATS, TASKS = 2, 2, 50
 _WINDOWS = 20
 LOG = {"log_bytes": 8 << 20, "segment_bytes": 1 << 20}
-_ZEROS = {field.name: 0 for field in dataclasses.fields(StepResult)} | {"first_update": FirstUpdate(0.0, 0.0)}
-RESULT = StepResult(**{**_ZEROS, "value_errors": {}})  # type: ignore[arg-type]
+METRICS = StepMetrics(**{field.name: 0 for field in dataclasses.fields(StepMetrics)})
+RESULT = StepResult(METRICS, FirstUpdate(0.0, 0.0), {})
 
 
 @dataclasses.dataclass

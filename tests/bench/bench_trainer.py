@@ -114,7 +114,7 @@ def contenders(folder: str, options: argparse.Namespace, rows: list[TrainRow]) -
     learner = make_learner(
         load_policy(folder), options.algorithm, micro_batch_tokens=options.budget, device=CPU, compute=torch.float32
     )
-    found = [Contender("rayrft, packed", lambda: learner.step([rows]).loss)]
+    found = [Contender("rayrft, packed", lambda: learner.step([rows]).metrics.loss)]
     orders = {"loop, padded as they come": rows}
     if len({len(row.mask) for row in rows}) > 1:
         orders["loop, padded, sorted"] = sorted(rows, key=lambda row: len(row.mask))

@@ -13,7 +13,6 @@ import pytest
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.errors import StorageError
-from rayrft.monitor.summary import StageDone
 from tests.errors import about
 
 
@@ -115,7 +114,7 @@ def test_a_stage_is_entered_again_only_when_it_is_asked_for_more_than_before() -
     assert (progress.stage_step, progress.stage_began) == (4, 6) and progress.needs(12)
     progress.step, progress.stage_step = 12, 6
     progress.end("mix", asked=12)
-    assert progress.stages_done == [StageDone("mix", 6, 12)]
+    assert progress.stages_done == {"mix": 6}
     progress.begin(2)
     assert (progress.stage_step, progress.stage_began) == (0, 12) and progress.needs(1)
 

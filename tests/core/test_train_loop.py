@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from rayrft.monitor.records import NoteRecord
 from rayrft.trainer.api import RankCall
 from tests.e2e.conftest import small_config
 from tests.errors import about
-from tests.monitor.test_step_record import SOUND, lease
+from tests.monitor.test_step_record import lease, result
 from tests.scripted import remote
 
 
@@ -115,12 +114,12 @@ async def test_a_gap_between_engine_and_trainer_is_noted_once_a_stage_and_ends_a
 ) -> None:
     stage, bound = subject.loop._config.stages[1], subject.loop._config.probe_bounds.mean
     for _ in range(2):
-        await subject.loop._doubt(stage, lease(0, 0), replace(SOUND, logprob_gap=4 * bound))
+        await subject.loop._doubt(stage, lease(0, 0), result(logprob_gap=4 * bound))
     notes = [record for record in await subject.loop._recorder.after(0) if isinstance(record, NoteRecord)]
     assert len(notes) == 1 and "engine and trainer disagree" in notes[0].text
     subject.loop._weight_sync = cast(WeightSync, object())
     with pytest.raises(WeightSyncError, check=about("weight_sync.tolerance")):
-        await subject.loop._doubt(stage, lease(0, 0), replace(SOUND, logprob_gap=4 * bound))
+        await subject.loop._doubt(stage, lease(0, 0), result(logprob_gap=4 * bound))
 
 
 async def test_an_explorer_that_does_not_abandon_its_groups_ends_the_run(subject: Subject) -> None:

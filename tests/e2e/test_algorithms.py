@@ -76,11 +76,13 @@ def test_one_run_goes_through_a_critic_a_greedy_baseline_turns_and_a_teacher(fin
     ledger = summary.ledger
     assert ledger.closes
     assert ledger.trained == (3 + len(ALGORITHMS) * 2) * 16
-    first = {stage: taken[0] for stage, taken in steps.items()}
+    first = {stage: taken[0].metrics for stage, taken in steps.items()}
     assert all(first[name].logprob_gap < 1e-4 for name in ALGORITHMS), "engines and ranks computed the same policy"
     assert first["ppo"].value_loss > 0 and first["ppo"].kl == pytest.approx(0.0, abs=1e-6)
     # At the start policy and reference are one: sigmoid(0) = 1/2 of each row, whatever its label.
-    assert first["kto"].preference_loss == pytest.approx(0.5, abs=1e-4) and steps["kto"][1].preference_loss < 0.5
+    assert (
+        first["kto"].preference_loss == pytest.approx(0.5, abs=1e-4) and steps["kto"][1].metrics.preference_loss < 0.5
+    )
     assert first["distill"].distillation_loss > 0, "the teacher is the untrained model, the policy was warmed up"
     assert not [line for line in lines if "step 1 of" in line], lines
 
@@ -88,12 +90,12 @@ def test_one_run_goes_through_a_critic_a_greedy_baseline_turns_and_a_teacher(fin
 def test_engines_follow_an_adapter_through_every_stage(finished: Any) -> None:
     _, _, steps, _ = finished
     warmup, mix = steps["warmup"], steps["mix"]
-    assert warmup[-1].sft_loss < warmup[0].sft_loss
+    assert warmup[-1].metrics.sft_loss < warmup[0].metrics.sft_loss
     sampled = [step for taken in steps.values() for step in taken if step.usual_rows]
     assert all(step.probe_gap is not None and step.probe_gap <= 1e-4 for step in sampled)
-    assert mix[0].logprob_gap < 1e-4
-    assert mix[0].kl == pytest.approx(0.0, abs=1e-9), "the reference is not the policy as the stage began"
-    assert mix[-1].kl > 1e-6
+    assert mix[0].metrics.logprob_gap < 1e-4
+    assert mix[0].metrics.kl == pytest.approx(0.0, abs=1e-9), "the reference is not the policy as the stage began"
+    assert mix[-1].metrics.kl > 1e-6
 
 
 def test_what_an_adapter_leaves_is_a_model_like_any_other(finished: Any, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_the_quickstart_learns_from_its_own_rollouts_through_ray_job_submit(
     assert after.accuracy >= 0.5, result.stdout
     assert after.accuracy - float(start) >= 0.4, result.stdout
     assert all(record.staleness_max == 0 for record in records)
-    assert all(record.logprob_gap < 1e-4 for record in records), "on-policy rows: engine and trainer agree"
+    assert all(record.metrics.logprob_gap < 1e-4 for record in records), "on-policy rows: engine and trainer agree"
     ledger = summary.ledger
     assert ledger.trained == steps * 256
     assert ledger.closes

@@ -78,6 +78,6 @@ def test_groups_and_batches_go_through_operators_and_what_they_make_is_trained_o
     made, parent = told.output.splitlines()
     assert made.startswith(f"{found[0].experience_id} by expert_rows/1: ")
     assert parent.startswith(f"  {found[0].labels['parents']}: ") and "not in these files" not in parent
-    assert 0 < sum(record.operators["expert_rows"]["made"] for record in steps) <= len(found)
+    assert 0 < sum(record.timings.operators["expert_rows"].made for record in steps) <= len(found)
     assert steps[-1].expert_rows == 1 and steps[-1].usual_rows == 16, "a tenth, of four that the step would take"
-    assert steps[-1].operators["batch_rebalance"]["left_out"] == 3
+    assert steps[-1].timings.operators["batch_rebalance"].left_out == 3

@@ -65,8 +65,9 @@ def test_pairs_are_learnt_and_the_policy_waits(finished: rayrft.Run) -> None:
     stops = [r.text for r in records if isinstance(r, NoteRecord) and r.text.startswith("stage 'rm': resumes after")]
     assert len(stops) == (load_config(finished.folder / "config.yaml").trainer.lora is None)
     steps = [r for r in records if isinstance(r, StepRecord) and r.stage == "rm"]
-    assert len(steps) == 12 and steps[0].pair_accuracy == 0.0 and steps[0].pair_score == 0.0
-    assert steps[-1].preference_loss < steps[0].preference_loss - 0.1 and steps[-1].pair_accuracy > 0.8
+    first, last = steps[0].metrics, steps[-1].metrics
+    assert len(steps) == 12 and first.pair_accuracy == 0.0 and first.pair_score == 0.0
+    assert last.preference_loss < first.preference_loss - 0.1 and last.pair_accuracy > 0.8
     assert all(step.usual_rows == 0 and step.expert_rows == 8 for step in steps)
     # What grpo begins with is what the warm-up ended with.
     evaluations = [r for r in records if isinstance(r, EvaluationRecord)]

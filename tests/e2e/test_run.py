@@ -72,7 +72,7 @@ def test_the_summary_closes_its_ledger_and_says_how_it_went(finished: Any) -> No
         for when in ("before", "after"):
             assert getattr(summary.accuracy[temperature], when).count == 40
     assert summary.seconds["train"] > 0 and summary.seconds["sync"] > 0
-    assert [stage.name for stage in summary.stages] == ["warmup", "mix"]
+    assert [*summary.stages] == ["warmup", "mix"]
 
 
 def test_every_step_is_recorded_with_what_it_was_made_of(finished: Any) -> None:
@@ -82,9 +82,9 @@ def test_every_step_is_recorded_with_what_it_was_made_of(finished: Any) -> None:
     for step in steps[3:]:
         assert (step.usual_rows, step.expert_rows) == (16, 4)
         assert step.staleness_max is not None and step.staleness_max <= 1
-        assert step.policy_tokens > 0 and step.expert_tokens > 0
+        assert step.metrics.policy_tokens > 0 and step.metrics.expert_tokens > 0
     assert steps[3].staleness_max == 0, "nothing was published before the first step of the stage"
-    assert steps[3].logprob_gap < 1e-4, "fresh rows: the engine's log-probs are the trainer's"
+    assert steps[3].metrics.logprob_gap < 1e-4, "fresh rows: the engine's log-probs are the trainer's"
     evaluations = [record for record in read_records(run.folder) if isinstance(record, EvaluationRecord)]
     assert [e.step for e in evaluations if e.temperature == 0] == [0, 3, 5, 7]
 

@@ -42,9 +42,9 @@ def test_a_run_scores_on_serve_and_deletes_what_it_has_there_and_a_resumed_one_d
     finally:
         run.kill()
     assert summary.status == "finished" and not applications("scored:")
-    counts = steps[-1].rewards[""]
-    assert counts["scored"] > 0 and counts["unknown"] == counts["errors"] == counts["retried"] == 0
-    assert 0 < counts["slowest_s"] <= counts["seconds"]
+    counts = steps[-1].timings.rewards[""]
+    assert counts.scored > 0 and counts.unknown == counts.errors == counts.retried == 0
+    assert 0 < counts.slowest_s <= counts.seconds
     if not resumes:
         return
 

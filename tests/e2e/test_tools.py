@@ -27,7 +27,7 @@ def test_grpo_learns_to_multiply_by_a_tool(tmp_path: Path) -> None:
         assert accuracy.iloc[-1] >= accuracy.iloc[0] + gain, run.evaluations()
 
     steps = [record for record in read_records(run.folder) if isinstance(record, StepRecord) and record.stage == "grpo"]
-    assert all(step.logprob_gap < 1e-4 for step in steps), "engine and trainer read the tools' tokens alike"
+    assert all(step.metrics.logprob_gap < 1e-4 for step in steps), "engine and trainer read the tools' tokens alike"
     rows = [row for batch in Archive.of_run(run.folder).rows("usual") for row in from_batch(batch)]
     assert all(sum(turn["role"] == "tool" for turn in row.turns) <= row.metrics.get("tool_calls", 0) for row in rows)
     right = [row for row in rows if row.reward == 1.0]

@@ -102,8 +102,8 @@ def stage(run: rayrft.Run, name: str) -> list[StepRecord]:
 def test_chats_are_imitated_and_pairs_preferred(finished: tuple[rayrft.Run, dict[str, Any]]) -> None:
     run, _ = finished
     sft, dpo = stage(run, "imitate"), stage(run, "prefer")
-    assert sft[-1].sft_loss < sft[0].sft_loss
-    assert dpo[0].preference_loss == pytest.approx(0.6931, abs=1e-4) and dpo[-1].preference_loss < 0.3
+    assert sft[-1].metrics.sft_loss < sft[0].metrics.sft_loss
+    assert dpo[0].metrics.preference_loss == pytest.approx(0.6931, abs=1e-4) and dpo[-1].metrics.preference_loss < 0.3
     assert dpo[0].expert_rows == 8 and dpo[0].usual_rows == 0
 
 
@@ -118,7 +118,7 @@ def test_groups_of_another_job_are_trained_once_each_until_it_has_no_more(
     assert ledger.dropped == {"rejected: token_ids has an entry outside the vocabulary": 4}
     notes = [record.text for record in read_records(run.folder) if isinstance(record, NoteRecord)]
     assert any("stage ends after 3 steps" in note and "end_of_data" in note for note in notes)
-    assert all(step.policy_tokens == 8 * 6 for step in steps)
+    assert all(step.metrics.policy_tokens == 8 * 6 for step in steps)
 
 
 def test_no_engine_is_started(finished: tuple[rayrft.Run, dict[str, Any]]) -> None:

@@ -52,9 +52,9 @@ def test_a_model_learns_from_pictures_and_the_engine_computes_as_the_trainer_doe
     assert summary.status == "finished" and summary.steps == 6
     steps = [record for record in read_records(run.folder) if isinstance(record, StepRecord)]
     warmup, mix = steps[:3], steps[3:]
-    assert warmup[-1].sft_loss < warmup[0].sft_loss
+    assert warmup[-1].metrics.sft_loss < warmup[0].metrics.sft_loss
     assert all(step.usual_rows and step.expert_rows for step in mix)
-    assert mix[0].logprob_gap < 1e-4
+    assert mix[0].metrics.logprob_gap < 1e-4
     assert all(step.probe_gap is not None and step.probe_gap < 1e-4 for step in mix)
     rows = [row for batch in Archive.of_run(run.folder).rows("usual") for row in from_batch(batch)]
     seen = [row for row in rows if row.images]

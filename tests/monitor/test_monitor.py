@@ -12,6 +12,7 @@ import pytest
 
 from rayrft.errors import StorageError
 from rayrft.explorer.evaluation import wilson_interval
+from rayrft.explorer.explorer import Timings
 from rayrft.monitor.console import format_record
 from rayrft.monitor.records import (
     EvaluationRecord,
@@ -25,12 +26,20 @@ from rayrft.monitor.records import (
 from rayrft.monitor.report import accuracy_table, save_plot
 from rayrft.monitor.sinks import scalars
 from rayrft.monitor.verdict import Bottleneck
+from rayrft.pipelines.report import OperatorStats
+from rayrft.rewards.stats import DomainStats
+from rayrft.trainer.result import StepMetrics
 
 
 def step(**changes: Any) -> StepRecord:
-    zeros = {field.name: 0 for field in dataclasses.fields(StepRecord)}
+    def made(kind: type, **values: Any) -> Any:
+        names = {field.name for field in dataclasses.fields(kind)}
+        return kind(**{**dict.fromkeys(names, 0), **values, **{name: changes[name] for name in changes.keys() & names}})
+
+    nested = {"metrics": made(StepMetrics), "timings": made(Timings, rewards={}, operators={})}
     values = {"stage": "mix", "step": 3, "usual_rows": 8, "reward": 0.5, "staleness_mean": 0.0, "step_s": 10.0}
-    return StepRecord(**{**zeros, "lost": {}, "rewards": {}, "operators": {}, **values, **changes})  # type: ignore[arg-type]
+    record: StepRecord = made(StepRecord, lost={}, **nested, **values)
+    return record
 
 
 def evaluation(stage: str, stage_step: int, right: int, temperature: float = 0.0, step: int = 0) -> EvaluationRecord:
@@ -173,11 +182,7 @@ def test_what_an_explore_job_put_is_a_line_and_numbers_on_the_dashboard() -> Non
         96,
         320.0,
         2.0,
-        1.5,
-        0.25,
-        0.0,
-        {},
-        {"worth": {"taken": 64.0, "left_out": 11.0, "changed": 0.0, "made": 2.0, "failed": 8.0, "seconds": 0.5}},
+        Timings(1.5, 0.25, operators={"worth": OperatorStats(64, 11, made=2, failed=8, seconds=0.5)}),
     )
     line = format_record(record)
     assert line.startswith("[live    24 groups]  reward 0.250  320 tok/s  held 96")
@@ -190,7 +195,7 @@ def test_what_an_explore_job_put_is_a_line_and_numbers_on_the_dashboard() -> Non
 
 @pytest.mark.parametrize(("domain", "name"), [("", "train/reward_"), ("code", "train/reward_code_")])
 def test_what_scoring_a_domain_is_like_is_a_number_each_on_the_dashboard(domain: str, name: str) -> None:
-    stats = {"scored": 8, "unknown": 2, "errors": 1, "retried": 4, "seconds": 4.0, "slowest_s": 1.5, "pending": 3}
+    stats = DomainStats(scored=8, unknown=2, errors=1, retried=4, seconds=4.0, slowest_s=1.5, pending=3)
     numbers = scalars(step(rewards={domain: stats}))
     assert [
         numbers[name + each] for each in ("unknown_share", "mean_s", "errors", "retried", "slowest_s", "pending")

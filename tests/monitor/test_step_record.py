@@ -12,11 +12,12 @@ from rayrft.buffer.leases import Lease
 from rayrft.buffer.ledger import Ledger
 from rayrft.errors import WeightSyncError
 from rayrft.explorer.explorer import Timings
-from rayrft.monitor.step_record import StepSeconds, check_gap, check_on_policy_step, step_record
-from rayrft.trainer.result import FirstUpdate, StepResult
+from rayrft.monitor.records import StepRecord
+from rayrft.monitor.verdict import check_gap, check_on_policy_step
+from rayrft.trainer.result import FirstUpdate, StepMetrics, StepResult
 from tests.errors import about
 
-SOUND = StepResult(
+SOUND = StepMetrics(
     loss=0.1,
     policy_loss=0.1,
     sft_loss=0.0,
@@ -45,10 +46,11 @@ SOUND = StepResult(
     reference_kl=0.0,
     policy_tokens=10,
     expert_tokens=0,
-    train_s=0.1,
-    first_update=FirstUpdate(kl=0.0, clip_fraction=0.04),
-    value_errors={},
 )
+
+
+def result(first_update: FirstUpdate | None = None, **changes: Any) -> StepResult:
+    return StepResult(replace(SOUND, **changes), first_update or FirstUpdate(0.0, 0.04), {})
 
 
 def lease(*staleness: int, rollouts: GroupReport | None = None) -> Lease:
@@ -59,11 +61,11 @@ def lease(*staleness: int, rollouts: GroupReport | None = None) -> Lease:
 def test_the_reward_of_a_run_that_does_not_explore_is_that_of_the_rows_it_trained(
     explores: bool, reward: float, rate: float
 ) -> None:
-    results = [replace(SOUND, reward_sum=1.5, scored=5), replace(SOUND, reward_sum=0.5, scored=3)]
-    timings, seconds = Timings(), StepSeconds(2.0, 1.0, 1.0)
+    results = [replace(result(), reward_sum=1.5, scored=5), replace(result(), reward_sum=0.5, scored=3)]
+    seconds = {"step_s": 2.0, "wait_s": 1.0, "train_s": 1.0}
     for rollouts in (GroupReport(4, 3.0, 4, 100, 0), GroupReport()):
         leased = lease(0, rollouts=rollouts)
-        record = step_record("s", 1, leased, results, None, seconds, timings, {}, explores=explores)
+        record = StepRecord.of("s", 1, leased, results, None, Timings(), {}, **seconds, explores=explores)
         assert record.reward == (reward if rollouts.rows or not explores else None)
         assert record.tokens_per_s == (rate if rollouts.rows else 5.0)
 
@@ -83,7 +85,7 @@ def test_the_reward_of_a_run_that_does_not_explore_is_that_of_the_rows_it_traine
 def test_a_first_step_is_doubted_where_policies_differ_that_must_not(
     changes: dict[str, Any], staleness: tuple[int, ...], message: str | None
 ) -> None:
-    doubt = check_on_policy_step(lease(*staleness), replace(SOUND, **changes), 1e-4)
+    doubt = check_on_policy_step(lease(*staleness), result(**changes), 1e-4)
     assert doubt is None if message is None else doubt is not None and message in doubt
 
 
@@ -102,12 +104,11 @@ def test_a_first_step_is_doubted_where_policies_differ_that_must_not(
 def test_engines_whose_fresh_rows_the_trainer_does_not_recognise_end_the_run(
     gap: float, staleness: tuple[int, ...], ends: bool, found: str | None
 ) -> None:
-    result = replace(SOUND, logprob_gap=gap)
     if found == "ends":
         with pytest.raises(WeightSyncError, match=f"disagree by {gap:.2g} nats", check=about("weight_sync.tolerance")):
-            check_gap(lease(*staleness), result, 1e-4, ends=ends)
+            check_gap(lease(*staleness), result(logprob_gap=gap), 1e-4, ends=ends)
     else:
-        warning = check_gap(lease(*staleness), result, 1e-4, ends=ends)
+        warning = check_gap(lease(*staleness), result(logprob_gap=gap), 1e-4, ends=ends)
         assert (warning is not None) == (found == "warns")
 
 

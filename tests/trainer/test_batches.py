@@ -60,7 +60,7 @@ def test_a_pair_that_is_in_a_batch_twice_counts_twice(cursor: int) -> None:
     [micro] = micro_batches(rows, 1000, CPU)
     assert micro.tokens.pair is not None and micro.tokens.pair.bincount().tolist() == [2, 2, 2, 2]
     result = make_learner("dpo").step([rows])
-    assert result.preference_loss == pytest.approx(np.log(2), abs=1e-6)
+    assert result.metrics.preference_loss == pytest.approx(np.log(2), abs=1e-6)
 
 
 def test_pairs_are_numbered_on_from_where_their_part_of_the_share_begins() -> None:

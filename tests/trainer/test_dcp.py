@@ -68,7 +68,7 @@ def _save_and_go_on(folder: Path) -> Any:
     before = everything(learner)
     assert write(learner, folder) == [None]
     for _ in range(2):
-        result = learner.step([mine()])
+        result = learner.step([mine()]).metrics
     return before, everything(learner), result
 
 
@@ -77,7 +77,7 @@ def _load_and_go_on(folder: Path) -> Any:
     Checkpointer().load(learner, learner.critic, folder)
     before = everything(learner)
     for _ in range(3):
-        result = learner.step([mine()])
+        result = learner.step([mine()]).metrics
     return before, everything(learner), result
 
 

@@ -51,7 +51,7 @@ NAMES = ("good_score", "bad_score", "label_margin", "good_logprob", "bad_logprob
 
 
 def test_what_is_reported_does_not_depend_on_the_split() -> None:
-    whole, parts = moved(100_000).step([labelled()]), moved(1).step([labelled()[::-1]])
+    whole, parts = moved(100_000).step([labelled()]).metrics, moved(1).step([labelled()[::-1]]).metrics
     for name in NAMES:
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), abs=1e-4) != 0.0, name
 
@@ -137,7 +137,7 @@ def test_no_prompt_gets_an_answer_of_its_own(counts: tuple[int, ...], left: int)
 def test_answers_to_one_prompt_are_compared_with_a_kl_of_0() -> None:
     zeros, mask = np.zeros(4, np.float32), np.array([0, 0, 1, 1], np.uint8)
     rows = [TrainRow(np.array([3, 4, 5, answer], np.int32), mask, zeros, zeros, expert=True) for answer in range(3)]
-    assert moved().step([rows]).reference_kl == 0.0
+    assert moved().step([rows]).metrics.reference_kl == 0.0
 
 
 def test_good_answers_become_likelier_and_bad_ones_less() -> None:
@@ -149,7 +149,7 @@ def test_good_answers_become_likelier_and_bad_ones_less() -> None:
         return float(np.mean([np.dot(score, mask) for score, mask in zip(scores, masks, strict=True)]))
 
     before = likelihood(True), likelihood(False)
-    first = learner.step([rows])
+    first = learner.step([rows]).metrics
     assert first.loss == first.preference_loss == pytest.approx(0.5, abs=1e-6)
     # The policy is its reference before the first step.
     assert [first.good_score, first.bad_score, first.reference_kl] == pytest.approx([0.0] * 3, abs=1e-6)
@@ -157,11 +157,11 @@ def test_good_answers_become_likelier_and_bad_ones_less() -> None:
     for _ in range(3):
         learner.step([rows])
     earlier = likelihood(True), likelihood(False)
-    last = learner.step([rows])
+    last = learner.step([rows]).metrics
     assert (last.good_logprob, last.bad_logprob) == pytest.approx(earlier, abs=1e-4)
     assert last.good_score == pytest.approx(earlier[0] - before[0], abs=1e-4) and last.good_score > 0
     assert last.bad_score == pytest.approx(earlier[1] - before[1], abs=1e-4) and last.bad_score < 0
     assert last.label_margin == pytest.approx(last.good_score - last.bad_score)
-    only_good = learner.step([[row for row in rows if row.chosen]])
+    only_good = learner.step([[row for row in rows if row.chosen]]).metrics
     assert only_good.bad_score == only_good.bad_logprob == only_good.label_margin == 0.0 < only_good.good_score
     assert last.loss < 0.45 and likelihood(True) > before[0] and likelihood(False) < before[1]

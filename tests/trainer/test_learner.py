@@ -151,9 +151,9 @@ def test_a_step_lowers_the_loss_it_descends() -> None:
     first = learner.step([rows])
     for _ in range(5):
         last = learner.step([rows])
-    assert last.loss < first.loss
-    assert first.policy_tokens == sum(int(r.mask.sum()) for r in rows if not r.expert)
-    assert first.expert_tokens == sum(int(r.mask.sum()) for r in rows if r.expert)
+    assert last.metrics.loss < first.metrics.loss
+    assert first.metrics.policy_tokens == sum(int(r.mask.sum()) for r in rows if not r.expert)
+    assert first.metrics.expert_tokens == sum(int(r.mask.sum()) for r in rows if r.expert)
 
 
 @pytest.mark.parametrize(

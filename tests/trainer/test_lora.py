@@ -94,7 +94,7 @@ def test_an_adapter_begins_without_effect_and_trains_alone() -> None:
 def test_the_reference_is_the_model_without_its_adapter_and_no_copy_of_anything() -> None:
     learner = make_learner(adapt(make_model()), kl="k3", kl_coef=0.1)
     rows = on_policy(learner, own_rows())
-    kls = [learner.step([rows]).kl for _ in range(3)]
+    kls = [learner.step([rows]).metrics.kl for _ in range(3)]
     assert kls[0] == 0.0 and 0 < kls[1] < kls[2]
     assert learner.reference is not None and learner.reference.weights == {}
     with learner.reference.active():
@@ -130,7 +130,7 @@ def _train(compute: torch.dtype, mesh: dist.device_mesh.DeviceMesh, rows: list[T
     learner = make_learner(policy, "ppo", critic, kl="k1", kl_in="reward")
     for _ in range(2):
         result = learner.step([rows[:2] if size > 1 and rank == 0 else rows[2 if size > 1 else 0 :]])
-    return result, whole(policy)
+    return result.metrics, whole(policy)
 
 
 def test_number_of_ranks_changes_nothing(tmp_path: Path) -> None:
@@ -209,8 +209,6 @@ def _write_checkpoint(model: str, base: str, run: Path) -> Any:
     Checkpointer().load(other, None, folder)
     checkpoints.commit(Progress("run", step=3))
     both = [asdict(each.step([own_rows()])) for each in (learner, other)]
-    for each in both:
-        each.pop("train_s")
     assert both[0] == both[1]
     bare = make_learner(shard(adapt(load_policy(model), torch.float32, model), mesh, torch.float32))
     Checkpointer().load_policy(bare.policy, checkpoints.at(3))
@@ -269,8 +267,8 @@ def test_a_checkpoint_of_an_adapter_is_loaded_on_another_number_of_ranks(tmp_pat
     found, weights = on_ranks(1, tmp_path, _go_on, tmp_path / "checkpoint", False)
     for name, weight in moved.items():
         torch.testing.assert_close(weights[name], weight, atol=1e-9, rtol=0)
-    assert found.loss == pytest.approx(expected.loss, abs=1e-9)
-    assert found.value_loss == pytest.approx(expected.value_loss, abs=1e-6)
+    assert found.metrics.loss == pytest.approx(expected.metrics.loss, abs=1e-9)
+    assert found.metrics.value_loss == pytest.approx(expected.metrics.value_loss, abs=1e-6)
     assert all(weight.any() for name, weight in weights.items() if ".lora_B." in name)
 
 

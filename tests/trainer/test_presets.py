@@ -23,8 +23,8 @@ def test_two_steps_of_every_preset_move_the_policy_and_stay_finite(name: str) ->
     if "rollouts" in algorithm.needs:
         rows += [replace(row, reward=number / 10) for number, row in enumerate(on_policy(learner, own_rows()))]
     before = weights(learner)
-    results = [learner.step([rows]) for _ in range(2)]
-    numbers = [value for result in results for value in asdict(result).values() if not isinstance(value, dict)]
+    results = [learner.step([rows]).metrics for _ in range(2)]
+    numbers = [value for result in results for value in asdict(result).values()]
     assert all(map(math.isfinite, numbers))
     assert results[0].grad_norm > 0 and results[0].loss != results[1].loss
     assert not torch.equal(before, weights(learner))

@@ -104,19 +104,19 @@ def test_the_number_of_ranks_changes_nothing(whole: tuple[float, torch.Tensor], 
 
 def test_a_step_is_that_of_the_loss_by_hand_and_says_which_pairs_are_right() -> None:
     learner, rows = make_learner("reward_model"), pairs()
-    first = learner.step([rows])
+    first = learner.step([rows]).metrics
     # The head is zero at first: all scores are 0, and so is the gradient of the decoder.
     assert first.loss == first.preference_loss == pytest.approx(np.log(2), abs=1e-6)
     assert (first.pair_accuracy, first.pair_margin, first.pair_score) == (0.0, 0.0, 0.0)
     for _ in range(8):
-        last = learner.step([rows])
+        last = learner.step([rows]).metrics
     assert last.preference_loss < 0.3 and last.pair_accuracy == 1.0 and last.pair_margin > 1.0
     assert last.policy_tokens == last.expert_tokens == 0
     with torch.no_grad():
         assert learner.reward_model is not None
         [batch] = learner._make_micro_batches([rows])
         scores = torch.cat([learner.reward_model(micro).view(-1, 2) for micro in batch])
-    again = learner.step([rows])
+    again = learner.step([rows]).metrics
     gaps = (scores[:, 0] - scores[:, 1]).abs()
     assert again.pair_margin == pytest.approx(gaps.mean().item(), abs=1e-5)
     assert again.pair_score == pytest.approx(scores.mean().item(), abs=1e-5)
@@ -134,11 +134,11 @@ def test_a_margin_keeps_the_loss_up_until_it_is_reached() -> None:
     plain, wide = make_learner("reward_model"), make_learner("reward_model")
     rows = pairs()
     far = [replace(row, margin=8.0) for row in rows]
-    assert wide.step([far]).loss == pytest.approx(np.logaddexp(0, 8.0), abs=1e-5)
+    assert wide.step([far]).metrics.loss == pytest.approx(np.logaddexp(0, 8.0), abs=1e-5)
     plain.step([rows])
     for _ in range(25):
         narrow, broad = plain.step([rows]), wide.step([far])
-    assert broad.pair_margin > narrow.pair_margin
+    assert broad.metrics.pair_margin > narrow.metrics.pair_margin
 
 
 def sharded() -> Learner:
@@ -162,7 +162,7 @@ def _save(folder: Path) -> Any:
     assert written.wait(60)
     for _ in range(2):
         result = learner.step([mine()])
-    return said, at_save, weights(learner), result.loss, ranked
+    return said, at_save, weights(learner), result.metrics.loss, ranked
 
 
 def _resume(folder: Path) -> Any:
@@ -170,7 +170,7 @@ def _resume(folder: Path) -> Any:
     Checkpointer().load(learner, None, folder)
     for _ in range(2):
         result = learner.step([mine()])
-    return weights(learner), result.loss
+    return weights(learner), result.metrics.loss
 
 
 def test_resumed_training_is_the_training_that_went_on_and_a_ranking_is_over_all_ranks(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_held_out_pairs_are_ranked_as_a_step_would_and_nothing_is_learnt(name: s
     found = learner.rank_pairs(rows)
     assert torch.equal(weights(learner), before) and learner.optimizer.updates == 3
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in learner.trained.parameters())
-    step = learner.step([rows])
+    step = learner.step([rows]).metrics
     assert found.pairs == 6 and found.right / 6 == pytest.approx(step.pair_accuracy) and found.right > 3
     assert found.margin == pytest.approx(step.pair_margin, abs=1e-5) and found.margin > 0
     # The other way round, what was right is wrong.

@@ -53,8 +53,8 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(
     assert learner.teacher is not None
     assert {each.dtype for each in learner.teacher.parameters()} == {getattr(torch, dtype)}
     result = learner.step([on_policy(learner, own_rows())])
-    assert result.distillation_loss == pytest.approx(0.0, abs=tolerance)
-    assert result.policy_tokens > 0 and not any(each.requires_grad for each in learner.teacher.parameters())
+    assert result.metrics.distillation_loss == pytest.approx(0.0, abs=tolerance)
+    assert result.metrics.policy_tokens > 0 and not any(each.requires_grad for each in learner.teacher.parameters())
 
 
 CHANCE = np.random.default_rng(0)

@@ -23,7 +23,7 @@ from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import shard
 from rayrft.trainer.policy import Policy
-from rayrft.trainer.result import StepResult, mean_value_errors
+from rayrft.trainer.result import StepResult, group_value_errors
 from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic
 from tests.errors import about
@@ -116,10 +116,10 @@ def weights(learner: Learner) -> torch.Tensor:
 def test_the_first_step_has_ratio_one_and_no_kl() -> None:
     learner = make_learner("grpo", {"kl": "k3", "kl_coef": 0.1})
     result = learner.step([on_policy(learner, own_rows())])
-    assert result.ratio == pytest.approx(1.0, abs=1e-6) and result.kl == pytest.approx(0.0, abs=1e-9)
-    assert result.logprob_gap == pytest.approx(0.0, abs=1e-6) and result.clip_fraction == 0.0
+    assert result.metrics.ratio == pytest.approx(1.0, abs=1e-6) and result.metrics.kl == pytest.approx(0.0, abs=1e-9)
+    assert result.metrics.logprob_gap == pytest.approx(0.0, abs=1e-6) and result.metrics.clip_fraction == 0.0
     far = make_learner("grpo").step([own_rows()])
-    assert far.first_update.clip_fraction == far.clip_fraction > 0, "of rows that another policy sampled"
+    assert far.first_update.clip_fraction == far.metrics.clip_fraction > 0, "of rows that another policy sampled"
 
 
 def test_a_step_says_by_how_much_the_critic_missed_each_group_of_own_rows() -> None:
@@ -129,7 +129,7 @@ def test_a_step_says_by_how_much_the_critic_missed_each_group_of_own_rows() -> N
     # Group "a" is split over two ranks.
     parts = [rows[0], replace(rows[0], group="gold", expert=True)], rows[1:]
     results = [make_learner("ppo").step([part]) for part in parts]
-    assert mean_value_errors(results) == pytest.approx({"a": 0.75, "b": 2.0})
+    assert group_value_errors(results) == pytest.approx({"a": 0.75, "b": 2.0})
     assert [(each.reward_sum, each.scored) for each in results] == [(1.0, 1), (-1.5, 2)], "of own rows alone"
     assert make_learner("grpo").step([rows]).value_errors == {}
 
@@ -147,7 +147,7 @@ def test_the_reference_stays_while_the_policy_moves() -> None:
     rows = on_policy(learner, own_rows())
     assert learner.reference is not None
     start = [weight.clone() for weight in learner.reference.weights.values()]
-    kls = [learner.step([rows]).kl for _ in range(3)]
+    kls = [learner.step([rows]).metrics.kl for _ in range(3)]
     assert kls[0] == pytest.approx(0.0, abs=1e-12) and 0 < kls[1] < kls[2]
     assert all(torch.equal(old, new) for old, new in zip(start, learner.reference.weights.values(), strict=True))
 
@@ -157,7 +157,7 @@ def test_a_refreshed_reference_is_the_policy_of_that_step() -> None:
     rows = on_policy(learner, own_rows())
     kls = []
     for step in range(4):
-        kls.append(learner.step([rows]).kl)
+        kls.append(learner.step([rows]).metrics.kl)
         assert bool(learner.optimizer.adam.state) == (step % 2 == 0)
     assert kls[1] > 0 and kls[3] > 0
     assert kls[0] == pytest.approx(0.0, abs=1e-12) and kls[2] == pytest.approx(0.0, abs=1e-12)
@@ -167,8 +167,8 @@ def test_a_kl_in_the_reward_is_measured_but_not_in_the_loss() -> None:
     learner = make_learner("ppo", {"kl": "k2", "kl_in": "reward", "value_loss": "squared"})
     rows = [replace(row, reward=float(number % 2)) for number, row in enumerate(on_policy(learner, own_rows()))]
     first, second = (learner.step([rows]) for _ in range(2))
-    assert first.kl == pytest.approx(0.0, abs=1e-12) and second.kl > 0
-    assert second.loss == pytest.approx(second.policy_loss, abs=1e-12)
+    assert first.metrics.kl == pytest.approx(0.0, abs=1e-12) and second.metrics.kl > 0
+    assert second.metrics.loss == pytest.approx(second.metrics.policy_loss, abs=1e-12)
 
 
 def test_a_coefficient_rises_while_the_kl_is_over_its_target_and_is_reported() -> None:
@@ -177,9 +177,10 @@ def test_a_coefficient_rises_while_the_kl_is_over_its_target_and_is_reported() -
     rows = on_policy(learner, own_rows())
     results = [learner.step([rows]) for _ in range(4)]
     # 12 rows a step: the first has no KL and lowers it by a fifth, the others raise it by a fifth.
-    assert [each.kl_coef for each in results] == pytest.approx([0.5, 0.4, 0.48, 0.576])
-    assert results[3].loss == pytest.approx(results[3].policy_loss + 0.576 * results[3].kl, abs=1e-9)
-    assert all(each.entropy_coef == 0.0 for each in results), "there is no such term"
+    assert [each.metrics.kl_coef for each in results] == pytest.approx([0.5, 0.4, 0.48, 0.576])
+    last = results[3].metrics
+    assert last.loss == pytest.approx(last.policy_loss + 0.576 * last.kl, abs=1e-9)
+    assert all(each.metrics.entropy_coef == 0.0 for each in results), "there is no such term"
 
 
 def test_no_coefficient_follows_a_policy_that_waits_for_its_critic() -> None:
@@ -190,9 +191,9 @@ def test_no_coefficient_follows_a_policy_that_waits_for_its_critic() -> None:
     results = [learner.step([rows]) for _ in range(5)]
     # The first step of the policy is as configured, with mu 0; after it, which found no KL and too little entropy, they
     # move.
-    assert [each.kl_coef for each in results] == pytest.approx([0.5] * 4 + [0.4])
-    assert [each.entropy_coef for each in results] == pytest.approx([0.001] * 4 + [0.006])
-    assert [each.sft_loss > 0 for each in results] == [False] * 4 + [True]
+    assert [each.metrics.kl_coef for each in results] == pytest.approx([0.5] * 4 + [0.4])
+    assert [each.metrics.entropy_coef for each in results] == pytest.approx([0.001] * 4 + [0.006])
+    assert [each.metrics.sft_loss > 0 for each in results] == [False] * 4 + [True]
 
 
 def test_the_kl_of_a_step_is_that_of_all_its_mini_batches() -> None:
@@ -207,8 +208,8 @@ def test_the_kl_of_a_step_is_that_of_all_its_mini_batches() -> None:
     tokens = [sum(int(row.mask.sum()) for row in each) for each in (rows[:4], rows[4:])]
     kls = [float(each.parts.kl) for each in updates[1:3]]
     assert kls[0] == pytest.approx(0.0, abs=1e-12) and kls[1] > 0
-    assert result.kl == pytest.approx(kls[1] * tokens[1] / sum(tokens))
-    assert result.first_update.kl == pytest.approx(0.0, abs=1e-12) and result.logprob_gap > 0
+    assert result.metrics.kl == pytest.approx(kls[1] * tokens[1] / sum(tokens))
+    assert result.first_update.kl == pytest.approx(0.0, abs=1e-12) and result.metrics.logprob_gap > 0
 
 
 def test_no_reference_is_kept_where_its_coefficient_is_zero() -> None:
@@ -230,7 +231,7 @@ def test_epochs_and_mini_batches_are_that_many_updates() -> None:
     learner = make_learner("grpo", update=UpdateConfig(epochs=3, mini_batches=2))
     result = learner.step([rows[::2], rows[1::2]])
     assert learner.optimizer.updates == 6
-    assert result.policy_tokens == sum(int(row.mask.sum()) for row in rows)
+    assert result.metrics.policy_tokens == sum(int(row.mask.sum()) for row in rows)
     by_hand = make_learner("grpo")
     for _ in range(3):
         by_hand.step([rows[::2]])
@@ -244,7 +245,7 @@ def test_the_proximal_policy_is_that_from_before_the_first_update() -> None:
     learner = make_learner("grpo", {"correction": "truncated"}, update=UpdateConfig(epochs=2))
     results = learner.step([stale])
     # Ratios are taken to the trainer's own policy: 1 in the first update, near it in the second.
-    assert results.ratio == pytest.approx(1.0, abs=0.3) and results.logprob_gap > 0.5
+    assert results.metrics.ratio == pytest.approx(1.0, abs=0.3) and results.metrics.logprob_gap > 0.5
 
 
 @pytest.mark.parametrize("correction", ["truncated", "masked", "decoupled"])
@@ -256,7 +257,7 @@ def test_one_update_on_a_batch_costs_one_forward_pass_a_token_with_a_correction_
     passes = []
     forward = learner.policy.output
     monkeypatch.setattr(learner.policy, "output", lambda *a, **k: passes.append(1) or forward(*a, **k))
-    result = learner.step([rows])
+    result = learner.step([rows]).metrics
     assert len(passes) == len(learner._make_micro_batches([rows])[0])
     # The same with the forward pass before the update.
     [batch] = with_logprobs(asked._make_micro_batches([rows]), "proximal_logprobs", asked.policy, asked._temperature)
@@ -264,14 +265,14 @@ def test_one_update_on_a_batch_costs_one_forward_pass_a_token_with_a_correction_
     assert torch.equal(weights(learner), weights(asked))
     assert result.correction_weight == pytest.approx(float(update.parts.correction) / result.policy_tokens)
     assert result.correction_weight != pytest.approx(1.0, abs=1e-3) and result.ratio == pytest.approx(1.0)
-    assert make_learner("grpo").step([rows]).correction_weight == 1.0
+    assert make_learner("grpo").step([rows]).metrics.correction_weight == 1.0
 
 
 def test_a_kl_in_the_reward_counts_once_the_policy_has_moved_whatever_the_split() -> None:
     rows, pieces = own_rows(), {"kl": "k2", "kl_in": "reward", "kl_coef": 5.0}
     plain, first, second = (make_learner("reinforce_pp", *each) for each in ((), (pieces,), (pieces,)))
     second._micro_batch_tokens = 1000
-    results = [[each.step([on_policy(each, rows)]) for _ in range(2)] for each in (plain, first, second)]
+    results = [[each.step([on_policy(each, rows)]).metrics for _ in range(2)] for each in (plain, first, second)]
     torch.testing.assert_close(weights(first), weights(second), atol=1e-6, rtol=0)
     assert results[1][0].loss == pytest.approx(results[0][0].loss, abs=1e-6), "at first the policy is the reference"
     assert results[1][1].kl > 0 and results[1][1].grad_norm != pytest.approx(results[0][1].grad_norm, rel=1e-3)
@@ -280,16 +281,16 @@ def test_a_kl_in_the_reward_counts_once_the_policy_has_moved_whatever_the_split(
 def test_dpo_begins_at_log_two_and_learns_to_prefer() -> None:
     learner = make_learner("dpo", tokens=30)
     first = learner.step([pairs()])
-    assert first.preference_loss == pytest.approx(math.log(2), abs=1e-6)
+    assert first.metrics.preference_loss == pytest.approx(math.log(2), abs=1e-6)
     for _ in range(8):
         last = learner.step([pairs()])
-    assert last.preference_loss < 0.5
+    assert last.metrics.preference_loss < 0.5
 
 
 def test_the_sides_of_a_pair_share_a_micro_batch_whatever_its_size() -> None:
     reference, split = make_learner("dpo", tokens=10_000), make_learner("dpo", tokens=1)
     for _ in range(2):
-        losses = [learner.step([pairs()]).loss for learner in (reference, split)]
+        losses = [learner.step([pairs()]).metrics.loss for learner in (reference, split)]
         assert losses[0] == pytest.approx(losses[1], abs=1e-9)
     torch.testing.assert_close(weights(reference), weights(split), atol=1e-9, rtol=0)
 
@@ -299,7 +300,7 @@ def test_a_warm_up_counts_steps_and_not_updates() -> None:
     config, update = OptimizerConfig(lr=1.0e-4, warmup_steps=2), UpdateConfig(epochs=2, mini_batches=4)
     learner = make_learner("grpo", optimizer=config, update=update)
     # The rate is that of a step's last update: the 8th of 16, the 16th, and full.
-    rates = [learner.step([rows[number::4] for number in range(4)]).lr for _ in range(3)]
+    rates = [learner.step([rows[number::4] for number in range(4)]).metrics.lr for _ in range(3)]
     assert rates == pytest.approx([0.5e-4, 1e-4, 1e-4])
 
 
@@ -310,8 +311,8 @@ def test_the_schedule_begins_once_the_critic_has_warmed_up() -> None:
     rows = [replace(row, reward=float(number % 2)) for number, row in enumerate(own_rows())]
     results = [learner.step([rows]) for _ in range(10)]
     # Of 10 steps the policy has 4.
-    assert [each.lr for each in results] == pytest.approx([0.0] * 6 + [1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
-    assert [each.grad_norm > 0 for each in results] == [False] * 6 + [True] * 4
+    assert [each.metrics.lr for each in results] == pytest.approx([0.0] * 6 + [1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    assert [each.metrics.grad_norm > 0 for each in results] == [False] * 6 + [True] * 4
 
 
 def test_a_critic_whose_update_is_not_finite_is_not_updated() -> None:
@@ -333,9 +334,9 @@ def test_the_critic_learns_the_returns_and_the_policy_waits_for_it() -> None:
     assert all(parameter.grad is None for parameter in learner.policy.parameters()), "a backward pass for nothing"
     # Values begin at 0, and the mean square of returns that are 0 or 1 is halved: tokens of rows with reward 1.
     tokens = [int(row.mask.sum()) for row in rows]
-    assert results[0].value_loss == pytest.approx(0.5 * sum(tokens[1::2]) / sum(tokens), abs=1e-6)
-    assert results[4].value_loss < 0.7 * results[0].value_loss
-    assert results[0].value_grad_norm > 0
+    assert results[0].metrics.value_loss == pytest.approx(0.5 * sum(tokens[1::2]) / sum(tokens), abs=1e-6)
+    assert results[4].metrics.value_loss < 0.7 * results[0].metrics.value_loss
+    assert results[0].metrics.value_grad_norm > 0
     learner.step([rows])
     assert not torch.equal(before, weights(learner))
 
@@ -370,7 +371,7 @@ def _train(name: str, pieces: dict[str, Any], rows: list[TrainRow], update: Upda
     dealt = [each[:1] if size > 1 and rank == 0 else each[1 if size > 1 else 0 :] for each in batches]
     for _ in range(2):
         result = learner.step([[row for unit in each for row in unit] for each in dealt])
-    return result, weights(learner)
+    return result.metrics, weights(learner)
 
 
 @pytest.mark.parametrize(
