@@ -61,7 +61,7 @@ def main() -> None:
         medians = [float(np.median([each.step_s for each in records])) for records in (without, with_them)]
         ratios.append(medians[1] / medians[0])
         verifying = np.median([each.timings.pipeline_s for each in with_them])
-        work = np.median([sum(stats["seconds"] for stats in each.operators.values()) for each in with_them])
+        work = np.median([sum(stats.seconds for stats in each.timings.operators.values()) for each in with_them])
         print(
             f"{number}: a step takes {medians[0]:.3f} s, with operators {medians[1]:.3f} s ({ratios[-1]:.3f}); "
             f"verifying {verifying:.3f} s, work {work:.3f} s of it",

@@ -23,7 +23,7 @@ from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import shard
 from rayrft.trainer.policy import Policy
-from rayrft.trainer.result import StepResult, group_value_errors
+from rayrft.trainer.result import StepMetrics, group_value_errors
 from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic
 from tests.errors import about
@@ -362,7 +362,7 @@ def test_a_gradient_over_the_norm_that_is_allowed_is_scaled_to_it() -> None:
         torch.testing.assert_close(parameter.grad, old * 0.01 / norm, rtol=1e-4, atol=0)
 
 
-def _train(name: str, pieces: dict[str, Any], rows: list[TrainRow], update: UpdateConfig) -> tuple[StepResult, Any]:
+def _train(name: str, pieces: dict[str, Any], rows: list[TrainRow], update: UpdateConfig) -> tuple[StepMetrics, Any]:
     """Two steps on rows dealt to ranks by whole pairs, with one rank getting more than the others."""
     size, rank = dist.get_world_size(), dist.get_rank()
     learner = make_learner(name, pieces, update=update, sharded=True)
