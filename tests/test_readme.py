@@ -21,7 +21,7 @@ from tests.explorer.scripted import config
 from tests.explorer.test_rollout import Engines
 from tests.reference import PAGES
 
-READMES = [ROOT / "README.md", *sorted((ROOT / "rayrft").glob("*/README.md")), ROOT / "tests" / "bench" / "README.md"]
+READMES = [ROOT / "README.md", *sorted((ROOT / "rayrft").glob("**/README.md")), ROOT / "tests" / "bench" / "README.md"]
 TASK = Task.create("test", "Spell this word backward: horse", "esroh")
 
 
