@@ -32,7 +32,7 @@ from rayrft.endpoint.sessions import SessionStats
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import ActorDied, ConfigError, DataError, FeedbackRefused, ModelError
 from rayrft.experience import Task
-from rayrft.explorer.engines.exchange import Completion, Request, Session, Told
+from rayrft.explorer.engines.exchange import Completion, Request, Session, TokenCallback
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.tools.parsing import CallForm
 from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
@@ -179,7 +179,7 @@ class _Attempt:
     # The engines and the session store of the endpoint.
 
     async def generate(
-        self, request: Request, sessions: Sequence[Session] = (), told: Told | None = None
+        self, request: Request, sessions: Sequence[Session] = (), on_tokens: TokenCallback | None = None
     ) -> list[Completion]:
         answers = (self._model.generate(request.prompt, (), request.sampling.max_tokens) for _ in range(request.n))
         try:

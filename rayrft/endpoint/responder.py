@@ -19,7 +19,7 @@ from rayrft.endpoint.responses import ResponseReply
 from rayrft.endpoint.sessions import SessionStats
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.explorer.engines import exchange
-from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, Told
+from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, TokenCallback
 from rayrft.explorer.tools.parsing import instructed
 from rayrft.runtime.serving.http import ApiError, api_error, client_gone, unless_gone
 
@@ -30,7 +30,7 @@ class StreamingEngines(Protocol):
     """Engines that stream tokens: see `EngineClient`."""
 
     async def generate(
-        self, request: exchange.Request, sessions: Sequence[Session] = (), told: Told | None = None
+        self, request: exchange.Request, sessions: Sequence[Session] = (), told: TokenCallback | None = None
     ) -> list[Completion]: ...
 
 

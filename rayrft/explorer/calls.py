@@ -1,8 +1,7 @@
 """The model's calls of a group: equal first ones travel as one request, and unfinished ones can be parked.
 
-A group is parked as rows, one per call, in the Buffer. When it is resumed its workflow runs again: a call that was
-finished returns what it returned, and one that was not goes on from the tokens that it has, on any engine and under the
-weights of then.
+A group is parked as rows, one per call, in the Buffer. When the group is continued its workflow runs again. A finished
+call returns its recorded answer; an unfinished one continues from its tokens, on any engine and under the new weights.
 """
 
 from __future__ import annotations
@@ -108,8 +107,8 @@ class _Attempt:
     sampled: int = 0
     """Tokens, since it was resumed."""
     parked: bool = False
-    astray: bool = False
-    """Whether it went another way than before: no budget parks it then, or it might begin anew for ever."""
+    diverged: bool = False
+    """The replay differs from the recorded calls. No budget parks the attempt then, so that it cannot loop."""
     ended: bool = False
 
     def park_if_idle(self) -> None:
@@ -201,9 +200,12 @@ class GroupCalls:
             number = len(attempt.made) + 1
             call = attempt.recorded.pop(number, _Call(prompt, images))
             if call.prompt != prompt or call.images != images:
-                log.warning("a resumed attempt goes another way from its call %d on: it samples this anew", number)
+                log.warning(
+                    "a continued attempt differs from its recorded calls from call %d on: they are sampled again",
+                    number,
+                )
                 attempt.recorded.clear()
-                attempt.astray = True
+                attempt.diverged = True
                 call = _Call(prompt, images)
             attempt.made[number] = call
             if call.stop_reason is None:
@@ -224,7 +226,7 @@ class GroupCalls:
     async def _finish(self, attempt: _Attempt, repeat: int, number: int, call: _Call, max_tokens: int) -> _Call:
         """Return the call when it is finished. It never returns once the attempt is to be parked."""
         room = max_tokens - len(call.token_ids)
-        budget = None if attempt.astray else self._budget
+        budget = None if attempt.diverged else self._budget
         left = room if budget is None else min(room, budget - attempt.sampled)
         if left > 0 and not self._interrupting:
             if number == 1 and self._n > 1:
@@ -249,7 +251,7 @@ class GroupCalls:
     def _request(self, call: _Call, n: int, max_tokens: int, *, number: int, repeat: int) -> Request:
         seed = self._sampling.seed
         if seed is not None:
-            # What goes on must not draw the same random numbers again.
+            # A continued call must not draw the same random numbers again.
             seed = derive_seed(seed, f"{number}/{len(call.token_ids)}" if call.token_ids else str(number)) + repeat
         sampling = replace(self._sampling, max_tokens=max_tokens, seed=seed)
         return Request([*call.prompt, *call.token_ids], n, sampling, call.images)

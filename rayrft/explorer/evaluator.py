@@ -10,7 +10,7 @@ from rayrft.data.reasoning import split_reasoning
 from rayrft.experience import TRUNCATED, Experience, Task
 from rayrft.explorer.evaluation import Attempt
 from rayrft.explorer.rollout import Runner
-from rayrft.explorer.scoring import earned
+from rayrft.explorer.scoring import reward_after_truncation
 from rayrft.rewards import RewardResult
 
 
@@ -60,7 +60,9 @@ class Evaluator:
     def _attempt_of(self, task: Task, repeat: int, rows: list[tuple[Experience, RewardResult]]) -> Attempt:
         """Build an attempt from its rows. Its reward is their mean; if that of one is unknown, so is the attempt's."""
         values = [
-            earned(row.stop_reason, result.value, self._config.reward) if row.reward is None else result.value
+            reward_after_truncation(row.stop_reason, result.value, self._config.reward)
+            if row.reward is None
+            else result.value
             for row, result in rows
             if result.value is not None
         ]

@@ -172,7 +172,7 @@ class Explorer(Watched):
         return measure(chain.from_iterable(groups), [samples], seed=self._config.seed)
 
     async def timings(self) -> Timings:
-        """Return what took how long since the last call."""
+        """Return the timings since the last call."""
         return Timings(
             self._runner.rolling.take(),
             self._runner.scoring.take(),

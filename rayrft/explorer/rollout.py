@@ -49,7 +49,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _BuiltRow:
     """A trajectory of a workflow, its row, what a reward sees of it, and the reward that the workflow has set."""
 
     trajectory: Trajectory
@@ -58,7 +58,7 @@ class _Made:
     result: RewardResult | None
 
     @classmethod
-    def of(cls, trajectory: Trajectory, experience_id: str, group_id: str, task: Task) -> _Made:
+    def of(cls, trajectory: Trajectory, experience_id: str, group_id: str, task: Task) -> _BuiltRow:
         """Convert a trajectory. Raises ValueError or TypeError if its reward is none."""
         row, transcript = trajectory.to_experience(experience_id, group_id, task), trajectory.transcript
         result = None if trajectory.result is None else checked(trajectory.result, transcript)
@@ -68,10 +68,10 @@ class _Made:
         """Return the row with the rewards of steps inside its answers, and the result: an unknown one if these cannot
         be placed."""
         try:
-            placed = self.trajectory.placed(result.steps)
+            places = self.trajectory.step_rewards_by_token(result.steps)
         except ValueError as error:
             return self.row, RewardResult(None, result.components, f"steps: {error}", result.answer, error=True)
-        return self.row.with_fields(metrics=self.row.metrics | placed) if placed else self.row, result
+        return self.row.with_fields(metrics=self.row.metrics | places) if places else self.row, result
 
 
 class BusyClock:
@@ -182,7 +182,7 @@ class Runner:
     async def _scored(
         self, task: Task, repeat: int, calls: GroupCalls, group: GroupDeadline, name: str
     ) -> tuple[list[Experience], list[RewardResult]] | _Failure:
-        """Make an attempt, and score its rows while others go on."""
+        """Make an attempt, and score its rows while other attempts run."""
         with self.rolling:
             made = await self._attempt(task, repeat, calls, group, name)
         if isinstance(made, _Failure):
@@ -192,7 +192,7 @@ class Runner:
 
     async def _attempt(
         self, task: Task, repeat: int, calls: GroupCalls, group: GroupDeadline, name: str
-    ) -> list[_Made] | _Failure:
+    ) -> list[_BuiltRow] | _Failure:
         workflow, model = task.workflow or self._config.explorer.workflow, self._model(repeat, calls, name)
         seconds = self._config.explorer.deadline_s
         try:
@@ -247,7 +247,7 @@ class Runner:
             self._logged.add(kind)
         return _Failure(reason, text)
 
-    async def _results(self, task: Task, made: list[_Made]) -> list[tuple[Experience, RewardResult]]:
+    async def _results(self, task: Task, made: list[_BuiltRow]) -> list[tuple[Experience, RewardResult]]:
         """Return each row with its result: the workflow's reward if it set one, else that of the config."""
         unscored = [each.transcript for each in made if each.result is None]
         if unscored:
@@ -300,7 +300,9 @@ class _Failure:
     problem: str | None = None
 
 
-def _rows(made: Trajectory | list[Trajectory], task: Task, name: str, model: Model, calls: GroupCalls) -> list[_Made]:
+def _rows(
+    made: Trajectory | list[Trajectory], task: Task, name: str, model: Model, calls: GroupCalls
+) -> list[_BuiltRow]:
     """Convert a workflow's return value to rows. Raises TypeError or ValueError if it is not a valid one."""
     trajectories = made if isinstance(made, list) else [made]
     if not trajectories or not all(isinstance(trajectory, Trajectory) for trajectory in trajectories):
@@ -314,7 +316,7 @@ def _rows(made: Trajectory | list[Trajectory], task: Task, name: str, model: Mod
             raise ValueError("the trajectory has tokens that were not sampled for it, or with other log-probs")
     first = f"{name}/{model.repeat}"
     ids = [first] if len(trajectories) == 1 else [f"{first}/{k}" for k in range(len(trajectories))]
-    return [_Made.of(trajectory, id, name, task) for trajectory, id in zip(trajectories, ids, strict=True)]
+    return [_BuiltRow.of(trajectory, id, name, task) for trajectory, id in zip(trajectories, ids, strict=True)]
 
 
 def episode_seed(config: RunConfig, name: str, repeat: int) -> int:

@@ -29,7 +29,7 @@ class ScoredGroup:
     unknown: str | None = None
     """The reason why a reward of this group is unknown."""
     rewards: list[float] = field(default_factory=list)
-    unpunished: list[float] = field(default_factory=list)
+    raw_rewards: list[float] = field(default_factory=list)
     """The rewards before shaping: what other rewards of length, format or repetition add or take."""
     problem: str | None = None
     """The last error of an operator on this group."""
@@ -49,28 +49,28 @@ def apply_rewards(
     if config.on_unknown == "drop_group" and lost:
         lost = {row.repeat for row in rows}
     kept, penalties = list[Experience](), list[float]()
-    unpunished: list[float] = []
+    raw_rewards: list[float] = []
     for row, result in zip(rows, results, strict=True):
         if row.repeat in lost and config.on_unknown != "fallback":
             continue
         value, penalty = config.fallback if result.value is None else result.value, result.shaping
         if row.reward is None:
-            value = earned(row.stop_reason, value, config)
+            value = reward_after_truncation(row.stop_reason, value, config)
             penalty += overlong_penalty(row, max_tokens, config.overlong_buffer) if config.overlong_buffer else 0.0
             penalty -= config.repetition_penalty * (row.stop_reason == "repetition")
-        unpunished.append(value)
+        raw_rewards.append(value)
         penalties.append(penalty)
         turns = {f"turn_reward_{turn}": reward for turn, reward in enumerate(result.turns)}
         metrics = {**row.metrics, **turns} if turns else row.metrics
         kept.append(row.with_fields(reward_components=result.components, error=result.reason, metrics=metrics))
     if config.length is not None:
-        lengths = length_rewards([int(row.action_mask.sum()) for row in kept], unpunished, config.length, step)
+        lengths = length_rewards([int(row.action_mask.sum()) for row in kept], raw_rewards, config.length, step)
         # Those of a workflow are kept.
         penalties = [
             penalty + length * (row.reward is None)
             for row, penalty, length in zip(kept, penalties, lengths, strict=True)
         ]
-    values = [value + penalty for value, penalty in zip(unpunished, penalties, strict=True)]
+    values = [value + penalty for value, penalty in zip(raw_rewards, penalties, strict=True)]
     kept = [row.with_fields(reward=value) for row, value in zip(kept, values, strict=True)]
     report = GroupReport(
         rows=len(rows),
@@ -80,10 +80,10 @@ def apply_rewards(
         truncated=sum(row.stop_reason in TRUNCATED for row in rows),
     )
     dropped = Counter(reward_unknown=len(rows) - len(kept)) if len(kept) < len(rows) else Counter[str]()
-    return ScoredGroup(kept, dropped, report, unknown[-1] if unknown else None, values, unpunished)
+    return ScoredGroup(kept, dropped, report, unknown[-1] if unknown else None, values, raw_rewards)
 
 
-def earned(stop_reason: str | None, value: float, config: RewardConfig) -> float:
+def reward_after_truncation(stop_reason: str | None, value: float, config: RewardConfig) -> float:
     """Return the reward of an answer scored ``value``: with ``reward.truncated: zero``, at most 0 if truncated."""
     return min(0.0, value) if stop_reason in TRUNCATED and config.truncated == "zero" else value
 
@@ -111,17 +111,17 @@ def length_rewards(lengths: Sequence[int], values: Sequence[float], config: Leng
 def with_verified(group: ScoredGroup, verified: Verified) -> ScoredGroup:
     """Return the group with the rows that operators have left, and the others counted. Where an operator has given a
     row another reward, that is its reward before shaping, too."""
-    before = {row.experience_id: (row.reward, raw) for row, raw in zip(group.rows, group.unpunished, strict=True)}
-    unpunished = list[float]()
+    before = {row.experience_id: (row.reward, raw) for row, raw in zip(group.rows, group.raw_rewards, strict=True)}
+    raw_rewards = list[float]()
     for row in verified.rows:
         reward, raw = before[row.experience_id]
         changed = row.reward is not None and row.reward != np.float32(reward or 0.0)
-        unpunished.append(row.reward if changed and row.reward is not None else raw)
+        raw_rewards.append(row.reward if changed and row.reward is not None else raw)
     return replace(
         group,
         rows=verified.rows,
         dropped=group.dropped + verified.left_out,
-        unpunished=unpunished,
+        raw_rewards=raw_rewards,
         problem=verified.problem,
     )
 
@@ -191,6 +191,6 @@ def drop_zero_variance(group: ScoredGroup, algorithm: Algorithm) -> ScoredGroup:
         return group
     from rayrft.data.turns import group_advantages  # imports torch, which the Master does not need
 
-    if any(values.any() for values in group_advantages(group.rows, algorithm, group.unpunished)):
+    if any(values.any() for values in group_advantages(group.rows, algorithm, group.raw_rewards)):
         return group
     return replace(group, rows=[], dropped=group.dropped + Counter(zero_variance=len(group.rows)))

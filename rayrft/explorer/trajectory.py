@@ -33,8 +33,8 @@ class PromptTooLong(Exception):
 
 
 class ContextFull(Exception):
-    """The sequence cannot go on: it has reached ``model.max_length``, or an answer beside images has tokens that stand
-    for images. The trajectory ends with stop reason ``length``."""
+    """The sequence cannot continue: it has reached ``model.max_length``, or an answer beside images has tokens that
+    stand for images. The trajectory ends with stop reason ``length``."""
 
 
 class Model:
@@ -101,7 +101,7 @@ class Model:
         return tuple(keep_image(image, self._images) for image in images)
 
     async def score(self, task: Task, response: str) -> RewardResult:
-        """Score an answer by the run's reward, for workflows that go on according to it."""
+        """Score an answer by the run's reward, for workflows that act on it."""
         return await self._score(task, response)
 
     def auxiliary(self, name: str) -> AuxiliaryModel:
@@ -213,7 +213,7 @@ class Trajectory:
         """Mark the trajectory as truncated because the context is full."""
         self.stop_reason = "length"
 
-    def placed(self, steps: Sequence[StepReward]) -> dict[str, float]:
+    def step_rewards_by_token(self, steps: Sequence[StepReward]) -> dict[str, float]:
         """Return the metrics of a row for rewards of steps inside answers: each is that of the token at which the step
         ends, and those that end in the same token are summed. Raises ValueError if the text of an answer is not what
         its tokens say."""

@@ -21,7 +21,7 @@ from rayrft.endpoint.responder import Responder
 from rayrft.endpoint.sessions import Sessions, SessionStats
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import RequestRefused
-from rayrft.explorer.engines.exchange import INTERRUPTED, Chunk, Completion, Request, Session, Told
+from rayrft.explorer.engines.exchange import INTERRUPTED, Chunk, Completion, Request, Session, TokenCallback
 from rayrft.runtime.serving import key_digest
 
 MODEL, KEY, MAX_LENGTH = "policy", "sk-secret", 120
@@ -41,7 +41,7 @@ class Policy:
         self.error: Exception | None = None
 
     async def generate(
-        self, request: Request, sessions: Sequence[Session] = (), told: Told | None = None
+        self, request: Request, sessions: Sequence[Session] = (), told: TokenCallback | None = None
     ) -> list[Completion]:
         self.requests.append(request)
         for session in sessions:
@@ -58,7 +58,7 @@ class Policy:
         self.sampled += answers
         return answers
 
-    async def _answer(self, request: Request, session: Session, told: Told | None) -> Completion:
+    async def _answer(self, request: Request, session: Session, told: TokenCallback | None) -> Completion:
         text = self.say(self.tokenizer.hf.decode(request.prompt))
         ids = [*self.tokenizer.hf.encode(text, add_special_tokens=False), self.tokenizer.end_id]
         reason = "stop" if len(ids) <= request.sampling.max_tokens else "length"

@@ -17,7 +17,7 @@ import pytest_asyncio
 from rayrft.errors import ConfigError
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.explorer.tools.parsing import ToolCall
-from rayrft.explorer.tools.toolbox import Limits, Outcome, Toolbox
+from rayrft.explorer.tools.toolbox import Toolbox, ToolLimits, ToolResult
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 
@@ -25,12 +25,12 @@ SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 @pytest_asyncio.fixture
 async def toolbox(tmp_path: Path) -> AsyncIterator[Toolbox]:
     server = McpServer("sample", command=SERVER, env={"LIVES": str(tmp_path / "lives")})
-    toolbox = Toolbox([], {}, [server], Limits(timeout_s=60.0, characters=100))
+    toolbox = Toolbox([], {}, [server], ToolLimits(timeout_s=60.0, characters=100))
     yield toolbox
     await toolbox.close()
 
 
-async def run(toolbox: Toolbox, *calls: tuple[str, dict[str, Any]]) -> list[Outcome]:
+async def run(toolbox: Toolbox, *calls: tuple[str, dict[str, Any]]) -> list[ToolResult]:
     async with toolbox.session() as session:
         return await session.run([ToolCall(*call) for call in calls])
 
@@ -58,19 +58,19 @@ async def test_a_server_s_tools_are_listed_checked_and_called(toolbox: Toolbox) 
 async def test_a_server_that_answers_nobody_after_a_call_that_hangs_is_replaced(
     toolbox: Toolbox, tool: str, lives: str
 ) -> None:
-    assert (await run(toolbox, ("lives", {}))) == [Outcome("2")]
-    patient, toolbox.limits = toolbox.limits, Limits(timeout_s=1.0)
+    assert (await run(toolbox, ("lives", {}))) == [ToolResult("2")]
+    patient, toolbox.limits = toolbox.limits, ToolLimits(timeout_s=1.0)
     [hung] = await run(toolbox, (tool, {}))
     assert hung.error == "timeout"
     toolbox.limits = patient
-    assert (await run(toolbox, ("lives", {}))) == [Outcome(lives)]
+    assert (await run(toolbox, ("lives", {}))) == [ToolResult(lives)]
 
 
 async def test_a_server_that_dies_is_started_anew(toolbox: Toolbox) -> None:
-    assert (await run(toolbox, ("leave", {"before": 2}))) == [Outcome("stayed")], "the call is tried once more"
+    assert (await run(toolbox, ("leave", {"before": 2}))) == [ToolResult("stayed")], "the call is tried once more"
     [left] = await run(toolbox, ("leave", {}))
     assert left.error == "failed" and "died twice" in left.text
-    assert (await run(toolbox, ("multiply", {"a": 6, "b": 7}))) == [Outcome("42")]
+    assert (await run(toolbox, ("multiply", {"a": 6, "b": 7}))) == [ToolResult("42")]
 
 
 async def test_a_server_at_an_address_is_called(tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ async def test_a_server_at_an_address_is_called(tmp_path: Path) -> None:
         assert process.stderr is not None
         await process.stderr.readuntil(b"running on")
         server = McpServer("sample", url=f"http://127.0.0.1:{port}/mcp", tools=["multiply"])
-        toolbox = Toolbox([], {}, [server], Limits())
+        toolbox = Toolbox([], {}, [server], ToolLimits())
         assert list(toolbox.tools) == ["multiply"]
-        assert await run(toolbox, ("multiply", {"a": 6, "b": 7})) == [Outcome("42")]
+        assert await run(toolbox, ("multiply", {"a": 6, "b": 7})) == [ToolResult("42")]
         await toolbox.close()
     finally:
         process.kill()

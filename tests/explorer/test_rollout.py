@@ -355,7 +355,7 @@ async def test_a_reward_that_a_workflow_sets_is_kept_whole_with_one_for_each_ans
         return
     assert rollout.results[0] == given
     scored = apply_rewards(rollout.rows, rollout.results, settings.reward, max_tokens=64)
-    assert scored.rewards == [1.5, 0.0] and scored.unpunished == [1.0, 0.0]
+    assert scored.rewards == [1.5, 0.0] and scored.raw_rewards == [1.0, 0.0]
     turns = [[row.metrics["turn_reward_0"], row.metrics["turn_reward_1"]] for row in scored.rows]
     assert turns == [[0.25, 0.75], [0.0, 1.0]]
     # Each character of an answer is a token; the first two steps both end with the first one.

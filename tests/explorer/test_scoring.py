@@ -160,7 +160,7 @@ def test_a_masked_answer_keeps_its_reward_and_counts_as_dropped() -> None:
 def test_an_answer_that_repeats_itself_is_truncated_and_loses_the_penalty_but_not_in_the_eyes_of_filters() -> None:
     results = [RewardResult(1.0), RewardResult(1.0)]
     scored = score(rows("stop", "repetition"), results, config(truncated="score", repetition_penalty=0.25))
-    assert scored.rewards == [1.0, 0.75] and scored.unpunished == [1.0, 1.0] and scored.report.truncated == 1
+    assert scored.rewards == [1.0, 0.75] and scored.raw_rewards == [1.0, 1.0] and scored.report.truncated == 1
     assert score(rows("stop", "repetition"), results, config()).rewards == [1.0, 0.0]
     masked = mask_truncated(score(rows("stop", "repetition"), results, config(truncated="mask")))
     assert masked.dropped == {"truncated": 1}
@@ -270,7 +270,7 @@ def test_shorter_right_answers_of_a_group_earn_more_once_it_is_warm(
     rules = config(length={"warm_up": warm_up})
     group = apply_rewards(of_lengths(10, 20, 30, 10), results, rules, max_tokens=64, step=step)
     assert group.rewards == pytest.approx(earned) and group.rewards == [row.reward for row in group.rows]
-    assert group.unpunished == pytest.approx([1.0, 1.0, 1.0, 0.0])
+    assert group.raw_rewards == pytest.approx([1.0, 1.0, 1.0, 0.0])
 
 
 def test_long_wrong_answers_lose_and_equal_lengths_earn_nothing() -> None:
@@ -289,7 +289,7 @@ def test_rewards_of_a_workflow_are_kept_whatever_their_lengths() -> None:
 def test_a_group_whose_answers_differ_in_shaping_alone_has_no_variance() -> None:
     results = [RewardResult(0.0, shaping=0.5), RewardResult(0.0, shaping=-0.5)]
     scored = score(rows("stop", "stop"), results, config())
-    assert scored.rewards == [0.5, -0.5] and scored.unpunished == [0.0, 0.0]
+    assert scored.rewards == [0.5, -0.5] and scored.raw_rewards == [0.0, 0.0]
     assert drop_zero_variance(scored, build("grpo")).dropped == {"zero_variance": 2}
 
 

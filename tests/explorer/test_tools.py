@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rayrft.errors import ConfigError
 from rayrft.explorer.tools.base import function_tool, shortened
 from rayrft.explorer.tools.parsing import Malformed, ToolCall, parse_calls
-from rayrft.explorer.tools.toolbox import Limits, Outcome, Toolbox
+from rayrft.explorer.tools.toolbox import Toolbox, ToolLimits, ToolResult
 from tests.explorer import sample_tools
 
 HERE = "tests.explorer.sample_tools"
@@ -143,7 +143,7 @@ def test_arguments_that_do_not_fit_are_refused_with_their_names(arguments: dict[
 )
 def test_tools_that_cannot_be_used_are_refused_at_once(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        Toolbox(**{"options": {}, "servers": [], "limits": Limits(), **settings})
+        Toolbox(**{"options": {}, "servers": [], "limits": ToolLimits(), **settings})
 
 
 def test_what_is_no_text_is_json_and_what_is_long_is_cut() -> None:
@@ -155,13 +155,13 @@ def test_what_is_no_text_is_json_and_what_is_long_is_cut() -> None:
 async def toolbox(tmp_path: Path) -> AsyncIterator[Toolbox]:
     names = ["multiply", "hang", "leave", "flood", "fail", "repeat", "meet", "wait_forever", "quit_python", "Counter"]
     options = {f"{HERE}:Counter": {"start": 10, "address": str(tmp_path / "closed")}}
-    limits = Limits(timeout_s=60.0, characters=100, calls=6, processes=2)
+    limits = ToolLimits(timeout_s=60.0, characters=100, calls=6, processes=2)
     toolbox = Toolbox([f"{HERE}:{name}" for name in names], options, [], limits)
     yield toolbox
     await toolbox.close()
 
 
-async def run(toolbox: Toolbox, *calls: tuple[str, dict[str, Any]]) -> list[Outcome]:
+async def run(toolbox: Toolbox, *calls: tuple[str, dict[str, Any]]) -> list[ToolResult]:
     async with toolbox.session() as session:
         return await session.run([ToolCall(*call) for call in calls])
 
@@ -197,7 +197,7 @@ async def test_async_tools_in_trouble_cost_themselves_alone(toolbox: Toolbox) ->
     found = await run(toolbox, ("wait_forever", {}), ("quit_python", {}))
     assert [outcome.error for outcome in found] == ["timeout", "failed"]
     toolbox.limits = patient
-    assert await run(toolbox, ("repeat", {"text": "here"})) == [Outcome("here")]
+    assert await run(toolbox, ("repeat", {"text": "here"})) == [ToolResult("here")]
 
 
 async def test_calls_that_cannot_be_made_are_told_with_what_can(toolbox: Toolbox) -> None:
@@ -207,7 +207,7 @@ async def test_calls_that_cannot_be_made_are_told_with_what_can(toolbox: Toolbox
         )
     assert unknown.error == "unknown" and "'divide'" in unknown.text and "multiply, hang" in unknown.text
     assert wrong.error == "arguments" and "a: Input should be a valid integer" in wrong.text
-    assert malformed == Outcome("Error: the call is not JSON", "malformed")
+    assert malformed == ToolResult("Error: the call is not JSON", "malformed")
 
 
 async def test_an_answer_calls_no_more_than_its_share(toolbox: Toolbox) -> None:

@@ -140,10 +140,10 @@ async def test_operators_in_an_actor_ask_the_models_that_it_is_given_and_know_th
 
 def test_a_reward_that_an_operator_gives_counts_before_shaping_and_others_stay_what_they_were_before_it() -> None:
     first, second, third = (replace(row, reward=np.float32(0.9).item()) for row in group(1, 3))
-    scored = ScoredGroup([first, second, third], Counter(), GroupReport(), unpunished=[1.0, 1.0, 0.0])
+    scored = ScoredGroup([first, second, third], Counter(), GroupReport(), raw_rewards=[1.0, 1.0, 0.0])
     given = Verified([replace(second, reward=0.25), third], Counter({"worth: too low": 1}))
     verified = with_verified(scored, given)
-    assert verified.unpunished == [0.25, 0.0] and verified.dropped == {"worth: too low": 1}
+    assert verified.raw_rewards == [0.25, 0.0] and verified.dropped == {"worth: too low": 1}
 
 
 async def test_groups_that_operators_have_made_equal_are_dropped_as_such(tiny_model: Path) -> None:

@@ -280,18 +280,18 @@ def f(x):
     return float("nan")
 """,
     "repr_is_code": """
-class Told:
+class TokenCallback:
     def __repr__(self): return "__import__('os').environ['SECRET']"
     __str__ = __reduce__ = __getstate__ = __repr__
 def f(x):
-    return Told()
+    return TokenCallback()
 """,
     "exception_is_code": """
 def f(x):
-    class Told(Exception):
+    class TokenCallback(Exception):
         def __str__(self): return '"]}\\\\n{"value": "x"}\\\\n{"passed": true}'
-    Told.__name__ = 'X", "y"]}\\n{"passed": true}\\n'
-    raise Told
+    TokenCallback.__name__ = 'X", "y"]}\\n{"passed": true}\\n'
+    raise TokenCallback
 """,
     "raises_what_stops_the_tests": """
 def f(x):
@@ -370,15 +370,15 @@ def f(x):
 """,
     "pickle": """
 import os, pickle
-class Told:
+class TokenCallback:
     def __reduce__(self): return (os.system, ("cp SECRET_FILE stolen",))
 def f(x):
     for fd in range(1, 16):
         try:
-            os.write(fd, pickle.dumps(Told()) + b"\\n")
+            os.write(fd, pickle.dumps(TokenCallback()) + b"\\n")
         except OSError:
             pass
-    return pickle.dumps(Told())
+    return pickle.dumps(TokenCallback())
 """,
     "nested_answer": """
 import os

@@ -24,7 +24,7 @@ from rayrft.explorer.engines.exchange import (
     Request,
     Requester,
     Session,
-    Told,
+    TokenCallback,
 )
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime.handle import Handle, TrackedHandle, death_reason, when_reachable
@@ -146,10 +146,10 @@ class EngineClient:
         self._following: asyncio.Task[None] | None = None
 
     async def generate(
-        self, request: Request, sessions: Sequence[Session] = (), told: Told | None = None
+        self, request: Request, sessions: Sequence[Session] = (), on_tokens: TokenCallback | None = None
     ) -> list[Completion]:
         """Sample the answers to a request on one engine, that of the first of its ``sessions`` if it has one; the
-        others follow. For ``told`` see `Requester.ask`.
+        others follow. For ``on_tokens`` see `Requester.ask`.
 
         Raises ActorDied, naming the engine, if it or its core has died, EngineFailed if this request failed at it,
         RequestRefused, and DataError for images that cannot be read.
@@ -163,7 +163,7 @@ class EngineClient:
         for session in sessions:
             session.engine = engine.name
         try:
-            completions = await engine.requester.ask(request, sessions[0] if sessions else None, told)
+            completions = await engine.requester.ask(request, sessions[0] if sessions else None, on_tokens)
         except ActorDiedError as error:
             raise await self._died(engine.name, death_reason(error)) from None
         except ActorDied as error:  # the engine's core
@@ -250,7 +250,7 @@ class EngineClient:
             self._dispatch()
 
     async def _engine(self, member: Member) -> _Engine | None:
-        """Return what is known of a member; None if it has died."""
+        """Return the record of a member, or None if it has died."""
         from ray.exceptions import ActorDiedError
 
         handle = TrackedHandle(member.handle, self._waits)

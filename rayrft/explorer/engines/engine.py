@@ -86,7 +86,7 @@ class RolloutEngine(Answering, Watched):
                 distributed_executor_backend="mp" if config.tensor_parallel > 1 else None,
                 enforce_eager=config.enforce_eager,
                 # Of an image in a cached prefix vLLM keeps no pixels (`strip_covered_mm_data`): a pause, after which
-                # running requests are computed anew, would kill the core.
+                # running requests are computed again, would kill the core.
                 enable_prefix_caching=self._images is None,
                 logprobs_mode="processed_logprobs",
                 disable_log_stats=True,

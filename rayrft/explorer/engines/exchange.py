@@ -149,7 +149,7 @@ class Session:
 Answer = list[Completion] | RayrftError
 """The n answers to a request, or why it has none."""
 
-Told = Callable[[Chunk], None]
+TokenCallback = Callable[[Chunk], None]
 """Receives the tokens of an answer as they are sampled."""
 
 
@@ -169,7 +169,7 @@ class Answering(ABC):
         return
 
     async def capacity(self) -> Capacity:
-        """Return what it can work on at once; by default, anything."""
+        """Return how much it can work on at once; unlimited by default."""
         return Capacity()
 
     async def exchange(
@@ -277,28 +277,30 @@ class Requester:
         self._cancelled: list[int] = []
         self._interrupted: list[int] = []
         self._asked: dict[int, asyncio.Future[list[Completion]]] = {}
-        self._told: dict[int, Told] = {}
+        self._on_tokens: dict[int, TokenCallback] = {}
         self._calls = 0
         """Number of open calls."""
         self._scheduled = False
 
-    async def ask(self, request: Request, session: Session | None = None, told: Told | None = None) -> list[Completion]:
+    async def ask(
+        self, request: Request, session: Session | None = None, on_tokens: TokenCallback | None = None
+    ) -> list[Completion]:
         """Return the answers to a request; if it is cancelled here, the engine ends it. Its ``session`` may interrupt
-        it. ``told`` gets the tokens of a request that streams, but for the last ones, which come with the answer only.
+        it. ``on_tokens`` gets the tokens of a request that streams; the last ones come with the answer only.
 
         Raises the RayrftError with which the engine answers it, and the error of the call that it travels in.
         """
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._unsent[number], self._asked[number] = request, answer
-        if told is not None:
-            self._told[number] = told
+        if on_tokens is not None:
+            self._on_tokens[number] = on_tokens
         self._schedule()
         try:
             with (session or Session()).interruptible(lambda: self._interrupt(number)):
                 completions: list[Completion] = await answer
                 return completions
         finally:
-            self._told.pop(number, None)
+            self._on_tokens.pop(number, None)
             if self._asked.pop(number, None) is not None and self._unsent.pop(number, None) is None:
                 self._cancelled.append(number)
                 self._schedule()
@@ -341,8 +343,8 @@ class Requester:
             return
         for number, answered in call.result().items():
             if isinstance(answered, Chunk):
-                if number in self._told:
-                    self._told[number](answered)
+                if number in self._on_tokens:
+                    self._on_tokens[number](answered)
             elif number in self._asked:  # else it was cancelled
                 _set(self._asked.pop(number), answered)
         if self._asked and not self._calls:

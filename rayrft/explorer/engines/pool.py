@@ -1,7 +1,7 @@
 """EnginePool: the only owner of which engines are members.
 
-An engine is a member from the moment it holds the trainer's weights (`WeightSync.admit`) until it leaves. Whoever needs
-the members asks the pool, and follows changes by a long poll: no other part keeps a list that outlives a generation.
+An engine is a member from the moment it holds the trainer's weights (`WeightSync.admit`) until it leaves. Router,
+WeightSync and evaluation ask the pool and follow changes by a long poll: nothing else keeps a list of members.
 """
 
 from __future__ import annotations

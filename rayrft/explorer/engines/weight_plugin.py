@@ -127,8 +127,8 @@ class BucketReceiver(WeightTransferEngine[LinkInfo, TransferInfo]):
 def end_with_parent() -> None:
     """Let the kernel kill this process when its parent dies, on Linux.
 
-    Otherwise an engine's core whose actor is killed together with Ray's daemons would wait for requests for ever, and
-    keep its memory.
+    Otherwise an engine's core whose actor is killed together with Ray's daemons would never end and
+    would keep its memory.
     """
     if sys.platform == "linux":
         parent, set_parent_death_signal = os.getppid(), 1

@@ -83,7 +83,7 @@ register_environment = environments.register
 
 
 def environment_factory(config: EnvironmentConfig) -> partial[Environment]:
-    """Return what creates environments of the registered name, or of the class at ``package.module:attribute``.
+    """Return a factory of environments: of a registered name, or of the class at ``package.module:attribute``.
 
     Raises ConfigError for ``explorer.environment.name`` if there is none or a package is missing that it needs, or for
     ``explorer.environment.options`` if it does not take them.

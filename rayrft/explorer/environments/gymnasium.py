@@ -20,7 +20,7 @@ _COLOURED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Telling:
+class TextRenderer:
     """How an environment is told: its rules, its map and its state, and by which words an action can be named."""
 
     rules: str
@@ -85,12 +85,12 @@ class GymnasiumEnvironment:
         self._open(own.pop("id", self._id), own)
         assert self._env is not None
         self._observation, _ = self._env.reset(seed=seed)
-        parts = [self._telling.rules, self._named_actions, self._map(first=True), self._state()]
+        parts = [self._text_renderer.rules, self._named_actions, self._map(first=True), self._state()]
         return "\n".join(filter(None, parts))
 
     def step(self, action: str) -> Step:
         assert self._env is not None, "reset() comes first"
-        number = find_action(action, self._telling.actions)
+        number = find_action(action, self._text_renderer.actions)
         if number is None:
             parts = ["That is no action.", self._named_actions, self._map(), self._state()]
             text = "\n".join(filter(None, parts))
@@ -118,20 +118,20 @@ class GymnasiumEnvironment:
         if not isinstance(self._env.action_space, gymnasium.spaces.Discrete):
             raise TypeError(f"the actions of {id} are {self._env.action_space}, not discrete")
         self._first = int(self._env.action_space.start)
-        self._telling = _telling(self._env, id, self._actions)
+        self._text_renderer = _text_renderer(self._env, id, self._actions)
         self._made = id, options
 
     @property
     def _named_actions(self) -> str:
-        return f"Actions: {', '.join(words[0] for words in self._telling.actions)}."
+        return f"Actions: {', '.join(words[0] for words in self._text_renderer.actions)}."
 
     def _map(self, *, first: bool = False) -> str:
         assert self._env is not None
-        return self._telling.map(self._env) if first or self._show_map == "every" else ""
+        return self._text_renderer.map(self._env) if first or self._show_map == "every" else ""
 
     def _state(self) -> str:
         assert self._env is not None
-        return self._telling.state(self._env) or f"Observation: {self._observation}"
+        return self._text_renderer.state(self._env) or f"Observation: {self._observation}"
 
 
 def find_action(answer: str, actions: tuple[tuple[str, ...], ...]) -> int | None:
@@ -158,12 +158,12 @@ def _make(id: str, options: dict[str, Any]) -> Any:
     return env
 
 
-def _known(id: str) -> Telling | None:
+def _known(id: str) -> TextRenderer | None:
     """The telling of ``FrozenLake8x8-v1`` is that of FrozenLake."""
     return next((telling for name, telling in _TELLINGS.items() if id.rpartition("/")[2].startswith(name)), None)
 
 
-def _telling(env: Any, id: str, actions: list[str] | None) -> Telling:
+def _text_renderer(env: Any, id: str, actions: list[str] | None) -> TextRenderer:
     known = _known(id)
     if actions is None and known is not None:
         return known
@@ -172,7 +172,11 @@ def _telling(env: Any, id: str, actions: list[str] | None) -> Telling:
     if len(names) != size:
         raise ValueError(f"{id} has {size} actions, and {len(names)} are named")
     words = tuple((name,) for name in names)
-    return Telling(known.rules, words, known.map, known.state) if known else Telling("", words, _rendered, lambda _: "")
+    return (
+        TextRenderer(known.rules, words, known.map, known.state)
+        if known
+        else TextRenderer("", words, _rendered, lambda _: "")
+    )
 
 
 def _rendered(env: Any) -> str:
@@ -238,19 +242,19 @@ def _taxi_state(env: Any) -> str:
 
 
 _TELLINGS = {
-    "FrozenLake": Telling(
+    "FrozenLake": TextRenderer(
         "You are on a frozen lake, at P. Walk over the ice (S, F) to the goal (G), and not into a hole (H).",
         (("left", "west"), ("down", "south"), ("right", "east"), ("up", "north")),
         _lake_map,
         _lake_state,
     ),
-    "CliffWalking": Telling(
+    "CliffWalking": TextRenderer(
         "You are at P. Walk to the goal (G). Who steps off the cliff (C) is back at the start.",
         (("up", "north"), ("right", "east"), ("down", "south"), ("left", "west")),
         _cliff_map,
         _cliff_state,
     ),
-    "Taxi": Telling(
+    "Taxi": TextRenderer(
         "You drive a taxi (T). Go to the passenger, pick them up, and drop them off where they want to go. Stands are "
         "R(ed), G(reen), Y(ellow) and B(lue); you can pass : and not |.",
         (

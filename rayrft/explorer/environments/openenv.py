@@ -17,7 +17,7 @@ class OpenEnvEnvironment:
     """A session with the OpenEnv server at ``url``, by the generic client: actions and observations are fields.
 
     The answer is the field ``action`` of an action, whose ``fixed`` fields are always the same; without ``action``, the
-    answer is the action as JSON, and one that is none does nothing and counts as metric ``invalid_actions``.
+    answer is the action as JSON, and another text does nothing and counts as metric ``invalid_actions``.
     ``observation`` names the field that is shown; without it all are, as JSON. A task may have arguments of ``reset``
     in ``metadata["environment"]``.
     """

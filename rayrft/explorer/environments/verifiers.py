@@ -53,7 +53,7 @@ class VerifiersEnvironment:
         }
         if "prompt" not in row:
             raise DataError(
-                "the task is none of a verifiers environment",
+                "the task does not come from a verifiers environment",
                 "take tasks of source verifiers",
                 field="task",
                 value=task.id,

@@ -1,4 +1,4 @@
-"""Tools: functions that a model may call, as their users write them, and as a model is told of them."""
+"""Tools: functions that a model may call, as their users write them, and as they are described to a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ToolFailed(Exception):
 
 @dataclass(frozen=True)
 class Tool:
-    """What a model is told of a tool: its ``parameters`` are a JSON schema, which ``check`` raises ValueError by."""
+    """The description of a tool for a model. ``parameters`` is a JSON schema; ``check`` raises ValueError by it."""
 
     name: str
     description: str
@@ -130,7 +130,7 @@ class ToolHost:
 
 
 def _arguments(name: str, function: Callable[..., Any], bound: bool) -> TypeAdapter[dict[str, Any]]:
-    """Return what validates the arguments of a function: a dictionary with those that are given."""
+    """Return a validator of a function's arguments, given as a dictionary."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except NameError as error:

@@ -107,7 +107,7 @@ class McpServer:
             if not ready.done():
                 ready.set_exception(error)
         finally:
-            ready.cancel()  # whoever waits still is not left waiting
+            ready.cancel()  # so that no call waits for it
 
     @contextlib.asynccontextmanager
     async def _open(self) -> AsyncIterator[Client]:
@@ -128,7 +128,7 @@ class McpServer:
             yield client
 
     def _drop(self, client: Client) -> None:
-        """Let the next call connect anew, if this is the connection still."""
+        """Let the next call connect again, if this connection is still the current one."""
         if self._client is not None and self._client.done() and self._client.result() is client:
             assert self._connection is not None
             self._end(self._connection)

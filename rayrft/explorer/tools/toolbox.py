@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ToolResult:
     """What the model is told of a call. ``error`` is the kind of its failure: ``malformed``, ``unknown``,
     ``arguments``, ``timeout`` or ``failed``."""
 
@@ -31,7 +31,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ToolLimits:
     """Seconds that a call may take, characters of a result, calls of one answer, and processes that run functions."""
 
     timeout_s: float = 30.0
@@ -49,7 +49,7 @@ class Toolbox:
         names: Sequence[str],
         options: Mapping[str, dict[str, Any]],
         servers: Sequence[McpServer],
-        limits: Limits,
+        limits: ToolLimits,
     ) -> None:
         self.tools: dict[str, Tool] = {}
         self.limits = limits
@@ -150,7 +150,7 @@ class ToolSession:
         self._toolbox = toolbox
         self._objects = _Objects(objects)
 
-    async def run(self, calls: Sequence[ToolCall | Malformed]) -> list[Outcome]:
+    async def run(self, calls: Sequence[ToolCall | Malformed]) -> list[ToolResult]:
         """Run the calls of one answer concurrently; return their outcomes in order. Those of objects run one after
         another, and those beyond the limit not at all."""
         return await asyncio.gather(*(self._run(call, number) for number, call in enumerate(calls)))
@@ -158,20 +158,20 @@ class ToolSession:
     async def close(self) -> None:
         await self._objects.close()
 
-    async def _run(self, call: ToolCall | Malformed, number: int) -> Outcome:
+    async def _run(self, call: ToolCall | Malformed, number: int) -> ToolResult:
         tools, limits = self._toolbox.tools, self._toolbox.limits
         if isinstance(call, Malformed):
-            return Outcome(f"Error: {call.problem}", "malformed")
+            return ToolResult(f"Error: {call.problem}", "malformed")
         if call.name not in tools:
-            return Outcome(f"Error: there is no tool {call.name[:80]!r}, but {', '.join(tools)}", "unknown")
+            return ToolResult(f"Error: there is no tool {call.name[:80]!r}, but {', '.join(tools)}", "unknown")
         try:
             tools[call.name].check(call.arguments)
         except ValueError as error:
-            return Outcome(shortened(f"Error: the arguments of {call.name} do not fit: {error}", 1000), "arguments")
+            return ToolResult(shortened(f"Error: the arguments of {call.name} do not fit: {error}", 1000), "arguments")
         if number >= limits.calls:
-            return Outcome(f"Error: not called, as an answer may call at most {limits.calls} tools", "failed")
+            return ToolResult(f"Error: not called, as an answer may call at most {limits.calls} tools", "failed")
         try:
-            return Outcome(await self._toolbox.call(call.name, call.arguments, self._objects))
+            return ToolResult(await self._toolbox.call(call.name, call.arguments, self._objects))
         except CallTimeout:
             failure = _late(limits)
         except CallFailed as error:
@@ -179,7 +179,7 @@ class ToolSession:
         except ToolFailed as error:
             failure = error
         self._toolbox.warn(call.name, failure)
-        return Outcome(shortened(f"Error: {failure}", limits.characters), failure.kind)
+        return ToolResult(shortened(f"Error: {failure}", limits.characters), failure.kind)
 
 
 class _Objects:
@@ -191,7 +191,7 @@ class _Objects:
         self._lease = contextlib.AsyncExitStack()
         self._worker: Worker | None = None
 
-    async def call(self, name: str, arguments: dict[str, Any], limits: Limits) -> str:
+    async def call(self, name: str, arguments: dict[str, Any], limits: ToolLimits) -> str:
         async with self._lock:
             if self._worker is None:
                 self._worker = await self._lease.enter_async_context(self._pool.lease())
@@ -210,5 +210,5 @@ _ATTEMPTS = 4096
 """Attempts whose objects may live at once."""
 
 
-def _late(limits: Limits) -> ToolFailed:
+def _late(limits: ToolLimits) -> ToolFailed:
     return ToolFailed("timeout", f"not done within {limits.timeout_s:g} s")

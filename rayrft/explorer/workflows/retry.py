@@ -1,4 +1,4 @@
-"""Workflows that look at the reward of an answer before they go on."""
+"""Workflows that choose their next turn by the reward of an answer."""
 
 from __future__ import annotations
 

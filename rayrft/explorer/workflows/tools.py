@@ -10,7 +10,7 @@ from rayrft.experience import TRUNCATED, Task
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.explorer.tools.parsing import CallForm, as_response, instructed, parse_calls
-from rayrft.explorer.tools.toolbox import Limits, Outcome, Toolbox
+from rayrft.explorer.tools.toolbox import Toolbox, ToolLimits, ToolResult
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
 
@@ -21,11 +21,11 @@ Message = dict[str, str]
 class ToolCalling:
     """Answers, calling ``tools`` and those of ``mcp`` servers until an answer calls none, at most ``max_turns`` answers
     in all. The last answer is scored. What is wrong with a call is told to the model, and counted in the row's metrics:
-    ``tool_calls``, ``tool_errors``, and ``tool_<kind>`` for the kinds of errors (`Outcome`).
+    ``tool_calls``, ``tool_errors``, and ``tool_<kind>`` for the kinds of errors (`ToolResult`).
 
     ``tools`` are registered names or ``package.module:attribute``, with the options of those that are classes in
     ``tool_options``; ``mcp`` has the parameters of `McpServer` by the server's name; ``form`` is how the model writes
-    calls; the other parameters are the `Limits`.
+    calls; the other parameters are the `ToolLimits`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ToolCalling:
         if form not in get_args(CallForm):
             raise TypeError(f"form is {form!r}, not 'hermes' or 'json'")
         servers = [McpServer(name, **options) for name, options in (mcp or {}).items()]
-        self._toolbox = Toolbox(tools, tool_options or {}, servers, Limits(**limits))
+        self._toolbox = Toolbox(tools, tool_options or {}, servers, ToolLimits(**limits))
         if not self._toolbox.tools:
             raise TypeError("there are no tools: name some in 'tools' or 'mcp'")
         self._form, self._max_turns = form, max_turns
@@ -66,7 +66,7 @@ class ToolCalling:
         return trajectory
 
 
-def _told(outcomes: list[Outcome], tokenizer: ChatTokenizer) -> list[Message]:
+def _told(outcomes: list[ToolResult], tokenizer: ChatTokenizer) -> list[Message]:
     """Return the results as messages: of role ``tool``, or as one of the user where the chat template has no such."""
     texts = [tokenizer.defuse(outcome.text) for outcome in outcomes]
     if tokenizer.takes_tools:
@@ -74,7 +74,7 @@ def _told(outcomes: list[Outcome], tokenizer: ChatTokenizer) -> list[Message]:
     return [{"role": "user", "content": "\n".join(map(as_response, texts))}]
 
 
-def _count(trajectory: Trajectory, outcomes: list[Outcome]) -> None:
+def _count(trajectory: Trajectory, outcomes: list[ToolResult]) -> None:
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     trajectory.count("tool_calls", len(outcomes))
     trajectory.count("tool_errors", len(errors))
