@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up .venv in the project's root: everything rayrft needs, in tested versions. Safe to run again: it does nothing
-# when nothing has changed, and begins anew where it was interrupted. As root, or where sudo asks for no password, it
-# also installs bubblewrap, which code rewards run code in; else it says so and goes on.
+# Installs rayrft and its dependencies, in tested versions, into .venv in the project's root. Running it again skips
+# finished work; an interrupted installation is repeated. As root, or with passwordless sudo, it also installs
+# bubblewrap, in which code rewards run programs; otherwise it prints how to install it.
 #
 #   bash cluster/setup.sh [extra …]      extras besides cpu or gpu, such as: test
 #
