@@ -30,7 +30,7 @@ class StreamingEngines(Protocol):
     """Engines that stream tokens: see `EngineClient`."""
 
     async def generate(
-        self, request: exchange.Request, sessions: Sequence[Session] = (), told: TokenCallback | None = None
+        self, request: exchange.Request, sessions: Sequence[Session] = (), on_tokens: TokenCallback | None = None
     ) -> list[Completion]: ...
 
 
