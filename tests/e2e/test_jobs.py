@@ -12,7 +12,7 @@ import pytest
 
 import rayrft
 from rayrft.config import load_config
-from rayrft.core.placement import plan_placement
+from rayrft.core.parts.table import plan_placement
 from tests.conftest import ROOT
 
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.yaml") if path.stem != "quickstart_controls")
