@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import json
 import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
 from rayrft.data.reasoning import split_reasoning
@@ -21,10 +21,10 @@ Messages = list[dict[str, str]]
 
 
 class ChatModel(Protocol):
-    """A model that a reward may ask."""
+    """A model that rewards ask."""
 
     def with_seed(self, seed: int | None) -> Self:
-        """Return the same model; its answers are sampled by this seed, if there is one."""
+        """Return the same model, whose answers are sampled by this seed, if it is set."""
 
     async def chat(
         self,
@@ -34,7 +34,7 @@ class ChatModel(Protocol):
         temperature: float | None = None,
         json_schema: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return its answer to a conversation, which follows the schema if there is one."""
+        """Return the answer to a conversation, which follows the schema if it is set."""
 
 
 _RUBRIC = "The answer is right, complete, to the point, and follows from what it says before."
@@ -64,17 +64,17 @@ class Judge:
     The judge is an auxiliary model of the run (``auxiliary``, the name of its section), or any endpoint that speaks the
     API of OpenAI (``url`` and ``model``; the key is in the environment variable ``key_variable``).
 
-    * ``compare: none``: it gives a whole number between ``low`` and ``high``, which is scaled to [0, 1].
-    * ``compare: reference``: it says which is better, the response or the task's answer: 1, 0, or .5 for a tie. It is
-      asked in both orders, as judges favour a position (Zheng et al. 2023, arXiv:2306.05685, sec. 3.4); component
-      ``consistent`` is 1 if both verdicts agree.
+    * ``compare: none``: the judge gives a whole number from ``low`` to ``high``, which is scaled to [0, 1].
+    * ``compare: reference``: the judge compares the response with the task's answer: 1 if the response is better, .5
+      for a tie. It judges both orders, as judges favour a position (Zheng et al. 2023, arXiv:2306.05685, sec. 3.4);
+      component ``consistent`` is 1 if both verdicts agree.
 
-    Of ``votes`` verdicts, sampled at ``temperature``, the median counts. A verdict that is not as asked for does not
-    count; without one the reward is unknown. Component ``verdicts`` is how many counted.
+    The median of ``votes`` verdicts, sampled at ``temperature``, counts. A malformed verdict is dropped; without a
+    verdict the reward is unknown. Component ``verdicts`` is the number of verdicts that count.
 
-    What is judged is put between tags whose name is a digest of it, so that no text can close its own; more than
-    ``longest`` characters are cut out of its middle. ``template`` replaces the text before the question, with the
-    places ``{rubric}`` and, without comparison, ``{low}`` and ``{high}``.
+    Tags named by a digest enclose each text, so that no text can close its own; ``longest`` characters of a text are
+    kept, without its middle. ``template`` replaces the instructions before the texts, with the places ``{rubric}`` and,
+    without comparison, ``{low}`` and ``{high}``.
     """
 
     def __init__(
@@ -97,39 +97,35 @@ class Judge:
         calls: int = 64,
     ) -> None:
         if (auxiliary is None) == (url is None) or (url is None) != (model is None):
-            raise _invalid("a judge is an auxiliary model, or a model at a url", "auxiliary", auxiliary or url)
+            raise _invalid("either auxiliary, or url and model, must be set", "auxiliary", auxiliary or url)
         if compare not in ("none", "reference"):
-            raise _invalid("compare is none or reference", "compare", compare)
+            raise _invalid("compare must be none or reference", "compare", compare)
         if low >= high:
-            raise _invalid("low is not below high", "low", (low, high))
+            raise _invalid("low must be below high", "low", (low, high))
         for name, count in (("votes", votes), ("calls", calls), ("longest", longest), ("max_tokens", max_tokens)):
             if count < 1:
-                raise _invalid("at least 1", name, count)
+                raise _invalid("must be at least 1", name, count)
         if votes > 1 and not temperature:
-            raise _invalid("several votes are all the same at temperature 0", "temperature", temperature)
+            raise _invalid("all votes are the same at temperature 0", "temperature", temperature)
         self.needs_auxiliary = () if auxiliary is None else (auxiliary,)
         self.concurrency = calls
-        """How many answers are judged at a time."""
+        """Answers that are judged at a time."""
         self._auxiliary, self._compare, self._low, self._high = auxiliary, compare, low, high
-        self._votes, self._temperature, self._max_tokens = votes, temperature, max_tokens
-        self._reference, self._longest = show_reference, longest
+        self._votes, self._reference, self._longest = votes, show_reference, longest
+        template = template or (_SCORE if compare == "none" else _COMPARE)
         try:
-            self._task = (template or (_SCORE if compare == "none" else _COMPARE)).format(
-                rubric=rubric, low=low, high=high
-            )
+            self._task = template.format(rubric=rubric, low=low, high=high)
         except (KeyError, IndexError, ValueError) as error:
             raise _invalid(f"the template has another place or brace: {error}", "template", template) from None
-        verdict: dict[str, Any] = (
-            {"grade": {"type": "integer", "enum": list(range(low, high + 1))}}
-            if compare == "none"
-            else {"better": {"enum": ["A", "B", "tie"]}}
-        )
-        self._schema = {
+        grade = {"type": "integer", "enum": list(range(low, high + 1))}
+        verdict: dict[str, Any] = {"grade": grade} if compare == "none" else {"better": {"enum": ["A", "B", "tie"]}}
+        schema = {
             "type": "object",
             "properties": {"reason": {"type": "string"}, **verdict},
             "required": ["reason", *verdict],
             "additionalProperties": False,
         }
+        self._sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "json_schema": schema}
         self._model: ChatModel | None = OpenAIModel(url, model, key_variable) if url and model else None
 
     def use(self, models: Mapping[str, ChatModel]) -> None:
@@ -142,15 +138,12 @@ class Judge:
 
     async def score(self, task: Task, transcript: Transcript) -> RewardResult:
         if self._compare == "none":
-            return self._of(await self._ask(self._prompt(task, transcript), task, transcript))
+            return self._result(await self._ask(task, transcript))
         if not task.answer.strip():
             return RewardResult(None, reason="the task has no answer to compare with")
-        first, second = await asyncio.gather(
-            self._ask(self._prompt(task, transcript, swapped=False), task, transcript),
-            self._ask(self._prompt(task, transcript, swapped=True), task, transcript),
-        )
+        first, second = await asyncio.gather(self._ask(task, transcript), self._ask(task, transcript, swapped=True))
         agree = bool(first and second) and statistics.median(first) == 1 - statistics.median(second)
-        result = self._of(first + [1 - verdict for verdict in second])
+        result = self._result(first + [1 - verdict for verdict in second])
         return RewardResult(result.value, {**result.components, "consistent": float(agree)}, result.reason)
 
     async def close(self) -> None:
@@ -158,22 +151,20 @@ class Judge:
         if isinstance(self._model, OpenAIModel):
             await self._model.close()
 
-    def _of(self, verdicts: Sequence[float]) -> RewardResult:
+    def _result(self, verdicts: Sequence[float]) -> RewardResult:
         """Return the reward of verdicts in [0, 1]."""
         components = {"verdicts": float(len(verdicts))}
         if not verdicts:
             return RewardResult(None, components, "the judge gave no verdict in the form that was asked for")
         return RewardResult(statistics.median(verdicts), components)
 
-    async def _ask(self, messages: Messages, task: Task, transcript: Transcript) -> list[float]:
-        """Return the verdicts in [0, 1], of A where two are compared; those that cannot be read are left out."""
-        model = self._model
-        assert model is not None  # `use` was called
+    async def _ask(self, task: Task, transcript: Transcript, *, swapped: bool = False) -> list[float]:
+        """Return the readable verdicts in [0, 1]; of a comparison, those of answer A."""
+        assert self._model is not None  # `use` was called
+        messages = self._prompt(task, transcript, swapped)
         seed = int.from_bytes(digest(task.id, transcript.response)[:3])
-        sampling = {"max_tokens": self._max_tokens, "temperature": self._temperature, "json_schema": self._schema}
-        replies = await asyncio.gather(
-            *(model.with_seed(seed + vote).chat(messages, **sampling) for vote in range(self._votes))  # type: ignore[arg-type]
-        )
+        models = [self._model.with_seed(seed + vote) for vote in range(self._votes)]
+        replies = await asyncio.gather(*(model.chat(messages, **self._sampling) for model in models))
         return [verdict for verdict in map(self._verdict, replies) if verdict is not None]
 
     def _verdict(self, reply: str) -> float | None:
@@ -185,23 +176,18 @@ class Judge:
             return None
         return (grade - self._low) / (self._high - self._low)
 
-    def _prompt(self, task: Task, transcript: Transcript, swapped: bool = False) -> Messages:
-        parts = [(re.sub(r"\W", "", turn["role"]), self._cut(turn["content"])) for turn in transcript.turns[:-1]]
+    def _prompt(self, task: Task, transcript: Transcript, swapped: bool) -> Messages:
+        parts = [(re.sub(r"\W", "", turn["role"]), turn["content"]) for turn in transcript.turns[:-1]]
         if self._compare == "reference":
-            both = [self._cut(transcript.response), self._cut(task.answer)]
-            first, second = reversed(both) if swapped else both
-            parts += [("answer-A", first), ("answer-B", second)]
+            both = [transcript.response, task.answer]
+            parts += zip(("answer-A", "answer-B"), reversed(both) if swapped else both, strict=True)
         else:
-            if self._reference and task.answer:
-                parts.append(("reference", self._cut(task.answer)))
-            parts.append(("answer", self._cut(transcript.response)))
-        mark, shown = tagged(parts)
+            parts += [("reference", task.answer)] if self._reference and task.answer else []
+            parts.append(("answer", transcript.response))
+        mark, shown = tagged([(name, cut(text, self._longest)) for name, text in parts])
         reply = {"none": '{"reason": "…", "grade": …}', "reference": '{"reason": "…", "better": "A", "B" or "tie"}'}
         rules = f"{self._task}\n\n{_DATA.format(mark=mark, reply=reply[self._compare])}"
         return [{"role": "system", "content": rules}, {"role": "user", "content": shown}]
-
-    def _cut(self, text: str) -> str:
-        return cut(text, self._longest)
 
 
 def _invalid(problem: str, option: str, value: object) -> ConfigError:
@@ -209,19 +195,19 @@ def _invalid(problem: str, option: str, value: object) -> ConfigError:
 
 
 def digest(*texts: str) -> bytes:
-    """Return 8 bytes that change with the texts, from which marks of tags and seeds of requests are made."""
+    """Return 8 bytes that depend on the texts, for the marks of tags and the seeds of requests."""
     return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).digest()
 
 
 def tagged(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Return texts between tags of their names, and before them what the tags end in: a digest of all texts, so that
-    none of them can close its own."""
+    """Return the end of all tags, a digest of the texts, and the texts between tags of their names, which no text can
+    close."""
     mark = digest(*(text for _, text in parts)).hex()[:12]
     return mark, "\n\n".join(f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in parts)
 
 
 def cut(text: str, longest: int) -> str:
-    """Return a text of which no more than ``longest`` characters are left, those in its middle being cut out."""
+    """Return a text without its middle if it is longer than ``longest`` characters."""
     if len(text) <= longest:
         return text
     half = longest // 2
@@ -232,8 +218,9 @@ _MOST_BRACES = 200
 
 
 def last_object(reply: str) -> dict[str, Any]:
-    """Return the JSON object that a reply ends with, after what the model may have thought; an empty one if it ends
-    otherwise, as where it was cut: an object in its midst may be quoted from what is judged."""
+    """Return the JSON object at the end of a reply, after reasoning; an empty one if it ends otherwise.
+
+    An object inside the reply may be a quotation of a judged text."""
     text, decoder = split_reasoning(reply)[1], json.JSONDecoder()
     for start in [found.start() for found in re.finditer("{", text)][: -_MOST_BRACES - 1 : -1]:
         try:
@@ -246,30 +233,23 @@ def last_object(reply: str) -> dict[str, Any]:
 
 
 _OF_THE_REQUEST = (400, 413, 422)
-"""Statuses that say something of a request, and nothing of the endpoint."""
+"""HTTP statuses of a bad request, at an endpoint that works."""
 
 
-@dataclass(frozen=True)
 class OpenAIModel:
-    """A model behind the API of OpenAI."""
+    """A model behind the API of OpenAI; ``sampling`` are its defaults. Unanswered requests have ``retries``."""
 
-    url: str
-    model: str
-    key_variable: str
-    seed: int | None = None
-    client: Any = None
-    retries: int = 2
-    """How often a request is made again that the endpoint has not answered."""
+    def __init__(self, url: str, model: str, key_variable: str, *, retries: int = 2, **sampling: float) -> None:
+        from openai import AsyncOpenAI
 
-    def __post_init__(self) -> None:
-        if self.client is None:
-            from openai import AsyncOpenAI
+        key = os.environ.get(key_variable, "none")
+        self._client, self._url = AsyncOpenAI(base_url=url, api_key=key, max_retries=retries), url
+        self._request: dict[str, Any] = {"model": model, **sampling}
 
-            key = os.environ.get(self.key_variable, "none")
-            object.__setattr__(self, "client", AsyncOpenAI(base_url=self.url, api_key=key, max_retries=self.retries))
-
-    def with_seed(self, seed: int | None) -> OpenAIModel:
-        return replace(self, seed=seed)
+    def with_seed(self, seed: int | None) -> Self:
+        model = copy.copy(self)
+        model._request = {**self._request, **({} if seed is None else {"seed": seed})}
+        return model
 
     async def chat(
         self,
@@ -279,37 +259,33 @@ class OpenAIModel:
         temperature: float | None = None,
         json_schema: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return its answer. Raises RequestRefused if it does not take this request, and EndpointFailed if it does not
-        answer, or with what is no chat completion."""
+        """Return the model's answer. Raises RequestRefused for a bad request, and EndpointFailed if the endpoint fails
+        or its answer is not a chat completion."""
         from openai import APIStatusError, OpenAIError
 
-        constraint = {
-            "type": "json_schema",
-            "json_schema": {"name": "verdict", "schema": json_schema, "strict": True},
-        }
-        given = {"max_tokens": max_tokens, "temperature": temperature, "seed": self.seed}
+        request = dict(self._request)
+        request |= {"max_tokens": max_tokens} if max_tokens is not None else {}
+        request |= {"temperature": temperature} if temperature is not None else {}
+        if json_schema:
+            schema = {"name": "verdict", "schema": json_schema, "strict": True}
+            request["response_format"] = {"type": "json_schema", "json_schema": schema}
         try:
-            reply = await self.client.chat.completions.create(
-                model=self.model,
-                messages=messages,
-                **{name: value for name, value in given.items() if value is not None},
-                **({"response_format": constraint} if json_schema else {}),
-            )
+            reply = await self._client.chat.completions.create(messages=messages, **request)
         except APIStatusError as error:
             kind = RequestRefused if error.status_code in _OF_THE_REQUEST else EndpointFailed
-            raise kind(f"status {error.status_code}: {error.message}"[:500], field="url", value=self.url) from None
-        except (OpenAIError, ValueError) as error:  # ValueError: JSON that is none
+            raise kind(f"status {error.status_code}: {error.message}"[:500], field="url", value=self._url) from None
+        except (OpenAIError, ValueError) as error:  # ValueError: the answer is not JSON
             problem = f"{type(error).__name__}: {error}"[:500]
-            raise EndpointFailed(problem, "see whether it runs", field="url", value=self.url) from None
+            raise EndpointFailed(problem, "see whether it runs", field="url", value=self._url) from None
         try:
             content = reply.choices[0].message.content
         except (AttributeError, IndexError, TypeError):
             content = reply
         if not isinstance(content, str | None) or content is reply:
-            problem = f"what it answers is no chat completion: {str(reply)[:200]!r}"
-            raise EndpointFailed(problem, "give the url that ends in /v1", field="url", value=self.url)
+            problem = f"the answer is not a chat completion: {str(reply)[:200]!r}"
+            raise EndpointFailed(problem, "give the url that ends in /v1", field="url", value=self._url)
         return content or ""
 
     async def close(self) -> None:
         """Close the connections."""
-        await self.client.close()
+        await self._client.close()

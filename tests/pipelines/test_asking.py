@@ -190,7 +190,7 @@ async def test_an_endpoint_is_asked_again_and_what_it_does_not_answer_is_counted
     assert [row["answer"] for row in found] == ["fine", "busy"] and tries["busy"] == tries["broken"] == 3
     reasons = [reason.removeprefix("no answer of the judge: ") for _, reason in gone]
     assert reasons[0].startswith("status 500") and "welcome" in reasons[1]
-    assert "no chat completion" in reasons[2] and "no chat completion" in reasons[3]
+    assert "not a chat completion" in reasons[2] and "not a chat completion" in reasons[3]
     assert len(reasons) == 44, "what is too long for it does not make it dead"
     assert all(each.startswith("status 400") and "too many tokens" in each for each in reasons[4:])
 

@@ -222,35 +222,7 @@ def needed_models(config: RewardModelsConfig) -> set[str]:
 
 
 def _at_endpoint(config: EndpointConfig) -> AskedModel:
-    endpoint = OpenAIModel(resolved(config.url), config.model, config.key_variable, retries=config.retries)
+    sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    model = OpenAIModel(resolved(config.url), config.model, config.key_variable, retries=config.retries, **sampling)
     identity = f"{config.model} {config.url} {config.temperature} {config.max_tokens}"
-    return AskedModel(_Defaults(endpoint, config), config.calls, identity)
-
-
-@dataclass(frozen=True)
-class _Defaults:
-    """An endpoint that samples as its config says, unless it is told otherwise."""
-
-    endpoint: OpenAIModel
-    config: EndpointConfig
-
-    def with_seed(self, seed: int | None) -> _Defaults:
-        return _Defaults(self.endpoint.with_seed(seed), self.config)
-
-    async def close(self) -> None:
-        await self.endpoint.close()
-
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        json_schema: Mapping[str, Any] | None = None,
-    ) -> str:
-        return await self.endpoint.chat(
-            messages,
-            max_tokens=max_tokens or self.config.max_tokens,
-            temperature=self.config.temperature if temperature is None else temperature,
-            json_schema=json_schema,
-        )
+    return AskedModel(model, config.calls, identity)
