@@ -1,30 +1,31 @@
-"""Code against tests, in a sandbox, so that the verdict is not the code's own.
+"""Code against tests, in a sandbox.
 
-A solution is a Python function that tests call, or a program in Python or C++ that reads stdin and writes stdout. Its
-tests are in the task's metadata:
+A solution is a Python function that tests call, or a program in Python or C++ that reads stdin and writes stdout. The
+task's metadata has its tests:
 
-* ``tests``: a list, of one of these kinds (or JSON of it):
+* ``tests``: a list, or JSON of it, of one of these kinds:
     ``{"args": [3, 4], "expected": 7}``, also with ``kwargs``: calls of the function ``entry_point``;
     ``{"stdin": "3 4", "stdout": "7"}``: runs of the program;
     ``"assert add(3, 4) == 7"``: statements that call ``entry_point`` (MBPP).
-* ``test``: source that defines ``check(candidate)``, which is the only test (HumanEval). With ``tests`` that are
-  statements, it is run before them.
-* ``prompt``: source that a solution continues or may use, such as imports and helpers; it is run before both solution
-  and tests. A program does not have it.
-* ``language``: ``python`` or ``cpp``, which only programs can be in; else the option's.
+* ``test``: source that defines ``check(candidate)``, which is the only test (HumanEval); with statements in ``tests``,
+  it runs before them.
+* ``prompt``: source that a function continues or may use, such as imports and helpers; it runs before both solution
+  and tests.
+* ``language``: ``python`` or, for programs, ``cpp``; by default the option's.
 
-``entry_point`` names a function, a class, or a method of class ``Solution``, as ``add`` or ``Solution().add``, each of
-whose calls has a new object.
+``entry_point`` names a function, a class, or a method of class ``Solution``, as ``add`` or ``Solution().add``. Each
+call of a method has a new object.
 
-What is expected never enters the sandbox of the solution. Calls are sent there one by one, and a value comes back,
-which is compared outside; statements run in another sandbox, without the solution, where the function they call stands
-for it. So a solution can only gain by returning the right value for what it is asked. Values travel as plain data:
-None, numbers, strings, bytes, lists, tuples, sets and dictionaries, and what derives from them or is numpy's. Values
-that are ``expected`` come from JSON, where a tuple is a list, 1.0 is 1 and keys are strings; True is not 1. Arguments
-travel by value: tests cannot see that a function changed them. Other objects, such as functions and iterators, stay in
-the solution's sandbox, where statements can use their attributes, methods and items; they equal nothing, and where
-tests of a class compare them, or pass them on, the reward is unknown. Tests that run what a function returned, by
-``eval``, are at its mercy.
+Expected values never enter the sandbox of the solution. Calls are sent there one by one, and their values are compared
+outside. Statements run in another sandbox, where the function that they call stands for the solution. So a solution
+gains only by returning the right values.
+
+Values travel as plain data: None, numbers, strings, bytes, lists, tuples, sets and dictionaries, types derived from
+them, and numpy's. ``expected`` values come from JSON: a tuple is a list, 1.0 is 1, keys are strings; True is not 1.
+Arguments travel by value: tests cannot see that a function changed them. Other objects, such as functions and
+iterators, stay in the solution's sandbox, where statements can use their attributes, methods and items. They equal
+nothing; the reward is unknown if tests of a class compare them or pass them on. Tests that run a returned text, by
+``eval``, are not protected.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from rayrft.experience import Task
 from rayrft.rewards import code_runner
 from rayrft.rewards.base import RewardResult, register_reward
 from rayrft.rewards.code_values import literal, same_text, same_value
-from rayrft.rewards.sandbox import Limits, Outcome, Process, Sandbox, bytecode
+from rayrft.rewards.sandbox import Process, ProgramOutcome, Sandbox, SandboxLimits, bytecode
 
 Language = Literal["python", "cpp"]
 
@@ -111,7 +112,7 @@ class Code:
         memory_mib: int = 512,
     ) -> None:
         sandbox = Sandbox(isolation, packages=packages, folders=headers() if language == "cpp" else ())
-        self._runner = TestRunner(sandbox, Limits(test_s, test_s, memory_mib), budget_s, tolerance)
+        self._runner = TestRunner(sandbox, SandboxLimits(test_s, test_s, memory_mib), budget_s, tolerance)
         self._language, self._partial = language, partial
         self.longest_s, self.notice = budget_s, sandbox.describe()
 
@@ -127,20 +128,6 @@ class Code:
         reasons = [verdict.problem, *(why and f"test {number}: {why}" for number, why in enumerate(verdict.failures))]
         reason = next((why for why in reasons if why), None)
         return RewardResult.of(share if self._partial else float(share == 1), components, reason)
-
-
-def checked_tests(
-    task: Task, candidates: Sequence[Any], solutions: Sequence[str], runner: TestRunner, language: Language = "python"
-) -> list[Any]:
-    """Return those candidates for tests, all of one kind, that every solution passes; none if there is no solution.
-
-    A model's own tests are checked so against reference solutions of a task, by operator `checked_tests` of data
-    pipelines. One that cannot be run is not kept.
-    """
-    kept = list(candidates) if solutions else []
-    for solution in solutions:
-        kept = [test for test in kept if runner.agrees(task, solution, test, language)]
-    return kept
 
 
 def extract(response: str, language: Language, function: str = "") -> str:
@@ -190,11 +177,14 @@ class _OutOfTime(Exception):
     """The budget is spent."""
 
 
+@dataclass(frozen=True)
 class TestRunner:
-    """Runs the tests of solutions; ``limits`` are those of one test, ``budget_s`` is wall time for all."""
+    """Runs the tests of solutions; ``limits`` are those of one test, ``budget_s`` is the wall time of all."""
 
-    def __init__(self, sandbox: Sandbox, limits: Limits, budget_s: float, tolerance: float = 1e-6) -> None:
-        self._sandbox, self._limits, self._budget_s, self._tolerance = sandbox, limits, budget_s, tolerance
+    sandbox: Sandbox
+    limits: SandboxLimits
+    budget_s: float
+    tolerance: float = 1e-6
 
     def __call__(
         self,
@@ -205,14 +195,13 @@ class TestRunner:
         *,
         until_failure: bool = False,
     ) -> Verdict:
-        """Return what became of the tests, up to the first failure if so wished.
-
-        Raises DataError or SandboxFailed where this says nothing about the solution.
+        """Run the tests, or up to the first failure. Raises DataError or SandboxFailed if that does not judge the
+        solution.
         """
         kind = _kind(tests[0])
         if language == "cpp" and kind != "run":
             raise DataError("C++ is tested by stdin and stdout", field="metadata.tests", value=kind)
-        trial = _Trial(self._sandbox, self._limits, self._tolerance, task, source, time.monotonic() + self._budget_s)
+        trial = _Trial(self, task, source, time.monotonic() + self.budget_s)
         run = {"call": trial.calls, "statement": trial.statements, "run": trial.runs}[str(kind)]
         failures: list[str | None] = []
         try:
@@ -224,21 +213,27 @@ class TestRunner:
         except _NotLoaded as problem:
             return Verdict(False, failures, str(problem))
         except _OutOfTime:
-            mean = self._budget_s / (len(failures) + 1)
-            if failures and not any(failures) and mean < self._limits.wall_s / 4:
+            mean = self.budget_s / (len(failures) + 1)
+            if failures and not any(failures) and mean < self.limits.wall_s / 4:
                 raise DataError(
                     "the tests do not fit the budget",
                     "raise reward.options.budget_s and reward.deadline_s, or take fewer tests",
                     field="metadata.tests",
-                    value=f"{len(failures)} of {len(tests)} in {self._budget_s:g} s",
+                    value=f"{len(failures)} of {len(tests)} in {self.budget_s:g} s",
                 ) from None
-            failures.append(f"time: {self._budget_s:g} s are over after {len(failures)} of {len(tests)} tests")
+            failures.append(f"time: {self.budget_s:g} s are over after {len(failures)} of {len(tests)} tests")
         return Verdict(True, failures)
 
-    def agrees(self, task: Task, solution: str, test: Any, language: Language) -> bool:
-        """Whether the test can be run, and the solution passes it."""
-        if _kind(test) is None:
-            return False
+    def confirmed(
+        self, task: Task, candidates: Sequence[Any], solutions: Sequence[str], language: Language = "python"
+    ) -> list[Any]:
+        """Return those candidates for tests that every solution passes; none without solutions or that cannot run."""
+        kept = [test for test in candidates if solutions and _kind(test)]
+        for solution in solutions:
+            kept = [test for test in kept if self._passes(task, solution, test, language)]
+        return kept
+
+    def _passes(self, task: Task, solution: str, test: Any, language: Language) -> bool:
         try:
             return self(task, solution, [test], language).passed(0)
         except DataError:
@@ -250,16 +245,14 @@ class _NotLoaded(Exception):
 
 
 class _Trial:
-    """One solution and its tests. Each kind of test gives, one by one, None for one that passed, else why not."""
+    """One solution and its tests. Each kind of test yields, test by test, None or why the solution failed it."""
 
-    def __init__(
-        self, sandbox: Sandbox, limits: Limits, tolerance: float, task: Task, source: str, deadline: float
-    ) -> None:
-        self._sandbox, self._limits, self._tolerance = sandbox, limits, tolerance
+    def __init__(self, runner: TestRunner, task: Task, source: str, deadline: float) -> None:
+        self._sandbox, self.limits, self._tolerance = runner.sandbox, runner.limits, runner.tolerance
         self._task, self._source, self._deadline = task, source, deadline
         self._conversations = list[Process]()
 
-    def _left(self, at_most: float = math.inf) -> float:
+    def left(self, at_most: float = math.inf) -> float:
         left = self._deadline + sum(each.waited_s for each in self._conversations) - time.monotonic()
         if left <= 0:
             raise _OutOfTime
@@ -272,15 +265,15 @@ class _Trial:
         for test in tests:
             outcome = self._run(files, command, str(test["stdin"]).encode())
             if outcome.ended == "wall":
-                self._left()  # whose time is up
-            if outcome.ended != "exit" or outcome.exit_code != 0:
+                self.left()  # whose time is up
+            if not outcome.succeeded:
                 yield outcome.describe()
             else:
                 same = same_text(str(test["stdout"]), outcome.stdout.decode(errors="replace"), self._tolerance)
                 yield None if same else f"it wrote {outcome.stdout[:100].decode(errors='replace')!r}"
 
-    def _run(self, files: Mapping[str, str | bytes], command: list[str], stdin: bytes) -> Outcome:
-        limits = replace(self._limits, wall_s=self._left(self._limits.wall_s))
+    def _run(self, files: Mapping[str, str | bytes], command: list[str], stdin: bytes) -> ProgramOutcome:
+        limits = replace(self.limits, wall_s=self.left(self.limits.wall_s))
         outcome = self._sandbox.run(files, command, stdin, limits)
         self._deadline += outcome.waited_s
         return outcome
@@ -290,20 +283,20 @@ class _Trial:
         if language == "python":
             files: dict[str, str | bytes] = {_RUNNER: bytecode(code_runner.__file__), "solution.py": self._source}
             python = [*self._sandbox.python, _RUNNER]
-            self._compile(files, [*python, "compile", "solution.py"], self._limits)
+            self._compile(files, [*python, "compile", "solution.py"], self.limits)
             return files, [*python, "program", "solution.py", *self._sandbox.paths]
         include = [f"-I{folder}" for folder in self._sandbox.folders]
         command = f"{' '.join([compiler(), *_CPP, *include])} -o program solution.cpp && cat program"
-        more = Limits(cpu_s=60, memory_mib=2048, folder_mib=2 * _BINARY_MIB, output_bytes=_BINARY_MIB << 20)
+        more = SandboxLimits(cpu_s=60, memory_mib=2048, folder_mib=2 * _BINARY_MIB, output_bytes=_BINARY_MIB << 20)
         program = self._compile({"solution.cpp": self._source}, ["/bin/sh", "-c", command], more).stdout
         return {"program": program}, ["./program"]
 
-    def _compile(self, files: Mapping[str, str | bytes], command: list[str], limits: Limits) -> Outcome:
-        outcome = self._sandbox.run(files, command, limits=replace(limits, wall_s=self._left()))
+    def _compile(self, files: Mapping[str, str | bytes], command: list[str], limits: SandboxLimits) -> ProgramOutcome:
+        outcome = self._sandbox.run(files, command, limits=replace(limits, wall_s=self.left()))
         self._deadline += outcome.waited_s
         if outcome.ended == "wall":
             raise SandboxFailed("the solution was not compiled in time", value=f"{outcome.seconds:.1f} s")
-        if outcome.ended != "exit" or outcome.exit_code != 0:
+        if not outcome.succeeded:
             errors = [line for line in outcome.stderr.decode(errors="replace").splitlines() if "error" in line.lower()]
             raise _NotLoaded(f"it does not compile: {errors[0][:200] if errors else outcome.describe()}")
         return outcome
@@ -330,7 +323,7 @@ class _Trial:
 
     def _told(self, tests: Sequence[str], solution: _Solution) -> Generator[str | None]:
         """What becomes of statements whose calls the solution answers."""
-        with self._started("check", tests) as tester:
+        with self.start("check", tests) as tester:
             for _ in tests:
                 while "call" in (said := self._heard(tester, solution)):
                     answer = solution.call(*said["call"])
@@ -340,7 +333,7 @@ class _Trial:
                     raise DataError("the tests cannot be run", field="metadata.tests", value=said["broken"])
                 yield said.get("failed")
 
-    def _started(self, mode: Literal["check", "solve"], tests: Sequence[str] = ()) -> Process:
+    def start(self, mode: Literal["check", "solve"], tests: Sequence[str] = ()) -> Process:
         """Start the tests, or the solution; they may take the time of all tests together."""
         before, source = str(self._task.metadata.get("prompt", "")), str(self._task.metadata.get("test", ""))
         if mode == "solve":
@@ -349,7 +342,7 @@ class _Trial:
                 before, source = "", f"{before}\n{source}"
         orders = {"before": before, "source": source, "name": self._entry_point(), "statements": list(tests)}
         command = [*self._sandbox.python, _RUNNER, mode, *self._sandbox.paths]
-        limits = replace(self._limits, wall_s=self._left(), cpu_s=self._left(), output_bytes=_CONVERSATION_BYTES)
+        limits = replace(self.limits, wall_s=self.left(), cpu_s=self.left(), output_bytes=_CONVERSATION_BYTES)
         process = self._sandbox.start({_RUNNER: bytecode(code_runner.__file__)}, command, limits)
         process.send(repr(orders).encode() + b"\n")
         self._conversations.append(process)
@@ -363,10 +356,10 @@ class _Trial:
 
     def _heard(self, tester: Process, solution: _Solution) -> dict[str, Any]:
         """What the tests say next. They are trusted, but for the values that they were given."""
-        line = tester.line(self._left(), beside=solution.process)
+        line = tester.line(self.left(), beside=solution.process)
         if line is not None:
             return json.loads(line)
-        self._left()
+        self.left()
         return {"failed": f"the tests: {tester.finish().describe()}"}
 
 
@@ -387,11 +380,11 @@ class _Solution:
     def load(self) -> Process:
         """Start it, and wait until it can be called. Raises _NotLoaded where it cannot be."""
         trial = self._trial
-        self.process = process = trial._started("solve")
-        if process.line(trial._left()) != b'{"ready": true}':
-            trial._left()
+        self.process = process = trial.start("solve")
+        if process.line(trial.left()) != b'{"ready": true}':
+            trial.left()
             raise DataError("the prompt cannot be run", field="metadata.prompt", value=process.finish().describe())
-        said = _checked(process.line(trial._left(trial._limits.wall_s)))
+        said = _checked(process.line(trial.left(trial.limits.wall_s)))
         if said != {"loaded": True}:
             raise _NotLoaded(str(said.get("failed") or process.finish().describe())[:500])
         return process
@@ -404,12 +397,12 @@ class _Solution:
         trial = self._trial
         process = self.process or self.load()
         process.send(f"({owner}, {name!r}, {literal(args)}, {literal(kwargs)})\n".encode())
-        line = process.line(trial._left(trial._limits.wall_s))
+        line = process.line(trial.left(trial.limits.wall_s))
         answer = _checked(line) if len(line or b"") <= _ANSWER_BYTES else {"wrong": "it returned more than 1 MiB"}
         if answer.keys() & {"value", "object", "raised", "wrong"}:
             return answer
         self.process, outcome = None, process.finish()
-        trial._left()
+        trial.left()
         return {"wrong": outcome.describe() if line is None else "it returned what is no value"}
 
 
@@ -442,7 +435,7 @@ def _describe(answer: Mapping[str, Any]) -> str:
 
 def _encoded(value: Any) -> str:
     try:
-        return code_runner.encode(value)
+        return code_runner.encode_value(value)
     except code_runner.NotPlain as error:
         raise DataError("a test has a value that cannot be sent", field="metadata.tests", value=str(error)) from None
 

@@ -27,7 +27,7 @@ class NotPlain(Exception):
     """A value that is not made of plain types."""
 
 
-def encode(value: Any, depth: int = _DEEPEST) -> str:
+def encode_value(value: Any, depth: int = _DEEPEST) -> str:
     """Return a value of plain types, or of types derived from them, as JSON. Raises NotPlain for others."""
     if depth == 0:
         raise NotPlain("a value that is nested too deep")
@@ -43,19 +43,21 @@ def encode(value: Any, depth: int = _DEEPEST) -> str:
         text = float.__repr__(value)
         return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(text, text)
     if isinstance(value, complex):
-        return f'{{"complex": [{encode(value.real)}, {encode(value.imag)}]}}'
+        return f'{{"complex": [{encode_value(value.real)}, {encode_value(value.imag)}]}}'
     if isinstance(value, bytes):
         return f'{{"bytes": "{bytes.hex(value)}"}}'
     if isinstance(value, dict):
-        pairs = (f"[{encode(key, depth - 1)}, {encode(each, depth - 1)}]" for key, each in dict.items(value))
+        pairs = (
+            f"[{encode_value(key, depth - 1)}, {encode_value(each, depth - 1)}]" for key, each in dict.items(value)
+        )
         return f'{{"dict": [{", ".join(pairs)}]}}'
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             own: Any = kind.__iter__  # whatever a class derived from it says
-            items = f"[{', '.join(encode(each, depth - 1) for each in own(value))}]"
+            items = f"[{', '.join(encode_value(each, depth - 1) for each in own(value))}]"
             return items if kind is list else f'{{"{kind.__name__}": {items}}}'
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        return encode(value.tolist(), depth - 1)
+        return encode_value(value.tolist(), depth - 1)
     raise NotPlain(f"a {type(value).__name__}")
 
 
@@ -130,7 +132,7 @@ def solve() -> None:
                 value = getattr(value, name)
             if args is not None:
                 value = value(*args, **kwargs)
-            answer = f'{{"value": {encode(value)}}}'
+            answer = f'{{"value": {encode_value(value)}}}'
         except NotPlain:
             kept.append(value)
             answer = f'{{"object": [{len(kept) - 1}, {_quote(type(value).__name__)}]}}'
@@ -178,7 +180,7 @@ def check() -> None:
     def ask(number: int | None, name: str, args: Any = None, kwargs: Any = None) -> Any:
         nonlocal calls
         owner = "null" if number is None else number
-        send(f'{{"call": [{owner}, {_quote(name)}, {encode(args)}, {encode(kwargs or {})}]}}')
+        send(f'{{"call": [{owner}, {_quote(name)}, {encode_value(args)}, {encode_value(kwargs or {})}]}}')
         answer = next(incoming)
         calls += 1
         if "value" in answer:

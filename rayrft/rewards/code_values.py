@@ -1,6 +1,6 @@
 """What a function returned and what a program wrote, and whether it is what was expected.
 
-Values come as trees of JSON, as `code_runner.encode` gives them, from a process that may write anything.
+Values come as trees of JSON, as `code_runner.encode_value` gives them, from a process that may write anything.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 from rayrft.errors import ConfigError
-from rayrft.rewards.sandbox import Limits, Sandbox
+from rayrft.rewards.sandbox import Sandbox, SandboxLimits
 
 WORD = "print('a word')"
 
@@ -34,7 +34,7 @@ def runs(isolation: str, seconds: float) -> tuple[list[float], list[float], floa
             subprocess.run([*python, "-c", WORD], stdin=subprocess.DEVNULL, capture_output=True, check=True)
             starts.append(time.monotonic() - began)
         else:
-            with sandbox.start({"word.py": WORD}, [*sandbox.python, "word.py"], Limits()) as process:
+            with sandbox.start({"word.py": WORD}, [*sandbox.python, "word.py"], SandboxLimits()) as process:
                 assert process.line(10) == b"a word"
                 starts.append(time.monotonic() - began)
                 process.wait()

@@ -24,10 +24,10 @@ from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
 from rayrft.rewards import code as module
-from rayrft.rewards.code import checked_tests, extract, headers
-from rayrft.rewards.code_runner import encode
+from rayrft.rewards.code import extract, headers
+from rayrft.rewards.code_runner import encode_value
 from rayrft.rewards.code_values import literal, same_text, same_value
-from rayrft.rewards.sandbox import Limits, Process, Sandbox, isolate
+from rayrft.rewards.sandbox import Process, Sandbox, SandboxLimits, isolate
 from tests.conftest import ROOT
 from tests.rewards.attacks import ATTACKS
 from tests.rewards.scored import score
@@ -186,7 +186,7 @@ def test_the_header_of_everything_is_compiled_once_for_all_solutions(isolation: 
     if shutil.which("g++", path="/usr/bin") is None:
         pytest.skip("there is no g++")
     source = "#include <bits/stdc++.h>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
-    runner = module.TestRunner(Sandbox(isolation, folders=headers()), Limits(), 60)
+    runner = module.TestRunner(Sandbox(isolation, folders=headers()), SandboxLimits(), 60)
     task = Task.create("test", "question", "")
     assert runner(task, source, PROGRAM, "cpp").failures == [None, None]
     shown = source.replace("int main", "#if !__has_include(<bits/stdc++.h.gch>)\n#error not there\n#endif\nint main")
@@ -346,13 +346,13 @@ VALUES: list[Any] = [
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_values_come_through_and_equal_only_those_of_their_type(value: Any) -> None:
     sys.set_int_max_str_digits(6000)
-    tree = json.loads(encode(value))
+    tree = json.loads(encode_value(value))
     names = {
         "__builtins__": {"set": set, "frozenset": frozenset, "dict": dict, "complex": complex},
         "inf": float("inf"),
     }
     assert eval(literal(tree), names) == value and type(eval(literal(tree), names)) is type(value)
-    equal = [other for other in VALUES if same_value(json.loads(encode(other)), tree)]
+    equal = [other for other in VALUES if same_value(json.loads(encode_value(other)), tree)]
     names_are_texts = [{"1": 2}] if value == {1: 2} else []
     assert list(map(repr, equal)) == [
         repr(other) for other in VALUES if _as_json(other) == _as_json(value) or other in names_are_texts
@@ -380,7 +380,7 @@ def test_what_is_no_value_is_refused(said: Any) -> None:
 
 def test_sets_and_dictionaries_have_no_order_and_floats_a_tolerance() -> None:
     def same(one: Any, other: Any, tolerance: float = 0.0) -> bool:
-        return same_value(json.loads(encode(one)), json.loads(encode(other)), tolerance)
+        return same_value(json.loads(encode_value(one)), json.loads(encode_value(other)), tolerance)
 
     assert same({"a": {1, 2}, "b": 0}, {"b": 0, "a": {2, 1}}) and same(
         {(1, frozenset({1, 2}))}, {(1, frozenset({2, 1}))}
@@ -416,16 +416,16 @@ def test_what_is_written_may_differ_at_the_ends_of_lines_and_in_the_last_digits(
 
 
 def test_tests_of_a_model_are_kept_where_all_solutions_agree() -> None:
-    runner = module.TestRunner(Sandbox(), Limits(10, 10), 60)
+    runner = module.TestRunner(Sandbox(), SandboxLimits(10, 10), 60)
     task = Task.create("test", "question", "", metadata={"entry_point": "add"})
     tests = ["assert add(1, 2) == 3", "assert add(1, 2) == 4", "assert add('a', 'b') == 'ab'", "assert undefined", "("]
     sums = "def add(a, b):\n    return sum((a, b))"  # not of strings
-    assert checked_tests(task, tests, [ADD], runner) == [tests[0], tests[2]]
-    assert checked_tests(task, tests, [ADD, sums], runner) == [tests[0]]
-    assert checked_tests(task, tests, [], runner) == []
+    assert runner.confirmed(task, tests, [ADD]) == [tests[0], tests[2]]
+    assert runner.confirmed(task, tests, [ADD, sums]) == [tests[0]]
+    assert runner.confirmed(task, tests, []) == []
     calls: list[Any] = [*CALLS, {"args": [1, 2], "expected": 4}, {"args": [1]}, "nonsense"]
-    assert checked_tests(task, calls, [ADD], runner) == CALLS
-    assert checked_tests(task, PROGRAM, ["print(7)"], runner) == PROGRAM[:1]
+    assert runner.confirmed(task, calls, [ADD]) == CALLS
+    assert runner.confirmed(task, PROGRAM, ["print(7)"]) == PROGRAM[:1]
 
 
 # Attacks

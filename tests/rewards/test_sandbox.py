@@ -19,7 +19,7 @@ import pytest
 
 from rayrft.errors import ConfigError, SandboxFailed
 from rayrft.rewards import sandbox as module
-from rayrft.rewards.sandbox import ISOLATIONS, Limits, Outcome, Process, Sandbox, isolate, seccomp
+from rayrft.rewards.sandbox import ISOLATIONS, Process, ProgramOutcome, Sandbox, SandboxLimits, isolate, seccomp
 from rayrft.rewards.sandbox.isolation import Job, Root
 from rayrft.runtime.processes.run_clock import Usage
 from tests.conftest import ROOT
@@ -34,8 +34,8 @@ def sandbox(request: pytest.FixtureRequest) -> Sandbox:
         pytest.skip(str(error))
 
 
-def run(sandbox: Sandbox, source: str, stdin: bytes = b"", **limits: Any) -> Outcome:
-    return sandbox.run({"program.py": source}, [*sandbox.python, "program.py"], stdin, Limits(**limits))
+def run(sandbox: Sandbox, source: str, stdin: bytes = b"", **limits: Any) -> ProgramOutcome:
+    return sandbox.run({"program.py": source}, [*sandbox.python, "program.py"], stdin, SandboxLimits(**limits))
 
 
 def test_a_program_gets_its_input_and_files_and_gives_its_output_and_status(sandbox: Sandbox) -> None:
@@ -171,9 +171,9 @@ def test_processes_are_counted_for_each_program_alone(sandbox: Sandbox) -> None:
     source = (
         "import subprocess\nps = [subprocess.Popen(['/bin/cat']) for _ in range(6)]\nprint('up', flush=True)\ninput()"
     )
-    with sandbox.start({"p.py": source}, [*sandbox.python, "p.py"], Limits(processes=8)) as one:
+    with sandbox.start({"p.py": source}, [*sandbox.python, "p.py"], SandboxLimits(processes=8)) as one:
         assert one.line(20) == b"up"
-        with sandbox.start({"p.py": source}, [*sandbox.python, "p.py"], Limits(processes=8)) as other:
+        with sandbox.start({"p.py": source}, [*sandbox.python, "p.py"], SandboxLimits(processes=8)) as other:
             assert other.line(20) == b"up"
 
 
@@ -246,7 +246,7 @@ def test_every_filter_is_a_program_that_ends(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_compiler_works_inside(sandbox: Sandbox) -> None:
     command = f"{os.path.realpath(str(shutil.which('g++')))} -o program a.cpp && ./program"
     source = '#include <cstdio>\nint main() { std::puts("compiled"); }'
-    outcome = sandbox.run({"a.cpp": source}, ["/bin/sh", "-c", command], limits=Limits(60, 60, folder_mib=64))
+    outcome = sandbox.run({"a.cpp": source}, ["/bin/sh", "-c", command], limits=SandboxLimits(60, 60, folder_mib=64))
     assert outcome.stdout == b"compiled\n", outcome
 
 
@@ -358,7 +358,7 @@ def test_several_threads_may_use_one_in_a_process_that_holds_many_files(sandbox:
 
 ORDINARY = """
 import os
-from rayrft.rewards.sandbox import Limits, Sandbox
+from rayrft.rewards.sandbox import SandboxLimits, Sandbox
 sandbox = Sandbox("ISOLATION")
 outcome = sandbox.run({"p.py": '''
 import os, subprocess
@@ -376,9 +376,9 @@ for path in ("FILE", "/usr/new", "/new", "/etc/new", "/dev/new"):
             print("changed", path)
         except OSError:
             pass
-'''}, [*sandbox.python, "p.py"], limits=Limits(processes=8))
+'''}, [*sandbox.python, "p.py"], limits=SandboxLimits(processes=8))
 print(outcome.stdout.decode(), outcome.stderr.decode())
-assert sandbox.run({}, [*sandbox.python, "-c", "while True: pass"], limits=Limits(cpu_s=0.2)).ended == "cpu"
+assert sandbox.run({}, [*sandbox.python, "-c", "while True: pass"], limits=SandboxLimits(cpu_s=0.2)).ended == "cpu"
 """
 
 
@@ -466,7 +466,7 @@ def test_gvisor_is_given_the_same_view_and_limits(tmp_path: Path, monkeypatch: p
     )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    limits, gvisor = Limits(memory_mib=100, processes=5, folder_mib=3), ISOLATIONS["runsc"]
+    limits, gvisor = SandboxLimits(memory_mib=100, processes=5, folder_mib=3), ISOLATIONS["runsc"]
     job = Job(Root.of_host([]), {"p.py": b"print(1)"}, ["/usr/bin/python3", "p.py"], limits)
     assert gvisor.missing() is None
     with Process(gvisor.start(job), limits) as process:

@@ -12,8 +12,8 @@ from pydantic import Field
 from rayrft.config.base import Section
 from rayrft.experience import Task
 from rayrft.pipelines.operator import AnyColumn, Applied, Operator, register_operator, with_column
-from rayrft.rewards.code import TestRunner, checked_tests
-from rayrft.rewards.sandbox import Limits, Sandbox
+from rayrft.rewards.code import TestRunner
+from rayrft.rewards.sandbox import Sandbox, SandboxLimits
 
 
 class CheckedTestsOptions(Section):
@@ -42,7 +42,9 @@ class CheckedTests(Operator[CheckedTestsOptions]):
     def prepare(self) -> None:
         options = self.options
         sandbox = Sandbox(options.isolation, packages=options.packages)
-        self._runner = TestRunner(sandbox, Limits(options.test_s, options.test_s, options.memory_mib), options.budget_s)
+        self._runner = TestRunner(
+            sandbox, SandboxLimits(options.test_s, options.test_s, options.memory_mib), options.budget_s
+        )
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         kept = [self._kept(row) for row in rows.to_pylist()]
@@ -54,7 +56,7 @@ class CheckedTests(Operator[CheckedTestsOptions]):
         metadata = {name: row[name] for name in ("entry_point", "prompt") if row.get(name)}
         task = Task.create("rows", str(row.get("question", "")), "", metadata=metadata)
         candidates, solutions = (_listed(row[name]) for name in (self.options.candidates, self.options.solutions))
-        return checked_tests(task, candidates, solutions, self._runner, self.options.language)
+        return self._runner.confirmed(task, candidates, solutions, self.options.language)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from rayrft.rewards.base import Reward, RewardResult, imports, register_reward
 from rayrft.rewards.math.equality import Undecided, canonical, equal
 from rayrft.rewards.math.extract import find_answer
 from rayrft.rewards.math.formula import TooLarge
-from rayrft.rewards.math.reading import Answer, Other, clear, read_answer
+from rayrft.rewards.math.reading import MathAnswer, Other, clear, read_answer
 from rayrft.rewards.text.numbers import SCALE
 
 _LONGEST_TRUTH = 500
@@ -52,7 +52,7 @@ def math_answer(*, strict: bool = False, tolerance: float = 0.0) -> Reward:
         except (TooLarge, RecursionError):
             return RewardResult(None, {"parsed": 1.0}, reason="too large to be computed: the answer, or the truth")
 
-    def _scored(truth: Answer, question: str, response: str) -> RewardResult:
+    def _scored(truth: MathAnswer, question: str, response: str) -> RewardResult:
         text = find_answer(response, strict=strict)
         if text is None:
             return RewardResult(0.0, {"parsed": 0.0}, answer="")
@@ -74,7 +74,7 @@ def math_answer(*, strict: bool = False, tolerance: float = 0.0) -> Reward:
 _ASKS_PERCENT = re.compile(r"\b(?:what|how\s+many)\s+percent(?:age)?\b|百分之几", re.IGNORECASE)
 
 
-def _truth(text: str) -> Answer | None:
+def _truth(text: str) -> MathAnswer | None:
     if "####" in text or "\\boxed" in text:  # a whole solution
         text = find_answer(text, strict=True) or ""
     if not text.strip() or len(text) > _LONGEST_TRUTH:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from rayrft.rewards.math.formula import Node, TooLarge, Unreadable, agree, parse_formula, real, values
-from rayrft.rewards.math.reading import Answer, Formula, Group, Other, Relation, Words, is_constant
+from rayrft.rewards.math.reading import AnswerGroup, Formula, MathAnswer, Other, Relation, Words, is_constant
 from rayrft.rewards.text.notation import letters
 from rayrft.rewards.text.numbers import Number
 from rayrft.rewards.text.units import conversion
@@ -18,7 +18,7 @@ class Undecided(Exception):
     """Whether two answers are equal cannot be decided."""
 
 
-def equal(truth: Answer, answer: Answer, tolerance: float = 0.0) -> bool:
+def equal(truth: MathAnswer, answer: MathAnswer, tolerance: float = 0.0) -> bool:
     """Whether an answer equals the truth, or its numbers differ by no more than this share of the truth's.
 
     Raises Undecided where that cannot be decided, TooLarge where a value is too large to be computed.
@@ -27,7 +27,7 @@ def equal(truth: Answer, answer: Answer, tolerance: float = 0.0) -> bool:
         return True
     if isinstance(truth, Relation) or isinstance(answer, Relation):
         return _relations(truth, answer, tolerance)
-    if isinstance(truth, Group) or isinstance(answer, Group):
+    if isinstance(truth, AnswerGroup) or isinstance(answer, AnswerGroup):
         return _groups(truth, answer, tolerance)
     if isinstance(truth, Words) or isinstance(answer, Words):
         return _word(truth) == _word(answer)
@@ -71,13 +71,13 @@ def _node(answer: Number | Formula) -> Node:
     return Node("number", value=answer.value / (100 if answer.percent else 1))
 
 
-def _word(answer: Answer) -> str:
+def _word(answer: MathAnswer) -> str:
     text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", answer.text)
     text = re.sub(r"[\s(){}]", "", text)
     return text if len(text) == 1 else text.casefold()
 
 
-def _relations(truth: Answer, answer: Answer, tolerance: float) -> bool:
+def _relations(truth: MathAnswer, answer: MathAnswer, tolerance: float) -> bool:
     if not isinstance(truth, Relation):
         return isinstance(answer, Relation) and _value_of(answer, truth, tolerance)
     if not isinstance(answer, Relation):
@@ -89,7 +89,7 @@ def _relations(truth: Answer, answer: Answer, tolerance: float) -> bool:
     return _proportional(truth, answer, tolerance)
 
 
-def _value_of(answer: Relation, truth: Answer, tolerance: float) -> bool:
+def _value_of(answer: Relation, truth: MathAnswer, tolerance: float) -> bool:
     """Whether an equation gives the truth: ``x = 5``, whatever the name, or ``2 + 3 = 5``, but not ``3 = 5``."""
     if answer.op != "=":
         return False
@@ -102,7 +102,7 @@ def _proportional(truth: Relation, answer: Relation, tolerance: float) -> bool:
     """Whether the two sides' differences have a constant ratio, which an inequality asks to be positive."""
     sides = (truth.left, truth.right, answer.left, answer.right)
     if not all(isinstance(side, Number | Formula | Words) for side in sides):
-        if isinstance(truth.right, Group) or isinstance(answer.right, Group):
+        if isinstance(truth.right, AnswerGroup) or isinstance(answer.right, AnswerGroup):
             return False
         raise Undecided
     try:
@@ -121,15 +121,15 @@ def _proportional(truth: Relation, answer: Relation, tolerance: float) -> bool:
     return positive and all(agree(ratios[0], ratio, tolerance) for ratio in ratios[1:])
 
 
-def _groups(truth: Answer, answer: Answer, tolerance: float) -> bool:
-    if not isinstance(truth, Group):
+def _groups(truth: MathAnswer, answer: MathAnswer, tolerance: float) -> bool:
+    if not isinstance(truth, AnswerGroup):
         return (
-            isinstance(answer, Group)
+            isinstance(answer, AnswerGroup)
             and answer.kind == "set"
             and truth.text != "\\emptyset"
             and all(equal(truth, item, tolerance) for item in answer.items)
         )
-    if not isinstance(answer, Group):
+    if not isinstance(answer, AnswerGroup):
         if isinstance(answer, Other):
             raise Undecided
         return truth.kind == "set" and all(equal(item, answer, tolerance) for item in truth.items)
@@ -156,7 +156,7 @@ def _groups(truth: Answer, answer: Answer, tolerance: float) -> bool:
 _OF_SETS = {"union", "intersection", "difference"}
 
 
-def _same_points(truth: Group, answer: Group) -> bool:
+def _same_points(truth: AnswerGroup, answer: AnswerGroup) -> bool:
     """Whether two sets of real numbers made of intervals and points are the same: whether they hold the same of their
     ends, of the numbers between these, and beyond. Raises Undecided if the truth is not such a set."""
     import mpmath  # type: ignore[import-untyped]
@@ -176,13 +176,13 @@ def _same_points(truth: Group, answer: Group) -> bool:
     return all(_holds(truth, point) == _holds(answer, point) for point in points)
 
 
-def _ends(answer: Answer) -> list[Any]:
+def _ends(answer: MathAnswer) -> list[Any]:
     """Return the ends of intervals in a set of real numbers, and its points. Raises Undecided if it is not such a
     set."""
-    if isinstance(answer, Group):
+    if isinstance(answer, AnswerGroup):
         if answer.kind not in _OF_SETS | {"set"} and (len(answer.kind) != 2 or len(answer.items) != 2):
             raise Undecided
-        if answer.kind == "set" and any(isinstance(item, Group) for item in answer.items):
+        if answer.kind == "set" and any(isinstance(item, AnswerGroup) for item in answer.items):
             raise Undecided
         return [end for item in answer.items for end in _ends(item)]
     if answer.text.strip(" +-") == "\\infty":
@@ -193,9 +193,9 @@ def _ends(answer: Answer) -> list[Any]:
     return [real(value)]
 
 
-def _holds(answer: Answer, point: Any) -> bool:
+def _holds(answer: MathAnswer, point: Any) -> bool:
     """Whether a set of real numbers holds the point."""
-    if not isinstance(answer, Group):
+    if not isinstance(answer, AnswerGroup):
         return agree(_ends(answer)[0], point)
     if answer.kind in _OF_SETS | {"set"}:
         first, *others = (_holds(item, point) for item in answer.items)
@@ -208,18 +208,18 @@ def _holds(answer: Answer, point: Any) -> bool:
     return inside or (at_low and answer.kind[0] == "[") or (at_high and answer.kind[1] == "]")
 
 
-def _vector(group: Group) -> Group:
+def _vector(group: AnswerGroup) -> AnswerGroup:
     """Return a column as the tuple that it is."""
     if (
         group.kind == "matrix"
         and len(group.items) > 1
-        and all(isinstance(row, Group) and len(row.items) == 1 for row in group.items)
+        and all(isinstance(row, AnswerGroup) and len(row.items) == 1 for row in group.items)
     ):
-        return Group(group.text, "()", tuple(row.items[0] for row in group.items if isinstance(row, Group)))
+        return AnswerGroup(group.text, "()", tuple(row.items[0] for row in group.items if isinstance(row, AnswerGroup)))
     return group
 
 
-def canonical(answer: Answer) -> str:
+def canonical(answer: MathAnswer) -> str:
     """Return a text that is the same for most equal answers, for majority votes: exact for numbers, 15 digits for other
     constants, the order of a set left out."""
     match answer:
@@ -239,7 +239,7 @@ def canonical(answer: Answer) -> str:
             return canonical(right)
         case Relation(_, op, left, right):
             return f"{canonical(left)} {op} {canonical(right)}"
-        case Group(_, kind, items):
+        case AnswerGroup(_, kind, items):
             inner = list(map(canonical, items))
             if kind in {"set", "union", "intersection"}:
                 inner = sorted(set(inner))

@@ -30,13 +30,13 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Group:
+class AnswerGroup:
     """Several answers: ``kind`` is ``set`` (order-free), ``blanks`` (in order), ``union``, ``intersection`` or
     ``difference`` (of sets), ``matrix`` (of rows), or the two brackets of a tuple or an interval."""
 
     text: str
     kind: str
-    items: tuple[Answer, ...]
+    items: tuple[MathAnswer, ...]
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Relation:
 
     text: str
     op: str
-    left: Answer
-    right: Answer
+    left: MathAnswer
+    right: MathAnswer
     name: str = ""
 
 
@@ -57,17 +57,17 @@ class Other:
     text: str
 
 
-Answer = Number | Formula | Words | Group | Relation | Other
+MathAnswer = Number | Formula | Words | AnswerGroup | Relation | Other
 
 
-def clear(answer: Answer) -> bool:
+def clear(answer: MathAnswer) -> bool:
     """Whether all of the answer has a known meaning."""
     if isinstance(answer, Relation):
         return clear(answer.left) and clear(answer.right)
-    return all(map(clear, answer.items)) if isinstance(answer, Group) else not isinstance(answer, Other)
+    return all(map(clear, answer.items)) if isinstance(answer, AnswerGroup) else not isinstance(answer, Other)
 
 
-def is_constant(answer: Answer) -> bool:
+def is_constant(answer: MathAnswer) -> bool:
     """Whether the answer is a number or a formula without variables."""
     return isinstance(answer, Number) or (isinstance(answer, Formula) and not answer.node.names() - CONSTANTS)
 
@@ -92,46 +92,48 @@ _CLOSING = {"(": ")", "[": "]"}
 
 
 @lru_cache(maxsize=1024)
-def read_answer(text: str) -> Answer:
+def read_answer(text: str) -> MathAnswer:
     """Read a text that is an answer as a whole. Raises TooLarge if it is nested too deeply."""
     return _read(normalized(text))
 
 
-def _read(text: str) -> Answer:
+def _read(text: str) -> MathAnswer:
     if number := read_number(text):
         return number
     text = _undressed(text)
     blanks = _split(text, ";")
     if len(blanks) > 1 and not _enclosed(text):
-        return Group(text, "blanks", tuple(map(_read, blanks)))
+        return AnswerGroup(text, "blanks", tuple(map(_read, blanks)))
     if text == "\\emptyset" or re.fullmatch(r"\\\{ ?\\\}", text):
         return Words("\\emptyset")
     if matrix := _MATRIX.fullmatch(text):
         rows = [row for row in matrix[2].split("\\\\") if row.strip()]
-        cells = (Group(row, "row", tuple(_read(cell.strip()) for cell in row.split("&"))) for row in rows)
-        return Group(text, "matrix", tuple(cells))
+        cells = (AnswerGroup(row, "row", tuple(_read(cell.strip()) for cell in row.split("&"))) for row in rows)
+        return AnswerGroup(text, "matrix", tuple(cells))
     parts = [part for part in _split(text, ",") if part]
     if len(parts) > 1:
-        return Group(text, "set", _flat([_read(part) for part in parts]))
+        return AnswerGroup(text, "set", _flat([_read(part) for part in parts]))
     if enclosed := _enclosed(text):
         kind, inner = enclosed
         # The comma of (100,200) is none between thousands, unless others are followed by a space.
         items = [_read(item) for item in _split(inner, ",;", thousands=", " in inner) if item]
         if kind == "set":
-            return Group(text, "set", _flat(items))
+            return AnswerGroup(text, "set", _flat(items))
         if len(items) > 1:
-            return Group(text, kind, tuple(items))
+            return AnswerGroup(text, kind, tuple(items))
     if "\\pm" in text or "\\mp" in text:
         signs = [("\\pm", "+", "\\mp", "-"), ("\\pm", "-", "\\mp", "+")]
         both = (text.replace(a, f" {b} ").replace(c, f" {d} ") for a, b, c, d in signs)
-        return Group(text, "set", tuple(_read(re.sub(r"\s+", " ", each).strip().removeprefix("+ ")) for each in both))
+        return AnswerGroup(
+            text, "set", tuple(_read(re.sub(r"\s+", " ", each).strip().removeprefix("+ ")) for each in both)
+        )
     sets = {kind: _split(text, sign) for kind, sign in _OF_SETS.items()}
     of_inequalities = any(len(parts) > 1 and all(map(INEQUALITY.search, parts)) for parts in sets.values())
     if not of_inequalities and (related := _related(text)):
         return related
     for kind, parts in sets.items():
         if len(parts) > 1:
-            return Group(text, kind, tuple(map(_read, parts)))
+            return AnswerGroup(text, kind, tuple(map(_read, parts)))
     return _scalar(text)
 
 
@@ -196,14 +198,14 @@ def _in_thousands(text: str, at: int) -> bool:
     )
 
 
-def _flat(items: Sequence[Answer]) -> tuple[Answer, ...]:
-    flat: list[Answer] = []
+def _flat(items: Sequence[MathAnswer]) -> tuple[MathAnswer, ...]:
+    flat: list[MathAnswer] = []
     for item in items:
-        flat.extend(item.items if isinstance(item, Group) and item.kind == "set" else [item])
+        flat.extend(item.items if isinstance(item, AnswerGroup) and item.kind == "set" else [item])
     return tuple(flat)
 
 
-def _related(text: str) -> Answer | None:
+def _related(text: str) -> MathAnswer | None:
     """Read equations and inequalities; what bounds a variable by constants is an interval."""
     signs, depth = list[re.Match[str]](), 0
     at = 0
@@ -238,7 +240,7 @@ def _related(text: str) -> Answer | None:
     return _inequality(text, sides, ops)
 
 
-def _inequality(text: str, sides: list[str], ops: list[str]) -> Answer:
+def _inequality(text: str, sides: list[str], ops: list[str]) -> MathAnswer:
     if ops[0] in {">", "\\ge"}:
         sides, ops = sides[::-1], [{">": "<", "\\ge": "\\le"}.get(op, op) for op in ops[::-1]]
     if not set(ops) <= {"<", "\\le"}:
@@ -249,15 +251,15 @@ def _inequality(text: str, sides: list[str], ops: list[str]) -> Answer:
     infinity = Formula("\\infty", Node("name", value="\\infty"))
     below = Formula("-\\infty", Node("neg", (infinity.node,)))
     if len(read) == 3 and constant == [True, False, True]:
-        return Group(text, opening[ops[0]][0] + closing[ops[1]], (read[0], read[2]))
+        return AnswerGroup(text, opening[ops[0]][0] + closing[ops[1]], (read[0], read[2]))
     if len(read) == 2 and constant == [True, False] and _NAME.fullmatch(sides[1]):
-        return Group(text, opening[ops[0]][0] + ")", (read[0], infinity))
+        return AnswerGroup(text, opening[ops[0]][0] + ")", (read[0], infinity))
     if len(read) == 2 and constant == [False, True] and _NAME.fullmatch(sides[0]):
-        return Group(text, "(" + closing[ops[0]], (below, read[1]))
+        return AnswerGroup(text, "(" + closing[ops[0]], (below, read[1]))
     return Relation(text, ops[0], read[0], read[1]) if len(read) == 2 else Other(text)
 
 
-def _scalar(text: str) -> Answer:
+def _scalar(text: str) -> MathAnswer:
     text = re.sub(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?!\d)", lambda found: found[0].replace(",", ""), text)
     if _WORDS.fullmatch(text):
         return Words(text)

@@ -29,7 +29,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import TracebackType
 from typing import Literal, Self
 
 from rayrft.errors import ConfigError, SandboxFailed
@@ -37,21 +36,21 @@ from rayrft.rewards.sandbox.isolation import (
     Bubblewrap,
     Isolation,
     Job,
-    Limits,
     Namespaces,
     Nothing,
     Root,
     Runsc,
+    SandboxLimits,
     Started,
     bytecode,
 )
 from rayrft.runtime.processes.run_clock import RunClock
 
-__all__ = ["ISOLATIONS", "Limits", "Outcome", "Process", "Sandbox", "bytecode", "isolate"]
+__all__ = ["ISOLATIONS", "Process", "ProgramOutcome", "Sandbox", "SandboxLimits", "bytecode", "isolate"]
 
 Ended = Literal["exit", "wall", "cpu", "memory", "processes", "output", "killed"]
 
-_USUAL = Limits()
+_USUAL = SandboxLimits()
 _WATCH_S = 0.02
 _START_S = 20.0
 """Until a sandbox must be there; usually 10 ms."""
@@ -65,7 +64,7 @@ _BY_ITSELF = ("bwrap", "unshare")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """How a program ended."""
 
     ended: Ended
@@ -81,8 +80,13 @@ class Outcome:
     waited_s: float = 0.0
     """Of these, the time in which it could run and waited for a core."""
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether it ended by itself with status 0."""
+        return self.ended == "exit" and self.exit_code == 0
+
     def describe(self) -> str:
-        """Say it in a few words, with the last line of stderr."""
+        """Return a few words, with the last line of stderr."""
         if self.ended == "killed":
             return f"it was stopped after {self.seconds:.1f} s"
         if self.ended != "exit":
@@ -95,7 +99,7 @@ class Outcome:
 class Process:
     """A program that runs in a sandbox. Leaving its context kills it with everything it started."""
 
-    def __init__(self, started: Started, limits: Limits) -> None:
+    def __init__(self, started: Started, limits: SandboxLimits) -> None:
         self._started, self._process, self._limits = started, started.process, limits
         assert self._process.stdin and self._process.stdout and self._process.stderr
         self._stdin, self._stdout, self._stderr = (
@@ -104,7 +108,7 @@ class Process:
         self._sending, self._received, self._errors, self._status = bytearray(), bytearray(), b"", b""
         self._written = {self._stdout: 0, self._stderr: 0}
         self._end_input = False
-        self._outcome: Outcome | None = None
+        self._outcome: ProgramOutcome | None = None
         self._why: Ended = "exit"
         self._first = -1
         self._poller = select.poll()
@@ -196,13 +200,13 @@ class Process:
         del self._received[: end + 1]
         return line
 
-    def wait(self) -> Outcome:
+    def wait(self) -> ProgramOutcome:
         """Wait for its end. Raises SandboxFailed where the sandbox ended before it."""
         while self._outcome is None:
             self._turn(None)
         return self._outcome
 
-    def finish(self) -> Outcome:
+    def finish(self) -> ProgramOutcome:
         """End what no longer answers: by its limit of time if it could still write, else once it has had a moment to
         end by itself."""
         if self._outcome is None and self._stdout in self._open:
@@ -212,7 +216,7 @@ class Process:
             self._turn(deadline)
         return self.kill()
 
-    def kill(self, why: Ended = "killed") -> Outcome:
+    def kill(self, why: Ended = "killed") -> ProgramOutcome:
         """End it, and everything it started."""
         if self._outcome is None and self._why == "exit":
             self._why = why
@@ -226,13 +230,11 @@ class Process:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self.kill()
         except SandboxFailed:
-            if error is None:
+            if error[1] is None:
                 raise
 
     def _turn(self, deadline: float | None) -> None:
@@ -317,7 +319,7 @@ class Process:
             self._why = "output"
         by_itself = self._why == "exit"
         code = code if by_itself else None
-        self._outcome = Outcome(self._why, code, bytes(self._received), self._errors, seconds, waited_s)
+        self._outcome = ProgramOutcome(self._why, code, bytes(self._received), self._errors, seconds, waited_s)
         self._close()
         if by_itself and code is None:
             raise SandboxFailed(
@@ -354,12 +356,13 @@ class Sandbox:
 
     def describe(self) -> str:
         """Return one line on what isolates."""
-        name = self._isolation.name
-        if name == "none_i_trust_the_code":
-            return "code runs with limits of time and memory and without isolation: it can read and write what you can"
-        return f"code runs isolated by {_DETAILS[name]}"
+        if description := self._isolation.description:
+            return f"code runs isolated by {description}"
+        return "code runs with limits of time and memory and without isolation: it can read and write what you can"
 
-    def start(self, files: Mapping[str, str | bytes], command: Sequence[str], limits: Limits = _USUAL) -> Process:
+    def start(
+        self, files: Mapping[str, str | bytes], command: Sequence[str], limits: SandboxLimits = _USUAL
+    ) -> Process:
         """Start a program. ``files`` lie in its folder, in which it runs; the command's first word is a path.
 
         Raises SandboxFailed where it cannot be started.
@@ -374,20 +377,13 @@ class Sandbox:
         files: Mapping[str, str | bytes],
         command: Sequence[str],
         stdin: bytes = b"",
-        limits: Limits = _USUAL,
-    ) -> Outcome:
+        limits: SandboxLimits = _USUAL,
+    ) -> ProgramOutcome:
         """Run a program to its end. Raises SandboxFailed where it cannot be started, or the sandbox ended before it."""
         with self.start(files, command, limits) as process:
             process.send(stdin)
             process.end_input()
             return process.wait()
-
-
-_DETAILS = {
-    "bwrap": "bubblewrap: namespaces, seccomp and limits",
-    "unshare": "namespaces, Landlock, seccomp and limits",
-    "runsc": "gVisor",
-}
 
 
 @lru_cache
@@ -424,10 +420,12 @@ def _try(isolation: Isolation, folders: tuple[str, ...]) -> str | None:
     look = "import os, sys; print([each for each in sys.argv[1:] if not os.path.isdir(each)])"
     command = [os.path.realpath(sys.executable), "-I", "-S", "-c", look, *folders]
     try:
-        with Process(isolation.start(Job(Root.of_host(folders), {}, command, Limits())), Limits()) as process:
+        with Process(
+            isolation.start(Job(Root.of_host(folders), {}, command, SandboxLimits())), SandboxLimits()
+        ) as process:
             outcome = process.wait()
     except (SandboxFailed, OSError) as error:
         return str(error)
-    if outcome.exit_code != 0 or outcome.stdout == b"[]\n":
-        return None if outcome.exit_code == 0 else outcome.describe()
-    return f"a program does not see {outcome.stdout.decode().strip()}"
+    if not outcome.succeeded:
+        return outcome.describe()
+    return None if outcome.stdout == b"[]\n" else f"a program does not see {outcome.stdout.decode().strip()}"

@@ -1,9 +1,9 @@
 """How a program is kept from the rest of the machine, by what the host gives.
 
-Whatever isolates it, a program sees the same: /usr and the libraries, Python's own folder and a few devices, all of
-which it can only read; /box, its folder, and /dev/shm, in memory and of limited size; no /proc, no /etc, no network, no
-process but its own, an environment of its own. It is a user without rights: as root a number that nobody has,
-else nobody in a user namespace, so that its processes are counted by themselves.
+In every isolation a program can read /usr, the libraries, Python's own folder and a few devices, and write to /box, its
+folder, and /dev/shm, both in memory and of limited size. It has no /proc, no /etc, no network, no other process, and an
+environment of its own. It runs as an unprivileged user: an unused uid if we are root, else nobody in a user namespace,
+so that its processes are counted separately.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOBODY = 65534
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What a program may use."""
 
     wall_s: float = 10.0
@@ -101,7 +101,7 @@ class Job:
     root: Root
     files: Mapping[str, bytes]
     command: Sequence[str]
-    limits: Limits
+    limits: SandboxLimits
 
 
 @dataclass
@@ -119,9 +119,10 @@ class Isolation(Protocol):
     """A way to start programs."""
 
     name: str
+    description: str
 
     def missing(self) -> str | None:
-        """What the host lacks for it, as far as can be seen without running a program."""
+        """Return what the host lacks, as far as can be seen without running a program."""
 
     def start(self, job: Job) -> Started: ...
 
@@ -179,7 +180,7 @@ def _prlimit(limits: Mapping[str, int]) -> list[str]:
 class Bubblewrap:
     """Namespaces and mounts by `bwrap`, with a filter of system calls and limits."""
 
-    name = "bwrap"
+    name, description = "bwrap", "bubblewrap: namespaces, seccomp and limits"
 
     def missing(self) -> str | None:
         tools = ["bwrap", "prlimit", *(["setpriv"] if os.geteuid() == 0 else [])]
@@ -229,7 +230,7 @@ class Bubblewrap:
 class Namespaces:
     """The same by a launcher in Python, with Landlock as a second wall around files."""
 
-    name = "unshare"
+    name, description = "unshare", "namespaces, Landlock, seccomp and limits"
 
     def missing(self) -> str | None:
         return None
@@ -265,7 +266,7 @@ class Namespaces:
 class Runsc:
     """gVisor: a kernel of its own for each program, by `runsc` and an OCI bundle."""
 
-    name = "runsc"
+    name, description = "runsc", "gVisor"
 
     def missing(self) -> str | None:
         return None if shutil.which("runsc") else "there is no runsc"
@@ -333,7 +334,7 @@ class Runsc:
 class Nothing:
     """No isolation: limits, and a folder of its own. For code that is trusted."""
 
-    name = "none_i_trust_the_code"
+    name, description = "none_i_trust_the_code", ""
 
     def missing(self) -> str | None:
         return None
