@@ -31,11 +31,8 @@ def read_lines(path: Path, parse: Callable[[bytes], T]) -> Iterator[tuple[int, T
     with path.open("rb") as file:
         for line in file:
             if damaged:
-                raise StorageError(
-                    f"is damaged in the line at byte {end}",
-                    "restore the file from a copy, or delete that line",
-                    field=str(path),
-                )
+                problem = f"is damaged in the line at byte {end}"
+                raise StorageError(problem, "restore the file from a copy, or delete that line", field=str(path))
             if not line.endswith(b"\n"):
                 return
             try:

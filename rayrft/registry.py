@@ -56,12 +56,8 @@ class Registry(Generic[T]):
         try:
             piece: T = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"cannot be imported: {error}",
-                "fix the module, or give package.module:attribute of one that can be imported",
-                field=field,
-                value=path,
-            ) from None
+            remedy = "fix the module, or give package.module:attribute of one that can be imported"
+            raise ConfigError(f"cannot be imported: {error}", remedy, field=field, value=path) from None
         return piece
 
     def __iter__(self) -> Iterator[str]:
@@ -90,12 +86,8 @@ def load_plugins(paths: Iterable[Path]) -> None:
         try:
             source = path.read_bytes()
         except OSError as error:
-            raise ConfigError(
-                f"cannot be read: {error.strerror}",
-                "give the path of a Python file that every node can read",
-                field="plugins",
-                value=str(path),
-            ) from None
+            remedy = "give the path of a Python file that every node can read"
+            raise ConfigError(f"cannot be read: {error.strerror}", remedy, field="plugins", value=str(path)) from None
         name = f"{_PLUGIN}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
         digest = hashlib.blake2b(source).hexdigest()
         if getattr(sys.modules.get(name), "__digest__", None) == digest:
@@ -112,10 +104,7 @@ def load_plugins(paths: Iterable[Path]) -> None:
         except Exception as error:  # a user's file may raise anything
             for each in names:
                 del sys.modules[each]
-            raise ConfigError(
-                f"cannot be loaded: {type(error).__name__}: {error}",
-                "fix the file: it must run as a standalone script, in a folder with what it imports",
-                field="plugins",
-                value=str(path),
-            ) from error
+            problem = f"cannot be loaded: {type(error).__name__}: {error}"
+            remedy = "fix the file: it must run as a standalone script, in a folder with what it imports"
+            raise ConfigError(problem, remedy, field="plugins", value=str(path)) from error
         vars(module)["__digest__"] = digest

@@ -95,13 +95,11 @@ def _pairs(value: Any) -> Any:
 
 def _check_columns(names: set[str], field: str) -> None:
     if missing := [name for name in SCHEMA.names if name not in names]:
-        raise DataError(
-            f"rows have no column {missing[0]!r}",
+        remedy = (
             "give rows with every column of experience.SCHEMA, such as those of run.dataset() and data export; "
-            "chats and pairs become such rows by rayrft.data.demonstrations.from_dataset()",
-            field=field,
-            value=sorted(names),
+            "chats and pairs become such rows by rayrft.data.demonstrations.from_dataset()"
         )
+        raise DataError(f"rows have no column {missing[0]!r}", remedy, field=field, value=sorted(names))
 
 
 def _checked(table: pa.Table, field: str) -> pa.Table:

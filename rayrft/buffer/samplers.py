@@ -74,12 +74,8 @@ def draw(
     drawn = sampler(Candidates(slots, *columns), count, step, config, rng)
     counts = {len(drawn.slots), len(drawn.weights), len(np.unique(drawn.slots))}
     if counts != {count} or not ready[drawn.slots].all():
-        raise DataError(
-            f"the sampler must draw {count} different candidates, with a weight for each",
-            "return their slots",
-            field="buffer.sampler.name",
-            value=config.name,
-        )
+        problem = f"the sampler must draw {count} different candidates, with a weight for each"
+        raise DataError(problem, "return their slots", field="buffer.sampler.name", value=config.name)
     return drawn
 
 

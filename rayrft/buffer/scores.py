@@ -37,12 +37,8 @@ class Scores(Registry[Score]):
         def checked(batch: pa.RecordBatch, starts: Ints) -> Floats:
             values = np.asarray(function(batch, starts), dtype=np.float64)
             if values.shape != starts.shape:
-                raise DataError(
-                    f"score {name!r} must give one number per group, {len(starts)} in all",
-                    "return an array of shape [groups]",
-                    field=FIELD,
-                    value=values.shape,
-                )
+                problem = f"score {name!r} must give one number per group, {len(starts)} in all"
+                raise DataError(problem, "return an array of shape [groups]", field=FIELD, value=values.shape)
             check_scores(values, f"score {name!r}")
             return values
 
@@ -53,12 +49,8 @@ def check_scores(values: Floats, giver: str) -> None:
     """Raise DataError, which names ``giver``, if a score is negative or not finite."""
     if values.min(initial=0) >= 0 and values.max(initial=0) < np.inf:
         return
-    raise DataError(
-        f"{giver} has a score that is negative or not finite",
-        "give finite numbers >= 0",
-        field=FIELD,
-        value=float(values[~((values >= 0) & (values < np.inf))][0]),
-    )
+    problem, remedy = f"{giver} has a score that is negative or not finite", "give finite numbers >= 0"
+    raise DataError(problem, remedy, field=FIELD, value=float(values[~((values >= 0) & (values < np.inf))][0]))
 
 
 scores = Scores("score")

@@ -116,12 +116,9 @@ class Checkpoints:
         for name, size in json.loads((folder / _MANIFEST).read_text())["files"].items():
             file = folder / name
             if not file.is_file() or file.stat().st_size != size:
-                raise StorageError(
-                    f"the checkpoint is incomplete: {name} is {'truncated' if file.is_file() else 'missing'}",
-                    "delete the folder: the run then resumes from the previous checkpoint",
-                    field="checkpoint",
-                    value=str(folder),
-                )
+                problem = f"the checkpoint is incomplete: {name} is {'truncated' if file.is_file() else 'missing'}"
+                remedy = "delete the folder: the run then resumes from the previous checkpoint"
+                raise StorageError(problem, remedy, field="checkpoint", value=str(folder))
 
     def begin(self, step: int) -> Path:
         """Create an empty folder for the trainer to write to."""
@@ -214,12 +211,9 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"a checkpoint cannot be written: {error.strerror}",
-            "free disk space or fix the storage, then: rayrft resume RUN",
-            field="storage",
-            value=str(folder),
-        ) from None
+        problem = f"a checkpoint cannot be written: {error.strerror}"
+        remedy = "free disk space or fix the storage, then: rayrft resume RUN"
+        raise StorageError(problem, remedy, field="storage", value=str(folder)) from None
 
 
 class Saver:
@@ -324,20 +318,12 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
     steps = list(stages)
     wanted = max(steps, default=None) if step is None else step
     if wanted is None or wanted not in steps:
-        raise RunNotFound(
-            "no such checkpoint",
-            f"choose one of the steps {steps}" if steps else "the run has none yet",
-            field="step",
-            value=step,
-        )
+        remedy = f"choose one of the steps {steps}" if steps else "the run has none yet"
+        raise RunNotFound("no such checkpoint", remedy, field="step", value=step)
     stage = stages[wanted]
     if stage.algorithm.build().trains_reward_model and not merged:
-        raise ConfigError(
-            "the checkpoint is a reward model's, whose adapter is of no use without its head",
-            "omit it",
-            field="merge",
-            value=merged,
-        )
+        problem = "the checkpoint is a reward model's, whose adapter is of no use without its head"
+        raise ConfigError(problem, "omit it", field="merge", value=merged)
     if to.exists() and any(to.iterdir()):
         raise ConfigError("the folder is not empty", "give a new folder", field="to", value=str(to))
     model = str(run_folder / "model") if config.model.tiny is not None else str(config.model.path)

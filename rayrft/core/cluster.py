@@ -184,12 +184,9 @@ def ensure_token() -> None:
         _say(f"created Ray's authentication token: {path}")
         _find_token()
         return
-    raise ClusterError(
-        "Ray's authentication token cannot be written",
-        "set it to a writable file, or set RAY_AUTH_MODE=disabled",
-        field="RAY_AUTH_TOKEN_PATH",
-        value=[str(path) for path in _token_files()],
-    )
+    problem = "Ray's authentication token cannot be written"
+    remedy = "set it to a writable file, or set RAY_AUTH_MODE=disabled"
+    raise ClusterError(problem, remedy, field="RAY_AUTH_TOKEN_PATH", value=[str(path) for path in _token_files()])
 
 
 def use_token() -> None:

@@ -71,12 +71,9 @@ class StallMonitor:
             await self._note(f"no progress: {text}", waiting=[asdict(wait) for wait in news])
         # A lease has the same deadline, and its error says more: it comes first.
         if stalled := [wait for wait in late if wait.quiet_s >= self._stall + self._patience]:
-            raise Stalled(
-                f"no progress: {describe(stalled[0])}",
-                "see its log in the Ray dashboard; if it only takes long, raise monitor.stall_s",
-                field=stalled[0].target,
-                value=stalled[0].what,
-            )
+            problem = f"no progress: {describe(stalled[0])}"
+            remedy = "see its log in the Ray dashboard; if it only takes long, raise monitor.stall_s"
+            raise Stalled(problem, remedy, field=stalled[0].target, value=stalled[0].what)
         soonest = min((self._due(wait) - wait.quiet_s for wait in waits), default=self._patience)
         return min(max(soonest, 0.01 * self._patience), self._patience / _POLLS)
 

@@ -268,12 +268,8 @@ class TrainLoop:
                 results = await self._ranks.call(RankApi.train, processed.lease)
             if trained := [result for result in results if result is not None]:
                 return processed, trained, waited_s
-        raise RayrftError(
-            f"blocks of the batch were lost {_ATTEMPTS} times",
-            "see why objects are lost (nodes that die, an object store that is too small), then: rayrft resume",
-            field="buffer.lease",
-            value=step,
-        )
+        remedy = "see why objects are lost (nodes that die, an object store that is too small), then: rayrft resume"
+        raise RayrftError(f"blocks of the batch were lost {_ATTEMPTS} times", remedy, field="buffer.lease", value=step)
 
     async def _process(self, lease: Lease) -> ProcessedLease | None:
         """Send a batch through the operators on batches, if there are any; None if blocks of it are lost."""
@@ -357,11 +353,8 @@ class TrainLoop:
             async with asyncio.timeout(self._config.monitor.stall_s):
                 await exploring
         except TimeoutError:
-            raise Stalled(
-                f"groups were not abandoned within {self._config.monitor.stall_s:g} s of the end of the stage",
-                "see its log in the Ray dashboard",
-                field="explorer",
-            ) from None
+            problem = f"groups were not abandoned within {self._config.monitor.stall_s:g} s of the end of the stage"
+            raise Stalled(problem, "see its log in the Ray dashboard", field="explorer") from None
 
     def _describe(self, stage: StageConfig) -> str:
         rows = f"{stage.groups} groups of {stage.group_size}" if stage.groups else ""

@@ -196,22 +196,19 @@ class WeightSync:
             async with asyncio.timeout(self._settings.deadline_s):
                 yield
         except TimeoutError:
-            raise WeightSyncError(
-                f"waited {self._settings.deadline_s:g} s for {what}",
-                "check for a hanging engine, or raise weight_sync.deadline_s",
-                field="weight_sync",
-            ) from None
+            problem = f"waited {self._settings.deadline_s:g} s for {what}"
+            remedy = "check for a hanging engine, or raise weight_sync.deadline_s"
+            raise WeightSyncError(problem, remedy, field="weight_sync") from None
 
 
 def _verify(version: int, sent: Sent, held: Mapping[str, EngineWeights]) -> None:
     for name, weights in held.items():
         if weights.version != version or any(digest != sent.digest for digest in weights.digests):
-            raise WeightSyncError(
+            problem = (
                 f"the trainer sent version {version} with digest {sent.digest}; the engine reports version "
-                f"{weights.version} with {', '.join(weights.digests)}",
-                "the transfer is broken: do not use rollouts of this engine",
-                field=name,
+                f"{weights.version} with {', '.join(weights.digests)}"
             )
+            raise WeightSyncError(problem, "the transfer is broken: do not use rollouts of this engine", field=name)
 
 
 async def _resume(engines: Engines) -> None:

@@ -51,12 +51,8 @@ class PolicyEndpoint(HttpService):
         async def handle(request: Request) -> Response:
             body = parse(model, await self.body(request))
             if body.model != self._settings.model and not self._settings.any_model:
-                raise ApiError(
-                    404,
-                    f"The model {body.model!r} does not exist; there is {self._settings.model!r}.",
-                    code="model_not_found",
-                    param="model",
-                )
+                remedy = f"The model {body.model!r} does not exist; there is {self._settings.model!r}."
+                raise ApiError(404, remedy, code="model_not_found", param="model")
             response = f"{prefix}{uuid.uuid4().hex}"
             named = request.path_params.get("session") or request.headers.get("x-session-id")
             session = named or body.metadata.session_id or body.user or response

@@ -164,12 +164,8 @@ class Responder:
             return run, True
         if self._config.off_policy == "refuse":
             changed = [key for key in ("temperature", "top_p", "top_k") if getattr(asked, key) != getattr(run, key)]
-            raise ApiError(
-                400,
-                f"{changed[0]}: this endpoint samples at temperature {run.temperature:g}, without top_p or top_k.",
-                code="unsupported_value",
-                param=changed[0],
-            )
+            remedy = f"{changed[0]}: this endpoint samples at temperature {run.temperature:g}, without top_p or top_k."
+            raise ApiError(400, remedy, code="unsupported_value", param=changed[0])
         return asked, False
 
     def _tokenise(self, ask: CheckedRequest) -> tuple[list[int], tuple[dict[str, str], ...]]:

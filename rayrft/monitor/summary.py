@@ -221,8 +221,5 @@ def _writing(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"cannot be written: {error.strerror}",
-            "free disk space or fix the storage, then: rayrft resume RUN",
-            field=str(file),
-        ) from None
+        remedy = "free disk space or fix the storage, then: rayrft resume RUN"
+        raise StorageError(f"cannot be written: {error.strerror}", remedy, field=str(file)) from None

@@ -156,12 +156,9 @@ def tests_of(task: Task) -> list[Any]:
         tests = json.loads(tests)
     kinds = {_kind(test) for test in tests or ()}
     if len(kinds) != 1 or None in kinds:
-        raise DataError(
-            "the task has no tests of one kind",
-            "give a list of calls (args, expected), runs (stdin, stdout) or assertions",
-            field="metadata.tests",
-            value=tests and str(tests)[:200],
-        )
+        problem = "the task has no tests of one kind"
+        remedy = "give a list of calls (args, expected), runs (stdin, stdout) or assertions"
+        raise DataError(problem, remedy, field="metadata.tests", value=tests and str(tests)[:200])
     return list(tests or ())
 
 

@@ -48,12 +48,9 @@ def load_policy(path: str, field: str = "model.path") -> Policy:
         kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
         model = kind.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"no causal language model can be loaded: {str(error).splitlines()[0]}",
-            "give a folder in Hugging Face format, or the id of a model on the hub",
-            field=field,
-            value=path,
-        ) from None
+        problem = f"no causal language model can be loaded: {str(error).splitlines()[0]}"
+        remedy = "give a folder in Hugging Face format, or the id of a model on the hub"
+        raise ModelError(problem, remedy, field=field, value=path) from None
     return Policy(model, images)
 
 

@@ -62,12 +62,8 @@ class Policy(nn.Module):
 
         layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers or not self.model.supports_gradient_checkpointing:
-            raise ModelError(
-                "the model does not support gradient checkpointing",
-                "set it to false",
-                field="trainer.gradient_checkpointing",
-                value=type(self.model).__name__,
-            )
+            problem, remedy = "the model does not support gradient checkpointing", "set it to false"
+            raise ModelError(problem, remedy, field="trainer.gradient_checkpointing", value=type(self.model).__name__)
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers:
             layer.training = True  # only the layer itself, not its submodules: else it does not checkpoint

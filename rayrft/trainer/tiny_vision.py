@@ -85,11 +85,8 @@ def _save_processor(tokenizer, folder: Path) -> None:  # type: ignore[no-untyped
         from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
         from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
     except ImportError as error:
-        raise ModelError(
-            f"a vision model cannot be made: {error}",
-            "run cluster/setup.sh again: vision models need torchvision",
-            field="model.tiny.vision",
-        ) from None
+        remedy = "run cluster/setup.sh again: vision models need torchvision"
+        raise ModelError(f"a vision model cannot be made: {error}", remedy, field="model.tiny.vision") from None
     size = {"shortest_edge": (_PATCH * _MERGE) ** 2, "longest_edge": _LARGEST**2}
     patches = {"patch_size": _PATCH, "merge_size": _MERGE, "size": size}
     processor = Qwen2VLProcessor(

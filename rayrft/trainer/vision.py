@@ -52,12 +52,8 @@ def run_model(model: Any, inputs: dict[str, Any]) -> Any:
 def reject_images(images: tuple[tuple[str, ...], ...]) -> None:
     """Raise ModelError if any row has an image, for a model that takes none."""
     if image := next((path for paths in images for path in paths), None):
-        raise ModelError(
-            "a row has an image, but the model takes none",
-            "give a model of the Qwen-VL family, or rows without images",
-            field="model",
-            value=image,
-        )
+        remedy = "give a model of the Qwen-VL family, or rows without images"
+        raise ModelError("a row has an image, but the model takes none", remedy, field="model", value=image)
 
 
 @contextlib.contextmanager

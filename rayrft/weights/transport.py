@@ -64,11 +64,9 @@ class SignedStore:
         signed: str = self._store.get(key).decode(errors="replace")
         signature, value = signed[:64], signed[64:]
         if not hmac.compare_digest(signature.encode(), self._signature(key, value).encode()):
-            raise WeightSyncError(
-                "a process outside the run wrote to the store of the link between trainer and engines",
-                "let only the cluster's nodes reach each other's ports, then resume the run",
-                field=key,
-            )
+            problem = "a process outside the run wrote to the store of the link between trainer and engines"
+            remedy = "let only the cluster's nodes reach each other's ports, then resume the run"
+            raise WeightSyncError(problem, remedy, field=key)
         return value
 
     def _signature(self, key: str, value: str) -> str:
@@ -130,9 +128,5 @@ def choose_transport(name: str, layout: Layout) -> str:
             problems.append(f"{candidate} {error.problem}")
         else:
             return candidate
-    raise ConfigError(
-        f"no weight transport fits: {'; '.join(problems)}",
-        "change explorer.engine.gpus, trainer.gpus, explorer.engine.count or trainer.ranks",
-        field=FIELD,
-        value=name,
-    )
+    remedy = "change explorer.engine.gpus, trainer.gpus, explorer.engine.count or trainer.ranks"
+    raise ConfigError(f"no weight transport fits: {'; '.join(problems)}", remedy, field=FIELD, value=name)

@@ -43,11 +43,8 @@ class Storage:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
-            raise StorageError(
-                "another process writes here",
-                "end the run that uses it, or choose another name or buffer.storage",
-                field=str(self.folder),
-            ) from None
+            remedy = "end the run that uses it, or choose another name or buffer.storage"
+            raise StorageError("another process writes here", remedy, field=str(self.folder)) from None
         self._lock = descriptor
 
     def unlock(self) -> None:
@@ -129,11 +126,9 @@ class Storage:
         except OSError as error:
             if absent and isinstance(error, FileNotFoundError):
                 raise
-            raise StorageError(
-                f"cannot be written or read: {error.strerror or error}",
-                _REMEDY.get(error.errno or 0, "check the storage"),
-                field=str(self.folder / name),
-            ) from None
+            problem = f"cannot be written or read: {error.strerror or error}"
+            remedy = _REMEDY.get(error.errno or 0, "check the storage")
+            raise StorageError(problem, remedy, field=str(self.folder / name)) from None
 
 
 class Appender:

@@ -172,12 +172,9 @@ class RolloutEngine(Answering, Watched):
         """Stop decoding and keep running requests, and with ``keep_cache`` their KV cache, which requests that come
         later do not use; else it is recomputed after the pause. Raises ModelError if it cannot be kept."""
         if keep_cache and self._images is not None:
-            raise ModelError(
-                "vLLM keeps what the old weights saw in an image for new requests, too",
-                "use recompute with models that take images",
-                field="weight_sync.kv_cache",
-                value="keep",
-            )
+            problem = "vLLM keeps what the old weights saw in an image for new requests, too"
+            remedy = "use recompute with models that take images"
+            raise ModelError(problem, remedy, field="weight_sync.kv_cache", value="keep")
         async with self._pausing:
             await self._engine.pause_generation(mode="keep", clear_cache=not keep_cache)
             self._kept += keep_cache  # not before: what the old weights still compute must not look like the new ones'
@@ -252,24 +249,19 @@ class RolloutEngine(Answering, Watched):
                 stream.add(output.outputs[0].token_ids, _logprobs(output.outputs[0]))
         assert last is not None  # a request that does not finish raises
         if images and list(last.prompt_token_ids) != token_ids:
-            raise ModelError(
+            problem = (
                 f"the engine and the tokenizer tokenise a prompt with images differently ({len(last.prompt_token_ids)} "
-                f"and {len(token_ids)} tokens)",
-                "vLLM and transformers expand this model's images differently: install compatible releases",
-                field="model",
-                value=images[0],
+                f"and {len(token_ids)} tokens)"
             )
+            remedy = "vLLM and transformers expand this model's images differently: install compatible releases"
+            raise ModelError(problem, remedy, field="model", value=images[0])
         return last
 
     def _with_images(self, token_ids: list[int], images: tuple[str, ...]) -> dict[str, Any]:
         """Return the prompt for vLLM, with one placeholder per image, which vLLM expands itself."""
         if self._images is None:
-            raise ModelError(
-                "the model does not accept images",
-                "use a vision-language model, or tasks without images",
-                field="model",
-                value=images[0],
-            )
+            remedy = "use a vision-language model, or tasks without images"
+            raise ModelError("the model does not accept images", remedy, field="model", value=images[0])
         pictures = [self._images.load(path) for path in images]
         ids = self._images.collapse(token_ids, images)
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}

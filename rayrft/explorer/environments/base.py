@@ -92,12 +92,9 @@ def environment_factory(config: EnvironmentConfig) -> partial[Environment]:
     try:
         inspect.signature(factory).bind(**config.options)
     except TypeError as error:
-        raise ConfigError(
-            f"environment {config.name!r} rejects its options: {error}",
-            "see the parameters of the environment",
-            field="explorer.environment.options",
-            value=config.options,
-        ) from None
+        problem = f"environment {config.name!r} rejects its options: {error}"
+        remedy = "see the parameters of the environment"
+        raise ConfigError(problem, remedy, field="explorer.environment.options", value=config.options) from None
     if (check := getattr(factory, "check", None)) is not None:
         check(**resolved(config.options))
     return partial(factory, **resolved(config.options))

@@ -38,12 +38,8 @@ class OpenEnvEnvironment:
     def check(url: str, **_: Any) -> None:
         """Raise ConfigError unless the client is installed."""
         if importlib.util.find_spec("openenv") is None:
-            raise ConfigError(
-                "needs a package that is not installed: openenv",
-                "pip install 'rayrft[openenv]'",
-                field="explorer.environment.name",
-                value="openenv",
-            )
+            problem, remedy = "needs a package that is not installed: openenv", "pip install 'rayrft[openenv]'"
+            raise ConfigError(problem, remedy, field="explorer.environment.name", value="openenv")
 
     @staticmethod
     def prepare(**_: Any) -> None:

@@ -52,12 +52,8 @@ class VerifiersEnvironment:
             if name in task.metadata
         }
         if "prompt" not in row:
-            raise DataError(
-                "the task does not come from a verifiers environment",
-                "take tasks of source verifiers",
-                field="task",
-                value=task.id,
-            )
+            problem = "the task does not come from a verifiers environment"
+            raise DataError(problem, "take tasks of source verifiers", field="task", value=task.id)
         # The model is never called by the library, so that it needs no client.
         self._state = await self._environment.init_state(row, client=None, model="rayrft", sampling_args={})
         self._state = await self._environment.setup_state(self._state)

@@ -55,25 +55,13 @@ def build_workflow(
     try:
         workflow = create()
     except TypeError as error:
-        raise ConfigError(
-            f"workflow {name!r} rejects its options: {error}",
-            "see the parameters of the workflow",
-            field=f"explorer.workflow_options.{name}",
-            value=options,
-        ) from None
+        problem, remedy = f"workflow {name!r} rejects its options: {error}", "see the parameters of the workflow"
+        raise ConfigError(problem, remedy, field=f"explorer.workflow_options.{name}", value=options) from None
     if getattr(workflow, "needs_environment", False) and config.environment is None:
-        raise ConfigError(
-            f"workflow {name!r} acts in an environment",
-            "name one, or choose another workflow",
-            field="explorer.environment",
-            value=None,
-        )
+        problem = f"workflow {name!r} acts in an environment"
+        raise ConfigError(problem, "name one, or choose another workflow", field="explorer.environment", value=None)
     require_auxiliary(getattr(workflow, "needs_auxiliary", ()), auxiliary)
     if not inspect.iscoroutinefunction(inspect.unwrap(getattr(workflow, "run", None))):  # type: ignore[arg-type]
-        raise ConfigError(
-            f"run() of workflow {name!r} is no coroutine function",
-            "write async def run, and blocking = True in its class if it may block",
-            field=field,
-            value=name,
-        )
+        remedy = "write async def run, and blocking = True in its class if it may block"
+        raise ConfigError(f"run() of workflow {name!r} is no coroutine function", remedy, field=field, value=name)
     return Isolated(create, config.workflow_processes) if getattr(workflow, "blocking", False) else workflow

@@ -104,12 +104,9 @@ _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 def program(machine: str = platform.machine()) -> bytes:
     """Return the filter: an array of ``struct sock_filter``. Raises ConfigError for an unknown architecture."""
     if machine not in _ARCHITECTURES:
-        raise ConfigError(
-            "there is no filter of system calls for this architecture",
-            f"score code on one of {', '.join(_ARCHITECTURES)}",
-            field="reward.options.isolation",
-            value=machine,
-        )
+        problem = "there is no filter of system calls for this architecture"
+        remedy = f"score code on one of {', '.join(_ARCHITECTURES)}"
+        raise ConfigError(problem, remedy, field="reward.options.isolation", value=machine)
     column, architecture = _ARCHITECTURES[machine]
     denied = sorted(number for numbers in _DENIED.values() if (number := numbers[column]) is not None)
     # Each test jumps to one of four ends, which stand at the end in this order.
