@@ -21,7 +21,7 @@ from rayrft.explorer.evaluator import Evaluator
 from rayrft.explorer.rollout import Runner
 from rayrft.json_lines import JsonLines, open_lines, read_lines
 from rayrft.registry import load_plugins
-from rayrft.rewards.pool import RewardPool, Scoring
+from rayrft.rewards.pool import Rewards, ScoringBackend
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.waits import Waits
 
@@ -54,14 +54,14 @@ class BenchWorker(Watched):
         config: RunConfig,
         model: str,
         engine_pool: Handle[EnginePool],
-        scoring: Callable[[], Scoring] | None,
+        scoring: Callable[[], ScoringBackend] | None,
         auxiliary: Mapping[str, Handle[EnginePool]],
     ) -> None:
         """``scoring`` and ``auxiliary``: see `rayrft.explorer.explorer.Explorer`."""
         load_plugins(config.plugins)
         self._config = config
         models = auxiliary_models(config.auxiliary, auxiliary)
-        self._rewards = RewardPool(config.scoring, config.plugins, scoring, models)
+        self._rewards = Rewards(config.scoring, config.plugins, scoring, models)
         engines = EngineClient(engine_pool, Waits("bench"))
         runner = Runner(
             config, ChatTokenizer(model, template=config.model.template), engines, self._rewards.score, models

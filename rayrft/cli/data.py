@@ -203,7 +203,7 @@ def process(
         connect()
     sources = [_sources(name, storage)[0] for name in rows]
     journal = out.with_name(f"{out.name}.answers.jsonl")
-    context, answers, tasks = pipeline_inputs(loaded, config, journal)
+    context, models, tasks = pipeline_inputs(loaded, config, journal)
     total = sum(source.rows or 0 for source in sources) * len(loaded.operators)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -213,7 +213,7 @@ def process(
             bar.update(task, advance=count, description=loaded.operators[operator].name)
 
         done = run_pipeline(
-            sources, loaded, out, context=context, left_out=left_out, progress=advance, answers=answers, tasks=tasks
+            sources, loaded, out, context=context, left_out=left_out, progress=advance, models=models, tasks=tasks
         )
     journal.unlink(missing_ok=True)
     console = Console(highlight=False, markup=False)

@@ -21,7 +21,7 @@ from rayrft.experience import Experience, Task
 from rayrft.explorer.checks import check_prompts, check_workflows
 from rayrft.pipelines.experiences import check_experiences
 from rayrft.pipelines.report import summary
-from rayrft.pipelines.run.answering import Engines
+from rayrft.pipelines.run.models import Engines
 from rayrft.pipelines.tasks import load_processed
 from rayrft.rewards.checks import check_rewards
 from rayrft.trainer.batch_pipeline import check_batches

@@ -28,8 +28,7 @@ from rayrft.experience import Task
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.feedback.journal import feedback_folder
 from rayrft.pipelines import Context
-from rayrft.pipelines.run.answering import AskedModel, Engines, answering
-from rayrft.pipelines.run.process import Answers
+from rayrft.pipelines.run.models import AskedModel, Engines, OpenModels, open_models
 from rayrft.pipelines.tasks import load_processed
 from rayrft.rewards.checks import check_reward
 from rayrft.runtime.handle import Handle, end
@@ -185,8 +184,8 @@ def pipeline_engines(
 
 def pipeline_inputs(
     pipeline: PipelineConfig, config: str | None, journal: Path
-) -> tuple[Context, Answers, dict[str, Task] | None]:
-    """Return the context of operators on files, the source of their answers, which are kept in ``journal``, and the
+) -> tuple[Context, OpenModels, dict[str, Task] | None]:
+    """Return the context of operators on files, the models that they ask, whose answers are kept in ``journal``, and the
     tasks by their ids of the run whose ``config`` is given."""
     reward, models, plugins, seed = pipeline.reward, dict(pipeline.models), list(pipeline.plugins), 0
     context, tasks = Context(), dict[str, Task]()
@@ -200,8 +199,8 @@ def pipeline_inputs(
         reward, models, seed = reward or run.scoring, {**run.auxiliary, **models}, run.seed
         plugins += run.plugins
         context = Context(processed.evaluation, run.model.path, template=run.model.template)
-    answers = partial(
-        answering,
+    opened = partial(
+        open_models,
         engines=pipeline_engines(f"pipeline-{uuid.uuid4().hex[:8]}", models, seed),
         endpoints=pipeline.endpoints,
         reward=reward,
@@ -211,7 +210,7 @@ def pipeline_inputs(
         journal=journal,
     )
     context = replace(context, models={*models, *pipeline.endpoints}, scores=reward is not None)
-    return context, answers, None if config is None else tasks
+    return context, opened, None if config is None else tasks
 
 
 def task_engines(config: RunConfig, say: Callable[[str], None] = print) -> Engines:

@@ -38,7 +38,8 @@ from rayrft.explorer.tools.parsing import CallForm
 from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
 from rayrft.registry import loaded_plugins
 from rayrft.rewards import RewardResult
-from rayrft.runtime.processes.pool import ProcessPool, Worker
+from rayrft.runtime.processes.pool import ProcessPool
+from rayrft.runtime.processes.worker import Worker
 from rayrft.runtime.serving import key_digest
 from rayrft.runtime.serving.http import ApiError
 

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel, model_validator
 from rayrft.config.serve import RewardServiceConfig
 from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, Transcript
-from rayrft.rewards.pool import RewardPool
-from rayrft.rewards.service import RewardService, ServedScoring
+from rayrft.rewards.pool import Rewards
+from rayrft.rewards.service import RewardService, ServeBackend
 from rayrft.rewards.stats import DomainStats
 from rayrft.runtime.serving.http import ApiError, HttpService, Route, parse, unless_gone
 
@@ -101,7 +101,7 @@ class RewardEndpoint(HttpService):
         self,
         config: RewardServiceConfig,
         key_digests: tuple[str, ...],
-        pool: RewardPool,
+        pool: Rewards,
         version: str,
         count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
@@ -160,5 +160,5 @@ def build_reward_endpoint(
     count: Callable[[str], None], config: RewardServiceConfig, key_digests: tuple[str, ...], service: RewardService
 ) -> RewardEndpoint:
     """Build the API over the replicas of a service."""
-    pool = RewardPool(config.reward, [], lambda: ServedScoring(service, config.reward))
+    pool = Rewards(config.reward, [], lambda: ServeBackend(service, config.reward))
     return RewardEndpoint(config, key_digests, pool, service.version, count)

@@ -26,11 +26,11 @@ from rayrft.explorer.group_flow import GroupFlow
 from rayrft.explorer.rollout import Runner
 from rayrft.pipelines.experiences import ExperiencePipeline, experience_chain
 from rayrft.pipelines.report import OperatorStats
-from rayrft.pipelines.run.answering import answering, running
 from rayrft.pipelines.run.groups import LocalOperators, Operators
+from rayrft.pipelines.run.models import open_models, running_engines
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult, Transcript
-from rayrft.rewards.pool import RewardPool, Scoring
+from rayrft.rewards.pool import Rewards, ScoringBackend
 from rayrft.rewards.stats import DomainStats
 from rayrft.runtime.handle import Handle, TrackedHandle, Watched
 from rayrft.runtime.waits import WaitReport, Waits
@@ -84,7 +84,7 @@ class Explorer(Watched):
         buffer: Handle[Buffer],
         tasks: list[Task],
         held_out: list[Task],
-        scoring: Callable[[], Scoring] | None,
+        scoring: Callable[[], ScoringBackend] | None,
         feed: str = "",
         auxiliary: Mapping[str, Handle[EnginePool]] | None = None,
         evaluation_pool: Handle[EnginePool] | None = None,
@@ -105,7 +105,7 @@ class Explorer(Watched):
         tokenizer, share = ChatTokenizer(model, template=config.model.template), 1 / config.explorer.count
         engines = EngineClient(engine_pool, self._waits, share)
         models = auxiliary_models(config.auxiliary, auxiliary or {}, self._waits, share)
-        self._rewards = RewardPool(config.scoring, config.plugins, scoring, models)
+        self._rewards = Rewards(config.scoring, config.plugins, scoring, models)
         self._scoring: asyncio.Future[None] | None = None
         """The start of what scores, if a stage trains it."""
         self._runner = Runner(config, tokenizer, engines, self._reward, models)
@@ -210,15 +210,15 @@ class Explorer(Watched):
         pipelines, chain = self._config.pipelines, experience_chain(self._config, model)
         if operators is not None:
             return ExperiencePipeline(pipelines, chain.build(), operators())
-        answers = partial(
-            answering,
-            engines=running(models, self._config.auxiliary),
+        opened = partial(
+            open_models,
+            engines=running_engines(models, self._config.auxiliary),
             endpoints=pipelines.endpoints,
             score=self._reward,
             tasks=self._tasks.get,
             answer_s=pipelines.answer_s,
         )
-        return ExperiencePipeline(pipelines, chain.build(), LocalOperators(chain, pipelines, answers))
+        return ExperiencePipeline(pipelines, chain.build(), LocalOperators(chain, pipelines, opened))
 
     async def _end_surplus(self, stage: StageConfig) -> None:
         """End the groups in flight of every step that has been leased. Returns once the stage is closed."""

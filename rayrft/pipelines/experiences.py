@@ -21,7 +21,7 @@ from rayrft.experience import SCHEMA, Experience, Task, field_values, to_batch
 from rayrft.pipelines.chain import Link
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorLog, OperatorStats
-from rayrft.pipelines.run.groups import GroupChain, Operators, Worked
+from rayrft.pipelines.run.groups import GroupChain, GroupResult, Operators
 
 EXPERIENCES = pa.schema(
     [
@@ -129,7 +129,7 @@ class ExperiencePipeline:
         """Return what was done since the last call, by operator."""
         return self._log.take()
 
-    def _split(self, worked: Worked, rows: list[Experience]) -> tuple[list[Experience], pa.RecordBatch | None]:
+    def _split(self, worked: GroupResult, rows: list[Experience]) -> tuple[list[Experience], pa.RecordBatch | None]:
         """Return the rows that were sampled, and those that were made. Raises OperatorFailed if any is neither, or is
         not what was sampled any more."""
         self._log.check(worked.kept, worked.changed.schema.names, _SAMPLED)

@@ -23,8 +23,9 @@ from rayrft.pipelines.operator import Context, build_operator
 from rayrft.pipelines.operators.batches import BATCHES
 from rayrft.pipelines.report import Report
 from rayrft.pipelines.rows import Ids, id_column, lineage
-from rayrft.pipelines.run.asking import is_experience
-from rayrft.pipelines.run.process import Answers, Pipeline, Progress
+from rayrft.pipelines.run.models import OpenModels
+from rayrft.pipelines.run.process import Pipeline, Progress
+from rayrft.pipelines.subjects import is_experience
 from rayrft.registry import load_plugins
 
 
@@ -45,14 +46,14 @@ def process(
     context: Context | None = None,
     left_out: Path | None = None,
     progress: Progress = lambda operator, rows: None,
-    answers: Answers | None = None,
+    models: OpenModels | None = None,
     tasks: Mapping[str, Task] | None = None,
 ) -> Processed:
     """Send the rows of all sources, one after another, through the operators of a pipeline, and write what goes on to
     ``out`` (JSONL or Parquet), which appears when all is done.
 
     ``left_out`` is a JSONL file to write to: what was left out, by which operator and why, and which rows are broken.
-    ``answers`` has what answers operators that ask. Of experiences they see what they would in a run, too, which is not
+    ``models`` opens the models that operators ask. Of experiences they see what they would in a run, too, which is not
     written: ``response``, with ``tasks`` (by id) what these say, and the columns of a batch, as if the rows that a step
     has trained on were one.
     Raises ConfigError before anything is read if an operator does not fit, DataError if sources do not fit each other
@@ -108,7 +109,7 @@ def process(
             lambda batch: writer.write(batch.select(names)),
             progress=progress,
             left_out=list_rows,
-            answers=answers,
+            models=models,
         )
     return Processed(report, writer.rows, broken)
 

@@ -56,7 +56,7 @@ ModelName = Annotated[str, Asks()]
 class Context:
     """What operators may need besides their options: the tasks of the evaluation sets, the path of the run's model, of
     which they use embeddings and the tokenizer with the run's ``template``, the names of models that they may ask, and
-    whether there is a reward to check answers by (`rayrft.pipelines.run.asking`)."""
+    whether there is a reward to check answers by (`rayrft.pipelines.run.models`)."""
 
     evaluation: Sequence[Task] = ()
     tokenizer: str | None = None

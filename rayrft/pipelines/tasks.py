@@ -21,7 +21,7 @@ from rayrft.pipelines.operator import Context
 from rayrft.pipelines.operator import operators as registered
 from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.rows import lineage
-from rayrft.pipelines.run.answering import Engines, answering, no_engines
+from rayrft.pipelines.run.models import Engines, no_engines, open_models
 from rayrft.pipelines.run.process import Pipeline
 
 SCHEMA = pa.schema(
@@ -157,8 +157,8 @@ def _processed(
         for name, tasks in zip(names, sources, strict=True)
         for start in range(0, len(tasks), _BATCH_ROWS)
     )
-    answers = partial(
-        answering,
+    models = partial(
+        open_models,
         engines=engines or no_engines,
         endpoints=pipelines.endpoints,
         reward=config.scoring,
@@ -166,7 +166,7 @@ def _processed(
         answer_s=pipelines.answer_s,
         journal=config.storage / f"answers.{config.name}.jsonl",
     )
-    report = pipeline.run(batches, take, left_out=note, answers=answers)
+    report = pipeline.run(batches, take, left_out=note, models=models)
     found: dict[str, list[tuple[Task, str]]] = {name: [] for name in names}
     for row in kept:
         source, began = row["source"], row["id"]

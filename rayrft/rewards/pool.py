@@ -1,4 +1,4 @@
-"""Who scores for an Explorer: itself, reward actors on any node, or Serve deployments (`rayrft.rewards.service`)."""
+"""Scoring for an Explorer: in its process, by reward actors on any node, or on Serve (`rayrft.rewards.service`)."""
 
 from __future__ import annotations
 
@@ -14,59 +14,71 @@ from rayrft.registry import load_plugins
 from rayrft.rewards.base import RewardResult, Transcript
 from rayrft.rewards.judge import ChatModel
 from rayrft.rewards.scorer import Scorer
-from rayrft.rewards.stats import DomainStats, Tally
+from rayrft.rewards.stats import DomainStats
 from rayrft.runtime.actor_pool import TRIES, ActorPool
 from rayrft.runtime.handle import Handle
 
 Models = Callable[[], Mapping[str, ChatModel]]
-"""Gives a process elsewhere the models that its judges may ask, by name."""
+"""Returns the models that judges in another process may ask, by name."""
 
 
-class Scoring(Protocol):
-    """Scores transcripts of a task, here or elsewhere."""
+class ScoringBackend(Protocol):
+    """Scores transcripts outside of the Explorer."""
 
     async def open(self) -> None:
-        """Start what scores. Raises ConfigError where a reward cannot be built."""
+        """Start it. Raises ConfigError where a reward cannot be built."""
 
-    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        """Return one result per transcript. Raises ConfigError if the task's domain has no reward."""
+    async def score(self, task: Task, transcripts: list[Transcript]) -> tuple[list[RewardResult], int]:
+        """Return one result per transcript, and the number of retries. Raises ConfigError if the task's domain has no
+        reward, and ActorDied or ActorUnreachable if every try failed."""
         ...
 
 
-class RewardPool:
-    """Scores, wherever that is done, and counts by domain."""
+class Rewards:
+    """Scores, in this process or by a backend, and counts by domain."""
 
     def __init__(
         self,
         config: RewardModelsConfig,
         plugins: Sequence[Path],
-        elsewhere: Callable[[], Scoring] | None,
+        backend: Callable[[], ScoringBackend] | None,
         models: Mapping[str, ChatModel] | None = None,
     ) -> None:
-        """Without ``elsewhere`` a scorer of this process scores; ``models`` are those that its judges may ask."""
+        """Without ``backend`` a `Scorer` of this process scores; ``models`` are those that its judges may ask."""
         self._config = config
-        self._scoring: Scoring = Scorer(config, plugins, models) if elsewhere is None else elsewhere()
-        self._tallies = {domain: Tally() for domain in config.models}
+        self._backend: Scorer | ScoringBackend = Scorer(config, plugins, models) if backend is None else backend()
+        self._pending = dict.fromkeys(config.models, 0)
+        self._stats = {domain: DomainStats() for domain in config.models}
 
     async def open(self) -> None:
-        """Start what scores. Raises ConfigError where a reward cannot be built."""
-        await self._scoring.open()
+        """Start the scorer or backend. Raises ConfigError where a reward cannot be built."""
+        await self._backend.open()
 
     async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        """Return one result per transcript. Raises ConfigError if the task's domain has no reward."""
-        tally = self._tallies[self._config.domain_of(task.domain)]
-        tally.pending += len(transcripts)
+        """Return one result per transcript; all unknown if every actor or replica that was tried failed. Raises
+        ConfigError if the task's domain has no reward."""
+        domain = self._config.domain_of(task.domain)
+        self._pending[domain] += len(transcripts)
         try:
-            results = await self._scoring.score(task, transcripts)
+            if isinstance(self._backend, Scorer):
+                results = await self._backend.score(task, transcripts)
+            else:
+                results, retries = await self._backend.score(task, transcripts)
+                if retries:
+                    results = [replace(each, tries=each.tries + retries) for each in results]
+        except (ActorDied, ActorUnreachable) as error:
+            reason = f"reward {error.field} failed: {error.problem}"
+            results = [RewardResult(None, reason=reason, error=True, tries=TRIES)] * len(transcripts)
         finally:
-            tally.pending -= len(transcripts)
-        for result in results:
-            tally.add(result)
+            self._pending[domain] -= len(transcripts)
+        self._stats[domain] = DomainStats.of([self._stats[domain], DomainStats.of_results(results)])
         return results
 
     def take_stats(self) -> dict[str, DomainStats]:
-        """Return what happened since the last call, by domain."""
-        return {domain: tally.take() for domain, tally in self._tallies.items()}
+        """Return the statistics since the last call, by domain."""
+        taken = {domain: replace(stats, pending=self._pending[domain]) for domain, stats in self._stats.items()}
+        self._stats = {domain: DomainStats() for domain in taken}
+        return taken
 
 
 class RewardActor:
@@ -85,35 +97,18 @@ class RewardActor:
         return await self._scorer.score(task, transcripts)
 
 
-class ActorScoring:
-    """Scores by ``count`` reward actors: each call by the one that owes the fewest results.
-
-    An actor that dies is replaced, and its calls are made again, once.
-    """
+class ActorBackend:
+    """Scores by ``count`` reward actors: each call by the one with the fewest results to return."""
 
     def __init__(self, create: Callable[[], Handle[RewardActor]], count: int) -> None:
-        self._actors = ActorPool(create, lambda actor: actor.call(RewardActor.start), count)
+        self._actors = ActorPool(create, lambda actor: actor.call(RewardActor.start), count, "actor")
 
     async def open(self) -> None:
         """Start the actors. Raises ConfigError where a reward cannot be built."""
         await self._actors.open()
 
-    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        """Return one result per transcript; all unknown if two actors died of them, or were not reached."""
-        try:
-            results, tries = await self._actors.call(
-                lambda actor: actor.call(RewardActor.score, task, transcripts), owed=len(transcripts)
-            )
-        except (ActorDied, ActorUnreachable) as error:
-            return died(f"reward actor failed: {error.problem}", transcripts)
-        return again(tries, results)
-
-
-def again(tries: int, results: list[RewardResult]) -> list[RewardResult]:
-    """Return the results of a call that was made so many times before."""
-    return [replace(each, tries=each.tries + tries) for each in results] if tries else results
-
-
-def died(reason: str, transcripts: Sequence[Transcript]) -> list[RewardResult]:
-    """Return the results of a call of which every actor died."""
-    return [RewardResult(None, reason=reason, error=True, tries=TRIES)] * len(transcripts)
+    async def score(self, task: Task, transcripts: list[Transcript]) -> tuple[list[RewardResult], int]:
+        """See `ScoringBackend`."""
+        return await self._actors.call(
+            lambda actor: actor.call(RewardActor.score, task, transcripts), load=len(transcripts)
+        )

@@ -1,4 +1,4 @@
-"""Rewards on Ray Serve: an application for each domain, whose replicas come and go with what is asked of them."""
+"""Rewards on Ray Serve: an application for each domain, which scales its replicas with the calls."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from typing import Any
 from urllib.parse import quote
 
 from ray import serve
-from ray.exceptions import RayActorError
 
 from rayrft.config.reward import ReplicasConfig, RewardModelsConfig
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.registry import load_plugins
 from rayrft.rewards.base import RewardResult, Transcript
-from rayrft.rewards.pool import Models, again, died
+from rayrft.rewards.pool import Models
 from rayrft.rewards.scorer import Scorer
-from rayrft.runtime.actor_pool import TRIES
-from rayrft.runtime.handle import Handle, death_reason
+from rayrft.runtime.actor_pool import with_retry
+from rayrft.runtime.handle import Handle
 from rayrft.runtime.serving.applications import (
     WATCHED_CLOSELY,
     Anchor,
@@ -43,7 +42,7 @@ _DEPLOYMENT = "rewards"
 
 @dataclass(frozen=True)
 class Scored:
-    """What a replica replies: one result per transcript, by rewards of that version."""
+    """The reply of a replica: one result per transcript, by rewards of that version."""
 
     results: list[RewardResult]
     version: str
@@ -51,9 +50,9 @@ class Scored:
 
 @dataclass(frozen=True)
 class RewardService:
-    """The applications that score for a run, or for whoever asks, by the name of that and by the rewards' version.
+    """The Serve applications that score, named by their owner and the version of the rewards.
 
-    They are frozen: another config is another version, and has applications of its own.
+    They never change: another config is another version, with other applications.
     """
 
     name: str
@@ -61,9 +60,9 @@ class RewardService:
 
     @classmethod
     def of(cls, name: str, config: RewardModelsConfig, plugins: Sequence[Path]) -> RewardService:
-        """Return that of a config. Its version is a digest of what decides about rewards: names, options, parts and
-        deadlines, the files of a ``model`` that is a folder, and the text of plugins; the weights of a model of the
-        hub, which its ``revision`` names, and what plugins import are not in it."""
+        """Return the service of a config. Its version is a digest of names, options, parts and deadlines, of the files
+        of a ``model`` that is a folder, and of the text of plugins. The weights of a model of the hub, which its
+        ``revision`` names, and the imports of plugins are not in it."""
         decides = {"name", "options", "parts", "deadline_s"}
         models = {domain: model.model_dump(mode="json", include=decides) for domain, model in config.models.items()}
         parts = chain.from_iterable(model.scored_by for model in config.models.values())
@@ -77,7 +76,7 @@ class RewardService:
 
     @property
     def all_versions(self) -> str:
-        """What the names of the applications of any version begin with."""
+        """Prefix of the names of the applications of any version."""
         return f"{self.name}:rewards-"
 
     def application(self, domain: str) -> str:
@@ -100,7 +99,7 @@ def _digest(path: Path, size: int, changed_ns: int) -> str:
 
 
 class RewardReplica:
-    """One process of a domain, with the processes in which its rewards score."""
+    """A replica of a domain, with the processes of its rewards."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, and the replica is ready when it is done
         self,
@@ -122,35 +121,34 @@ class RewardReplica:
         return Scored(await self._scorer.score(task, transcripts), self._version)
 
 
-class ServedScoring:
-    """Scores by the replicas of a `RewardService`. A call whose replica dies is made again, once."""
+class ServeBackend:
+    """Scores by the replicas of a `RewardService`."""
 
     def __init__(self, service: RewardService, config: RewardModelsConfig) -> None:
         self._service, self._config = service, config
         self._handles: dict[str, Any] = {}
 
     async def open(self) -> None:
-        """Do nothing: the deployments are there, and each is found when it is needed."""
+        """Do nothing: the deployments run, and each is found when it is needed."""
 
-    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        """Return one result per transcript; all unknown if two replicas died of them, or were not reached. Raises
-        ConfigError if the task's domain has no reward."""
-        domain, reason = self._config.domain_of(task.domain), ""
+    async def score(self, task: Task, transcripts: list[Transcript]) -> tuple[list[RewardResult], int]:
+        """See `rayrft.rewards.pool.ScoringBackend`."""
+        domain = self._config.domain_of(task.domain)
         if domain not in self._handles:
             application = self._service.application(domain)
             self._handles[domain] = await asyncio.to_thread(serve.get_deployment_handle, _DEPLOYMENT, application)
-        handle = self._handles[domain]
-        for tries in range(TRIES):
-            response = handle.score.remote(task, transcripts)
+
+        async def call() -> Scored:
+            response = self._handles[domain].score.remote(task, transcripts)
             try:
                 scored: Scored = await response
-                return again(tries, scored.results)
-            except RayActorError as error:
-                reason = f"reward replica failed: {death_reason(error)}"
             except asyncio.CancelledError:
                 response.cancel()
                 raise
-        return died(reason, transcripts)
+            return scored
+
+        scored, retries = await with_retry(call, "replica")
+        return scored.results, retries
 
 
 @contextlib.contextmanager

@@ -15,55 +15,77 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 TRIES = 2
-"""How often a call is made whose actor dies or cannot be reached: it may have been ended by something else."""
+"""How often a call is made whose actor or process dies: it may have been ended by something else."""
+
+
+async def with_retry(call: Callable[[], Awaitable[R]], who: str) -> tuple[R, int]:
+    """Make a call up to `TRIES` times while its actor dies or cannot be reached; return its result and the number of
+    retries. Raises ActorDied or ActorUnreachable for ``who``, as the last try failed."""
+    from ray.exceptions import ActorDiedError, RayActorError
+
+    for retries in range(TRIES):
+        try:
+            return await call(), retries
+        except RayActorError as error:
+            kind = ActorDied if isinstance(error, ActorDiedError) else ActorUnreachable
+            failure = kind(death_reason(error), "see its log in the Ray dashboard", field=who)
+    raise failure
 
 
 class ActorPool(Generic[A]):
-    """``count`` actors that ``create`` makes and ``start`` starts, in an event loop. A call goes to the one that owes
-    the least."""
+    """``count`` actors that ``create`` makes and ``start`` starts, in an event loop. Calls go to the least loaded actor
+    that has started; ``who`` names the actors in errors."""
 
     def __init__(
-        self, create: Callable[[], Handle[A]], start: Callable[[Handle[A]], Awaitable[None]], count: int
+        self, create: Callable[[], Handle[A]], start: Callable[[Handle[A]], Awaitable[None]], count: int, who: str
     ) -> None:
-        self._create, self._start, self._count = create, start, count
-        self._actors: dict[Handle[A], asyncio.Future[None]] = {}
-        """Each with its start."""
-        self._owed = Counter[Handle[A]]()
+        self._create, self._start, self._count, self._who = create, start, count, who
+        self._starts: dict[Handle[A], asyncio.Future[None]] = {}
+        self._load = Counter[Handle[A]]()
 
-    async def open(self) -> None:
-        """Start the actors. Raises what their start raises."""
+    @property
+    def is_open(self) -> bool:
+        return bool(self._starts)
+
+    async def open(self, *, any_started: bool = False) -> None:
+        """Start the actors; raises the errors of their start. ``any_started``: return once one has started or failed,
+        which the calls then raise."""
         for _ in range(self._count):
             self._add()
-        await asyncio.gather(*self._actors.values())
+        if any_started:
+            await asyncio.wait(self._starts.values(), return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.gather(*self._starts.values())
 
-    async def call(self, ask: Callable[[Handle[A]], Awaitable[R]], *, owed: int = 1) -> tuple[R, int]:
-        """Make a call, which weighs ``owed``; return its result, and how many calls of actors failed before.
+    def close(self) -> None:
+        """Kill the actors."""
+        for actor in self._starts:
+            actor.kill()
 
-        Raises ActorDied if the actor of the last call died, ActorUnreachable if it cannot be reached.
-        """
+    async def call(self, ask: Callable[[Handle[A]], Awaitable[R]], *, load: int = 1) -> tuple[R, int]:
+        """Make a call of this load; return its result, and the number of retries. Raises the errors of `with_retry`."""
         from ray.exceptions import ActorDiedError, RayActorError
 
-        for tries in range(TRIES):
-            actor = min(self._actors, key=self._owed.__getitem__)
-            start = self._actors[actor]
-            self._owed[actor] += owed
+        async def call_one() -> R:
+            actor = min(self._starts, key=lambda each: (not self._starts[each].done(), self._load[each]))
+            start = self._starts[actor]
+            self._load[actor] += load
             try:
                 await asyncio.shield(start)
-                return await ask(actor), tries
+                return await ask(actor)
             except RayActorError as error:
-                died = isinstance(error, ActorDiedError)
-                failure = (ActorDied if died else ActorUnreachable)(
-                    death_reason(error), field=actor.name, remedy="see its log in the Ray dashboard"
-                )
-                if (died or start.exception()) and self._actors.pop(actor, None) is not None:
+                died = isinstance(error, ActorDiedError) or start.exception() is not None
+                if died and self._starts.pop(actor, None) is not None:
                     actor.kill()  # one whose start was not answered may be alive
                     self._add()
+                raise
             finally:
-                self._owed[actor] -= owed
-        raise failure
+                self._load[actor] -= load
+
+        return await with_retry(call_one, self._who)
 
     def _add(self) -> None:
         # In no call's context: Ray would cancel the start, which all calls wait for, together with that call.
         context = Context()
         actor = context.run(self._create)
-        self._actors[actor] = asyncio.ensure_future(context.run(self._start, actor))
+        self._starts[actor] = asyncio.ensure_future(context.run(self._start, actor))

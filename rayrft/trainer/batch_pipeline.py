@@ -22,7 +22,7 @@ from rayrft.experience import SCHEMA, list_column, pack, unpack
 from rayrft.pipelines.operator import Context, with_column
 from rayrft.pipelines.operators.batches import BATCHES
 from rayrft.pipelines.report import OperatorLog, OperatorStats
-from rayrft.pipelines.run.groups import GroupChain, LocalOperators, Worked
+from rayrft.pipelines.run.groups import GroupChain, GroupResult, LocalOperators
 
 _FIXED = ("experience_id", "group_id", "task_id", "source", "pair_id", "chosen", "place", "step", "trained")
 """Columns that no operator may change."""
@@ -125,7 +125,7 @@ class BatchPipeline:
             problem,
         )
 
-    def _settle(self, worked: Worked, given: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
+    def _settle(self, worked: GroupResult, given: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
         """Return all rows of the batch, those that stay as operators have changed them, and whether each is trained.
 
         Raises OperatorFailed if what the operators return is no batch, or nothing of it.

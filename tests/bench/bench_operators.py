@@ -28,7 +28,8 @@ from rayrft.pipelines import Context
 from rayrft.pipelines.chain import apply_link, build_chain
 from rayrft.pipelines.operators.clean import MaskPersonal, Normalise, StripMarkup
 from rayrft.pipelines.operators.filters import LanguageMixing, Repetition
-from rayrft.pipelines.run.process import Applier, Pipeline, packed, unpacked
+from rayrft.pipelines.run.host import OperatorHost, packed, unpacked
+from rayrft.pipelines.run.process import Pipeline
 from tests.pipelines.operators_on_real_data import originals
 
 BATCH = 1000
@@ -66,12 +67,12 @@ def functions() -> list[tuple[Callable[[str], Any], bool]]:
 
 def by_rayrft(rows: pa.Table) -> int:
     build = partial(build_chain, configs(), rows.schema, field="", origin="", context=Context())
-    applier, count = Applier(build, 0), 0
+    host, count = OperatorHost(build, 0), 0
     for batch in rows.to_batches(BATCH):
-        applier.take(packed(batch))
+        host.load(packed(batch))
         for number in range(len(configs())):
-            applier.apply(number)
-        count += unpacked(applier.give()).num_rows
+            host.apply(number)
+        count += unpacked(host.result()).num_rows
     return count
 
 

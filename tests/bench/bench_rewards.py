@@ -21,9 +21,9 @@ from rayrft.config.reward import RewardConfig
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.base import Reward
-from rayrft.rewards.pool import ActorScoring, RewardActor, RewardPool
+from rayrft.rewards.pool import ActorBackend, RewardActor, Rewards
 from rayrft.rewards.scorer import Scorer
-from rayrft.rewards.service import RewardService, ServedScoring, close_rewards, deploy_rewards
+from rayrft.rewards.service import RewardService, ServeBackend, close_rewards, deploy_rewards
 from rayrft.runtime.serving.applications import Owner, create_anchor, on_head
 from tests.bench.local_ray import actor, start_ray
 
@@ -84,18 +84,18 @@ async def scoring(config: RewardConfig) -> AsyncIterator[Score]:
         service, owner = RewardService.of("bench", config, []), Owner("rayrft", "bench:rewards")
         anchor = create_anchor(owner)
         await asyncio.to_thread(on_head, deploy_rewards, service, config, [], owner, ("127.0.0.1", 8000))
-        yield RewardPool(config, [], lambda: ServedScoring(service, config)).score
+        yield Rewards(config, [], lambda: ServeBackend(service, config)).score
         await asyncio.to_thread(close_rewards, service)
         anchor.kill()
     elif config.placement == "pool":
-        scoring = ActorScoring(lambda: actor(RewardActor, "reward", config, []), config.actors)
-        pool = RewardPool(config, [], lambda: scoring)
+        scoring = ActorBackend(lambda: actor(RewardActor, "reward", config, []), config.actors)
+        pool = Rewards(config, [], lambda: scoring)
         await pool.open()
         yield pool.score
     else:
         scorer = Scorer(config, [])
         await scorer.open()
-        yield RewardPool(config, [], lambda: scorer).score
+        yield Rewards(config, [], lambda: scorer).score
         await scorer.close()
 
 

@@ -16,7 +16,7 @@ from rayrft.endpoint.rewards import RewardEndpoint
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, StepReward, Transcript
-from rayrft.rewards.pool import RewardPool
+from rayrft.rewards.pool import Rewards
 from rayrft.runtime.serving import key_digest
 from tests.errors import about
 
@@ -58,7 +58,7 @@ def served(keys: tuple[str, ...] = ("sk-1",), **serve: Any) -> tuple[httpx.Async
         {"reward": {"domains": {"math": {"name": "math"}, "words": {"name": "exact"}}}, "serve": serve}
     )
     scripted = Scripted()
-    pool = RewardPool(config.reward, [], lambda: scripted)
+    pool = Rewards(config.reward, [], lambda: scripted)
     endpoint = RewardEndpoint(config, tuple(map(key_digest, keys)), pool, "0a1b")
     headers = {"Authorization": "Bearer sk-1"}
     transport = httpx.ASGITransport(endpoint.app())

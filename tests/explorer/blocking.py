@@ -27,9 +27,13 @@ class Thorough:
         second = model.start(task.messages)
         texts = await asyncio.gather(first.act(), second.act(max_tokens=2))
         step = await env.step(texts[0])
-        verdict = await model.auxiliary("judge").chat([{"role": "user", "content": texts[1]}], max_tokens=3)
+        judge, schema = model.auxiliary("judge"), {"type": "object", "properties": {"grade": {"type": "integer"}}}
+        verdict = await judge.chat([{"role": "user", "content": texts[1]}], max_tokens=3, json_schema=schema)
+        again = await judge.with_seed(3).chat([{"role": "user", "content": first.transcript.response}], max_tokens=3)
         for trajectory in (first, second):
-            trajectory.observe([{"role": "user", "content": f"{self._hint} {verdict} {step.reward} {env.seed}"}])
+            trajectory.observe(
+                [{"role": "user", "content": f"{self._hint} {verdict} {again} {step.reward} {env.seed}"}]
+            )
             await trajectory.act()
         thread = threading.Thread(target=first.observe, args=("from a thread",))
         thread.start()
@@ -42,6 +46,7 @@ class Thorough:
         second.reward(await model.score(task, texts[1]))
         second.count("messages", len(second.messages) + 100 * second.answers + 1000 * (second.stop_reason == "stop"))
         second.count("seen", 1000 * model.repeat + model.max_tokens + model.max_length)
+        assert first.result.value == step.reward and first.images == ()
         if model.repeat == 1:
             second.end_for_length()
         return [first, second]

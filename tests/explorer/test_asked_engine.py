@@ -11,7 +11,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.pool import EnginePool, Member
-from rayrft.pipelines.run.answering import AskedModel
+from rayrft.pipelines.run.models import AskedModel
 from rayrft.rewards import Reward, inline, register_reward
 from rayrft.runtime.waits import Waits
 from tests.explorer.conftest import EngineUnderTest

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
+import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,20 @@ from rayrft.errors import ActorDied, ConfigError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.exchange import Completion, Request, Session
+from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.rollout import Runner
+from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import build_workflow
-from rayrft.explorer.workflows.isolated import Isolated
+from rayrft.explorer.workflows.isolated import (
+    Isolated,
+    RemoteAuxiliary,
+    RemoteEnvironment,
+    RemoteModel,
+    RemoteTrajectory,
+)
+from rayrft.pipelines.run.models import RemoteChat, _EndpointModel
 from rayrft.rewards import RewardResult, Transcript
+from rayrft.rewards.judge import ChatModel, OpenAIModel
 from tests.errors import about
 from tests.explorer.scripted import config
 from tests.explorer.test_rollout import Engines, Room, visit
@@ -92,6 +104,40 @@ async def test_rows_are_those_of_the_same_workflow_in_the_event_loop(tiny_model:
     in_loop, in_process = found
     assert len(in_loop) == 8 and in_process == in_loop
     assert Room.opened == 0
+
+
+@pytest.mark.parametrize(
+    ("handle", "known", "kept"),
+    [
+        (RemoteModel, Model, {"tokenizer", "queued", "recorded", "started"}),
+        (RemoteTrajectory, Trajectory, {"record", "placed", "prompted", "to_experience"}),
+        (RemoteAuxiliary, AuxiliaryModel, set()),
+        (RemoteEnvironment, EnvironmentClient, {"lease"}),
+        (RemoteChat, ChatModel, set()),
+    ],
+)
+def test_a_handle_has_all_that_its_object_has_with_the_same_signatures(
+    handle: type, known: type, kept: set[str]
+) -> None:
+    """Except ``kept``, which the Explorer alone uses."""
+    source = inspect.getsource(known)
+    attributes = {name for name in re.findall(r"^        self\.([a-z]\w*)(?:: .*?)? = ", source, re.M)}
+    names = {name for name in vars(known) if not name.startswith("_")} | attributes
+    assert {name for name in vars(handle) if not name.startswith("_")} == names - kept
+    for name in names - kept:
+        if callable(method := getattr(known, name, None)):
+            assert _parameters(getattr(handle, name)) == _parameters(method), name
+
+
+@pytest.mark.parametrize("model", [AuxiliaryModel, OpenAIModel, _EndpointModel, RemoteChat])
+def test_every_chat_model_takes_the_same(model: type[ChatModel]) -> None:
+    assert _parameters(model.chat) == _parameters(ChatModel.chat)
+    assert _parameters(model.with_seed) == _parameters(ChatModel.with_seed)
+
+
+def _parameters(method: Any) -> list[tuple[str, Any, Any]]:
+    """Names, kinds and defaults."""
+    return [(each.name, each.kind, each.default) for each in inspect.signature(method).parameters.values()]
 
 
 async def test_one_that_blocks_does_not_stop_the_event_loop(tiny_model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from rayrft.buffer.events import GroupReport
@@ -20,7 +19,7 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.scoring import ScoredGroup, with_verified
 from rayrft.pipelines.experiences import VERIFIED, Verified, _seen, experience_chain
 from rayrft.pipelines.report import OperatorStats
-from rayrft.pipelines.run.groups import Asked, LocalOperators, OperatorActor, _Call
+from rayrft.pipelines.run.groups import GroupHost, ModelAccess, OperatorActor
 from rayrft.rewards import RewardResult
 from tests.buffer.rows import group
 from tests.errors import about
@@ -124,9 +123,9 @@ async def test_operators_in_an_actor_ask_the_models_that_it_is_given_and_know_th
             "reward.name": "exact",
         }
     )
-    asked = Asked(lambda: {"judge": judge}, settings.auxiliary, settings.scoring)
+    access = ModelAccess(lambda: {"judge": judge}, settings.auxiliary, settings.scoring)
     chain = experience_chain(settings, str(tiny_model))
-    actor = OperatorActor(chain, settings.pipelines, asked)
+    actor = OperatorActor(chain, settings.pipelines, access)
     await actor.start()
     task = Task.create("test", "Spell cat backward", "tac")
     rows = [
@@ -230,26 +229,20 @@ async def test_groups_that_come_together_are_worked_on_together_and_one_that_fai
 
 
 @pytest.mark.parametrize(
-    "operators, usual_s, together",
+    "operators, together",
     [
-        (["worth", "outliers"], None, 1),
-        (["worth", "outliers"], 0.001, 10),
-        (["worth"], 5.0, 3),
-        (["worth"], 100.0, 1),
-        (["worth", "pass_rate"], 0.001, 1),
-        ([{"name": "pass_rate", "by": "group_id"}], 0.001, 10),
+        (["worth", "outliers"], True),
+        (["worth", "pass_rate"], False),
+        ([{"name": "pass_rate", "by": "group_id"}], True),
     ],
 )
-async def test_groups_are_worked_on_together_if_operators_tell_them_apart_and_a_part_of_the_deadline_is_enough(
-    tiny_model: Path, operators: list[Any], usual_s: float | None, together: int
+def test_groups_are_processed_together_only_if_operators_tell_them_apart(
+    tiny_model: Path, operators: list[Any], together: bool
 ) -> None:
-    async with Verifying(tiny_model, operators) as verifying:
-        operators = verifying.explorer.flow.pipeline._operators  # type: ignore[union-attr]
-        assert isinstance(operators, LocalOperators)
-    for _ in range(10):
-        operators._calls.put_nowait(_Call(pa.RecordBatch.from_pylist([]), asyncio.get_running_loop().create_future()))
-    operators._usual_s = usual_s
-    assert len(await operators._take()) == together
+    named = [{"name": each} if isinstance(each, str) else each for each in operators]
+    settings = config(**{"pipelines.experiences": named, "plugins": [str(PLUGIN)]})
+    host = GroupHost(experience_chain(settings, str(tiny_model)), leave_out=True)
+    assert host.max_batch() == (32 if together else 1)
 
 
 async def test_what_answers_operators_raises_where_the_group_is_waited_for(tiny_model: Path) -> None:

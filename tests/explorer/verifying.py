@@ -12,7 +12,8 @@ import pyarrow as pa
 import rayrft
 from rayrft.pipelines import Applied, Operator
 from rayrft.pipelines.operator import with_column
-from rayrft.pipelines.run.asking import AskingOperator, scored, tasks_of
+from rayrft.pipelines.run.models import RemoteModels
+from rayrft.pipelines.subjects import AskingOperator, scored
 
 
 @rayrft.register_operator("worth", "filter")
@@ -104,7 +105,7 @@ class ScoredAgain(_Scores):
         return {"reward": pa.float32()}
 
     async def work(self, rows: pa.RecordBatch) -> Applied:
-        [task] = (await tasks_of(rows.column("task_id").to_pylist()[:1])).values()
+        [task] = RemoteModels(None).tasks(rows.column("task_id").to_pylist()[:1]).values()
         results = await scored(task, rows.column("response").to_pylist())
         values = pa.array([each.value for each in results], pa.float32())
         return Applied(with_column(rows, "reward", values))

@@ -16,7 +16,7 @@ from rayrft.config.reward import RewardModelsConfig
 from rayrft.experience import Task
 from rayrft.pipelines import Context
 from rayrft.pipelines.report import OperatorReport
-from rayrft.pipelines.run.answering import AskedModel, answering
+from rayrft.pipelines.run.models import AskedModel, open_models
 from rayrft.pipelines.run.process import Pipeline
 from rayrft.rewards import Reward, RewardResult, inline, register_reward
 from rayrft.rewards.judge import Messages
@@ -73,19 +73,19 @@ def ran(
     plugins: Sequence[Path] = (),
     **options: Any,
 ) -> tuple[list[dict[str, Any]], OperatorReport, list[tuple[str, str]]]:
-    """What comes out, the report, and which rows were left out why. ``settings`` are those of `answering`."""
+    """What comes out, the report, and which rows were left out why. ``settings`` are those of `open_models`."""
 
     @asynccontextmanager
     async def engines(names: Collection[str]) -> AsyncIterator[Mapping[str, AskedModel]]:
         yield {name: AskedModel(models[name], calls) for name in names}
 
     @asynccontextmanager
-    async def answers(names: Collection[str], scores: bool) -> AsyncIterator[Any]:
+    async def opened(names: Collection[str], scores: bool) -> AsyncIterator[Any]:
         config = RewardModelsConfig(name=reward)
         known = (tasks or {}).get
         given: dict[str, Any] = {"engines": engines, "endpoints": {}, **(settings or {})}
-        async with answering(names, scores, reward=config, tasks=known, **given) as answerer:
-            yield answerer
+        async with open_models(names, scores, reward=config, tasks=known, **given) as server:
+            yield server
 
     endpoints = (settings or {}).get("endpoints", {})
     context = Context(tokenizer=tokenizer, models={*models, *endpoints}, scores=True)
@@ -103,6 +103,6 @@ def ran(
         parts,
         lambda rows: found.extend(rows.to_pylist(maps_as_pydicts="lossy")),
         left_out=lambda operator, rows: gone.extend((each.row, each.reason) for each in rows),
-        answers=answers,
+        models=opened,
     )
     return found, report.operators[0], gone

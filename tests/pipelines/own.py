@@ -10,7 +10,8 @@ import pyarrow as pa
 
 import rayrft
 from rayrft.pipelines import Applied, Operator
-from rayrft.pipelines.run.asking import AskingOperator, RemoteChat
+from rayrft.pipelines.run.models import RemoteChat
+from rayrft.pipelines.subjects import AskingOperator
 
 
 @rayrft.register_operator("shout", "clean", version="3")

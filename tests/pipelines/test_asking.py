@@ -20,9 +20,8 @@ from rayrft.data.tables import json_field
 from rayrft.errors import ActorDied, ConfigError, OperatorFailed, OperatorTimeout, RequestRefused
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
-from rayrft.pipelines.run.answering import Answerer, AskedModel, Journal, _at_endpoint
-from rayrft.pipelines.run.asking import Reply
-from rayrft.runtime.processes.pool import Asked
+from rayrft.pipelines.run.models import AskedModel, Journal, ModelServer, _at_endpoint
+from rayrft.runtime.processes.worker import Serve
 from tests.errors import about
 from tests.pipelines.asked import Scripted, ran, says
 from tests.pipelines.small import OWN, operator, rows
@@ -133,17 +132,17 @@ async def test_the_deadline_of_a_call_stands_still_while_it_waits_for_answers() 
     class Asks:
         """A process whose object asks twice at once."""
 
-        async def call(self, method: str, *arguments: Any, deadline_s: float, asked: Asked) -> list[Reply]:
-            questions = (asked("chat", "m", seed, [], {}) for seed in (1, 2))
+        async def call(self, method: str, *arguments: Any, deadline_s: float, serve: Serve) -> list[str]:
+            questions = (serve(("m", seed), "chat", ([],), {}) for seed in (1, 2))
             return await asyncio.gather(*questions)
 
     async def late() -> str:
         await asyncio.sleep(0.4)
         return "late"
 
-    answerer = Answerer({"m": AskedModel(Scripted(lambda m, seed: late() if seed == 2 else "soon"))})
-    replies = await answerer.call(Asks(), "apply", deadline_s=0.1)  # type: ignore[arg-type]
-    assert replies == [Reply("soon"), Reply("late")]
+    server = ModelServer({"m": AskedModel(Scripted(lambda m, seed: late() if seed == 2 else "soon"))})
+    replies = await server.call(Asks(), "apply", deadline_s=0.1)  # type: ignore[arg-type]
+    assert replies == ["soon", "late"]
 
 
 def test_an_operator_that_asks_and_then_hangs_is_stopped() -> None:
@@ -255,7 +254,7 @@ async def test_a_model_is_asked_again_once_it_is_to_answer_otherwise(
         else:
             given = AskedModel.on_engines(model, AuxiliaryConfig(model="m", **settings))
         messages = [{"role": "user", "content": "q"}]
-        assert (await Answerer({"m": given}, journal=journal)._chat("m", 1, messages, {})).text == "an answer"
+        assert await ModelServer({"m": given}, journal=journal).chat("m", 1, messages) == "an answer"
         return len(model.asked)
 
     assert [await asked(), await asked(), await asked(**changed), await asked(**changed)] == [1, 0, 1, 0]

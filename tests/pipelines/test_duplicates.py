@@ -16,7 +16,7 @@ from rayrft.config.pipelines import OperatorConfig
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import apply_link, build_chain
 from rayrft.pipelines.operators import hashing
-from rayrft.pipelines.run.process import Applier, packed
+from rayrft.pipelines.run.host import OperatorHost, packed
 from tests.pipelines.small import applied, reasons, rows, texts
 
 WORDS = [f"word{number}" for number in range(3000)]
@@ -156,14 +156,14 @@ def test_what_is_kept_of_all_rows_does_not_keep_their_texts(name: str, options: 
 
     configs = [OperatorConfig(name=name, **options)]
     build = partial(build_chain, configs, batch(0).schema, field="operators", origin="test", context=Context())
-    applier, messages = Applier(build, 0), map(packed, map(batch, range(21)))
-    applier.take(next(messages))
-    applier.observe(0)  # compiles
+    host, messages = OperatorHost(build, 0), map(packed, map(batch, range(21)))
+    host.load(next(messages))
+    host.observe(0)  # compiles
     tracemalloc.start()
     try:
         for message in messages:
-            applier.take(message)
-            applier.observe(0)
+            host.load(message)
+            host.observe(0)
         del message
         held, _ = tracemalloc.get_traced_memory()
     finally:

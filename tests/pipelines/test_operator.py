@@ -17,7 +17,7 @@ from rayrft.pipelines.chain import apply_link, build_chain
 from rayrft.pipelines.operator import operators
 from rayrft.pipelines.rows import Ids
 from rayrft.pipelines.run.groups import _difference
-from rayrft.pipelines.run.process import packed, unpacked
+from rayrft.pipelines.run.host import packed, unpacked
 from rayrft.registry import load_plugins
 from tests.errors import about
 from tests.pipelines.small import OWN, applied, operator, reasons, rows

@@ -15,7 +15,7 @@ from rayrft.experience import Task
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
 from rayrft.pipelines.rows import lineage
-from rayrft.pipelines.run.answering import Answerer, AskedModel
+from rayrft.pipelines.run.models import AskedModel, ModelServer
 from rayrft.pipelines.run.process import Pipeline
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.judge import Messages
@@ -156,16 +156,16 @@ def test_a_task_is_scored_as_its_domain_and_metadata_say() -> None:
     tasks = list[Task]()
 
     @asynccontextmanager
-    async def answers(names: Collection[str], scores: bool) -> AsyncIterator[Answerer]:
+    async def models(names: Collection[str], scores: bool) -> AsyncIterator[ModelServer]:
         async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
             tasks.append(task)
             return [RewardResult(1.0)] * len(transcripts)
 
-        yield Answerer({"w": AskedModel(Scripted(writes(reworded))), "s": AskedModel(Scripted(adds))}, score)
+        yield ModelServer({"w": AskedModel(Scripted(writes(reworded))), "s": AskedModel(Scripted(adds))}, score)
 
     context = Context(models=["w", "s"], scores=True)
     pipeline = Pipeline([operator("paraphrase", model="w", solver="s")], batch.schema, context=context)
-    pipeline.run([batch], lambda rows: None, answers=answers)
+    pipeline.run([batch], lambda rows: None, models=models)
     first, second = sorted(tasks, key=lambda task: task.domain, reverse=True)
     assert (first.domain, first.metadata["unit"], first.metadata["other"]) == ("sums", "eggs", "x")
     assert (second.domain, second.metadata["metadata"]) == ("own", "no JSON") and "other" not in second.metadata

@@ -21,7 +21,7 @@ from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, StepReward, Transcript, build_reward
 from rayrft.rewards.base import combine, score
-from rayrft.rewards.pool import ActorScoring, RewardActor, RewardPool
+from rayrft.rewards.pool import ActorBackend, RewardActor, Rewards
 from rayrft.rewards.scorer import Scorer
 from rayrft.rewards.stats import DomainStats
 from tests.errors import about
@@ -264,9 +264,9 @@ HERE = "tests.rewards.trouble:"
 
 
 @asynccontextmanager
-async def scorer_of(**config: Any) -> AsyncIterator[RewardPool]:
+async def scorer_of(**config: Any) -> AsyncIterator[Rewards]:
     scorer = Scorer(RewardConfig(**config), [])
-    pool = RewardPool(RewardConfig(**config), [], lambda: scorer)
+    pool = Rewards(RewardConfig(**config), [], lambda: scorer)
     await pool.open()
     try:
         yield pool
@@ -446,7 +446,7 @@ async def test_reward_actors_share_the_work_and_one_that_dies_is_replaced(tmp_pa
         name=HERE + "names_its_actor", options={"mark": str(tmp_path / "mark")}, placement="pool", actors=2
     )
     placed = ray.remote(RewardActor).options(num_cpus=0)
-    pool = RewardPool(config, [], lambda: ActorScoring(lambda: handle(placed.remote(config, [])), config.actors))
+    pool = Rewards(config, [], lambda: ActorBackend(lambda: handle(placed.remote(config, [])), config.actors))
     await pool.open()
     groups = await asyncio.gather(*(pool.score(task("a"), transcripts("where")) for _ in range(2)))
     first, second = (group[0].answer for group in groups)
@@ -477,7 +477,7 @@ async def test_a_judge_elsewhere_asks_the_models_that_its_process_is_given() -> 
 
 async def test_a_reward_that_runs_inline_needs_no_process() -> None:
     before = psutil.Process().children()
-    pool = RewardPool(RewardConfig(name="exact"), [], None)
+    pool = Rewards(RewardConfig(name="exact"), [], None)
     await pool.open()
     right, wrong = await pool.score(task("a"), transcripts("a", "b"))
     assert (right.value, wrong.value) == (1.0, 0.0) and psutil.Process().children() == before

@@ -17,8 +17,8 @@ from ray import serve
 from rayrft.config.reward import RewardConfig
 from rayrft.errors import ConfigError
 from rayrft.rewards import RewardResult, Transcript
-from rayrft.rewards.pool import RewardPool
-from rayrft.rewards.service import RewardService, Scored, ServedScoring, close_rewards, deploy_rewards
+from rayrft.rewards.pool import Rewards
+from rayrft.rewards.service import RewardService, Scored, ServeBackend, close_rewards, deploy_rewards
 from rayrft.rewards.stats import DomainStats
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.serving.applications import Anchor, Owner, applications, create_anchor, delete_applications, on_head
@@ -39,11 +39,11 @@ def ray_serve(ray_cluster: Any) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def served(config: RewardConfig) -> AsyncIterator[tuple[RewardPool, RewardService, Handle[Anchor]]]:
+async def served(config: RewardConfig) -> AsyncIterator[tuple[Rewards, RewardService, Handle[Anchor]]]:
     service, anchor = RewardService.of("test", config, []), create_anchor(OWNER)
     try:
         await asyncio.to_thread(on_head, deploy_rewards, service, config, [], OWNER, ("127.0.0.1", 8000))
-        pool = RewardPool(config, [], lambda: ServedScoring(service, config))
+        pool = Rewards(config, [], lambda: ServeBackend(service, config))
         await pool.open()
         yield pool, service, anchor
     finally:
@@ -127,10 +127,10 @@ class _Replicas:
         return _Response(self.replies, self.cancelled)
 
 
-async def pool_over(replicas: _Replicas, monkeypatch: pytest.MonkeyPatch, **config: Any) -> RewardPool:
+async def pool_over(replicas: _Replicas, monkeypatch: pytest.MonkeyPatch, **config: Any) -> Rewards:
     monkeypatch.setattr(serve, "get_deployment_handle", lambda deployment, application: replicas)
     checked = RewardConfig(**config)
-    pool = RewardPool(checked, [], lambda: ServedScoring(RewardService("run", "0a"), checked))
+    pool = Rewards(checked, [], lambda: ServeBackend(RewardService("run", "0a"), checked))
     await pool.open()
     return pool
 

@@ -67,7 +67,7 @@ async def test_an_actor_of_a_pool_is_replaced_when_it_has_died_and_only_then(
 ) -> None:
     workers = [Worker(*failures), Worker()]
     left = list(workers)
-    pool = ActorPool[Worker](lambda: remote(left.pop(0), "worker"), lambda worker: worker.call(Worker.start), 1)
+    pool = ActorPool[Worker](lambda: remote(left.pop(0), "worker"), lambda worker: worker.call(Worker.start), 1, "w")
     await pool.open()
     REQUEST.set("the first call")
 

@@ -70,7 +70,7 @@ async def gone(pid: int) -> None:
         ("large", (10 << 20,), AnswerTooLarge, "found 10485"),
         ("close_its_socket", (), ProcessDied, "SIGKILL"),
         ("close_its_socket", (b"\xff" * 8,), AnswerTooLarge, "found 18446744073709551615"),
-        ("close_its_socket", (b"\x04" + bytes(7) + b"\x80\x04N.",), CallFailed, "no answer"),
+        ("close_its_socket", (b"\x04" + bytes(7) + b"\x80\x04N.",), CallFailed, "invalid"),
         ("returns_bomb", (), CallFailed, "cannot be unpickled"),
     ],
 )
@@ -139,7 +139,7 @@ async def test_who_leaves_a_thread_behind_that_asks_cannot_be_called_again(tmp_p
         await asyncio.Event().wait()
 
     async with pool_of(processes=1) as pool, pool.lease() as worker:
-        await worker.call("leave_asking", str(told), deadline_s=20, asked=asked)
+        await worker.call("leave_asking", str(told), deadline_s=20, serve=asked)
         # The next call's message would be read by the thread, for the reply that it waits for.
         with pytest.raises(ProcessDied, match="earlier"):
             await worker.call("pid", deadline_s=20)
@@ -156,7 +156,7 @@ async def test_what_a_process_has_started_dies_with_it(leak: str) -> None:
 
 async def test_a_wait_for_a_core_makes_no_call_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that always waits for a core is given its time; one that could run and does nothing is not."""
-    monkeypatch.setattr("rayrft.runtime.processes.pool._LOOK_S", 0.05)
+    monkeypatch.setattr("rayrft.runtime.processes.worker._LOOK_S", 0.05)
     waits, measure = [True], Usage.of
     monkeypatch.setattr(
         Usage, "of", lambda *_, **__: Usage(waited_s=time.monotonic()) if waits[0] else measure(os.getpid())

@@ -16,7 +16,7 @@ from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.rewards import where
-from rayrft.rewards.pool import ActorScoring, Models, RewardActor, Scoring
+from rayrft.rewards.pool import ActorBackend, Models, RewardActor, ScoringBackend
 from rayrft.runtime.handle import Handle
 
 if TYPE_CHECKING:
@@ -103,15 +103,15 @@ def remote_models(config: RunConfig, pools: Mapping[str, Handle[EnginePool]]) ->
 
 def remote_scoring(
     config: RunConfig, placement: Placement, pools: Mapping[str, Handle[EnginePool]]
-) -> Callable[[], Scoring] | None:
+) -> Callable[[], ScoringBackend] | None:
     """Return a factory of an Explorer's remote scorers, which may ask the auxiliary models of ``pools``; None if the
     Explorer scores."""
     if config.reward.placement == "beside":
         return None
     if (service := reward_service(config)) is not None:
-        from rayrft.rewards.service import ServedScoring
+        from rayrft.rewards.service import ServeBackend
 
-        return partial(ServedScoring, service, config.scoring)
+        return partial(ServeBackend, service, config.scoring)
     placed, models = placement.actor(RewardActor, RewardsPart.name), remote_models(config, pools)
     create = partial(placed.create, config.scoring, config.plugins, models)
-    return partial(ActorScoring, create, config.reward.actors)
+    return partial(ActorBackend, create, config.reward.actors)

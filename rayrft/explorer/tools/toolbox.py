@@ -16,7 +16,8 @@ from rayrft.explorer.tools.base import TOOLS, Tool, ToolFailed, ToolHost, find_t
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.explorer.tools.parsing import Malformed, ToolCall
 from rayrft.registry import loaded_plugins
-from rayrft.runtime.processes.pool import ProcessPool, Worker
+from rayrft.runtime.processes.pool import ProcessPool
+from rayrft.runtime.processes.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +199,7 @@ class _Objects:
             try:
                 return await self._worker.call("call", name, arguments, limits.characters, deadline_s=limits.timeout_s)
             finally:
-                if not self._worker.at_rest:  # it is no more: the next call begins with fresh objects
+                if not self._worker.idle:  # it is no more: the next call begins with fresh objects
                     await self.close()
 
     async def close(self) -> None:

@@ -15,7 +15,8 @@ from rayrft.errors import ConfigError, RequestRefused
 from rayrft.experience import Task, reaches
 from rayrft.pipelines.operator import AnyColumn, Applied, Context, ModelName, Reads, register_operator
 from rayrft.pipelines.rows import id_column, with_numbers
-from rayrft.pipelines.run.asking import AskingOperator, RemoteChat
+from rayrft.pipelines.run.models import RemoteChat
+from rayrft.pipelines.subjects import AskingOperator
 from rayrft.rewards import Transcript
 from rayrft.rewards.judge import Judge
 

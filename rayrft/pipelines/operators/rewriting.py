@@ -13,7 +13,7 @@ from rayrft.config.base import invalid
 from rayrft.errors import ConfigError
 from rayrft.pipelines.operator import Applied, Asks, register_operator, with_column
 from rayrft.pipelines.operators.solving import SolverOptions, SolvingOperator, first_problem
-from rayrft.pipelines.run.asking import Subject, is_experience, request_seed, subjects
+from rayrft.pipelines.subjects import Subject, is_experience, request_seed, subjects
 from rayrft.rewards.judge import cut, last_object, tagged
 
 

@@ -19,9 +19,9 @@ from rayrft.errors import ConfigError, RequestRefused
 from rayrft.experience import Task, reaches, to_batch
 from rayrft.pipelines.operator import Applied, Context, ModelName, Reads, register_operator, with_column
 from rayrft.pipelines.rows import DERIVED, groups
-from rayrft.pipelines.run.asking import (
+from rayrft.pipelines.run.models import RemoteChat
+from rayrft.pipelines.subjects import (
     AskingOperator,
-    RemoteChat,
     Subject,
     SubjectOptions,
     check_subjects,

@@ -1,193 +1,141 @@
-"""Batches spread over the workers of a cluster by Ray Data, and back in their order.
+"""Batches distributed over actors of a cluster, and back in their order.
 
-Ray Data distributes and bounds what is under way; a worker applies operators as the runner does in one process, in a
-process that can be killed. Errors travel as values, so that the first one in the order of the batches is raised, as in
-one process.
+Each actor applies operators in a process that can be killed. Failures travel as values, so that the first failure in
+the order of the batches is raised, as in one process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
-import threading
-from collections.abc import AsyncGenerator, Callable, Generator
-from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 
-from rayrft.data.ray_data import quiet_ray_data
-from rayrft.errors import CallFailed, ClusterError, OperatorFailed, OperatorTimeout
+from rayrft.errors import ActorDied, ActorUnreachable, CallFailed, ClusterError, OperatorFailed, OperatorTimeout
 from rayrft.pipelines.chain import Link, Outcome
-from rayrft.pipelines.run.process import ANSWER_BYTES, START_S, Applier, Far, operator_failure, packed
+from rayrft.pipelines.run.host import START_S, OperatorHost, OperatorProcess, operator_failure, operator_pool, packed
 from rayrft.registry import load_plugins
-from rayrft.runtime.processes.pool import ProcessPool, Worker
+from rayrft.runtime.actor_pool import ActorPool
+from rayrft.runtime.handle import Handle
 
 T = TypeVar("T")
-_MOST_BLOCKS = 2000
-"""Ray Data plans every block."""
-_READERS, _READER_CPUS = 2, 0.05
-"""Reading a file of Arrow costs next to nothing."""
+_AHEAD = 2
+"""Batches in flight per actor."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Operators by their numbers, which batches go through one after another."""
+    """Operators by their numbers, through which batches go one after another."""
 
     numbers: tuple[int, ...]
     build: Callable[[], list[Link]]
-    create: Callable[[], Applier]
+    create: Callable[[], OperatorHost]
     plugins: tuple[Path, ...]
     deadline_s: float
 
 
 @dataclass(frozen=True)
-class Result:
-    """What came of a batch: the rows that go on, as an Arrow message, and what each operator did, up to a failure."""
+class BatchResult:
+    """The rows that are left of a batch, as an Arrow message, and what each operator did, up to a failure."""
 
     outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
     rows: bytes | None = None
     failure: OperatorFailed | None = None
 
 
-async def spread(segment: Segment, path: Path, batches: int, workers: int) -> AsyncGenerator[Result, None]:
-    """Apply operators to the batches of an Arrow file, up to ``workers`` of them at once, and yield what came of each,
-    in their order.
+async def distribute(
+    segment: Segment, stream: AsyncGenerator[pa.RecordBatch, None], workers: int
+) -> AsyncGenerator[BatchResult, None]:
+    """Apply operators to batches in up to ``workers`` actors, as many as the cluster has room for, and yield the
+    results in the order of the batches.
 
-    Raises OperatorFailed if Ray Data fails, OperatorTimeout if nothing comes within the deadlines of a batch and the
-    start of a worker, and ClusterError if there is no cluster.
+    Raises OperatorFailed if an actor fails, OperatorTimeout if there is no result within the deadlines of a batch and
+    the start of an actor, and ClusterError if there is no cluster.
     """
     import ray
-    from ray.exceptions import RayError
 
     place = segment.build()[segment.numbers[0]].field
     if not ray.is_initialized():
         raise ClusterError("workers need a Ray cluster", "connect to one, or set workers to 1", field=place)
-    if not batches:
-        return
+    pool = ActorPool(lambda: _create(segment), lambda actor: actor.call(OperatorWorker.start), workers, place)
     deadline_s = START_S + 2 * segment.deadline_s * len(segment.numbers)
-    with quiet_ray_data():
-        results = _results(segment, path, batches, workers)
-        while True:
-            try:
-                async with asyncio.timeout(deadline_s):
-                    result = await _in_daemon(partial(next, results, None))
-            except TimeoutError:
-                problem = f"no worker was done with a batch for {deadline_s:g} s"
-                remedy = "see whether the cluster has a free CPU for a worker, or set workers to 1"
-                raise OperatorTimeout(problem, remedy, field=place) from None
-            except RayError as error:
-                problem = f"the workers failed: {str(error).strip().splitlines()[-1]}"
-                raise OperatorFailed(problem, "see the cause in Ray's logs", field=place) from error
-            if result is None:
-                return
-            yield result
 
-
-def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Do work in a thread that nobody joins, unlike those of `asyncio.to_thread`: it may never be done."""
-    done = Future[T]()
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
+    async def within_deadline(work: Awaitable[T]) -> T:
         try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
+            async with asyncio.timeout(deadline_s):
+                return await work
+        except TimeoutError:
+            problem = f"no worker was done with a batch for {deadline_s:g} s"
+            remedy = "see whether the cluster has a free CPU for a worker, or set workers to 1"
+            raise OperatorTimeout(problem, remedy, field=place) from None
+        except (ActorDied, ActorUnreachable) as error:
+            raise OperatorFailed(f"the workers failed: {error.problem}", error.remedy, field=place) from error
 
-    threading.Thread(target=run, name="rayrft-results", daemon=True).start()
-    return asyncio.wrap_future(done)
+    async def apply(message: bytes) -> BatchResult:
+        result, _ = await pool.call(lambda actor: actor.call(OperatorWorker.apply, message))
+        return result
+
+    window = deque[asyncio.Task[BatchResult]]()
+    try:
+        async with aclosing(stream):
+            async for batch in stream:
+                if not pool.is_open:
+                    await within_deadline(pool.open(any_started=True))
+                window.append(asyncio.create_task(apply(packed(batch))))
+                if len(window) == _AHEAD * workers:
+                    yield await within_deadline(window.popleft())
+        while window:
+            yield await within_deadline(window.popleft())
+    finally:
+        for task in window:
+            task.cancel()
+        await asyncio.gather(*window, return_exceptions=True)
+        pool.close()
 
 
-def _results(segment: Segment, path: Path, batches: int, workers: int) -> Generator[Result, None, None]:
-    import ray.data
-
-    data = (
-        ray.data.range(batches, override_num_blocks=min(batches, _MOST_BLOCKS), concurrency=_READERS)
-        # The file is on this node; workers are on any.
-        .map(
-            partial(_read, str(path)),
-            compute=ray.data.TaskPoolStrategy(size=_READERS),
-            num_cpus=_READER_CPUS,
-            resources={_this_node(): _READER_CPUS},
-        )
-        .map(
-            _SegmentWorker,
-            fn_constructor_args=(segment,),
-            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=workers),
-            num_cpus=1,
-        )
-    )
-    for row in data.iter_rows():
-        yield pickle.loads(row["result"])
-
-
-def _this_node() -> str:
-    """Return the resource that only this node has, one of it."""
+def _create(segment: Segment) -> Handle[OperatorWorker]:
     import ray
 
-    own = ray.get_runtime_context().get_node_id()
-    [node] = [node for node in ray.nodes() if node["NodeID"] == own]
-    name: str = next(each for each in node["Resources"] if each.startswith("node:") and "__" not in each)
-    return name
+    return Handle("operators", ray.remote(OperatorWorker).options(num_cpus=1).remote(segment))
 
 
-def _read(path: str, row: dict[str, Any]) -> dict[str, Any]:
-    with pa.memory_map(path) as source, pa.ipc.open_file(source) as file:
-        return {"rows": packed(file.get_batch(row["id"]))}
-
-
-class _SegmentWorker:
-    """The actor of Ray Data: operators in a process of its node."""
+class OperatorWorker:
+    """The actor: operators in a process of its node."""
 
     def __init__(self, segment: Segment) -> None:
         load_plugins(segment.plugins)
-        self._segment = segment
-        self._links = segment.build()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="rayrft-operators", daemon=True).start()
-        self._stack = AsyncExitStack()
-        self._worker: Worker | None = None
+        self._segment, self._links = segment, segment.build()
+        self._busy, self._lease = asyncio.Lock(), AsyncExitStack()
+        self._process: OperatorProcess | None = None
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        result = asyncio.run_coroutine_threadsafe(self._apply(row["rows"]), self._loop).result()
-        return {"result": pickle.dumps(result)}
+    async def start(self) -> None:
+        """Return once the actor is placed."""
 
-    async def _apply(self, message: bytes) -> Result:
-        with pa.ipc.open_stream(message) as reader:
-            batch = reader.read_next_batch()
-        outcomes: list[tuple[int, Outcome]] = []
+    async def apply(self, message: bytes) -> BatchResult:
+        """Apply the operators to a batch; the first time, start their process."""
+        outcomes = list[tuple[int, Outcome]]()
 
         def note(number: int, outcome: Outcome) -> None:
             outcomes.append((number, outcome))
 
         try:
-            far = Far(await self._started(), self._links, self._segment.deadline_s)
-            async for part in far.apply(self._segment.numbers, batch, note):
-                return Result(outcomes, packed(part))
+            async with self._busy:
+                self._process = self._process or await self._start_process()
+                rows = await self._process.apply(self._segment.numbers, message, note)
         except OperatorFailed as failure:
-            return Result(outcomes, failure=failure)
-        return Result(outcomes)
+            return BatchResult(outcomes, failure=failure)
+        return BatchResult(outcomes, rows)
 
-    async def _started(self) -> Worker:
-        """Return the operators' process; the first time, start it."""
-        if self._worker is None:
-            pool = ProcessPool(
-                self._segment.create,
-                processes=1,
-                plugins=self._segment.plugins,
-                spares=0,
-                answer_limit=ANSWER_BYTES,
-                start_s=START_S,
-                inherit=True,
-            )
-            try:
-                self._worker = await self._stack.enter_async_context(pool.lease())
-            except CallFailed as error:
-                place = self._links[self._segment.numbers[0]].field
-                raise operator_failure(error, "the operators could not be started", place) from error
-        return self._worker
+    async def _start_process(self) -> OperatorProcess:
+        pool = operator_pool(self._segment.create, self._segment.plugins)
+        try:
+            worker = await self._lease.enter_async_context(pool.lease())
+        except CallFailed as error:
+            place = self._links[self._segment.numbers[0]].field
+            raise operator_failure(error, "the operators could not be started", place) from error
+        return OperatorProcess(worker, self._links, self._segment.deadline_s)

@@ -1,9 +1,7 @@
-"""Operators that work in a run, batch after batch: in processes of their own or in actors."""
+"""Operators on groups and batches of a run: in processes of this node, or in actors."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -23,36 +21,32 @@ from rayrft.errors import ActorDied, ActorUnreachable, CallFailed, ConfigError, 
 from rayrft.experience import Task
 from rayrft.pipelines.chain import Link, Outcome, build_chain, same_values
 from rayrft.pipelines.operator import Context
-from rayrft.pipelines.run.answering import Answerer, answering, running
-from rayrft.pipelines.run.process import (
-    ANSWER_BYTES,
+from rayrft.pipelines.run.host import (
     START_S,
-    Answers,
-    Applier,
-    Far,
+    OperatorHost,
+    OperatorProcess,
     asked_by,
+    operator_pool,
     packed,
     segments,
     unpacked,
 )
+from rayrft.pipelines.run.models import ModelServer, OpenModels, open_models, running_engines
 from rayrft.registry import load_plugins
 from rayrft.rewards.pool import Models
 from rayrft.runtime.actor_pool import ActorPool
 from rayrft.runtime.handle import Handle
-from rayrft.runtime.processes.pool import ProcessPool, Worker
+from rayrft.runtime.processes.calls import CallQueue, QueuedCall
+from rayrft.runtime.processes.worker import Worker
 
-_STARTS = 3
-"""How often in a row a process is started that dies."""
-_AT_ONCE = 32
-"""The most groups that a process works on at a time: many end together, and a call takes a millisecond."""
-_SHARE = 0.25
-"""Those that are worked on together are to be done in this share of the deadline, which is that of a group."""
+_MOST_GROUPS = 32
+"""Groups of a batch: many groups end together, and a call takes a millisecond."""
 
 
 @dataclass(frozen=True)
-class Worked:
-    """What operators made of rows: the ``kept`` ones by their places, the columns of these that have ``changed``, rows
-    that were ``made``, and what each operator did that rows came to."""
+class GroupResult:
+    """The result of operators on rows: the places of ``kept`` rows, the columns of these that have ``changed``, the
+    rows ``made``, and what each operator did up to the last one that had rows."""
 
     kept: list[int]
     changed: pa.RecordBatch
@@ -61,13 +55,13 @@ class Worked:
 
 
 class Operators(Protocol):
-    """Operators that work on groups, here or elsewhere."""
+    """Operators on groups, in this process or actors."""
 
     async def open(self) -> None:
         """Start them. Raises ConfigError if they cannot be started."""
 
-    async def apply(self, rows: pa.RecordBatch, task: Task) -> Worked:
-        """Work on a group of answers to a task. Raises OperatorFailed."""
+    async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:
+        """Process a group of answers to a task. Raises OperatorFailed."""
         ...
 
 
@@ -75,9 +69,8 @@ class Operators(Protocol):
 class GroupChain:
     """Operators for groups of rows of a schema, in their order, to be built in any process.
 
-    ``key`` is the column that tells rows apart, and ``fixed`` are columns that no operator may say it writes.
-    ``whole``: all rows come at once, so that those that look at all rows may be among them; they are built anew each
-    time.
+    ``key`` is the column that identifies rows, and no operator may declare that it writes ``fixed`` columns.
+    ``whole``: all rows come at once, so that operators may look at all rows; they are built again for each batch.
     """
 
     operators: Sequence[OperatorConfig]
@@ -109,22 +102,32 @@ class GroupChain:
         return links
 
 
-class _RunApplier(Applier):
-    """The operators, in the process that applies them in a run. What it left out comes without values."""
+class GroupHost(OperatorHost):
+    """The operators of a run, in their process. Rows that are left out are returned without values."""
 
-    def work(self, messages: list[bytes], key: str) -> tuple[list[int], bytes, bytes | None, list[Outcome]]:
-        """Apply all operators to groups, at once; return what `Worked` has of them together, packed. ``key`` is the
-        column that tells rows apart."""
+    def __init__(self, chain: GroupChain, leave_out: bool) -> None:
+        super().__init__(chain.build, 0, leave_out)
+        self._key = chain.key
+        grouped = [link.operator for link in self._links if link.operator.scope == "group"]
+        mixes = chain.whole or any(each.group_by != "group_id" for each in grouped)
+        self._most = 1 if mixes else _MOST_GROUPS
+
+    def max_batch(self) -> int:
+        """Return how many groups may be processed together: one if an operator would mix them."""
+        return self._most
+
+    def process(self, messages: list[bytes]) -> tuple[list[int], bytes, bytes | None, list[Outcome]]:
+        """Apply all operators to groups together; return the fields of their `GroupResult`, packed."""
         before = pa.concat_batches([unpacked(message) for message in messages])
         self._rows, outcomes = before, list[Outcome]()
         for number, link in enumerate(self._links):
             if link.operator.scope == "all":
                 self.observe(number)
-                self.settle(number)
+                self.finish(number)
             outcomes.append(self.apply(number))
             if not outcomes[-1].given:
                 break
-        kept, changed, made = _difference(before, self._rows, key)
+        kept, changed, made = _difference(before, self._rows, self._key)
         return kept, packed(changed), None if made is None else packed(made), outcomes
 
     def apply(self, number: int) -> Outcome:
@@ -132,8 +135,8 @@ class _RunApplier(Applier):
         return replace(outcome, left_out=[replace(each, values={}) for each in outcome.left_out])
 
 
-def _apart(together: Worked, groups: list[pa.RecordBatch], key: str) -> list[Worked]:
-    """Return what operators made of each of several groups, whose outcomes add up to those of all."""
+def _split_by_group(together: GroupResult, groups: list[pa.RecordBatch], key: str) -> list[GroupResult]:
+    """Return the results by group; their outcomes add up to those of all."""
     ends = np.cumsum([rows.num_rows for rows in groups])
     kept = np.array(together.kept, np.int64)
     of_row = np.searchsorted(ends, kept, side="right")
@@ -146,7 +149,7 @@ def _apart(together: Worked, groups: list[pa.RecordBatch], key: str) -> list[Wor
         mine, new = np.flatnonzero(of_row == number), np.flatnonzero(of_made == number)
         outcomes = [_share(outcome, number, row_of) for outcome in together.outcomes]
         found.append(
-            Worked(
+            GroupResult(
                 (kept[mine] - (ends[number] - rows.num_rows)).tolist(),
                 together.changed.take(pa.array(mine)),
                 made.take(pa.array(new)) if made is not None and len(new) else None,
@@ -157,7 +160,7 @@ def _apart(together: Worked, groups: list[pa.RecordBatch], key: str) -> list[Wor
 
 
 def _share(outcome: Outcome, number: int, row_of: Mapping[str, int]) -> Outcome:
-    """Return what is left out of a group, and to the first one everything else that is only counted."""
+    """Return the outcome of a group: its rows that are left out, and for the first group all counts."""
     mine = [each for each in outcome.left_out if row_of.get(each.row, 0) == number]
     return replace(outcome, left_out=mine) if not number else Outcome(0, 0, 0, 0, 0.0, mine)
 
@@ -165,7 +168,7 @@ def _share(outcome: Outcome, number: int, row_of: Mapping[str, int]) -> Outcome:
 def _difference(
     before: pa.RecordBatch, after: pa.RecordBatch, key: str
 ) -> tuple[list[int], pa.RecordBatch, pa.RecordBatch | None]:
-    """Return the places of the rows that are there after, the columns of them that are others, and new rows."""
+    """Return the places of the rows that remain, their changed columns, and new rows."""
     places = {name: place for place, name in enumerate(before.column(key).to_pylist())}
     found = [places.get(name) for name in after.column(key).to_pylist()]
     kept, made = [place for place in found if place is not None], None
@@ -178,167 +181,87 @@ def _difference(
     return kept, after.select(changed), made
 
 
-@dataclass
-class _Call:
-    rows: pa.RecordBatch
-    done: asyncio.Future[Worked]
-    failed: bool = False
-    """Whether it was made before: to find which operator failed, it is made one by one."""
-
-
 class LocalOperators:
-    """Operators in processes of this node. Groups that wait for one are worked on together, if operators tell them
-    apart; where that fails, each alone, so that none harms another."""
+    """Operators in processes of this node. Groups that wait for a process are processed together if the operators tell
+    them apart; if that fails, each alone, so that no group harms another."""
 
-    def __init__(self, chain: GroupChain, config: PipelinesConfig, answers: Answers | None = None) -> None:
-        """``answers`` has what answers operators that ask."""
-        self._answers, self._answering = answers, AsyncExitStack()
-        self._answerer: Answerer | None = None
-        self._links, self._workers, self._deadline_s = chain.build(), config.workers, config.deadline_s
-        self._whole, self._key = chain.whole, chain.key
-        grouped = [link.operator for link in self._links if link.operator.scope == "group"]
-        self._alone = chain.whole or any(each.group_by != "group_id" for each in grouped)
-        """Whether groups that wait are not worked on together: such operators would take them for one."""
-        self._pool = ProcessPool(
-            partial(_RunApplier, chain.build, 0, config.on_error == "leave_out"),
-            processes=config.workers + chain.whole,
-            plugins=chain.plugins,
-            spares=int(chain.whole),
-            answer_limit=ANSWER_BYTES,
+    def __init__(self, chain: GroupChain, config: PipelinesConfig, models: OpenModels | None = None) -> None:
+        """``models`` opens the models that operators ask."""
+        self._open_models, self._opened = models, AsyncExitStack()
+        self._models: ModelServer | None = None
+        self._links, self._key, self._deadline_s = chain.build(), chain.key, config.deadline_s
+        self._calls = CallQueue[pa.RecordBatch, GroupResult](
+            operator_pool(
+                partial(GroupHost, chain, config.on_error == "leave_out"),
+                chain.plugins,
+                processes=config.workers + chain.whole,
+                spares=int(chain.whole),
+            ),
+            self._make,
+            workers=config.workers,
+            spare=0,
+            deadline_s=config.deadline_s,
             start_s=START_S,
-            inherit=True,
+            failure=lambda error: ConfigError(
+                f"the operators cannot be started: {error}",
+                "see the cause, and the operators' options",
+                field=self._links[0].field,
+            ),
+            again=(CallFailed, ActorDied, EndpointFailed),
+            fresh=chain.whole,
         )
-        self._calls: asyncio.Queue[_Call] = asyncio.Queue()
-        self._working: list[asyncio.Task[None]] = []
-        self._usual_s: float | None = None
-        """Of recent groups, each by its share of those that were worked on together."""
-        self._error: ConfigError | None = None
-        """Why no process can be started any more."""
 
     async def open(self) -> None:
         """Start the processes. Raises ConfigError if they cannot be started."""
         asks, scores = asked_by(self._links)
-        if self._answers is not None and (asks or scores):
-            self._answerer = await self._answering.enter_async_context(self._answers(asks, scores))
-        ready = [asyncio.get_running_loop().create_future() for _ in range(self._workers)]
-        self._working = [asyncio.create_task(self._work(each)) for each in ready]
-        await asyncio.gather(*ready)
+        if self._open_models is not None and (asks or scores):
+            self._models = await self._opened.enter_async_context(self._open_models(asks, scores))
+        await self._calls.open()
 
     async def close(self) -> None:
         """End the processes."""
-        for each in self._working:
-            each.cancel()
-        await asyncio.gather(*self._working, return_exceptions=True)
-        await self._pool.close()
-        await self._answering.aclose()
+        await self._calls.close()
+        await self._opened.aclose()
 
-    async def apply(self, rows: pa.RecordBatch, task: Task | None = None) -> Worked:
-        """Work on a group. Raises OperatorFailed if an operator raises, ends its process, is not done within the
+    async def apply(self, rows: pa.RecordBatch, task: Task | None = None) -> GroupResult:
+        """Process a group. Raises OperatorFailed if an operator raises, ends its process, is not done within the
         deadline, or returns what does not fit."""
-        if self._error is not None:
-            raise self._error
-        call = _Call(rows, asyncio.get_running_loop().create_future())
-        self._calls.put_nowait(call)
-        return await call.done
+        return await self._calls.put(rows).done
 
-    async def _work(self, ready: asyncio.Future[None]) -> None:
-        """Work on groups in one process after another: one that was killed is replaced."""
-        starts = 0
-        while True:
-            try:
-                async with self._pool.lease() as worker:
-                    starts = 0
-                    if not ready.done():
-                        ready.set_result(None)
-                    while worker.at_rest:
-                        await self._make(worker, await self._take())
-                        if self._whole:
-                            break
-            except CallFailed as error:
-                starts += 1
-                if starts == _STARTS:
-                    return self._fail(error, ready)
+    async def _make(
+        self, worker: Worker, calls: Sequence[QueuedCall[pa.RecordBatch, GroupResult]]
+    ) -> list[GroupResult]:
+        """Process groups in one call; a group that failed before, operator by operator."""
+        if calls[0].tries > 1:
+            return [await self._one_by_one(worker, calls[0].argument)]
+        groups = [each.argument for each in calls]
+        call = worker.call if self._models is None else partial(self._models.call, worker)
+        found = await call("process", [packed(rows) for rows in groups], deadline_s=self._deadline_s)
+        kept, changed, made, outcomes = found
+        together = GroupResult(kept, unpacked(changed), None if made is None else unpacked(made), outcomes)
+        return [together] if len(groups) == 1 else _split_by_group(together, groups, self._key)
 
-    async def _take(self) -> list[_Call]:
-        """Wait for a group, and return it with others that wait; one that was made before, alone."""
-        most = min(_AT_ONCE, int(_SHARE * self._deadline_s / self._usual_s)) if self._usual_s else 1
-        calls = list[_Call]()
-        while not calls or not (calls[0].failed or self._alone or self._calls.empty() or len(calls) >= most):
-            call = await self._calls.get()
-            if call.done.done():  # nobody waits any more
-                continue
-            if calls and call.failed:
-                self._calls.put_nowait(call)
-                break
-            calls.append(call)
-        return calls
-
-    async def _make(self, worker: Worker, calls: list[_Call]) -> None:
-        try:
-            if calls[0].failed:
-                made = [await self._one_by_one(worker, calls[0].rows)]
-            else:
-                made = await self._at_once(worker, [call.rows for call in calls])
-        except (CallFailed, ActorDied, EndpointFailed):  # of whichever operator, or of a model that it asks
-            for call in calls:
-                call.failed = True
-                self._calls.put_nowait(call)
-        except Exception as error:  # OperatorFailed, or whatever what answers raised: it is raised in the callers
-            for call in calls:
-                if not call.done.done():
-                    call.done.set_exception(error)
-        else:
-            for call, worked in zip(calls, made, strict=True):
-                if not call.done.done():
-                    call.done.set_result(worked)
-
-    async def _at_once(self, worker: Worker, groups: list[pa.RecordBatch]) -> list[Worked]:
-        """Apply all operators to groups in one call. Raises CallFailed if any fails, and ActorDied or EndpointFailed if
-        a model does that they ask."""
-        call = partial(self._answerer.call, worker) if self._answerer is not None else worker.call
-        messages, started = [packed(rows) for rows in groups], time.perf_counter()
-        kept, changed, made, outcomes = await call("work", messages, self._key, deadline_s=self._deadline_s)
-        took = (time.perf_counter() - started) / len(groups)
-        self._usual_s = took if self._usual_s is None else 0.9 * self._usual_s + 0.1 * took
-        together = Worked(kept, unpacked(changed), None if made is None else unpacked(made), outcomes)
-        return [together] if len(groups) == 1 else _apart(together, groups, self._key)
-
-    async def _one_by_one(self, worker: Worker, rows: pa.RecordBatch) -> Worked:
-        """Apply operators, each in a call of its own. Raises OperatorFailed, which names the one that fails."""
-        far, outcomes, after = Far(worker, self._links, self._deadline_s, self._answerer), list[Outcome](), rows
+    async def _one_by_one(self, worker: Worker, rows: pa.RecordBatch) -> GroupResult:
+        """Apply each operator in another call. Raises OperatorFailed, which names the one that fails."""
+        process, outcomes = OperatorProcess(worker, self._links, self._deadline_s, self._models), list[Outcome]()
+        message: bytes | None = packed(rows)
 
         def note(number: int, outcome: Outcome) -> None:
             outcomes.append(outcome)
 
         for numbers in segments(self._links):
-            if self._links[numbers[0]].operator.scope == "all":
-                await far.observe(numbers[0], after)
-                await far.settle(numbers[0], 1)
-            parts = [batch async for batch in far.apply(numbers, after, note)]
-            if not parts:
-                after = pa.RecordBatch.from_pylist([], schema=self._links[-1].gives)
-                break
-            [after] = parts
-        return Worked(*_difference(rows, after, self._key), outcomes)
-
-    def _fail(self, error: CallFailed, ready: asyncio.Future[None]) -> None:
-        """Raise the error in all calls, now and later."""
-        self._error = ConfigError(
-            f"the operators cannot be started: {error}",
-            "see the cause, and the operators' options",
-            field=self._links[0].field,
-        )
-        waiting: list[asyncio.Future[None] | asyncio.Future[Worked]] = [ready]
-        while not self._calls.empty():
-            waiting.append(self._calls.get_nowait().done)
-        for each in waiting:
-            if not each.done():
-                each.set_exception(self._error)
+            if message is not None and self._links[numbers[0]].operator.scope == "all":
+                await process.observe(numbers[0], message)
+                await process.finish(numbers[0], 1)
+            if message is not None:
+                message = await process.apply(numbers, message, note)
+        after = pa.RecordBatch.from_pylist([], self._links[-1].gives) if message is None else unpacked(message)
+        return GroupResult(*_difference(rows, after, self._key), outcomes)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What operators in an actor may ask: the auxiliary ``models`` of the run, and its rewards."""
+class ModelAccess:
+    """The auxiliary ``models`` and rewards of the run, for operators in an actor."""
 
     models: Models | None
     auxiliary: Mapping[str, AuxiliaryConfig]
@@ -346,56 +269,56 @@ class Asked:
 
 
 class OperatorActor:
-    """The actor: operators, with their processes, on any node."""
+    """The actor: operators with their processes, on any node."""
 
-    def __init__(self, chain: GroupChain, config: PipelinesConfig, asked: Asked) -> None:
+    def __init__(self, chain: GroupChain, config: PipelinesConfig, access: ModelAccess) -> None:
         self._tasks: dict[str, Task] = {}
-        """Of the groups that are worked on."""
-        self._asked = Counter[str]()
-        answers = partial(
-            answering,
-            engines=running(asked.models() if asked.models is not None else {}, asked.auxiliary),
+        """Of the groups in flight."""
+        self._groups = Counter[str]()
+        models = partial(
+            open_models,
+            engines=running_engines(access.models() if access.models is not None else {}, access.auxiliary),
             endpoints=config.endpoints,
-            reward=asked.reward,
+            reward=access.reward,
             plugins=chain.plugins,
             tasks=self._tasks.get,
             answer_s=config.answer_s,
         )
-        self._operators = LocalOperators(chain, config, answers)
+        self._operators = LocalOperators(chain, config, models)
 
     async def start(self) -> None:
         """Start the processes. Raises ConfigError if they cannot be started."""
         await self._operators.open()
 
-    async def apply(self, rows: pa.RecordBatch, task: Task) -> Worked:
-        """Work on a group of answers to a task. Raises OperatorFailed."""
+    async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:
+        """Process a group of answers to a task. Raises OperatorFailed."""
         self._tasks[task.id] = task
-        self._asked[task.id] += 1
+        self._groups[task.id] += 1
         try:
             return await self._operators.apply(rows)
         finally:
-            self._asked[task.id] -= 1
-            if not self._asked[task.id]:
-                del self._asked[task.id], self._tasks[task.id]
+            self._groups[task.id] -= 1
+            if not self._groups[task.id]:
+                del self._groups[task.id], self._tasks[task.id]
 
 
 class ActorOperators:
-    """Operators in actors: each group is worked on by the one that has the fewest rows to do."""
+    """Operators in actors: a group goes to the actor with the fewest rows in flight."""
 
     def __init__(self, create: Callable[[], Handle[OperatorActor]], count: int) -> None:
-        self._actors = ActorPool(create, lambda actor: actor.call(OperatorActor.start), count)
+        self._actors = ActorPool(create, lambda actor: actor.call(OperatorActor.start), count, "operators")
 
     async def open(self) -> None:
         """Start the actors. Raises ConfigError if operators cannot be started."""
         await self._actors.open()
 
-    async def apply(self, rows: pa.RecordBatch, task: Task) -> Worked:
-        """Work on a group. Raises OperatorFailed, also if two actors died of it, or were not reached."""
+    async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:
+        """Process a group. Raises OperatorFailed, also if every actor that was tried failed."""
         try:
-            worked, _ = await self._actors.call(
-                lambda actor: actor.call(OperatorActor.apply, rows, task), owed=rows.num_rows
+            result, _ = await self._actors.call(
+                lambda actor: actor.call(OperatorActor.apply, rows, task), load=rows.num_rows
             )
         except (ActorDied, ActorUnreachable) as error:
-            problem = f"the actors that it was given to failed: {error.problem}"
+            problem = f"its actors failed: {error.problem}"
             raise OperatorFailed(problem, error.remedy, field="pipelines.experiences") from error
-        return worked
+        return result

@@ -1,8 +1,8 @@
 """The far side of `rayrft.runtime.processes.pool`: the template process, and the processes that it forks.
 
-The template imports what the objects need, once, and forks a process for each; it has no thread of its own and runs no
-code of theirs, so that it answers at all times. It reaps what dies, with all that it had started. When the parent dies,
-however that may be, its end of the control socket closes, and the template kills everything and exits.
+The template imports what the objects need, once, and forks a process for each. It has no other thread and runs no code
+of the objects, so that it answers at all times. It reaps processes that die, with all that they had started. When the
+parent dies, its end of the control socket closes, and the template kills everything and exits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a call: its value, or of an exception the text alone, as its class may not be known elsewhere."""
+    """The result of a call: a value, or the text of an exception, whose class may not be known elsewhere."""
 
     kind: Literal["value", "raised", "leaks"]
     value: Any = None
@@ -55,23 +55,23 @@ class Answer:
 
 @dataclass(frozen=True)
 class Ask:
-    """What an object asks the parent during a call."""
+    """A request of an object to the parent during a call."""
 
     number: int
-    method: str
     arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class GiveUp:
-    """Nobody waits any more for what was asked by that number."""
+class Cancel:
+    """The request of that number was cancelled."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The parent's reply to what was asked by that number, pickled: it is whoever asked that cannot read it."""
+    """The parent's reply to the request of that number, pickled separately: an unpickling error is raised in the code
+    that asked."""
 
     number: int
     value: bytes
@@ -79,15 +79,15 @@ class Reply:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What the template imports: plugins first, then the pickled factory with what is called once before it."""
+    """What the template imports: plugins first, then the pickled factory and warm-up function."""
 
     plugins: tuple[Path, ...]
     create: bytes
 
 
 def main(control_fd: int, blueprint_fd: int) -> None:
-    """Be the template, until the parent closes the control socket or dies."""
-    # What an import prints must not stay in a buffer, from which every fork would print it again.
+    """Run the template until the parent closes the control socket or dies."""
+    # Output of imports must not stay in a buffer: every fork would print it again.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     control = socket.socket(fileno=control_fd)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -107,7 +107,7 @@ def main(control_fd: int, blueprint_fd: int) -> None:
         control.send(RECORD.pack(b"r", os.getpid()))
         _Template(control, create).run()
     except ConnectionError:
-        pass  # the parent is gone
+        pass  # the parent has died
     finally:
         _kill_children()
 
@@ -133,10 +133,10 @@ class _Template:
                     os.read(fd, 1 << 16)
                     self._reap()
                 else:
-                    self._obey()
+                    self._handle()
 
-    def _obey(self) -> None:
-        """Carry out one command. Raises ConnectionError where the parent is gone."""
+    def _handle(self) -> None:
+        """Execute one command. Raises ConnectionError if the parent has died."""
         message, fds, _, _ = socket.recv_fds(self._control, RECORD.size, 1)
         if not message:
             raise ConnectionResetError
@@ -175,35 +175,35 @@ class _Template:
                 return
             if pid in self._pids:
                 self._pids.discard(pid)
-                # What it had started is the template's now, and of no use to any other.
+                # Processes that it had started are the template's children now.
                 _kill_children(except_for=self._pids)
                 code = os.waitstatus_to_exitcode(status)
                 self._control.send(RECORD.pack(b"e", pid) + STATUS.pack(code))
 
 
 class Parent:
-    """The parent, whom the object of this process may ask during a call that takes questions (see `Worker.call`)."""
+    """The parent, which the object of this process may ask during a call with ``serve`` (see `Worker.call`)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.RLock()
-        """Who has it reads and writes."""
+        """Held while the connection is read or written."""
         self._asked = 0
         self._futures: dict[int, asyncio.Future[bytes]] = {}
 
-    def ask(self, method: str, *arguments: Any) -> Any:
+    def ask(self, *arguments: Any) -> Any:
         """Ask, and block until there is a reply."""
         with self._lock:
-            number = self._send(method, arguments)
+            number = self._send(arguments)
             while (reply := self._read()).number != number:
                 pass
             return pickle.loads(reply.value)
 
-    async def ask_async(self, method: str, *arguments: Any) -> Any:
-        """Ask, and let others run until there is a reply; it is not waited for if this is cancelled."""
+    async def ask_async(self, *arguments: Any) -> Any:
+        """Ask, and await the reply. Cancellation cancels the request."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            number = self._send(method, arguments)
+            number = self._send(arguments)
             future = self._futures[number] = loop.create_future()
         loop.add_reader(self._connection, self._read_if_ready)
         try:
@@ -212,7 +212,7 @@ class Parent:
             with self._lock:
                 del self._futures[number]
                 if future.cancelled():
-                    self.send(GiveUp(number))
+                    self.send(Cancel(number))
                 if not self._futures:
                     loop.remove_reader(self._connection)
 
@@ -229,17 +229,17 @@ class Parent:
     def call(self) -> tuple[str, tuple[Any, ...]]:
         """Block until there is a call. Raises ConnectionError if the parent closed the connection."""
         while isinstance(message := self.receive(), Reply):
-            pass  # to what was given up
+            pass  # to a cancelled request
         method, arguments = message
         return method, arguments
 
-    def _send(self, method: str, arguments: tuple[Any, ...]) -> int:
+    def _send(self, arguments: tuple[Any, ...]) -> int:
         self._asked += 1
-        self.send(Ask(self._asked, method, arguments))
+        self.send(Ask(self._asked, arguments))
         return self._asked
 
     def _read(self) -> Reply:
-        """Read a reply, which is handed on if a coroutine waits for it."""
+        """Read a reply; set the future of the coroutine that waits for it, if there is one."""
         reply: Reply = self.receive()
         if (future := self._futures.get(reply.number)) is not None:
             future.get_loop().call_soon_threadsafe(_set_unless_done, future, reply.value)
@@ -253,7 +253,7 @@ class Parent:
                 try:
                     self._read()
                 except ConnectionError:
-                    os._exit(0)  # the parent has given this process up
+                    os._exit(0)  # the parent has closed the connection
 
     def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)
@@ -311,7 +311,7 @@ def _serve(connection: socket.socket, create: Callable[[], Any]) -> None:
 
 
 def _leaks() -> str:
-    """Say what an object that was closed has left behind: threads, or processes."""
+    """Return a description of the threads and processes that a closed object left behind."""
     _reap_all()
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     children = _children()
@@ -331,7 +331,7 @@ def _children() -> list[int]:
 
 
 def _kill_children(except_for: set[int] | frozenset[int] = frozenset()) -> None:
-    """Kill all children, and theirs, which become this process's own when their parent dies."""
+    """Kill all children and their descendants, which become children of this process when their parent dies."""
     while pids := [pid for pid in _children() if pid not in except_for]:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

@@ -1,30 +1,32 @@
-"""Operators spread over workers: the same rows, reports and errors as in one process, and memory that is bounded."""
+"""Operators distributed over workers: the same rows, reports and errors as in one process, in bounded memory."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import pickle
 import subprocess
 import sys
-import threading
-from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from ray.exceptions import ActorDiedError
 
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.errors import ClusterError, OperatorFailed, OperatorTimeout
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
-from rayrft.pipelines.run.distributed import Result, Segment, _read, _SegmentWorker
-from rayrft.pipelines.run.process import Applier, Pipeline, packed, unpacked
+from rayrft.pipelines.run.distributed import BatchResult, OperatorWorker, Segment
+from rayrft.pipelines.run.host import OperatorHost, packed, unpacked
+from rayrft.pipelines.run.process import Pipeline
 from rayrft.registry import load_plugins
+from rayrft.runtime.handle import Handle
 from tests.conftest import ROOT
 from tests.errors import about
 from tests.pipelines.small import OWN
+from tests.scripted import remote
 
 SCHEMA = pa.schema({"id": pa.string(), "question": pa.string()})
 OPERATORS: list[dict[str, Any]] = [
@@ -78,57 +80,85 @@ def test_workers_give_what_one_process_gives_in_its_order() -> None:
         assert told[0] == told[1] and told[0], "what was left out is told, and how far it is"
 
 
-def test_the_first_batch_that_fails_in_their_order_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a cluster: batches come back in their order, whichever failed first."""
-
-    def results(segment: Segment, path: Path, batches: int, workers: int) -> Generator[Result, None, None]:
-        worker = _SegmentWorker(segment)
-        done = [pickle.loads(worker(_read(str(path), {"id": number}))["result"]) for number in (2, 1, 0)]
-        yield from reversed(done)
-
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Workers of this process that stand for actors of a cluster, first come, first created."""
+    known = list[Any]()
     monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("rayrft.pipelines.run.distributed._results", results)
+    monkeypatch.setattr(Handle, "kill", lambda self: None)
+    monkeypatch.setattr("rayrft.pipelines.run.distributed._create", lambda segment: remote(known.pop(0)(segment)))
+    return known
+
+
+class Reversed(OperatorWorker):
+    """Is done with the last of three batches first."""
+
+    def __init__(self, segment: Segment) -> None:
+        super().__init__(segment)
+        self.turns = [asyncio.Event() for _ in range(3)]
+        self.turns[2].set()
+
+    async def apply(self, message: bytes) -> BatchResult:
+        number = ["good", "fine", "bad"].index(unpacked(message)["question"][0].as_py())
+        await self.turns[number].wait()
+        result = await super().apply(message)
+        self.turns[number - 1].set()
+        return result
+
+
+def test_the_first_batch_that_fails_in_their_order_ends_it(workers: list[Any]) -> None:
+    """Without a cluster: batches come back in their order, whichever failed first."""
+    workers += [Reversed]
     given = [batch("good"), batch("fine", "bad"), batch("bad")]
     with pytest.raises(OperatorFailed, check=about("operators.1.raises"), match=r"no such thing") as caught:
         Ran(given, [{"name": "size"}, {"name": "raises"}], workers=2)
-    assert "begins with fine-0" in caught.value.problem
+    assert "begins with bad-0" in caught.value.problem
 
 
-def test_workers_of_which_none_ever_answers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
+def test_workers_of_which_none_ever_starts_are_given_up(workers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class NeverPlaced(OperatorWorker):
+        async def start(self) -> None:
+            await asyncio.Event().wait()
 
-    def results(segment: Segment, path: Path, batches: int, workers: int) -> Generator[Result, None, None]:
-        release.wait(30)
-        yield Result()
-
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("rayrft.pipelines.run.distributed._results", results)
+    workers += [NeverPlaced, NeverPlaced]
     monkeypatch.setattr("rayrft.pipelines.run.distributed.START_S", 0.1)
     with pytest.raises(OperatorTimeout, check=about("operators.0.size")):
         Ran([batch("good")], [{"name": "size"}], workers=2, deadline_s=0.1)
-    release.set()
+
+
+def test_a_worker_that_the_cluster_has_no_room_for_is_not_waited_for_and_one_that_dies_is_replaced(
+    workers: list[Any],
+) -> None:
+    class NeverPlaced(OperatorWorker):
+        async def start(self) -> None:
+            await asyncio.Event().wait()
+
+    class Dies(OperatorWorker):
+        async def apply(self, message: bytes) -> BatchResult:
+            raise ActorDiedError
+
+    workers += [NeverPlaced, Dies, OperatorWorker]
+    ran = Ran(BATCHES, OPERATORS[:1], workers=2)
+    assert ran.rows == Ran(BATCHES, OPERATORS[:1]).rows and not workers
+    workers += [Dies] * 3
+    with pytest.raises(OperatorFailed, check=about("operators.0.shout"), match="the workers failed"):
+        Ran(BATCHES, OPERATORS[:1], workers=1 + 1)
 
 
 def segment(*operators: dict[str, Any], deadline_s: float = 60.0, **settings: Any) -> Segment:
     load_plugins((OWN,))
     build = partial(build_chain, configs([*operators]), SCHEMA, field="operators", origin="test", context=Context())
     numbers = tuple(range(len(operators)))
-    return Segment(
-        numbers, build, partial(Applier, build, 3, settings.get("leave_out", False), numbers), (OWN,), deadline_s
-    )
+    create = partial(OperatorHost, build, 3, settings.get("leave_out", False), numbers)
+    return Segment(numbers, build, create, (OWN,), deadline_s)
 
 
-def worked(worker: _SegmentWorker, given: pa.RecordBatch) -> Result:
-    result: Result = pickle.loads(worker({"rows": packed(given)})["result"])
-    return result
-
-
-def test_a_worker_applies_operators_and_tells_what_each_did() -> None:
-    worker = _SegmentWorker(segment({"name": "shout"}, {"name": "brief", "limit": 4}))
-    result = worked(worker, batch("cat", "horse"))
+async def test_a_worker_applies_operators_and_tells_what_each_did() -> None:
+    worker = OperatorWorker(segment({"name": "shout"}, {"name": "brief", "limit": 4}))
+    result = await worker.apply(packed(batch("cat", "horse")))
     assert result.rows is not None and unpacked(result.rows)["question"].to_pylist() == ["CAT!"]
     assert [(number, outcome.taken, outcome.given) for number, outcome in result.outcomes] == [(0, 2, 2), (1, 2, 1)]
-    nothing = worked(worker, batch("horses"))
+    nothing = await worker.apply(packed(batch("horses")))
     assert nothing.rows is None and nothing.failure is None and len(nothing.outcomes) == 2
 
 
@@ -140,23 +170,24 @@ def test_a_worker_applies_operators_and_tells_what_each_did() -> None:
         ("dies", OperatorFailed, "exit code 7"),
     ],
 )
-def test_what_ends_an_operator_is_the_result_of_the_batch(name: str, kind: type[OperatorFailed], words: str) -> None:
-    worker = _SegmentWorker(segment({"name": "size"}, {"name": name}, deadline_s=2.0 if name == "hangs" else 60.0))
-    assert worked(worker, batch("good")).failure is None
-    failed = worked(worker, batch("good", "bad"))
+async def test_an_error_of_an_operator_is_the_result_of_the_batch(
+    name: str, kind: type[OperatorFailed], words: str
+) -> None:
+    worker = OperatorWorker(segment({"name": "size"}, {"name": name}, deadline_s=2.0 if name == "hangs" else 60.0))
+    assert (await worker.apply(packed(batch("good")))).failure is None
+    failed = await worker.apply(packed(batch("good", "bad")))
     assert type(failed.failure) is kind and words in str(failed.failure) and failed.rows is None
     assert failed.failure.field == f"operators.1.{name}" and "good-0" in failed.failure.problem
     assert [number for number, _ in failed.outcomes] == [0], "what came before it counts"
 
 
-def test_a_worker_whose_operators_cannot_be_started_says_so() -> None:
-    result = worked(_SegmentWorker(segment({"name": "cannot_prepare"})), batch("good"))
+async def test_a_worker_whose_operators_cannot_be_started_says_so() -> None:
+    result = await OperatorWorker(segment({"name": "cannot_prepare"})).apply(packed(batch("good")))
     assert result.failure is not None and "could not be started" in str(result.failure)
 
 
-def test_rows_on_which_an_operator_raises_are_left_out_by_a_worker_too() -> None:
-    worker = _SegmentWorker(segment({"name": "raises"}, leave_out=True))
-    result = worked(worker, batch("good", "bad"))
+async def test_rows_on_which_an_operator_raises_are_left_out_by_a_worker_too() -> None:
+    result = await OperatorWorker(segment({"name": "raises"}, leave_out=True)).apply(packed(batch("good", "bad")))
     assert result.rows is not None and unpacked(result.rows)["question"].to_pylist() == ["good"]
 
 

@@ -1,4 +1,8 @@
-"""The parent's side of what operators ask: models, each so many requests at a time, rewards, and tasks by their ids."""
+"""Models, rewards and tasks for operators: handles in the operators' process, and the server in its parent.
+
+Models and rewards are with the parent, which answers over the socket of the process. Thousands of requests may be in
+flight.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.base import resolved
@@ -19,11 +23,11 @@ from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import CallTimeout, DataError, EndpointFailed, RequestRefused
 from rayrft.experience import Task
 from rayrft.json_lines import open_lines
-from rayrft.pipelines.run.asking import Reply
 from rayrft.rewards import RewardResult, Transcript, build_reward, where
 from rayrft.rewards.judge import ChatModel, Messages, OpenAIModel, digest
 from rayrft.rewards.scorer import Scorer
-from rayrft.runtime.processes.pool import Worker
+from rayrft.runtime.processes.remote import Raised, Remote, call_object, remote_method
+from rayrft.runtime.processes.worker import Worker
 
 Score = Callable[[Task, list[Transcript]], Awaitable[list[RewardResult]]]
 
@@ -33,8 +37,8 @@ _FAILURES_IN_A_ROW = 32
 
 @dataclass(frozen=True)
 class AskedModel:
-    """A model that operators may ask, ``calls`` requests at a time. ``identity`` tells it from others in a journal, and
-    what it answers where a call does not say how."""
+    """A model that operators may ask, ``calls`` requests at a time. In a journal ``identity`` stands for the model and
+    the sampling that a call does not set."""
 
     chat: ChatModel
     calls: int = 256
@@ -42,15 +46,15 @@ class AskedModel:
 
     @classmethod
     def on_engines(cls, chat: ChatModel, config: AuxiliaryConfig) -> AskedModel:
-        """Return an auxiliary model, of which no more is asked at a time than its engines decode."""
+        """Return an auxiliary model, with at most as many requests in flight as its engines decode."""
         identity = f"{config.model} {config.temperature} {config.max_tokens} {config.max_length}"
         return cls(chat, config.engine.count * config.engine.max_running, identity)
 
 
 class Journal:
-    """Answers of models in a JSONL file, by what was asked: work that was cut off goes on without asking it again.
+    """Answers of models in a JSONL file, by request: resumed work does not ask again.
 
-    Memory: 100 bytes or so for each answer. Raises StorageError if the file cannot be written.
+    Memory: about 100 bytes for each answer. Raises StorageError if the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,12 +77,12 @@ class Journal:
         self._file.close()
 
 
-class Answerer:
-    """Answers what operators ask during a `call` to their process.
+class ModelServer:
+    """Answers the requests of operators during a `call` to their process.
 
-    A request that fails, or has no answer within ``answer_s`` from when it is made, is answered with the problem. What
-    ends the call, with the error, is an engine that died (ActorDied), and a model that leaves many requests in a row
-    without an answer (EndpointFailed).
+    A request that fails, or has no answer within ``answer_s`` of being sent, raises RequestRefused in the operator. The
+    call ends with ActorDied if an engine died, and with EndpointFailed if a model leaves many requests in a row without
+    an answer.
     """
 
     def __init__(
@@ -97,19 +101,19 @@ class Answerer:
         """Consecutive requests without an answer, by model."""
 
     async def call(self, worker: Worker, method: str, *arguments: Any, deadline_s: float) -> Any:
-        """Call a method of an object in a process, whose deadline stands still while it waits for what it asks.
+        """Call a method of an object in a process; its deadline is suspended while the object waits for answers.
 
-        Raises the errors of `Worker.call`, and what ends the call.
+        Raises the errors of `Worker.call`, and those that end the call.
         """
         loop, waiting = asyncio.get_running_loop(), 0
 
-        async def asked(kind: str, *what: Any) -> Any:
+        async def serve(*request: Any) -> Any:
             nonlocal waiting
             waiting += 1
             if not limit.expired():
                 limit.reschedule(None)
             try:
-                return await self._reply(kind, *what)
+                return await self._serve(*request)
             finally:
                 waiting -= 1
                 if not waiting and not limit.expired():
@@ -117,53 +121,86 @@ class Answerer:
 
         try:
             async with asyncio.timeout(deadline_s) as limit:
-                return await worker.call(method, *arguments, deadline_s=math.inf, asked=asked)
+                return await worker.call(method, *arguments, deadline_s=math.inf, serve=serve)
         except TimeoutError:
             problem = f"not done within {deadline_s:g} s"
             raise CallTimeout(problem, "raise the deadline, or make it faster", field=method) from None
 
-    async def _reply(self, kind: str, *arguments: Any) -> Any:
-        if kind == "chat":
-            return await self._chat(*arguments)
-        if kind == "score":
-            assert self._score is not None  # it was checked that there is a reward
-            return await self._score(*arguments)
-        return {name: task for name in arguments[0] if (task := self._tasks(name)) is not None}
+    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        """Return the rewards of answers to a task."""
+        assert self._score is not None  # preflight checks that there is a reward
+        return await self._score(task, transcripts)
 
-    async def _chat(self, name: str, seed: int | None, messages: Messages, sampling: dict[str, Any]) -> Reply:
+    def tasks(self, ids: Sequence[str]) -> dict[str, Task]:
+        """Return the known tasks with these ids."""
+        return {name: task for name in ids if (task := self._tasks(name)) is not None}
+
+    async def chat(self, name: str, seed: int | None, messages: Messages, **sampling: Any) -> str:
+        """Return a model's answer to a conversation."""
         model = self._models[name]
         key = digest(model.identity or name, json.dumps([messages, sampling, seed], sort_keys=True)).hex()
         if self._journal is not None and (known := self._journal.get(key)) is not None:
-            return Reply(known)
+            return known
         async with self._room[name]:
             try:
                 async with asyncio.timeout(self._answer_s):
                     text = await model.chat.with_seed(seed).chat(messages, **sampling)
             except TimeoutError:
-                return self._without(name, EndpointFailed(f"no answer within {self._answer_s:g} s", field=name))
+                self._count_failure(name, EndpointFailed(f"no answer within {self._answer_s:g} s", field=name))
             except EndpointFailed as error:
-                return self._without(name, error)
-            except (RequestRefused, DataError) as error:
-                return Reply(problem=error.problem)
+                self._count_failure(name, error)
+            except DataError as error:
+                raise RequestRefused(error.problem, field=name) from None
         self._failed[name] = 0
         if self._journal is not None:
             self._journal.add(key, text)
-        return Reply(text)
+        return text
 
-    def _without(self, name: str, error: EndpointFailed) -> Reply:
+    async def _serve(self, key: Any, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        try:
+            if key is None:
+                return await call_object(self, method, arguments, named)
+            return await self.chat(*key, *arguments, **named)
+        except RequestRefused as error:
+            return Raised(error)
+
+    def _count_failure(self, name: str, error: EndpointFailed) -> NoReturn:
         self._failed[name] += 1
         if self._failed[name] < _FAILURES_IN_A_ROW:
-            return Reply(problem=error.problem)
+            raise RequestRefused(error.problem, field=name) from None
         problem = f"{self._failed[name]} requests in a row had no answer; the last: {error.problem}"
-        raise EndpointFailed(problem, error.remedy, field=name, value=error.value)
+        raise EndpointFailed(problem, error.remedy, field=name, value=error.value) from None
+
+
+class RemoteModels(Remote):
+    """A handle to the `ModelServer` of the parent."""
+
+    score = remote_method(ModelServer.score)
+    tasks = remote_method(ModelServer.tasks)
+
+
+class RemoteChat(Remote):
+    """A handle to a model of the parent, which judges take. Its answers raise RequestRefused if there is none."""
+
+    def __init__(self, name: str, seed: int | None = None) -> None:
+        super().__init__((name, seed))
+
+    chat = remote_method(ChatModel.chat)
+
+    def with_seed(self, seed: int | None) -> RemoteChat:
+        """Return the model with another seed."""
+        return RemoteChat(self.key[0], seed)
 
 
 Engines = Callable[[Collection[str]], AbstractAsyncContextManager[Mapping[str, AskedModel]]]
-"""Has those of the named models that it knows on engines, for as long as they are asked."""
+"""Runs engines for the models of these names that it knows, inside an ``async with``."""
+OpenModels = Callable[[Collection[str], bool], AbstractAsyncContextManager[ModelServer]]
+"""Opens a `ModelServer` for operators: takes the names of the models that they ask, and whether they have answers
+scored."""
 
 
-def running(models: Mapping[str, ChatModel], configs: Mapping[str, AuxiliaryConfig]) -> Engines:
-    """Return what has models whose engines are running already."""
+def running_engines(models: Mapping[str, ChatModel], configs: Mapping[str, AuxiliaryConfig]) -> Engines:
+    """Return `Engines` of models that are running already."""
 
     @asynccontextmanager
     async def engines(names: Collection[str]) -> AsyncIterator[Mapping[str, AskedModel]]:
@@ -172,14 +209,12 @@ def running(models: Mapping[str, ChatModel], configs: Mapping[str, AuxiliaryConf
     return engines
 
 
-@asynccontextmanager
-async def no_engines(names: Collection[str]) -> AsyncIterator[Mapping[str, AskedModel]]:
-    """Have no model on engines."""
-    yield {}
+no_engines = running_engines({}, {})
+"""`Engines` without a model."""
 
 
 @asynccontextmanager
-async def answering(
+async def open_models(
     names: Collection[str],
     scores: bool,
     *,
@@ -191,12 +226,11 @@ async def answering(
     tasks: Callable[[str], Task | None] = lambda task_id: None,
     answer_s: float = 300.0,
     journal: Path | None = None,
-) -> AsyncIterator[Answerer]:
-    """Have an `Answerer` inside an ``async with``, for the named models, on engines and at endpoints, and with
-    ``scores`` for a reward, whose judges may ask these kinds of models, too, unless ``score`` scores for it. A
-    ``journal`` is the file of a `Journal`.
+) -> AsyncIterator[ModelServer]:
+    """Open a `ModelServer` for the named models, on engines and at endpoints; with ``scores`` also for a reward, whose
+    judges may ask such models, unless ``score`` scores. ``journal`` is the file of a `Journal`.
 
-    Raises ConfigError where the reward cannot be built, and what starting engines raises.
+    Raises ConfigError where the reward cannot be built, and the errors of starting engines.
     """
     built = reward if scores and score is None else None
     judges = needed_models(built) if built is not None else set[str]()
@@ -212,7 +246,7 @@ async def answering(
             await scorer.open()
             score = scorer.score
         written = stack.enter_context(closing(Journal(journal))) if journal is not None else None
-        yield Answerer(models, score, tasks=tasks, answer_s=answer_s, journal=written)
+        yield ModelServer(models, score, tasks=tasks, answer_s=answer_s, journal=written)
 
 
 def needed_models(config: RewardModelsConfig) -> set[str]:

@@ -1,15 +1,10 @@
-"""What operators ask while they work: chat models, rewards, and the tasks of experiences.
-
-An operator is in a process of its own. Models and rewards are with its parent, which answers through the pipe that
-calls come by (`answering`), as it does for workflows in processes. Thousands of requests may be made
-at once.
-"""
+"""Operators that ask models and rewards, and the tasks of their rows."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,62 +12,22 @@ import pyarrow as pa
 
 from rayrft.config.base import Section
 from rayrft.data.tables import is_json
-from rayrft.errors import ConfigError, RequestRefused, nearest
+from rayrft.errors import ConfigError, nearest
 from rayrft.experience import Task
 from rayrft.pipelines.operator import Applied, Operator, is_text
 from rayrft.pipelines.rows import id_column
+from rayrft.pipelines.run.models import RemoteModels
 from rayrft.rewards import RewardResult, Transcript
-from rayrft.rewards.judge import Messages, digest
-from rayrft.runtime.processes import template
+from rayrft.rewards.judge import digest
 
 O = TypeVar("O", bound=Section)  # noqa: E741
 
-
-@dataclass(frozen=True)
-class Reply:
-    """What a model said, or the problem because of which it said nothing."""
-
-    text: str = ""
-    problem: str | None = None
-
-
-@dataclass(frozen=True)
-class RemoteChat:
-    """A handle to a model of the parent, as judges take it."""
-
-    name: str
-    seed: int | None = None
-
-    def with_seed(self, seed: int | None) -> RemoteChat:
-        return RemoteChat(self.name, seed)
-
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        json_schema: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Return its answer to a conversation. Raises RequestRefused, with the problem, where there is none."""
-        sampling = {"max_tokens": max_tokens, "temperature": temperature, "json_schema": json_schema}
-        reply: Reply = await template.parent.ask_async("chat", self.name, self.seed, messages, sampling)
-        if reply.problem is not None:
-            raise RequestRefused(reply.problem, field=self.name)
-        return reply.text
+_models = RemoteModels(None)
 
 
 async def scored(task: Task, responses: Sequence[str]) -> list[RewardResult]:
     """Return the rewards of answers to a task."""
-    transcripts = [Transcript.of(task, response) for response in responses]
-    results: list[RewardResult] = await template.parent.ask_async("score", task, transcripts)
-    return results
-
-
-async def tasks_of(ids: Sequence[str]) -> dict[str, Task]:
-    """Return the tasks with these ids, of those that the parent knows."""
-    found: dict[str, Task] = await template.parent.ask_async("tasks", ids)
-    return found
+    return await _models.score(task, [Transcript.of(task, response) for response in responses])
 
 
 def request_seed(row: str, seed: int, *place: object) -> int:
@@ -124,7 +79,7 @@ async def subjects(rows: pa.RecordBatch, options: SubjectOptions, response: str 
     names = rows.column(id_column(rows.schema)).to_pylist()
     given = rows.to_pylist(maps_as_pydicts="lossy")
     if is_experience(rows.schema):
-        known = await tasks_of(list({row["task_id"] for row in given}))
+        known = _models.tasks(list({row["task_id"] for row in given}))
         return [_experienced(name, known.get(row["task_id"]), row) for name, row in zip(names, given, strict=True)]
     return [_subject(name, row, options, response) for name, row in zip(names, given, strict=True)]
 
