@@ -67,11 +67,13 @@ class ActorPool(Generic[A]):
         from ray.exceptions import ActorDiedError, RayActorError
 
         async def call_one() -> R:
-            actor = min(self._starts, key=lambda each: (not self._starts[each].done(), self._load[each]))
+            while not (started := [actor for actor, start in self._starts.items() if start.done()]):
+                await asyncio.wait(self._starts.values(), return_when=asyncio.FIRST_COMPLETED)
+            actor = min(started, key=self._load.__getitem__)
             start = self._starts[actor]
             self._load[actor] += load
             try:
-                await asyncio.shield(start)
+                start.result()
                 return await ask(actor)
             except RayActorError as error:
                 died = isinstance(error, ActorDiedError) or start.exception() is not None

@@ -110,6 +110,7 @@ class OperatorWorker:
     def __init__(self, segment: Segment) -> None:
         load_plugins(segment.plugins)
         self._segment, self._links = segment, segment.build()
+        self._pool = operator_pool(segment.create, segment.plugins)
         self._busy, self._lease = asyncio.Lock(), AsyncExitStack()
         self._process: OperatorProcess | None = None
 
@@ -131,10 +132,13 @@ class OperatorWorker:
             return BatchResult(outcomes, failure=failure)
         return BatchResult(outcomes, rows)
 
+    async def close(self) -> None:
+        """End the process."""
+        await self._pool.close()
+
     async def _start_process(self) -> OperatorProcess:
-        pool = operator_pool(self._segment.create, self._segment.plugins)
         try:
-            worker = await self._lease.enter_async_context(pool.lease())
+            worker = await self._lease.enter_async_context(self._pool.lease())
         except CallFailed as error:
             place = self._links[self._segment.numbers[0]].field
             raise operator_failure(error, "the operators could not be started", place) from error
