@@ -19,10 +19,8 @@ from ray import serve
 from rayrft.config.reward import ReplicasConfig, RewardModelsConfig
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.registry import load_plugins
 from rayrft.rewards.base import RewardResult, Transcript
-from rayrft.rewards.pool import Models
-from rayrft.rewards.scorer import Scorer
+from rayrft.rewards.pool import Models, RewardActor
 from rayrft.runtime.actor_pool import with_retry
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.serving.applications import (
@@ -38,14 +36,6 @@ from rayrft.runtime.serving.applications import (
 
 _GIB = 1 << 30
 _DEPLOYMENT = "rewards"
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The reply of a replica: one result per transcript, by rewards of that version."""
-
-    results: list[RewardResult]
-    version: str
 
 
 @dataclass(frozen=True)
@@ -98,27 +88,20 @@ def _digest(path: Path, size: int, changed_ns: int) -> str:
         return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
-class RewardReplica:
+class RewardReplica(RewardActor):
     """A replica of a domain, with the processes of its rewards."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it, and the replica is ready when it is done
         self,
         config: RewardModelsConfig,
         plugins: list[Path],
-        version: str,
         owner: Owner,
         application: str,
         models: Models | None = None,
     ) -> None:
-        load_plugins(plugins)
-        self._version = version
-        self._scorer = Scorer(config, plugins, models() if models else None)
-        await self._scorer.open()
+        super().__init__(config, plugins, models)
+        await self.start()
         self._watching = asyncio.create_task(delete_with(owner, application))
-
-    async def score(self, task: Task, transcripts: list[Transcript]) -> Scored:
-        """Return one result per transcript."""
-        return Scored(await self._scorer.score(task, transcripts), self._version)
 
 
 class ServeBackend:
@@ -138,17 +121,16 @@ class ServeBackend:
             application = self._service.application(domain)
             self._handles[domain] = await asyncio.to_thread(serve.get_deployment_handle, _DEPLOYMENT, application)
 
-        async def call() -> Scored:
+        async def call() -> list[RewardResult]:
             response = self._handles[domain].score.remote(task, transcripts)
             try:
-                scored: Scored = await response
+                results: list[RewardResult] = await response
             except asyncio.CancelledError:
                 response.cancel()
                 raise
-            return scored
+            return results
 
-        scored, retries = await with_retry(call, "replica")
-        return scored.results, retries
+        return await with_retry(call, "replica")
 
 
 @contextlib.contextmanager
@@ -201,7 +183,7 @@ def deploy_rewards(
         name = service.application(domain)
         one = config if not domain else RewardModelsConfig(domains={domain: model})
         replica = serve.deployment(RewardReplica).options(name=_DEPLOYMENT, **_options(model.replicas))
-        target = replica.bind(one, plugins, service.version, owner, name, models)
+        target = replica.bind(one, plugins, owner, name, models)
         targets.append(serve.RunTarget(target, name=name, route_prefix=None))
     try:
         serve.run_many(targets)

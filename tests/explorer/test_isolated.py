@@ -30,7 +30,7 @@ from rayrft.explorer.workflows.isolated import (
     RemoteModel,
     RemoteTrajectory,
 )
-from rayrft.pipelines.run.models import RemoteChat, _EndpointModel
+from rayrft.pipelines.run.models import RemoteChat
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.judge import ChatModel, OpenAIModel
 from tests.errors import about
@@ -129,7 +129,7 @@ def test_a_handle_has_all_that_its_object_has_with_the_same_signatures(
             assert _parameters(getattr(handle, name)) == _parameters(method), name
 
 
-@pytest.mark.parametrize("model", [AuxiliaryModel, OpenAIModel, _EndpointModel, RemoteChat])
+@pytest.mark.parametrize("model", [AuxiliaryModel, OpenAIModel, RemoteChat])
 def test_every_chat_model_takes_the_same(model: type[ChatModel]) -> None:
     assert _parameters(model.chat) == _parameters(ChatModel.chat)
     assert _parameters(model.with_seed) == _parameters(ChatModel.with_seed)

@@ -18,7 +18,7 @@ from rayrft.config.reward import RewardConfig
 from rayrft.errors import ConfigError
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.pool import Rewards
-from rayrft.rewards.service import RewardService, Scored, ServeBackend, close_rewards, deploy_rewards
+from rayrft.rewards.service import RewardService, ServeBackend, close_rewards, deploy_rewards
 from rayrft.rewards.stats import DomainStats
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.serving.applications import Anchor, Owner, applications, create_anchor, delete_applications, on_head
@@ -136,7 +136,7 @@ async def pool_over(replicas: _Replicas, monkeypatch: pytest.MonkeyPatch, **conf
 
 
 DIED = ray.exceptions.RayActorError(error_msg="The actor died.\nLong ago.")
-FINE = Scored([RewardResult(1.0, seconds=0.5)], "0a")
+FINE = [RewardResult(1.0, seconds=0.5)]
 
 
 async def test_a_call_whose_replica_dies_is_made_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
