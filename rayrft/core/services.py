@@ -185,8 +185,8 @@ def pipeline_engines(
 def pipeline_inputs(
     pipeline: PipelineConfig, config: str | None, journal: Path
 ) -> tuple[Context, OpenModels, dict[str, Task] | None]:
-    """Return the context of operators on files, the models that they ask, whose answers are kept in ``journal``, and the
-    tasks by their ids of the run whose ``config`` is given."""
+    """Return the context of operators on files, the models that they ask, and the tasks of the run whose ``config`` is
+    given, by their ids. Answers of models are kept in ``journal``."""
     reward, models, plugins, seed = pipeline.reward, dict(pipeline.models), list(pipeline.plugins), 0
     context, tasks = Context(), dict[str, Task]()
     if config is not None:
