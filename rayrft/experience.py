@@ -21,7 +21,7 @@ from rayrft.errors import DataError
 
 Source = Literal["usual", "expert", "human", "synthetic"]
 SOURCES: tuple[str, ...] = ("usual", "expert", "human", "synthetic")
-SCHEMA_VERSION = "4"
+SCHEMA_VERSION = "5"
 
 TRUNCATED = ("length", "repetition")
 """Stop reasons of answers that the model did not end."""

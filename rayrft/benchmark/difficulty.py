@@ -105,12 +105,11 @@ def write_solved(folder: Path, out: Path) -> MeasuredTasks:
         problem = "it draws no tasks" if spec is None else f"its tasks are in the Buffer {config.buffer.name!r}"
         raise DataError(f"the run has no task statistics: {problem}", field="run", value=str(folder))
     state = read_state(Storage(log_folder(folder, config)), config.buffer.sampler, config.seed, spec()).state
-    assert state.tasks is not None  # it was given
     names = source_names(config)
     return _written(
         out,
         [
-            (names[state.tasks.source(task.id)], measured(task, *state.tasks.statistics(task.id)))
+            (names[state.tasks[""].source(task.id)], measured(task, *state.tasks[""].statistics(task.id)))
             for task in (*splits.train, *state.meta.added_tasks)
         ],
     )

@@ -2,7 +2,7 @@
 
 It decides on metadata; rows are passed by reference, and read and written in a thread. All calls are idempotent, since
 a caller that lost the connection, or whose Buffer died, retries without knowing whether the first call was executed. So
-every call names its subject (a producer's life and request, a group, a ticket, a step's draw, a life of the run, a
+every call names its subject (a producer and its request, a group, a ticket, a step's draw, an attempt of the run, a
 stage), and a call about an outdated subject changes nothing. Every wait is woken by a change of state, has a deadline,
 and reports what it waited for.
 """
@@ -18,11 +18,10 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer import events as e
-from rayrft.buffer.entries import Entry, Receipt, group_key
 from rayrft.buffer.expert_rows import ExpertBlocks, are_labelled, are_pairs, check_kind
 from rayrft.buffer.feedback import Feedback
 from rayrft.buffer.groups import GroupStatus
-from rayrft.buffer.ingest import Arrivals
+from rayrft.buffer.ingest import Arrivals, Entry, Receipt, group_key
 from rayrft.buffer.leases import Lease, Leasing
 from rayrft.buffer.ledger import BufferStats, Ledger, Resumed
 from rayrft.buffer.log.journal import Position
@@ -59,11 +58,10 @@ class Buffer(Watched):
     ) -> None:
         self._store = Store(run, folder, config, seed, tasks() if tasks else None, Position(*logged))
         self._state = self._store.state
-        self._experts = ExpertBlocks(self._store.storage, self._state.meta)
+        self._experts = ExpertBlocks(self._store.storage, self._state)
         self._leasing = Leasing(self._store, self._experts)
         self._retention = Retention(self._store)
         self._feedback = Feedback(self._store)
-        self._limits = limits
         self._arrivals = Arrivals(self._store, self._retention, limits)
 
     # Stages and admission.
@@ -72,16 +70,16 @@ class Buffer(Watched):
         """Open a stage. Groups left over from the previous one are dropped and counted.
 
         If a resumed run opens the stage that was opened last (same name and first version), it continues from its old
-        state. A stage that this life of the run has opened before is not opened again: the call is a late repeat.
+        state. A stage that this attempt of the run has opened before is not opened again: the call is a late repeat.
         """
-        if plan.name and plan.version == self._state.meta.opened.get(plan.name):
+        if plan.name and plan.version == self._state.stage.opened.get(plan.name):
             return await self._store.commit()
         if plan.expert_rows:
-            cursor = self._state.meta.experts.get(plan.demonstrations or "")
+            cursor = self._state.contents.experts.get(plan.demonstrations or "")
             if cursor is None and not (plan.grows and plan.groups):
                 raise DataError(
                     "no such demonstrations were loaded",
-                    "load them first; there are " + (", ".join(sorted(self._state.meta.experts)) or "none"),
+                    "load them first; there are " + (", ".join(sorted(self._state.contents.experts)) or "none"),
                     field="demonstrations",
                     value=plan.demonstrations,
                 )
@@ -96,7 +94,7 @@ class Buffer(Watched):
                 field="buffer.max_rows",
                 value=bound,
             )
-        last = self._state.meta.plan
+        last = self._state.stage.plan
         if last is not None and last.name and (last.name, last.version) == (plan.name, plan.version):
             return await self._store.commit(e.StageResumed(plan))
         await self._store.commit(e.StageOpened(plan))
@@ -107,15 +105,15 @@ class Buffer(Watched):
         position = await self._store.flush()
         return [position.number, position.nbytes]
 
-    async def resume(self, step: int, life: str) -> Resumed:
+    async def resume(self, step: int, attempt: str) -> Resumed:
         """Resume the run from a checkpoint of ``step``: outstanding tickets are reissued, and leases from that step on
         are trained again, with the same rows in the same order.
 
-        ``life`` identifies this life of the run, which is resumed once: a late repeat of the call changes nothing.
+        ``attempt`` identifies this attempt of the run, which resumes once: a late repeat of the call changes nothing.
 
         Raises StorageError if the log ends before the checkpoint: it lost its end, or belongs to another run.
         """
-        meta, known = self._state.meta, self._state.newest_version
+        known = self._state.newest_version
         if known < step:
             raise StorageError(
                 f"the log ends after {known} steps, before the checkpoint of step {step} that the run resumes from",
@@ -123,22 +121,20 @@ class Buffer(Watched):
                 field=str(self._store.storage.folder),
                 value=known,
             )
-        # A feed's producers are another job's.
-        held = {held.producer for held in meta.outstanding.values() if not held.ticket.feed}
-        gone = sorted(held | set(meta.calls))
-        events: list[e.Event] = [*(e.Abandoned(producer) for producer in gone), e.RolledBack(step, life)]
-        await self._store.commit(*([] if life in meta.lives else events))
+        gone: list[e.Event] = [e.Abandoned(producer) for producer in self._state.producers("")]
+        new = attempt not in self._state.training.attempts
+        await self._store.commit(*([*gone, e.RolledBack(step, attempt)] if new else []))
         return Resumed(self._state.ledger(), self._store.sizes().torn_bytes)
 
     async def close_stage(self, name: str | None = None) -> None:
         """Admit no more groups; pending `admit` calls return none. ``name`` restricts it to the stage of that name."""
-        plan = self._state.meta.plan
+        plan = self._state.stage.plan
         current = plan is not None and name in (None, plan.name)
         await self._store.commit(*([e.StageClosed()] if current else []))
 
     async def closed(self) -> None:
         """Wait until the stage is closed."""
-        await self._store.wait_for(lambda: not self._state.meta.open)
+        await self._store.wait_for(lambda: not self._state.stage.open)
 
     async def leased(self, after: int) -> int:
         """Wait until a step later than ``after`` is leased, and return the newest: groups whose tickets have no later
@@ -147,45 +143,44 @@ class Buffer(Watched):
 
         def later() -> bool:
             nonlocal newest
-            newest = max(self._state.meta.leases, default=after)
-            return newest > after or not self._state.meta.open
+            newest = max(self._state.training.leases, default=after)
+            return newest > after or not self._state.stage.open
 
         await self._store.wait_for(later)
         return max(newest, after)
 
-    async def admit(self, producer: str, call: int, count: int) -> list[Ticket]:
+    async def admit(self, producer: str, call: int, count: int, feed: str = "") -> list[Ticket]:
         """Wait for room and return up to ``count`` tickets; none if the stage is closed or the tasks are exhausted.
 
-        ``producer`` identifies one life of a producer, and ``call`` is the increasing number of its request. A repeated
-        request gets the same tickets; one that arrives after a later one gets none, since nobody waits for its answer.
-        Waits without a deadline, because there is no room while the trainer has enough groups, and the trainer's own
-        wait is bounded.
+        ``producer`` identifies one process of a producer, and ``call`` is the increasing number of its request. A
+        repeated request gets the same tickets; one that arrives after a later one gets none, since nobody waits for its
+        answer. ``feed`` is that of an explore job; by default tickets are those of the stage. Waits without a deadline,
+        because there is no room while the trainer has enough groups, and the trainer's own wait is bounded.
 
         Raises DataError for an abandoned producer: its tickets were reissued.
         """
-        meta = self._state.meta
+        state = self._state
+        none = -1, list[Ticket]()
 
         def answered() -> bool:
-            return producer in meta.gone or (producer in meta.calls and meta.calls[producer][0] >= call)
+            return producer in state.meta.gone or state.feeds[feed].calls.get(producer, none)[0] >= call
 
         while True:
-            await self._store.wait_for(
-                lambda: answered() or not meta.open or self._state.exhausted or self._may_admit()
-            )
-            if producer in meta.gone:
+            await self._store.wait_for(lambda: answered() or state.exhausted(feed) or self._retention.room(feed) > 0)
+            if producer in state.meta.gone:
                 raise DataError(
-                    "the producer was abandoned because it died or the run was resumed",
+                    "the producer was abandoned because it died or its job was resumed",
                     "restart it under another name",
                     field="producer",
                     value=producer,
                 )
             if answered():
                 await self._store.commit()
-                number, given = meta.calls[producer]
+                number, given = state.feeds[feed].calls[producer]
                 return given if number == call else []
-            wanted = min(count, self._state.capacity) if meta.open and not self._state.exhausted else 0
-            event = e.Admitted(producer, call, wanted, [])
-            tickets = apply(self._state, event)
+            wanted = 0 if state.exhausted(feed) else min(count, self._retention.room(feed))
+            event = e.Admitted(producer, call, wanted, None, feed)
+            tickets = apply(state, event)
             await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
 
     async def add_tasks(self, tasks: list[Task], source: int) -> int:
@@ -195,7 +190,7 @@ class Buffer(Watched):
         Raises DataError if the run draws no tasks, if there is no such source, or if the task sampler needs a
         difficulty or priority that a task lacks.
         """
-        known = self._state.tasks
+        known = self._state.tasks.get("")
         if known is None or not 0 <= source < known.sources:
             raise DataError(
                 "the run has no such source of tasks",
@@ -235,7 +230,7 @@ class Buffer(Watched):
     async def parked(self, ticket: Ticket) -> list[tuple[Ref, np.ndarray]]:
         """Return the blocks and rows of the calls that a group resumes from, which was parked."""
         async with self._store.move_lock:
-            begun = self._state.meta.begun.get(ticket.sequence)
+            begun = self._state.stage.begun.get(ticket.sequence)
             return await self._store.rows_by_block([] if begun is None else [begun])
 
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
@@ -290,7 +285,7 @@ class Buffer(Watched):
 
         Raises DataError if an error is negative or not finite.
         """
-        record = self._state.meta.leases.get(step)
+        record = self._state.training.leases.get(step)
         if record is None or record.acked:
             await self._store.commit()
             return self._state.ledger()
@@ -299,13 +294,13 @@ class Buffer(Watched):
         await self._retention.release(record.slots)
         return ledger
 
-    async def blame(self, step: int, life: str, experience_ids: list[str]) -> None:
-        """Record that training of the step failed on one of these rows, in the run's life ``life``.
+    async def blame(self, step: int, attempt: str, experience_ids: list[str]) -> None:
+        """Record that training of the step failed on one of these rows, in this attempt of the run.
 
-        When the batch is leased again, these rows are in micro-batches of their own. A row blamed in a second life is
-        removed: a demonstration for good, a row of a group with its group, which is dropped as ``failed_twice``.
+        When the batch is leased again, these rows are in micro-batches of their own. A row blamed in a second attempt
+        is removed: a demonstration for good, a row of a group with its group, which is dropped as ``failed_twice``.
         """
-        await self._leasing.blame(step, life, experience_ids)
+        await self._leasing.blame(step, attempt, experience_ids)
 
     async def cover(self, step: int) -> None:
         """Record that a checkpoint covers all steps before ``step``: their batches will not be leased again."""
@@ -314,7 +309,7 @@ class Buffer(Watched):
 
     async def requeue(self, step: int, draw: int) -> None:
         """Return a lease, identified by its step and `Lease.draw`: its groups become ready for another step."""
-        record = self._state.meta.leases.get(step)
+        record = self._state.training.leases.get(step)
         await self._store.commit(*([e.Requeued(step)] if record is not None and record.draw == draw else []))
 
     async def advance(self, version: int) -> None:
@@ -347,7 +342,7 @@ class Buffer(Watched):
         """
         batch, pairs, labelled = await self._demonstrations(name, payload)
         async with self._store.move_lock:
-            known = self._state.meta.experts.get(name)
+            known = self._state.contents.experts.get(name)
             if known is not None:
                 check_kind(name, (pairs, labelled), (known.unit == 2, known.labelled))
             there = set() if known is None else await self._experts.known(name, known.extent)
@@ -370,7 +365,7 @@ class Buffer(Watched):
         Returns the number of rows that are withdrawn; unknown ids are none.
         """
         async with self._store.move_lock:
-            known, unwanted = self._state.meta.experts.get(name), {*experience_ids}
+            known, unwanted = self._state.contents.experts.get(name), {*experience_ids}
             if known is None:
                 return 0
             ids = np.array(await self._experts.names(name, known.extent), dtype=object).reshape(-1, known.unit)
@@ -382,15 +377,15 @@ class Buffer(Watched):
         """Return demonstrations, and whether they are pairs, and labelled; raise DataError if a row is invalid, or if
         the stage needs others."""
         batch = unpack(payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0])
-        for row, fault in find_faults(batch, self._limits).items():
+        for row, fault in find_faults(batch, self._arrivals.limits).items():
             raise DataError(
                 f"row {row} is invalid: {fault}",
                 "fix the row and load again; no rows were stored",
                 field=f"demonstrations.{name}",
             )
         pairs, labelled = are_pairs(batch), are_labelled(batch)
-        plan = self._state.meta.plan
-        if plan is not None and self._state.meta.open and plan.expert_rows and plan.demonstrations == name:
+        plan = self._state.stage.plan
+        if plan is not None and self._state.stage.open and plan.expert_rows and plan.demonstrations == name:
             check_kind(name, (pairs, labelled), (plan.pairs, plan.labelled))
         return batch, pairs, labelled
 
@@ -409,20 +404,11 @@ class Buffer(Watched):
         return BufferStats(
             ledger=self._state.ledger(recount=True),
             expert=self._state.expert_draws(),
-            tasks_drawn=self._state.tasks.position if self._state.tasks is not None else None,
-            late_feedback=self._state.meta.late_feedback_count,
+            tasks_drawn=self._state.tasks[""].position if "" in self._state.tasks else None,
+            late_feedback=self._state.contents.late_feedback_count,
             sizes=self._store.sizes(),
         )
 
     async def waiting(self) -> WaitReport:
         """Report what a lease waits for, and the time without progress."""
         return self._leasing.waits.report()
-
-    def _may_admit(self) -> bool:
-        # A step that waits for new groups must get them even if the Buffer is full: it then frees room.
-        full = (
-            self._store.config.when_full == "wait"
-            and self._retention.full
-            and not self._state.meta.schedule.needs_admission
-        )
-        return self._state.capacity > 0 and not full

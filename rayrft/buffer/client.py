@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.entries import Entry, Receipt
 from rayrft.buffer.events import GroupReport
+from rayrft.buffer.ingest import Entry, Receipt
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError
 from rayrft.experience import TRUNCATED, Experience, check_filled, check_schema, from_batch, pack, to_batch

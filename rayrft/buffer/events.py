@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import pyarrow as pa
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.schedule import StagePlan
-from rayrft.experience import Task
+from rayrft.errors import StorageError
+from rayrft.experience import SCHEMA_VERSION, Task
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,21 @@ class StoredGroup:
 
 
 @dataclass(frozen=True)
+class Extent:
+    """Committed extent of a segment, or of a file of demonstrations; ``crc`` is the checksum (CRC-32) of these
+    bytes."""
+
+    segment: int
+    rows: int = 0
+    nbytes: int = 0
+    crc: int = 0
+
+    def grown(self, rows: int, data: pa.Buffer) -> Extent:
+        """Return the extent after ``data``, which holds this many rows, was appended."""
+        return Extent(self.segment, self.rows + rows, self.nbytes + len(data), zlib.crc32(data, self.crc))
+
+
+@dataclass(frozen=True)
 class Began:
     run: str
     schema: str
@@ -89,14 +106,14 @@ class StageClosed:
 class Admitted:
     """A request for tickets was answered, with none if ``count`` is 0.
 
-    ``tasks`` are those of the tickets: recovery draws them again and compares."""
+    ``tasks`` are those of the tickets, None before they are drawn: recovery draws them again and compares."""
 
     producer: str
     call: int
     count: int
-    tasks: list[str | None]
+    tasks: list[str | None] | None
     feed: str = ""
-    """The feed whose tickets these are."""
+    """The feed that the producer belongs to."""
     event: Literal["admitted"] = "admitted"
 
 
@@ -183,8 +200,8 @@ class Blamed:
     """Training failed on one of these groups (by slot) and demonstrations (by row)."""
 
     step: int
-    life: str
-    """Life of the run."""
+    attempt: str
+    """Attempt of the run."""
     slots: list[int]
     expert: list[int]
     event: Literal["blamed"] = "blamed"
@@ -209,8 +226,8 @@ class RolledBack:
     """The run resumes at ``step``: leases from there on are trained again."""
 
     step: int
-    life: str
-    """Life of the run."""
+    attempt: str
+    """Attempt of the run."""
     event: Literal["rolled_back"] = "rolled_back"
 
 
@@ -303,10 +320,10 @@ class ModelTerms:
 
 @dataclass(frozen=True)
 class FeedJoined:
-    """A life of the explore job ``job``, whose feed has this id, begins or goes on with it: see `Feed`."""
+    """An attempt of explore job ``job`` starts or resumes its feed: see `Feed`."""
 
     feed: str
-    life: str
+    attempt: str
     job: str
     model: ModelTerms
     in_flight: int
@@ -365,6 +382,16 @@ Event = (
 # Rows with non-finite rewards are rejected, but reports may contain such rewards.
 _config = ConfigDict(ser_json_inf_nan="constants")
 _adapter: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="event")], config=_config)
+
+
+def check_version(schema: str, log: str) -> None:
+    """Raise StorageError unless this version of rayrft reads and writes logs of that schema version."""
+    if schema != SCHEMA_VERSION:
+        raise StorageError(
+            f"the log has schema version {schema}; this rayrft reads {SCHEMA_VERSION}",
+            "use the version of rayrft that wrote it; its segments are plain Arrow files",
+            field=log,
+        )
 
 
 def encode(event: Event) -> bytes:

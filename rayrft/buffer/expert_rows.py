@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from rayrft.buffer.events import Extent
 from rayrft.buffer.log.row_log import Ref
-from rayrft.buffer.log.segments import Extent, read_rows, with_schema
+from rayrft.buffer.log.segments import read_rows, with_schema
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.state import Metadata
+from rayrft.buffer.state import State
 from rayrft.errors import DataError
 
 
@@ -30,11 +31,11 @@ class ExpertBlock:
 
 
 class ExpertBlocks:
-    """The demonstrations of a run, as listed in ``meta``."""
+    """The demonstrations of a run, as listed in ``state``."""
 
-    def __init__(self, storage: Storage, meta: Metadata) -> None:
+    def __init__(self, storage: Storage, state: State) -> None:
         self._storage = storage
-        self._metadata = meta
+        self._state = state
         self._blocks: dict[str, ExpertBlock] = {}
         self._names: dict[str, list[str]] = {}
         """The ids of rows, by file."""
@@ -45,7 +46,7 @@ class ExpertBlocks:
         """Write demonstrations to a file of their own, which is named after their checksum."""
         data = with_schema(batch.serialize())
         extent = Extent(zlib.crc32(data)).grown(batch.num_rows, data)
-        known = self._metadata.experts.get(name)
+        known = self._state.contents.experts.get(name)
         if known is not None and known.loaded == extent:  # its file has grown since
             return extent
         await asyncio.to_thread(self._storage.write, expert_file(name, extent), data)
@@ -101,17 +102,17 @@ class ExpertBlocks:
         """Return the block of the current demonstrations in ``expert/<name>``, and the indices of the rows that may be
         drawn. Raises DataError for an unknown store."""
         name = store.removeprefix("expert/")
-        if name not in self._metadata.experts:
-            known = ["usual", *(f"expert/{expert}" for expert in self._metadata.experts)]
+        if name not in self._state.contents.experts:
+            known = ["usual", *(f"expert/{expert}" for expert in self._state.contents.experts)]
             raise DataError("no such store", f"one of {known}", field="store", value=store)
-        cursor = self._metadata.experts[name]
+        cursor = self._state.contents.experts[name]
         block = await self.get(name, cursor.extent)
         return block.ref, np.setdiff1d(np.arange(len(block.tokens)), cursor.excluded)
 
     async def sweep(self) -> None:
         """Delete replaced demonstrations that no lease needs any more."""
-        leases = self._metadata.leases.values()
-        needed = {expert_file(name, cursor.extent) for name, cursor in self._metadata.experts.items()}
+        leases = self._state.training.leases.values()
+        needed = {expert_file(name, cursor.extent) for name, cursor in self._state.contents.experts.items()}
         needed |= {expert_file(lease.demonstrations, lease.extent) for lease in leases if lease.demonstrations}
         files = await asyncio.to_thread(self._storage.files)
         for file in files.keys() - needed:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from rayrft.buffer import events as e
-from rayrft.buffer.entries import group_key
 from rayrft.buffer.groups import GroupStatus
+from rayrft.buffer.ingest import group_key
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import find_faults
 from rayrft.errors import DataError, FeedbackRefused

@@ -1,18 +1,20 @@
-"""Ingestion of groups: room, validation, and receipts."""
+"""Ingestion of groups: metadata, room, validation, and receipts."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
 from rayrft.buffer import events as e
-from rayrft.buffer.entries import Entry, Receipt, group_key
+from rayrft.buffer.events import GroupReport
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.log.row_log import Appended
 from rayrft.buffer.retention import Retention
+from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import Fault, Limits
 
@@ -23,13 +25,47 @@ _OF_A_FAULTY_GROUP = "another row of its group is faulty"
 _NO_STEP = "the group was dropped: it is too old, or the stage has no place for it"
 
 
+@dataclass(frozen=True)
+class Entry:
+    """Metadata of a group that is put. ``dropped`` counts rows that were sampled and are not in it, by reason."""
+
+    group_id: str
+    ticket: Ticket | None
+    report: GroupReport
+    dropped: dict[str, int]
+    rows: int
+    nbytes: int
+    digest: int = 0
+    """Checksum of the rows of a group without a ticket, which identifies a repeated put."""
+
+    @property
+    def sequence(self) -> int | None:
+        return None if self.ticket is None else self.ticket.sequence
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Receipt of a group that was put: it is in the log, except the rows in ``faults``.
+
+    A group without a ticket is stored as a whole or, if it has ``faults``, not at all.
+    """
+
+    group_id: str
+    faults: tuple[Fault, ...] = ()
+
+
+def group_key(group_id: str) -> int:
+    """Hash a group id to the 64-bit key that the Buffer uses."""
+    return int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "little")
+
+
 class Arrivals:
     """Stores the groups that producers put, after validation against the model's limits."""
 
     def __init__(self, store: Store, retention: Retention, limits: Limits) -> None:
         self._store = store
         self._retention = retention
-        self._limits = limits
+        self.limits = limits
 
     async def put(self, entries: list[Entry], payload: list[Any]) -> list[Receipt]:
         """See `Buffer.put`."""
@@ -45,7 +81,7 @@ class Arrivals:
         for i in self._changed(entries, keys):
             faults[i] = [Fault(entries[i].group_id, _OTHER_ROWS)]
         # A repeated group has used its ticket; another group with the same id has not.
-        if used := [i for i, entry in enumerate(entries) if entry.sequence in state.meta.outstanding]:
+        if used := [i for i, entry in enumerate(entries) if entry.sequence in state.outstanding]:
             await self._store.commit(*(_refused(entries[i], keys[i], {_USED_ID: entries[i].rows}) for i in used))
             faults |= {i: [Fault(entries[i].group_id, _USED_ID)] for i in used}
         for i in self._dropped(entries, keys):
@@ -75,7 +111,7 @@ class Arrivals:
         message = payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0]
         # Groups with tickets may lose invalid rows; other producers fix a group and put it again, so it must be whole.
         whole = [i for i in wanted if entries[i].ticket is None]
-        limits = replace(self._limits, version=store.state.newest_version)
+        limits = replace(self.limits, version=store.state.newest_version)
         done = await store.in_row_thread(store.rows.take, message, wanted, whole, len(entries), limits)
         stored = [_stored_group(entries[i], keys[i], done, place) for place, i in enumerate(done.groups)]
         events: list[e.Event] = [e.Stored(done.extent, stored)] if stored else []
@@ -103,7 +139,7 @@ def _refused(entry: Entry, key: int, reasons: dict[str, int]) -> e.Dropped:
     """Return the event for a rejected group, with its rows by reason."""
     dropped = {**entry.dropped, **{f"rejected: {reason}": rows for reason, rows in reasons.items()}}
     # The producer puts a rejected group without a ticket again, fixed: its report is counted then.
-    report = entry.report if entry.ticket is not None else e.GroupReport()
+    report = entry.report if entry.ticket is not None else GroupReport()
     return e.Dropped(entry.sequence, dropped, report, key, entry.digest)
 
 

@@ -14,9 +14,9 @@ from itertools import chain, groupby
 import numpy as np
 
 from rayrft.buffer import events as e
-from rayrft.buffer.entries import group_key
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.expert_rows import ExpertBlocks
+from rayrft.buffer.ingest import group_key
 from rayrft.buffer.log.row_log import Ref
 from rayrft.buffer.samplers import draw, samplers
 from rayrft.buffer.schedule import Draw
@@ -167,17 +167,17 @@ class Leasing:
         """See `Buffer.lease`."""
         started = time.monotonic()
         async with self._lock:
-            record = self._store.state.meta.leases.get(step)
+            record = self._store.state.training.leases.get(step)
             if record is None:
-                if step < self._store.state.meta.checkpointed_step:
+                if step < self._store.state.training.checkpointed_step:
                     raise RayrftError(
                         "the batch of the step was deleted, because a checkpoint covers it",
-                        f"resume from a checkpoint of step {self._store.state.meta.checkpointed_step} or later",
+                        f"resume from a checkpoint of step {self._store.state.training.checkpointed_step} or later",
                         field="buffer.lease",
                         value=step,
                     )
                 await self._store.commit(await self._next(step, deadline_s))
-                record = self._store.state.meta.leases[step]
+                record = self._store.state.training.leases[step]
             else:
                 await self._store.commit()
         return await self._deal(record, world_size, time.monotonic() - started)
@@ -190,9 +190,9 @@ class Leasing:
         found = {self._store.state.groups.find(group_key(group)): error for group, error in value_errors.items()}
         return {slot: found[slot] for slot in record.slots if slot in found}
 
-    async def blame(self, step: int, life: str, experience_ids: list[str]) -> None:
+    async def blame(self, step: int, attempt: str, experience_ids: list[str]) -> None:
         """See `Buffer.blame`."""
-        record = self._store.state.meta.leases.get(step)
+        record = self._store.state.training.leases.get(step)
         if record is None or record.acked:
             return await self._store.commit()
         keys = {int(self._store.state.groups.key[slot]): slot for slot in record.slots}
@@ -202,15 +202,15 @@ class Leasing:
             names = await self._experts.names(record.demonstrations, record.extent)
             units = [record.expert[at : at + record.unit] for at in range(0, len(record.expert), record.unit)]
             expert = [row for unit in units for row in unit if any(names[other] in experience_ids for other in unit)]
-        await self._store.commit(e.Blamed(step, life, sorted(slots), sorted(set(expert))))
+        await self._store.commit(e.Blamed(step, attempt, sorted(slots), sorted(set(expert))))
 
     async def _next(self, step: int, deadline_s: float) -> e.Leased:
-        store, meta = self._store, self._store.state.meta
-        if meta.plan is None:
+        store, state = self._store, self._store.state
+        if state.stage.plan is None:
             raise RayrftError("no stage is open", "open a stage first, as a run does", field="buffer.lease", value=step)
-        if meta.replaying:
+        if state.training.replaying:
             # A request for a step that was never leased shows that all leased steps have been repeated.
-            await store.commit(e.Advanced(meta.version))
+            await store.commit(e.Advanced(state.training.version))
         drawn: list[e.Leased] = []
         seen, loop = self._ready(), asyncio.get_running_loop()
 
@@ -238,54 +238,55 @@ class Leasing:
 
     def _draw(self, step: int) -> e.Leased | None:
         """Draw the batch of the step from the ready groups; None if it has to wait."""
-        meta = self._store.state.meta
-        plan = meta.plan
+        stage, experts = self._store.state.stage, self._store.state.contents.experts
+        plan = stage.plan
         assert plan is not None  # checked by the caller
         slots, weights = list[int](), list[float]()
         if plan.groups:
-            if (drawn := meta.schedule.choose(step, partial(self._sample, plan.groups, step))) is None:
+            if (drawn := stage.schedule.choose(step, partial(self._sample, plan.groups, step))) is None:
                 return None
             slots, weights = drawn.slots.tolist(), drawn.weights.tolist()
         if self._lacks_demonstrations():
             return None
-        cursor = meta.experts.get(plan.demonstrations or "")
+        cursor = experts.get(plan.demonstrations or "")
         expert = [] if cursor is None else cursor.peek(plan.expert_rows)
         return e.Leased(step, slots, weights, expert)
 
     def _sample(self, count: int, step: int) -> Draw | None:
         """Draw groups from the pool; None if there are too few."""
         state = self._store.state
-        rng = np.random.default_rng([state.seed, state.meta.draws])
+        rng = np.random.default_rng([state.seed, state.training.draws])
         return draw(self._sampler, state.groups, state.config, count, max(step, state.clock), rng)
 
     def _lacks_demonstrations(self) -> bool:
         """Whether the stage trains on demonstrations alone, and none is left that may be drawn."""
-        plan, experts = self._store.state.meta.plan, self._store.state.meta.experts
+        plan, experts = self._store.state.stage.plan, self._store.state.contents.experts
         if plan is None or plan.groups or not plan.expert_rows:
             return False
         return not experts[plan.demonstrations or ""].peek(1)
 
     def _end_reason(self) -> str | None:
         """Return why no batch can be drawn any more; None if one still can."""
-        meta = self._store.state.meta
-        if not meta.open:
+        state, stage = self._store.state, self._store.state.stage
+        if not stage.open:
             return "stage_closed"
         if self._lacks_demonstrations():
             return "end_of_data"
         # Outstanding groups of an earlier stage, or too late ones, cannot fill a batch.
-        awaited = meta.outstanding.keys() & meta.schedule.running.keys()
-        fed = any(held.ticket.feed for held in meta.outstanding.values())
-        ended = meta.ended or (bool(meta.feeds) and all(feed.ended for feed in meta.feeds.values()))
-        return "end_of_data" if ended and not awaited and not meta.parked and not fed else None
+        awaited = state.outstanding.keys() & stage.schedule.running.keys()
+        fed = any(held.ticket.feed for held in state.outstanding.values())
+        jobs = state.jobs.values()
+        ended = state.feeds[""].ended or (bool(jobs) and all(feed.ended for feed in jobs))
+        return "end_of_data" if ended and not awaited and not stage.parked and not fed else None
 
     def _ended(self, reason: str, step: int, what: str) -> LeaseEnded:
-        meta = self._store.state.meta
-        assert meta.plan is not None
+        plan = self._store.state.stage.plan
+        assert plan is not None
         if self._lacks_demonstrations():
-            problem = f"each of the demonstrations {meta.plan.demonstrations!r} is withdrawn, or training failed on it"
+            problem = f"each of the demonstrations {plan.demonstrations!r} is withdrawn, or training failed on it"
             return LeaseEnded(problem, "add others: run.extend", field="buffer.lease", value=reason)
         return LeaseEnded(
-            f"{what} {meta.plan.groups} groups for step {step}: {self._available()}; {self._dropped()}",
+            f"{what} {plan.groups} groups for step {step}: {self._available()}; {self._dropped()}",
             _REMEDIES[reason],
             field="buffer.lease",
             value=reason,
@@ -294,16 +295,16 @@ class Leasing:
     def _ready(self) -> int:
         """Return the number of groups that are ready."""
         state = self._store.state
-        return state.meta.schedule.ready_count(state.eligible)
+        return state.stage.schedule.ready_count(state.eligible)
 
     def _available(self) -> str:
         """Describe the groups available for the next step."""
-        meta = self._store.state.meta
-        parked = f", {len(meta.parked)} parked" if meta.parked else ""
-        return f"{self._ready()} ready, {len(meta.schedule.running)} running{parked}"
+        stage = self._store.state.stage
+        parked = f", {len(stage.parked)} parked" if stage.parked else ""
+        return f"{self._ready()} ready, {len(stage.schedule.running)} running{parked}"
 
     def _dropped(self) -> str:
-        ledger = self._store.state.meta.ledger
+        ledger = self._store.state.contents.ledger
         return f"rows dropped so far {dict(ledger.dropped)}, tasks {dict(ledger.dropped_tasks)}"
 
     async def _deal(self, record: LeaseRecord, world_size: int, waited_s: float) -> Lease:

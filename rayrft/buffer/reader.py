@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer.entries import group_key
 from rayrft.buffer.events import FeedbackNoted
 from rayrft.buffer.expert_rows import expert_file
 from rayrft.buffer.groups import GroupStatus, GroupTable
+from rayrft.buffer.ingest import group_key
 from rayrft.buffer.ledger import ArchiveStats
 from rayrft.buffer.log.journal import Journal, Recovered
 from rayrft.buffer.log.segments import read_rows, segment_name, segment_sizes
@@ -27,7 +27,7 @@ from rayrft.config.buffer import SamplerConfig
 from rayrft.data.selection import Selection
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
-from rayrft.experience import SCHEMA, SCHEMA_VERSION, Experience, Task, from_batch
+from rayrft.experience import SCHEMA, Experience, Task, from_batch
 
 _ATTEMPTS = 5
 
@@ -55,12 +55,6 @@ def read_state(storage: Storage, sampler: SamplerConfig, seed: int, tasks: TaskS
         apply(state, event)
     if not state.meta.run:
         raise StorageError("no Buffer has written here", "give the folder of a started run", field=str(storage.folder))
-    if state.meta.schema != SCHEMA_VERSION:
-        raise StorageError(
-            f"the log has schema version {state.meta.schema}; this rayrft reads {SCHEMA_VERSION}",
-            "read it with the version of rayrft that wrote it; its segments are plain Arrow files",
-            field=str(storage.folder),
-        )
     return Reading(state, recovered.torn_bytes + _uncommitted_bytes(storage, state))
 
 
@@ -91,7 +85,7 @@ def _snapshots(storage: Storage) -> list[str]:
 
 def _uncommitted_bytes(storage: Storage, state: State) -> int:
     """Count the bytes of segments that are not in the journal."""
-    committed = {number: extent.nbytes for number, extent in state.meta.extents.items()}
+    committed = {number: extent.nbytes for number, extent in state.contents.extents.items()}
     return sum(max(0, size - committed.get(number, 0)) for number, size in segment_sizes(storage).items())
 
 
@@ -150,7 +144,7 @@ class Archive:
     @property
     def stores(self) -> list[str]:
         """Names of the stores, for `rows`."""
-        return ["usual", *(f"expert/{name}" for name in self._state.meta.experts)]
+        return ["usual", *(f"expert/{name}" for name in self._state.contents.experts)]
 
     @property
     def added_tasks(self) -> list[Task]:
@@ -159,25 +153,26 @@ class Archive:
 
     def stats(self) -> ArchiveStats:
         """Return the ledger of own rows, the rows and bytes by store, and the uncommitted bytes."""
-        meta, groups = self._state.meta, self._state.groups
+        state, contents = self._state, self._state.contents
+        groups = state.groups
         counted: Counter[str] = Counter()
         for status, rows in zip(groups.status.tolist(), groups.rows.tolist(), strict=True):
             if status != GroupStatus.FREE:
                 counted[GroupStatus(status).name.lower()] += rows
-        log_bytes = sum(extent.nbytes for extent in meta.extents.values())
+        log_bytes = sum(extent.nbytes for extent in contents.extents.values())
         experts = {
             f"expert/{name}": {"rows": cursor.extent.rows, "bytes": cursor.extent.nbytes, "drawn": cursor.drawn}
-            for name, cursor in meta.experts.items()
+            for name, cursor in contents.experts.items()
         }
         usual = {"rows": counted.total(), "bytes": log_bytes, "groups": len(groups), **counted}
         return ArchiveStats(
             ledger=self._state.ledger(recount=True),
             expert=self._state.expert_draws(),
-            run=meta.run,
-            version=meta.version,
-            step=meta.step,
+            run=state.meta.run,
+            version=state.training.version,
+            step=state.training.step,
             stores={"usual": usual, **experts},
-            late_feedback=meta.late_feedback_count,
+            late_feedback=contents.late_feedback_count,
             torn_bytes=self._reading.torn_bytes,
         )
 
@@ -205,7 +200,7 @@ class Archive:
 
     def find(self, experience_id: str) -> Found:
         """Find a row by its id in any store. Raises DataError if there is none, StorageError as `rows` does."""
-        notes = chain.from_iterable(self._state.meta.late_feedback.values())
+        notes = chain.from_iterable(self._state.contents.late_feedback.values())
         late = tuple(note for note in notes if note.experience_id == experience_id)
         for store, batch in self._candidates(experience_id):
             for row, found in enumerate(batch.column("experience_id").to_pylist()):
@@ -234,7 +229,7 @@ class Archive:
                     batch = self._segment(state, segment, slots)
                 except StorageError as error:
                     self._read_again()
-                    if segment not in self._state.meta.extents:
+                    if segment not in self._state.contents.extents:
                         break  # deleted by a live Buffer, which has moved the groups it kept
                     self._pass_over(error, int(state.groups.rows[slots].sum()), skip_damaged)
                 else:
@@ -245,7 +240,7 @@ class Archive:
 
     def _segment(self, state: State, segment: int, slots: np.ndarray) -> pa.RecordBatch:
         groups, name = state.groups, segment_name(segment)
-        batch = read_rows(self._storage, name, state.meta.extents[segment])
+        batch = read_rows(self._storage, name, state.contents.extents[segment])
         counts = groups.rows[slots]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         batch = batch.take(pa.array(np.repeat(groups.row[slots], counts) + within))
@@ -257,16 +252,16 @@ class Archive:
     def _expert(self, store: str, skip_damaged: bool) -> Iterator[pa.RecordBatch]:
         name = store.removeprefix("expert/")
         while True:
-            extent = self._state.meta.experts[name].extent
+            extent = self._state.contents.experts[name].extent
             try:
                 batch = read_rows(self._storage, expert_file(name, extent), extent)
             except StorageError as error:
                 self._read_again()
-                if self._state.meta.experts[name].extent != extent:
+                if self._state.contents.experts[name].extent != extent:
                     continue  # replaced by a later load
                 self._pass_over(error, extent.rows, skip_damaged)
             else:
-                excluded = {*self._state.meta.experts[name].excluded}
+                excluded = {*self._state.contents.experts[name].excluded}
                 statuses = ["excluded" if row in excluded else None for row in range(batch.num_rows)]
                 never = pa.nulls(batch.num_rows)
                 yield _extended(batch, expert_file(name, extent), statuses, never, batch.column("uses"))

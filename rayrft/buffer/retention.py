@@ -31,6 +31,25 @@ class Retention:
         """Whether there is no room for another row."""
         return self._excess(1, 0) > 0
 
+    def room(self, feed: str) -> int:
+        """Return the number of groups that the producers of a feed may start."""
+        state, config = self._store.state, self._store.config
+        stage, waits = state.stage, config.when_full == "wait"
+        if not feed:
+            # A step that waits for new groups must get them even if the Buffer is full: it then frees room.
+            return 0 if waits and self.full and not stage.schedule.needs_admission else state.capacity
+        job, held = state.feeds[feed], state.in_flight(feed)
+        free = job.in_flight - held
+        if not waits:
+            return free
+        rows = config.max_rows - state.groups.held_rows - held * job.group_size
+        # The last group may exceed the bound by a part of itself.
+        room = 0 if self.full else -(-rows // job.group_size)
+        if stage.open and stage.plan is not None and all(lease.acked for lease in state.training.leases.values()):
+            # The next step must get its groups even if those that are held have more rows than usual: it frees room.
+            room = max(room, stage.plan.groups - state.eligible - held)
+        return max(0, min(free, room))
+
     async def make_room(self, rows: int, nbytes: int, deadline_s: float) -> None:
         """Wait, or evict, until there is room for this many rows and bytes. Raises RayrftError at the deadline."""
         config = self._store.config
@@ -67,7 +86,7 @@ class Retention:
 
     async def forget(self, ids: Collection[str], before: float) -> tuple[int, int]:
         """See `Buffer.forget`."""
-        store, groups, extents = self._store, self._store.state.groups, self._store.state.meta.extents
+        store, groups, extents = self._store, self._store.state.groups, self._store.state.contents.extents
         erased = leased = 0
         async with store.move_lock:
             await store.in_row_thread(store.rows.end_segment)
@@ -127,23 +146,23 @@ class Retention:
     def _leased(self) -> set[int]:
         """Return the segments with groups that a restarted trainer would lease again."""
         state = self._store.state
-        return state.groups.segments_of([slot for lease in state.meta.leases.values() for slot in lease.slots])
+        return state.groups.segments_of([slot for lease in state.training.leases.values() for slot in lease.slots])
 
     async def _delete_dead(self) -> None:
         state, dead = self._store.state, list[int]()
         needed = self._leased() | {segment for segment, count in state.groups.live.items() if count}
         excess = self._store.log_bytes - self._store.config.log_bytes
-        for segment in sorted(state.meta.extents)[:-1]:
+        for segment in sorted(state.contents.extents)[:-1]:
             if excess > 0 and segment not in needed:
                 dead.append(segment)
-                excess -= state.meta.extents[segment].nbytes
+                excess -= state.contents.extents[segment].nbytes
         if dead:
             await self._store.commit(e.Deleted(dead))
             await self._store.flush()
             await self._store.in_row_thread(self._store.rows.delete, dead)
 
     async def _rewrite_sparse(self) -> None:
-        store, groups, extents = self._store, self._store.state.groups, self._store.state.meta.extents
+        store, groups, extents = self._store, self._store.state.groups, self._store.state.contents.extents
         kept = self._leased()
         for segment in sorted(extents)[:-1]:
             held = groups.where(GroupStatus.READY, GroupStatus.PARKED)

@@ -16,8 +16,8 @@ schedule.md beside this file for the proof and an example.
 With ``over_sampling`` > 1 more groups than needed are in flight, a step takes the first P that are ready, and groups
 that can no longer be in time expire, to be dropped and counted.
 
-That is `WindowedSchedule`. A stage whose groups are used more than once has a `ReplaySchedule`, and one whose producers
-need no tickets an `OpenSchedule`; both draw from the sampler's pool.
+That is `WindowedSchedule`. A stage whose groups are used more than once, or whose producers need no tickets, has a
+`PoolSchedule`, which draws from all ready groups by the sampler.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+ANY_AGE = 1 << 62
+"""More versions than there ever are: the bound of a stage that takes groups of any age."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,25 @@ class StagePlan:
     too old when the group is resumed."""
 
     @property
+    def issues_tickets(self) -> bool:
+        """Whether groups of the stage need tickets."""
+        return self.scheduled and self.groups > 0
+
+    @property
+    def age_bound(self) -> int:
+        """Largest number of versions by which a group may be older than the trainer."""
+        if self.issues_tickets:
+            return self.max_staleness
+        return ANY_AGE if self.max_age is None else self.max_age
+
+    @property
     def end(self) -> int | None:
         """The version at which the stage has ended."""
         return None if self.steps is None else self.version + self.steps
 
     @property
     def most_parked(self) -> int:
-        """Number of parked groups from which on these go on before others are begun: as many as may be running."""
+        """With this many parked groups, continue them before starting new ones."""
         return math.ceil(self.over_sampling * (self.max_staleness + 1) * self.groups)
 
 
@@ -78,8 +93,8 @@ class Ticket:
     """Permission to start or resume one group. ``deadline`` is the last step at which it may be consumed.
 
     ``task`` is the id of the task, or None if the Buffer has no task set. ``resumes`` counts how often the group was
-    parked: its attempts go on from what `Buffer.parked` returns. ``feed`` is the `Feed` that it belongs to; a group of
-    a feed belongs to no stage, and is due at no step.
+    parked: its attempts continue from the calls that `Buffer.parked` returns. ``feed`` is the id of an explore job's
+    `Feed`, whose groups belong to no stage and have no deadline.
     """
 
     sequence: int
@@ -99,60 +114,89 @@ class Draw:
     weights: NDArray[np.float32]
 
 
-class Schedule(Protocol):
+@dataclass
+class Schedule:
     """When groups may start and which ready groups a step takes, as pure bookkeeping. Ready groups are known by their
-    slots in the group table."""
+    slots in the group table. Raises ValueError for invalid numbers."""
 
-    pooled: ClassVar[bool]
-    """Whether ready groups wait in the sampler's pool, not in the schedule."""
-    max_staleness: int
-    next_sequence: int
-    running: dict[int, Ticket]
+    groups_per_step: int = 0
+    """0 if producers need no tickets."""
+    max_staleness: int = ANY_AGE
+    over_sampling: float = 1.0
+    version: int = 0
+    end: int | None = None
+    next_sequence: int = 0
+    running: dict[int, Ticket] = field(default_factory=dict)
     """Groups that were admitted and have not arrived, by the sequence number of their ticket."""
-
-    def capacity(self, eligible: int) -> int:
-        """Return the number of groups that may be admitted now, with ``eligible`` groups in the pool."""
-
-    @property
-    def needs_admission(self) -> bool:
-        """Whether the next step waits for new groups that are not admitted yet, even if the Buffer is full."""
+    pooled: ClassVar[bool]
+    """Whether a step draws from all ready groups."""
 
     @property
     def oldest(self) -> int:
         """Oldest version whose groups the next step may take."""
+        return self.version - self.max_staleness
+
+    @property
+    def needs_admission(self) -> bool:
+        """Whether the next step waits for new groups that are not admitted yet, even if the Buffer is full."""
+        return False
+
+    def capacity(self, eligible: int) -> int:
+        """Return the number of groups that may be admitted now, with ``eligible`` groups in the pool."""
+        raise NotImplementedError
 
     def admit(self, count: int) -> list[Ticket]:
-        """Issue up to ``count`` tickets at the current version; the caller has checked `capacity`."""
+        """Issue ``count`` tickets at the current version; the caller has checked `capacity`."""
+        first, deadline = self.next_sequence, self.version + self.max_staleness
+        self.next_sequence += count
+        tickets = [Ticket(first + index, self.version, deadline) for index in range(count)]
+        self.running.update({ticket.sequence: ticket for ticket in tickets})
+        return tickets
 
     def release(self, sequence: int) -> None:
         """Free the place of a group that failed, was filtered or is parked."""
+        self.running.pop(sequence, None)
 
     def resume(self, ticket: Ticket, parks: Literal["train", "mask"]) -> Ticket:
         """Return the ticket of a parked group with a new deadline, and give it a place; the caller has checked
-        `capacity`. Tokens that are too old for the deadline cannot be trained: it is as early as there is room if they
-        are to be."""
+        `capacity`. The deadline is the earliest feasible one if old tokens are trained, else the latest."""
+        latest = self.version + self.max_staleness
+        earliest = latest if parks == "mask" else min(latest, max(self.version, ticket.deadline))
+        for deadline in range(earliest, latest + 1):
+            resumed = replace(ticket, version=self.version, deadline=deadline, resumes=ticket.resumes + 1)
+            self.running[ticket.sequence] = resumed
+            if self._has_room():
+                break
+        return resumed
 
     def finish(self, ticket: Ticket, slot: int) -> bool:
         """Make an admitted group ready; return False if it is too late."""
+        return self.running.pop(ticket.sequence, None) is not None and ticket.deadline >= self.version
 
     def offer(self, slot: int, version: int) -> bool:
         """Make a group ready that came without a ticket; return False if it is too old or there is no place for it.
         ``version`` is the oldest of its tokens. A group that is ready remains so."""
+        return version >= self.oldest
 
     def ready_count(self, eligible: int) -> int:
         """Return the number of ready groups, with ``eligible`` groups in the pool."""
+        return eligible
 
     def choose(self, step: int, draw: Callable[[], Draw | None]) -> Draw | None:
         """Return the groups that step ``step`` consumes, or None if it has to wait; ``draw`` draws from the pool."""
+        raise NotImplementedError
 
     def take(self, slots: list[int]) -> None:
         """Record that a step has leased these groups."""
+        raise NotImplementedError
 
-    def give_back(self, groups: dict[int, Ticket]) -> None:
-        """Make leased groups ready again, by slot."""
+    def give_back(self, groups: dict[int, tuple[int, int]]) -> None:
+        """Make leased groups ready again, from their sequence numbers and versions by slot."""
+        raise NotImplementedError
 
-    def lose(self) -> None:
-        """Record that nothing is left of what the present step has leased: it leases again."""
+    def discard_lease(self) -> None:
+        """Record that the step's batch became empty; it will be leased again."""
+        raise NotImplementedError
 
     def remove(self, slot: int) -> None:
         """Remove a ready group."""
@@ -160,49 +204,53 @@ class Schedule(Protocol):
     def advance(self, version: int) -> list[int]:
         """Set the published version; return the slots of ready groups that can no longer be in time, now removed.
         Raises ValueError for an older version."""
+        if version < self.version:
+            raise ValueError(f"versions only grow: {version} after {self.version}")
+        self.version = version
+        self.running = _in_time(self.running, version)
+        return []
 
     def adjust(self, plan: StagePlan, fresh: int) -> list[int]:
         """Continue with the plan's numbers; return the slots of ready groups that are too old for them, now removed."""
+        self.running = _in_time(_due_earlier(self.running, self.max_staleness - plan.age_bound), self.version)
+        self.groups_per_step = plan.groups if plan.issues_tickets else 0
+        self.max_staleness, self.over_sampling, self.end = plan.age_bound, plan.over_sampling, plan.end
+        return []
+
+    def _steps_left(self) -> int:
+        """Return the number of steps from the present one on; without an end there are always enough."""
+        return self.max_staleness + 2 if self.end is None else max(0, self.end - self.version)
+
+    def _has_room(self) -> bool:
+        """Return whether all active groups can be taken by their deadlines."""
+        return True
 
 
 def make_schedule(plan: StagePlan, fresh: int, next_sequence: int, *, replays: bool) -> AnySchedule:
     """Make the schedule of a stage. ``fresh``: new groups per step; ``replays``: whether groups are used repeatedly."""
-    if not plan.groups or not plan.scheduled:
-        return OpenSchedule(next_sequence, plan.max_age, plan.version)
-    numbers = plan.max_staleness, plan.over_sampling, plan.version, plan.end, next_sequence
-    return ReplaySchedule(plan.groups, fresh, *numbers) if replays else WindowedSchedule(plan.groups, *numbers)
+    groups = plan.groups if plan.issues_tickets else 0
+    numbers = groups, plan.age_bound, plan.over_sampling, plan.version, plan.end, next_sequence
+    return WindowedSchedule(*numbers) if groups and not replays else PoolSchedule(*numbers, fresh=fresh)
 
 
 @dataclass
-class WindowedSchedule:
-    """Schedule of a stage whose groups are used once. Raises ValueError for invalid numbers."""
+class WindowedSchedule(Schedule):
+    """Schedule of a stage whose groups are used once."""
 
-    groups_per_step: int
-    max_staleness: int
-    over_sampling: float = 1.0
-    version: int = 0
-    end: int | None = None
-    next_sequence: int = 0
-    running: dict[int, Ticket] = field(default_factory=dict)
     ready: dict[int, Ticket] = field(default_factory=dict)
     """By slot."""
     taken: int = 0
     kind: Literal["windowed"] = "windowed"
     pooled: ClassVar[bool] = False
-    needs_admission: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.groups_per_step < 1 or self.max_staleness < 0 or self.over_sampling < 1:
             raise ValueError("groups_per_step >= 1, max_staleness >= 0 and over_sampling >= 1 are required")
 
-    @property
-    def oldest(self) -> int:
-        return self.version - self.max_staleness
-
     def capacity(self, eligible: int = 0) -> int:
         """See `Schedule`. With ``max_staleness`` 0 none is admitted during a step, as it would be late; nor are more
         than the stage's last steps take."""
-        return self._places(min(self.max_staleness + 1, _steps_left(self)))
+        return self._places(min(self.max_staleness + 1, self._steps_left()))
 
     def _places(self, steps: int) -> int:
         if self.max_staleness == 0 and self.taken:
@@ -211,24 +259,10 @@ class WindowedSchedule:
         return max(0, limit - len(self.running) - len(self.ready) - self.taken)
 
     def admit(self, count: int) -> list[Ticket]:
-        tickets = _tickets(self, min(count, self.capacity()))
-        self.running.update({ticket.sequence: ticket for ticket in tickets})
-        return tickets
-
-    def release(self, sequence: int) -> None:
-        self.running.pop(sequence, None)
-
-    def resume(self, ticket: Ticket, parks: Literal["train", "mask"]) -> Ticket:
-        latest = self.version + self.max_staleness
-        earliest = latest if parks == "mask" else max(self.version, ticket.deadline)
-        for deadline in range(earliest, latest + 1):
-            self.running[ticket.sequence] = _resumed(ticket, self.version, deadline)
-            if self.over_sampling > 1.0 or self._room_after(self.version - (not self.taken), set()):
-                break
-        return self.running[ticket.sequence]
+        return super().admit(min(count, self.capacity()))
 
     def finish(self, ticket: Ticket, slot: int) -> bool:
-        if self.running.pop(ticket.sequence, None) is None or ticket.deadline < self.version:
+        if not super().finish(ticket, slot):
             return False
         self.ready[slot] = ticket
         return True
@@ -238,11 +272,10 @@ class WindowedSchedule:
         stage has no step goes to the next stage."""
         if slot in self.ready:
             return True
-        ticket = Ticket(self.next_sequence, version, version + self.max_staleness)
-        if ticket.deadline < self.version or not self._places(self.max_staleness + 1):
+        if version < self.oldest or not self._places(self.max_staleness + 1):
             return False
-        self.ready[slot] = ticket
-        if self.over_sampling == 1.0 and not self._room_after(self.version - (not self.taken), set()):
+        self.ready[slot] = Ticket(self.next_sequence, version, version + self.max_staleness)
+        if not self._has_room():
             del self.ready[slot]
             return False
         self.next_sequence += 1
@@ -266,34 +299,36 @@ class WindowedSchedule:
             del self.ready[slot]
         self.taken = len(slots)
 
-    def give_back(self, groups: dict[int, Ticket]) -> None:
-        self.ready.update(groups)
+    def give_back(self, groups: dict[int, tuple[int, int]]) -> None:
+        for slot, (sequence, version) in groups.items():
+            self.ready[slot] = Ticket(sequence, version, version + self.max_staleness)
         self.taken = max(0, self.taken - len(groups))
 
-    def lose(self) -> None:
+    def discard_lease(self) -> None:
         self.taken = 0
 
     def remove(self, slot: int) -> None:
         self.ready.pop(slot, None)
 
     def advance(self, version: int) -> list[int]:
-        _check_version(self.version, version)
-        self.version = version
+        super().advance(version)
         self.taken = 0
-        late = [slot for slot, ticket in self.ready.items() if ticket.deadline < version]
-        for slot in late:
-            del self.ready[slot]
-        self.running = _in_time(self.running, version)
-        return late
+        return self._expire()
 
     def adjust(self, plan: StagePlan, fresh: int) -> list[int]:
-        fewer, taken = max(0, self.max_staleness - plan.max_staleness), self.taken
-        self.groups_per_step, self.max_staleness = plan.groups, plan.max_staleness
-        self.over_sampling, self.end = plan.over_sampling, plan.end
-        self.running, self.ready = _due_earlier(self.running, fewer), _due_earlier(self.ready, fewer)
-        late = self.advance(self.version)
-        self.taken = taken
+        self.ready = _due_earlier(self.ready, self.max_staleness - plan.age_bound)
+        super().adjust(plan, fresh)
+        return self._expire()
+
+    def _expire(self) -> list[int]:
+        """Remove the ready groups that can no longer be in time; return their slots."""
+        late = [slot for slot, ticket in self.ready.items() if ticket.deadline < self.version]
+        for slot in late:
+            del self.ready[slot]
         return late
+
+    def _has_room(self) -> bool:
+        return self.over_sampling > 1.0 or self._room_after(self.version - (not self.taken), set())
 
     def _room_after(self, step: int, taken: set[int]) -> bool:
         """Return whether steps from ``step + 1`` on have room for all other active groups by their deadlines."""
@@ -308,63 +343,32 @@ class WindowedSchedule:
 
 
 @dataclass
-class ReplaySchedule:
-    """Schedule of a replaying stage: a step draws ``groups`` from the pool, and waits for ``fresh`` new ones."""
+class PoolSchedule(Schedule):
+    """Schedule of a stage whose steps draw from all ready groups, each after ``fresh`` new ones have arrived: 0 if
+    producers need no tickets."""
 
-    groups: int
-    fresh: int
-    max_staleness: int
-    over_sampling: float = 1.0
-    version: int = 0
-    end: int | None = None
-    next_sequence: int = 0
-    running: dict[int, Ticket] = field(default_factory=dict)
+    fresh: int = 0
     fresh_ready: int = 0
     """New groups that have arrived and are not counted for a step yet."""
     leased: bool = False
     """Whether a step has its batch, and its weights are not published."""
-    kind: Literal["replay"] = "replay"
+    kind: Literal["pool"] = "pool"
     pooled: ClassVar[bool] = True
 
     @property
     def needs_admission(self) -> bool:
         return self.fresh_ready + len(self.running) < self.fresh
 
-    @property
-    def oldest(self) -> int:
-        return self.version - self.max_staleness
-
     def capacity(self, eligible: int) -> int:
-        steps = min(self.max_staleness + 1, _steps_left(self) - self.leased)
+        steps = min(self.max_staleness + 1, self._steps_left() - self.leased)
         limit = math.ceil(self.over_sampling * steps * self.fresh)
-        missing = self.groups - eligible if steps else 0
+        missing = self.groups_per_step - eligible if steps else 0
         return max(0, max(limit - self.fresh_ready, missing) - len(self.running))
 
-    def admit(self, count: int) -> list[Ticket]:
-        tickets = _tickets(self, count)
-        self.running.update({ticket.sequence: ticket for ticket in tickets})
-        return tickets
-
-    def release(self, sequence: int) -> None:
-        self.running.pop(sequence, None)
-
-    def resume(self, ticket: Ticket, parks: Literal["train", "mask"]) -> Ticket:
-        latest = self.version + self.max_staleness
-        deadline = latest if parks == "mask" else max(self.version, ticket.deadline)
-        self.running[ticket.sequence] = resumed = _resumed(ticket, self.version, deadline)
-        return resumed
-
     def finish(self, ticket: Ticket, slot: int) -> bool:
-        if self.running.pop(ticket.sequence, None) is None or ticket.deadline < self.version:
-            return False
-        self.fresh_ready += 1
-        return True
-
-    def offer(self, slot: int, version: int) -> bool:
-        return version >= self.oldest
-
-    def ready_count(self, eligible: int) -> int:
-        return eligible
+        in_time = super().finish(ticket, slot)
+        self.fresh_ready += in_time
+        return in_time
 
     def choose(self, step: int, draw: Callable[[], Draw | None]) -> Draw | None:
         return draw() if self.fresh_ready >= self.fresh else None
@@ -373,111 +377,23 @@ class ReplaySchedule:
         self.fresh_ready -= self.fresh
         self.leased = True
 
-    def give_back(self, groups: dict[int, Ticket]) -> None:
-        self.lose()
+    def give_back(self, groups: dict[int, tuple[int, int]]) -> None:
+        self.discard_lease()
 
-    def lose(self) -> None:
+    def discard_lease(self) -> None:
         self.fresh_ready += self.fresh
         self.leased = False
 
-    def remove(self, slot: int) -> None:
-        pass
-
     def advance(self, version: int) -> list[int]:
-        _check_version(self.version, version)
-        self.version = version
         self.leased = False
-        self.running = _in_time(self.running, version)
-        return []
+        return super().advance(version)
 
     def adjust(self, plan: StagePlan, fresh: int) -> list[int]:
-        self.running = _due_earlier(self.running, max(0, self.max_staleness - plan.max_staleness))
-        self.groups, self.fresh = plan.groups, fresh
-        self.max_staleness, self.over_sampling, self.end = plan.max_staleness, plan.over_sampling, plan.end
-        return []
+        self.fresh = fresh
+        return super().adjust(plan, fresh)
 
 
-@dataclass
-class OpenSchedule:
-    """Schedule of a stage without tickets: producers put groups at any time, and groups of any age are drawn, or of one
-    up to ``max_age``."""
-
-    next_sequence: int = 0
-    """For the next stage."""
-    max_age: int | None = None
-    version: int = 0
-    kind: Literal["open"] = "open"
-    running: dict[int, Ticket] = field(default_factory=dict)
-    pooled: ClassVar[bool] = True
-    max_staleness: ClassVar[int] = 0
-    needs_admission: ClassVar[bool] = False
-
-    @property
-    def oldest(self) -> int:
-        return 0 if self.max_age is None else self.version - self.max_age
-
-    def capacity(self, eligible: int) -> int:
-        return 0
-
-    def admit(self, count: int) -> list[Ticket]:
-        return []
-
-    def release(self, sequence: int) -> None:
-        pass
-
-    def resume(self, ticket: Ticket, parks: Literal["train", "mask"]) -> Ticket:
-        return ticket
-
-    def finish(self, ticket: Ticket, slot: int) -> bool:
-        return False
-
-    def offer(self, slot: int, version: int) -> bool:
-        return version >= self.oldest
-
-    def ready_count(self, eligible: int) -> int:
-        return eligible
-
-    def choose(self, step: int, draw: Callable[[], Draw | None]) -> Draw | None:
-        return draw()
-
-    def take(self, slots: list[int]) -> None:
-        pass
-
-    def give_back(self, groups: dict[int, Ticket]) -> None:
-        pass
-
-    def lose(self) -> None:
-        pass
-
-    def remove(self, slot: int) -> None:
-        pass
-
-    def advance(self, version: int) -> list[int]:
-        self.version = version
-        return []
-
-    def adjust(self, plan: StagePlan, fresh: int) -> list[int]:
-        self.max_age = plan.max_age
-        return []
-
-
-AnySchedule = WindowedSchedule | ReplaySchedule | OpenSchedule
-
-
-def _steps_left(schedule: WindowedSchedule | ReplaySchedule) -> int:
-    """Return the number of steps from the present one on; without an end there are always enough."""
-    return schedule.max_staleness + 2 if schedule.end is None else max(0, schedule.end - schedule.version)
-
-
-def _tickets(schedule: WindowedSchedule | ReplaySchedule, count: int) -> list[Ticket]:
-    """Number the next tickets of a schedule."""
-    first, version = schedule.next_sequence, schedule.version
-    schedule.next_sequence += count
-    return [Ticket(first + index, version, version + schedule.max_staleness) for index in range(count)]
-
-
-def _resumed(ticket: Ticket, version: int, deadline: int) -> Ticket:
-    return replace(ticket, version=version, deadline=deadline, resumes=ticket.resumes + 1)
+AnySchedule = WindowedSchedule | PoolSchedule
 
 
 def _in_time(tickets: dict[int, Ticket], version: int) -> dict[int, Ticket]:
@@ -485,9 +401,6 @@ def _in_time(tickets: dict[int, Ticket], version: int) -> dict[int, Ticket]:
 
 
 def _due_earlier(tickets: dict[int, Ticket], versions: int) -> dict[int, Ticket]:
+    if versions <= 0:
+        return tickets
     return {key: replace(ticket, deadline=ticket.deadline - versions) for key, ticket in tickets.items()}
-
-
-def _check_version(old: int, new: int) -> None:
-    if new < old:
-        raise ValueError(f"versions only grow: {new} after {old}")

@@ -1,33 +1,30 @@
 """The actor of a named Buffer, which belongs to no run: explore jobs fill it, and a train job empties it.
 
-An explore job has a `Feed`: tickets and tasks of its own, as many as may be under way at once and as the Buffer has
+An explore job has a `Feed`: tickets and tasks of its own, as many as the job may have in flight and as the Buffer has
 room for, whether or not anybody trains. All of it is in the log: a job that is resumed gets the tickets that its last
-life had under way, and no task is handed out twice.
+attempt held, and no task is issued twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rayrft.buffer import events as e
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.events import GroupReport, ModelTerms
-from rayrft.buffer.ingest import Arrivals
 from rayrft.buffer.ledger import Ledger
-from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.transitions import apply
 from rayrft.buffer.validation import Limits
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSetSpec
-from rayrft.errors import ConfigError, DataError, PlacementError
+from rayrft.errors import ConfigError, PlacementError
 
 
 @dataclass(frozen=True)
 class FeedProgress:
-    """What an explore job has put into the Buffer in all its lives: groups that were stored, dropped or gave no rows,
-    and the sum of their reports; and the ledger of the whole Buffer."""
+    """Results of an explore job over all its attempts: its groups that were stored, dropped or gave no rows, and the
+    sum of their reports; and the ledger of the whole Buffer."""
 
     groups: int
     report: GroupReport
@@ -72,46 +69,44 @@ class SharedBuffer(Buffer):
         self._check_rows()
 
     async def join_feed(
-        self, feed: str, life: str, job: str, model: ModelTerms, tasks: TaskSetSpec, in_flight: int, group_size: int
+        self, feed: str, attempt: str, job: str, model: ModelTerms, tasks: TaskSetSpec, in_flight: int, group_size: int
     ) -> FeedProgress:
-        """Begin the feed of an explore job, or go on with it in another life of the job: its last life's tickets are
-        issued again, and what comes under them from there is ignored.
+        """Start the feed of an explore job, or resume it in another attempt of the job: the tickets of the last attempt
+        are issued again, and its results are ignored.
 
         Raises ConfigError for another model than the Buffer's, StorageError for other tasks than the feed's.
         """
         self._check_model(model)
         await self._store.add_task_set(feed, tasks)
-        meta = self._state.meta
-        if life not in meta.lives:
-            held = {held.producer for held in meta.outstanding.values() if held.ticket.feed == feed}
-            known = set(meta.feeds[feed].calls) if feed in meta.feeds else set()
-            gone = [e.Abandoned(producer) for producer in sorted(held | known)]
-            await self._store.commit(*gone, e.FeedJoined(feed, life, job, model, in_flight, group_size))
+        state = self._state
+        if attempt not in state.training.attempts:
+            gone = [e.Abandoned(producer) for producer in state.producers(feed)] if feed in state.feeds else []
+            await self._store.commit(*gone, e.FeedJoined(feed, attempt, job, model, in_flight, group_size))
             self._check_rows()
         return self._progress(feed)
 
     async def join_trainer(self, run: str, job: str, model: ModelTerms, step: int, running: Collection[str]) -> None:
-        """Let a train job take the batches, at whose ``step`` it begins; ``running`` are the names of the jobs on the
-        cluster, itself among them. A new train job goes on where the last one ended.
+        """Let a train job take the batches, from ``step`` on; ``running`` are the names of the jobs on the cluster,
+        itself among them. A new train job starts with what the last one left.
 
         Raises ConfigError for another model than the Buffer's, or if the batches before ``step`` went to another job;
         PlacementError while another train job is running.
         """
         self._check_model(model)
-        meta = self._state.meta
-        if meta.trainer == run:
+        trainer = self._state.training
+        if trainer.run == run:
             return await self._store.commit()
-        if meta.trainer_job in running and meta.trainer_job != job:
+        if trainer.job in running and trainer.job != job:
             raise PlacementError(
                 "another job trains on this Buffer",
-                f"end it with: rayrft stop {meta.trainer_job}, or give another buffer.name",
+                f"end it with: rayrft stop {trainer.job}, or give another buffer.name",
                 field="buffer.name",
-                value=meta.trainer_job,
+                value=trainer.job,
             )
         if step:
             raise ConfigError(
-                f"the job has taken {step} steps, and this Buffer knows none of them: since then it was emptied by "
-                f"{meta.trainer_job or 'nobody'!r}, or begun anew",
+                f"this Buffer has no record of the job's {step} steps: job {trainer.job or 'none'!r} consumed it, or "
+                "it was recreated",
                 "start a new train job from its checkpoint (rayrft export, model.path)",
                 field="buffer.name",
                 value=self._name,
@@ -139,38 +134,12 @@ class SharedBuffer(Buffer):
                     value=theirs[key],
                 )
 
-    async def admit_to(self, feed: str, producer: str, call: int, count: int) -> list[Ticket]:
-        """Wait for room and return up to ``count`` tickets of a feed, none if its tasks are exhausted: as `admit`."""
-        meta = self._state.meta
-
-        def answered() -> bool:
-            return producer in meta.gone or meta.feeds[feed].calls.get(producer, (-1, []))[0] >= call
-
-        await self._store.wait_for(lambda: answered() or meta.feeds[feed].ended or self._room(feed) > 0)
-        if producer in meta.gone:
-            raise DataError(
-                "the producer was abandoned, because its job was resumed",
-                "restart it under another name",
-                field="producer",
-                value=producer,
-            )
-        if answered():
-            number, given = meta.feeds[feed].calls[producer]
-            await self._store.commit()
-            return given if number == call else []
-        wanted = 0 if meta.feeds[feed].ended else min(count, self._room(feed))
-        event = e.Admitted(producer, call, wanted, [], feed)
-        tickets: list[Ticket] = apply(self._state, event)
-        await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
-        return tickets
-
     async def progress(self, feed: str, groups: int) -> FeedProgress:
         """Return what a feed has put once that is ``groups`` groups, or its last ones. Waits without a deadline, like
-        `admit_to`."""
-        meta = self._state.meta
+        `admit`."""
 
         def reached() -> bool:
-            state = meta.feeds[feed]
+            state = self._state.feeds[feed]
             return state.groups >= groups or (state.ended and not self._state.in_flight(feed))
 
         await self._store.wait_for(reached)
@@ -178,38 +147,19 @@ class SharedBuffer(Buffer):
 
     async def status(self) -> SharedStatus:
         """Return the Buffer's contents and jobs."""
-        meta = self._state.meta
-        feeds = [
-            FeedStatus(feed.job, feed.groups, self._state.in_flight(name), feed.ended)
-            for name, feed in meta.feeds.items()
-        ]
-        folder, step = self._store.storage.folder, meta.step
-        return SharedStatus(self._name, folder, meta.trainer_job, step, feeds, self._state.ledger(recount=True))
+        state, folder = self._state, self._store.storage.folder
+        feeds = [FeedStatus(feed.job, feed.groups, state.in_flight(id), feed.ended) for id, feed in state.jobs.items()]
+        job, step = state.training.job, state.training.step
+        return SharedStatus(self._name, folder, job, step, feeds, state.ledger(recount=True))
 
     def _progress(self, feed: str) -> FeedProgress:
-        state = self._state.meta.feeds[feed]
+        state = self._state.feeds[feed]
         return FeedProgress(state.groups, state.report, self._state.ledger())
-
-    def _room(self, feed: str) -> int:
-        """Return the number of groups that a feed may begin."""
-        state, meta, config = self._state.meta.feeds[feed], self._state.meta, self._store.config
-        under_way = self._state.in_flight(feed)
-        free = state.in_flight - under_way
-        if config.when_full != "wait":
-            return free
-        rows = config.max_rows - self._state.groups.held_rows - under_way * state.group_size
-        # The last group may exceed the bound by a part of itself.
-        room = 0 if self._retention.full else -(-rows // state.group_size)
-        if meta.open and meta.plan is not None and all(lease.acked for lease in meta.leases.values()):
-            # The next step must get its groups even if those that are held have more rows than usual: it frees room.
-            room = max(room, meta.plan.groups - self._state.eligible - under_way)
-        return max(0, min(free, room))
 
     def _check_rows(self) -> None:
         """Check rows against the limits of the jobs' model, once it is known."""
         if (model := self._state.meta.model) is not None:
-            self._limits = Limits(model.vocabulary, model.max_length)
-            self._arrivals = Arrivals(self._store, self._retention, self._limits)
+            self._arrivals.limits = Limits(model.vocabulary, model.max_length)
 
     def _check_model(self, model: ModelTerms) -> None:
         known = self._state.meta.model

@@ -14,12 +14,11 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from rayrft.buffer.events import FeedbackNoted, GroupReport, ModelTerms
+from rayrft.buffer.events import Extent, FeedbackNoted, GroupReport, ModelTerms, check_version
 from rayrft.buffer.groups import GroupStatus, GroupTable
 from rayrft.buffer.ledger import ExpertDraws, Ledger
-from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.samplers import eligible
-from rayrft.buffer.schedule import AnySchedule, OpenSchedule, StagePlan, Ticket
+from rayrft.buffer.schedule import AnySchedule, PoolSchedule, StagePlan, Ticket
 from rayrft.config.buffer import SamplerConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import StorageError
@@ -135,7 +134,7 @@ class LeaseRecord:
     blamed_expert: list[int] = field(default_factory=list)
     """Demonstrations on one of which training failed."""
     blamed_in: str = ""
-    """Life of the run that reported it last."""
+    """Attempt of the run that reported it last."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class Outstanding:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class ParkedTicket:
     """The ticket of a parked group. It may be issued again once there are newer weights than ``version``."""
 
     ticket: Ticket
@@ -156,24 +155,88 @@ class Waiting:
 
 @dataclass
 class Feed:
-    """The groups of an explore job, in a Buffer that belongs to no run. It has tickets of its own, which no stage
-    closes: at most ``in_flight`` groups of ``group_size`` answers are under way."""
+    """Producers that draw from the same tasks: those of the run's stages, whose feed has the empty id, or those of an
+    explore job, in a Buffer that belongs to no run.
 
-    job: str
-    in_flight: int
-    group_size: int
+    No stage closes the tickets of a job, of which at most ``in_flight`` are outstanding, for groups of ``group_size``
+    answers.
+    """
+
+    job: str = ""
+    in_flight: int = 0
+    group_size: int = 1
     calls: dict[str, tuple[int, list[Ticket]]] = field(default_factory=dict)
     """Number and tickets of the last request by producer."""
     reissued: list[Ticket] = field(default_factory=list)
     """Tickets of abandoned producers, to be issued again."""
     ended: bool = False
-    """Whether its tasks are exhausted."""
+    """Whether no more groups will arrive: the tasks are exhausted, or the producers have finished."""
     groups: int = 0
     """Groups that were stored, dropped, or gave no rows."""
     report: GroupReport = field(default_factory=GroupReport)
     """Sum over these groups."""
     tasks: dict[str, Any] = field(default_factory=dict)
     """State of its task set; set only in a snapshot."""
+
+
+@dataclass
+class Stage:
+    """The stage that was opened last."""
+
+    plan: StagePlan | None = None
+    schedule: Annotated[AnySchedule, Field(discriminator="kind")] = field(default_factory=PoolSchedule)
+    open: bool = False
+    """Whether the stage admits groups."""
+    first_sequence: int = 0
+    """Of its tickets."""
+    parked: dict[int, ParkedTicket] = field(default_factory=dict)
+    """Parked groups whose tickets are to be issued again, by sequence number."""
+    begun: dict[int, int] = field(default_factory=dict)
+    """Slots of the calls of groups that were parked, until the group has ended, by sequence number."""
+    opened: dict[str, int] = field(default_factory=dict)
+    """First version of the stages that this attempt of the run opened, by name."""
+
+
+@dataclass
+class Training:
+    """Steps of the trainer."""
+
+    run: str = ""
+    """Id of the run that takes the batches, if the Buffer belongs to none."""
+    job: str = ""
+    """Its name."""
+    version: int = 0
+    step: int = 0
+    """The latest leased step."""
+    replaying: bool = False
+    """Whether the trainer repeats earlier steps: no groups are admitted until its weights have caught up."""
+    checkpointed_step: int = 0
+    """Batches of steps before this one are deleted."""
+    leases: dict[int, LeaseRecord] = field(default_factory=dict)
+    draws: int = 0
+    reports: GroupReport = field(default_factory=GroupReport)
+    """Sum since the last lease."""
+    greatest_error: float = 0.0
+    """Largest value error of a group that the trainer has reported."""
+    attempts: set[str] = field(default_factory=set)
+    """Attempts of the jobs that have joined or resumed."""
+
+
+@dataclass
+class Contents:
+    """Rows in the log."""
+
+    ledger: RowCounts = field(default_factory=RowCounts)
+    arrivals: int = 0
+    extents: dict[int, Extent] = field(default_factory=dict)
+    """By segment."""
+    experts: dict[str, ExpertCursor] = field(default_factory=dict)
+    rejected_keys: dict[int, int] = field(default_factory=dict)
+    """Latest digest of rejected groups without a ticket, by key: of the latest 10,000, which their producers may put
+    again."""
+    late_feedback: dict[int, list[FeedbackNoted]] = field(default_factory=dict)
+    """By segment."""
+    late_feedback_count: int = 0
 
 
 @dataclass
@@ -184,65 +247,18 @@ class Metadata:
 
     run: str = ""
     schema: str = ""
-    version: int = 0
-    step: int = 0
-    """The latest leased step."""
-    plan: StagePlan | None = None
-    schedule: Annotated[AnySchedule, Field(discriminator="kind")] = field(default_factory=OpenSchedule)
-    replaying: bool = False
-    """Whether the trainer repeats earlier steps: no groups are admitted until its weights have caught up."""
-    checkpointed_step: int = 0
-    """Batches of steps before this one are deleted."""
-    open: bool = False
-    """Whether the stage admits groups."""
-    ended: bool = False
-    """Whether no more groups will arrive: the tasks are exhausted, or the producers have finished."""
-    ledger: RowCounts = field(default_factory=RowCounts)
-    leases: dict[int, LeaseRecord] = field(default_factory=dict)
+    model: ModelTerms | None = None
+    """Known once a job has joined a Buffer that belongs to no run."""
+    feeds: dict[str, Feed] = field(default_factory=lambda: {"": Feed()})
+    """By id."""
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
-    reissued_tickets: list[Ticket] = field(default_factory=list)
-    """Tickets of abandoned producers, to be issued again."""
-    parked: dict[int, Waiting] = field(default_factory=dict)
-    """Parked groups whose tickets are to be issued again, by sequence number."""
-    begun: dict[int, int] = field(default_factory=dict)
-    """Slots of the calls of groups that were parked, until the group has ended, by sequence number."""
-    first_sequence: int = 0
-    """Of the stage's tickets."""
-    calls: dict[str, tuple[int, list[Ticket]]] = field(default_factory=dict)
-    """Number and tickets of the last request by producer."""
     gone: set[str] = field(default_factory=set)
     """Abandoned producers."""
-    lives: set[str] = field(default_factory=set)
-    """Lives of the run that resumed it."""
-    opened: dict[str, int] = field(default_factory=dict)
-    """First version of the stages that this life of the run opened, by name."""
-    rejected_keys: dict[int, int] = field(default_factory=dict)
-    """Latest digest of rejected groups without a ticket, by key: of the latest 10,000, which their producers may put
-    again."""
-    experts: dict[str, ExpertCursor] = field(default_factory=dict)
-    extents: dict[int, Extent] = field(default_factory=dict)
-    """By segment."""
-    greatest_error: float = 0.0
-    """Largest value error of a group that the trainer has reported."""
-    reports: GroupReport = field(default_factory=GroupReport)
-    """Sum since the last lease."""
-    arrivals: int = 0
-    draws: int = 0
-    late_feedback: dict[int, list[FeedbackNoted]] = field(default_factory=dict)
-    """By segment."""
-    late_feedback_count: int = 0
     added_tasks: list[Task] = field(default_factory=list)
     """Tasks by which the task set has grown, in order."""
-    tasks: dict[str, Any] = field(default_factory=dict)
-    """State of the task set; set only in a snapshot."""
-    feeds: dict[str, Feed] = field(default_factory=dict)
-    """By id."""
-    trainer: str = ""
-    """Id of the run that takes the batches, if the Buffer belongs to none."""
-    trainer_job: str = ""
-    """Its name."""
-    model: ModelTerms | None = None
-    """Known once a job has joined."""
+    stage: Stage = field(default_factory=Stage)
+    training: Training = field(default_factory=Training)
+    contents: Contents = field(default_factory=Contents)
 
 
 _metadata: TypeAdapter[Metadata] = TypeAdapter(Metadata)
@@ -254,106 +270,122 @@ class State:
     def __init__(self, config: SamplerConfig, seed: int, tasks: TaskSet | None) -> None:
         self.config = config
         self.seed = seed
-        self.tasks = tasks
-        self.feed_tasks: dict[str, TaskSet] = {}
+        self.tasks = {} if tasks is None else {"": tasks}
         """Task sets of the feeds by their ids; a reader of the log has none."""
-        self.meta = Metadata()
         self.groups = GroupTable()
+        self._adopt(Metadata())
+
+    def _adopt(self, meta: Metadata) -> None:
+        self.meta = meta
+        self.feeds, self.outstanding = meta.feeds, meta.outstanding
+        self.stage, self.training, self.contents = meta.stage, meta.training, meta.contents
+
+    @property
+    def jobs(self) -> dict[str, Feed]:
+        """The feeds of explore jobs by their ids."""
+        return {id: feed for id, feed in self.feeds.items() if id}
 
     @property
     def capacity(self) -> int:
-        """Number of groups that may be admitted now."""
-        meta = self.meta
-        if not meta.open or meta.replaying:
+        """Number of groups that the open stage may admit now."""
+        stage, feed = self.stage, self.feeds[""]
+        if not stage.open or self.training.replaying:
             return 0
-        room = meta.schedule.capacity(self.eligible)
-        return (min(room, len(self.resumable)) if meta.ended else room) + len(meta.reissued_tickets)
+        room = stage.schedule.capacity(self.eligible)
+        return (min(room, len(self.resumable)) if feed.ended else room) + len(feed.reissued)
 
     @property
-    def resumable(self) -> list[Waiting]:
-        """Parked groups that may go on now, the oldest first: under new weights, unless so many are parked that no
-        other is begun, or there is no other."""
-        meta = self.meta
-        waiting = [meta.parked[sequence] for sequence in sorted(meta.parked)]
-        if meta.ended or (meta.plan is not None and len(waiting) >= meta.plan.most_parked):
+    def resumable(self) -> list[ParkedTicket]:
+        """Parked groups that may be continued now, the oldest first: under new weights, unless so many are parked that
+        none is started, or there is no other."""
+        stage = self.stage
+        waiting = [stage.parked[sequence] for sequence in sorted(stage.parked)]
+        if self.feeds[""].ended or (stage.plan is not None and len(waiting) >= stage.plan.most_parked):
             return waiting
-        return [each for each in waiting if each.version < meta.version]
+        return [each for each in waiting if each.version < self.training.version]
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether no more tickets will be issued in this stage."""
-        meta = self.meta
-        parks = meta.plan is not None and meta.plan.parks is not None
-        return meta.ended and not meta.parked and not (parks and meta.outstanding.keys() & meta.schedule.running.keys())
+    def exhausted(self, feed: str) -> bool:
+        """Return whether no more tickets will be issued to the producers of a feed."""
+        stage, ended = self.stage, self.feeds[feed].ended
+        if feed:
+            return ended
+        parks = stage.plan is not None and stage.plan.parks is not None
+        return not stage.open or (
+            ended and not stage.parked and not (parks and self.outstanding.keys() & stage.schedule.running.keys())
+        )
+
+    def producers(self, feed: str) -> list[str]:
+        """Return the producers of a feed that hold tickets or have asked for some."""
+        held = {held.producer for held in self.outstanding.values() if held.ticket.feed == feed}
+        return sorted(held | self.feeds[feed].calls.keys())
 
     @property
     def eligible(self) -> int:
         """Number of ready groups that the current step may draw, if its schedule draws from a pool."""
-        if not self.meta.schedule.pooled:
+        if not self.stage.schedule.pooled:
             return 0
         return int(np.count_nonzero(eligible(self.groups, self.config, self.clock)))
 
     @property
     def clock(self) -> int:
         """The current step for cooldown and ageing."""
-        return max(self.meta.version, self.meta.step)
+        return max(self.training.version, self.training.step)
 
     @property
     def newest_version(self) -> int:
         """Newest version that rows can have been sampled under: weights may be published before `advanced` arrives."""
-        meta = self.meta
-        trained = [step + 1 for step, lease in meta.leases.items() if lease.acked]
-        return max(meta.version, meta.checkpointed_step, *trained)
+        training = self.training
+        trained = [step + 1 for step, lease in training.leases.items() if lease.acked]
+        return max(training.version, training.checkpointed_step, *trained)
 
     def expects(self, key: int, sequence: int | None) -> bool:
         """Return whether a group is new, not a repeat of one that arrived before."""
         if sequence is None:
             return self.groups.find(key) is None
-        return sequence in self.meta.outstanding and self.groups.find(key) == self.meta.begun.get(sequence)
+        return sequence in self.outstanding and self.groups.find(key) == self.stage.begun.get(sequence)
 
     def in_flight(self, feed: str) -> int:
-        """Return the number of groups of a feed that are under way."""
-        return sum(held.ticket.feed == feed for held in self.meta.outstanding.values())
+        """Return the number of groups of a feed that are in flight."""
+        return sum(held.ticket.feed == feed for held in self.outstanding.values())
 
     def ledger(self, *, recount: bool = False) -> Ledger:
         """Return the ledger; with ``recount``, held rows are recounted for it. Raises AssertionError unless it
         closes."""
-        return self.meta.ledger.close(self.groups.rows_held() if recount else self.groups.held_rows)
+        return self.contents.ledger.close(self.groups.rows_held() if recount else self.groups.held_rows)
 
     def expert_draws(self) -> dict[str, ExpertDraws]:
         """Return the draws of demonstrations by name."""
-        experts = self.meta.experts.items()
+        experts = self.contents.experts.items()
         return {name: ExpertDraws(cursor.extent.rows, cursor.drawn, cursor.epoch) for name, cursor in experts}
 
     def set_score(self, slot: int, score: float) -> None:
         """Set the score of a group that was not trained yet, for ``td_error`` to at least the largest error so far."""
         unknown = self.config.score == "td_error"
-        self.groups.score[slot] = max(score, self.meta.greatest_error) if unknown else score
+        self.groups.score[slot] = max(score, self.training.greatest_error) if unknown else score
 
     def retire(self, slot: int, reason: str) -> None:
         """Remove a group: it counts as trained if it was ever used, else as dropped."""
         rows = self.groups.trainable(slot)
         if self.groups.uses[slot]:
-            self.meta.ledger.trained += rows
+            self.contents.ledger.trained += rows
             self.groups.set_status(slot, GroupStatus.TRAINED)
         else:
-            self.meta.ledger.drop(rows, reason)
+            self.contents.ledger.drop(rows, reason)
             self.groups.set_status(slot, GroupStatus.DROPPED)
 
     def discard_calls(self, sequence: int | None) -> None:
-        """Remove the calls of a group that was parked: it has gone on, or ended."""
-        slot = None if sequence is None else self.meta.begun.pop(sequence, None)
+        """Remove the calls of a group that was parked: it was continued, or has ended."""
+        slot = None if sequence is None else self.stage.begun.pop(sequence, None)
         if slot is not None:
-            self.meta.ledger.sampled -= self.groups.trainable(slot)
+            self.contents.ledger.sampled -= self.groups.trainable(slot)
             self.groups.set_status(slot, GroupStatus.DROPPED)
             self.groups.forget(np.array([slot]))
 
     def to_snapshot(self) -> pa.Buffer:
         """Serialise the state as an Arrow file: the group table, with the metadata in its schema."""
-        self.meta.tasks = self.tasks.state() if self.tasks is not None else {}
-        for feed, tasks in self.feed_tasks.items():
-            if feed in self.meta.feeds:  # else its job has not joined yet
-                self.meta.feeds[feed].tasks = tasks.state()
+        for id, tasks in self.tasks.items():
+            if id in self.feeds:  # else its job has not joined yet
+                self.feeds[id].tasks = tasks.state()
         table = self.groups.to_table().replace_schema_metadata({"rayrft.meta": _metadata.dump_json(self.meta)})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, table.schema) as writer:
@@ -364,7 +396,9 @@ class State:
         """Restore the state of a snapshot. Raises StorageError if another version wrote it."""
         table = pa.ipc.open_file(snapshot).read_all()
         try:
-            self.meta = _metadata.validate_json(table.schema.metadata[b"rayrft.meta"])
+            meta = _metadata.validate_json(table.schema.metadata[b"rayrft.meta"])
+            check_version(meta.schema, "snapshot")
+            self._adopt(meta)
             self.groups = GroupTable.from_table(table)
         except (ValidationError, KeyError) as error:
             raise StorageError(
@@ -372,11 +406,9 @@ class State:
                 "continue with the version of rayrft that wrote it",
                 field="snapshot",
             ) from None
-        if self.tasks is not None:
-            self.tasks.restore(self.meta.tasks)
-        for feed, tasks in self.feed_tasks.items():
-            if feed in self.meta.feeds:
-                tasks.restore(self.meta.feeds[feed].tasks)
+        for id, tasks in self.tasks.items():
+            if id in self.feeds:
+                tasks.restore(self.feeds[id].tasks)
 
 
 Rule = Callable[[State, Any], Any]

@@ -66,7 +66,7 @@ class Store:
         self.storage.lock()
         self._journal = Journal(self.storage)
         self.state = State(config.sampler, seed, tasks)
-        self.state.feed_tasks = read_task_sets(self.storage)
+        self.state.tasks |= read_task_sets(self.storage)
         try:
             recovered = self._journal.open(self._survived(), least)
             if recovered.snapshot is not None:
@@ -74,7 +74,7 @@ class Store:
             for event in recovered.events:
                 apply(self.state, event)
             self._check_run(run)
-            self.rows = RowLog(self.storage, config, list(self.state.meta.extents.values()))
+            self.rows = RowLog(self.storage, config, list(self.state.contents.extents.values()))
         except StorageError:
             self.storage.unlock()
             raise
@@ -124,9 +124,9 @@ class Store:
     async def add_task_set(self, feed: str, spec: TaskSetSpec) -> None:
         """Keep the task set of a feed, to be drawn from. Raises StorageError if the feed has another one."""
         name, data = f"{_TASKS}{feed}.json", json.dumps(asdict(spec)).encode()
-        if feed not in self.state.feed_tasks:
+        if feed not in self.state.tasks:
             await asyncio.to_thread(self.storage.write, name, data)
-            self.state.feed_tasks.setdefault(feed, spec())
+            self.state.tasks.setdefault(feed, spec())
         elif self.storage.read(name).to_pybytes() != data:
             raise StorageError(
                 "the job's tasks, or their sampler, are not those that it began with",
@@ -175,7 +175,7 @@ class Store:
     @property
     def log_bytes(self) -> int:
         """Bytes of all segments."""
-        return sum(extent.nbytes for extent in self.state.meta.extents.values())
+        return sum(extent.nbytes for extent in self.state.contents.extents.values())
 
     def _survived(self) -> Callable[[e.Event], bool]:
         """Return a function that tells whether an event's rows are on disk. A power failure may truncate the newest
@@ -200,11 +200,5 @@ class Store:
             raise StorageError(
                 f"the log belongs to run {meta.run!r}",
                 "choose another name or buffer.storage",
-                field=str(self.storage.folder),
-            )
-        elif meta.schema != SCHEMA_VERSION:
-            raise StorageError(
-                f"the log has schema version {meta.schema}; this rayrft writes {SCHEMA_VERSION}",
-                "continue with the version of rayrft that wrote it; its segments are plain Arrow files",
                 field=str(self.storage.folder),
             )

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.schedule import Ticket
-from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig, StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
@@ -97,8 +96,6 @@ class Explorer(Watched):
         self._waits = Waits("explorer")
         self._buffer = TrackedHandle(buffer, self._waits, endless=[Buffer.admit, Buffer.closed, Buffer.leased])
         self._feed = feed
-        self._shared: Handle[SharedBuffer] = Handle(buffer.name, buffer.actor)
-        """The same, if there is a feed."""
         self._tasks = {task.id: task for task in tasks}
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
@@ -197,10 +194,8 @@ class Explorer(Watched):
 
     def _admit(self, stage: StageConfig) -> asyncio.Future[list[Ticket]]:
         self._calls += 1
-        name, call, count = self._name, self._calls, stage.groups
-        if self._feed:
-            return asyncio.ensure_future(self._shared.call(SharedBuffer.admit_to, self._feed, name, call, count))
-        return asyncio.ensure_future(self._buffer.call(Buffer.admit, name, call, count))
+        call = self._buffer.call(Buffer.admit, self._name, self._calls, stage.groups, self._feed)
+        return asyncio.ensure_future(call)
 
     def _make_pipeline(
         self, model: str, models: Mapping[str, AuxiliaryModel], operators: Callable[[], Operators] | None

@@ -122,12 +122,12 @@ class LocalBuffer:
 
     def may_admit(self) -> bool:
         """Whether a request for tickets is answered at once."""
-        meta = self.buffer._state.meta
-        return not meta.open or meta.ended or self.buffer._may_admit()
+        state = self.buffer._state
+        return state.exhausted("") or self.buffer._retention.room("") > 0
 
     def standing(self) -> dict[str, Any]:
         """Everything that a restart must not change."""
-        leases = {step: self.lease(step) for step in sorted(self.buffer._state.meta.leases)}
+        leases = {step: self.lease(step) for step in sorted(self.buffer._state.training.leases)}
         stats = replace(self.do("stats"), sizes=None)  # of this process, and of its files
         return {"stats": stats, "rows": self.held(), "leases": leases}
 

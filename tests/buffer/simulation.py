@@ -28,12 +28,11 @@ import pytest
 
 from rayrft.buffer import store
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.entries import Entry
-from rayrft.buffer.events import GroupReport
+from rayrft.buffer.events import Extent, GroupReport
+from rayrft.buffer.ingest import Entry
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.log import journal
 from rayrft.buffer.log.row_log import Appended, RowSpan
-from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.validation import GroupNumbers, Limits
 from rayrft.data.task_sampler import TaskSet
@@ -510,7 +509,7 @@ async def check(world: World) -> None:
     assert {*uses, *held} <= sent and len(set(held)) == len(held)
     assert max(uses.values(), default=0) <= world.setting.sampler.get("max_uses", 1), "trained too often"
     dropped = dict(stats.ledger.dropped)
-    parked = len(world._buffer._state.meta.begun)
+    parked = len(world._buffer._state.stage.begun)
     assert len(held) + parked == stats.ledger.held
     dropped.pop("unfinished", 0)
     filtered, failed = dropped.pop("zero_variance", 0), stats.ledger.dropped_tasks.get("workflow_error", 0)

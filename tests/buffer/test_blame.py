@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from rayrft.buffer.events import Extent
 from rayrft.buffer.ledger import Ledger
-from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.state import ExpertCursor
 from rayrft.experience import pack, to_batch
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small

@@ -9,7 +9,7 @@ import ray
 
 from rayrft.buffer import events as e
 from rayrft.buffer.client import BufferWriter
-from rayrft.buffer.log.segments import Extent
+from rayrft.buffer.events import Extent
 from rayrft.buffer.state import State
 from rayrft.buffer.transitions import apply
 from rayrft.config.buffer import SamplerConfig
@@ -66,8 +66,10 @@ def test_what_is_remembered_of_rejected_groups_and_late_feedback_does_not_grow_w
     for key in range(10_050):
         apply(state, e.Dropped(None, {"rejected": 1}, e.GroupReport(rows=1), key=key, digest=7))
     apply(state, e.Dropped(None, {"rejected": 1}, e.GroupReport(rows=1), key=10_049, digest=7))
-    assert len(state.meta.rejected_keys) == 10_000 and state.meta.ledger.sampled == 10_050, "a repeat counts once"
-    state.meta.extents = {1: Extent(1), 2: Extent(2)}
+    assert len(state.contents.rejected_keys) == 10_000 and state.contents.ledger.sampled == 10_050, (
+        "a repeat counts once"
+    )
+    state.contents.extents = {1: Extent(1), 2: Extent(2)}
     apply(state, e.FeedbackNoted(1, "a/0", 1.0, {}, 0))
     apply(state, e.Deleted([1]))
-    assert state.meta.late_feedback == {} and state.meta.late_feedback_count == 1
+    assert state.contents.late_feedback == {} and state.contents.late_feedback_count == 1

@@ -80,7 +80,7 @@ def test_a_group_with_a_faulty_row_is_refused_whole_and_the_rows_are_named(
     assert reason in refused(buffer, [*rows, *group(2)], algorithm="ppo").values()
     assert buffer.held() == [("2/0", 0.0), ("2/1", 1.0)], "other groups of the call are taken"
     assert ledger(buffer) == (4, 2, {f"rejected: {reason}": 1, f"rejected: {BESIDE}": 1})
-    assert buffer.buffer._state.meta.reports.rows == 2, "it says nothing of the step's rewards"
+    assert buffer.buffer._state.training.reports.rows == 2, "it says nothing of the step's rewards"
 
 
 def test_a_row_of_exactly_the_greatest_length_is_taken_and_a_longer_one_is_not(buffer: LocalBuffer) -> None:

@@ -65,7 +65,7 @@ class TestOpening:
         with monkeypatch.context() as before:
             before.setattr(store, "SCHEMA_VERSION", "0")
             LocalBuffer(tmp_path, CONFIG).kill()
-        with pytest.raises(StorageError, match=r"the log has schema version 0; this rayrft writes \d"):
+        with pytest.raises(StorageError, match=r"the log has schema version 0; this rayrft reads \d"):
             LocalBuffer(tmp_path, CONFIG)
 
     def test_two_cannot_write_at_once(self, buffer: LocalBuffer, tmp_path: Path) -> None:
@@ -396,9 +396,9 @@ class TestDoors:
     def test_a_report_that_is_not_a_number_does_not_keep_the_log_from_being_read(self, buffer: LocalBuffer) -> None:
         for number, reward in enumerate((math.nan, math.inf, -math.inf)):
             buffer.put([(group(number), None)], reward_sum=reward, scored=2)
-        before = buffer.buffer._state.meta.reports
+        before = buffer.buffer._state.training.reports
         buffer.restart()
-        assert repr(buffer.buffer._state.meta.reports) == repr(before)
+        assert repr(buffer.buffer._state.training.reports) == repr(before)
 
     def test_labels_that_cannot_be_written_are_refused_and_the_buffer_goes_on(self, buffer: LocalBuffer) -> None:
         put(buffer, 1)

@@ -10,19 +10,20 @@ import pyarrow as pa
 import pytest
 
 from rayrft.buffer import events as e
+from rayrft.buffer.events import Extent
 from rayrft.buffer.log import segments
 from rayrft.buffer.log.journal import Journal
 from rayrft.buffer.log.row_log import RowLog, RowSpan
-from rayrft.buffer.log.segments import Extent, segment_name
+from rayrft.buffer.log.segments import segment_name
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
 from rayrft.errors import StorageError
-from rayrft.experience import SCHEMA, pack, to_batch
+from rayrft.experience import SCHEMA, SCHEMA_VERSION, pack, to_batch
 from tests.buffer.in_process import ObjectTable, small
 from tests.buffer.rows import group
 
 CONFIG = small(segment_bytes=6000, log_bytes=1 << 30, memory_bytes=1 << 30, max_rows=1000, max_bytes=1 << 30)
-EVENTS: list[e.Event] = [e.Began("run", "1"), e.Advanced(1), e.TaskFailed(3, "no\nreason\r\x85"), e.Acked(2)]
+EVENTS: list[e.Event] = [e.Began("run", SCHEMA_VERSION), e.Advanced(1), e.TaskFailed(3, "no\nreason\r\x85"), e.Acked(2)]
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +95,16 @@ class TestJournal:
         ):
             Journal(Storage(tmp_path)).open()
 
+    def test_a_log_of_an_earlier_version_is_refused_before_its_other_lines_are_read(self, tmp_path: Path) -> None:
+        bodies = b'{"run":"r","schema":"4","event":"began"}', b'{"step":1,"life":"a","event":"blamed"}'
+        lines = [b'%s,"crc":%d}\n' % (body[:-1], zlib.crc32(body)) for body in bodies]
+        (tmp_path / "journal-00000000.jsonl").write_bytes(b"".join(lines))
+        with pytest.raises(StorageError, match=r"line 1: the log has schema version 4.*Use the version of rayrft that"):
+            Journal(Storage(tmp_path)).open()
+
     def test_a_snapshot_of_another_rayrft_is_an_error_that_says_so(self) -> None:
         state = State(small().sampler, 0, None)
+        state.meta.schema = SCHEMA_VERSION
         table = pa.ipc.open_file(state.to_snapshot()).read_all().drop_columns(["digest"])
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, table.schema) as writer:

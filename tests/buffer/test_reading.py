@@ -73,7 +73,7 @@ def test_a_journal_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Pat
     writer = Writer(tmp_path)
     reader = Interrupted(tmp_path, before, writer.compact)
     reading = read_state(reader, SamplerConfig(), 0)
-    assert (reading.state.meta.version, reading.state.meta.run) == (writer.version, "run")
+    assert (reading.state.training.version, reading.state.meta.run) == (writer.version, "run")
     assert reader.interruptions == 1
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrft.buffer.schedule import Draw, ReplaySchedule, Ticket, WindowedSchedule
+from rayrft.buffer.schedule import Draw, PoolSchedule, Ticket, WindowedSchedule
 
 
 def take(schedule: WindowedSchedule, step: int) -> list[int] | None:
@@ -20,9 +20,9 @@ def take(schedule: WindowedSchedule, step: int) -> list[int] | None:
     return draw.slots.tolist()
 
 
-@pytest.mark.parametrize("schedule", [WindowedSchedule(1, 0), ReplaySchedule(1, 1, 0)], ids=["window", "replay"])
+@pytest.mark.parametrize("schedule", [WindowedSchedule(1, 0), PoolSchedule(1, 0, fresh=1)], ids=["window", "pool"])
 def test_a_group_that_can_no_longer_be_in_time_makes_room_for_another_at_once(
-    schedule: WindowedSchedule | ReplaySchedule,
+    schedule: WindowedSchedule | PoolSchedule,
 ) -> None:
     [old] = schedule.admit(1)
     assert schedule.capacity(9) == 0
@@ -37,7 +37,7 @@ def no_pool() -> Draw:
     raise AssertionError("there is none")
 
 
-def finish(schedule: WindowedSchedule | ReplaySchedule, ticket: Ticket) -> bool:
+def finish(schedule: WindowedSchedule | PoolSchedule, ticket: Ticket) -> bool:
     """Groups are stored in the slot of their ticket's number."""
     return schedule.finish(ticket, ticket.sequence)
 
@@ -176,7 +176,7 @@ def test_the_last_step_gets_other_groups_when_nothing_of_its_batch_is_left() -> 
     [ticket] = schedule.admit(9)
     finish(schedule, ticket)
     assert take(schedule, 0) == [0] and schedule.capacity() == 0
-    schedule.lose()
+    schedule.discard_lease()
     [other] = schedule.admit(9)
     finish(schedule, other)
     assert take(schedule, 0) == [1]
@@ -188,7 +188,7 @@ def test_what_was_taken_can_be_given_back() -> None:
     for ticket in tickets:
         finish(schedule, ticket)
     assert take(schedule, 0) == [0, 1]
-    schedule.give_back({ticket.sequence: ticket for ticket in tickets})
+    schedule.give_back({ticket.sequence: (ticket.sequence, ticket.version) for ticket in tickets})
     assert schedule.capacity() == 0
     assert take(schedule, 0) == [0, 1]
 
@@ -229,12 +229,12 @@ class TestReplay:
     """The pace of a run that draws from a pool: new groups for every step, and the first step filled."""
 
     @staticmethod
-    def ready(schedule: ReplaySchedule) -> bool:
+    def ready(schedule: PoolSchedule) -> bool:
         pool = Draw(np.zeros(0, np.int64), np.zeros(0, np.float32))
         return schedule.choose(0, lambda: pool) is pool
 
     def test_a_first_step_gets_a_whole_batch_and_later_ones_ask_for_what_is_new(self) -> None:
-        schedule = ReplaySchedule(groups=4, fresh=2, max_staleness=0)
+        schedule = PoolSchedule(groups_per_step=4, fresh=2, max_staleness=0)
         tickets = schedule.admit(schedule.capacity(eligible=0))
         assert len(tickets) == 4
         for count, ticket in enumerate(tickets, start=1):
@@ -248,27 +248,27 @@ class TestReplay:
         assert schedule.capacity(eligible=4) == 2
 
     def test_groups_that_were_lost_are_replaced(self) -> None:
-        schedule = ReplaySchedule(groups=1, fresh=1, max_staleness=0)
+        schedule = PoolSchedule(groups_per_step=1, fresh=1, max_staleness=0)
         [ticket] = schedule.admit(schedule.capacity(0))
         schedule.release(ticket.sequence)
         assert schedule.capacity(0) == 1
 
     def test_none_begins_that_the_last_step_cannot_take(self) -> None:
-        schedule = ReplaySchedule(groups=2, fresh=1, max_staleness=1, end=9)
+        schedule = PoolSchedule(groups_per_step=2, fresh=1, max_staleness=1, end=9)
         assert schedule.capacity(0) == 2
         schedule.advance(8)
         [ticket] = schedule.admit(schedule.capacity(1))
         assert finish(schedule, ticket)
         schedule.take([])
         assert schedule.capacity(2) == 0, "it has its batch"
-        schedule.lose()
+        schedule.discard_lease()
         assert self.ready(schedule), "nothing of its batch was left"
         schedule.take([])
         schedule.advance(9)
         assert schedule.capacity(0) == 0
 
     def test_a_group_that_is_too_old_does_not_count(self) -> None:
-        schedule = ReplaySchedule(groups=1, fresh=1, max_staleness=1)
+        schedule = PoolSchedule(groups_per_step=1, fresh=1, max_staleness=1)
         old, _ = schedule.admit(schedule.capacity(0))
         schedule.advance(2)
         assert not finish(schedule, old) and not self.ready(schedule)

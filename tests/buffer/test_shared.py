@@ -61,7 +61,7 @@ class Explorer:
 
     def admit(self, count: int = 100) -> list[Ticket]:
         self._calls += 1
-        return self._local.run(self._local.shared.admit_to(self._feed, self._name, self._calls, count))
+        return self._local.run(self._local.shared.admit(self._name, self._calls, count, self._feed))
 
     def put(self, *tickets: Ticket, version: int = 0) -> None:
         self._local.put(
@@ -70,7 +70,7 @@ class Explorer:
 
     @property
     def room(self) -> int:
-        return self._local.shared._room(self._feed)
+        return self._local.shared._retention.room(self._feed)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_an_abandoned_life_gets_no_more_tickets(local: Local) -> None:
     first = local.join()
     first.admit()
     local.join()
-    assert local.do("admit_to", "e", first._name, 2, 1) == ("DataError", first._name)
+    assert local.do("admit", first._name, 2, 1, "e") == ("DataError", first._name)
 
 
 def test_a_call_that_is_repeated_after_the_buffer_died_gets_the_same_tickets(local: Local) -> None:
@@ -311,9 +311,9 @@ def test_statistics_of_tasks_survive_the_death_of_the_buffer(local: Local) -> No
     for _ in range(5):
         tickets = explorer.admit()
         local.put([(group(t.sequence, name=f"{t.sequence}"), t) for t in tickets], reward_sum=2.0, scored=2)
-    before = local.shared._state.feed_tasks["e"].state()
+    before = local.shared._state.tasks["e"].state()
     local.restart()
-    assert local.shared._state.feed_tasks["e"].state() == before
+    assert local.shared._state.tasks["e"].state() == before
     assert len(before["tried"]) > 3
 
 
@@ -338,7 +338,7 @@ def test_nothing_is_lost_or_trained_twice_in_any_history(seed: int, tmp_path: Pa
             if feed not in live:
                 live[feed] = local.join(feed, specs[feed], in_flight=5)
             explorer = live[feed]
-            if explorer.room > 0 and not local.shared._state.meta.feeds[feed].ended:
+            if explorer.room > 0 and not local.shared._state.feeds[feed].ended:
                 open_tickets[feed] += explorer.admit(chance.randint(1, 5))
             chance.shuffle(open_tickets[feed])
             done = chance.randint(0, len(open_tickets[feed]))

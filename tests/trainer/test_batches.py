@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrft.algorithms import build
+from rayrft.buffer.events import Extent
 from rayrft.buffer.leases import BlockRows, Unit, deal
-from rayrft.buffer.log.segments import Extent
 from rayrft.buffer.state import ExpertCursor
 from rayrft.errors import DataError
 from rayrft.experience import Experience, from_batch, to_batch

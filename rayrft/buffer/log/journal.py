@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 from pydantic import ValidationError
 
-from rayrft.buffer.events import Event, decode, encode
+from rayrft.buffer.events import Began, Event, check_version, decode, encode
 from rayrft.buffer.log.storage import Appender, Storage
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import StorageError
@@ -305,6 +305,8 @@ def _parse(data: bytes, name: str) -> tuple[list[Event], list[int]]:
                 "continue with the version of rayrft that wrote it",
                 field=where,
             ) from None
+        if isinstance(events[-1], Began):
+            check_version(events[-1].schema, where)
         ends.append((ends[-1] if ends else 0) + len(line) + 1)
     return events, ends
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer.log.segments import Extent, read_rows, segment_name, segment_sizes, with_schema
+from rayrft.buffer.events import Extent
+from rayrft.buffer.log.segments import read_rows, segment_name, segment_sizes, with_schema
 from rayrft.buffer.log.storage import Appender, Storage
 from rayrft.buffer.scores import scores
 from rayrft.buffer.validation import Fault, GroupNumbers, Limits, find_faults, group_numbers, group_starts, is_masked

@@ -8,30 +8,15 @@ from __future__ import annotations
 
 import re
 import zlib
-from dataclasses import dataclass
 
 import pyarrow as pa
 
+from rayrft.buffer.events import Extent
 from rayrft.buffer.log.storage import Storage
 from rayrft.errors import StorageError
 from rayrft.experience import SCHEMA, SCHEMA_VERSION
 
 _NAME = re.compile(r"segment-(\d{8})\.arrow$")
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Committed extent of a segment, or of a file of demonstrations; ``crc`` is the checksum (CRC-32) of these
-    bytes."""
-
-    segment: int
-    rows: int = 0
-    nbytes: int = 0
-    crc: int = 0
-
-    def grown(self, rows: int, data: pa.Buffer) -> Extent:
-        """Return the extent after ``data``, which holds this many rows, was appended."""
-        return Extent(self.segment, self.rows + rows, self.nbytes + len(data), zlib.crc32(data, self.crc))
 
 
 def segment_name(number: int) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 
 from rayrft.buffer.events import Event
 from rayrft.buffer.state import RULES, State
-from rayrft.buffer.transitions import feeds, stages, steps
+from rayrft.buffer.transitions import admission, contents, leases
 
-__all__ = ["apply", "feeds", "stages", "steps"]
+__all__ = ["admission", "apply", "contents", "leases"]
 
 
 def apply(state: State, event: Event) -> Any:

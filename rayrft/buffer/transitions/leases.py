@@ -1,0 +1,183 @@
+"""Transitions of leases: taken, returned, acknowledged and rolled back; and of the trainer that takes them."""
+
+from __future__ import annotations
+
+from rayrft.buffer import events as e
+from rayrft.buffer.events import Extent
+from rayrft.buffer.groups import GroupStatus
+from rayrft.buffer.schedule import PoolSchedule
+from rayrft.buffer.state import LeaseRecord, State, rule
+
+
+@rule(e.Leased)
+def leased(state: State, event: e.Leased) -> LeaseRecord:
+    training, plan, groups = state.training, state.stage.plan, state.groups
+    for slot in event.slots:
+        groups.set_status(slot, GroupStatus.LEASED)
+        groups.pending[slot] += 1
+        groups.last_step[slot] = event.step
+    state.stage.schedule.take(event.slots)
+    training.step = max(training.step, event.step)
+    name = plan.demonstrations if plan and event.expert else None
+    extent, unit = Extent(0), 1
+    if name is not None:
+        cursor = state.contents.experts[name]
+        extent, unit = cursor.extent, cursor.unit
+        cursor.advance(len(event.expert))
+    record = LeaseRecord(
+        event.step,
+        training.draws,
+        training.version,
+        event.slots,
+        event.weights,
+        name,
+        extent,
+        event.expert,
+        unit,
+        mini_batches=plan.mini_batches if plan else 1,
+        staleness=[training.version - version for version in groups.version[event.slots].tolist()],
+        rollouts=training.reports,
+    )
+    training.draws += 1
+    training.leases[event.step] = record
+    training.reports = e.GroupReport()
+    return record
+
+
+@rule(e.Acked)
+def acked(state: State, event: e.Acked) -> None:
+    record, groups = state.training.leases[event.step], state.groups
+    if record.acked:
+        return
+    record.acked = True
+    for slot, score in event.scores.items():
+        groups.score[slot] = score
+        state.training.greatest_error = max(state.training.greatest_error, score)
+    for slot in record.slots:
+        groups.pending[slot] -= 1
+        groups.uses[slot] += 1
+        if groups.pending[slot] == 0:
+            if groups.uses[slot] >= state.config.max_uses:
+                state.retire(slot, "")
+            else:
+                _make_ready(state, slot)
+
+
+@rule(e.Blamed)
+def blamed(state: State, event: e.Blamed) -> None:
+    record, groups = state.training.leases[event.step], state.groups
+    if record.blamed_in == event.attempt:
+        return
+    record.blamed_in = event.attempt
+    for slot in event.slots:
+        if slot not in record.blamed:
+            record.blamed.append(slot)
+            continue
+        kept = [place for place, other in enumerate(record.slots) if other != slot]
+        record.slots, record.weights = [record.slots[i] for i in kept], [record.weights[i] for i in kept]
+        record.staleness = [record.staleness[i] for i in kept]
+        record.blamed.remove(slot)
+        groups.pending[slot] -= 1
+        if groups.pending[slot] == 0:
+            state.retire(slot, "failed_twice")
+    for row in event.expert:
+        if row not in record.blamed_expert:
+            record.blamed_expert.append(row)
+            continue
+        record.expert = [other for other in record.expert if other != row]
+        record.blamed_expert.remove(row)
+        cursor = state.contents.experts.get(record.demonstrations or "")
+        if cursor is not None and cursor.extent.segment == record.extent.segment:
+            cursor.exclude([row])
+    if not record.slots and not record.expert:  # the batch is empty: the step gets another one
+        del state.training.leases[event.step]
+        state.stage.schedule.discard_lease()
+        state.training.reports = record.rollouts + state.training.reports
+
+
+@rule(e.Covered)
+def covered(state: State, event: e.Covered) -> None:
+    training = state.training
+    training.checkpointed_step = max(training.checkpointed_step, event.step)
+    training.leases = {s: lease for s, lease in training.leases.items() if s >= event.step or not lease.acked}
+
+
+@rule(e.Requeued)
+def requeued(state: State, event: e.Requeued) -> None:
+    record, groups = state.training.leases.pop(event.step), state.groups
+    if record.acked:
+        return
+    for slot in record.slots:
+        groups.pending[slot] -= 1
+    ready = [slot for slot in record.slots if groups.pending[slot] == 0 and _make_ready(state, slot)]
+    state.stage.schedule.give_back({slot: (int(groups.sequence[slot]), int(groups.version[slot])) for slot in ready})
+
+
+@rule(e.RolledBack)
+def rolled_back(state: State, event: e.RolledBack) -> None:
+    training, groups = state.training, state.groups
+    training.attempts.add(event.attempt)
+    state.stage.opened = {}
+    for record in training.leases.values():
+        if record.step < event.step or not record.acked:
+            continue
+        record.acked = False
+        for slot in record.slots:
+            if groups.status[slot] == GroupStatus.TRAINED:
+                state.contents.ledger.trained -= groups.trainable(slot)
+            groups.set_status(slot, GroupStatus.LEASED)
+            groups.pending[slot] += 1
+            groups.uses[slot] -= 1
+    leases = training.leases.values()
+    training.replaying = any(not lease.acked and lease.version < training.version for lease in leases)
+
+
+@rule(e.Advanced)
+def advanced(state: State, event: e.Advanced) -> None:
+    training, feed = state.training, state.feeds[""]
+    training.replaying = training.replaying and event.version < training.version
+    if event.version <= training.version:
+        return  # a repeated step publishes an old version again
+    training.version = event.version
+    feed.reissued = [ticket for ticket in feed.reissued if ticket.deadline >= event.version]
+    for slot in state.stage.schedule.advance(event.version):
+        state.retire(slot, "stale")
+    drop_stale(state)
+
+
+def drop_stale(state: State) -> None:
+    """Drop the ready groups of a pool that are too old for the next step."""
+    schedule = state.stage.schedule
+    if not schedule.pooled or schedule.oldest <= 0:
+        return
+    ready = state.groups.where(GroupStatus.READY)
+    old = ready[state.groups.version[ready] < schedule.oldest]
+    for slot in old.tolist():
+        state.retire(slot, "stale")
+
+
+def _make_ready(state: State, slot: int) -> bool:
+    """Make a leased group ready again; drop it, and return False, if it has become too old."""
+    if state.groups.version[slot] < state.stage.schedule.oldest:
+        state.retire(slot, "stale")
+        return False
+    state.groups.set_status(slot, GroupStatus.READY)
+    return True
+
+
+@rule(e.TrainerJoined)
+def trainer_joined(state: State, event: e.TrainerJoined) -> None:
+    """A run that has joined before continues. A new trainer starts at step 0: unacknowledged leases are requeued, and
+    held groups get version 0, since their age in steps of another trainer means nothing."""
+    training, stage, groups = state.training, state.stage, state.groups
+    state.meta.model = state.meta.model or event.model
+    if training.run not in ("", event.run):
+        for step in [lease.step for lease in training.leases.values() if not lease.acked]:
+            requeued(state, e.Requeued(step))
+        training.leases, training.version, training.step, training.checkpointed_step = {}, 0, 0, 0
+        training.replaying, training.greatest_error, state.feeds[""].ended = False, 0.0, False
+        stage.opened, stage.plan, stage.open = {}, None, False
+        stage.schedule = PoolSchedule(next_sequence=stage.schedule.next_sequence)
+        ready = groups.where(GroupStatus.READY)
+        groups.version[ready], groups.last_step[ready] = 0, -1
+    training.run, training.job = event.run, event.job
