@@ -179,11 +179,6 @@ class Experience:
         trajectory, in one row or in several."""
         return self.experience_id.removeprefix(self.group_id).strip("/").partition("/")[0]
 
-    @property
-    def oldest_version(self) -> int:
-        """Oldest weight version that any of its tokens was sampled under."""
-        return min((span.version for span in self.weight_versions), default=0)
-
 
 SCHEMA = pa.schema(
     [

@@ -74,16 +74,12 @@ def test_groups_are_found_with_their_tokens_and_oldest_versions() -> None:
     assert (numbers.rows.tolist(), numbers.tokens.tolist(), numbers.versions.tolist()) == ([2, 1], [8, 4], [4, 0])
 
 
-def test_the_oldest_version_of_a_row_counts() -> None:
-    assert make_row().oldest_version == 6
-
-
 def test_a_right_row_has_no_fault() -> None:
     expert = make_row(source="expert", weight_versions=())
     assert find_faults(to_batch([make_row(), expert, make_row(experience_id="run/stage/0")])) == {}
 
 
-STEP_FAULT = "metrics has a reward of a step that is not finite, or at no token of the model"
+STEP_FAULT = "step reward not finite or not at a model token"
 LIMITS = Limits(vocabulary=9, max_length=4, version=7)
 
 
@@ -96,9 +92,9 @@ def test_a_row_at_every_limit_has_no_fault() -> None:
 @pytest.mark.parametrize(
     ("limits", "fault"),
     [
-        ({"vocabulary": 8}, "token_ids has an entry outside the vocabulary"),
-        ({"max_length": 3}, "token_ids are more than max_length"),
-        ({"version": 6}, "weight_versions names weights that never were"),
+        ({"vocabulary": 8}, "token outside the vocabulary"),
+        ({"max_length": 3}, "longer than max_length"),
+        ({"version": 6}, "unpublished weight version"),
     ],
 )
 def test_a_row_one_beyond_a_limit_is_named(limits: dict[str, int], fault: str) -> None:
@@ -107,7 +103,7 @@ def test_a_row_one_beyond_a_limit_is_named(limits: dict[str, int], fault: str) -
 
 def test_the_second_row_of_an_id_is_named() -> None:
     rows = [make_row(), make_row(experience_id="run/stage/0/1"), make_row()]
-    assert find_faults(to_batch(rows)) == {2: "experience_id is that of another row"}
+    assert find_faults(to_batch(rows)) == {2: "duplicate experience_id"}
 
 
 @pytest.mark.parametrize(
@@ -135,36 +131,36 @@ def test_a_row_of_wrong_types_is_an_error_that_names_the_column(column: str, val
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"logprobs": np.zeros(3, dtype=np.float32)}, "logprobs has not an entry for every token"),
-        ({"logprobs": np.array([0, 0, np.nan, 0], dtype=np.float32)}, "logprobs is not finite"),
-        ({"greedy_reward": float("nan")}, "greedy_reward is not finite"),
-        ({"reward": None}, "an own row needs a reward"),
-        ({"source": "expert", "status": "masked"}, "status is masked, which only own rows may be"),
-        ({"teacher_logprobs": np.zeros(5, dtype=np.float32)}, "teacher_logprobs has not an entry for every token"),
-        ({"action_mask": np.zeros(4, dtype=np.uint8)}, "action_mask is empty"),
-        ({"action_mask": np.array([0, 1, 1, 1], dtype=np.uint8)}, "action_mask marks tokens of the prompt"),
-        ({"prompt_length": 4}, "prompt_length leaves no prompt or no answer"),
-        ({"reward": float("nan")}, "reward is not finite"),
-        ({"source": "stranger"}, "source is none of usual, expert, human, synthetic"),
-        ({"weight_versions": (VersionSpan(2, 3, 6),)}, "weight_versions do not cover every action token"),
-        ({"weight_versions": ()}, "weight_versions do not cover every action token"),
+        ({"logprobs": np.zeros(3, dtype=np.float32)}, "logprobs and token_ids differ in length"),
+        ({"logprobs": np.array([0, 0, np.nan, 0], dtype=np.float32)}, "logprobs not finite"),
+        ({"greedy_reward": float("nan")}, "greedy_reward not finite"),
+        ({"reward": None}, "missing reward"),
+        ({"source": "expert", "status": "masked"}, "masked row that is not usual"),
+        ({"teacher_logprobs": np.zeros(5, dtype=np.float32)}, "teacher_logprobs and token_ids differ in length"),
+        ({"action_mask": np.zeros(4, dtype=np.uint8)}, "empty action_mask"),
+        ({"action_mask": np.array([0, 1, 1, 1], dtype=np.uint8)}, "action_mask on prompt tokens"),
+        ({"prompt_length": 4}, "empty prompt or answer"),
+        ({"reward": float("nan")}, "reward not finite"),
+        ({"source": "stranger"}, "unknown source"),
+        ({"weight_versions": (VersionSpan(2, 3, 6),)}, "action token without weight version"),
+        ({"weight_versions": ()}, "action token without weight version"),
         # Two spans over one token count it twice and hide that another is not covered.
         (
             {"weight_versions": (VersionSpan(2, 3, 6), VersionSpan(2, 3, 7))},
-            "weight_versions do not cover every action token",
+            "action token without weight version",
         ),
-        ({"weight_versions": (VersionSpan(2, 9, 6),)}, "weight_versions do not cover every action token"),
-        ({"token_ids": np.array([5, -6, 7, 8], dtype=np.int32)}, "token_ids has an entry outside the vocabulary"),
-        ({"token_ids": [5, None, 7, 8]}, "token_ids has empty places"),
-        ({"action_mask": [0, 0, 1, None]}, "action_mask has empty places"),
-        ({"logprobs": [0, 0, None, -1.0]}, "logprobs is not finite"),
-        ({"logprobs": np.array([0, 0, 0.1, -1], dtype=np.float32)}, "logprobs has an entry above 0"),
-        ({"teacher_logprobs": np.array([0, 0, 0.1, -1], dtype=np.float32)}, "teacher_logprobs has an entry above 0"),
-        ({"weight_versions": (VersionSpan(2, 4, -1),)}, "weight_versions names weights that never were"),
+        ({"weight_versions": (VersionSpan(2, 9, 6),)}, "action token without weight version"),
+        ({"token_ids": np.array([5, -6, 7, 8], dtype=np.int32)}, "token outside the vocabulary"),
+        ({"token_ids": [5, None, 7, 8]}, "null in token_ids"),
+        ({"action_mask": [0, 0, 1, None]}, "null in action_mask"),
+        ({"logprobs": [0, 0, None, -1.0]}, "logprobs not finite"),
+        ({"logprobs": np.array([0, 0, 0.1, -1], dtype=np.float32)}, "logprobs above 0"),
+        ({"teacher_logprobs": np.array([0, 0, 0.1, -1], dtype=np.float32)}, "teacher_logprobs above 0"),
+        ({"weight_versions": (VersionSpan(2, 4, -1),)}, "unpublished weight version"),
         ({"metrics": {"token_reward_3": 1.0, "token_reward_1": 1.0}}, STEP_FAULT),
         ({"metrics": {"token_reward_4": 1.0}}, STEP_FAULT),
         ({"metrics": {"token_reward_3": float("nan")}}, STEP_FAULT),
-        ({"experience_id": "else"}, "experience_id does not begin with its group_id"),
+        ({"experience_id": "else"}, "experience_id does not start with group_id"),
     ],
 )
 def test_a_faulty_row_is_named(changes: dict[str, Any], fault: str) -> None:

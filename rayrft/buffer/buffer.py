@@ -18,16 +18,17 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer import events as e
-from rayrft.buffer.expert_rows import ExpertBlocks, are_labelled, are_pairs, check_kind
-from rayrft.buffer.feedback import Feedback
-from rayrft.buffer.groups import GroupStatus
-from rayrft.buffer.ingest import Arrivals, Entry, Receipt, group_key
+from rayrft.buffer.expert_rows import ExpertBlocks, check_kind, kind_of
+from rayrft.buffer.feedback import give_feedback
+from rayrft.buffer.groups import GroupStatus, group_key
+from rayrft.buffer.ingest import Arrivals, Entry, Receipt, read_message
 from rayrft.buffer.leases import Lease, Leasing
 from rayrft.buffer.ledger import BufferStats, Ledger, Resumed
 from rayrft.buffer.log.journal import Position
 from rayrft.buffer.log.row_log import Ref
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
+from rayrft.buffer.state import Kind
 from rayrft.buffer.store import Store
 from rayrft.buffer.transitions import apply
 from rayrft.buffer.validation import Limits, find_faults
@@ -61,7 +62,6 @@ class Buffer(Watched):
         self._experts = ExpertBlocks(self._store.storage, self._state)
         self._leasing = Leasing(self._store, self._experts)
         self._retention = Retention(self._store)
-        self._feedback = Feedback(self._store)
         self._arrivals = Arrivals(self._store, self._retention, limits)
 
     # Stages and admission.
@@ -84,8 +84,7 @@ class Buffer(Watched):
                     value=plan.demonstrations,
                 )
             if cursor is not None:
-                found = (cursor.unit == 2, cursor.labelled)
-                check_kind(plan.demonstrations or "", found, (plan.pairs, plan.labelled))
+                check_kind(plan.demonstrations or "", cursor.kind, plan.kind)
         bound = self._store.config.max_rows
         if plan.groups * plan.group_size > bound:
             raise DataError(
@@ -254,7 +253,7 @@ class Buffer(Watched):
         Raises DataError for an unknown id. If the row was trained already, records the feedback and raises
         FeedbackRefused, whose value is the version that consumed the row.
         """
-        await self._feedback.give(experience_id, reward, labels or {})
+        await give_feedback(self._store, experience_id, reward, labels or {})
 
     async def forget(self, ids: list[str], before: float = 0.0) -> tuple[int, int]:
         """Erase the rows of these experience, session or response ids, and of all sessions that were finished before
@@ -300,7 +299,16 @@ class Buffer(Watched):
         When the batch is leased again, these rows are in micro-batches of their own. A row blamed in a second attempt
         is removed: a demonstration for good, a row of a group with its group, which is dropped as ``failed_twice``.
         """
-        await self._leasing.blame(step, attempt, experience_ids)
+        record, groups = self._state.training.leases.get(step), self._state.groups
+        if record is None or record.acked:
+            return await self._store.commit()
+        slots = {slot for name in experience_ids for slot in groups.of_row(name)} & {*record.slots}
+        expert: list[int] = []
+        if record.demonstrations is not None:
+            names = await self._experts.names(record.demonstrations, record.extent)
+            units = [record.expert[at : at + record.unit] for at in range(0, len(record.expert), record.unit)]
+            expert = [row for unit in units for row in unit if any(names[other] in experience_ids for other in unit)]
+        await self._store.commit(e.Blamed(step, attempt, sorted(slots), sorted(set(expert))))
 
     async def cover(self, step: int) -> None:
         """Record that a checkpoint covers all steps before ``step``: their batches will not be leased again."""
@@ -325,7 +333,7 @@ class Buffer(Watched):
 
         Returns the number of rows; raises DataError on the first invalid one.
         """
-        batch, pairs, labelled = await self._demonstrations(name, payload)
+        batch, (pairs, labelled) = await self._demonstrations(name, payload)
         async with self._store.move_lock:
             extent = await self._experts.write(name, batch)
             await self._store.commit(e.Loaded(name, extent, 2 if pairs else 1, labelled))
@@ -340,11 +348,11 @@ class Buffer(Watched):
         Returns how many are new by their experience ids: others are skipped, with the other side of their pair. Raises
         DataError on the first invalid row, or if those that are there are of another kind.
         """
-        batch, pairs, labelled = await self._demonstrations(name, payload)
+        batch, (pairs, labelled) = await self._demonstrations(name, payload)
         async with self._store.move_lock:
             known = self._state.contents.experts.get(name)
             if known is not None:
-                check_kind(name, (pairs, labelled), (known.unit == 2, known.labelled))
+                check_kind(name, (pairs, labelled), known.kind)
             there = set() if known is None else await self._experts.known(name, known.extent)
             unit = 2 if pairs else 1
             ids = np.array(batch.column("experience_id").to_pylist(), dtype=object).reshape(-1, unit)
@@ -373,21 +381,19 @@ class Buffer(Watched):
             await self._store.commit(e.Withdrawn(name, rows))
         return len(rows)
 
-    async def _demonstrations(self, name: str, payload: list[Any]) -> tuple[pa.RecordBatch, bool, bool]:
-        """Return demonstrations, and whether they are pairs, and labelled; raise DataError if a row is invalid, or if
-        the stage needs others."""
-        batch = unpack(payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0])
+    async def _demonstrations(self, name: str, payload: list[Any]) -> tuple[pa.RecordBatch, Kind]:
+        """Return demonstrations and their kind; raise DataError if a row is invalid, or if the stage needs others."""
+        batch = unpack(await read_message(payload))
         for row, fault in find_faults(batch, self._arrivals.limits).items():
             raise DataError(
                 f"row {row} is invalid: {fault}",
                 "fix the row and load again; no rows were stored",
                 field=f"demonstrations.{name}",
             )
-        pairs, labelled = are_pairs(batch), are_labelled(batch)
-        plan = self._state.stage.plan
-        if plan is not None and self._state.stage.open and plan.expert_rows and plan.demonstrations == name:
-            check_kind(name, (pairs, labelled), (plan.pairs, plan.labelled))
-        return batch, pairs, labelled
+        kind, stage = kind_of(batch), self._state.stage
+        if stage.plan is not None and stage.open and stage.plan.expert_rows and stage.plan.demonstrations == name:
+            check_kind(name, kind, stage.plan.kind)
+        return batch, kind
 
     async def partition(self, store: str) -> list[tuple[Ref, np.ndarray]]:
         """Return the blocks of a store with the indices of its rows: held own rows (``usual``), or demonstrations

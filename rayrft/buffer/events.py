@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Union
 
 import pyarrow as pa
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
 
 from rayrft.buffer.schedule import StagePlan
 from rayrft.errors import StorageError
@@ -76,34 +77,35 @@ class Extent:
         return Extent(self.segment, self.rows + rows, self.nbytes + len(data), zlib.crc32(data, self.crc))
 
 
+class Event:
+    """A change of the Buffer's state. In the journal its kind is the class's name in snake case."""
+
+
 @dataclass(frozen=True)
-class Began:
+class Began(Event):
     run: str
     schema: str
-    event: Literal["began"] = "began"
 
 
 @dataclass(frozen=True)
-class StageOpened:
+class StageOpened(Event):
     plan: StagePlan
-    event: Literal["stage_opened"] = "stage_opened"
 
 
 @dataclass(frozen=True)
-class StageResumed:
+class StageResumed(Event):
     """The stage is open again in its old state; the plan's numbers may have changed."""
 
     plan: StagePlan
-    event: Literal["stage_resumed"] = "stage_resumed"
 
 
 @dataclass(frozen=True)
-class StageClosed:
-    event: Literal["stage_closed"] = "stage_closed"
+class StageClosed(Event):
+    """The stage admits no more groups."""
 
 
 @dataclass(frozen=True)
-class Admitted:
+class Admitted(Event):
     """A request for tickets was answered, with none if ``count`` is 0.
 
     ``tasks`` are those of the tickets, None before they are drawn: recovery draws them again and compares."""
@@ -114,37 +116,33 @@ class Admitted:
     tasks: list[str | None] | None
     feed: str = ""
     """The feed that the producer belongs to."""
-    event: Literal["admitted"] = "admitted"
 
 
 @dataclass(frozen=True)
-class TasksAdded:
+class TasksAdded(Event):
     """The task set has grown: these tasks belong to its source ``source``, by index."""
 
     tasks: list[Task]
     source: int
-    event: Literal["tasks_added"] = "tasks_added"
 
 
 @dataclass(frozen=True)
-class Abandoned:
+class Abandoned(Event):
     """The producer is abandoned: its tickets are issued to the next request."""
 
     producer: str
-    event: Literal["abandoned"] = "abandoned"
 
 
 @dataclass(frozen=True)
-class Stored:
+class Stored(Event):
     """Groups were stored in the segment that now has this extent."""
 
     extent: Extent
     groups: list[StoredGroup]
-    event: Literal["stored"] = "stored"
 
 
 @dataclass(frozen=True)
-class Parked:
+class Parked(Event):
     """The calls of a group's unfinished attempts were stored in the segment that now has this extent. Its ticket will
     be issued again."""
 
@@ -152,11 +150,10 @@ class Parked:
     group: StoredGroup
     resumes: int
     """Of the ticket."""
-    event: Literal["parked"] = "parked"
 
 
 @dataclass(frozen=True)
-class Dropped:
+class Dropped(Event):
     """A group was dropped without storing any row."""
 
     sequence: int | None
@@ -165,38 +162,34 @@ class Dropped:
     key: int | None = None
     digest: int = 0
     """Checksum of a rejected group without a ticket."""
-    event: Literal["dropped"] = "dropped"
 
 
 @dataclass(frozen=True)
-class TaskFailed:
+class TaskFailed(Event):
     """A task gave no rows."""
 
     sequence: int
     reason: str
-    event: Literal["task_failed"] = "task_failed"
 
 
 @dataclass(frozen=True)
-class Leased:
+class Leased(Event):
     step: int
     slots: list[int]
     weights: list[float]
     """Importance weights of the groups."""
     expert: list[int]
-    event: Literal["leased"] = "leased"
 
 
 @dataclass(frozen=True)
-class Acked:
+class Acked(Event):
     step: int
     scores: dict[int, float] = field(default_factory=dict)
     """New scores by slot, if training reported any."""
-    event: Literal["acked"] = "acked"
 
 
 @dataclass(frozen=True)
-class Blamed:
+class Blamed(Event):
     """Training failed on one of these groups (by slot) and demonstrations (by row)."""
 
     step: int
@@ -204,48 +197,42 @@ class Blamed:
     """Attempt of the run."""
     slots: list[int]
     expert: list[int]
-    event: Literal["blamed"] = "blamed"
 
 
 @dataclass(frozen=True)
-class Covered:
+class Covered(Event):
     """A checkpoint covers all steps before ``step``."""
 
     step: int
-    event: Literal["covered"] = "covered"
 
 
 @dataclass(frozen=True)
-class Requeued:
+class Requeued(Event):
     step: int
-    event: Literal["requeued"] = "requeued"
 
 
 @dataclass(frozen=True)
-class RolledBack:
+class RolledBack(Event):
     """The run resumes at ``step``: leases from there on are trained again."""
 
     step: int
     attempt: str
     """Attempt of the run."""
-    event: Literal["rolled_back"] = "rolled_back"
 
 
 @dataclass(frozen=True)
-class Advanced:
+class Advanced(Event):
     version: int
-    event: Literal["advanced"] = "advanced"
 
 
 @dataclass(frozen=True)
-class Evicted:
+class Evicted(Event):
     slots: list[int]
     reason: str
-    event: Literal["evicted"] = "evicted"
 
 
 @dataclass(frozen=True)
-class Moved:
+class Moved(Event):
     """Groups were rewritten contiguously from row ``row`` of the extent's segment."""
 
     extent: Extent
@@ -253,19 +240,17 @@ class Moved:
     row: int
     score: float | None = None
     """New score if feedback changed the rows."""
-    event: Literal["moved"] = "moved"
 
 
 @dataclass(frozen=True)
-class Deleted:
+class Deleted(Event):
     segments: list[int]
     forgotten: list[str] = field(default_factory=list)
     """Experience ids whose late feedback is deleted, too."""
-    event: Literal["deleted"] = "deleted"
 
 
 @dataclass(frozen=True)
-class FeedbackNoted:
+class FeedbackNoted(Event):
     """Feedback that came after its row was trained, or dropped. It is forgotten with the segment of the row."""
 
     segment: int
@@ -273,11 +258,10 @@ class FeedbackNoted:
     reward: float | None
     labels: dict[str, str]
     version: int
-    event: Literal["feedback_noted"] = "feedback_noted"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Loaded(Event):
     """Demonstrations are stored in the file ``expert-<name>-<segment>.arrow`` of this extent."""
 
     name: str
@@ -286,27 +270,24 @@ class Loaded:
     """Rows per unit: 2 for preference pairs."""
     labelled: bool = False
     """Whether they are single answers that are labelled good or bad."""
-    event: Literal["loaded"] = "loaded"
 
 
 @dataclass(frozen=True)
-class Extended:
+class Extended(Event):
     """Demonstrations were added to those of a name, whose file has this extent now; see `Loaded`."""
 
     name: str
     extent: Extent
     unit: int = 1
     labelled: bool = False
-    event: Literal["extended"] = "extended"
 
 
 @dataclass(frozen=True)
-class Withdrawn:
+class Withdrawn(Event):
     """Demonstrations of a name are not drawn any more, by their row numbers; leases that have them keep them."""
 
     name: str
     rows: list[int]
-    event: Literal["withdrawn"] = "withdrawn"
 
 
 @dataclass(frozen=True)
@@ -319,7 +300,7 @@ class ModelTerms:
 
 
 @dataclass(frozen=True)
-class FeedJoined:
+class FeedJoined(Event):
     """An attempt of explore job ``job`` starts or resumes its feed: see `Feed`."""
 
     feed: str
@@ -328,60 +309,32 @@ class FeedJoined:
     model: ModelTerms
     in_flight: int
     group_size: int
-    event: Literal["feed_joined"] = "feed_joined"
 
 
 @dataclass(frozen=True)
-class TrainerJoined:
+class TrainerJoined(Event):
     """The train job ``job``, whose run has this id, takes the batches from now on."""
 
     run: str
     job: str
     model: ModelTerms
-    event: Literal["trainer_joined"] = "trainer_joined"
 
 
 @dataclass(frozen=True)
-class ProducersEnded:
+class ProducersEnded(Event):
     """No more groups will arrive."""
 
-    event: Literal["producers_ended"] = "producers_ended"
+
+def _tag(event: Any) -> str | None:
+    """Return the kind of an event, or of its JSON."""
+    return _TAGS.get(type(event)) if isinstance(event, Event) else event.get("event")
 
 
-Event = (
-    Began
-    | StageOpened
-    | StageResumed
-    | StageClosed
-    | Admitted
-    | TasksAdded
-    | Abandoned
-    | Stored
-    | Parked
-    | Dropped
-    | TaskFailed
-    | Leased
-    | Acked
-    | Blamed
-    | Covered
-    | Requeued
-    | RolledBack
-    | Advanced
-    | Evicted
-    | Moved
-    | Deleted
-    | FeedbackNoted
-    | Loaded
-    | Extended
-    | Withdrawn
-    | FeedJoined
-    | TrainerJoined
-    | ProducersEnded
-)
-
+_TAGS = {kind: re.sub("(?<!^)([A-Z])", r"_\1", kind.__name__).lower() for kind in Event.__subclasses__()}
+_tagged: Any = Union[tuple(Annotated[kind, Tag(tag)] for kind, tag in _TAGS.items())]  # noqa: UP007 - not written out
 # Rows with non-finite rewards are rejected, but reports may contain such rewards.
 _config = ConfigDict(ser_json_inf_nan="constants")
-_adapter: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="event")], config=_config)
+_adapter: TypeAdapter[Any] = TypeAdapter(Annotated[_tagged, Discriminator(_tag)], config=_config)
 
 
 def check_version(schema: str, log: str) -> None:
@@ -396,7 +349,8 @@ def check_version(schema: str, log: str) -> None:
 
 def encode(event: Event) -> bytes:
     """Encode an event as one line of JSON."""
-    return _adapter.dump_json(event)
+    body = _adapter.dump_json(event)[1:]
+    return b'{"event":"%s"%s%s' % (_TAGS[type(event)].encode(), b"" if body == b"}" else b",", body)
 
 
 def decode(line: bytes) -> Event:

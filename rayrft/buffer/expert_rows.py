@@ -17,7 +17,7 @@ from rayrft.buffer.events import Extent
 from rayrft.buffer.log.row_log import Ref
 from rayrft.buffer.log.segments import read_rows, with_schema
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.state import State
+from rayrft.buffer.state import Kind, State
 from rayrft.errors import DataError
 
 
@@ -155,9 +155,14 @@ def are_labelled(batch: pa.RecordBatch) -> bool:
     return True
 
 
-def check_kind(name: str, found: tuple[bool, bool], wanted: tuple[bool, bool]) -> None:
-    """Raise DataError unless demonstrations are what a stage needs. Both say whether they are pairs, and whether they
-    are labelled: those that a stage imitates are neither, for it would imitate the rejected and the bad ones."""
+def kind_of(batch: pa.RecordBatch) -> Kind:
+    """Return the kind of demonstrations. Raises DataError if they are of several kinds."""
+    return are_pairs(batch), are_labelled(batch)
+
+
+def check_kind(name: str, found: Kind, wanted: Kind) -> None:
+    """Raise DataError unless demonstrations are what a stage needs. SFT takes neither pairs nor labelled answers, or it
+    would imitate the rejected and the bad ones."""
     if found != wanted:
         is_, needed = _KINDS[found], _KINDS[wanted]
         raise DataError(

@@ -7,71 +7,44 @@ from dataclasses import replace
 import numpy as np
 
 from rayrft.buffer import events as e
-from rayrft.buffer.groups import GroupStatus
-from rayrft.buffer.ingest import group_key
+from rayrft.buffer.groups import GroupStatus, GroupTable
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import find_faults
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.experience import Experience, from_batch, to_batch
 
 
-class Feedback:
-    """Changes rows before they are trained. Rows on disk are immutable: the changed group is written again."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    async def give(self, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
-        """See `Buffer.feedback`."""
-        try:
-            "".join([experience_id, *labels, *labels.values()]).encode()
-        except UnicodeEncodeError as error:
-            raise DataError(f"not valid Unicode: {error.reason}", field="feedback", value=error.object) from None
-        async with self._store.move_lock:
-            slot = self._find(experience_id)
-            if self._ready(slot):
-                moved = await self._rewrite(slot, experience_id, reward, labels)
-                # A step may have leased the unchanged group meanwhile.
-                if self._ready(slot):
-                    return await self._store.commit(*moved)
-            await self._refuse(slot, experience_id, reward, labels)
-
-    def _find(self, experience_id: str) -> int:
-        groups = self._store.state.groups
-        parts = experience_id.split("/")
-        for length in range(len(parts), 0, -1):
-            if (slot := groups.find(group_key("/".join(parts[:length])))) is not None:
-                return slot
-        raise DataError(
-            "no row of this id is in the Buffer",
-            "ids are in the column experience_id; rows leave the log when it reaches buffer.log_bytes",
-            field="experience_id",
-            value=experience_id,
-        )
-
-    def _ready(self, slot: int) -> bool:
-        groups = self._store.state.groups
-        return groups.status[slot] == GroupStatus.READY and not groups.uses[slot]
-
-    async def _rewrite(
-        self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]
-    ) -> list[e.Event]:
-        store = self._store
-        before = from_batch(await store.in_row_thread(store.rows.read_group, store.span(slot)))
-        rows = change(before, experience_id, reward, labels)
-        if rows is before:
-            return []
-        done = await store.in_row_thread(store.rows.append, to_batch(rows).serialize())
-        return [e.Moved(done.extent, [slot], done.row, score=float(done.scores[0]))]
-
-    async def _refuse(self, slot: int, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
-        groups = self._store.state.groups
-        version, status = int(groups.last_step[slot]), GroupStatus(int(groups.status[slot]))
+async def give_feedback(store: Store, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
+    """Change a row before it is trained; see `Buffer.feedback`. Rows on disk are immutable: the changed group is
+    written again."""
+    try:
+        "".join([experience_id, *labels, *labels.values()]).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"not valid Unicode: {error.reason}", field="feedback", value=error.object) from None
+    groups = store.state.groups
+    async with store.move_lock:
+        if (slot := next(groups.of_row(experience_id), None)) is None:
+            raise DataError(
+                "no row of this id is in the Buffer",
+                "ids are in the column experience_id; rows leave the log when it reaches buffer.log_bytes",
+                field="experience_id",
+                value=experience_id,
+            )
+        if _is_untrained(groups, slot):
+            before = from_batch(await store.in_row_thread(store.rows.read_group, store.span(slot)))
+            rows, moved = change(before, experience_id, reward, labels), list[e.Event]()
+            if rows is not before:
+                done = await store.in_row_thread(store.rows.append, to_batch(rows).serialize())
+                moved = [e.Moved(done.extent, [slot], done.row, score=float(done.scores[0]))]
+            # A step may have leased the unchanged group meanwhile.
+            if _is_untrained(groups, slot):
+                return await store.commit(*moved)
+        version, status = int(groups.last_step[slot]), groups.status[slot]
         if status == GroupStatus.PARKED:
             raise FeedbackRefused(
                 "the attempt is not finished", "give feedback when its group is complete", field=experience_id
             )
-        await self._store.commit(e.FeedbackNoted(int(groups.segment[slot]), experience_id, reward, labels, version))
+        await store.commit(e.FeedbackNoted(int(groups.segment[slot]), experience_id, reward, labels, version))
         if status == GroupStatus.DROPPED:
             raise FeedbackRefused(
                 "the row was dropped and will not be trained",
@@ -84,6 +57,10 @@ class Feedback:
             field=experience_id,
             value=version,
         )
+
+
+def _is_untrained(groups: GroupTable, slot: int) -> bool:
+    return groups.status[slot] == GroupStatus.READY and not groups.uses[slot]
 
 
 def change(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections import Counter
+from collections.abc import Iterator
 from enum import IntEnum
 
 import numpy as np
@@ -48,6 +50,11 @@ _COLUMNS: dict[str, type] = {
 }
 
 
+def group_key(group_id: str) -> int:
+    """Hash a group id to the 64-bit key that the Buffer uses."""
+    return int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "little")
+
+
 class GroupTable:
     """Columns by slot. A group keeps its slot while its rows are on disk; then the slot is reused."""
 
@@ -84,6 +91,12 @@ class GroupTable:
     def find(self, key: int) -> int | None:
         """Return the slot of a group whose rows are on disk, or None."""
         return self._slots.get(key)
+
+    def of_row(self, experience_id: str) -> Iterator[int]:
+        """Iterate over the slots of groups whose ids are prefixes of a row's id, the longest first."""
+        parts = experience_id.split("/")
+        keys = (group_key("/".join(parts[:length])) for length in range(len(parts), 0, -1))
+        return (slot for key in keys if (slot := self.find(key)) is not None)
 
     def add(self, group: StoredGroup, segment: int, order: int) -> int:
         """Add a group; return its slot, the lowest free one, so that replaying the journal gives the same slots."""

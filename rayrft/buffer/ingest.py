@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ import pyarrow as pa
 
 from rayrft.buffer import events as e
 from rayrft.buffer.events import GroupReport
-from rayrft.buffer.groups import GroupStatus
+from rayrft.buffer.groups import GroupStatus, group_key
 from rayrft.buffer.log.row_log import Appended
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import Ticket
@@ -19,9 +18,9 @@ from rayrft.buffer.store import Store
 from rayrft.buffer.validation import Fault, Limits
 
 _ROOM_DEADLINE_S = 600.0
-_OTHER_ROWS = "the group came before with other rows"
-_USED_ID = "another group has its group_id"
-_OF_A_FAULTY_GROUP = "another row of its group is faulty"
+_OTHER_ROWS = "group stored before with other rows"
+_USED_ID = "group_id of another group"
+_OF_A_FAULTY_GROUP = "another row of the group invalid"
 _NO_STEP = "the group was dropped: it is too old, or the stage has no place for it"
 
 
@@ -39,6 +38,10 @@ class Entry:
     """Checksum of the rows of a group without a ticket, which identifies a repeated put."""
 
     @property
+    def key(self) -> int:
+        return group_key(self.group_id)
+
+    @property
     def sequence(self) -> int | None:
         return None if self.ticket is None else self.ticket.sequence
 
@@ -54,11 +57,6 @@ class Receipt:
     faults: tuple[Fault, ...] = ()
 
 
-def group_key(group_id: str) -> int:
-    """Hash a group id to the 64-bit key that the Buffer uses."""
-    return int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "little")
-
-
 class Arrivals:
     """Stores the groups that producers put, after validation against the model's limits."""
 
@@ -68,39 +66,42 @@ class Arrivals:
         self.limits = limits
 
     async def put(self, entries: list[Entry], payload: list[Any]) -> list[Receipt]:
-        """See `Buffer.put`."""
-        state = self._store.state
-        keys = [group_key(entry.group_id) for entry in entries]
-        wanted = [i for i, entry in enumerate(entries) if state.expects(keys[i], entry.sequence)]
-        events, faults = list[e.Event](), dict[int, list[Fault]]()
-        if wanted:
-            events, faults = await self._store_groups(entries, keys, wanted, payload)
-        for i in self._changed(entries, keys):
-            events.append(_refused(entries[i], keys[i], {_OTHER_ROWS: entries[i].rows}))
+        """Store the groups of a call that are new; see `Buffer.put`."""
+        state, groups = self._store.state, self._store.state.groups
+
+        def in_log() -> list[tuple[int, int]]:
+            """Return the indices and slots of groups without a ticket that are in the log."""
+            slots = [(i, groups.find(entry.key)) for i, entry in enumerate(entries) if entry.ticket is None]
+            return [(i, slot) for i, slot in slots if slot is not None]
+
+        def changed() -> list[int]:
+            return [i for i, slot in in_log() if groups.digest[slot] != entries[i].digest]
+
+        wanted = [i for i, entry in enumerate(entries) if state.expects(entry.key, entry.sequence)]
+        events, faults = await self._store_groups(entries, wanted, payload) if wanted else ([], {})
+        events += [_refused(entries[i], {_OTHER_ROWS: entries[i].rows}) for i in changed()]
         await self._store.commit(*events)
-        for i in self._changed(entries, keys):
-            faults[i] = [Fault(entries[i].group_id, _OTHER_ROWS)]
+        faults |= {i: [Fault(entries[i].group_id, _OTHER_ROWS)] for i in changed()}
         # A repeated group has used its ticket; another group with the same id has not.
         if used := [i for i, entry in enumerate(entries) if entry.sequence in state.outstanding]:
-            await self._store.commit(*(_refused(entries[i], keys[i], {_USED_ID: entries[i].rows}) for i in used))
+            await self._store.commit(*(_refused(entries[i], {_USED_ID: entries[i].rows}) for i in used))
             faults |= {i: [Fault(entries[i].group_id, _USED_ID)] for i in used}
-        for i in self._dropped(entries, keys):
+        for i in [i for i, slot in in_log() if groups.status[slot] == GroupStatus.DROPPED]:
             faults.setdefault(i, [Fault(entries[i].group_id, _NO_STEP)])
         return [Receipt(entry.group_id, tuple(faults.get(i, ()))) for i, entry in enumerate(entries)]
 
     async def park(self, entry: Entry, payload: list[Any]) -> None:
-        """See `Buffer.park`."""
-        state, key = self._store.state, group_key(entry.group_id)
+        """Store the calls of an unfinished group; see `Buffer.park`."""
         events: list[e.Event] = []
         assert entry.ticket is not None  # only groups with tickets are parked
-        if state.expects(key, entry.sequence):
-            message = payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0]
+        if self._store.state.expects(entry.key, entry.sequence):
+            message = await read_message(payload)
             done = await self._store.in_row_thread(self._store.rows.append, message)  # the finished group is validated
-            events = [e.Parked(done.extent, _stored_group(entry, key, done, 0), entry.ticket.resumes)]
+            events = [e.Parked(done.extent, _stored_group(entry, done, 0), entry.ticket.resumes)]
         await self._store.commit(*events)
 
     async def _store_groups(
-        self, entries: list[Entry], keys: list[int], wanted: list[int], payload: list[Any]
+        self, entries: list[Entry], wanted: list[int], payload: list[Any]
     ) -> tuple[list[e.Event], dict[int, list[Fault]]]:
         """Write the rows of the wanted groups; return their events for the journal, and their faults."""
         # Room for a group with a ticket was reserved at its admission.
@@ -108,46 +109,39 @@ class Arrivals:
         if store.config.when_full != "wait" or any(entries[i].ticket is None for i in wanted):
             rows, nbytes = sum(entries[i].rows for i in wanted), sum(entries[i].nbytes for i in wanted)
             await self._retention.make_room(rows, nbytes, _ROOM_DEADLINE_S)
-        message = payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0]
+        message = await read_message(payload)
         # Groups with tickets may lose invalid rows; other producers fix a group and put it again, so it must be whole.
         whole = [i for i in wanted if entries[i].ticket is None]
         limits = replace(self.limits, version=store.state.newest_version)
         done = await store.in_row_thread(store.rows.take, message, wanted, whole, len(entries), limits)
-        stored = [_stored_group(entries[i], keys[i], done, place) for place, i in enumerate(done.groups)]
+        stored = [_stored_group(entries[i], done, place) for place, i in enumerate(done.groups)]
         events: list[e.Event] = [e.Stored(done.extent, stored)] if stored else []
         for i in sorted(set(wanted) - set(done.groups)):
             found = Counter(fault.reason for fault in done.faults[i])
             if i in whole and found.total() < entries[i].rows:
                 found[_OF_A_FAULTY_GROUP] = entries[i].rows - found.total()
-            events.append(_refused(entries[i], keys[i], found))
+            events.append(_refused(entries[i], found))
         return events, {i: found for i, found in done.faults.items() if i in wanted}
 
-    def _dropped(self, entries: list[Entry], keys: list[int]) -> list[int]:
-        """Return the indices of groups without a ticket that were dropped when they arrived."""
-        groups = self._store.state.groups
-        slots = [groups.find(key) if entry.ticket is None else None for entry, key in zip(entries, keys, strict=True)]
-        return [i for i, slot in enumerate(slots) if slot is not None and groups.status[slot] == GroupStatus.DROPPED]
 
-    def _changed(self, entries: list[Entry], keys: list[int]) -> list[int]:
-        """Return the indices of groups that are stored with other rows."""
-        groups = self._store.state.groups
-        slots = [groups.find(key) if entry.ticket is None else None for entry, key in zip(entries, keys, strict=True)]
-        return [i for i, slot in enumerate(slots) if slot is not None and groups.digest[slot] != entries[i].digest]
+async def read_message(payload: list[Any]) -> pa.Buffer:
+    """Return a packed message that was sent inside the call, or by reference."""
+    return payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0]
 
 
-def _refused(entry: Entry, key: int, reasons: dict[str, int]) -> e.Dropped:
+def _refused(entry: Entry, reasons: dict[str, int]) -> e.Dropped:
     """Return the event for a rejected group, with its rows by reason."""
     dropped = {**entry.dropped, **{f"rejected: {reason}": rows for reason, rows in reasons.items()}}
     # The producer puts a rejected group without a ticket again, fixed: its report is counted then.
     report = entry.report if entry.ticket is not None else GroupReport()
-    return e.Dropped(entry.sequence, dropped, report, key, entry.digest)
+    return e.Dropped(entry.sequence, dropped, report, entry.key, entry.digest)
 
 
-def _stored_group(entry: Entry, key: int, done: Appended, place: int) -> e.StoredGroup:
+def _stored_group(entry: Entry, done: Appended, place: int) -> e.StoredGroup:
     """Return the journal's entry for the ``place``-th appended group."""
     numbers, faults = done.numbers, done.faults.get(done.groups[place], [])
     return e.StoredGroup(
-        key=key,
+        key=entry.key,
         digest=entry.digest,
         row=done.row + int(numbers.starts[place]),
         rows=int(numbers.rows[place]),

@@ -16,7 +16,7 @@ import numpy as np
 from rayrft.buffer import events as e
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.expert_rows import ExpertBlocks
-from rayrft.buffer.ingest import group_key
+from rayrft.buffer.groups import group_key
 from rayrft.buffer.log.row_log import Ref
 from rayrft.buffer.samplers import draw, samplers
 from rayrft.buffer.schedule import Draw
@@ -164,7 +164,7 @@ class Leasing:
         self.waits = Waits("buffer")
 
     async def lease(self, step: int, world_size: int, deadline_s: float) -> Lease:
-        """See `Buffer.lease`."""
+        """Return the batch of a step, once its groups have arrived; see `Buffer.lease`."""
         started = time.monotonic()
         async with self._lock:
             record = self._store.state.training.leases.get(step)
@@ -189,20 +189,6 @@ class Leasing:
         check_scores(np.array(list(value_errors.values())), "the trainer's report")
         found = {self._store.state.groups.find(group_key(group)): error for group, error in value_errors.items()}
         return {slot: found[slot] for slot in record.slots if slot in found}
-
-    async def blame(self, step: int, attempt: str, experience_ids: list[str]) -> None:
-        """See `Buffer.blame`."""
-        record = self._store.state.training.leases.get(step)
-        if record is None or record.acked:
-            return await self._store.commit()
-        keys = {int(self._store.state.groups.key[slot]): slot for slot in record.slots}
-        slots = {keys[key] for name in experience_ids for key in map(group_key, _prefixes(name)) if key in keys}
-        expert: list[int] = []
-        if record.demonstrations is not None:
-            names = await self._experts.names(record.demonstrations, record.extent)
-            units = [record.expert[at : at + record.unit] for at in range(0, len(record.expert), record.unit)]
-            expert = [row for unit in units for row in unit if any(names[other] in experience_ids for other in unit)]
-        await self._store.commit(e.Blamed(step, attempt, sorted(slots), sorted(set(expert))))
 
     async def _next(self, step: int, deadline_s: float) -> e.Leased:
         store, state = self._store, self._store.state
@@ -344,9 +330,3 @@ def _rows_of(ref: Ref, first: int, tokens: np.ndarray, weight: float, *, alone: 
     return [
         Unit(ref, first + row, 1, count, weight, alone, group) for row, count in enumerate(tokens.tolist()) if count
     ]
-
-
-def _prefixes(experience_id: str) -> list[str]:
-    """Return the prefixes of a row's id, one of which is its group's id."""
-    parts = experience_id.split("/")
-    return ["/".join(parts[:length]) for length in range(1, len(parts) + 1)]

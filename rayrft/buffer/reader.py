@@ -15,7 +15,6 @@ import pyarrow as pa
 from rayrft.buffer.events import FeedbackNoted
 from rayrft.buffer.expert_rows import expert_file
 from rayrft.buffer.groups import GroupStatus, GroupTable
-from rayrft.buffer.ingest import group_key
 from rayrft.buffer.ledger import ArchiveStats
 from rayrft.buffer.log.journal import Journal, Recovered
 from rayrft.buffer.log.segments import read_rows, segment_name, segment_sizes
@@ -269,10 +268,9 @@ class Archive:
 
     def _candidates(self, experience_id: str) -> Iterator[tuple[str, pa.RecordBatch]]:
         """Iterate over batches that may contain the row: its group's, found by id prefix, then demonstrations."""
-        state, parts = self._state, experience_id.split("/")
-        for length in range(len(parts), 0, -1):
-            if (slot := state.groups.find(group_key("/".join(parts[:length])))) is not None:
-                yield "usual", self._segment(state, int(state.groups.segment[slot]), np.array([slot]))
+        state = self._state
+        for slot in state.groups.of_row(experience_id):
+            yield "usual", self._segment(state, int(state.groups.segment[slot]), np.array([slot]))
         for store in self.stores[1:]:
             for batch in self._expert(store, skip_damaged=False):
                 yield store, batch

@@ -53,7 +53,6 @@ class StagePlan:
     """With ``version``, identifies a stage that is opened again."""
     pairs: bool = False
     labelled: bool = False
-    """What the demonstrations must be: preference pairs, or single answers that are labelled good or bad."""
     grows: bool = False
     """Whether demonstrations are added while the stage runs: until there are some, a step's groups come without."""
     mini_batches: int = 1
@@ -64,6 +63,11 @@ class StagePlan:
     parks: Literal["train", "mask"] | None = None
     """Whether producers may park unfinished groups, and whether the tokens of before are to be trained if they are not
     too old when the group is resumed."""
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """What the demonstrations must be: preference pairs, or single answers that are labelled good or bad."""
+        return self.pairs, self.labelled
 
     @property
     def issues_tickets(self) -> bool:

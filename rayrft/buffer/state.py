@@ -34,15 +34,16 @@ class RowCounts:
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_tasks: Counter[str] = field(default_factory=Counter)
 
-    def drop(self, rows: int, reason: str) -> None:
-        self.dropped[reason] += rows
-
     def close(self, held: int) -> Ledger:
         """Return the ledger. Raises AssertionError unless it closes."""
         ledger = Ledger(self.sampled, self.trained, dict(self.dropped), held, dict(self.dropped_tasks))
         if not ledger.closes:
             raise AssertionError(f"rows are lost or counted twice: {ledger}")
         return ledger
+
+
+Kind = tuple[bool, bool]
+"""Whether demonstrations are preference pairs, and whether they are single answers labelled good or bad."""
 
 
 @dataclass
@@ -68,6 +69,10 @@ class ExpertCursor:
 
     def __post_init__(self) -> None:
         self.rows = self.rows or self.extent.rows
+
+    @property
+    def kind(self) -> Kind:
+        return self.unit == 2, self.labelled
 
     def peek(self, count: int) -> list[int]:
         """Return the next ``count`` row indices (whole units), across epoch ends."""
@@ -370,7 +375,7 @@ class State:
             self.contents.ledger.trained += rows
             self.groups.set_status(slot, GroupStatus.TRAINED)
         else:
-            self.contents.ledger.drop(rows, reason)
+            self.contents.ledger.dropped[reason] += rows
             self.groups.set_status(slot, GroupStatus.DROPPED)
 
     def discard_calls(self, sequence: int | None) -> None:

@@ -101,56 +101,50 @@ def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, s
     tokens, prompt = batch.column("token_ids"), batch.column("prompt_length").to_numpy(zero_copy_only=False)
     lengths, prompt = _lengths(tokens), prompt.astype(np.int64)
     sources = np.asarray(batch.column("source").to_pylist(), dtype=object)
-    mark(~np.isin(sources, SOURCES), f"source is none of {', '.join(SOURCES)}")
-    mark(lengths > limits.max_length, "token_ids are more than max_length")
+    mark(~np.isin(sources, SOURCES), "unknown source")
+    mark(lengths > limits.max_length, "longer than max_length")
     for name in ("token_ids", "action_mask"):
-        mark(_any(batch.column(name), _empty_places(batch.column(name))), f"{name} has empty places")
+        mark(_any(batch.column(name), _empty_places(batch.column(name))), f"null in {name}")
     with np.errstate(invalid="ignore"):  # a null becomes NaN
         ids = _values(tokens).astype(np.int32, copy=False)
     # As unsigned integers, negative ids are beyond every vocabulary.
-    mark(_any(tokens, ids.view(np.uint32) >= limits.vocabulary), "token_ids has an entry outside the vocabulary")
-    rewards = batch.column("reward").to_numpy(zero_copy_only=False)
-    known = batch.column("reward").is_valid().to_numpy(zero_copy_only=False)
-    mark(known & ~np.isfinite(rewards), "reward is not finite")
-    for name in ("greedy_reward", "margin"):
+    mark(_any(tokens, ids.view(np.uint32) >= limits.vocabulary), "token outside the vocabulary")
+    for name in ("reward", "greedy_reward", "margin"):
         numbers = pc.fill_null(batch.column(name), 0.0).to_numpy(zero_copy_only=False)
-        mark(~np.isfinite(numbers), f"{name} is not finite")
+        mark(~np.isfinite(numbers), f"{name} not finite")
     for name in ("action_mask", "logprobs", "teacher_logprobs"):
         column = batch.column(name)
         if column.null_count == batch.num_rows:
             continue
         valid = column.is_valid().to_numpy(zero_copy_only=False)
-        mark(valid & (_lengths(column) != lengths), f"{name} has not an entry for every token")
+        mark(valid & (_lengths(column) != lengths), f"{name} and token_ids differ in length")
         if name != "action_mask":
-            mark(valid & _any(column, ~np.isfinite(_values(column))), f"{name} is not finite")
-        if name in ("logprobs", "teacher_logprobs"):
-            mark(valid & _any(column, _values(column) > _ROUNDING), f"{name} has an entry above 0")
-    mark((prompt <= 0) | (prompt >= lengths), "prompt_length leaves no prompt or no answer")
+            mark(valid & _any(column, ~np.isfinite(_values(column))), f"{name} not finite")
+            mark(valid & _any(column, _values(column) > _ROUNDING), f"{name} above 0")
+    mark((prompt <= 0) | (prompt >= lengths), "empty prompt or answer")
     fits = (_lengths(batch.column("action_mask")) == lengths) & (prompt > 0) & (prompt < lengths)
     action = _MaskCounts(batch.column("action_mask"))
-    mark(fits & (action.total == 0), "action_mask is empty")
-    mark(fits & (action.between(0, np.where(fits, prompt, 0)) > 0), "action_mask marks tokens of the prompt")
-    own = sources == "usual"
-    mark(own & ~known, "an own row needs a reward")
-    mark(_misplaced_rewards(batch), "metrics has a reward of a step that is not finite, or at no token of the model")
+    mark(fits & (action.total == 0), "empty action_mask")
+    mark(fits & (action.between(0, np.where(fits, prompt, 0)) > 0), "action_mask on prompt tokens")
+    usual = sources == "usual"
+    mark(usual & batch.column("reward").is_null().to_numpy(zero_copy_only=False), "missing reward")
+    mark(_misplaced_rewards(batch), "step reward not finite or not at a model token")
     masked = is_masked(batch)
-    mark(masked & ~own, "status is masked, which only own rows may be")
+    mark(masked & ~usual, "masked row that is not usual")
     if masked.any():
         starts = group_starts(batch)
         counts = np.diff(np.append(starts, batch.num_rows))
-        mark(np.repeat(np.logical_and.reduceat(masked, starts), counts), "every row of its group is masked")
-    mark(own & fits & ~_versions_cover(batch, action, lengths), "weight_versions do not cover every action token")
+        mark(np.repeat(np.logical_and.reduceat(masked, starts), counts), "all rows of the group masked")
+    mark(usual & fits & ~_versions_cover(batch, action, lengths), "action token without weight version")
     spans = batch.column("weight_versions")
     versions = _values(spans, "version")
-    mark(
-        _any(spans, ~((versions >= 0) & (versions <= limits.version))), "weight_versions names weights that never were"
-    )
+    mark(_any(spans, (versions < 0) | (versions > limits.version)), "unpublished weight version")
     names, groups = batch.column("experience_id").to_pylist(), batch.column("group_id").to_pylist()
     foreign = [name != group and not name.startswith(group + "/") for name, group in zip(names, groups, strict=True)]
-    mark(np.array(foreign), "experience_id does not begin with its group_id")
+    mark(np.array(foreign), "experience_id does not start with group_id")
     if len(set(names)) < len(names):
         first = np.unique(np.array(names, dtype=object), return_index=True)[1]
-        mark(own & ~np.isin(np.arange(len(names)), first), "experience_id is that of another row")
+        mark(usual & ~np.isin(np.arange(len(names)), first), "duplicate experience_id")
     return faults
 
 

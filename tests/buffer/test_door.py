@@ -22,10 +22,10 @@ from tests.scripted import remote
 
 ROOMY = small(max_rows=1000, max_bytes=1 << 30, memory_bytes=1 << 30, log_bytes=1 << 30, segment_bytes=6000)
 LIMITS = Limits(vocabulary=1000, max_length=4)
-FUTURE = "weight_versions names weights that never were"
-OTHER = "the group came before with other rows"
-USED = "another group has its group_id"
-BESIDE = "another row of its group is faulty"
+FUTURE = "unpublished weight version"
+OTHER = "group stored before with other rows"
+USED = "group_id of another group"
+BESIDE = "another row of the group invalid"
 
 
 @pytest.fixture
@@ -63,14 +63,14 @@ def ledger(buffer: LocalBuffer) -> tuple[int, int, dict[str, int]]:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"token_ids": np.full(4, 1000, np.int32)}, "token_ids has an entry outside the vocabulary"),
+        ({"token_ids": np.full(4, 1000, np.int32)}, "token outside the vocabulary"),
         ({"weight_versions": (VersionSpan(1, 4, 1),)}, FUTURE),
-        ({"logprobs": np.array([0, 1, 0, 0], np.float32)}, "logprobs has an entry above 0"),
-        ({"logprobs": np.array([0, -np.inf, 0, 0], np.float32)}, "logprobs is not finite"),
-        ({"action_mask": np.ones(3, np.uint8)}, "action_mask has not an entry for every token"),
-        ({"reward": float("nan")}, "reward is not finite"),
-        ({"experience_id": "7/0"}, "experience_id does not begin with its group_id"),
-        ({"experience_id": "1/1"}, "experience_id is that of another row"),
+        ({"logprobs": np.array([0, 1, 0, 0], np.float32)}, "logprobs above 0"),
+        ({"logprobs": np.array([0, -np.inf, 0, 0], np.float32)}, "logprobs not finite"),
+        ({"action_mask": np.ones(3, np.uint8)}, "action_mask and token_ids differ in length"),
+        ({"reward": float("nan")}, "reward not finite"),
+        ({"experience_id": "7/0"}, "experience_id does not start with group_id"),
+        ({"experience_id": "1/1"}, "duplicate experience_id"),
     ],
 )
 def test_a_group_with_a_faulty_row_is_refused_whole_and_the_rows_are_named(
@@ -85,13 +85,13 @@ def test_a_group_with_a_faulty_row_is_refused_whole_and_the_rows_are_named(
 
 def test_a_row_of_exactly_the_greatest_length_is_taken_and_a_longer_one_is_not(buffer: LocalBuffer) -> None:
     hand_in(buffer, group(1, length=4))
-    assert refused(buffer, group(2, length=5)) == dict.fromkeys(["2/0", "2/1"], "token_ids are more than max_length")
+    assert refused(buffer, group(2, length=5)) == dict.fromkeys(["2/0", "2/1"], "longer than max_length")
 
 
 def test_a_refused_group_is_counted_once_and_may_come_again_mended(buffer: LocalBuffer) -> None:
     broken = changed(group(1), reward=float("nan"))
     for _ in range(3):
-        assert refused(buffer, broken) == {"1/0": "reward is not finite"}
+        assert refused(buffer, broken) == {"1/0": "reward not finite"}
         buffer.restart()
     assert ledger(buffer)[0] == 2
     hand_in(buffer, group(1))
@@ -164,7 +164,7 @@ def test_a_group_that_waits_for_a_stage_is_scheduled_or_dropped_when_one_opens(b
 
 def test_a_group_of_masked_rows_alone_is_refused(buffer: LocalBuffer) -> None:
     rows = [dataclasses.replace(row, status="masked") for row in group(1)]
-    assert set(refused(buffer, rows).values()) == {"every row of its group is masked"}
+    assert set(refused(buffer, rows).values()) == {"all rows of the group masked"}
 
 
 @pytest.mark.parametrize("size", [1, 8])
@@ -211,7 +211,7 @@ def test_a_group_of_the_explorer_keeps_its_right_rows_and_the_others_are_counted
     tickets: list[Ticket] = buffer.do("admit", "explorer", 1, 1)
     rows = changed(group(1, 4), token_ids=np.full(4, 5000, np.int32))
     buffer.put([(rows, tickets[0])])
-    assert ledger(buffer) == (4, 3, {"rejected: token_ids has an entry outside the vocabulary": 1})
+    assert ledger(buffer) == (4, 3, {"rejected: token outside the vocabulary": 1})
 
 
 def test_a_second_group_of_one_name_is_refused_and_its_place_is_free_again(buffer: LocalBuffer) -> None:

@@ -426,7 +426,7 @@ class TestDoors:
         for _ in range(3):
             buffer.put([(broken, None)])
             buffer.restart()
-        assert buffer.do("stats").ledger.dropped == {"rejected: an own row needs a reward": 2}
+        assert buffer.do("stats").ledger.dropped == {"rejected: missing reward": 2}
 
 
 class TestDemonstrations:

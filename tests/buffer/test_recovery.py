@@ -38,7 +38,7 @@ from tests.buffer.rows import group, plan
 TASKS = partial(
     TaskSet, [str(number) for number in range(9)], [0] * 6 + [1] * 3, [2.0, 1.0], sampler="failure", seed=1, epochs=4
 )
-FAULT = "rejected: an own row needs a reward"
+FAULT = "rejected: missing reward"
 SAMPLERS: dict[str, dict[str, Any]] = {
     "fifo": {"name": "fifo"},
     "uniform": {"name": "uniform", "max_uses": 2, "replay_ratio": 1.5},
@@ -212,7 +212,7 @@ class Twins(RuleBasedStateMachine):
         known = self.groups[name]
         if not self.scheduled:
             return known.arrival
-        due = min(row.oldest_version for row in known.rows) + self.staleness
+        due = min(span.version for row in known.rows for span in row.weight_versions) + self.staleness
         return due if known.ticket is None else min(known.ticket.deadline, due)
 
     @precondition(lambda self: self.leases)

@@ -285,7 +285,7 @@ def test_rows_beyond_the_model_are_rejected_also_after_the_buffer_died(local: Lo
     [ticket] = explorer.admit(1)
     local.restart()
     local.put([(group(1, length=101), ticket)])
-    assert local.do("stats").ledger.dropped == {"rejected: token_ids are more than max_length": 2}
+    assert local.do("stats").ledger.dropped == {"rejected: longer than max_length": 2}
 
 
 def test_a_job_of_other_settings_is_told_which(local: Local, tmp_path: Path) -> None:

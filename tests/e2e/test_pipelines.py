@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import rayrft
-from rayrft.buffer.ingest import group_key
+from rayrft.buffer.groups import group_key
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import Archive, read_state
 from rayrft.cli.main import app

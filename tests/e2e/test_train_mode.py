@@ -115,7 +115,7 @@ def test_groups_of_another_job_are_trained_once_each_until_it_has_no_more(
     assert [(step.usual_rows, step.reward) for step in steps] == [(8, 0.5)] * 3
     ledger = summary.ledger
     assert summary.status == "finished" and (ledger.sampled, ledger.trained) == (28, 24)
-    assert ledger.dropped == {"rejected: token_ids has an entry outside the vocabulary": 4}
+    assert ledger.dropped == {"rejected: token outside the vocabulary": 4}
     notes = [record.text for record in read_records(run.folder) if isinstance(record, NoteRecord)]
     assert any("stage ends after 3 steps" in note and "end_of_data" in note for note in notes)
     assert all(step.metrics.policy_tokens == 8 * 6 for step in steps)

@@ -142,7 +142,7 @@ async def test_what_comes_too_late_or_is_refused_is_kept_and_the_person_is_told(
         assert said["outcome"] == "late" and "after version 3" in said["reason"]
 
         def refuse(self: object, judgement: object) -> None:
-            raise DataError("row 0 is invalid: token_ids are more than max_length", field="demonstrations.human")
+            raise DataError("row 0 is invalid: longer than max_length", field="demonstrations.human")
 
         monkeypatch.setattr(ScriptedRows, "demonstrate", refuse)
         said = await client.judge("g/0", edit="x " * 1000)

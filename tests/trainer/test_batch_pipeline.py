@@ -232,7 +232,7 @@ def test_a_pair_is_left_out_whole(buffer: LocalBuffer, side: str) -> None:
         ("negative_weights", "negative or not finite"),
         ("nothing_left", "nothing of the batch is left"),
         ("dies_on_batches", "exit code 7"),
-        ("longer_masks", "action_mask has not an entry for every token"),
+        ("longer_masks", "action_mask and token_ids differ in length"),
     ],
 )
 def test_a_batch_that_operators_spoil_is_trained_as_it_was_given_and_the_third_in_a_row_ends_the_run(

@@ -94,7 +94,7 @@ def _report(state: State, sequence: int | None, dropped: dict[str, int], report:
     ledger = state.contents.ledger
     for reason, rows in dropped.items():
         ledger.sampled += rows
-        ledger.drop(rows, reason)
+        ledger.dropped[reason] += rows
     state.training.reports = state.training.reports + report
     if sequence is None:
         return None
