@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayrft.buffer.validation import Limits, find_faults, group_numbers, group_starts
+from rayrft.buffer.validation import Limits, find_faults, group_starts, stored_rows
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA, Experience, Task, VersionSpan, from_batch, pack, to_batch, unpack
 
@@ -69,9 +69,12 @@ def test_groups_are_found_with_their_tokens_and_oldest_versions() -> None:
     expert = make_row(group_id="c", experience_id="c", source="expert", weight_versions=())
     batch = to_batch([row("z", 0, 8), row("a", 0, 5), row("a", 1, 4), expert]).slice(1)
     starts = group_starts(batch)
-    numbers = group_numbers(batch, starts)
+    found = stored_rows(batch, starts, np.zeros(2), 10, 90)
     assert starts.tolist() == [0, 2]
-    assert (numbers.rows.tolist(), numbers.tokens.tolist(), numbers.versions.tolist()) == ([2, 1], [8, 4], [4, 0])
+    assert [(each.row, each.rows, each.tokens, each.nbytes, each.version) for each in found] == [
+        (10, 2, 8, 60, 4),
+        (12, 1, 4, 30, 0),
+    ]
 
 
 def test_a_right_row_has_no_fault() -> None:

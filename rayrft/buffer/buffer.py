@@ -41,7 +41,7 @@ from rayrft.runtime.waits import WaitReport
 
 
 class Buffer(Watched):
-    """Stores ``usual`` (own rows, in whole groups) and ``expert`` (demonstrations, by name), and the task cursor.
+    """Stores ``usual`` rows in whole groups and ``expert`` rows (demonstrations, by name), and the task cursor.
 
     ``run`` is the id of the run whose log is in ``folder``; ``tasks`` creates the task set; ``limits`` are those of the
     run's model; ``logged`` is the result of `flush` in the checkpoint that the run resumes from.
@@ -396,7 +396,7 @@ class Buffer(Watched):
         return batch, kind
 
     async def partition(self, store: str) -> list[tuple[Ref, np.ndarray]]:
-        """Return the blocks of a store with the indices of its rows: held own rows (``usual``), or demonstrations
+        """Return the blocks of a store with the indices of its rows: held usual rows (``usual``), or demonstrations
         (``expert/<name>``). Raises DataError for an unknown store."""
         if store == "usual":
             async with self._store.move_lock:  # rows must not move before their blocks are known
@@ -406,7 +406,7 @@ class Buffer(Watched):
         return [await self._experts.whole(store)]
 
     async def stats(self) -> BufferStats:
-        """Return the ledger of own rows, the draws of demonstrations, and memory and disk use."""
+        """Return the ledger of usual rows, the draws of demonstrations, and memory and disk use."""
         return BufferStats(
             ledger=self._state.ledger(recount=True),
             expert=self._state.expert_draws(),

@@ -31,7 +31,7 @@ def dataset(
 ) -> ray.data.Dataset:
     """Return the current rows of a store as a lazy Ray Dataset with columns of ``experience.SCHEMA``.
 
-    ``store`` is ``usual`` (own rows that wait for training or are being trained) or
+    ``store`` is ``usual`` (usual rows that wait for training or are being trained) or
     ``expert/<name>``; ``columns`` are those to read, all by default; ``where`` is a condition in SQL: see
     `Selection`. Later changes of the store do not change the dataset, which keeps its blocks
     in the object store as long as it and the Buffer live. Reading reserves no CPU of the cluster; other operations of
@@ -51,7 +51,7 @@ def load_dataset(
     return the number of rows that were stored.
 
     A Ray Dataset or a table has the columns of ``experience.SCHEMA``, such as those of :func:`dataset` and of
-    ``rayrft.data.demonstrations.from_dataset``. Own rows become expert rows, so that a run's answers can be imitated.
+    ``rayrft.data.demonstrations.from_dataset``. Usual rows become expert rows, so that a run's answers can be imitated.
     Raises DataError if there are no rows, a column is missing, or a row is invalid.
     """
     if not _NAME.fullmatch(name):
@@ -70,7 +70,7 @@ def load_dataset(
 
 
 def newest(buffer: Handle[Buffer], count: int) -> list[Experience]:
-    """Return the ``count`` held own rows that finished last, the latest first."""
+    """Return the ``count`` held usual rows that finished last, the latest first."""
     parts = answer(buffer.call(Buffer.partition, "usual"), "buffer")
     return answer(ray.remote(num_cpus=0)(_newest).remote(parts, count), "buffer")
 

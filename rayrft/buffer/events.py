@@ -38,23 +38,30 @@ class GroupReport:
 
 
 @dataclass(frozen=True)
+class StoredRows:
+    """Rows ``row`` .. ``row + rows`` of a segment, which are a group."""
+
+    row: int
+    rows: int
+    masked: int
+    """Rows that are stored for their rewards alone, counted in the report's ``dropped``."""
+    tokens: int
+    nbytes: int
+    version: int
+    """Oldest weight version among the tokens that are trained."""
+    score: float
+    """Score for its priority."""
+
+
+@dataclass(frozen=True)
 class StoredGroup:
-    """A group that was stored. Its rows are ``row`` .. ``row + rows`` of the segment."""
+    """A group that was stored."""
 
     key: int
     """64-bit hash of its id."""
     digest: int
     """Checksum of a group put without a ticket; else 0."""
-    row: int
-    rows: int
-    masked: int
-    """Rows that are stored for their rewards alone, counted in ``dropped``."""
-    tokens: int
-    nbytes: int
-    version: int
-    """Oldest weight version among its tokens."""
-    score: float
-    """Score for its priority."""
+    stored: StoredRows
     sequence: int | None
     """Sequence number of its ticket."""
     dropped: dict[str, int]

@@ -7,6 +7,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 from enum import IntEnum
+from typing import Annotated, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -30,26 +31,6 @@ class GroupStatus(IntEnum):
 HELD = (GroupStatus.READY, GroupStatus.LEASED, GroupStatus.PARKED)
 
 
-_COLUMNS: dict[str, type] = {
-    "status": np.int8,
-    "key": np.uint64,
-    "digest": np.uint32,  # of a group put without a ticket
-    "sequence": np.int64,  # of its ticket, or -1
-    "order": np.int64,  # of its arrival
-    "segment": np.int32,
-    "row": np.int64,
-    "rows": np.int32,
-    "masked": np.int32,  # of the rows, those that are never trained
-    "tokens": np.int32,
-    "nbytes": np.int64,
-    "version": np.int64,
-    "score": np.float64,
-    "uses": np.int16,
-    "pending": np.int16,  # leases that are not acknowledged
-    "last_step": np.int64,  # of its last lease, or -1
-}
-
-
 def group_key(group_id: str) -> int:
     """Hash a group id to the 64-bit key that the Buffer uses."""
     return int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "little")
@@ -58,22 +39,22 @@ def group_key(group_id: str) -> int:
 class GroupTable:
     """Columns by slot. A group keeps its slot while its rows are on disk; then the slot is reused."""
 
-    status: np.ndarray
-    key: np.ndarray
-    digest: np.ndarray
-    sequence: np.ndarray
-    order: np.ndarray
-    segment: np.ndarray
-    row: np.ndarray
-    rows: np.ndarray
-    masked: np.ndarray
-    tokens: np.ndarray
-    nbytes: np.ndarray
-    version: np.ndarray
-    score: np.ndarray
-    uses: np.ndarray
-    pending: np.ndarray
-    last_step: np.ndarray
+    status: Annotated[np.ndarray, np.int8]
+    key: Annotated[np.ndarray, np.uint64]
+    digest: Annotated[np.ndarray, np.uint32]  # of a group put without a ticket
+    sequence: Annotated[np.ndarray, np.int64]  # of its ticket, or -1
+    order: Annotated[np.ndarray, np.int64]  # of its arrival
+    segment: Annotated[np.ndarray, np.int32]
+    row: Annotated[np.ndarray, np.int64]
+    rows: Annotated[np.ndarray, np.int32]
+    masked: Annotated[np.ndarray, np.int32]  # of the rows, those that are never trained
+    tokens: Annotated[np.ndarray, np.int32]
+    nbytes: Annotated[np.ndarray, np.int64]
+    version: Annotated[np.ndarray, np.int64]
+    score: Annotated[np.ndarray, np.float64]
+    uses: Annotated[np.ndarray, np.int16]
+    pending: Annotated[np.ndarray, np.int16]  # leases that are not acknowledged
+    last_step: Annotated[np.ndarray, np.int64]  # of its last lease, or -1
 
     def __init__(self) -> None:
         for name, dtype in _COLUMNS.items():
@@ -108,13 +89,12 @@ class GroupTable:
         self.key[slot], self.digest[slot] = group.key, group.digest
         self.sequence[slot] = -1 if group.sequence is None else group.sequence
         self.order[slot] = order
-        self.segment[slot], self.row[slot] = segment, group.row
-        self.rows[slot], self.masked[slot] = group.rows, group.masked
-        self.tokens[slot], self.nbytes[slot] = group.tokens, group.nbytes
-        self.version[slot], self.score[slot] = group.version, group.score
+        self.segment[slot] = segment
+        for name, number in vars(group.stored).items():
+            getattr(self, name)[slot] = number
         self.uses[slot], self.pending[slot], self.last_step[slot] = 0, 0, -1
         self.held_rows += self.trainable(slot)
-        self.held_bytes += group.nbytes
+        self.held_bytes += group.stored.nbytes
         self.live[segment] += 1
         return slot
 
@@ -187,3 +167,8 @@ class GroupTable:
         for name, dtype in _COLUMNS.items():
             setattr(self, name, np.concatenate([getattr(self, name), np.zeros(more, dtype)]))
         self._free = list(range(size, size + more))
+
+
+_COLUMNS: dict[str, type] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(GroupTable, include_extras=True).items()
+}

@@ -139,18 +139,6 @@ def _refused(entry: Entry, reasons: dict[str, int]) -> e.Dropped:
 
 def _stored_group(entry: Entry, done: Appended, place: int) -> e.StoredGroup:
     """Return the journal's entry for the ``place``-th appended group."""
-    numbers, faults = done.numbers, done.faults.get(done.groups[place], [])
-    return e.StoredGroup(
-        key=entry.key,
-        digest=entry.digest,
-        row=done.row + int(numbers.starts[place]),
-        rows=int(numbers.rows[place]),
-        masked=int(numbers.masked[place]),
-        tokens=int(numbers.tokens[place]),
-        nbytes=int(done.nbytes[place]),
-        version=int(numbers.versions[place]),
-        score=float(done.scores[place]),
-        sequence=entry.sequence,
-        dropped={**entry.dropped, **Counter(f"rejected: {fault.reason}" for fault in faults)},
-        report=entry.report,
-    )
+    found = Counter(f"rejected: {fault.reason}" for fault in done.faults.get(done.groups[place], []))
+    dropped = {**entry.dropped, **found}
+    return e.StoredGroup(entry.key, entry.digest, done.stored[place], entry.sequence, dropped, entry.report)

@@ -211,7 +211,7 @@ class Leasing:
             return bool(drawn) or self._end_reason() is not None
 
         try:
-            # A wait that may last for ever is no silence.
+            # A wait without a deadline is not a stall.
             waiting = self.waits.on("groups", lambda: f"step {step}: {self._available()}; {self._dropped()}")
             with waiting if math.isfinite(deadline_s) else contextlib.nullcontext():
                 async with asyncio.timeout(deadline_s) as limit:

@@ -1,4 +1,4 @@
-"""The ledger of own rows, and what the Buffer and its log report of their contents."""
+"""The ledger of usual rows, and what the Buffer and its log report of their contents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where the own rows are that arrived at the Buffer: sampled = trained + dropped (by reason) + held."""
+    """Where the usual rows are that arrived at the Buffer: sampled = trained + dropped (by reason) + held."""
 
     sampled: int = 0
     trained: int = 0

@@ -151,7 +151,7 @@ class Archive:
         return self._state.meta.added_tasks
 
     def stats(self) -> ArchiveStats:
-        """Return the ledger of own rows, the rows and bytes by store, and the uncommitted bytes."""
+        """Return the ledger of usual rows, the rows and bytes by store, and the uncommitted bytes."""
         state, contents = self._state, self._state.contents
         groups = state.groups
         counted: Counter[str] = Counter()
@@ -184,7 +184,7 @@ class Archive:
         skip_damaged: bool = False,
         newest: int | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Iterate over the rows of a store on disk, with any status, file by file. ``newest`` limits own rows to so
+        """Iterate over the rows of a store on disk, with any status, file by file. ``newest`` limits usual rows to so
         many complete groups, those that wait for training and then the latest, and reads no other files.
 
         ``columns`` are some of :data:`ARCHIVE_SCHEMA`; ``where`` is a condition in SQL: see `Selection`.

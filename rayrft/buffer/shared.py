@@ -135,7 +135,7 @@ class SharedBuffer(Buffer):
                 )
 
     async def progress(self, feed: str, groups: int) -> FeedProgress:
-        """Return what a feed has put once that is ``groups`` groups, or its last ones. Waits without a deadline, like
+        """Return a feed's progress once it is ``groups`` groups, or all of them. Waits without a deadline, like
         `admit`."""
 
         def reached() -> bool:

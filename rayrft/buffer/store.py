@@ -140,7 +140,7 @@ class Store:
         return RowSpan(int(groups.segment[slot]), int(groups.row[slot]), int(groups.rows[slot]))
 
     async def in_row_thread(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method of `rows` in its thread, one call after another, while the event loop goes on.
+        """Call a method of `rows` in its thread, one call after another, without blocking the event loop.
 
         Callers resume in the order of their calls. So an event that follows at once has its place in the journal: the
         extents of a segment only grow.

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rayrft.buffer.events import StoredRows
 from rayrft.experience import MASKED, SOURCES, TOKEN_REWARD, list_column, rewards_by_token
 
 _ROUNDING = 1e-4
@@ -38,28 +39,17 @@ class Fault:
     reason: str
 
 
-@dataclass(frozen=True)
-class GroupNumbers:
-    """Metadata of G groups that the Buffer keeps in memory; arrays of shape ``[G]``."""
-
-    starts: np.ndarray
-    """First row of the group in its batch."""
-    rows: np.ndarray
-    masked: np.ndarray
-    """Rows that are never trained."""
-    tokens: np.ndarray
-    versions: np.ndarray
-    """Oldest weight version among the group's tokens that are trained."""
-
-
 def group_starts(batch: pa.RecordBatch) -> np.ndarray:
     """Return the first row of every group; the rows of a group are contiguous."""
     ids = np.asarray(batch.column("group_id").to_pylist(), dtype=object)
     return np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]])) if len(ids) else np.zeros(0, dtype=np.int64)
 
 
-def group_numbers(batch: pa.RecordBatch, starts: np.ndarray) -> GroupNumbers:
-    """Compute the metadata of the groups that start at rows ``starts``."""
+def stored_rows(
+    batch: pa.RecordBatch, starts: np.ndarray, scores: np.ndarray, row: int, nbytes: int
+) -> list[StoredRows]:
+    """Return the metadata of the groups that start at rows ``starts`` of a batch, which is stored from row ``row`` of a
+    segment on, in ``nbytes`` bytes."""
     spans = batch.column("weight_versions")
     versions = np.zeros(batch.num_rows, dtype=np.int64)
     counts = spans.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
@@ -71,13 +61,17 @@ def group_numbers(batch: pa.RecordBatch, starts: np.ndarray) -> GroupNumbers:
     masked, newest = is_masked(batch), versions.max(initial=0)
     versions[masked] = newest  # what is never trained may be of any age
     lengths = batch.column("token_ids").value_lengths().to_numpy(zero_copy_only=False)
-    return GroupNumbers(
-        starts,
-        np.diff(np.append(starts, batch.num_rows)),
+    rows = np.diff(np.append(starts, batch.num_rows))
+    columns = (
+        row + starts,
+        rows,
         np.add.reduceat(masked.astype(np.int64), starts),
         np.add.reduceat(lengths.astype(np.int64), starts),
+        nbytes * rows // batch.num_rows,
         np.minimum.reduceat(versions, starts),
+        scores.astype(np.float64),
     )
+    return [StoredRows(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def is_masked(batch: pa.RecordBatch) -> np.ndarray:

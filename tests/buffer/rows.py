@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rayrft.buffer.events import GroupReport, StoredGroup
+from rayrft.buffer.events import GroupReport, StoredGroup, StoredRows
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.schedule import StagePlan
 from rayrft.experience import Experience, VersionSpan
@@ -41,7 +41,7 @@ def expert_rows(count: int) -> list[Experience]:
 
 def stored_group(key: int, *, score: float, version: int) -> StoredGroup:
     """The journal's entry of a group of one row."""
-    return StoredGroup(key, 0, key, 1, 0, 1, 1, version, score, None, {}, GroupReport())
+    return StoredGroup(key, 0, StoredRows(key, 1, 0, 1, 1, version, score), None, {}, GroupReport())
 
 
 def plan(groups: int = 2, **changes: Any) -> StagePlan:

@@ -28,13 +28,13 @@ import pytest
 
 from rayrft.buffer import store
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.events import Extent, GroupReport
+from rayrft.buffer.events import Extent, GroupReport, StoredRows
 from rayrft.buffer.ingest import Entry
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.log import journal
 from rayrft.buffer.log.row_log import Appended, RowSpan
 from rayrft.buffer.schedule import StagePlan, Ticket
-from rayrft.buffer.validation import GroupNumbers, Limits
+from rayrft.buffer.validation import Limits
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import LeaseEnded
 from tests.buffer.in_process import small
@@ -132,11 +132,9 @@ class Rows:
         groups = [group for place, group in enumerate(json.loads(message.to_pybytes())) if place in wanted]
         row = len(self._world.disk)
         self._world.disk += [name for name, _ in groups]
-        ones = np.ones(len(groups), dtype=np.int64)
-        versions = np.array([version for _, version in groups], dtype=np.int64)
-        numbers = GroupNumbers(np.arange(len(groups)), ones, np.zeros_like(ones), ones, versions)
+        stored = [StoredRows(row + place, 1, 0, 1, 1, version, 1.0) for place, (_, version) in enumerate(groups)]
         extent = Extent(0, len(self._world.disk), len(self._world.disk))
-        return Appended(extent, row, wanted, numbers, np.ones(len(groups)), ones)
+        return Appended(extent, row, wanted, stored)
 
     def append(self, message: pa.Buffer) -> Appended:
         return self.take(message, [0], [], 1, Limits())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rayrft.algorithms import build
-from rayrft.buffer.validation import group_numbers
+from rayrft.buffer.validation import stored_rows
 from rayrft.config.reward import RewardConfig
 from rayrft.experience import MASKED, Experience, VersionSpan, to_batch
 from rayrft.explorer.evaluation import wilson_interval
@@ -207,7 +207,8 @@ def test_only_tokens_that_are_new_enough_are_trained_and_the_group_is_as_old_as_
     assert group.rows[0].logprobs.tolist() == [0, 0, 0, -2] and group.rows[0].weight_versions == (spans[0][1],)
     assert [row.status == MASKED for row in group.rows] == [False, True, False]
     assert group.dropped == {"old_tokens": 1} and sampled[0].action_mask.tolist() == [0, 0, 1, 1]
-    assert group_numbers(to_batch(group.rows), np.array([0])).versions.tolist() == [5]
+    [stored] = stored_rows(to_batch(group.rows), np.array([0]), np.zeros(1), 0, 0)
+    assert stored.version == 5
     assert mask_old(scored, 4).rows == scored.rows and mask_old(scored, 6).rows == []
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rayrft.buffer.events import Extent
+from rayrft.buffer.events import Extent, StoredRows
 from rayrft.buffer.log.segments import read_rows, segment_name, segment_sizes, with_schema
 from rayrft.buffer.log.storage import Appender, Storage
 from rayrft.buffer.scores import scores
-from rayrft.buffer.validation import Fault, GroupNumbers, Limits, find_faults, group_numbers, group_starts, is_masked
+from rayrft.buffer.validation import Fault, Limits, find_faults, group_starts, is_masked, stored_rows
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import unpack
@@ -43,17 +43,13 @@ class RowSpan:
 
 @dataclass(frozen=True)
 class Appended:
-    """Result of appending a message. ``numbers`` and ``scores`` are those of the stored groups.
-
-    ``groups`` are their indices in the message; ``faults`` are the rejected rows by group index.
-    """
+    """Result of appending a message: the stored groups, from row ``row`` of the segment on, and their indices in the
+    message. ``faults`` are the rejected rows by group index."""
 
     extent: Extent
     row: int
     groups: list[int]
-    numbers: GroupNumbers
-    scores: np.ndarray
-    nbytes: np.ndarray
+    stored: list[StoredRows]
     faults: dict[int, list[Fault]] = field(default_factory=dict)
 
 
@@ -127,8 +123,7 @@ class RowLog:
             batch, groups = batch.take(np.flatnonzero(keep)), np.unique(of_row[keep]).tolist()
             message = batch.serialize()
         if not groups:
-            empty = np.zeros(0, dtype=np.int64)
-            return Appended(Extent(-1), 0, [], GroupNumbers(*[empty] * 5), empty, empty, faults)
+            return Appended(Extent(-1), 0, [], [], faults)
         return replace(self._write(message, batch), groups=groups, faults=faults)
 
     def append(self, message: pa.Buffer) -> Appended:
@@ -234,7 +229,6 @@ class RowLog:
 
     def _write(self, message: pa.Buffer, batch: pa.RecordBatch) -> Appended:
         starts = group_starts(batch)
-        numbers = group_numbers(batch, starts)
         score = np.ones(len(starts)) if self._score is None else self._score(batch, starts)
         if self._file is None:
             self._file = self._storage.open(segment_name(self._newest + 1))
@@ -258,8 +252,8 @@ class RowLog:
             self._file.close()
             self._file = None
             self._spill()
-        nbytes = (len(message) * numbers.rows) // batch.num_rows
-        return Appended(segment.extent, row, list(range(len(starts))), numbers, score, nbytes)
+        stored = stored_rows(batch, starts, score, row, len(message))
+        return Appended(segment.extent, row, list(range(len(starts))), stored)
 
     def _read(self, segment: _Segment) -> pa.RecordBatch:
         return read_rows(self._storage, segment_name(segment.extent.segment), segment.extent)

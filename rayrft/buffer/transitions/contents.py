@@ -30,13 +30,13 @@ def stored(state: State, event: e.Stored) -> None:
             continue
         state.discard_calls(group.sequence)
         slot = state.groups.add(group, event.extent.segment, contents.arrivals)
-        state.set_score(slot, group.score)
+        state.set_score(slot, group.stored.score)
         contents.arrivals += 1
-        contents.ledger.sampled += group.rows - group.masked
+        contents.ledger.sampled += state.groups.trainable(slot)
         ticket = _report(state, group.sequence, group.dropped, group.report)
         if ticket is not None and ticket.feed:
             ticket, state.groups.sequence[slot] = None, -1  # it belongs to no stage
-        if not _finish(state, ticket, slot, group.version):
+        if not _finish(state, ticket, slot, group.stored.version):
             state.retire(slot, "late")
 
 
