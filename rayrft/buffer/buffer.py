@@ -323,8 +323,7 @@ class Buffer(Watched):
     async def advance(self, version: int) -> None:
         """Record that weights of this version are published, which admits new groups."""
         await self._store.commit(e.Advanced(version))
-        if self._store.log_bytes > self._store.config.log_bytes:
-            await self._retention.trim()
+        await self._retention.trim()
 
     # Demonstrations and inspection.
 

@@ -102,9 +102,8 @@ class ExpertBlocks:
         """Return the block of the current demonstrations in ``expert/<name>``, and the indices of the rows that may be
         drawn. Raises DataError for an unknown store."""
         name = store.removeprefix("expert/")
-        if name not in self._state.contents.experts:
-            known = ["usual", *(f"expert/{expert}" for expert in self._state.contents.experts)]
-            raise DataError("no such store", f"one of {known}", field="store", value=store)
+        if store not in self._state.contents.stores:
+            raise DataError("no such store", f"one of {self._state.contents.stores}", field="store", value=store)
         cursor = self._state.contents.experts[name]
         block = await self.get(name, cursor.extent)
         return block.ref, np.setdiff1d(np.arange(len(block.tokens)), cursor.excluded)

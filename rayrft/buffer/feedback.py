@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from rayrft.buffer import events as e
-from rayrft.buffer.groups import GroupStatus, GroupTable
+from rayrft.buffer.groups import GroupStatus, GroupTable, unknown_row
 from rayrft.buffer.store import Store
 from rayrft.buffer.validation import find_faults
 from rayrft.errors import DataError, FeedbackRefused
@@ -24,12 +24,7 @@ async def give_feedback(store: Store, experience_id: str, reward: float | None, 
     groups = store.state.groups
     async with store.move_lock:
         if (slot := next(groups.of_row(experience_id), None)) is None:
-            raise DataError(
-                "no row of this id is in the Buffer",
-                "ids are in the column experience_id; rows leave the log when it reaches buffer.log_bytes",
-                field="experience_id",
-                value=experience_id,
-            )
+            raise unknown_row(experience_id)
         if _is_untrained(groups, slot):
             before = from_batch(await store.in_row_thread(store.rows.read_group, store.span(slot)))
             rows, moved = change(before, experience_id, reward, labels), list[e.Event]()

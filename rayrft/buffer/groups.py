@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer.events import StoredGroup
+from rayrft.errors import DataError
 
 
 class GroupStatus(IntEnum):
@@ -34,6 +35,12 @@ HELD = (GroupStatus.READY, GroupStatus.LEASED, GroupStatus.PARKED)
 def group_key(group_id: str) -> int:
     """Hash a group id to the 64-bit key that the Buffer uses."""
     return int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "little")
+
+
+def unknown_row(experience_id: str) -> DataError:
+    """Return the error for an id of which there is no row."""
+    remedy = "ids are in the column experience_id; rows leave the log when it reaches buffer.log_bytes"
+    return DataError("no row of this id is in the log", remedy, field="experience_id", value=experience_id)
 
 
 class GroupTable:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from rayrft.buffer.events import FeedbackNoted
 from rayrft.buffer.expert_rows import expert_file
-from rayrft.buffer.groups import GroupStatus, GroupTable
+from rayrft.buffer.groups import GroupStatus, GroupTable, unknown_row
 from rayrft.buffer.ledger import ArchiveStats
 from rayrft.buffer.log.journal import Journal, Recovered
 from rayrft.buffer.log.segments import read_rows, segment_name, segment_sizes
@@ -143,7 +143,7 @@ class Archive:
     @property
     def stores(self) -> list[str]:
         """Names of the stores, for `rows`."""
-        return ["usual", *(f"expert/{name}" for name in self._state.contents.experts)]
+        return self._state.contents.stores
 
     @property
     def added_tasks(self) -> list[Task]:
@@ -152,21 +152,19 @@ class Archive:
 
     def stats(self) -> ArchiveStats:
         """Return the ledger of usual rows, the rows and bytes by store, and the uncommitted bytes."""
-        state, contents = self._state, self._state.contents
-        groups = state.groups
+        state, contents, groups = self._state, self._state.contents, self._state.groups
         counted: Counter[str] = Counter()
         for status, rows in zip(groups.status.tolist(), groups.rows.tolist(), strict=True):
             if status != GroupStatus.FREE:
                 counted[GroupStatus(status).name.lower()] += rows
-        log_bytes = sum(extent.nbytes for extent in contents.extents.values())
         experts = {
             f"expert/{name}": {"rows": cursor.extent.rows, "bytes": cursor.extent.nbytes, "drawn": cursor.drawn}
             for name, cursor in contents.experts.items()
         }
-        usual = {"rows": counted.total(), "bytes": log_bytes, "groups": len(groups), **counted}
+        usual = {"rows": counted.total(), "bytes": contents.log_bytes, "groups": len(groups), **counted}
         return ArchiveStats(
-            ledger=self._state.ledger(recount=True),
-            expert=self._state.expert_draws(),
+            ledger=state.ledger(recount=True),
+            expert=state.expert_draws(),
             run=state.meta.run,
             version=state.training.version,
             step=state.training.step,
@@ -207,12 +205,7 @@ class Archive:
                     one = batch.slice(row, 1)
                     group_status, step, segment = (one.column(name)[0].as_py() for name in ARCHIVE_SCHEMA.names[-3:])
                     return Found(from_batch(one)[0], store, group_status, step, segment, late)
-        raise DataError(
-            "no row of this id is in the log",
-            "ids are in the column experience_id; rows leave the log when it reaches buffer.log_bytes",
-            field="experience_id",
-            value=experience_id,
-        )
+        raise unknown_row(experience_id)
 
     @property
     def _state(self) -> State:

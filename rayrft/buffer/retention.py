@@ -76,11 +76,11 @@ class Retention:
 
     async def trim(self) -> None:
         """Bring the log within its bound: delete unneeded segments, oldest first; then rewrite sparse ones."""
-        if self._store.log_bytes <= self._store.config.log_bytes:
+        if self._store.state.contents.log_bytes <= self._store.config.log_bytes:
             return
         async with self._store.move_lock:
             await self._delete_dead()
-            if self._store.log_bytes > self._store.config.log_bytes:
+            if self._store.state.contents.log_bytes > self._store.config.log_bytes:
                 await self._rewrite_sparse()
                 await self._delete_dead()
 
@@ -151,7 +151,7 @@ class Retention:
     async def _delete_dead(self) -> None:
         state, dead = self._store.state, list[int]()
         needed = self._leased() | {segment for segment, count in state.groups.live.items() if count}
-        excess = self._store.log_bytes - self._store.config.log_bytes
+        excess = self._store.state.contents.log_bytes - self._store.config.log_bytes
         for segment in sorted(state.contents.extents)[:-1]:
             if excess > 0 and segment not in needed:
                 dead.append(segment)

@@ -243,6 +243,16 @@ class Contents:
     """By segment."""
     late_feedback_count: int = 0
 
+    @property
+    def stores(self) -> list[str]:
+        """Names of the stores of rows."""
+        return ["usual", *(f"expert/{name}" for name in self.experts)]
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(extent.nbytes for extent in self.extents.values())
+
 
 @dataclass
 class Metadata:

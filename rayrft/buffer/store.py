@@ -167,15 +167,10 @@ class Store:
             groups=len(self.state.groups),
             row_bytes_in_memory=self.rows.memory(),
             metadata_bytes=self.state.groups.nbytes_in_memory,
-            log_bytes=self.log_bytes,
+            log_bytes=self.state.contents.log_bytes,
             torn_bytes=self._torn_bytes,
             recovery_s=round(self.recovery_s, 3),
         )
-
-    @property
-    def log_bytes(self) -> int:
-        """Bytes of all segments."""
-        return sum(extent.nbytes for extent in self.state.contents.extents.values())
 
     def _survived(self) -> Callable[[e.Event], bool]:
         """Return a function that tells whether an event's rows are on disk. A power failure may truncate the newest
