@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 import rayrft
-from tests.e2e import choices, programs
+from tests.bench.lessons import choices, programs
 
 
 @pytest.mark.slow
@@ -17,7 +17,7 @@ from tests.e2e import choices, programs
 def test_grpo_learns_what_few_of_its_demonstrations_show(
     lesson: ModuleType, steps: int, gain: float, tmp_path: Path
 ) -> None:
-    """A part of the steps of `tests.e2e.choices` and `tests.e2e.programs`: so much above the start, sampled."""
+    """A part of the steps of the lessons `choices` and `programs`: so much above the start, sampled."""
     lesson.write_task(tmp_path, seed=1)
     run = rayrft.start(lesson.make_config(tmp_path, seed=1, steps=steps, controls=False), say=lambda _: None)
     summary = run.result()

@@ -24,9 +24,9 @@ import rayrft
 from rayrft.errors import ConfigError, DataError, FeedbackRefused
 from rayrft.monitor.records import NoteRecord, StepRecord
 from rayrft.monitor.summary import read_summary
-from tests.e2e import calculator
+from tests.bench.lessons import calculator
+from tests.bench.lessons.multiplier import converse
 from tests.e2e.conftest import WITHOUT_VLLM, endpoint_of, free_port
-from tests.e2e.multiplier import converse
 from tests.errors import about
 
 
@@ -206,7 +206,7 @@ def test_an_application_that_rates_its_answers_gets_better_ones_and_so_does_the_
         first, last = (float(np.mean(part)) for part in (rights[:200], rights[-200:]))
     else:
         agent = "rayrft.endpoint.agent:Agent"
-        options = {agent: {"agent": "tests.e2e.multiplier:solve", "processes": 16}}
+        options = {agent: {"agent": "tests.bench.lessons.multiplier:solve", "processes": 16}}
         config["explorer"] |= {"workflow": agent, "workflow_options": options}
         run = rayrft.start(config, say=lambda text: None)
         summary = run.result()

@@ -10,13 +10,13 @@ import rayrft
 from rayrft.buffer.reader import Archive
 from rayrft.experience import from_batch
 from rayrft.monitor.records import StepRecord, read_records
-from tests.e2e.calculator import make_config, write_task
+from tests.bench.lessons.calculator import make_config, write_task
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_grpo_learns_to_multiply_by_a_tool(tmp_path: Path) -> None:
-    """Half of the steps of `tests.e2e.calculator`: at least 0.3 above the start, greedy and sampled."""
+    """Half of the steps of `tests.bench.lessons.calculator`: at least 0.3 above the start, greedy and sampled."""
     write_task(tmp_path, seed=1)
     run = rayrft.start(make_config(tmp_path, seed=1, steps=30, controls=False), say=lambda _: None)
     summary = run.result()

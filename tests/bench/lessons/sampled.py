@@ -5,7 +5,7 @@ answers each task eight times, as `rayrft data difficulty` does. The runs that f
 tasks alone: ``shuffled`` draws them evenly, ``near_half`` and ``failure`` begin with what was measured. What counts is
 accuracy on held-out words of all lengths.
 
-    python -m tests.e2e.sampled [seed] [folder]      measures, trains three times, and prints their evaluations
+    python -m tests.bench.lessons.sampled [seed] [folder]     measures, trains three times, and prints evaluations
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A question lists what to do with ``x``, such as "plus 3, times 2, squared", where the order matters. Demonstrations are
 300; two in five put parentheses around every step, the others around none, which computes something else.
 
-    python -m tests.e2e.programs [seed] [folder]      trains, with all controls, and prints a table
+    python -m tests.bench.lessons.programs [seed] [folder]      trains, with all controls, and prints a table
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from rayrft.trainer.tiny import make_tokenizer
-from tests.e2e import lessons
-from tests.e2e.lessons import main, make_stages, write_model, write_rows
+from tests.bench.lessons import lessons
+from tests.bench.lessons.lessons import main, make_stages, write_model, write_rows
 
 Step = tuple[str, int]
 

@@ -4,7 +4,7 @@ Demonstrations are 300 walks, each on a map of its own that is no task. Two in f
 the others go right and then down whatever lies there, and most of them end in a hole. More training on them makes the
 model a better copy of both: which of the two to be is what only the reward can tell it.
 
-    python -m tests.e2e.frozen_lake [seed] [folder]      trains, with all controls, and prints a table
+    python -m tests.bench.lessons.frozen_lake [seed] [folder]      trains, with all controls, and prints a table
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from rayrft.experience import Task
 from rayrft.explorer.environments.gymnasium import GymnasiumEnvironment
 from rayrft.trainer.tiny import make_tokenizer
-from tests.e2e import lessons
-from tests.e2e.lessons import main, make_stages, write_model, write_rows
+from tests.bench.lessons import lessons
+from tests.bench.lessons.lessons import main, make_stages, write_model, write_rows
 
 SIZE, ICE, STEPS = 4, 0.7, 10
 SEEING = 0.4

@@ -5,7 +5,7 @@ like the right one, and skips a pair where none is. The pairs are exported as `r
 does; DPO on them, on the same pairs picked by a coin, and SFT on what was picked start from the same weights. What is
 measured is how like the right answers those to held-out words are.
 
-    python -m tests.e2e.picked [seed] [folder]      samples, judges, trains, and prints a table
+    python -m tests.bench.lessons.picked [seed] [folder]      samples, judges, trains, and prints a table
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rayrft.config.serve import FeedbackConfig
 from rayrft.core.run import Run
 from rayrft.core.services import serve_feedback
 from rayrft.experience import Task
+from tests.bench.lessons.lessons import write_rows
 from tests.e2e.conftest import free_port
-from tests.e2e.lessons import write_rows
 
 PAIRS = 200
 _TINY = {"layers": 3, "hidden_size": 128, "heads": 4, "intermediate_size": 384}
@@ -56,7 +56,7 @@ def base(folder: Path, name: str, seed: int) -> dict[str, Any]:
         "storage": str(folder / "runs"),
         "seed": seed,
         "tasks": {"eval_size": 500, "sources": [source]},
-        "reward": {"name": "tests.e2e.picked:likeness"},
+        "reward": {"name": "tests.bench.lessons.picked:likeness"},
         "explorer": {"engine": {"count": 1}, "sampling": {"max_tokens": 8, "max_prompt_tokens": 40}},
         "trainer": {"ranks": 1},
     }

@@ -3,7 +3,7 @@
 A question names three words, and asks whether there are animals, fruits, colours or tools among them.
 Demonstrations are 2,000 in four styles; two in five name the right options, the others any.
 
-    python -m tests.e2e.choices [seed] [folder]      trains, with all controls, and prints a table
+    python -m tests.bench.lessons.choices [seed] [folder]      trains, with all controls, and prints a table
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from rayrft.trainer.tiny import make_tokenizer
-from tests.e2e import lessons
-from tests.e2e.lessons import main, make_stages, write_model, write_rows
+from tests.bench.lessons import lessons
+from tests.bench.lessons.lessons import main, make_stages, write_model, write_rows
 
 WORDS = {
     "animals": ["cat", "dog", "cow", "horse", "sheep", "mouse", "tiger", "whale", "eagle", "snake"],

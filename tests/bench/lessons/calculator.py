@@ -3,7 +3,7 @@
 Demonstrations are few and of mixed quality: three in five guess the product, the others call the tool. A model that has
 learned from them calls the tool now and then, and copies the factors with mistakes.
 
-    python -m tests.e2e.calculator [seed] [folder]      trains, with all controls, and prints a table
+    python -m tests.bench.lessons.calculator [seed] [folder]      trains, with all controls, and prints a table
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from rayrft.explorer.tools.base import function_tool
 from rayrft.trainer.tiny import make_tokenizer
+from tests.bench.lessons import lessons
+from tests.bench.lessons.lessons import main, make_stages, write_model, write_rows
 from tests.conftest import ROOT
-from tests.e2e import lessons
-from tests.e2e.lessons import main, make_stages, write_model, write_rows
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<|tool|>{{ tool.function.name }}{% endfor %}"

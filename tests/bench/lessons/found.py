@@ -4,7 +4,7 @@ Words of three to six letters are spelled backward. After a warm-up of which two
 take the same number of steps on as many groups; MIX adds the shortest right answer of each group in which at most half
 are right, as an expert row.
 
-    python -m tests.e2e.found [seed] [folder]      trains both, and prints their evaluations
+    python -m tests.bench.lessons.found [seed] [folder]      trains both, and prints their evaluations
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Runs that show that models learn, with controls: each prints a table."""
