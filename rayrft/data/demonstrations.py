@@ -233,22 +233,15 @@ def _check(kept: int, skipped: SkippedRows, form: RowFormat, config_key: str, va
         remedy = "fix or delete these lines, or set on_broken to 'skip'"
         raise broken_rows(skipped.broken, kept + len(skipped), remedy, field=config_key, value=value)
     if not kept:
-        raise DataError(
-            f"no usable row (left out: {dict(skipped.counts)})",
-            "check the reasons: they name what these rows lack",
-            field=config_key,
-            value=value,
-        )
+        remedy = "check the reasons: they name what these rows lack"
+        raise DataError(f"no usable row (left out: {dict(skipped.counts)})", remedy, field=config_key, value=value)
 
 
 def _metadata(task: Task, field: str | None, name: str) -> Any:
     if field not in task.metadata:
-        raise DataError(
-            f"tasks have no metadata field {field!r}",
-            f"choose one of {sorted(task.metadata)}",
-            field=f"demonstrations.{name}.wrong_field",
-            value=field,
-        )
+        problem = f"tasks have no metadata field {field!r}"
+        remedy = f"choose one of {sorted(task.metadata)}"
+        raise DataError(problem, remedy, field=f"demonstrations.{name}.wrong_field", value=field)
     return task.metadata[field]
 
 

@@ -23,11 +23,8 @@ def read_gymnasium(config: TaskSourceConfig, field: str) -> list[Task]:
     and seeds that start in the same state, are duplicates, so that held-out tasks differ from those trained on.
     """
     if importlib.util.find_spec("gymnasium") is None:
-        raise DataError(
-            "needs a package that is not installed: gymnasium",
-            "pip install 'rayrft[gymnasium]'",
-            field=f"{field}.source",
-        )
+        remedy = "pip install 'rayrft[gymnasium]'"
+        raise DataError("needs a package that is not installed: gymnasium", remedy, field=f"{field}.source")
     import gymnasium
 
     id, size = str(config.dataset), config.size or 0

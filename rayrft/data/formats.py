@@ -143,12 +143,8 @@ def open_rows(path: Path, field: str) -> RowFiles:
     if path.is_file():
         return RowFiles(path, field, [path])
     if not path.exists():
-        raise DataError(
-            "no such file",
-            "give a JSONL, CSV or Parquet file, a folder of such files, or a saved Hugging Face data set",
-            field=field,
-            value=str(path),
-        )
+        remedy = "give a JSONL, CSV or Parquet file, a folder of such files, or a saved Hugging Face data set"
+        raise DataError("no such file", remedy, field=field, value=str(path))
     if (path / "state.json").is_file():
         return RowFiles(path, field, _saved_files(path, field))
     inside = sorted(path.iterdir())
@@ -156,12 +152,9 @@ def open_rows(path: Path, field: str) -> RowFiles:
         if files := [file for file in inside if kind_of(file) == kind]:
             return RowFiles(path, field, files)
     split = [each.name for each in inside if (each / "state.json").is_file()]
-    raise DataError(
-        f"the folder holds the splits {split} of a data set" if split else "the folder holds no files of rows",
-        f"give one of them: {path / split[0]}" if split else f"files end in {', '.join(ROW_SUFFIXES)}",
-        field=field,
-        value=str(path),
-    )
+    problem = f"the folder holds the splits {split} of a data set" if split else "the folder holds no files of rows"
+    remedy = f"give one of them: {path / split[0]}" if split else f"files end in {', '.join(ROW_SUFFIXES)}"
+    raise DataError(problem, remedy, field=field, value=str(path))
 
 
 def read_rows(path: Path, field: str) -> Generator[tuple[int, Row], None, None]:
@@ -286,12 +279,8 @@ def _saved_files(folder: Path, field: str) -> list[Path]:
         state = json.loads((folder / "state.json").read_text())
         return [folder / file["filename"] for file in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"state.json is not that of a saved data set ({type(error).__name__}: {error})",
-            "save it again with Dataset.save_to_disk",
-            field=field,
-            value=str(folder),
-        ) from None
+        problem = f"state.json is not that of a saved data set ({type(error).__name__}: {error})"
+        raise DataError(problem, "save it again with Dataset.save_to_disk", field=field, value=str(folder)) from None
 
 
 def value_at(row: dict[str, Any], name: str) -> Any:
@@ -337,11 +326,9 @@ def question_of(value: Any, name: str, key: str) -> tuple[str | None, str]:
     roles = [message["role"] for message in messages]
     plain = messages[-1]["content"] and all(len(message) == 2 for message in messages)
     if roles not in (["user"], ["system", "user"]) or not plain:
-        raise DataError(
-            f"the messages of {name!r} ({', '.join(roles)}) are not one question with 'role' and 'content'",
-            "give a message of the user, or one of the system before it; conversations can be demonstrations",
-            field=key,
-        )
+        problem = f"the messages of {name!r} ({', '.join(roles)}) are not one question with 'role' and 'content'"
+        remedy = "give a message of the user, or one of the system before it; conversations can be demonstrations"
+        raise DataError(problem, remedy, field=key)
     return messages[0]["content"] if len(messages) == 2 else None, messages[-1]["content"]
 
 

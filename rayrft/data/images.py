@@ -53,12 +53,9 @@ class ImageReader:
 
         config = AutoConfig.from_pretrained(model)
         if not takes_images(model):
-            raise ModelError(
-                f"the data has images, but a model of type {config.model_type!r} takes none",
-                "give a model of the Qwen-VL family (or model.tiny.vision: true), or tasks without images",
-                field="model",
-                value=model,
-            )
+            problem = f"the data has images, but a model of type {config.model_type!r} takes none"
+            remedy = "give a model of the Qwen-VL family (or model.tiny.vision: true), or tasks without images"
+            raise ModelError(problem, remedy, field="model", value=model)
         try:
             self.processor: Any = AutoProcessor.from_pretrained(model)
         except (OSError, ValueError, ImportError) as error:
@@ -220,10 +217,8 @@ def image_paths(values: Any, base: Path, keep: Path | None = None) -> tuple[str,
         if picture and keep is not None:
             value = keep_image(value, keep)
         if not isinstance(value, str):
-            raise DataError(
-                f"an image is {type(value).__name__}, not a path",
-                "name 'images_folder'" if picture else "give its path",
-            )
+            remedy = "name 'images_folder'" if picture else "give its path"
+            raise DataError(f"an image is {type(value).__name__}, not a path", remedy)
         path = ((base if base.is_dir() else base.parent) / value).absolute()
         if not _is_file(path):
             raise DataError(f"there is no image {str(path)[:200]}", "give paths relative to the file that names them")

@@ -102,9 +102,5 @@ def _invalid(where: str, problem: str) -> DataError:
     first, *others = problem.splitlines()
     near = [line.removeprefix(_CANDIDATES) for line in others if line.startswith(_CANDIDATES)]
     remedy = f"columns of a like name: {near[0]}; text stands in single quotes" if near else ""
-    return DataError(
-        f"not a valid condition: {first}",
-        remedy or "write DuckDB's SQL, such as reward > 0.5 and stop_reason = 'stop'",
-        field="where",
-        value=where,
-    )
+    remedy = remedy or "write DuckDB's SQL, such as reward > 0.5 and stop_reason = 'stop'"
+    return DataError(f"not a valid condition: {first}", remedy, field="where", value=where)

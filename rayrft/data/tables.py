@@ -189,12 +189,8 @@ class TableWriter:
             self._lines.write(line + "\n")
 
     def _failed(self, error: OSError) -> DataError:
-        return DataError(
-            f"cannot be written: {error.strerror or error}",
-            "choose another folder, or free disk space",
-            field="file",
-            value=str(self._path),
-        )
+        remedy = "choose another folder, or free disk space"
+        return DataError(f"cannot be written: {error.strerror or error}", remedy, field="file", value=str(self._path))
 
 
 def _holds_bytes(kind: pa.DataType) -> bool:

@@ -119,11 +119,9 @@ class TaskView:
     def by_difficulty(self) -> np.ndarray:
         """Positions from the easiest task to the hardest, ties by index. Raises DataError if one is unknown."""
         if unknown := int(np.isnan(self.difficulties).sum()):
-            raise DataError(
-                f"{unknown} of {len(self)} tasks have no difficulty",
-                "name a field that holds it, or choose another tasks.sampler",
-                field=f"tasks.sources.{self.source}.difficulty",
-            )
+            problem = f"{unknown} of {len(self)} tasks have no difficulty"
+            remedy = "name a field that holds it, or choose another tasks.sampler"
+            raise DataError(problem, remedy, field=f"tasks.sources.{self.source}.difficulty")
         return np.argsort(self.difficulties, kind="stable")
 
 

@@ -67,20 +67,13 @@ def read_reasoning_gym(config: TaskSourceConfig, field: str) -> list[Task]:
     from reasoning_gym.factory import DATASETS
 
     if config.dataset not in DATASETS:
-        raise DataError(
-            "reasoning-gym has no such data set",
-            nearest(str(config.dataset), DATASETS),
-            field=f"{field}.dataset",
-            value=config.dataset,
-        )
+        remedy = nearest(str(config.dataset), DATASETS)
+        raise DataError("reasoning-gym has no such data set", remedy, field=f"{field}.dataset", value=config.dataset)
     try:
         entries = reasoning_gym.create_dataset(config.dataset, size=config.size, seed=0, **resolved(config.options))
     except (TypeError, AssertionError, ValueError) as error:
-        raise DataError(
-            f"reasoning-gym refuses the options: {error}",
-            "see the dataset's own options in reasoning-gym",
-            field=f"{field}.options",
-        ) from None
+        remedy = "see the dataset's own options in reasoning-gym"
+        raise DataError(f"reasoning-gym refuses the options: {error}", remedy, field=f"{field}.options") from None
     return [
         Task.create(
             f"reasoning_gym/{config.dataset}",
@@ -197,12 +190,9 @@ def _difficulty(values: dict[str, Any], config: TaskSourceConfig, field: str, or
         return None
     difficulty = finite(value_at(values, config.difficulty))
     if difficulty is None:
-        raise DataError(
-            f"{origin} has no number in {config.difficulty!r}",
-            f"name one of the fields {sorted(values)} that holds a number in every row",
-            field=f"{field}.difficulty",
-            value=value_at(values, config.difficulty),
-        )
+        problem = f"{origin} has no number in {config.difficulty!r}"
+        remedy = f"name one of the fields {sorted(values)} that holds a number in every row"
+        raise DataError(problem, remedy, field=f"{field}.difficulty", value=value_at(values, config.difficulty))
     return difficulty
 
 

@@ -50,19 +50,13 @@ class ChatTokenizer:
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError) as error:
-            raise ModelError(
-                f"no tokenizer can be loaded: {str(error).splitlines()[0]}",
-                "give a folder or hub id that transformers.AutoTokenizer loads",
-                field=field,
-                value=str(path),
-            ) from None
+            problem = f"no tokenizer can be loaded: {str(error).splitlines()[0]}"
+            remedy = "give a folder or hub id that transformers.AutoTokenizer loads"
+            raise ModelError(problem, remedy, field=field, value=str(path)) from None
         if self.hf.eos_token_id is None:
-            raise ModelError(
-                "the tokenizer has no EOS token, so no answer could ever end",
-                "set tokenizer.eos_token and save the tokenizer again",
-                field=field,
-                value=str(path),
-            )
+            problem = "the tokenizer has no EOS token, so no answer could ever end"
+            remedy = "set tokenizer.eos_token and save the tokenizer again"
+            raise ModelError(problem, remedy, field=field, value=str(path))
         self._has_own = template is not None and template != TemplateConfig()
         if template is not None and template.file is not None:
             self.hf.chat_template = template.file.read_text(encoding="utf-8")
@@ -338,12 +332,9 @@ class ChatTokenizer:
         return insert_images(messages, len(images)) if images else messages
 
     def _no_template(self, why: str) -> ModelError:
-        return ModelError(
-            f"the tokenizer has no chat template, which {why}",
-            "set tokenizer.chat_template and save the tokenizer again",
-            field="model.path",
-            value=self._path,
-        )
+        problem = f"the tokenizer has no chat template, which {why}"
+        remedy = "set tokenizer.chat_template and save the tokenizer again"
+        return ModelError(problem, remedy, field="model.path", value=self._path)
 
     def _render(
         self,
@@ -357,10 +348,8 @@ class ChatTokenizer:
         Raises DataError if the template rejects the messages, and ModelError if it is not Jinja.
         """
         if tools and not self.takes_tools:
-            raise DataError(
-                "the chat template shows no tools",
-                "describe them in the system message, or give the tokenizer a template that does",
-            )
+            remedy = "describe them in the system message, or give the tokenizer a template that does"
+            raise DataError("the chat template shows no tools", remedy)
         for name in options or ():
             if not self.has_option(name):
                 raise DataError("the chat template has no such variable", field=f"chat_template_kwargs.{name}")

@@ -189,21 +189,15 @@ def _check_columns(operator: Operator[Any], schema: pa.Schema, field: str, befor
         reads.setdefault(operator.group_by, "any")
     for name, wants in reads.items():
         if name not in schema.names:
-            raise ConfigError(
-                f"it needs a column that {before} does not give, which gives {', '.join(schema.names)}",
-                f"name another column, or put an operator before it; {nearest(name, schema.names)}",
-                field=field,
-                value=name,
-            )
+            problem = f"it needs a column that {before} does not give, which gives {', '.join(schema.names)}"
+            remedy = f"name another column, or put an operator before it; {nearest(name, schema.names)}"
+            raise ConfigError(problem, remedy, field=field, value=name)
         column = schema.field(name)
         if not _holds(column, wants):
             kind = "values of JSON of several kinds" if is_json(column) else str(column.type)
-            raise ConfigError(
-                f"it needs a column of {_WORDS[wants]}, and {before} gives {kind}",
-                f"name another column, or put {{name: columns, cast: {{{name}: …}}}} before it",
-                field=field,
-                value=name,
-            )
+            problem = f"it needs a column of {_WORDS[wants]}, and {before} gives {kind}"
+            remedy = f"name another column, or put {{name: columns, cast: {{{name}: …}}}} before it"
+            raise ConfigError(problem, remedy, field=field, value=name)
 
 
 _WORDS: dict[Wants, str] = {"text": "texts", "number": "numbers", "list": "lists", "map": "maps", "any": "values"}

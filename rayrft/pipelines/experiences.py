@@ -63,23 +63,17 @@ def check_experiences(config: RunConfig, model: str | None) -> None:
     links, made = experience_chain(config, model).build(), config.pipelines.made
     makers = [link for link in links if link.operator.kind == "synthesise"]
     if makers and made is None:
-        raise ConfigError(
-            "makes rows, and nothing is said of what becomes of them",
-            "name the demonstrations that they become, which a stage may train on: pipelines.made: found",
-            field=makers[0].field,
-        )
+        remedy = "name the demonstrations that they become, which a stage may train on: pipelines.made: found"
+        raise ConfigError("makes rows, and nothing is said of what becomes of them", remedy, field=makers[0].field)
     if made is not None and not makers:
         remedy = "add one, such as expert_rows, or leave 'made' out"
         raise ConfigError("no operator makes rows", remedy, field="pipelines.made", value=made)
     drawn_by = config.buffer.sampler.score if config.buffer.needs_scores else None
     given = config.mode not in ("both", "explore") or any("priority" in link.operator.writes for link in links)
     if drawn_by == "priority" and not given:
-        raise ConfigError(
-            "no operator on experiences writes a priority",
-            "add a function of your own, of kind 'prioritise', to pipelines.experiences, or use another score",
-            field="buffer.sampler.score",
-            value=drawn_by,
-        )
+        problem = "no operator on experiences writes a priority"
+        remedy = "add a function of your own, of kind 'prioritise', to pipelines.experiences, or use another score"
+        raise ConfigError(problem, remedy, field="buffer.sampler.score", value=drawn_by)
 
 
 def experience_chain(config: RunConfig, model: str | None) -> GroupChain:

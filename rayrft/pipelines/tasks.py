@@ -263,11 +263,9 @@ def decontaminated(splits: TaskSplits, evaluation: Sequence[Task]) -> tuple[Task
     kept, report = _without_evaluation_tasks({"": splits.train, **splits.demonstrated}, evaluation, 3)
     left = {splits.sources[index] for index in kept[""]}
     for source in sorted(set(splits.sources) - left):
-        raise DataError(
-            "every task to train on shows a task of an evaluation set",
-            "give other tasks to train or to evaluate on, or pipelines.decontaminate: false",
-            field=f"tasks.sources.{source}",
-        )
+        problem = "every task to train on shows a task of an evaluation set"
+        remedy = "give other tasks to train or to evaluate on, or pipelines.decontaminate: false"
+        raise DataError(problem, remedy, field=f"tasks.sources.{source}")
     return (
         replace(
             splits,
@@ -332,9 +330,6 @@ def _check_priorities(config: RunConfig) -> None:
     kinds = [getattr(registered.get(each.name, "pipelines.tasks"), "kind", None) for each in operators]
     for number, kind in enumerate(kinds):
         if kind == "prioritise" and "filter" not in kinds[number:]:
-            raise ConfigError(
-                f"writes priorities, which task sampler {config.tasks.sampler!r} does not use",
-                "draw by them, with tasks.sampler: priority, or add a filter after it, such as top_share",
-                field=f"pipelines.tasks.{number}",
-                value=operators[number].name,
-            )
+            problem = f"writes priorities, which task sampler {config.tasks.sampler!r} does not use"
+            remedy = "draw by them, with tasks.sampler: priority, or add a filter after it, such as top_share"
+            raise ConfigError(problem, remedy, field=f"pipelines.tasks.{number}", value=operators[number].name)
