@@ -33,7 +33,7 @@ app = typer.Typer(
 feedback = typer.Typer(no_args_is_help=True, help="What people said of a run's answers, as files.")
 app.add_typer(feedback, name="feedback")
 
-_Store = Annotated[str, typer.Option(help="usual (own rows) or expert/NAME")]
+_Store = Annotated[str, typer.Option(help="usual or expert/NAME")]
 _Where = Annotated[
     str | None, typer.Option(metavar="CONDITION", help="SQL over the columns: reward > 0.5 and stop_reason = 'stop'")
 ]
@@ -237,7 +237,7 @@ def difficulty(
     tries: Annotated[int, typer.Option(min=1, help="answers to each task")] = 8,
     model: Annotated[str | None, typer.Option(help="a folder, an id on the hub, RUN or RUN@WHICH [model.path]")] = None,
 ) -> None:
-    """Measure the pass rate of every task with a run's engines; one that was interrupted goes on where it stopped.
+    """Measure the pass rate of every task with a run's engines. An interrupted command continues when it is run again.
 
     The file is a source of tasks: {source: tasks, path: …}.
     """

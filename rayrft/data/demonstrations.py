@@ -8,7 +8,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -148,7 +148,11 @@ def from_tasks(
     for index, task in enumerate(tasks):
         answer = task.answer
         if index in wrong:
-            answer = as_text(_metadata(task, config.wrong_field, name), str(config.wrong_field))
+            if config.wrong_field not in task.metadata:
+                problem, remedy = "tasks have no such metadata field", f"choose one of {sorted(task.metadata)}"
+                place = f"demonstrations.{name}.wrong_field"
+                raise DataError(problem, remedy, field=place, value=config.wrong_field)
+            answer = as_text(task.metadata[config.wrong_field], config.wrong_field)
         rows.append(demonstrate(f"{name}/{task.id}", task, answer, tokenizer))
     return rows
 
@@ -190,7 +194,7 @@ def hold_out(
     """
     field, pairs = f"demonstrations.{name}.held_out", list(zip(rows[::2], rows[1::2], strict=False))
     if len(rows) % 2 or any(one.pair_id is None or one.pair_id != other.pair_id for one, other in pairs):
-        raise DataError("some rows are no preference pairs", "leave it out", field=field, value=held_out)
+        raise DataError("some rows are not preference pairs", "leave it out", field=field, value=held_out)
     by_prompt: dict[str, list[int]] = {}
     for number, (chosen, _) in enumerate(pairs):
         by_prompt.setdefault(json.dumps([chosen.turns[:-1], chosen.images]), []).append(number)
@@ -235,14 +239,6 @@ def _check(kept: int, skipped: SkippedRows, form: RowFormat, config_key: str, va
     if not kept:
         remedy = "check the reasons: they name what these rows lack"
         raise DataError(f"no usable row (left out: {dict(skipped.counts)})", remedy, field=config_key, value=value)
-
-
-def _metadata(task: Task, field: str | None, name: str) -> Any:
-    if field not in task.metadata:
-        problem = f"tasks have no metadata field {field!r}"
-        remedy = f"choose one of {sorted(task.metadata)}"
-        raise DataError(problem, remedy, field=f"demonstrations.{name}.wrong_field", value=field)
-    return task.metadata[field]
 
 
 def _numbered(dataset: ray.data.Dataset, config_key: str) -> tuple[ray.data.Dataset, int]:

@@ -188,7 +188,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _csv_rows(file: io.BufferedReader, delimiter: str) -> Iterator[tuple[int, Row]]:
-    # What is not UTF-8 shows as a surrogate, which no UTF-8 has; a byte order mark is no part of a name.
+    # Bytes that are not UTF-8 become surrogates, which UTF-8 never has; a byte order mark is not part of a name.
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         names = next(reader, [])
@@ -212,7 +212,7 @@ def _csv_rows(file: io.BufferedReader, delimiter: str) -> Iterator[tuple[int, Ro
 
 
 def _value(text: str) -> str | int | float | None:
-    """Return what a value of CSV stands for; a number's text is that of the file again (007 is no number)."""
+    """Parse a value of CSV. It is a number if the number is written in the same way (007 is a text)."""
     for kind in (int, float):
         try:
             number = kind(text)
@@ -377,7 +377,7 @@ def finite(value: Any) -> float | None:
 def pair_margin(value: Any, field: str) -> float | None:
     """Return a pair's margin, if it has one. Raises DataError unless it is a finite number."""
     if value is not None and finite(value) is None:
-        raise DataError(f"{field!r} is no finite number")
+        raise DataError(f"{field!r} is not a finite number")
     return finite(value)
 
 
@@ -388,7 +388,7 @@ def tool_schemas(value: Any, field: str) -> tuple[dict[str, Any], ...]:
     except ValueError:
         found = value
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise DataError(f"{field!r} is no list of JSON schemas")
+        raise DataError(f"{field!r} is not a list of JSON schemas")
     return tuple(found)
 
 

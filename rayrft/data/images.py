@@ -128,7 +128,7 @@ class ImageReader:
 def keep_image(image: Picture, folder: Path) -> str:
     """Return the path of an image: its own, or that of a file in ``folder``, named by the digest of what it holds.
 
-    Equal images are one file, which appears whole or not at all. Raises DataError if bytes are no image.
+    Equal images are one file, which appears whole or not at all. Raises DataError if bytes are not an image.
     """
     if isinstance(image, str | Path):
         return str(image)
@@ -166,7 +166,7 @@ def _opened(file: str | io.BytesIO) -> Iterator[Image]:
     except Image.DecompressionBombError as error:
         problem = f"an image has more than {_MOST_PIXELS} pixels: {error}"
         raise DataError(problem, "scale it down", field="images", value=value) from None
-    except (OSError, SyntaxError, ValueError) as error:  # also raised for a file that is no image, or truncated
+    except (OSError, SyntaxError, ValueError) as error:  # also raised for a file that is not an image, or is truncated
         raise DataError(f"no image can be read: {error}", remedy, field="images", value=value) from None
 
 
@@ -205,7 +205,7 @@ def image_paths(values: Any, base: Path, keep: Path | None = None) -> tuple[str,
     """Return a row's images as absolute paths; relative ones are relative to the folder ``base``, or that of the file.
 
     Pictures of PIL, and bytes, also in the form of the hub's data sets (``{"bytes": …, "path": …}``), are kept in the
-    folder ``keep``. Raises DataError if a value is no image, the file does not exist, or there is no such folder.
+    folder ``keep``. Raises DataError if a value is not an image, the file does not exist, or ``keep`` is missing.
     """
     if values is None:
         return ()

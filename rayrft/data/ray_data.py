@@ -1,4 +1,4 @@
-"""Ray Data, as it is used here: in order, and without a word about how it goes."""
+"""Ray Data with ordered rows and without progress output."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet_ray_data() -> Iterator[None]:
-    """Datasets that are created inside keep the order of their rows; while they are executed inside, Ray Data tells
-    only errors: its plans and progress say nothing to who starts a run."""
+    """Make datasets that are created inside keep the order of their rows, and Ray Data log errors alone."""
     import ray.data
 
     context = ray.data.DataContext.get_current().copy()

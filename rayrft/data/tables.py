@@ -283,5 +283,5 @@ def _column(rows: list[dict[str, Any]], column: pa.Field) -> pa.Array:
     try:
         return pa.array(values, column.type)
     except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError) as error:
-        problem = f"values are no {column.type}: {str(error).splitlines()[0]}"
-        raise DataError(problem, "give what `rayrft data export` wrote", field=f"column {column.name}") from None
+        problem = f"values are not {column.type}: {str(error).splitlines()[0]}"
+        raise DataError(problem, "give a file that `rayrft data export` wrote", field=f"column {column.name}") from None

@@ -68,7 +68,7 @@ def read_tasks(config: TaskSourceConfig, field: str) -> list[Task]:
         total = len(table.broken) + (table.rows or 0)
         raise broken_rows(table.broken, total, "write the file again", field=place, value=str(path))
     if missing := [name for name in SCHEMA.names if name not in table.schema.names]:
-        problem = f"is no file of tasks that rayrft wrote: it has no column {missing[0]!r}"
+        problem = f"is not a file of tasks that rayrft wrote: it has no column {missing[0]!r}"
         remedy = "read files of your own by source: file"
         raise DataError(problem, remedy, field=place, value=str(path))
     for name in ("question", "answer", "system"):

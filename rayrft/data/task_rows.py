@@ -85,33 +85,29 @@ def _load(config: TaskSourceConfig, field: str) -> dict[str, datasets.Dataset]:
 
 
 _COPY = "give a folder with a copy, or files of its rows (source: file)"
+_REMEDIES = {
+    "gated": "ask for access on its page, and give the token of your account in HF_TOKEN, or by: hf auth login",
+    "doesn't exist on the Hub": f"check its id; if it is private, give a token in HF_TOKEN; or {_COPY}",
+    "scripts are no longer supported": f"name a revision without the script (refs/convert/parquet), or {_COPY}",
+}
+"""What helps, by words of the error: `datasets` has no other mark of the causes."""
 
 
 def _unloadable(error: Exception, config: TaskSourceConfig, field: str) -> DataError:
-    """Return the error of a data set that cannot be loaded, with what helps: `datasets` tells the causes apart by their
-    words alone."""
-    said = " ".join(str(error.__cause__ or error).split())
-    told = " ".join(str(error).split())
-    if isinstance(error, ValueError) and "config" in told.lower():  # several and none named, or an unknown one
-        problem = f"{config.dataset}: {told}"
+    """Return the error of a data set that cannot be loaded, with a remedy for its cause."""
+    message, cause = (" ".join(str(each).split()) for each in (error, error.__cause__ or error))
+    if isinstance(error, ValueError) and "config" in message.lower():  # several and none named, or an unknown one
+        problem = f"{config.dataset}: {message}"
         return DataError(problem, "name one of them", field=f"{field}.config", value=config.config)
     key, value = "dataset", config.dataset
-    if told.startswith("Revision"):
-        key, value, remedy = "revision", config.revision, "name a branch, a tag or a commit of it"
-    elif "gated" in told:
-        said = told
-        remedy = "ask for access on its page, and give the token of your account in HF_TOKEN, or by: hf auth login"
-    elif isinstance(error, ConnectionError):
-        said = told
+    remedy = next((each for words, each in _REMEDIES.items() if words in message), None)
+    if message.startswith("Revision"):
+        key, value, message, remedy = "revision", config.revision, cause, "name a branch, a tag or a commit of it"
+    elif isinstance(error, ConnectionError) and "gated" not in message:
         remedy = f"connect to the network (HF_HUB_OFFLINE unset), load it once into the cache (HF_HOME), or {_COPY}"
-    elif "doesn't exist on the Hub" in told:
-        said = told
-        remedy = f"check its id; if it is private, give a token in HF_TOKEN; or {_COPY}"
-    elif "scripts are no longer supported" in told:
-        said, remedy = told, f"name a revision without the script, if it has one (refs/convert/parquet), or {_COPY}"
-    else:
-        remedy = "give its id on the Hugging Face hub, or a folder with a copy; check its files"
-    return DataError(f"the data set cannot be loaded: {said}", remedy, field=f"{field}.{key}", value=value)
+    elif remedy is None:
+        message, remedy = cause, "give its id on the Hugging Face hub, or a folder with a copy; check its files"
+    return DataError(f"the data set cannot be loaded: {message}", remedy, field=f"{field}.{key}", value=value)
 
 
 def _rows_by_ray(name: str, config: TaskSourceConfig, field: str) -> Generator[tuple[int, Row], None, None]:

@@ -257,9 +257,8 @@ class ChatTokenizer:
         return found
 
     def _known_after(self, ids: list[int], text: str) -> list[int] | None:
-        """Return for each token the number of characters of the text that are whole with it; None if the text is not
-        made of what the tokens are by themselves, but for the bytes of a character, or has some that are none. Then
-        only whole prefixes tell, each of which takes time."""
+        """Return for each token the number of characters of the text that are complete with it. Return None if the text
+        is not the sequence of the decoded tokens, or has incomplete characters: then prefixes must be decoded."""
         if INCOMPLETE in text:
             return None
         known, first, done = list[int](), 0, 0
@@ -422,8 +421,8 @@ class ChatTokenizer:
 def _encode_prompt(tokenizer: ChatTokenizer, shown: bytes, template: str) -> tuple[int, ...]:
     """Return token ids of pickled messages, tools and options up to the start of the assistant's turn, but for images.
 
-    All repeats of a group have one prompt. ``template`` is only part of the cache's key. The cache is no attribute of
-    the tokenizer, which travels between processes.
+    All repeats of a group have one prompt. ``template`` is only part of the cache's key. The cache is not an attribute
+    of the tokenizer, which travels between processes.
     """
     return tuple(tokenizer.tokens(tokenizer._render(*pickle.loads(shown), add_generation_prompt=True)[0]))
 

@@ -109,7 +109,7 @@ def build_chain(
 
 
 def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.RecordBatch, Outcome]:
-    """Apply an operator to a batch and check what it returns; return the rows that go on, made ones last.
+    """Apply an operator to a batch and check its result; return the rows that stay, then the made ones.
 
     Raises OperatorFailed if rows or columns are not those that it was to return; what it raises itself passes through.
     """
@@ -226,7 +226,7 @@ def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
     given = (reason for reason in applied.reasons if reason is not None)
     for reason in (*given, *applied.notes):
         if not isinstance(reason, str):
-            raise _wrong(link, f"it gave {reason!r} as a reason or note, which is no text")
+            raise _wrong(link, f"it gave {reason!r} as a reason or note, which is not a text")
     for what, batch in (("rows", applied.rows), ("made rows", applied.made)):
         if batch is None or batch is rows:
             continue

@@ -1,4 +1,4 @@
-"""What is done with a group of own rows between its reward and the Buffer: from raw to verified rows.
+"""Operators on a group of usual rows between its reward and the Buffer: from raw to verified rows.
 
 A group at a time goes through the operators, in processes that keep them: on the Explorer's node, or in actors on any.
 Rows that stay are verified; those that are left out are counted, by operator and reason; those that are made become
@@ -21,6 +21,7 @@ from rayrft.experience import SCHEMA, Experience, Task, field_values, to_batch
 from rayrft.pipelines.chain import Link
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorLog, OperatorStats
+from rayrft.pipelines.rows import last_answer
 from rayrft.pipelines.run.groups import GroupChain, GroupResult, Operators
 
 EXPERIENCES = pa.schema(
@@ -64,7 +65,7 @@ def check_experiences(config: RunConfig, model: str | None) -> None:
     makers = [link for link in links if link.operator.kind == "synthesise"]
     if makers and made is None:
         remedy = "name the demonstrations that they become, which a stage may train on: pipelines.made: found"
-        raise ConfigError("makes rows, and nothing is said of what becomes of them", remedy, field=makers[0].field)
+        raise ConfigError("makes rows, and pipelines.made is missing", remedy, field=makers[0].field)
     if made is not None and not makers:
         remedy = "add one, such as expert_rows, or leave 'made' out"
         raise ConfigError("no operator makes rows", remedy, field="pipelines.made", value=made)
@@ -120,7 +121,7 @@ class ExperiencePipeline:
         return Verified(kept, left_out, made, problem)
 
     def take_stats(self) -> dict[str, OperatorStats]:
-        """Return what was done since the last call, by operator."""
+        """Return the counts since the last call by operator."""
         return self._log.take()
 
     def _split(self, worked: GroupResult, rows: list[Experience]) -> tuple[list[Experience], pa.RecordBatch | None]:
@@ -145,9 +146,8 @@ class ExperiencePipeline:
 def _seen(task: Task, rows: list[Experience]) -> pa.RecordBatch:
     """Return rows with the columns of `EXPERIENCES`."""
     batch = to_batch(rows)
-    said = [[turn["content"] for turn in row.turns if turn["role"] == "assistant"] for row in rows]
     more = {
-        "response": [each[-1] if each else None for each in said],
+        "response": [last_answer(row.turns) for row in rows],
         **{name: [getattr(task, name)] * len(rows) for name in ("question", "answer", "domain", "difficulty")},
     }
     columns = [

@@ -22,7 +22,7 @@ from rayrft.pipelines.experiences import EXPERIENCES
 from rayrft.pipelines.operator import Context, build_operator
 from rayrft.pipelines.operators.batches import BATCHES
 from rayrft.pipelines.report import Report
-from rayrft.pipelines.rows import Ids, id_column, lineage
+from rayrft.pipelines.rows import Ids, id_column, last_answer, lineage
 from rayrft.pipelines.run.models import OpenModels
 from rayrft.pipelines.run.process import Pipeline, Progress
 from rayrft.pipelines.subjects import is_experience
@@ -49,8 +49,8 @@ def process(
     models: OpenModels | None = None,
     tasks: Mapping[str, Task] | None = None,
 ) -> Processed:
-    """Send the rows of all sources, one after another, through the operators of a pipeline, and write what goes on to
-    ``out`` (JSONL or Parquet), which appears when all is done.
+    """Send the rows of all sources, one after another, through the operators of a pipeline, and write what is left
+    to ``out`` (JSONL or Parquet), which appears when all is done.
 
     ``left_out`` is a JSONL file to write to: what was left out, by which operator and why, and which rows are broken.
     ``models`` opens the models that operators ask. Of experiences they see what they would in a run, too, which is not
@@ -152,7 +152,7 @@ class _RunColumns:
     def _values(self, name: str, batch: pa.RecordBatch, first: int) -> Sequence[Any]:
         match name:
             case "response":
-                return [_response(turns or ()) for turns in batch.column("turns").to_pylist(maps_as_pydicts="lossy")]
+                return [last_answer(turns) for turns in batch.column("turns").to_pylist(maps_as_pydicts="lossy")]
             case "place":
                 return range(first, first + batch.num_rows)
             case "step":
@@ -164,12 +164,6 @@ class _RunColumns:
             case "weight":
                 return [1.0] * batch.num_rows
         return [getattr(self._tasks.get(task), name, None) for task in batch.column("task_id").to_pylist()]
-
-
-def _response(turns: Sequence[Mapping[str, str]]) -> str | None:
-    """Return the model's last answer."""
-    said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    return said[-1] if said else None
 
 
 def _common(sources: Sequence[RowSource]) -> pa.Schema:

@@ -1,7 +1,7 @@
-"""What an operator is: a small class over Arrow batches, or a plain function of a row, under a name.
+"""The interface of operators: a small class over Arrow batches, or a plain function of a row, under a name.
 
-What an operator does with rows depends on these rows and its options alone, so that the same rows give the same result
-again, in whatever batches and processes. Where chance is wanted, it is drawn by the row's id (`rows.seeded`).
+The result of an operator depends on the rows and its options alone, so that the same rows give the same result again,
+in any batches and processes. Random numbers are drawn by the row's id (`rows.seeded`).
 """
 
 from __future__ import annotations
@@ -296,15 +296,15 @@ def with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordB
 
 
 def build_operator(config: OperatorConfig, field: str, context: Context) -> Operator[Any]:
-    """Build an operator from its config, at this key. Raises ConfigError if there is none of the name, or an option is
-    unknown or wrong."""
+    """Build an operator from its config, at this key. Raises ConfigError if the name or an option is unknown, or an
+    option is wrong."""
     made = operators.get(config.name, f"{field}.name")
     if inspect.isfunction(made):  # named by module and attribute
         registered = (operators.get(name) for name in operators)
         made = next((each for each in registered if getattr(each, "function", None) is made), made)
     if not (inspect.isclass(made) and issubclass(made, Operator)):
         raise ConfigError(
-            "is no operator", "decorate it with register_operator", field=f"{field}.name", value=config.name
+            "is not an operator", "decorate it with register_operator", field=f"{field}.name", value=config.name
         )
     try:
         options = made.Options.model_validate(config.options)

@@ -163,7 +163,7 @@ class OperatorLog:
                 raise self.wrong(f"column {name!r} of a row is another one after the operators")
 
     def take(self) -> dict[str, OperatorStats]:
-        """Return what was done since the last call, by operator; one of a name that is there again has a number."""
+        """Return the counts since the last call by operator; a second operator of one name has a number behind it."""
         seen, taken = Counter[str](), dict[str, OperatorStats]()
         for link, stats in zip(self._links, self._stats, strict=True):
             seen[link.name] += 1

@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -106,6 +106,22 @@ def grouped(names: Iterable[Any]) -> list[list[int]]:
     for index, name in enumerate(names):
         found.setdefault(object() if name is None else name, []).append(index)
     return list(found.values())
+
+
+def of_groups(rows: pa.RecordBatch, by: str, column: str, compute: Callable[[np.ndarray], float]) -> np.ndarray:
+    """Return for each row what is computed from the known numbers ``column`` of its group; NaN if there are none."""
+    values, found = numbers(rows, column), np.full(rows.num_rows, np.nan)
+    for indices in groups(rows, by):
+        known = values[indices][~np.isnan(values[indices])]
+        if len(known):
+            found[indices] = compute(known)
+    return found
+
+
+def last_answer(turns: Iterable[Mapping[str, Any]] | None) -> str | None:
+    """Return the last message of the assistant, if there is one."""
+    answers = [turn["content"] for turn in turns or () if turn.get("role") == "assistant"]
+    return answers[-1] if answers else None
 
 
 def share_of(share: float, count: int) -> int:

@@ -39,7 +39,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     ),
     "tools that are no list": (
         '{"prompt": "p", "response": "r", "tools": "all"}',
-        "'tools' is no list of JSON schemas",
+        "'tools' is not a list of JSON schemas",
     ),
     "tools for a template without": ('{"prompt": "p", "response": "r", "tools": [{}]}', "shows no tools"),
     "no question": ('{"messages": [{"role": "assistant", "content": "a"}]}', "begins with the assistant"),
@@ -48,11 +48,11 @@ BROKEN: dict[str, tuple[str, str]] = {
     "a pair of the same": ('{"prompt": "p", "chosen": "a", "rejected": "a"}', "'chosen' and 'rejected' are the same"),
     "a margin that is no number": (
         '{"prompt": "p", "chosen": "a", "rejected": "b", "margin": "wide"}',
-        "'margin' is no finite number",
+        "'margin' is not a finite number",
     ),
     "an endless margin": (
         '{"prompt": "p", "chosen": "a", "rejected": "b", "margin": NaN}',
-        "'margin' is no finite number",
+        "'margin' is not a finite number",
     ),
     "a pair without prompt": ('{"chosen": "a", "rejected": "b"}', "needs text or messages in 'prompt'"),
 }

@@ -285,5 +285,5 @@ def test_holding_out_all_pairs_is_refused(prompts: list[str], wanted: float) -> 
 def test_rows_that_are_no_pairs_cannot_be_held_out() -> None:
     rows = some_pairs(["a", "b"])
     for wrong in (rows[:3], [*rows[:2], replace(rows[2], pair_id=None), replace(rows[3], pair_id=None)], rows[1:3]):
-        with pytest.raises(DataError, match="no preference pairs", check=about("demonstrations.gold.held_out")):
+        with pytest.raises(DataError, match="not preference pairs", check=about("demonstrations.gold.held_out")):
             hold_out("gold", wrong, 1, seed=0)

@@ -56,7 +56,7 @@ def test_a_paraphrase_is_kept_if_enough_tries_reach_the_old_answer() -> None:
     assert [row["question"] for row in found] == ["What is 2 + 3?", "What is 4 + 4?", "Add 2 and 3."]
     made = found[-1]
     assert (made["answer"], made["level"]) == ("5", "easy")
-    assert lineage(made).parents == (found[0]["id"],) and lineage(made).made_by == "paraphrase/1"
+    assert lineage(made).parents == (found[0]["id"],) and lineage(made).made_by == "paraphrase/2"
     assert report.made == 1 and report.notes == {"its answer is not reached": 1}
     assert re.fullmatch(r"its answer is not reached: [1-7] of 8 tries", report.noted[0])
     asked = [messages for messages, _, _ in models["solver"].asked]

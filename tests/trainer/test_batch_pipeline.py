@@ -286,7 +286,7 @@ def test_a_row_on_which_an_operator_raises_is_left_out_and_told(buffer: LocalBuf
     [
         ({"name": "best_against_worst"}, "makes rows"),
         ({"name": "mask_turns", "turns": [0], "where": "rewad > 0"}, "not a valid condition"),
-        ({"name": "reweight", "by": -1.0}, "is no factor"),
+        ({"name": "reweight", "by": -1.0}, "is not a factor"),
         ({"name": "reweight", "by": "nothing"}, "needs a column"),
         ({"name": "rebalance", "expert_share": 1.0}, "less than 1"),
         ({"name": "says_other_ids"}, "what was sampled"),

@@ -39,9 +39,8 @@ class RebalanceOptions(Section):
 
 @register_operator("rebalance")
 class Rebalance(Operator[RebalanceOptions]):
-    """Leave out own or expert rows, whichever are too many, until expert rows have their share. Which ones is drawn by
-    the step. A batch with one kind alone stays as it is; an own row that is left out still counts in its group's
-    advantages."""
+    """Leave out usual or expert rows, drawn by the step, until expert rows have their share. A batch with one kind
+    stays as it is. A usual row that is left out still counts in its group's advantages."""
 
     kind = "filter"
     scope = "all"
@@ -55,13 +54,13 @@ class Rebalance(Operator[RebalanceOptions]):
 
     def prepare(self) -> None:
         self._places = defaultdict[int, tuple[list[int], list[int]]](lambda: ([], []))
-        """Of own and of expert rows, by step: a file may have the batches of several."""
+        """Of usual and of expert rows, by step: a file may have the batches of several."""
         self._gone = set[int]()
 
     def observe(self, rows: pa.RecordBatch) -> None:
         trained = rows.column("trained").to_pylist()
         if rows.column("pair_id").null_count < rows.num_rows:
-            raise ValueError("the batch has preference pairs, which are no expert rows to imitate")
+            raise ValueError("the batch has preference pairs, which are not expert rows to imitate")
         columns = (rows.column(name).to_pylist() for name in ("step", "place", "source"))
         for (step, place, source), is_trained in zip(zip(*columns, strict=True), trained, strict=True):
             if is_trained:
@@ -158,7 +157,7 @@ class ReweightOptions(Conditional):
     @model_validator(mode="after")
     def _no_sign(self) -> ReweightOptions:
         if isinstance(self.by, float) and not 0 <= self.by < float("inf"):
-            raise invalid("by", "is no factor", value=self.by, remedy="give a number from 0 on")
+            raise invalid("by", "is not a factor", value=self.by, remedy="give a number from 0 on")
         return self
 
 

@@ -28,7 +28,7 @@ from rayrft.pipelines.operator import (
     is_text,
     register_operator,
 )
-from rayrft.pipelines.rows import FORMULA, groups, map_texts, numbers, texts, with_numbers
+from rayrft.pipelines.rows import FORMULA, map_texts, of_groups, texts, with_numbers
 
 
 class Columns(Section):
@@ -83,7 +83,7 @@ _SPACES = re.compile("[\t\u00a0\u1680\u2000-\u200a\u202f\u205f]")
 _LINES = re.compile("\r\n|[\r\u0085\u2028\u2029]")
 _TRAILING = re.compile(r"(?<! ) +(?=\n|$)")
 _ODD = re.compile(r"[^\n -~]| \n|\n\n\n|\A\n|[ \n]\Z")
-"""What any of these changes has one of."""
+"""Every text that one of these patterns changes has a match."""
 _BLANK_LINES = re.compile(r"\n{3,}")
 
 
@@ -113,7 +113,7 @@ _DROPPED = {
     "style": re.compile(r"</style\s*>", re.IGNORECASE),
     "!--": re.compile("-->"),
 }
-"""What ends that which is dropped as a whole, by what begins it."""
+"""The end of each element that is dropped as a whole, by its beginning."""
 _DROPPED_FROM = re.compile(r"<(?:(script|style)\b[^<>]*>|!--)", re.IGNORECASE)
 _BREAK = re.compile(r"<(?:br\s*(?:/\s*)?|/(?:p|div|li|tr|h[1-6]|blockquote|table|ul|ol|section)\s*)>", re.IGNORECASE)
 _ENTITY = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|(\w+));")
@@ -124,8 +124,8 @@ _TAG = re.compile(
 
 @register_operator("strip_markup")
 class StripMarkup(TextCleaner[Columns]):
-    """Remove HTML: tags of HTML by name, scripts, styles and comments; entities become their characters. What is no
-    tag of HTML stays, such as a < b and c > d, <think>, or List<int>."""
+    """Remove HTML: tags of HTML by name, scripts, styles and comments; entities become their characters. Other signs
+    stay, such as a < b and c > d, <think>, or List<int>."""
 
     def change(self, text: str) -> str:
         if "<" in text:
@@ -149,7 +149,7 @@ def _without_dropped(text: str) -> str:
 
 
 def _character(entity: re.Match[str]) -> str:
-    """Return what an entity of HTML stands for. `html.unescape` alone also takes the &deg of &degree; for one."""
+    """Return the character of an entity of HTML. `html.unescape` alone would also replace the &deg of &degree;."""
     known = entity[1] is None or f"{entity[1]};" in html.entities.html5
     return html.unescape(entity[0]) if known else entity[0]
 
@@ -238,7 +238,7 @@ class LanguageOptions(OneColumn):
     keep: tuple[str, ...] = Field(("en",), min_length=1)
     """ISO 639-1 codes."""
     among: tuple[str, ...] = ("en", "zh", "es", "fr", "de", "ru", "ja", "ko", "pt", "it", "ar", "hi")
-    """The languages that are told apart: fewer are faster and surer."""
+    """The languages to distinguish: fewer are faster and surer."""
     min_confidence: float = Field(0.5, ge=0, le=1)
     """A text is left out if its most probable language is another one with at least this probability."""
     min_letters: int = Field(20, ge=1)
@@ -247,7 +247,7 @@ class LanguageOptions(OneColumn):
     @model_validator(mode="after")
     def _known(self) -> LanguageOptions:
         if len(set(self.keep) | set(self.among)) < 2:
-            raise invalid("among", "one language cannot be told apart", remedy="name those that may come up")
+            raise invalid("among", "one language cannot be distinguished", remedy="name those that may come up")
         return self
 
 
@@ -256,7 +256,7 @@ _FORMULA = re.compile(rf"{FORMULA}|[^\W\d_]?\d\w*", re.DOTALL)
 
 @register_operator("language")
 class Language(TextFilter[LanguageOptions]):
-    """Leave out texts in other languages, which lingua tells apart, by their letters outside formulas.
+    """Leave out texts in other languages, which lingua detects by their letters outside formulas.
 
     Needs the extra ``data`` of rayrft.
     """
@@ -384,10 +384,8 @@ class PassRate(Operator[PassRateOptions]):
     writes: ClassVar[Mapping[str, pa.DataType]] = {"pass_rate": pa.float64()}
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        rewards = numbers(rows, self.options.reward)
-        rates = np.full(rows.num_rows, np.nan)
-        for indices in groups(rows, self.options.by):
-            known = rewards[indices][~np.isnan(rewards[indices])]
-            if len(known):
-                rates[indices] = np.mean([not reaches(self.options.right, each) for each in known])
+        def rate(rewards: np.ndarray) -> float:
+            return float(np.mean([not reaches(self.options.right, each) for each in rewards]))
+
+        rates = of_groups(rows, self.options.by, self.options.reward, rate)
         return Applied(with_numbers(rows, "pass_rate", rates, pa.float64()))

@@ -19,7 +19,7 @@ _TYPES = {"text": pa.string(), "number": pa.float64(), "integer": pa.int64(), "b
 
 
 class ColumnsOptions(Section):
-    """Options of `ChangeColumns`, applied in this order."""
+    """Changes of columns, applied in this order."""
 
     rename: dict[str, str] = Field(default_factory=dict)
     """New names by old ones. ``reward_model.ground_truth`` and ``prompt.0.content`` name values within a column, which

@@ -41,7 +41,7 @@ class DecontaminateOptions(Section):
     ngram: int = Field(13, ge=_SHORTEST)
     """So many words in a row that an evaluation task has, too, are a hit (Brown et al. 2020, appendix C)."""
     common: int = Field(10, ge=1)
-    """n-grams of more different rows, or of more evaluation tasks, are no evidence: they belong to a template. In a
+    """n-grams of more different rows, or of more evaluation tasks, are not evidence: they belong to a template. In a
     small set, so are those of more than a tenth of its rows, if these are more than two."""
 
 

@@ -79,17 +79,9 @@ class ExactDuplicates(_FirstOfEach[Columns]):
         self._digests.append(bytes(made))
 
     def _roots(self) -> np.ndarray:
-        digests = np.frombuffer(b"".join(self._digests), dtype="V16")
-        order = np.argsort(digests.view("u8").reshape(-1, 2)[:, 0], kind="stable") if len(digests) else np.empty(0, int)
-        root = np.arange(len(digests))
-        ordered = digests[order]
-        first = 0
-        for place in range(1, len(order)):
-            if ordered[place] == ordered[first]:
-                root[order[place]] = order[first]
-            else:
-                first = place
-        return root
+        digests = np.frombuffer(b"".join(self._digests), "S16")
+        _, first, group = np.unique(digests, return_index=True, return_inverse=True)
+        return first[group]
 
 
 class NearOptions(Columns):

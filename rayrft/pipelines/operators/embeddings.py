@@ -34,7 +34,7 @@ class EmbeddingOptions(Section):
 
 
 class Embedder:
-    """Embeds texts. Raises ConfigError if there is no model to do so."""
+    """Embeds texts. Raises ConfigError if no model is given."""
 
     def __init__(self, options: EmbeddingOptions, context: Context) -> None:
         self._options = options

@@ -223,7 +223,7 @@ class FormatOptions(OneColumn):
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise invalid("pattern", f"is no regular expression: {error}", value=self.pattern) from None
+            raise invalid("pattern", f"is not a regular expression: {error}", value=self.pattern) from None
         return self
 
 

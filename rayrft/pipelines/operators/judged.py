@@ -22,7 +22,7 @@ from rayrft.rewards.judge import Judge
 
 
 class JudgedOptions(Section):
-    """Options of `Judged`. Those of the judge are as for reward `judge`."""
+    """The options of the judge are those of reward `judge`."""
 
     model: ModelName
     """The judge, by the name of a model that can be asked."""

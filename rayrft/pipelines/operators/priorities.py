@@ -22,7 +22,7 @@ from rayrft.pipelines.operator import (
     register_operator,
 )
 from rayrft.pipelines.operators import hashing
-from rayrft.pipelines.rows import groups, numbers, with_numbers
+from rayrft.pipelines.rows import numbers, of_groups, with_numbers
 
 PRIORITY = {"priority": pa.float32()}
 
@@ -75,13 +75,7 @@ class RewardDeviation(PriorityOperator[DeviationOptions]):
     scope = "group"
 
     def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
-        rewards = numbers(rows, self.options.reward)
-        values = np.full(rows.num_rows, np.nan)
-        for indices in groups(rows, self.options.by):
-            known = rewards[indices][~np.isnan(rewards[indices])]
-            if len(known):
-                values[indices] = np.std(known)
-        return values
+        return of_groups(rows, self.options.by, self.options.reward, lambda rewards: float(np.std(rewards)))
 
 
 class HumanOptions(Section):

@@ -18,8 +18,6 @@ from rayrft.rewards.judge import cut, last_object, tagged
 
 
 class RewriteOptions(SolverOptions):
-    """Options of `Paraphrase` and `Variations`."""
-
     count: int = Field(1, ge=1)
     """Tasks to make of one, at most: so many are asked for, and those that hold are kept."""
     solver: Annotated[str | None, Asks()] = None
@@ -28,7 +26,7 @@ class RewriteOptions(SolverOptions):
     least: int = Field(2, ge=1)
     """A task is kept if so many of the solver's tries reach its answer."""
     instructions: str | None = None
-    """Replaces what the writer is told to do."""
+    """Replaces the writer's instructions."""
 
     @model_validator(mode="after")
     def _reachable(self) -> RewriteOptions:
@@ -53,9 +51,9 @@ class _Proposal:
 
 
 class _Rewriting(SolvingOperator[RewriteOptions]):
-    """Makes tasks of others. Subclasses say what the model is told, and which texts it gives."""
+    """Makes tasks of others. A subclass sets the instructions of the model, and the texts of its reply."""
 
-    told: ClassVar[str]
+    rules: ClassVar[str]
     gives: ClassVar[tuple[str, ...]]
 
     def check(self, schema: pa.Schema) -> None:
@@ -93,7 +91,7 @@ class _Rewriting(SolvingOperator[RewriteOptions]):
         task, longest = subject.task, self.options.longest
         mark, shown = tagged([("question", cut(task.question, longest)), ("answer", cut(task.answer, longest))])
         reply = "{" + ", ".join(f'"{name}": "…"' for name in self.gives) + "}"
-        rules = f"{self.options.instructions or self.told}\n\n{_IS_DATA.format(mark=mark, reply=reply)}"
+        rules = f"{self.options.instructions or self.rules}\n\n{_IS_DATA.format(mark=mark, reply=reply)}"
         messages = [{"role": "system", "content": rules}, {"role": "user", "content": shown}]
         schema = {
             "type": "object",
@@ -133,7 +131,7 @@ def _plain(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-_PARAPHRASE = """Write the question between tags anew: with other words and another order of sentences, so that it asks
+_PARAPHRASE = """Rewrite the question between tags: with other words and another order of sentences, so that it asks
 for exactly the same. Keep every number, unit, name of a quantity and condition, add none, and give neither the answer
 nor a hint. The answer between tags must be that of your question, too."""
 
@@ -147,15 +145,16 @@ class Paraphrase(_Rewriting):
     """Make tasks that ask the same in other words, with the same answer. One is kept if a model that is asked it
     reaches this answer, by the reward, in enough tries."""
 
-    told = _PARAPHRASE
+    version = "2"
+    rules = _PARAPHRASE
     gives = ("question",)
 
 
 @register_operator("variations")
 class Variations(_Rewriting):
     """Make tasks of the same kind, with answers of their own. One is kept if a model that is asked it reaches the
-    answer of the writer, by the reward, in enough tries. With another model as the solver two agree; with the same one
-    it agrees with itself, and may be wrong all the same."""
+    answer of the writer, by the reward, in enough tries. With another model as the solver two models agree; the same
+    model may agree with its own error."""
 
-    told = _VARIATION
+    rules = _VARIATION
     gives = ("question", "solution", "answer")

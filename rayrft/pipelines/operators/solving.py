@@ -34,7 +34,7 @@ from rayrft.rewards.judge import Messages, cut, tagged
 
 
 class SolverOptions(SubjectOptions):
-    """Options of operators that let a model answer tasks."""
+    """How a model answers tasks."""
 
     model: ModelName
     """The one that writes, by the name of a model that can be asked."""
@@ -97,7 +97,7 @@ class SolvingOperator(AskingOperator[S]):
     async def ask(
         self, model: str, seed: int, messages: Messages, json_schema: Mapping[str, Any] | None = None
     ) -> tuple[str, str | None]:
-        """Return what a model says, without what it thought, and the problem if it said nothing."""
+        """Return a model's answer without its reasoning, or an empty text and the problem."""
         sampling = {"temperature": self.options.temperature, "max_tokens": self.options.max_tokens}
         chat = RemoteChat(model, seed)
         try:
@@ -109,15 +109,15 @@ class SolvingOperator(AskingOperator[S]):
     def asked(self, task: Task, system: str = "") -> Messages:
         """Return the conversation in which a model is asked a task, with a further text of the system before it."""
         *before, question = task.messages
-        told = "\n\n".join([message["content"] for message in before] + [system] * bool(system))
+        rules = "\n\n".join([message["content"] for message in before] + [system] * bool(system))
         asked = {**question, "content": question["content"] + self.options.suffix}
-        return [{"role": "system", "content": told}, asked] if told else [asked]
+        return [{"role": "system", "content": rules}, asked] if rules else [asked]
 
-    def shown(self, task: Task, told: str, rule: str, parts: list[tuple[str, str]]) -> tuple[str, Messages]:
+    def shown(self, task: Task, instructions: str, rule: str, parts: list[tuple[str, str]]) -> tuple[str, Messages]:
         """Return the conversation in which a model is asked a task and shown texts between tags, by what they are, and
         the mark of the tags, which the ``rule`` on them names."""
         mark, shown = tagged(parts)
-        return mark, self.asked(task, f"{told}\n\n{rule.format(mark=mark)}\n\n{shown}")
+        return mark, self.asked(task, f"{instructions}\n\n{rule.format(mark=mark)}\n\n{shown}")
 
 
 def first_problem(attempts: Sequence[Attempt]) -> str | None:
@@ -125,13 +125,13 @@ def first_problem(attempts: Sequence[Attempt]) -> str | None:
 
 
 class FoundOptions(SolverOptions):
-    """Options of operators that store the answers they find."""
+    """How answers are found and stored."""
 
     response: str = "response"
     """Column for the answer; with ``{prompt: question, response: response}`` such a file is demonstrations."""
     tries: int = Field(4, ge=1)
     keep: bool = False
-    """Whether rows that others are made of, or that none could be made of, go on, too."""
+    """Whether rows stay from which others are made, or none could be made."""
     least_words: int = Field(8, ge=1)
     """Shorter answers are not stored, right or not: they show no way."""
 
@@ -225,7 +225,7 @@ class SolutionOperator(SolvingOperator[F]):
 
 
 def answer_of(text: str) -> str:
-    """Return what is stored of an answer: not what a model thought before it."""
+    """Return the part of an answer that is stored: without the reasoning before it."""
     return split_reasoning(text)[1].strip()
 
 
@@ -242,7 +242,7 @@ class HintedOptions(FoundOptions):
     """Column that tells groups apart whose rows are of one task, such as ``group_id`` of experiences: rows are made of
     the group's first one, and the group's rewards say whether the task is hard, beside the tries."""
     instructions: str | None = None
-    """Replaces what the model is told of the hint."""
+    """Replaces the model's instructions on the hint."""
 
 
 _HINT = """Between the tags below is a hint. Use it to find the solution, and write the solution as if you had found it
@@ -307,14 +307,14 @@ def _plain(text: str) -> str:
 
 
 class CorrectedOptions(FoundOptions):
-    """Options of `CorrectedAnswers`. Answers in column ``response`` are those to correct."""
+    """Answers to correct are in column ``response``."""
 
     show_answer: bool = False
     """Whether the model is shown the right answer, too."""
     per_answer: int = Field(1, ge=1)
     """Rows to make of a wrong answer, at most: the shortest ones."""
     instructions: str | None = None
-    """Replaces what the model is told of its work."""
+    """Replaces the model's instructions."""
 
 
 _CORRECT = """The question below was answered wrongly; the wrong answer and the verdict on it are between tags. Find out
@@ -332,7 +332,7 @@ _REFERS = re.compile(
 @register_operator("corrected_answers")
 class CorrectedAnswers(SolutionOperator[CorrectedOptions]):
     """Make expert rows of wrong answers: the model is shown the answer and the reward's verdict, and what it answers
-    then is checked by the reward, and stored with the question alone. Right answers go on as they are."""
+    then is checked by the reward, and stored with the question alone. Rows with right answers stay."""
 
     def check(self, schema: pa.Schema) -> None:
         super().check(schema)

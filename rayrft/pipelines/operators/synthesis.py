@@ -38,7 +38,7 @@ class VariationOptions(Section):
 @register_operator("numeric_variation")
 class NumericVariation(Operator[VariationOptions]):
     """Make worked problems with other numbers. Numbers of the question that its calculations use once, and only there,
-    are drawn anew; the solution is calculated again, and checked: the original one must come out of the same
+    are replaced at random; the solution is calculated again, and checked: the original one must come out of the same
     calculation, every new one must be true as it is written, positive where the original is, and have no more decimals.
 
     Numbers that might mean something else, such as 2 (half, twice), 7 (a week) or 100 (per cent), stay. A problem of
@@ -188,7 +188,7 @@ def _evaluated(node: ast.expr, source: str) -> Fraction:
         return -_evaluated(node.operand, source)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         return _OPERATIONS[type(node.op)](_evaluated(node.left, source), _evaluated(node.right, source))
-    raise ValueError(f"{type(node).__name__} is no calculation")
+    raise ValueError(f"{type(node).__name__} is not a calculation")
 
 
 def _value(printed: str) -> Fraction:
@@ -213,7 +213,7 @@ def _like(printed: str, values: Mapping[Fraction, Fraction]) -> str:
 
 class GroupOptions(Section):
     keep: bool = False
-    """Whether the rows of the groups go on, too."""
+    """Whether the rows of the groups stay."""
 
 
 G = TypeVar("G", bound=GroupOptions)
