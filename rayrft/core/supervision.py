@@ -14,8 +14,6 @@ from rayrft.runtime.waits import Wait, WaitReport, Waits
 
 _POLLS = 3
 """Polls per ``patience_s``, besides those at which a wait is due."""
-_LOADING = 4
-"""Multiple of ``patience_s`` after which a wait for an actor that is being started is noted."""
 
 
 class StallMonitor:
@@ -45,7 +43,7 @@ class StallMonitor:
         self.overdue: list[str] = []
         """Overdue waits, one line per wait."""
         self.starting = False
-        """Whether the actors load libraries and models, in which they do not answer: notes come later."""
+        """Whether the actors load libraries and models: they may not answer then, and a note says what is loading."""
 
     async def watch(self) -> None:
         """Note overdue waits. Raises Stalled at a wait without progress for ``stall_s``, and StorageError if a note
@@ -67,8 +65,11 @@ class StallMonitor:
         self._next_note = {key: self._next_note[key] for key in map(_key, late) if key in self._next_note}
         if news := [wait for wait in late if wait.quiet_s >= self._due(wait)]:
             self._next_note.update({_key(wait): 2 * wait.quiet_s for wait in news})
-            text = "; ".join(map(describe, news))
-            await self._note(f"no progress: {text}", waiting=[asdict(wait) for wait in news])
+            text = f"no progress: {'; '.join(map(describe, news))}"
+            if self.starting:
+                phases = dict.fromkeys(f"{wait.target} ({wait.what})" for wait in news)
+                text = f"still starting after {max(wait.quiet_s for wait in news):.0f} s: {', '.join(phases)}"
+            await self._note(text, waiting=[asdict(wait) for wait in news])
         # A lease has the same deadline, and its error says more: it comes first.
         if stalled := [wait for wait in late if wait.quiet_s >= self._stall + self._patience]:
             problem = f"no progress: {describe(stalled[0])}"
@@ -102,8 +103,7 @@ class StallMonitor:
                 return None
 
     def _due(self, wait: Wait) -> float:
-        first = self._patience * (_LOADING if self.starting else 1)
-        return self._next_note.get(_key(wait), first)
+        return self._next_note.get(_key(wait), self._patience)
 
 
 def quiet_waits(own: Iterable[WaitReport], parts: Mapping[str, WaitReport]) -> list[Wait]:
