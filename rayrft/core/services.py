@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rayrft.config import PipelineConfig, RunConfig, load_config, load_run_config
 from rayrft.config.auxiliary import AuxiliaryConfig
@@ -31,11 +30,8 @@ from rayrft.pipelines import Context
 from rayrft.pipelines.run.models import AskedModel, Engines, OpenModels, open_models
 from rayrft.pipelines.tasks import load_processed
 from rayrft.rewards.checks import check_reward
-from rayrft.runtime.handle import Handle, end
+from rayrft.runtime.handle import Handle, Watched, end
 from rayrft.runtime.serving import key_digest
-
-if TYPE_CHECKING:
-    from rayrft.runtime.serving.applications import Anchor
 
 _START_S = 1800.0
 """Seconds in which engines of pipelines load their models."""
@@ -50,7 +46,7 @@ class OpenService:
     """
 
     url: str
-    anchor: Handle[Anchor]
+    anchor: Handle[Watched]
     closing: contextlib.ExitStack
     key_file: Path | None = None
 

@@ -193,7 +193,11 @@ class ChatMessage(_Body):
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form that is compared, without what clients may add or leave out."""
-        calls = [_plain_call(call) for call in self.tool_calls]
+        # Arguments are objects here, so that equal ones are equal.
+        calls = [
+            {"id": call.get("id"), "function": {"name": call["function"]["name"], "arguments": _arguments(call)}}
+            for call in self.tool_calls
+        ]
         fields = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
         return {"role": self.role, "content": self.text, **{key: value for key, value in fields.items() if value}}
 
@@ -293,11 +297,6 @@ def _nested(tool: Any) -> Any:
         raise UnsupportedParameter("tools", "has an entry that is not a function")
     fields = {key: value for key, value in tool.items() if key not in ("type", "strict") and value is not None}
     return {"type": "function", "function": fields}
-
-
-def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object, so that equal ones are equal."""
-    return {"id": call.get("id"), "function": {"name": call["function"]["name"], "arguments": _arguments(call)}}
 
 
 def _arguments(call: dict[str, Any]) -> Any:

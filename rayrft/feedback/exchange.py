@@ -11,11 +11,11 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -34,10 +34,8 @@ from rayrft.feedback.judgements import (
 from rayrft.feedback.run_rows import read_shown
 from rayrft.files import atomic_file
 
-Trainable = Literal["pairs", "answers", "labelled", "scores"]
-Tool = Literal["argilla", "label_studio"]
-FORMATS = (*get_args(Trainable), *get_args(Tool))
-TOOLS = get_args(Tool)
+TOOLS = ("argilla", "label_studio")
+FORMATS = ("pairs", "answers", "labelled", "scores", *TOOLS)
 Row = dict[str, Any]
 _USERS = uuid.uuid5(uuid.NAMESPACE_URL, "rayrft:feedback")
 
@@ -61,20 +59,18 @@ def write_feedback(judgements: Judgements, answers: dict[str, ShownAnswer], path
     if form not in FORMATS:
         raise DataError("no such format", f"one of {', '.join(FORMATS)}", field="format", value=form)
     there = [each for each in judgements.all.values() if all(row in answers for row in each.rows)]
-    write: dict[str, Callable[[], Iterable[Row]]] = {
-        "pairs": lambda: _pairs(there, answers),
-        "answers": lambda: _edits(there, answers),
-        "labelled": lambda: _labelled(there, answers),
-        "scores": lambda: _scores(judgements, there, answers),
-        "argilla": lambda: (_argilla(judged, _fields(judged[0], answers)) for judged in _by_item(there)),
-        "label_studio": lambda: (_label_studio(judged, _fields(judged[0], answers)) for judged in _by_item(there)),
+    rows: dict[str, Iterator[Row]] = {
+        "pairs": _pairs(there, answers),
+        "answers": _edits(there, answers),
+        "labelled": _labelled(there, answers),
+        "scores": _scores(judgements, there, answers),
+        "argilla": (_argilla(judged, _fields(judged[0], answers)) for judged in _by_item(there)),
+        "label_studio": (_label_studio(judged, _fields(judged[0], answers)) for judged in _by_item(there)),
     }
-    count = 0
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows[form]]
     with atomic_file(path) as partial, partial.open("w") as file:
-        for row in write[form]():
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            count += 1
-    return Exported(count, len(judgements.all) - len(there))
+        file.writelines(lines)
+    return Exported(len(lines), len(judgements.all) - len(there))
 
 
 def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settings: FeedbackConfig) -> list[Judgement]:

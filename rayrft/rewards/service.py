@@ -22,10 +22,9 @@ from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, Transcript
 from rayrft.rewards.pool import Models, RewardActor
 from rayrft.runtime.actor_pool import with_retry
-from rayrft.runtime.handle import Handle
+from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.serving.applications import (
     WATCHED_CLOSELY,
-    Anchor,
     Owner,
     create_anchor,
     delete_applications,
@@ -143,7 +142,7 @@ def rewards_open(
     *,
     http: bool = False,
     models: Models | None = None,
-) -> Iterator[Handle[Anchor]]:
+) -> Iterator[Handle[Watched]]:
     """Deploy the applications, and delete them at the end of a ``with``; see `deploy_rewards`. Gives their owner, which
     is created here."""
     anchor = create_anchor(owner)

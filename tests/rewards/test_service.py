@@ -20,8 +20,8 @@ from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.pool import Rewards
 from rayrft.rewards.service import RewardService, ServeBackend, close_rewards, deploy_rewards
 from rayrft.rewards.stats import DomainStats
-from rayrft.runtime.handle import Handle
-from rayrft.runtime.serving.applications import Anchor, Owner, applications, create_anchor, delete_applications, on_head
+from rayrft.runtime.handle import Handle, Watched
+from rayrft.runtime.serving.applications import Owner, applications, create_anchor, delete_applications, on_head
 from tests.errors import about
 from tests.rewards.test_rewards import HERE, task, transcripts
 
@@ -39,7 +39,7 @@ def ray_serve(ray_cluster: Any) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def served(config: RewardConfig) -> AsyncIterator[tuple[Rewards, RewardService, Handle[Anchor]]]:
+async def served(config: RewardConfig) -> AsyncIterator[tuple[Rewards, RewardService, Handle[Watched]]]:
     service, anchor = RewardService.of("test", config, []), create_anchor(OWNER)
     try:
         await asyncio.to_thread(on_head, deploy_rewards, service, config, [], OWNER, ("127.0.0.1", 8000))

@@ -88,14 +88,11 @@ def delete_applications(prefix: str) -> None:
             serve.delete(name)
 
 
-class Anchor(Watched):
-    """Owner of Serve applications started by a process that is not an actor; it ends with that process."""
-
-
-def create_anchor(owner: Owner) -> Handle[Anchor]:
-    """Create an `Anchor` of that name. Raises ConfigError if there is one."""
+def create_anchor(owner: Owner) -> Handle[Watched]:
+    """Create the owner of applications for a process that is not an actor; it ends with that process. Raises
+    ConfigError if an actor has its name."""
     try:
-        actor = ray.remote(Anchor).options(num_cpus=0, name=owner.name, namespace=owner.namespace).remote()
+        actor = ray.remote(Watched).options(num_cpus=0, name=owner.name, namespace=owner.namespace).remote()
     except ValueError:
         raise ConfigError(
             "this name is served on the cluster already",
