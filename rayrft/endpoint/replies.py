@@ -11,7 +11,7 @@ from typing import Any
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.decoding import DecodedMessage
 from rayrft.endpoint.protocol import ChatRequest, Sampled
-from rayrft.endpoint.recording import Begun, Conversation
+from rayrft.endpoint.recording import Begun, Conversation, Prefix
 from rayrft.experience import TRUNCATED
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling
 from rayrft.explorer.tools.parsing import CallForm
@@ -31,6 +31,10 @@ class CheckedRequest:
     trained: bool
     form: CallForm | None
     """The form of calls of tools, if it has tools."""
+
+    @property
+    def prefix(self) -> Prefix | None:
+        return self.begun.prefix if self.begun is not None else None
 
 
 @dataclass(frozen=True)

@@ -170,8 +170,7 @@ class Responder:
 
     def _tokenise(self, ask: CheckedRequest) -> tuple[list[int], tuple[dict[str, str], ...]]:
         """Return the prompt's token ids, and the turns after its prefix. Raises DataError."""
-        body, tokenizer = ask.body, self._tokenizer
-        prefix = ask.begun.prefix if ask.begun is not None else None
+        body, tokenizer, prefix = ask.body, self._tokenizer, ask.prefix
         known = prefix.length if prefix is not None else 0
         if isinstance(body, ChatRequest):
             tools, form, bare = body.shown_tools, self._config.tool_calls, not tokenizer.takes_tools
@@ -195,8 +194,7 @@ class Responder:
 
     async def _answers(self, ask: CheckedRequest, show: Callable[[TextPiece], None] | None) -> list[DecodedAnswer]:
         """Sample the answers: in one request, or in one for each if they are streamed or have stop strings."""
-        prefix = ask.begun.prefix if ask.begun is not None else None
-        sessions = [Session(prefix.engine if prefix is not None else None) for _ in range(ask.body.n)]
+        sessions = [Session(ask.prefix.engine if ask.prefix is not None else None) for _ in range(ask.body.n)]
         async with asyncio.timeout(self._config.deadline_s):
             if show is None and not ask.body.stops:
                 request = exchange.Request(ask.prompt, ask.body.n, ask.sampling)
@@ -215,7 +213,7 @@ class Responder:
         """Sample one answer up to a stop string."""
         text = AnswerText(self._tokenizer, ask.body.stops, ask.form, self._opening(ask))
 
-        def told(chunk: Chunk) -> None:
+        def on_tokens(chunk: Chunk) -> None:
             if text.stopped_at is not None:
                 return
             before = text.tokens
@@ -227,7 +225,7 @@ class Responder:
 
         seed = None if ask.sampling.seed is None else ask.sampling.seed + index
         request = exchange.Request(ask.prompt, 1, replace(ask.sampling, seed=seed), stream=True)
-        [completion] = await self.engines.generate(request, [session], told)
+        [completion] = await self.engines.generate(request, [session], on_tokens)
         return self._finished(ask, index, completion, text)
 
     def _finished(
@@ -238,10 +236,10 @@ class Responder:
             whole = self._opening(ask) + self._tokenizer.decode(list(completion.token_ids))
             tail = TextPiece(index, whole, Chunk(completion.token_ids, completion.logprobs))
         else:
-            told = text.tokens
-            text.add(completion.token_ids[told:])
+            streamed = text.tokens
+            text.add(completion.token_ids[streamed:])
             completion = truncate_answer(completion, text.stopped_at)
-            rest = Chunk(completion.token_ids[told:], completion.logprobs[told:])
+            rest = Chunk(completion.token_ids[streamed:], completion.logprobs[streamed:])
             tail = TextPiece(index, text.end(), rest)
             whole = text.text
         found = decode_message(whole, ask.form)
@@ -259,16 +257,15 @@ class Responder:
         choices = []
         for answer in answers:
             text = self._opening(ask) + self._tokenizer.decode(list(answer.completion.token_ids))
+            said: Conversation = answer.completion.token_ids
             if isinstance(ask.body, ChatRequest):
                 calls = list(answer.message.tool_calls)
-                said = ChatMessage(role="assistant", content=answer.message.content, tool_calls=calls)
-                choices.append(Choice(answer.completion, canonical_messages([said.plain()]), text))
+                message = ChatMessage(role="assistant", content=answer.message.content, tool_calls=calls)
+                said = canonical_messages([message.plain()])
             elif isinstance(ask.conversation, str):
                 # With the token that ended it: a prompt without its text does not continue the tokens.
-                said_text = self._tokenizer.hf.decode(list(answer.completion.token_ids))
-                choices.append(Choice(answer.completion, said_text, text))
-            else:
-                choices.append(Choice(answer.completion, answer.completion.token_ids, text))
+                said = self._tokenizer.hf.decode(list(answer.completion.token_ids))
+            choices.append(Choice(answer.completion, said, text))
         call = Call(ask.response, tuple(ask.prompt), ask.conversation, ask.turns, tuple(choices), ask.trained, engine)
         await self.sessions.answered(ask.begun, call)
 

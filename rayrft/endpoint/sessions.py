@@ -25,7 +25,7 @@ from rayrft.explorer.scoring import ScoredGroup, mask_truncated
 from rayrft.explorer.trajectory import action_columns
 
 _REMEMBERED = 100_000
-"""Ids of responses and ended sessions that are remembered, to tell late feedback from feedback for an unknown id."""
+"""Ids of responses and ended sessions that are remembered: feedback for them is late, for others an unknown id."""
 
 
 @dataclass(frozen=True)

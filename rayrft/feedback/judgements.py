@@ -79,7 +79,7 @@ def check_judgement(given: Judgement, settings: FeedbackConfig) -> Judgement:
         ("ranking", single and given.ranking, "is only for several answers"),
         ("tie", given.tie and (given.view != "pair" or given.ranking), "is only for a pair without a pick"),
         ("edit", edit is not None and not edit.strip(), "must not be empty"),
-        ("score", not said and not given.skipped, "is missing, as is any other judgement: give one, or skip the item"),
+        ("score", not said and not given.skipped, "or another judgement must be given; skip the item instead"),
     ]
     for name, broken, problem in rules:
         if broken:
