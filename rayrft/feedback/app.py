@@ -343,10 +343,8 @@ class FeedbackPage(HttpService):
         people = Counter(each.person for each in self._judgements.all.values())
         outcomes = Counter(sent.outcome for sent in self._judgements.sent.values())
         kept = len(self._judgements.unsent()) + len(self._judgements.unsent_edits())
-        edits = Counter(
-            "taken back" if sent.id in self._judgements.withdrawn else sent.outcome
-            for sent in self._judgements.edits.values()
-        )
+        sent = self._judgements.edits.values()
+        edits = Counter("taken back" if each.withdrawn else each.outcome for each in sent)
         agreement = [asdict(figure) for figure in measure_agreement(self._judgements.all.values())]
         figures: dict[str, Any] = {"people": dict(people.most_common()), "rows": {**outcomes, "kept": kept}}
         requests = {"open": self.open, "requests": dict(self.outcomes)}

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ParamSpec
 
 from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
 from rayrft.feedback.journal import FeedbackJournal
-from rayrft.feedback.judgements import EditSent, EditWithdrawn, Judgement, Judgements, Outcome, RowSent
+from rayrft.feedback.judgements import EditSent, Judgement, Judgements, Outcome, RowSent
 from rayrft.feedback.run_rows import RunRows
 
 P = ParamSpec("P")
@@ -66,9 +66,9 @@ class Delivery:
         if self._is_unsent(judgement):
             return Delivered("kept")
         known = self._judgements
-        of_edits = known.edits if judgement.id in known.all else known.withdrawn
-        edits = [of_edits[judgement.id]] if judgement.id in of_edits else []
-        sent = [*(known.sent[row] for row in judgement.rows if row in known.sent), *edits]
+        sent: list[RowSent | EditSent] = [known.sent[row] for row in judgement.rows if row in known.sent]
+        edit = known.edits.get(judgement.id)
+        sent += [edit] if edit is not None and edit.withdrawn != (judgement.id in known.all) else []
         for outcome in ("refused", "late"):
             if found := [each for each in sent if each.outcome == outcome]:
                 return Delivered(outcome, found[0].reason)
@@ -122,9 +122,9 @@ class Delivery:
 
     async def _send_withdrawal(self, edit: EditSent) -> None:
         outcome, reason = await _outcome(self._rows.withdraw, edit.demonstration)
-        await self._record(EditWithdrawn(edit.id, outcome, reason))
+        await self._record(replace(edit, outcome=outcome, reason=reason, withdrawn=True))
 
-    async def _record(self, entry: RowSent | EditSent | EditWithdrawn) -> None:
+    async def _record(self, entry: RowSent | EditSent) -> None:
         await self._journal.write(entry)
         self._judgements.add(entry)
 

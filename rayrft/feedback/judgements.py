@@ -125,27 +125,19 @@ class RowSent:
 
 @dataclass(frozen=True)
 class EditSent:
-    """An edited answer became a demonstration of the run, or was refused."""
+    """An edited answer became a demonstration of the run, or was refused; ``withdrawn``: it was undone or edited again,
+    and the run draws it no more."""
 
     id: str
     outcome: Outcome
     reason: str = ""
     demonstration: str = ""
     """Its experience id."""
+    withdrawn: bool = False
     kind: Literal["edit_sent"] = "edit_sent"
 
 
-@dataclass(frozen=True)
-class EditWithdrawn:
-    """The run withdrew the demonstration of an edited answer that was undone."""
-
-    id: str
-    outcome: Outcome
-    reason: str = ""
-    kind: Literal["edit_withdrawn"] = "edit_withdrawn"
-
-
-Entry = Annotated[JudgementAdded | JudgementUndone | RowSent | EditSent | EditWithdrawn, Field(discriminator="kind")]
+Entry = Annotated[JudgementAdded | JudgementUndone | RowSent | EditSent, Field(discriminator="kind")]
 entries: TypeAdapter[Entry] = TypeAdapter(Entry)
 
 
@@ -169,9 +161,7 @@ class Judgements:
         self.sent: dict[str, RowSent] = {}
         """By experience id, the latest."""
         self.edits: dict[str, EditSent] = {}
-        """By the judgement's id."""
-        self.withdrawn: dict[str, EditWithdrawn] = {}
-        """By the judgement's id."""
+        """By the judgement's id, the latest."""
         self._edited: dict[str, Judgement] = {}
         self._by_item: dict[str, dict[str, Judgement]] = {}
         self._by_row: dict[str, dict[str, Judgement]] = {}
@@ -208,8 +198,6 @@ class Judgements:
                     self._changed.pop(experience_id, None)
             case EditSent(judgement_id):
                 self.edits[judgement_id] = entry
-            case EditWithdrawn(judgement_id):
-                self.withdrawn[judgement_id] = entry
 
     def of_item(self, item: str) -> dict[str, Judgement]:
         """Return the judgements of an item by person."""
@@ -267,7 +255,7 @@ class Judgements:
         sent = self.edits.get(judgement_id)
         if judgement_id in self._edited:
             return sent is None
-        return sent is not None and sent.outcome == "applied" and judgement_id not in self.withdrawn
+        return sent is not None and sent.outcome == "applied" and not sent.withdrawn
 
     def _remove(self, judgement: Judgement) -> None:
         del self.all[judgement.id]

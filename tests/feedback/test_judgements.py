@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from rayrft.config.serve import FeedbackConfig
 from rayrft.feedback.judgements import (
     EditSent,
-    EditWithdrawn,
     Judgement,
     JudgementAdded,
     Judgements,
@@ -124,5 +124,5 @@ def test_of_an_edit_that_is_taken_back_or_edited_again_the_run_is_told_once_if_i
     judgements.add(EditSent("2", "applied", demonstration="human/2"))  # it was on its way as it was taken back
     assert [each.demonstration for each in judgements.unsent_withdrawals()] == ["human/1", "human/2"]
     for judgement_id in ("1", "2"):
-        judgements.add(EditWithdrawn(judgement_id, "applied"))
+        judgements.add(replace(judgements.edits[judgement_id], withdrawn=True))
     assert judgements.unsent_withdrawals() == []

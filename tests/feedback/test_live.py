@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -197,8 +196,8 @@ def test_there_is_one_page_and_it_ends_and_comes_back_with_another_key(setting: 
     out = tmp_path / "answers.jsonl"
     arguments = ["data", "feedback", "export", str(setting.folder), str(out), "--format", "answers"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    kinds = Counter(entry.kind for entry in read_journal(setting.folder / "feedback" / FILE))
-    edits = kinds["edit_sent"] - kinds["edit_withdrawn"]
+    sent = [entry for entry in read_journal(setting.folder / "feedback" / FILE) if entry.kind == "edit_sent"]
+    edits = sum(-1 if entry.withdrawn else 1 for entry in sent)
     assert result.exit_code == 0 and f"{edits} rows" in result.output and edits > 0, result.output
     records = tmp_path / "records.jsonl"
     records.write_text('{"id": "6/0", "responses": {"score": [{"value": 5, "user_id": "argilla-user"}]}}\n')
