@@ -83,7 +83,7 @@ class Policy:
         return Completion(tuple(sent), (-0.5,) * len(sent), ((0, len(sent), self.version),), reason)
 
 
-class Book:
+class LocalSessions:
     """The sessions of a test, without an actor around them; ``now`` is the time."""
 
     def __init__(self, group_size: int = 1, drop_equal: bool = False, **config: Any) -> None:
@@ -115,7 +115,7 @@ class Book:
 class Served:
     """An endpoint that is up, with clients of it."""
 
-    def __init__(self, endpoint: PolicyEndpoint, policy: Policy, book: Book, url: str) -> None:
+    def __init__(self, endpoint: PolicyEndpoint, policy: Policy, book: LocalSessions, url: str) -> None:
         self.endpoint, self.policy, self.book, self.url = endpoint, policy, book, url
         self.http = httpx.AsyncClient(
             base_url=url,
@@ -145,7 +145,7 @@ async def serve(
 ) -> AsyncIterator[Served]:
     """Serve a scripted policy with the tokenizer of a folder."""
     tokenizer = ChatTokenizer(folder)
-    policy, book = Policy(tokenizer, say), Book()
+    policy, book = Policy(tokenizer, say), LocalSessions()
     settings = EndpointSettings(
         ServeConfig(**config), MODEL, max_length, SamplingConfig(max_tokens=64), tuple(map(key_digest, keys))
     )

@@ -1,4 +1,4 @@
-"""Where the endpoint is opened: on the head node, whose address clients know and on which Ray Serve listens."""
+"""Applications over HTTP are opened on the head node, whose address clients know and on which Ray Serve listens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print("as it should be")
 
 
 @pytest.mark.slow
-def test_the_endpoint_is_opened_on_a_head_without_cpus_from_any_node(tmp_path: Path) -> None:
+def test_an_application_is_opened_on_a_head_without_cpus_from_any_node(tmp_path: Path) -> None:
     """In a process of its own: it makes a cluster of two nodes."""
     environment = {**os.environ, "RAY_ADDRESS": "", "RAY_USAGE_STATS_ENABLED": "0"}
     ran = subprocess.run(
