@@ -322,13 +322,13 @@ def import_feedback(
 ) -> None:
     """Take what people said elsewhere of a run's answers; the page tells the run of it when it is opened."""
     from rayrft.feedback.exchange import read_answers, read_feedback
-    from rayrft.feedback.journal import FeedbackJournal, feedback_folder
+    from rayrft.feedback.journal import feedback_folder, open_journal
     from rayrft.feedback.judgements import JudgementAdded
 
     folder, checked = find_folder(run, storage), _feedback_settings(settings)
     found = read_feedback(file, form, read_answers(_archive(run, storage)), checked)
-    journal = FeedbackJournal(feedback_folder(folder))
-    known = {entry.judgement.id for entry in journal.open(wait=False) if entry.kind == "judged"}
+    journal, entries = open_journal(feedback_folder(folder), wait=False)
+    known = {entry.judgement.id for entry in entries if entry.kind == "judged"}
     new = [each for each in found if each.id not in known]
     journal.append(*map(JudgementAdded, new))
     journal.close()

@@ -22,7 +22,7 @@ from rayrft.errors import DataError, RayrftError
 from rayrft.feedback.agreement import measure_agreement
 from rayrft.feedback.delivery import Delivery
 from rayrft.feedback.items import Item, Queue, item_json
-from rayrft.feedback.journal import FeedbackJournal, feedback_folder
+from rayrft.feedback.journal import FeedbackJournal, feedback_folder, open_journal
 from rayrft.feedback.judgements import (
     ROWS,
     Judgement,
@@ -114,7 +114,7 @@ class JudgeRequest(_Body):
 
 
 class FeedbackPage(HttpService):
-    """The page over a run's rows and a journal; closing it releases the journal."""
+    """The page over a run's rows and the journal in a folder; closing it releases the journal."""
 
     def __init__(
         self,
@@ -122,11 +122,11 @@ class FeedbackPage(HttpService):
         config: FeedbackConfig,
         key_digests: tuple[str, ...],
         rows: RunRows,
-        journal: FeedbackJournal,
+        folder: Path,
         count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
         super().__init__(config, key_digests, count)
-        self._name, self._settings, self._rows, self._journal = name, config, rows, journal
+        self._name, self._settings, self._rows, self._folder = name, config, rows, folder
         self._judgements = Judgements(config)
         self._queue = Queue(config, self._judgements)
         self._before: dict[str, float | None] = {}
@@ -136,7 +136,7 @@ class FeedbackPage(HttpService):
         self._notice: str | None = None
         self._read_at = 0.0
         self._reading: asyncio.Task[None] | None = None
-        self._opened = False
+        self._journal: FeedbackJournal | None = None
         self._referring: asyncio.Task[None] | None = None
         self._started: asyncio.Task[None] | None = None
         self._delivery: Delivery | None = None
@@ -170,13 +170,15 @@ class FeedbackPage(HttpService):
         """Release the journal."""
         if self._delivery is not None:
             await self._delivery.close()
-        self._journal.close()
+        if self._journal is not None:
+            self._journal.close()
 
     async def _begin(self) -> None:
-        if not self._opened:
-            for entry in await asyncio.to_thread(self._journal.open):
+        if self._journal is None:
+            opened, entries = await asyncio.to_thread(open_journal, self._folder)
+            self._journal = opened
+            for entry in entries:
                 self._judgements.add(entry)
-            self._opened = True
         await self._read()
         self._referring = asyncio.create_task(self._refer())
         await asyncio.wait({self._referring}, timeout=_REFERENCES_S)
@@ -265,8 +267,7 @@ class FeedbackPage(HttpService):
         if known is None:
             known = self._judgement(body, await self._item(body.item, body.rows))
             others = self._queue.others(known.item, known.person)
-            await self._journal.write(JudgementAdded(known))
-            self._judgements.add(JudgementAdded(known))
+            await self._delivering.record(JudgementAdded(known))
             others = sorted({*others, *self._queue.others(known.item, known.person)})  # of the same moment
             self._queue.judged(known)
         delivered = await self._delivering.settle(known, _SETTLE_S)
@@ -283,8 +284,7 @@ class FeedbackPage(HttpService):
             raise ApiError(404, "Nothing to undo.", code="judgement_not_found", param="id")
         undone = given[-1]
         if undone.id not in self._judgements.undone:  # a client repeats the request if the response was lost
-            await self._journal.write(JudgementUndone(undone.id))
-            self._judgements.add(JudgementUndone(undone.id))
+            await self._delivering.record(JudgementUndone(undone.id))
         item = None
         if body.person not in self._judgements.of_item(undone.item):
             with contextlib.suppress(ApiError):  # the item's rows are no longer in the log
@@ -399,6 +399,6 @@ def build_page(
     """Build the page of the run in a folder, whose Buffer has this name and namespace, and start to read its rows."""
     load_plugins(run.plugins)
     rows = RunRows(folder, run, namespace, buffer, settings.max_groups, settings.demonstrations)
-    page = FeedbackPage(run.name, settings, key_digests, rows, FeedbackJournal(feedback_folder(folder)), count)
+    page = FeedbackPage(run.name, settings, key_digests, rows, feedback_folder(folder), count)
     page.start()
     return page

@@ -12,7 +12,7 @@ from typing import ParamSpec
 
 from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
 from rayrft.feedback.journal import FeedbackJournal
-from rayrft.feedback.judgements import EditSent, Judgement, Judgements, Outcome, RowSent
+from rayrft.feedback.judgements import EditSent, Entry, Judgement, Judgements, Outcome, RowSent
 from rayrft.feedback.run_rows import RunRows
 
 P = ParamSpec("P")
@@ -113,18 +113,19 @@ class Delivery:
     async def _send_row(self, row: str) -> None:
         target = self._judgements.target(row)
         outcome, reason = await _outcome(self._rows.feedback, row, target.reward, target.labels)
-        await self._record(RowSent(row, target.reward, target.labels, outcome, reason, self._before.get(row)))
+        await self.record(RowSent(row, target.reward, target.labels, outcome, reason, self._before.get(row)))
 
     async def _send_edit(self, judgement: Judgement) -> None:
         found: list[str] = []
         outcome, reason = await _outcome(lambda: found.append(self._rows.demonstrate(judgement)))
-        await self._record(EditSent(judgement.id, outcome, reason, next(iter(found), "")))
+        await self.record(EditSent(judgement.id, outcome, reason, next(iter(found), "")))
 
     async def _send_withdrawal(self, edit: EditSent) -> None:
         outcome, reason = await _outcome(self._rows.withdraw, edit.demonstration)
-        await self._record(replace(edit, outcome=outcome, reason=reason, withdrawn=True))
+        await self.record(replace(edit, outcome=outcome, reason=reason, withdrawn=True))
 
-    async def _record(self, entry: RowSent | EditSent) -> None:
+    async def record(self, entry: Entry) -> None:
+        """Write an entry to the journal and add it to the judgements. Raises StorageError."""
         await self._journal.write(entry)
         self._judgements.add(entry)
 

@@ -28,35 +28,32 @@ def read_journal(path: Path) -> list[Entry]:
 
 
 class FeedbackJournal:
-    """The writer of the journal in a folder."""
+    """The writer of a journal: see `open_journal`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / FILE
-        self._file: JsonLines | None = None
-
-    def open(self, *, wait: bool = True) -> list[Entry]:
-        """Take the lock, cut off a torn line, and return all entries.
-
-        Waits for the lock until its holder has ended. Raises StorageError if the file cannot be used or is damaged and,
-        without ``wait``, if another process holds the lock.
-        """
-        self._file, found = open_lines(self.path, _entry, locked=True, wait=wait)
-        return found
+    def __init__(self, file: JsonLines) -> None:
+        self._file = file
 
     async def write(self, *added: Entry) -> None:
         """Write entries; return when they are on disk. Raises StorageError; then the journal has none of them."""
-        assert self._file is not None  # it is open
         await self._file.append_durably(*map(_line, added))
 
     def append(self, *added: Entry) -> None:
         """Write entries, outside of event loops. Raises StorageError."""
-        assert self._file is not None  # it is open
         self._file.append(*map(_line, added), durable=True)
 
     def close(self) -> None:
         """Release the lock."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
+
+
+def open_journal(folder: Path, *, wait: bool = True) -> tuple[FeedbackJournal, list[Entry]]:
+    """Open the journal in a folder, cut off a torn line, and return it with its entries.
+
+    Waits for the lock until its holder has ended. Raises StorageError if the file cannot be used or is damaged and,
+    without ``wait``, if another process holds the lock.
+    """
+    file, found = open_lines(folder / FILE, _entry, locked=True, wait=wait)
+    return FeedbackJournal(file), found
 
 
 def _line(entry: Entry) -> bytes:

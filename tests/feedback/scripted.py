@@ -11,7 +11,6 @@ from rayrft.config.serve import FeedbackConfig
 from rayrft.errors import DataError, FeedbackRefused, RunNotFound
 from rayrft.feedback.app import FeedbackPage
 from rayrft.feedback.items import AnswerGroup, ShownAnswer
-from rayrft.feedback.journal import FeedbackJournal
 from rayrft.feedback.judgements import Judgement
 from rayrft.feedback.run_rows import RunRows
 from rayrft.runtime.serving import key_digest
@@ -85,7 +84,7 @@ class ScriptedRows(RunRows):
 def page(folder: Path, groups: list[AnswerGroup], **settings: Any) -> FeedbackPage:
     """A page over scripted groups, whose journal is in the same folder."""
     config = FeedbackConfig(labels=["polite", "wrong"], **settings)
-    return FeedbackPage("demo", config, (key_digest(KEY),), ScriptedRows(folder, groups), FeedbackJournal(folder))
+    return FeedbackPage("demo", config, (key_digest(KEY),), ScriptedRows(folder, groups), folder)
 
 
 def demo_groups() -> list[AnswerGroup]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rayrft.errors import StorageError
-from rayrft.feedback.journal import FILE, FeedbackJournal, read_journal
+from rayrft.feedback.journal import FILE, open_journal, read_journal
 from rayrft.feedback.judgements import EditSent, Entry, Judgement, JudgementAdded, JudgementUndone, RowSent
 from tests.errors import about
 
@@ -27,8 +27,8 @@ ENTRIES: list[Entry] = [
 
 
 def written(folder: Path) -> Path:
-    journal = FeedbackJournal(folder)
-    assert journal.open() == []
+    journal, entries = open_journal(folder)
+    assert entries == []
     journal.append(*ENTRIES)
     journal.close()
     return folder / FILE
@@ -37,7 +37,9 @@ def written(folder: Path) -> Path:
 def test_what_was_written_is_read_as_it_was(tmp_path: Path) -> None:
     path = written(tmp_path / "feedback")
     assert read_journal(path) == ENTRIES
-    assert FeedbackJournal(path.parent).open() == ENTRIES
+    journal, entries = open_journal(path.parent)
+    journal.close()
+    assert entries == ENTRIES
     assert read_journal(tmp_path / "none") == []
     assert path.stat().st_mode & 0o077 == 0, "what people say is not for everybody"
 
@@ -50,8 +52,8 @@ def test_any_tail_that_a_crash_cut_is_left_out_and_the_next_entry_follows_the_la
         whole = sum(end <= cut for end in starts[1:])
         path.write_bytes(data[:cut])
         assert read_journal(path) == ENTRIES[:whole], "a reader of a file that is being written"
-        journal = FeedbackJournal(tmp_path)
-        assert journal.open() == ENTRIES[:whole]
+        journal, entries = open_journal(tmp_path)
+        assert entries == ENTRIES[:whole]
         assert path.stat().st_size == starts[whole]
         journal.append(ENTRIES[-1])
         journal.close()
@@ -65,17 +67,16 @@ def test_a_last_line_of_wrong_bytes_is_left_out_and_any_other_is_damage(tmp_path
     path.write_bytes(b"".join(lines[:-1]) + lines[-1].replace(b"j2", b"j3"))
     assert read_journal(path) == ENTRIES[:-1]
     path.write_bytes(data.replace(b'"score":4', b'"score":5', 1))
-    for read in (lambda: read_journal(path), FeedbackJournal(tmp_path).open):
+    for read in (lambda: read_journal(path), lambda: open_journal(tmp_path)):
         with pytest.raises(StorageError, match="damaged in the line at byte 0", check=about(str(path))):
             read()
     assert path.read_bytes() != data and len(path.read_bytes()) == len(data), "nothing is cut off a damaged journal"
     path.write_bytes(data)
-    assert FeedbackJournal(tmp_path).open(wait=False) == ENTRIES, "who failed on it holds no lock on it"
+    assert open_journal(tmp_path, wait=False)[1] == ENTRIES, "who failed on it holds no lock on it"
 
 
 async def test_what_is_written_at_once_is_all_there_in_order(tmp_path: Path) -> None:
-    journal = FeedbackJournal(tmp_path)
-    journal.open()
+    journal, _ = open_journal(tmp_path)
     await asyncio.gather(*(journal.write(JudgementUndone(str(number))) for number in range(200)))
     assert [entry.id for entry in read_journal(tmp_path / FILE)] == [str(number) for number in range(200)]  # type: ignore[union-attr]
     journal.close()
@@ -84,8 +85,7 @@ async def test_what_is_written_at_once_is_all_there_in_order(tmp_path: Path) -> 
 async def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = FeedbackJournal(tmp_path)
-    journal.open()
+    journal, _ = open_journal(tmp_path)
     await journal.write(JudgementUndone("first"))
     write = os.write
 
@@ -104,15 +104,15 @@ async def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(
 
 def test_it_has_one_writer_whose_lock_ends_with_its_process(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from rayrft.feedback.journal import FeedbackJournal;"
-        "journal = FeedbackJournal(Path(sys.argv[1])); journal.open(); print('open', flush=True); time.sleep(600)"
+        "import sys, time; from pathlib import Path; from rayrft.feedback.journal import open_journal;"
+        "journal = open_journal(Path(sys.argv[1])); print('open', flush=True); time.sleep(600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"open\n"
         with pytest.raises(StorageError, match="another process is writing the file"):
-            FeedbackJournal(tmp_path).open(wait=False)
+            open_journal(tmp_path, wait=False)
     finally:
         holder.kill()
         holder.wait()
-    FeedbackJournal(tmp_path).open(wait=False)
+    open_journal(tmp_path, wait=False)

@@ -14,7 +14,6 @@ from ray import serve
 from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.config import ProxyLocation
-from ray.serve.schema import ServeStatus
 
 from rayrft.errors import ConfigError
 from rayrft.runtime.handle import Handle, Watched
@@ -78,7 +77,11 @@ def start_serve(host: str, port: int, *, http: bool = True) -> None:
 
 def applications(prefix: str = "") -> list[str]:
     """Return the names of the applications with this prefix; none if Serve is not running."""
-    return [name for name in _status().applications if name.startswith(prefix)]
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        return [name for name in serve.status().applications if name.startswith(prefix)]
+    except (ValueError, RayActorError):
+        return []
 
 
 def delete_applications(prefix: str) -> None:
@@ -117,14 +120,6 @@ async def delete_with(owner: Owner, application: str) -> None:
             await actor.call(Watched.watch)
         await asyncio.sleep(_LOOK_S)
     await asyncio.to_thread(serve.delete, application, _blocking=False)
-
-
-def _status() -> ServeStatus:
-    try:
-        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-        return serve.status()
-    except (ValueError, RayActorError):
-        return ServeStatus()
 
 
 def _check_running(running: serve.HTTPOptions, location: ProxyLocation, host: str, port: int) -> None:
