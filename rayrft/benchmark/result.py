@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayrft.explorer.evaluation import Estimate, Evaluation
+from rayrft.monitor.report import format_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,9 +70,7 @@ class BenchResult:
                     "-" if math.isnan(found.cut_share) else f"{found.cut_share:.0%}",
                 ]
             )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+        return format_table(rows)
 
     def to_json(self) -> str:
         """Format all scores; what is not a number is null."""

@@ -1,4 +1,4 @@
-"""Evaluation during training: by the rollout engines between two steps, or beside the steps by engines of its own."""
+"""Evaluation during training: by the rollout engines between two steps, or beside the steps by evaluation engines."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Evaluations:
         return True
 
     async def _beside(self, stage: StageConfig, step: int, stage_step: int) -> None:
-        """Evaluate while training goes on. The death of an evaluation engine costs this evaluation only."""
+        """Evaluate during training. The death of an evaluation engine costs this evaluation only."""
         try:
             await self._evaluate(stage, step, stage_step, beside=True)
         except ActorDied as died:

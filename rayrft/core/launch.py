@@ -13,10 +13,10 @@ from rayrft.core.cluster import connect
 from rayrft.core.master import Master
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import (
-    NAMESPACE,
     Placement,
     actor_name,
     check_room,
+    find_actor,
     remove_leftovers,
     running,
     show_plan,
@@ -117,20 +117,15 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
 def attach(name: str) -> Run:
     """Return the running run of that name, started by any process on this cluster. Raises RunNotFound, and ClusterError
     if no cluster is found."""
-    import ray
-
     connect(start=False)
-    try:
-        master = Handle[Master](
-            actor_name(name, "master"), ray.get_actor(actor_name(name, "master"), namespace=NAMESPACE)
-        )
-    except ValueError:
+    master: Handle[Master] | None = find_actor(actor_name(name, "master"))
+    if master is None:
         names, problem = running(), "no run of that name is on this cluster"
         remedy = nearest(name, names) if names else "no run is running"
         if name in starting():
             problem, remedy = "the run is starting", "try again once it is up"
-        raise RunNotFound(problem, remedy, field="name", value=name) from None
-    status = fetch(master.call(Master.status), master.name, ANSWER_S)
+        raise RunNotFound(problem, remedy, field="name", value=name)
+    status = fetch(master.call(Master.status), actor_name(name, "master"), ANSWER_S)
     assert status.folder is not None  # as it has a Master
     return Run(name, status.folder, master)
 

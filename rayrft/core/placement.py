@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from rayrft.errors import PlacementError
+from rayrft.monitor.report import format_table
 from rayrft.runtime.handle import Handle
 
 P = ParamSpec("P")
@@ -60,9 +61,7 @@ def show_plan(run: str, parts: list[Bundles]) -> str:
             rows.append(_row(name, str(row.count), row.cpus, row.gpus, row.memory_gib, row.note))
     total = _total(parts)
     rows.append(_row("total", "", total["CPU"], total["GPU"], total["memory"] / _GIB, ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+    return format_table(rows)
 
 
 def check_placement(parts: list[Bundles], resources: list[dict[str, float]], which: str = "free") -> None:
@@ -128,6 +127,16 @@ def named_actors(prefix: str) -> list[str]:
     return [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]
 
 
+def find_actor(name: str) -> Handle[Any] | None:
+    """Return the handle of a living actor of that name; None if there is none."""
+    import ray
+
+    try:
+        return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=NAMESPACE))
+    except ValueError:
+        return None
+
+
 def running() -> list[str]:
     """Return the names of the runs on this cluster."""
     suffix = actor_name("", "master")
@@ -136,12 +145,9 @@ def running() -> list[str]:
 
 def starting() -> list[str]:
     """Return the names of the runs that have reserved their name, and whose Master does not exist yet."""
-    from ray.util.placement_group import placement_group_table
-
-    names = {group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"}
-    runs = {name.rpartition(":")[0]: name for name in sorted(names) if ":" in name}
+    runs = {name.rpartition(":")[0]: name for name in sorted(group["name"] for group in _groups())}
     alone = [run for run, last in runs.items() if last == actor_name(run, "master")]
-    return sorted(set(alone) - set(running()))
+    return sorted({*alone} - {*running()})
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ class Placement:
     """The placement groups of a run, created from its plan. Actors are placed by part and bundle."""
 
     def __init__(self, run: str, parts: list[Bundles], *, detached: bool = False) -> None:
-        """``detached``: groups and actors belong to whoever needs them, are created by the first, and live on."""
+        """``detached``: groups and actors are created unless they exist, and outlive the creating job."""
         self._run = run
         self._lifetime = "detached" if detached else None
         self._parts = {part.name: part for part in parts}
@@ -257,7 +263,7 @@ def remove_groups(run: str) -> None:
     from ray import PlacementGroupID
     from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-    for group in _groups(run):
+    for group in _groups(actor_name(run, "")):
         # By id: looking it up by name would fail if another process removes it meanwhile.
         remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group["placement_group_id"]))))
 
@@ -265,15 +271,16 @@ def remove_groups(run: str) -> None:
 def remove_leftovers(run: str) -> None:
     """Remove the placement groups of a run without a Master. A run that has only the Master's group is starting now,
     and keeps it."""
-    if any(group["name"] != actor_name(run, "master") for group in _groups(run)):
+    if any(group["name"] != actor_name(run, "master") for group in _groups(actor_name(run, ""))):
         remove_groups(run)
 
 
-def _groups(run: str) -> list[dict[str, Any]]:
+def _groups(prefix: str = "") -> list[dict[str, Any]]:
+    """Return the placement groups on this cluster whose names start with ``prefix``."""
     from ray.util.placement_group import placement_group_table
 
     table = placement_group_table().values()
-    return [group for group in table if group["name"].startswith(actor_name(run, "")) and group["state"] != "REMOVED"]
+    return [group for group in table if group["name"].startswith(prefix) and group["state"] != "REMOVED"]
 
 
 def _row(name: str, count: str, cpus: float, gpus: float, memory_gib: float, note: str) -> tuple[str, ...]:

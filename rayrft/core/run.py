@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rayrft.buffer.buffer import Buffer
 from rayrft.config import load_config
 from rayrft.core.master import Master
-from rayrft.core.placement import NAMESPACE, actor_name, named_actors, remove_groups
+from rayrft.core.placement import actor_name, find_actor, named_actors, remove_groups
 from rayrft.core.shared_buffer import find_buffer
 from rayrft.errors import ActorDied, ActorUnreachable, ConfigError, RayrftError, RunNotFound, StorageError
 from rayrft.monitor.console import format_record
@@ -28,7 +28,7 @@ from rayrft.monitor.summary import (
     summarise_from_folder,
     write_summary,
 )
-from rayrft.runtime.handle import Handle, Watched, answer, death_reason, fetch, fetch_when_reachable, root_cause
+from rayrft.runtime.handle import Handle, answer, death_reason, end, fetch, fetch_when_reachable, root_cause
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,11 +45,23 @@ ANSWER_S = 60.0
 ends a run that has stalled, and its death is an error in them."""
 
 
-class RunData:
-    """The Buffer methods of a `Run`. Every method raises RunNotFound once the run has ended."""
+class Run:
+    """A running or ended run. Methods on its Buffer raise RunNotFound once it has ended."""
 
-    name: str
-    folder: Path
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        master: Handle[Master],
+        outcome: Awaitable[Summary] | None = None,
+        earlier: int = 0,
+    ) -> None:
+        """``earlier`` is the number of records of earlier attempts."""
+        self.name = name
+        self.folder = folder
+        self._master = master
+        self._outcome = outcome
+        self._earlier = earlier
 
     def dataset(
         self, store: str = "usual", *, columns: Sequence[str] | None = None, where: str | None = None
@@ -60,7 +72,7 @@ class RunData:
         return dataset(self._buffer(), store, columns=columns, where=where)
 
     def experiences(self, n: int = 10) -> pd.DataFrame:
-        """Return the newest own rows held: id, reward, question, answer, labels and weight versions."""
+        """Return the newest usual rows held: id, reward, question, answer, labels and weight versions."""
         import pandas as pd
 
         from rayrft.buffer.dataset import newest
@@ -77,32 +89,25 @@ class RunData:
 
         Raises DataError for an unknown id, and FeedbackRefused if the session has a reward or has ended.
         """
-        import ray
-
         from rayrft.endpoint.keeper import SessionKeeper
 
-        try:
-            actor = ray.get_actor(actor_name(self.name, "keeper"), namespace=NAMESPACE)
-        except ValueError:
-            raise RunNotFound(
-                "the run is not running, or records no sessions",
-                "give it an endpoint (mode: serve), and stages that train on own rows",
-                field="name",
-                value=self.name,
-            ) from None
-        answer(Handle("keeper", actor).call(SessionKeeper.feedback, session, reward, components or {}), "keeper")
+        keeper = find_actor(actor_name(self.name, "keeper"))
+        if keeper is None:
+            remedy = "give it an endpoint (mode: serve), and stages that train on usual rows"
+            raise RunNotFound("the run is not running, or records no sessions", remedy, field="name", value=self.name)
+        answer(keeper.call(SessionKeeper.feedback, session, reward, components or {}), "keeper")
 
     def load(self, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
-        """Replace the demonstrations ``name`` by ``rows``, own rows becoming expert rows; return their number. Raises
+        """Replace the demonstrations ``name`` by ``rows``, which become expert rows; return their number. Raises
         DataError if a column is missing or a row is invalid."""
         from rayrft.buffer.dataset import load_dataset
 
         return load_dataset(self._buffer(), rows, name)
 
     def extend(self, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
-        """Add ``rows`` to the demonstrations ``name``, of which there may be none yet; return how many are new by
-        their experience ids. They are drawn from the next epoch on. Raises DataError as `load` does, and if those that
-        are there are of another kind: pairs, labelled answers or conversations."""
+        """Add ``rows`` to the demonstrations ``name``, which may not exist yet; return the number of rows with new
+        experience ids. They are drawn from the next epoch on. Raises DataError as `load` does, and if the
+        demonstrations are of another kind: pairs, labelled answers or conversations."""
         from rayrft.buffer.dataset import load_dataset
 
         return load_dataset(self._buffer(), rows, name, extend=True)
@@ -112,8 +117,8 @@ class RunData:
         return answer(self._buffer().call(Buffer.forget, ids, before), "buffer")
 
     def add_tasks(self, tasks: list[Task], source: int = 0) -> AddedTasks:
-        """Add tasks to a source of the run's task set, by index, while it is running; return those that are new, after
-        the operators of ``pipelines.tasks`` and without any that show an evaluation task, and why others were left out
+        """Add tasks to a source of the run's task set, by index, while it is running. Return the new tasks, after the
+        operators of ``pipelines.tasks`` and without any that show an evaluation task, and the reasons of the others
         (see `rayrft.pipelines.tasks.process_added`, which reads the run's sources again).
 
         Raises ConfigError if no reward scores the domain of one, OperatorFailed, and DataError if the run draws no
@@ -134,7 +139,7 @@ class RunData:
         return AddedTasks(processed.tasks, {**processed.left_out, **twice})
 
     def put(self, rows: list[Experience]) -> None:
-        """Put whole groups of own rows into a run in mode ``train``; return when they are in its log.
+        """Put whole groups of usual rows into a run in mode ``train``; return when they are in its log.
 
         Their advantages are computed from the rewards when they are trained. Groups that were put before are skipped.
         Raises DataError if rows are invalid, with what was rejected and why; see `rayrft.buffer.client.put_groups`.
@@ -143,17 +148,12 @@ class RunData:
 
         config = load_config(self.folder / "config.yaml")
         if config.mode != "train":
-            raise ConfigError(
-                "the run takes groups from its own explorer", "use mode: train", field="mode", value=config.mode
-            )
+            problem = "the run takes groups from its own Explorers"
+            raise ConfigError(problem, "use mode: train", field="mode", value=config.mode)
         stages = [stage for stage in config.stages if stage.groups]
         if not stages:
-            raise ConfigError(
-                "no stage of the run takes groups",
-                "give a stage an algorithm that trains on own rows",
-                field="stages",
-                value=self.name,
-            )
+            remedy = "give a stage an algorithm that trains on usual rows"
+            raise ConfigError("no stage of the run takes groups", remedy, field="stages", value=self.name)
         algorithms = [stage.algorithm.build() for stage in stages]
         put_groups(self._buffer(), rows, algorithms, stages[0].group_size)
 
@@ -162,41 +162,18 @@ class RunData:
         answer(self._buffer().call(Buffer.finish), "buffer")
 
     def _buffer(self) -> Handle[Buffer]:
-        import ray
-
-        try:
-            if not (self.folder / "summary.json").exists():  # an ending run kills its actors one by one
-                config = self.folder / "config.yaml"
-                if config.exists() and (name := load_config(config).buffer.name) is not None:
-                    return find_buffer(name)
-                return Handle("buffer", ray.get_actor(actor_name(self.name, "buffer"), namespace=NAMESPACE))
-        except ValueError:
-            pass
+        if not (self.folder / "summary.json").exists():  # an ending run kills its actors one by one
+            config = self.folder / "config.yaml"
+            if config.exists() and (name := load_config(config).buffer.name) is not None:
+                return find_buffer(name)
+            if (buffer := find_actor(actor_name(self.name, "buffer"))) is not None:
+                return buffer
         raise RunNotFound(
             "the run is not running, so it has no Buffer",
             f"read its log with: rayrft data head {self.folder}",
             field="name",
             value=self.name,
         )
-
-
-class Run(RunData):
-    """A running or ended run."""
-
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        master: Handle[Master],
-        outcome: Awaitable[Summary] | None = None,
-        earlier: int = 0,
-    ) -> None:
-        """``earlier`` is the number of records of the attempts before this one."""
-        self._earlier = earlier
-        self.name = name
-        self.folder = folder
-        self._master = master
-        self._outcome = outcome
 
     def status(self) -> RunStatus:
         """Return status, step, version and the ledger ``sampled = trained + dropped + held``; if the run failed or was
@@ -323,24 +300,13 @@ class Run(RunData):
 
         ``cause`` is why the run failed, if known. Safe to call concurrently.
         """
-        import ray
-
         atexit.unregister(self._wait)
         if not self._owns_name():
             return summarise(self.name, *self._death(), Totals(), None, 0.0)
-        actors: list[Handle[Watched]] = []
-        for name in named_actors(actor_name(self.name, "")):
-            with contextlib.suppress(ValueError):  # it died since it was listed
-                # Without retries: Ray would otherwise retry, and log, the Buffer's calls.
-                actors.append(Handle(name, ray.get_actor(name, namespace=NAMESPACE), max_task_retries=0))
-        watches = [actor.call(Watched.watch) for actor in actors if hasattr(actor.actor, "watch")]
         # The Master first, which would otherwise report the deaths of the others as failures; also if it is dead and
         # not listed, because a process that holds its handle still sees its name as taken.
-        self._master.kill()
-        for actor in actors:
-            actor.kill()
-        if watches:
-            ray.wait(watches, num_returns=len(watches))
+        listed = map(find_actor, named_actors(actor_name(self.name, "")))
+        end([self._master, *(actor for actor in listed if actor is not None)])
         remove_groups(self.name)
         if (summary := read_summary(self.folder)) is not None:
             return summary
@@ -353,12 +319,8 @@ class Run(RunData):
 
     def _owns_name(self) -> bool:
         """Return whether no other run has taken its name since it ended."""
-        import ray
-
-        try:
-            return ray.get_actor(self._master_name, namespace=NAMESPACE) == self._master.actor
-        except ValueError:
-            return True
+        master = find_actor(self._master_name)
+        return master is None or master.actor == self._master.actor
 
     def _death(self) -> tuple[str, str]:
         """Return the status and error of a run whose Master is dead."""

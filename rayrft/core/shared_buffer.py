@@ -7,10 +7,10 @@ import uuid
 from rayrft.buffer.shared import FeedProgress, SharedBuffer, SharedStatus
 from rayrft.config import RunConfig
 from rayrft.core.parts.buffer import BUFFER
-from rayrft.core.placement import NAMESPACE, Placement, actor_name, named_actors, remove_groups, running
+from rayrft.core.placement import Placement, actor_name, find_actor, named_actors, remove_groups, running
 from rayrft.core.preflight import Prepared
 from rayrft.errors import ActorDied, PlacementError, RunNotFound, nearest
-from rayrft.runtime.handle import Handle, answer, fetch
+from rayrft.runtime.handle import Handle, answer, end, fetch
 
 _ANSWER_S = 60.0
 _PREFIX = "buffers/"
@@ -39,7 +39,7 @@ def open_buffer(config: RunConfig) -> Handle[SharedBuffer]:
 
 
 async def join_feed(buffer: Handle[SharedBuffer], config: RunConfig, prepared: Prepared) -> FeedProgress:
-    """Begin the feed of an explore job, or go on with it; return what it has put before."""
+    """Start or resume the feed of an explore job; return its progress."""
     stage = config.explored_stage
     assert prepared.task_set is not None  # the mode needs tasks
     return await buffer.call(
@@ -61,18 +61,10 @@ async def join_trainer(buffer: Handle[SharedBuffer], config: RunConfig, prepared
 
 def find_buffer(name: str) -> Handle[SharedBuffer]:
     """Return the running Buffer of that name. Raises RunNotFound."""
-    import ray
-
-    try:
-        return Handle(BUFFER.name, ray.get_actor(shared_actor_name(name), namespace=NAMESPACE))
-    except ValueError:
-        names = buffers()
-        raise RunNotFound(
-            "no Buffer of that name is on this cluster",
-            nearest(name, names) if names else "no named Buffer is running",
-            field="buffer.name",
-            value=name,
-        ) from None
+    if (buffer := find_actor(shared_actor_name(name))) is not None:
+        return buffer
+    remedy = nearest(name, names) if (names := buffers()) else "no named Buffer is running"
+    raise RunNotFound("no Buffer of that name is on this cluster", remedy, field="buffer.name", value=name)
 
 
 def shared_actor_name(name: str) -> str:
@@ -92,25 +84,15 @@ def buffer_status(name: str) -> SharedStatus:
 
 
 def stop_buffer(name: str, *, force: bool = False) -> SharedStatus:
-    """End a named Buffer; return its last status. Its log stays: the next job that names it goes on with it.
+    """End a named Buffer; return its last status. Its log stays: the next job that names it resumes it.
 
     Raises RunNotFound, and PlacementError while a job uses it, which would fail, unless ``force``.
     """
     buffer, status = find_buffer(name), buffer_status(name)
     if (using := sorted(status.jobs & set(running()))) and not force:
-        raise PlacementError(
-            "jobs use this Buffer", "stop them first, or give --force", field="buffer.name", value=using
-        )
+        remedy = "stop them first, or give --force"
+        raise PlacementError("jobs use this Buffer", remedy, field="buffer.name", value=using)
     fetch(buffer.call(SharedBuffer.flush), name, _ANSWER_S)
-    _kill(buffer)
+    end([buffer])
     remove_groups(_PREFIX + name)
     return status
-
-
-def _kill(buffer: Handle[SharedBuffer]) -> None:
-    """Kill the actor; return when it is dead, and its name free."""
-    import ray
-
-    dead = buffer.with_options(max_task_retries=0).call(SharedBuffer.watch)
-    buffer.kill()
-    ray.wait([dead])

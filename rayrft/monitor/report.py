@@ -30,9 +30,14 @@ def accuracy_table(records: Sequence[Record]) -> str:
     for _, label, part in names:
         cells = [_cell([record for record in part if record.temperature == t]) for t in temperatures]
         rows.append([label, *cells])
+    return "\n".join([format_table(rows), *([""] if pairs else []), *pairs])
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows of cells in columns, with a rule under the first row."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *([""] if pairs else []), *pairs])
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def _pairs(records: list[PairsRecord]) -> list[str]:

@@ -147,10 +147,10 @@ def answer(call: Awaitable[R], who: str, deadline_s: float | None = None) -> R:
 
 
 def end(actors: Collection[Handle[Watched]]) -> None:
-    """Kill actors; block until their names and memory are free for others."""
+    """Kill actors, in this order; block until their names and memory are free for others."""
     import ray
 
-    watches = [actor.call(Watched.watch) for actor in actors]
+    watches = [actor.with_options(max_task_retries=0).call(Watched.watch) for actor in actors]
     for actor in actors:
         actor.kill()
     ray.wait(watches, num_returns=len(watches))
