@@ -11,18 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rayrft.config import RunConfig
-from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
-from rayrft.explorer.engines.auxiliary import auxiliary_models
-from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt
-from rayrft.explorer.evaluator import Evaluator
-from rayrft.explorer.rollout import Runner
+from rayrft.explorer.evaluator import TaskActor
 from rayrft.json_lines import JsonLines, open_lines, read_lines
-from rayrft.registry import load_plugins
-from rayrft.rewards.pool import Rewards, ScoringBackend
-from rayrft.runtime.handle import Handle, Watched
+from rayrft.rewards.pool import ScoringBackend
+from rayrft.runtime.handle import Handle
 from rayrft.runtime.waits import Waits
 
 
@@ -46,7 +41,7 @@ def _attempt(line: bytes) -> Attempt:
     return Attempt(**{**fields, "versions": tuple(fields["versions"])})
 
 
-class BenchWorker(Watched):
+class BenchWorker(TaskActor):
     """The actor, for one model."""
 
     def __init__(
@@ -57,21 +52,14 @@ class BenchWorker(Watched):
         scoring: Callable[[], ScoringBackend] | None,
         auxiliary: Mapping[str, Handle[EnginePool]],
     ) -> None:
-        """``scoring`` and ``auxiliary``: see `rayrft.explorer.explorer.Explorer`."""
-        load_plugins(config.plugins)
-        self._config = config
-        models = auxiliary_models(config.auxiliary, auxiliary)
-        self._rewards = Rewards(config.scoring, config.plugins, scoring, models)
-        engines = EngineClient(engine_pool, Waits("bench"))
-        runner = Runner(
-            config, ChatTokenizer(model, template=config.model.template), engines, self._rewards.score, models
-        )
-        self._evaluator = Evaluator(config, runner.beside(engines, config.bench.max_tokens))
+        """See `TaskActor`."""
+        super().__init__(config, model, engine_pool, scoring, auxiliary, Waits("bench"))
+        self._evaluator = self._evaluator_on(self._engines, config.bench.max_tokens)
         self._answered = 0
         self._changed = asyncio.Condition()
 
     async def start(self) -> None:
-        """Start what scores."""
+        """Start the rewards."""
         await self._rewards.open()
 
     async def run(self, tasks: list[Task], path: Path) -> None:

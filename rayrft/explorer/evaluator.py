@@ -3,15 +3,54 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from rayrft.config import RunConfig
 from rayrft.data.reasoning import split_reasoning
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import TRUNCATED, Experience, Task
+from rayrft.explorer.engines.auxiliary import auxiliary_models
+from rayrft.explorer.engines.client import EngineClient
+from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt
 from rayrft.explorer.rollout import Runner
 from rayrft.explorer.scoring import reward_after_truncation
-from rayrft.rewards import RewardResult
+from rayrft.registry import load_plugins
+from rayrft.rewards import RewardResult, Transcript
+from rayrft.rewards.pool import Rewards, ScoringBackend
+from rayrft.runtime.handle import Handle, Watched
+from rayrft.runtime.waits import Waits
+
+
+class TaskActor(Watched):
+    """Base of the actors that attempt tasks, with the engines, auxiliary models, rewards and workflows of a run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: str,
+        engine_pool: Handle[EnginePool],
+        scoring: Callable[[], ScoringBackend] | None,
+        auxiliary: Mapping[str, Handle[EnginePool]],
+        waits: Waits,
+        share: float = 1.0,
+    ) -> None:
+        """``scoring`` makes remote scorers, unless the actor scores; ``auxiliary`` has the pools of the auxiliary
+        models; ``share``: see `EngineClient`."""
+        load_plugins(config.plugins)
+        self._config, self._waits = config, waits
+        self._engines = EngineClient(engine_pool, waits, share)
+        self._models = auxiliary_models(config.auxiliary, auxiliary, waits, share)
+        self._rewards = Rewards(config.scoring, config.plugins, scoring, self._models)
+        tokenizer = ChatTokenizer(model, template=config.model.template)
+        self._runner = Runner(config, tokenizer, self._engines, self._reward, self._models)
+
+    def _evaluator_on(self, engines: EngineClient, max_tokens: int | None) -> Evaluator:
+        return Evaluator(self._config, self._runner.beside(engines, max_tokens))
+
+    async def _reward(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        with self._waits.on(f"reward of domain {task.domain!r}", task.id):
+            return await self._rewards.score(task, transcripts)
 
 
 class Evaluator:

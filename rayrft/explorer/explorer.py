@@ -9,33 +9,25 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig, StageConfig
-from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
-from rayrft.explorer.engines.auxiliary import AuxiliaryModel, auxiliary_models
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Evaluation, measure
-from rayrft.explorer.evaluator import Evaluator
+from rayrft.explorer.evaluator import TaskActor
 from rayrft.explorer.group_flow import GroupFlow
-from rayrft.explorer.rollout import Runner
 from rayrft.pipelines.experiences import ExperiencePipeline, experience_chain
 from rayrft.pipelines.report import OperatorStats
 from rayrft.pipelines.run.groups import LocalOperators, Operators
 from rayrft.pipelines.run.models import open_models, running_engines
-from rayrft.registry import load_plugins
-from rayrft.rewards import RewardResult, Transcript
-from rayrft.rewards.pool import Rewards, ScoringBackend
+from rayrft.rewards.pool import ScoringBackend
 from rayrft.rewards.stats import DomainStats
-from rayrft.runtime.handle import Handle, TrackedHandle, Watched
+from rayrft.runtime.handle import Handle, TrackedHandle
 from rayrft.runtime.waits import WaitReport, Waits
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -72,7 +64,7 @@ class Timings:
         )
 
 
-class Explorer(Watched):
+class Explorer(TaskActor):
     """The actor. The Buffer's tickets name the next tasks; held-out tasks are used for evaluation only."""
 
     def __init__(
@@ -89,38 +81,32 @@ class Explorer(Watched):
         evaluation_pool: Handle[EnginePool] | None = None,
         operators: Callable[[], Operators] | None = None,
     ) -> None:
-        """``scoring``: who scores, if not the Explorer itself; ``operators``: who verifies, likewise. ``feed`` is that
-        of an explore job, whose Buffer belongs to no run; ``auxiliary`` has the pools of the auxiliary models."""
-        load_plugins(config.plugins)
-        self._config = config
-        self._waits = Waits("explorer")
+        """``operators`` makes remote operators on experiences, unless the Explorer runs them. ``feed`` is that of an
+        explore job, whose Buffer belongs to no run; the other arguments: see `TaskActor`."""
+        share = 1 / config.explorer.count
+        super().__init__(config, model, engine_pool, scoring, auxiliary or {}, Waits("explorer"), share)
         self._buffer = TrackedHandle(buffer, self._waits, endless=[Buffer.admit, Buffer.closed, Buffer.leased])
         self._feed = feed
         self._tasks = {task.id: task for task in tasks}
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
-        tokenizer, share = ChatTokenizer(model, template=config.model.template), 1 / config.explorer.count
-        engines = EngineClient(engine_pool, self._waits, share)
-        models = auxiliary_models(config.auxiliary, auxiliary or {}, self._waits, share)
-        self._rewards = Rewards(config.scoring, config.plugins, scoring, models)
         self._scoring: asyncio.Future[None] | None = None
-        """The start of what scores, if a stage trains it."""
-        self._runner = Runner(config, tokenizer, engines, self._reward, models)
+        """The start of the rewards, if a stage trains them."""
         self.flow = GroupFlow(
             config,
             self._runner,
             self._buffer,
             self._tasks,
             self._waits,
-            pipeline=self._make_pipeline(model, models, operators) if config.pipelines.experiences else None,
+            pipeline=self._make_pipeline(model, operators) if config.pipelines.experiences else None,
             limits_tries=not feed,
         )
 
-        def evaluator(engines: EngineClient) -> Evaluator:
-            return Evaluator(config, self._runner.beside(engines, config.evaluation.max_tokens))
-
-        self._evaluator = evaluator(engines)
-        self._evaluator_beside = evaluator(EngineClient(evaluation_pool, self._waits)) if evaluation_pool else None
+        max_tokens = config.evaluation.max_tokens
+        self._evaluator = self._evaluator_on(self._engines, max_tokens)
+        self._evaluator_beside = (
+            self._evaluator_on(EngineClient(evaluation_pool, self._waits), max_tokens) if evaluation_pool else None
+        )
 
     async def start(self) -> None:
         """Start what scores, unless a stage is still to train it: then it starts when it is needed; and what
@@ -197,17 +183,14 @@ class Explorer(Watched):
         call = self._buffer.call(Buffer.admit, self._name, self._calls, stage.groups, self._feed)
         return asyncio.ensure_future(call)
 
-    def _make_pipeline(
-        self, model: str, models: Mapping[str, AuxiliaryModel], operators: Callable[[], Operators] | None
-    ) -> ExperiencePipeline:
-        """Return the operators on experiences, which ask the auxiliary ``models`` and have answers scored as the
-        Explorer has its own."""
+    def _make_pipeline(self, model: str, operators: Callable[[], Operators] | None) -> ExperiencePipeline:
+        """Return the operators on experiences, which use the auxiliary models and rewards of the Explorer."""
         pipelines, chain = self._config.pipelines, experience_chain(self._config, model)
         if operators is not None:
             return ExperiencePipeline(pipelines, chain.build(), operators())
         opened = partial(
             open_models,
-            engines=running_engines(models, self._config.auxiliary),
+            engines=running_engines(self._models, self._config.auxiliary),
             endpoints=pipelines.endpoints,
             score=self._reward,
             tasks=self._tasks.get,
@@ -221,10 +204,6 @@ class Explorer(Watched):
         while (newest := await self._buffer.call(Buffer.leased, step)) > step:
             step = newest
             self.flow.end_due(stage, step)
-
-    async def _reward(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        with self._waits.on(f"reward of domain {task.domain!r}", task.id):
-            return await self._rewards.score(task, transcripts)
 
 
 async def explorer_timings(explorers: Sequence[Handle[Explorer]]) -> Timings:
