@@ -158,11 +158,11 @@ def status(
     """Print the status of runs, also of one that is starting or has ended."""
     from rayrft.core.cluster import connect
     from rayrft.core.launch import find_status
-    from rayrft.core.placement import running, starting
+    from rayrft.core.placement import running_runs, starting_runs
 
     if not name:
         connect(start=False)
-    names = [name] if name else running() + starting()
+    names = [name] if name else running_runs() + starting_runs()
     if not names:
         print("no run is running")
     for run_name in names:

@@ -18,9 +18,9 @@ from rayrft.core.placement import (
     check_room,
     find_actor,
     remove_leftovers,
-    running,
+    running_runs,
     show_plan,
-    starting,
+    starting_runs,
 )
 from rayrft.core.preflight import prepare
 from rayrft.core.run import ANSWER_S, Run
@@ -120,9 +120,9 @@ def attach(name: str) -> Run:
     connect(start=False)
     master: Handle[Master] | None = find_actor(actor_name(name, "master"))
     if master is None:
-        names, problem = running(), "no run of that name is on this cluster"
+        names, problem = running_runs(), "no run of that name is on this cluster"
         remedy = nearest(name, names) if names else "no run is running"
-        if name in starting():
+        if name in starting_runs():
             problem, remedy = "the run is starting", "try again once it is up"
         raise RunNotFound(problem, remedy, field="name", value=name)
     status = fetch(master.call(Master.status), actor_name(name, "master"), ANSWER_S)
@@ -136,7 +136,7 @@ def find_status(run: str) -> RunStatus:
     try:
         return attach(run).status()
     except (RunNotFound, ClusterError) as error:
-        if isinstance(error, RunNotFound) and run in starting():
+        if isinstance(error, RunNotFound) and run in starting_runs():
             return RunStatus(run, "starting", None, 0, 0, None, [], None)
         try:
             folder = find_folder(run)
@@ -148,8 +148,8 @@ def find_status(run: str) -> RunStatus:
 
 def _check_name(name: str) -> None:
     for state, names, remedy in (
-        ("running", running(), f"end it with: rayrft stop {name}"),
-        ("starting", starting(), "wait until it has ended"),
+        ("running", running_runs(), f"end it with: rayrft stop {name}"),
+        ("starting", starting_runs(), "wait until it has ended"),
     ):
         if name in names:
             problem, remedy = f"a run of this name is {state}", f"choose another name (name=…), or {remedy}"

@@ -23,7 +23,7 @@ from rayrft.core.parts.table import KINDS, plan_placement
 from rayrft.core.parts.trainer import TrainerPart
 from rayrft.core.placement import Placement, actor_name
 from rayrft.core.preflight import Prepared
-from rayrft.core.shared_buffer import join_feed, join_trainer, open_buffer
+from rayrft.core.shared_buffer import join_feed, join_trainer, open_shared_buffer
 from rayrft.core.supervision import StallMonitor, Stopped, supervise, unless_stopped
 from rayrft.core.train_loop import TrainLoop
 from rayrft.core.weight_sync import WeightSync
@@ -135,7 +135,7 @@ class Master(Watched):
         try:
             groups = [each.name for each in plan_placement(self._config) if each.name != "master" and not each.served]
             await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, groups))
-            shared = await asyncio.to_thread(open_buffer, self._config) if self._config.buffer.name else None
+            shared = await asyncio.to_thread(open_shared_buffer, self._config) if self._config.buffer.name else None
             logged, monitor = self._progress.logged, self._config.monitor
             parts = RunParts(KINDS, self._config, prepared, placement, self._waits, logged, shared)
             parts.actors()

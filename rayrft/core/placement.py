@@ -137,17 +137,17 @@ def find_actor(name: str) -> Handle[Any] | None:
         return None
 
 
-def running() -> list[str]:
+def running_runs() -> list[str]:
     """Return the names of the runs on this cluster."""
     suffix = actor_name("", "master")
     return sorted(name.removesuffix(suffix) for name in named_actors("") if name.endswith(suffix))
 
 
-def starting() -> list[str]:
+def starting_runs() -> list[str]:
     """Return the names of the runs that have reserved their name, and whose Master does not exist yet."""
     runs = {name.rpartition(":")[0]: name for name in sorted(group["name"] for group in _groups())}
     alone = [run for run, last in runs.items() if last == actor_name(run, "master")]
-    return sorted({*alone} - {*running()})
+    return sorted({*alone} - {*running_runs()})
 
 
 @dataclass(frozen=True)
@@ -219,12 +219,12 @@ class Placement:
                 ) from None
 
     def actor(
-        self, cls: Callable[P, T], part: str, *, name: str | None = None, bundle: int = -1, restarts: bool = False
+        self, cls: Callable[P, T], part: str, *, name: str | None = None, bundle: int = -1, restarts: int = 0
     ) -> PlacedClass[P, T]:
         """Return an actor class placed in a bundle of its part.
 
-        The actor is named ``<run>:<name>``, or anonymous without ``name``. Bundle -1 is any of the part's. With
-        ``restarts`` Ray restarts it when it dies, and retries the calls in flight.
+        The actor is named ``<run>:<name>``, or anonymous without ``name``. Bundle -1 is any of the part's. Ray restarts
+        it up to ``restarts`` times when it dies (-1: no limit), and retries the calls in flight.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -236,7 +236,7 @@ class Placement:
         if any(inspect.iscoroutinefunction(member) for member in vars(cls).values()):
             options["max_concurrency"] = 10_000  # calls of an async actor may wait for each other
         if restarts:
-            options |= {"max_restarts": -1, "max_task_retries": -1}
+            options |= {"max_restarts": restarts, "max_task_retries": -1}
         remote_class = ray.remote(cls).options(
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),

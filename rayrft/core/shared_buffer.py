@@ -6,8 +6,8 @@ import uuid
 
 from rayrft.buffer.shared import FeedProgress, SharedBuffer, SharedStatus
 from rayrft.config import RunConfig
-from rayrft.core.parts.buffer import BUFFER
-from rayrft.core.placement import Placement, actor_name, find_actor, named_actors, remove_groups, running
+from rayrft.core.parts.buffer import BUFFER, BufferPart
+from rayrft.core.placement import Placement, actor_name, find_actor, named_actors, remove_groups, running_runs
 from rayrft.core.preflight import Prepared
 from rayrft.errors import ActorDied, PlacementError, RunNotFound, nearest
 from rayrft.runtime.handle import Handle, answer, end, fetch
@@ -17,7 +17,7 @@ _PREFIX = "buffers/"
 """Names of runs have no slash."""
 
 
-def open_buffer(config: RunConfig) -> Handle[SharedBuffer]:
+def open_shared_buffer(config: RunConfig) -> Handle[SharedBuffer]:
     """Return the Buffer that the config names; start it if it is not running, in a placement group that no job's end
     removes. Any number of jobs may do so at once.
 
@@ -28,7 +28,7 @@ def open_buffer(config: RunConfig) -> Handle[SharedBuffer]:
     assert name is not None  # checked by the caller
     placement = Placement(_PREFIX + name, [BUFFER], detached=True)
     placement.reserve([BUFFER.name])
-    shared = placement.actor(SharedBuffer, BUFFER.name, name=BUFFER.name, restarts=True)
+    shared = placement.actor(SharedBuffer, BUFFER.name, name=BUFFER.name, restarts=BufferPart.budget)
     buffer = shared.create(name, folder, config.buffer, config.seed)
     try:
         answer(buffer.call(SharedBuffer.check, folder, config.buffer), buffer.name)
@@ -56,7 +56,7 @@ async def join_feed(buffer: Handle[SharedBuffer], config: RunConfig, prepared: P
 
 async def join_trainer(buffer: Handle[SharedBuffer], config: RunConfig, prepared: Prepared, step: int) -> None:
     """Let a train job, which has taken ``step`` steps, take the batches."""
-    await buffer.call(SharedBuffer.join_trainer, prepared.run_id, config.name, prepared.terms, step, running())
+    await buffer.call(SharedBuffer.join_trainer, prepared.run_id, config.name, prepared.terms, step, running_runs())
 
 
 def find_buffer(name: str) -> Handle[SharedBuffer]:
@@ -89,7 +89,7 @@ def stop_buffer(name: str, *, force: bool = False) -> SharedStatus:
     Raises RunNotFound, and PlacementError while a job uses it, which would fail, unless ``force``.
     """
     buffer, status = find_buffer(name), buffer_status(name)
-    if (using := sorted(status.jobs & set(running()))) and not force:
+    if (using := sorted(status.jobs & set(running_runs()))) and not force:
         remedy = "stop them first, or give --force"
         raise PlacementError("jobs use this Buffer", remedy, field="buffer.name", value=using)
     fetch(buffer.call(SharedBuffer.flush), name, _ANSWER_S)

@@ -40,7 +40,7 @@ class ScriptedPlacement:
     def count(self, part: str) -> int:
         return {"engines": 2}.get(part, 1)
 
-    def actor(self, cls: type, part: str, *, name: str, bundle: int = -1, restarts: bool = False) -> Any:
+    def actor(self, cls: type, part: str, *, name: str, bundle: int = -1, restarts: int = 0) -> Any:
         def create(*_: Any, **__: Any) -> Handle[Any]:
             self.created.setdefault(part, []).append(name)
             return remote(Silent(), name)

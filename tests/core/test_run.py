@@ -17,7 +17,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 
 from rayrft.buffer.ledger import Ledger, RowStats
 from rayrft.config import dump_config, load_config
-from rayrft.core.launch import attach, find_status, running, start, starting
+from rayrft.core.launch import attach, find_status, running_runs, start, starting_runs
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import Placement
 from rayrft.core.run import Run
@@ -116,7 +116,7 @@ def test_a_run_is_killed_from_many_threads_while_others_wait_for_it(run: Run) ->
     for ended in (run, other):
         assert (ended.status().status, ended.status().ledger.sampled) == ("killed", 0)
     assert read_summary(run.folder).status == "killed"
-    assert "scripted" not in running() and not groups_of("scripted:")
+    assert "scripted" not in running_runs() and not groups_of("scripted:")
     assert not list(run.folder.glob(".*"))
 
 
@@ -146,14 +146,14 @@ def test_a_run_that_was_resumed_is_watched_from_there(run: Run) -> None:
 def test_a_run_is_starting_from_its_plan_to_its_master(tmp_path: Path) -> None:
     group = placement_group([{"CPU": 0.01}], name="early:master")
     ray.get(group.ready())
-    assert "early" in starting() and "early" not in running()
+    assert "early" in starting_runs() and "early" not in running_runs()
     with pytest.raises(RunNotFound, match="the run is starting"):
         attach("early")
     assert find_status("early").status == "starting"
     with pytest.raises(PlacementError, match="is starting"):
         start(small_config(tmp_path, "early"), say=lambda _: None)
     remove_placement_group(group)
-    assert "early" not in starting()
+    assert "early" not in starting_runs()
 
 
 def test_a_dead_master_is_told_with_why_it_died_by_whoever_asks(run: Run) -> None:

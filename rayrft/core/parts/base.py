@@ -31,6 +31,8 @@ class Part(Generic[A]):
     on_death: ClassVar[Literal["end", "restart", "continue"]] = "end"
     """Effect of the death of an actor: the run ends; the actor is restarted, and the run ends if that fails; or the run
     continues without it."""
+    budget: ClassVar[int] = 0
+    """Number of times that an actor is restarted; -1: no limit."""
     loads: ClassVar[bool] = False
     """Whether its start loads a model, which takes long."""
 

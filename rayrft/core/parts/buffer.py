@@ -21,6 +21,7 @@ class BufferPart(Part[Buffer]):
 
     name = BUFFER.name
     on_death = "restart"
+    budget = -1
 
     @classmethod
     def bundles(cls, config: RunConfig) -> list[Bundles]:
@@ -29,7 +30,7 @@ class BufferPart(Part[Buffer]):
     def create(self) -> list[Handle[Buffer]]:
         config, prepared = self.config, self.run.prepared
         buffer: Handle[Buffer] = self.run.shared or self.run.placement.actor(
-            Buffer, self.name, name=self.name, restarts=True
+            Buffer, self.name, name=self.name, restarts=self.budget
         ).create(
             prepared.run_id,
             config.buffer_folder,
