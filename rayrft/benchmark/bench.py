@@ -216,8 +216,8 @@ def _tasksets(config: RunConfig, say: Callable[[str], None]) -> dict[str, tuple[
 
 
 def find_weights(name: str, model: str, storage: Path, folder: Path, field: str | None = None) -> BenchModel:
-    """Find a model by what ``bench.models`` says, or config key ``field``; weights of a checkpoint are written below
-    ``folder``, once. Raises ModelError if there is none, or if it is a reward model."""
+    """Find a model by its value in ``bench.models``, or of config key ``field``. Weights of a checkpoint are written
+    below ``folder``, once. Raises ModelError if there is none, or if it is a reward model."""
     field = field or f"bench.models.{name}"
     found = _weights(name, model, storage, folder, field)
     config = Path(found.path) / "config.json"

@@ -73,7 +73,7 @@ class BenchResult:
         return format_table(rows)
 
     def to_json(self) -> str:
-        """Format all scores; what is not a number is null."""
+        """Format all scores as JSON; NaN is null."""
         fields: dict[str, Any] = {"name": self.name, "scores": [asdict(score) for score in self.scores]}
         return json.dumps(_without_nan(fields), indent=2) + "\n"
 

@@ -63,7 +63,7 @@ class BenchWorker(TaskActor):
         await self._rewards.open()
 
     async def run(self, tasks: list[Task], path: Path) -> None:
-        """Attempt the tasks, less what is in the file, and append to it. Raises ActorDied if an engine has died, and
+        """Make the attempts that the file lacks, and append them to it. Raises ActorDied if an engine has died, and
         StorageError."""
         self._answered, (file, found) = 0, open_attempts(path)
         bench, done = self._config.bench, Counter(attempt.task_id for attempt in found)

@@ -82,7 +82,7 @@ class Evaluations:
             await self._running
 
     async def cancel(self) -> None:
-        """Give up what has not ended."""
+        """Cancel the running evaluation."""
         unfinished = [*self._watching.values(), *([self._running] if self._running else [])]
         for future in unfinished:
             future.cancel()
@@ -92,9 +92,8 @@ class Evaluations:
         """Give the current weights to the evaluation engines that are alive; return whether there are any."""
         if (pool := self._pool) is None or self._weight_sync is None:
             return False
-        for name, engine in list(self._engines.items()):
-            if name not in self._watching:
-                self._watching[name] = asyncio.ensure_future(until_failed(engine))
+        if not self._watching:
+            self._watching = {name: asyncio.ensure_future(until_failed(each)) for name, each in self._engines.items()}
         for name, watching in self._watching.items():
             if watching.done() and self._engines.pop(name, None) is not None:
                 await pool.call(EnginePool.leave, name, "it died")

@@ -68,7 +68,7 @@ class ExploreLoop:
             await self._record(progress, time.perf_counter() - started)
 
     async def _record(self, progress: FeedProgress, seconds: float) -> None:
-        """Record what has come since the last record."""
+        """Record the groups since the last record."""
         new, before = progress.report, self._progress.report
         groups, rows = progress.groups - self._progress.groups, new.rows - before.rows
         if not groups:

@@ -42,7 +42,7 @@ def start(
     """
     checked = load_config(config, overrides)
     if checked.mode == "bench":
-        raise ConfigError("a bench is no run", "use rayrft.bench, or: rayrft bench", field="mode", value="bench")
+        raise ConfigError("a bench is not a run", "use rayrft.bench, or: rayrft bench", field="mode", value="bench")
     return _start(checked, None, say)
 
 

@@ -158,7 +158,7 @@ class PlacedClass(Generic[P, T]):
     remote_class: Any
 
     def create(self, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        """Create an actor and return at once. References among the arguments reach it as what they refer to."""
+        """Create an actor and return at once. References among the arguments are resolved."""
         return Handle(self.name, self.remote_class.remote(*args, **kwargs))
 
 
@@ -182,7 +182,7 @@ class Placement:
         return self._parts[name].count
 
     def reserve(self, names: list[str]) -> None:
-        """Create the placement groups of these parts; detached ones may be there. Raises PlacementError if one is not
+        """Create the placement groups of these names; detached ones may exist. Raises PlacementError if one is not
         placed within 30 s, or if another run has one of that name."""
         import ray
         from ray.exceptions import GetTimeoutError, RaySystemError

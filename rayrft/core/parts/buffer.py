@@ -62,7 +62,7 @@ class BufferPart(Part[Buffer]):
         await asyncio.gather(*loads)
 
     def heartbeat(self) -> Callable[[Buffer], Awaitable[Any]]:
-        # A named Buffer waits for what its train job waits for, which may be another job than this one.
+        # The waits of a named Buffer are those of its train job, which may be another job than this one.
         return Buffer.waiting if self.config.trains else Buffer.pid
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""Engines: a group for each model, with the pool of those that take requests, in a run and without one."""
+"""Engines of the policy, of evaluation and of auxiliary models, in a run and without one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EngineModel:
 
 
 class EngineGroup:
-    """The engines of a model, one per bundle of a placement ``group``, and the pool of those that take requests.
+    """The engines of a model, one per bundle of a placement ``group``, and the pool with their membership.
 
     The engines are named ``<name>-<index>``. ``waits`` records the calls of the actors; ``expendable``: see
     `EnginePool`.
