@@ -124,9 +124,9 @@ class Master(Watched):
                 await self._recorder.save(self._summarise("killed", killed, rows))
 
     async def pids(self) -> dict[str, int]:
-        """Return the process ids of the Master and of all actors that it created."""
+        """Return the process ids of the Master and of the actors that it supervises."""
         assert self._parts is not None  # called once the run is up
-        actors = self._parts.actors()
+        actors = [actor for part in self._parts for actor in part.supervised]
         pids = await asyncio.gather(*(actor.untracked.call(Watched.pid) for actor in actors))
         return {"master": os.getpid(), **{actor.name: pid for actor, pid in zip(actors, pids, strict=True)}}
 

@@ -283,7 +283,7 @@ class Run:
                 self.result()
 
     def pids(self) -> dict[str, int]:
-        """Return the process ids of the Master and of the actors that it created."""
+        """Return the process ids of the Master and of the actors that it supervises."""
         return fetch(self._master.call(Master.pids), self._master_name, ANSWER_S)
 
     def serve_feedback(self, **settings: Any) -> OpenService:
