@@ -19,7 +19,6 @@ import gc
 import statistics
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +33,7 @@ from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.train_loop import TrainLoop
-from rayrft.data.task_sampler import TaskSet
+from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.experience import Task
 from rayrft.explorer.engines.exchange import Answering, Completion, Request
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
@@ -117,7 +116,7 @@ async def run(steps: int, stepped: Any) -> None:
     make_tiny_model(config.model.tiny, prompts, ["x"], model, max_length=48, seed=0)
     progress = Progress("run")
     Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
-    sets = partial(TaskSet, [task.id for task in tasks], [0] * TASKS, [1.0], sampler="shuffled", seed=0)
+    sets = TaskSetSpec([task.id for task in tasks], [0] * TASKS, [1.0], sampler="shuffled", seed=0)
     buffer, trainer, engine, pool = (
         Buffer("run", folder, config.buffer, 0, sets),
         Trainer(stepped),

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from rayrft.buffer.log import journal
 from rayrft.buffer.log.row_log import Appended, RowSpan
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.validation import Limits
-from rayrft.data.task_sampler import TaskSet
+from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import LeaseEnded
 from tests.buffer.in_process import small
 
@@ -243,7 +242,7 @@ class World:
         make_tasks = None
         if tasks is not None:
             ids = [str(number) for number in range(tasks)]
-            make_tasks = partial(TaskSet, ids, [0] * tasks, [1.0], sampler="shuffled", seed=0, epochs=1)
+            make_tasks = TaskSetSpec(ids, [0] * tasks, [1.0], sampler="shuffled", seed=0, epochs=1)
         self._open = lambda: Buffer("run", folder, config, 0, make_tasks)
 
     # The Buffer's process.

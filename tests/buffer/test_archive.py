@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import ray
 from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive
 from rayrft.config import dump_config, load_config
 from rayrft.config.buffer import SamplerConfig
-from rayrft.data.task_sampler import TaskSet
+from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import SCHEMA
 from tests.buffer.live import buffers, history, put
@@ -130,7 +129,7 @@ def test_what_a_crash_left_behind_is_reported_and_does_not_count(ended: Ended, l
 
 
 def test_a_run_with_tasks_is_read_without_them_even_behind_their_end(start: Start, tmp_path: Path) -> None:
-    tasks = partial(TaskSet, list("abcde"), [0] * 5, [1.0], sampler="shuffled", seed=0, epochs=1)
+    tasks = TaskSetSpec(list("abcde"), [0] * 5, [1.0], sampler="shuffled", seed=0, epochs=1)
     buffer = start(tmp_path, tasks=tasks)
     call, numbers = 0, iter(range(100))
     for stage in range(3):

@@ -14,7 +14,7 @@ import pytest
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.log import journal
 from rayrft.buffer.schedule import Ticket
-from rayrft.data.task_sampler import TaskSet
+from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import StorageError
 from rayrft.experience import Experience, pack, to_batch
 from tests.buffer.disk import Disk, Killed
@@ -118,7 +118,7 @@ def half_broken(ticket: Ticket) -> list[Experience]:
 SIZES = {"segment_bytes": 6000, "log_bytes": 12000, "memory_bytes": 8000, "max_bytes": 1 << 30}
 FULL = {**SIZES, "max_rows": 24, "when_full": "evict_oldest"}
 ROOMY = small(**SIZES, max_rows=1000, fsync="always")
-TASKS = partial(TaskSet, [str(number) for number in range(11)], [0] * 11, [1.0], sampler="shuffled", seed=0, epochs=1)
+TASKS = TaskSetSpec([str(number) for number in range(11)], [0] * 11, [1.0], sampler="shuffled", seed=0, epochs=1)
 BAD_DISK = partial(OSError, errno.EIO, "Input/output error")
 REPLAYED = small(**FULL, sampler={"name": "priority", "max_uses": 3})
 

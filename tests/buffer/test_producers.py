@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import ray
 from rayrft.buffer import client
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.ledger import Ledger
-from rayrft.data.task_sampler import TaskSet
+from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import DataError, LeaseEnded
 from rayrft.experience import Experience, pack, to_batch
 from tests.buffer.actor import Start, admit, ledger, put
@@ -183,7 +182,7 @@ def test_tickets_of_the_life_before_go_to_the_next(buffer: Any) -> None:
 
 
 def test_the_end_of_the_tasks_ends_the_lease_that_cannot_be_filled(start: Start) -> None:
-    tasks = partial(TaskSet, ["a", "b", "c"], [0, 0, 0], [1.0], sampler="sequential", seed=0, epochs=1)
+    tasks = TaskSetSpec(["a", "b", "c"], [0, 0, 0], [1.0], sampler="sequential", seed=0, epochs=1)
     buffer = start(tasks=tasks)
     ray.get(buffer.open_stage.remote(plan(2)))
     tickets = ray.get(admit(buffer))
@@ -203,7 +202,7 @@ def test_the_end_of_the_tasks_ends_the_lease_that_cannot_be_filled(start: Start)
 
 
 def test_what_rollouts_say_of_a_task_reaches_the_task_sampler(start: Start) -> None:
-    buffer = start(tasks=partial(TaskSet, ["a", "b"], [0, 0], [1.0], sampler="tests.buffer.rows:hardest", seed=0))
+    buffer = start(tasks=TaskSetSpec(["a", "b"], [0, 0], [1.0], sampler="tests.buffer.rows:hardest", seed=0))
     ray.get(buffer.open_stage.remote(plan(1)))
     [first] = ray.get(admit(buffer))
     put(buffer, first, scored=2, reward_sum=2.0)

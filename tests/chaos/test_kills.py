@@ -9,7 +9,6 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ray.exceptions import ObjectLostError
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
-from rayrft.data.task_sampler import TaskSet
+from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import LeaseEnded
 from rayrft.experience import to_batch, unpack
 from tests.buffer.in_process import small
@@ -30,7 +29,7 @@ from tests.chaos.mortal import MortalBuffer
 from tests.scripted import handle
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-TASKS = partial(TaskSet, [str(number) for number in range(50)], [0] * 50, [1.0], sampler="failure", seed=0)
+TASKS = TaskSetSpec([str(number) for number in range(50)], [0] * 50, [1.0], sampler="failure", seed=0)
 SIZES = {"segment_bytes": 50_000, "log_bytes": 500_000, "memory_bytes": 200_000, "max_bytes": 1 << 30}
 CONFIG = small(**SIZES, max_rows=100, fsync="interval", fsync_s=0.05)
 FOREVER = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}

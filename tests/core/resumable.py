@@ -9,8 +9,6 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig, StageConfig
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.train_loop import TrainLoop
-from rayrft.data.task_sampler import TaskSet
+from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import RowsFailed, StorageError
 from rayrft.experience import Experience, VersionSpan, pack, to_batch, unpack
 from rayrft.explorer.explorer import Timings
@@ -186,9 +184,7 @@ async def _run(config: RunConfig, pipe: Connection, poisoned: int | None) -> Non
     if progress is None:
         progress = Progress("run")
         checkpoints.mark_beginning(progress)
-    tasks: Callable[[], TaskSet] = partial(
-        TaskSet, [str(number) for number in range(TASKS)], [0] * TASKS, [1.0], sampler="shuffled", seed=3
-    )
+    tasks = TaskSetSpec([str(number) for number in range(TASKS)], [0] * TASKS, [1.0], sampler="shuffled", seed=3)
     try:
         buffer = remote(Buffer("run", config.buffer_folder, config.buffer, 0, tasks, logged=progress.logged))
     except StorageError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.validation import find_faults
 from rayrft.config import RunConfig, load_config
 from rayrft.config.buffer import BufferConfig
-from rayrft.data.task_sampler import TaskSet
+from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.experience import Experience, Task, from_batch
 from rayrft.explorer.engines.exchange import Answering, Completion, Request
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
@@ -93,7 +92,7 @@ def spelling(words: int) -> list[Task]:
 
 def make_buffer(folder: Path, words: int = 50, sampler: str = "shuffled") -> Buffer:
     ids = [task.id for task in spelling(words)]
-    tasks = partial(TaskSet, ids, [0] * words, [1.0], sampler=sampler, seed=0)
+    tasks = TaskSetSpec(ids, [0] * words, [1.0], sampler=sampler, seed=0)
     return Buffer("run", folder, BufferConfig(), 0, tasks)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig
 from rayrft.config.buffer import BufferConfig
-from rayrft.data.task_sampler import TaskSet
+from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import ActorDied, EnvironmentFailed, EnvironmentTimeout, RayrftError
 from rayrft.experience import Task, from_batch, unpack
 from rayrft.explorer.engines.exchange import INTERRUPTED, Answering, Completion, Request
@@ -249,7 +248,7 @@ async def test_prompts_that_are_refused_at_once_are_not_in_a_row_with_tasks_that
     settings, engine = config(**{"stages.grpo.batch_size": 96}), ScriptedEngine(0)
     long = [Task.create("test", "x" * 100 + str(i), "x") for i in range(48)]
     mixed = [task for pair in zip(spelling(48), long, strict=True) for task in pair]
-    tasks = partial(TaskSet, [task.id for task in mixed], [0] * 96, [1.0], sampler="sequential", seed=0)
+    tasks = TaskSetSpec([task.id for task in mixed], [0] * 96, [1.0], sampler="sequential", seed=0)
     buffer = Buffer("run", tmp_path, BufferConfig(), 0, tasks)
     explorer = make_explorer(settings, tiny_model, engine, buffer, ScriptedRewards(1))
     explorer.flow.tasks = {task.id: task for task in mixed}
