@@ -61,7 +61,7 @@ class Algorithm:
     unpaired: str = NONE
     """A loss of single answers that are labelled good or bad."""
     reward_model: str = NONE
-    """A loss of the scores of pairs. What is trained is then a reward model, and the policy stays as it is."""
+    """A loss of the scores of pairs. It trains a reward model, and leaves the policy unchanged."""
     value_loss: str = NONE
     chosen_coef: NonNegative = 0.0
     """Weight of the negative log-likelihood per token of chosen answers, added to the preference loss."""

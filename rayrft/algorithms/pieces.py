@@ -43,8 +43,8 @@ Need = Literal[
     "components",
     "answer_length",
 ]
-"""Inputs of an algorithm. Pieces name those besides rows with rewards and behaviour log-probs: an `Algorithm` derives
-``rollouts`` and ``expert``."""
+"""Inputs of an algorithm besides rewards and behaviour log-probs. Pieces name them; `Algorithm.needs` adds ``rollouts``
+and ``expert``, usual and expert rows."""
 
 Trait = Literal[
     "whole_answers", "one_advantage", "moves_at_zero", "selects", "compares", "varies_in_row", "no_gradient"
@@ -107,7 +107,7 @@ class Piece(Generic[F]):
     coefficients: Mapping[str, Coefficient]
 
     def bind(self, values: Mapping[str, Coefficient]) -> F:
-        """Bind those of the values that the function takes."""
+        """Bind the values of the function's own coefficients."""
         return cast(F, functools.partial(self.function, **{k: v for k, v in values.items() if k in self.coefficients}))
 
     def fault(self, coefficient: str, value: Coefficient) -> str | None:
