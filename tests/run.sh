@@ -6,7 +6,8 @@
 #
 #   --all    also what is marked slow: 150 kills of the Buffer instead of 40, PPO and DPO from three seeds instead of
 #            one, the quickstart as shipped at more than twice the length, a resumed run with engines beside one without
-#            a fault, and every bench at its smallest
+#            a fault, operators of Data-Juicer, every config in jobs/, the README's first commands, and every bench at
+#            its smallest
 #
 # Two lanes run side by side: whole runs, and everything else (see tests/conftest.py).
 set -euo pipefail

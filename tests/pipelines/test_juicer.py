@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,11 @@ def data_juicer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     shutil.rmtree(folder)
 
 
-there = pytest.mark.usefixtures("data_juicer")
+def there(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test with Data-Juicer, whose installation takes minutes."""
+    return pytest.mark.slow(pytest.mark.usefixtures("data_juicer")(test))
+
+
 LINKED = [
     {"question": "see https://a.b/c now", "answer": "1", "more": {"a": [1]}},
     {"question": "the same", "answer": "2", "more": None},
