@@ -129,7 +129,7 @@ def test_tasks_of_a_run_may_be_worked_on_by_its_auxiliary_models_and_are_the_sam
 
 def test_names_of_models_and_endpoints_are_told_apart() -> None:
     endpoint = {"url": "http://a/v1", "model": "m"}
-    with pytest.raises(ValueError, match="is the name of one of 'models'"):
+    with pytest.raises(ValueError, match="is also the name of one of 'models'"):
         PipelineConfig.model_validate(
             {"operators": [{"name": "judged"}], "models": {"m": {"model": "a"}}, "endpoints": {"m": endpoint}}
         )
