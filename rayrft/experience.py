@@ -261,11 +261,8 @@ def _check_column(f: pa.Field, experiences: list[Experience]) -> None:
     try:
         pa.array([convert(getattr(experience, f.name)) for experience in experiences], f.type)
     except _MISFITS as error:
-        raise DataError(
-            f"a row holds what is no {f.type}: {str(error).splitlines()[0]}",
-            "see the fields of Experience for its type",
-            field=f.name,
-        ) from None
+        problem = f"a row holds what is no {f.type}: {str(error).splitlines()[0]}"
+        raise DataError(problem, "see the fields of Experience for its type", field=f.name) from None
 
 
 def _whole(values: Any) -> Any:

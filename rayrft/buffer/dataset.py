@@ -55,12 +55,8 @@ def load_dataset(
     Raises DataError if there are no rows, a column is missing, or a row is invalid.
     """
     if not _NAME.fullmatch(name):
-        raise DataError(
-            "not a valid name of demonstrations",
-            "use letters, digits, '_', '-' and '.', starting with a letter or a digit",
-            field="name",
-            value=name,
-        )
+        remedy = "use letters, digits, '_', '-' and '.', starting with a letter or a digit"
+        raise DataError("not a valid name of demonstrations", remedy, field="name", value=name)
     if isinstance(rows, ray.data.Dataset):
         message = ray.remote(num_cpus=0)(_gather).remote(_blocks(rows), name)
     else:

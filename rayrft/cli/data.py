@@ -127,12 +127,8 @@ def import_rows(
     rows = read_file(file, where)
     folder = find_folder(run, storage)
     if (live := _live(folder)) is None:
-        raise RunNotFound(
-            "the run is not running",
-            f"start one with demonstrations.{name}: {{path: FILE.jsonl, messages: turns}} in its config",
-            field="run",
-            value=str(folder),
-        )
+        remedy = f"start one with demonstrations.{name}: {{path: FILE.jsonl, messages: turns}} in its config"
+        raise RunNotFound("the run is not running", remedy, field="run", value=str(folder))
     if add:
         return print(f"{live.extend(rows, name)} rows added to the demonstrations {name!r} of {live.name}")
     print(f"{live.load(rows, name)} rows loaded as demonstrations {name!r} of {live.name}")

@@ -54,12 +54,8 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(
-            "not a run folder (no config.yaml)",
-            "give the folder of a run: <storage>/<name>",
-            field="run",
-            value=str(folder),
-        )
+        problem = "not a run folder (no config.yaml)"
+        raise ConfigError(problem, "give the folder of a run: <storage>/<name>", field="run", value=str(folder))
     config = load_config(folder / "config.yaml", overrides)
     if config.folder != folder.absolute():  # it was moved, or the storage is mounted elsewhere
         config = load_config(config, {"storage": str(folder.absolute().parent), "name": folder.name})
@@ -72,12 +68,8 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     # A run killed after its last step and before the summary may lack its final weights.
     finished = ended is not None and ended.status == "finished" and ended.steps == progress.step
     if finished and progress.stage == len(config.stages) - 1 and not progress.needs(last.steps):
-        raise ConfigError(
-            f"the run is finished after {progress.step} steps",
-            f"to continue training, raise stages.{last.name}.steps",
-            field="run",
-            value=str(folder),
-        )
+        remedy = f"to continue training, raise stages.{last.name}.steps"
+        raise ConfigError(f"the run is finished after {progress.step} steps", remedy, field="run", value=str(folder))
     checkpoints.check(progress.step)
     return _start(config, progress, say)
 

@@ -79,23 +79,21 @@ def check_placement(parts: list[Bundles], resources: list[dict[str, float]], whi
         available = sum(node.get(resource, 0.0) for node in resources)
         if need[resource] > available + _TOLERANCE:
             scale, unit = (_GIB, " GiB") if resource == "memory" else (1, "")
-            raise PlacementError(
+            problem = (
                 f"the run needs {need[resource] / scale:.4g}{unit} {resource} and the cluster has "
-                f"{available / scale:.4g}{unit} {which}",
-                f"lower {keys}, stop other runs, or add nodes",
-                field="placement",
+                f"{available / scale:.4g}{unit} {which}"
             )
+            raise PlacementError(problem, f"lower {keys}, stop other runs, or add nodes", field="placement")
     nodes = [_Node(dict(node)) for node in resources]
     for part in parts:
         placed = _pack(part, nodes)
         if placed < part.count:
-            raise PlacementError(
+            problem = (
                 f"only {placed} of {part.count} bundles of {part.name!r} fit on a node and GPU beside the parts "
-                "placed before",
-                "lower the resources of one bundle, stop other runs, or add nodes",
-                field=f"placement.{part.name}",
-                value=part.bundle,
+                "placed before"
             )
+            remedy = "lower the resources of one bundle, stop other runs, or add nodes"
+            raise PlacementError(problem, remedy, field=f"placement.{part.name}", value=part.bundle)
 
 
 def check_room(parts: list[Bundles]) -> None:
@@ -201,12 +199,9 @@ class Placement:
                 if self._lifetime is not None:  # another job has made it
                     self._groups[name] = get_placement_group(actor_name(self._run, name))
                     continue
-                raise PlacementError(
-                    "a run of this name is starting or ending",
-                    "choose another name (name=…), or wait until it has ended",
-                    field="name",
-                    value=self._run,
-                ) from None
+                problem = "a run of this name is starting or ending"
+                remedy = "choose another name (name=…), or wait until it has ended"
+                raise PlacementError(problem, remedy, field="name", value=self._run) from None
         for name in names:
             try:
                 ray.get(self._groups[name].ready(), timeout=30)

@@ -168,12 +168,8 @@ class Run:
                 return find_buffer(name)
             if (buffer := find_actor(actor_name(self.name, "buffer"))) is not None:
                 return buffer
-        raise RunNotFound(
-            "the run is not running, so it has no Buffer",
-            f"read its log with: rayrft data head {self.folder}",
-            field="name",
-            value=self.name,
-        )
+        problem = "the run is not running, so it has no Buffer"
+        raise RunNotFound(problem, f"read its log with: rayrft data head {self.folder}", field="name", value=self.name)
 
     def status(self) -> RunStatus:
         """Return status, step, version and the ledger ``sampled = trained + dropped + held``; if the run failed or was
@@ -235,12 +231,9 @@ class Run:
         import ray
 
         if self._outcome is None:
-            raise RunNotFound(
-                "only the process that started a run can wait for its result",
-                "follow it with watch(), and read summary.json once it has ended",
-                field="name",
-                value=self.name,
-            )
+            problem = "only the process that started a run can wait for its result"
+            remedy = "follow it with watch(), and read summary.json once it has ended"
+            raise RunNotFound(problem, remedy, field="name", value=self.name)
         try:
             summary = fetch(self._outcome)
         except ray.exceptions.RayTaskError as error:

@@ -106,13 +106,12 @@ class TaskView:
         known = self.priorities[~np.isnan(self.priorities)]
         if not np.isfinite(known).all() or (known < 0).any() or not known.any():
             bad = [value for value in known.tolist() if not 0 <= value < math.inf][:1]
-            raise DataError(
-                "a priority is negative or infinite" if bad else "no task has a priority above 0",
+            problem = "a priority is negative or infinite" if bad else "no task has a priority above 0"
+            remedy = (
                 "have an operator of pipelines.tasks write it (difficulty, uncertainty, novelty …), or choose "
-                "another tasks.sampler",
-                field="tasks.sampler",
-                value=bad[0] if bad else "priority",
+                "another tasks.sampler"
             )
+            raise DataError(problem, remedy, field="tasks.sampler", value=bad[0] if bad else "priority")
         return np.where(np.isnan(self.priorities), known.mean(), self.priorities)
 
     @cached_property

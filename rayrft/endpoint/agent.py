@@ -67,12 +67,8 @@ class Agent:
             raise TypeError(f"processes must be at least 1, not {processes}")
         module, _, function = agent.partition(":")
         if not function or not _is_found(module):
-            raise ConfigError(
-                "no such module" if function else "names no function",
-                "give package.module:function of one that can be imported where the Explorer runs",
-                field="agent",
-                value=agent,
-            )
+            remedy = "give package.module:function of one that can be imported where the Explorer runs"
+            raise ConfigError("no such module" if function else "names no function", remedy, field="agent", value=agent)
         self._agent = agent
         self._config = ServeConfig(off_policy="ignore", tool_calls=tool_calls, deadline_s=math.inf)
         self._processes = ProcessPool(

@@ -102,12 +102,8 @@ def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settin
             broken[number] = f"not a record of {tool}: {type(error).__name__} {error}"
     if broken:
         first = "; ".join(f"line {number}: {why}" for number, why in list(broken.items())[:5])
-        raise DataError(
-            f"{len(broken)} broken records: {first}",
-            "fix or delete them; nothing was imported",
-            field="file",
-            value=str(path),
-        )
+        problem = f"{len(broken)} broken records: {first}"
+        raise DataError(problem, "fix or delete them; nothing was imported", field="file", value=str(path))
     return found
 
 

@@ -65,12 +65,8 @@ def start_serve(host: str, port: int, *, http: bool = True) -> None:
         return
     reason = _taken(host, port)
     if reason is not None and http:
-        raise ConfigError(
-            f"the port cannot be used: {reason}",
-            "another program uses it: give another port",
-            field="serve.port",
-            value=port,
-        )
+        problem = f"the port cannot be used: {reason}"
+        raise ConfigError(problem, "another program uses it: give another port", field="serve.port", value=port)
     location = ProxyLocation.HeadOnly if reason is None else ProxyLocation.Disabled
     serve.start(http_options={"host": host, "port": port}, proxy_location=location)
 
@@ -97,12 +93,9 @@ def create_anchor(owner: Owner) -> Handle[Watched]:
     try:
         actor = ray.remote(Watched).options(num_cpus=0, name=owner.name, namespace=owner.namespace).remote()
     except ValueError:
-        raise ConfigError(
-            "this name is served on the cluster already",
-            "choose another name (name=…), or end the other service",
-            field="name",
-            value=owner.name.partition(":")[0],
-        ) from None
+        problem = "this name is served on the cluster already"
+        remedy = "choose another name (name=…), or end the other service"
+        raise ConfigError(problem, remedy, field="name", value=owner.name.partition(":")[0]) from None
     return Handle(owner.name, actor)
 
 
@@ -133,12 +126,8 @@ def _check_running(running: serve.HTTPOptions, location: ProxyLocation, host: st
         )
     for field, theirs, ours in (("host", running.host, host), ("port", running.port, port)):
         if theirs != ours:
-            raise ConfigError(
-                f"Ray Serve is running on this cluster at {running.host}:{running.port}, and has one address",
-                "give that address, or run: serve shutdown",
-                field=f"serve.{field}",
-                value=ours,
-            )
+            problem = f"Ray Serve is running on this cluster at {running.host}:{running.port}, and has one address"
+            raise ConfigError(problem, "give that address, or run: serve shutdown", field=f"serve.{field}", value=ours)
 
 
 def _taken(host: str, port: int) -> str | None:
