@@ -64,21 +64,21 @@ _TAGS = {"python": {"python", "py", "python3"}, "cpp": {"cpp", "c++", "cc", "cxx
 _CPP = ("-O2", "-std=c++17")
 _BINARY_MIB = 32
 _CONVERSATION_BYTES = 8 << 20
-"""What a function, or its tests, may say in all its answers."""
+"""All answers of a function, or of its tests."""
 _ANSWER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a solution: for each test that ran, None if it passed, else why not."""
+    """The result of a solution: for each test that ran, None if it passed, else why it failed."""
 
     compiled: bool
     failures: list[str | None]
     problem: str | None = None
-    """Why it did not compile or load."""
+    """Why the solution did not compile or load."""
 
     def passed(self, index: int) -> bool:
-        """Whether that test ran and passed."""
+        """Whether the test ran and passed."""
         return index < len(self.failures) and self.failures[index] is None
 
 
@@ -86,17 +86,15 @@ class Verdict:
 class Code:
     """1 if the code passes all of the task's tests, else 0; with ``partial`` the share that it passes.
 
-    The code is the last fenced block of the response that defines the function, else the last one in its language, or
-    without a language; without any fence, it is the response. Components: ``passed``, the share of tests, of which none
-    after the first failure is run unless ``partial``; ``compiled``, 1 if it compiles and, where it is a function, its
-    module can be loaded.
+    The code is the last fenced block of the response that defines the function, else the last block in the language or
+    without one; without any fence, it is the response. Components: ``passed``, the share of tests, which stop at the
+    first failure unless ``partial``; ``compiled``, 1 if the code compiles and, for a function, its module loads.
 
-    ``isolation`` and ``packages`` are those of `Sandbox`. ``tolerance``, relative or absolute, is for floats that are
-    expected of a function, and for numbers but integers on stdout; text on stdout is compared line by line, without
-    white space at the end. ``test_s`` is the wall time of a test, and its CPU time where it is a program; ``budget_s``
-    is the wall time of a response, and must stay below ``reward.deadline_s``; neither counts waits for a core. What
-    exceeds its time, or ``memory_mib``, has failed. The reward is unknown where tests cannot be run, or where a
-    response passes its tests in time and there are too many for the budget.
+    ``isolation`` and ``packages`` are those of `Sandbox`. ``tolerance``, relative or absolute, is for expected floats
+    of a function and for numbers but integers on stdout, whose lines are compared without trailing white space.
+    ``test_s`` is the wall time of a test, and the CPU time of a program; ``budget_s`` is the wall time of a response,
+    below ``reward.deadline_s``; neither counts waits for a core. A test that exceeds its time or ``memory_mib`` fails.
+    The reward is unknown if the tests cannot run, or pass in time and are too many for the budget.
     """
 
     def __init__(
@@ -131,14 +129,14 @@ class Code:
 
 
 def extract(response: str, language: Language, function: str = "") -> str:
-    """Return a fenced block: the last one that defines the function, else the last one in this language, in none that
-    is named, or in any; without any block all."""
+    """Return the last fenced block that defines the function, else the last one in this language, without a language,
+    or in another; without any block, the response."""
     blocks = list[tuple[str, str]]()
     for indent, _, tag, text in _FENCE.findall(response := response.replace("\r\n", "\n")):
         blocks.append((tag.lower(), re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", text, flags=re.M) if indent else text))
     fitting = [text for tag, text in blocks if not tag or tag in _TAGS[language]]
     if function and (defining := [text for text in fitting if re.search(_DEFINES.format(function), text, re.M)]):
-        own = dedent(defining[-1])  # unless it continues the prompt, where more than the function is indented
+        own = dedent(defining[-1])  # but keep the indentation of a continued prompt
         return own if re.search(rf"^(?:async def|def|class)\s+(?:{function}|Solution)\b", own, re.M) else defining[-1]
     tagged = [text for tag, text in blocks if tag in _TAGS[language]]
     return (tagged or fitting or [text for _, text in blocks] or [response])[-1]
@@ -148,7 +146,7 @@ _DEFINES = r"^[ \t]*(?:(?:async\s+def|def|class)\s+{0}\b|{0}\s*=[^=])"
 
 
 def tests_of(task: Task) -> list[Any]:
-    """Return the task's tests. Raises DataError if it has none, or they are of several kinds."""
+    """Return the task's tests. Raises DataError unless they are of one kind."""
     tests = task.metadata.get("tests")
     if tests is None and "test" in task.metadata:
         return ["check(candidate)"]
@@ -262,7 +260,7 @@ class _Trial:
         for test in tests:
             outcome = self._run(files, command, str(test["stdin"]).encode())
             if outcome.ended == "wall":
-                self.left()  # whose time is up
+                self.left()  # raises if the budget is spent, not the test's time
             if not outcome.succeeded:
                 yield outcome.describe()
             else:
@@ -276,7 +274,7 @@ class _Trial:
         return outcome
 
     def _compiled(self, language: Language) -> tuple[dict[str, str | bytes], list[str]]:
-        """Compile the solution in a sandbox, and return the files and the command that run it in another."""
+        """Compile the solution in a sandbox; return the files and the command that run it in another."""
         if language == "python":
             files: dict[str, str | bytes] = {_RUNNER: bytecode(code_runner.__file__), "solution.py": self._source}
             python = [*self._sandbox.python, _RUNNER]
@@ -316,22 +314,22 @@ class _Trial:
     def statements(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
         with _Solution(self) as solution:
             solution.load()
-            yield from self._told(tests, solution)
+            yield from self._checked(tests, solution)
 
-    def _told(self, tests: Sequence[str], solution: _Solution) -> Generator[str | None]:
-        """What becomes of statements whose calls the solution answers."""
+    def _checked(self, tests: Sequence[str], solution: _Solution) -> Generator[str | None]:
+        """Run statements whose calls the solution answers."""
         with self.start("check", tests) as tester:
             for _ in tests:
-                while "call" in (said := self._heard(tester, solution)):
-                    answer = solution.call(*said["call"])
+                while "call" in (message := self._next(tester, solution)):
+                    answer = solution.call(*message["call"])
                     reply = {name: literal(each) if name == "value" else repr(each) for name, each in answer.items()}
                     tester.send(("{" + ", ".join(f"{name!r}: {each}" for name, each in reply.items()) + "}\n").encode())
-                if "broken" in said:
-                    raise DataError("the tests cannot be run", field="metadata.tests", value=said["broken"])
-                yield said.get("failed")
+                if "broken" in message:
+                    raise DataError("the tests cannot be run", field="metadata.tests", value=message["broken"])
+                yield message.get("failed")
 
     def start(self, mode: Literal["check", "solve"], tests: Sequence[str] = ()) -> Process:
-        """Start the tests, or the solution; they may take the time of all tests together."""
+        """Start the tests, or the solution, with the time of all tests together."""
         before, source = str(self._task.metadata.get("prompt", "")), str(self._task.metadata.get("test", ""))
         if mode == "solve":
             source = self._source
@@ -351,8 +349,8 @@ class _Trial:
             raise DataError("the task does not name its function", field="metadata.entry_point", value=name)
         return name
 
-    def _heard(self, tester: Process, solution: _Solution) -> dict[str, Any]:
-        """What the tests say next. They are trusted, but for the values that they were given."""
+    def _next(self, tester: Process, solution: _Solution) -> dict[str, Any]:
+        """Return the next message of the tests, which are trusted except for the solution's values."""
         line = tester.line(self.left(), beside=solution.process)
         if line is not None:
             return json.loads(line)
@@ -361,7 +359,7 @@ class _Trial:
 
 
 class _Solution:
-    """A function that lives in a sandbox, and is started anew where a call ended it."""
+    """A function in a sandbox, which restarts after a call that ended it."""
 
     def __init__(self, trial: _Trial) -> None:
         self._trial = trial
@@ -375,53 +373,53 @@ class _Solution:
             self.process.kill()
 
     def load(self) -> Process:
-        """Start it, and wait until it can be called. Raises _NotLoaded where it cannot be."""
+        """Start the process and wait until the function can be called. Raises _NotLoaded if it cannot."""
         trial = self._trial
         self.process = process = trial.start("solve")
         if process.line(trial.left()) != b'{"ready": true}':
             trial.left()
             raise DataError("the prompt cannot be run", field="metadata.prompt", value=process.finish().describe())
-        said = _checked(process.line(trial.left(trial.limits.wall_s)))
-        if said != {"loaded": True}:
-            raise _NotLoaded(str(said.get("failed") or process.finish().describe())[:500])
+        message = _parsed(process.line(trial.left(trial.limits.wall_s)))
+        if message != {"loaded": True}:
+            raise _NotLoaded(str(message.get("failed") or process.finish().describe())[:500])
         return process
 
     def call(self, owner: int | None, name: str, args: Any, kwargs: Any) -> dict[str, Any]:
-        """Call the function, or an object that it returned, or look up the name in one if ``args`` are None.
+        """Call the function or a returned object, or look up the object's attribute if ``args`` are None.
 
-        Returns ``value`` (still encoded), ``object`` (its number and type), ``raised`` (a name and a message) or
-        ``wrong`` (why there is none)."""
+        Returns ``value`` (still encoded), ``object`` (number and type), ``raised`` (name and message) or ``wrong``."""
         trial = self._trial
         process = self.process or self.load()
         process.send(f"({owner}, {name!r}, {literal(args)}, {literal(kwargs)})\n".encode())
         line = process.line(trial.left(trial.limits.wall_s))
-        answer = _checked(line) if len(line or b"") <= _ANSWER_BYTES else {"wrong": "it returned more than 1 MiB"}
+        answer = _parsed(line) if len(line or b"") <= _ANSWER_BYTES else {"wrong": "it returned more than 1 MiB"}
         if answer.keys() & {"value", "object", "raised", "wrong"}:
             return answer
         self.process, outcome = None, process.finish()
         trial.left()
-        return {"wrong": outcome.describe() if line is None else "it returned what is no value"}
+        return {"wrong": outcome.describe() if line is None else "it returned something else than a value"}
 
 
-def _checked(line: bytes | None) -> dict[str, Any]:
-    """Return what a solution says, if it is an answer of the form that `code_runner` gives, else nothing."""
+def _parsed(line: bytes | None) -> dict[str, Any]:
+    """Return a message of a solution in the form of `code_runner`; an empty one for other output."""
     try:
-        said = json.loads(line or b"{}")
-        if not isinstance(said, dict) or len(said) != 1:
+        message = json.loads(line or b"{}")
+        if not isinstance(message, dict) or len(message) != 1:
             return {}
-        if "value" in said:
-            literal(said["value"])
-        elif "object" in said:
-            number, kind = said["object"]
-            return {"object": [int(number), str(kind)[:100]]}
-        elif "raised" in said:
-            name, message = map(str, said["raised"])
-            return {"raised": [name[:100], message[:500]]}
-        elif said != {"loaded": True}:
-            return {str(name): str(text)[:500] for name, text in said.items()}
+        [(kind, content)] = message.items()
+        if kind == "value":
+            literal(content)
+        elif kind == "object":
+            number, name = content
+            return {kind: [int(number), str(name)[:100]]}
+        elif kind == "raised":
+            name, text = map(str, content)
+            return {kind: [name[:100], text[:500]]}
+        elif message != {"loaded": True}:
+            return {kind: str(content)[:500]}
     except (ValueError, TypeError, RecursionError):
         return {}
-    return said
+    return message
 
 
 def _describe(answer: Mapping[str, Any]) -> str:
@@ -439,7 +437,7 @@ def _encoded(value: Any) -> str:
 
 @lru_cache
 def compiler() -> str:
-    """Return the path of a C++ compiler. Raises ConfigError if there is none."""
+    """Return the path of a C++ compiler. Raises ConfigError if none is installed."""
     for name in ("g++", "clang++", "c++"):
         if found := shutil.which(name, path="/usr/local/bin:/usr/bin"):
             return os.path.realpath(found)
@@ -448,8 +446,8 @@ def compiler() -> str:
 
 @lru_cache
 def headers() -> tuple[str, ...]:
-    """Return the folder of a precompiled <bits/stdc++.h>, with which a solution compiles in a third of the time; none
-    for a compiler without it. It is made once for a compiler, in seconds, and has 100 MB."""
+    """Return the folder of a precompiled <bits/stdc++.h>, which cuts compile time to a third; none if the compiler
+    lacks it. It is built once for a compiler, in seconds, and has 100 MB."""
     digest = hashlib.blake2b(subprocess.run([compiler(), "-v"], capture_output=True).stderr + repr(_CPP).encode())
     folder = Path.home() / ".cache" / "rayrft" / f"cpp-{digest.hexdigest()[:16]}"
     header = folder / "bits" / "stdc++.h"

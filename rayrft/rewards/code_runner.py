@@ -1,13 +1,13 @@
-"""What runs beside a solution inside the sandbox, and beside tests in another one: a script that `code.py` sends there.
+"""The script that `code.py` sends into the sandbox of a solution, and of its tests.
 
-    compile FILE           say whether it compiles
-    program FILE [PATH …]  run it as a script; packages are looked for in the paths
+    compile FILE           report whether the file compiles
+    program FILE [PATH …]  run the file as a script, with packages from the paths
     solve [PATH …]         load a solution, then answer calls of its function
-    check [PATH …]         run tests, whose calls of the function are sent out and answered
+    check [PATH …]         run tests, and send out their calls of the function
 
-``solve`` and ``check`` are told in lines that are Python literals, which the process outside made, and answer in lines
-of JSON. JSON has no tuples, sets and the like: such a value is an object of one key, its type. Nothing that a solution
-says is ever evaluated here or outside. The script imports little, for every program waits for it.
+``solve`` and ``check`` read lines of Python literals, which the process outside made, and write lines of JSON. A value
+that JSON lacks, such as a tuple, is an object of one key, its type. Output of a solution is never evaluated. The script
+imports little, as every program waits for it.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ _NAMES: dict[str, Any] = {
 
 
 def _conversation() -> tuple[Iterator[Any], Callable[[str], None]]:
-    """Return what comes in, and a function that sends. The program itself finds its stdin empty, and nobody reads its
-    stdout."""
+    """Return the incoming messages and a function that sends; the program's own stdin and stdout become empty."""
     import os
 
     incoming, outgoing = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="ascii")
@@ -88,7 +87,7 @@ def _conversation() -> tuple[Iterator[Any], Callable[[str], None]]:
 
 
 def _module(name: str) -> dict[str, Any]:
-    """A module as whose code a source can run; classes in it can be pickled, and dataclasses find their names."""
+    """Return the names of a new module, in which classes can be pickled and dataclasses find their names."""
     import builtins
 
     builtins.exit = builtins.quit = _leave  # type: ignore[assignment]
@@ -98,7 +97,7 @@ def _module(name: str) -> dict[str, Any]:
 
 
 def _leave(code: Any = None) -> None:
-    """What `site` gives as ``exit`` and ``quit``."""
+    """The ``exit`` and ``quit`` of `site`."""
     raise SystemExit(code)
 
 
@@ -106,7 +105,7 @@ def _run(source: str, names: dict[str, Any], title: str) -> None:
     exec(compile(source, title, "exec"), names)
 
 
-def _said(error: BaseException) -> str:
+def _shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
@@ -116,12 +115,12 @@ def solve() -> None:
     orders = next(incoming)
     names = _module("solution")
     _run(orders["before"], names, "prompt.py")
-    send('{"ready": true}')  # what follows may be the solution's word
+    send('{"ready": true}')  # later lines may be the solution's
     try:
         _run(orders["source"], names, "solution.py")
         function = _function(orders["name"], names)
     except BaseException as error:
-        send(f'{{"failed": {_quote(_said(error))}}}')
+        send(f'{{"failed": {_quote(_shown(error))}}}')
         return
     send('{"loaded": true}')
     kept: list[Any] = []
@@ -142,8 +141,7 @@ def solve() -> None:
 
 
 def _function(name: str, names: dict[str, Any]) -> Callable[..., Any]:
-    """The function or class that is called: of that name in the solution, or a method of a new ``Solution`` for each
-    call."""
+    """Return the function or class of this name, or a function that calls the method of a new ``Solution``."""
     if name in names:
         function: Callable[..., Any] = names[name]
         return function
@@ -154,11 +152,11 @@ def _function(name: str, names: dict[str, Any]) -> Callable[..., Any]:
 
 
 class _Gone(BaseException):
-    """The solution gives no answer."""
+    """The solution does not answer."""
 
 
 def _exception(name: str, message: str) -> Exception:
-    """What the solution raised, as far as it is an exception that every program knows."""
+    """Return the solution's exception if it is built in, else a RuntimeError."""
     import builtins
 
     kind = getattr(builtins, name, None)
@@ -171,7 +169,7 @@ def _exception(name: str, message: str) -> Exception:
 
 
 def check() -> None:
-    """Run the tests; the solution is elsewhere."""
+    """Run the tests of a solution in another sandbox."""
     incoming, send = _conversation()
     orders = next(incoming)
     thrown: list[BaseException] = []
@@ -236,7 +234,7 @@ def check() -> None:
         names["candidate"] = names[orders["name"]] = candidate
         _run(orders["source"], names, "tests.py")
     except Exception as error:
-        send(f'{{"broken": {_quote(_said(error))}}}')
+        send(f'{{"broken": {_quote(_shown(error))}}}')
         return
     for number, statement in enumerate(orders["statements"]):
         calls = 0
@@ -246,7 +244,7 @@ def check() -> None:
             send(f'{{"broken": {_quote(f"a test passes on or compares {error}")}}}')
         except BaseException as error:
             own = error not in thrown and (calls == 0 or isinstance(error, NameError | ImportError | SyntaxError))
-            what = str(error) if isinstance(error, _Gone) else _said(error)
+            what = str(error) if isinstance(error, _Gone) else _shown(error)
             send(f'{{"{"broken" if own else "failed"}": {_quote(what)}}}')
         else:
             send('{"passed": true}')

@@ -26,21 +26,20 @@ Kind = Literal["choice", "true_false", "blanks", "number"]
 def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, tolerance: float = 0.0) -> Reward:
     """1 if the response's final answer is right, else 0; component ``parsed`` is 1 if it has one.
 
-    The kind is that of the task's ``metadata["kind"]``; else a task with ``metadata["options"]``, the texts of its
-    options in order, is a choice, and any other one is of the ``kind`` given here.
+    The kind is the task's ``metadata["kind"]``, else ``choice`` with ``metadata["options"]``, the texts of the options
+    in order, else ``kind``.
 
-    * ``choice``: the task's answer is the right letters, such as ``B`` or ``AC``. A response names letters, says the
-      text of one option, or judges the options one by one. Where several are right, some of them without a wrong one
-      give ``partial``.
-    * ``true_false``: the task's answer is a word such as true, 正确, no, F, √; so is that of a response, in a clause of
-      its first or last line. It has none if it says both.
-    * ``blanks``: ``metadata["blanks"]`` lists the accepted variants of each blank, in order; else there is one, and the
-      task's answer fills it. Right blanks among wrong ones give their share of ``partial``.
-    * ``number``: right within ``metadata["tolerance"]``, by default ``tolerance``, as a share of the task's answer. A
-      response may leave out the unit; another one of the same dimension is converted. Two numbers are no answer.
+    * ``choice``: the task's answer is letters, such as ``B`` or ``AC``. A response names letters, quotes one option, or
+      judges the options one by one. Some of several right letters, without a wrong one, give ``partial``.
+    * ``true_false``: the task's answer is a word such as true, 正确, no, F, √; so is the response's, in a clause of its
+      first or last line, unless it has both.
+    * ``blanks``: ``metadata["blanks"]`` lists the accepted variants of each blank, in order; by default the task's
+      answer fills a single blank. Right blanks among wrong ones give their share of ``partial``.
+    * ``number``: right within ``metadata["tolerance"]``, by default ``tolerance``, a share of the task's answer. The
+      unit may be left out; a unit of the same dimension is converted. Two numbers are not an answer.
 
-    What a response announces is its answer: in a box, after ``####``, "the answer is" or 答案; the last of several.
-    Without one its last line is, unless ``strict``.
+    The answer is announced in a box, after ``####``, "the answer is" or 答案; the last of several counts. Without one,
+    it is the last line, unless ``strict``.
     """
 
     parse_unit("m")  # imports pint: the first answer is scored where others wait, too
@@ -57,7 +56,7 @@ def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, to
                 return _blanks(task, found, partial)
             case "number":
                 return _number(task, found, task.metadata.get("tolerance", tolerance))
-        return RewardResult(None, reason=f"no kind of school question is called {asked!r}")
+        return RewardResult(None, reason=f"unknown kind of school question: {asked!r}")
 
     return score
 
@@ -84,7 +83,7 @@ _SENTENCE = re.compile(r"(?<=[^\s.])(?:[.!?](?:\s|$)|。)|\s+\(?(?:because|since
 def _blanks(task: Task, found: Sequence[Statement], partial: float) -> RewardResult:
     blanks = [[each] if isinstance(each, str) else each for each in task.metadata.get("blanks", [task.answer])]
     for statement in found:
-        # The whole line first: "Mr. Smith" is no end of a sentence.
+        # The whole line first: "Mr." does not end a sentence.
         texts = [text for each in statement.readings for text in (each, _SENTENCE.split(each, maxsplit=1)[0])]
         if found[-1].text.endswith(statement.text) and not statement.boxed:
             texts.insert(0, found[-1].text)  # what looks like an announcement may be part of the answer
@@ -118,7 +117,7 @@ def _numbered(text: str, count: int) -> list[str]:
 
 
 def _filled(text: str, question: str, count: int) -> list[str]:
-    """Return the text in place of the question's blanks, if it is the question's sentence otherwise."""
+    """Return the parts of the text in place of the question's blanks, if it repeats the question's sentence."""
     first, *others = _BLANK.split(question)
     if len(others) != count:
         return []
@@ -131,8 +130,8 @@ def _filled(text: str, question: str, count: int) -> list[str]:
 
 
 def _split(text: str, count: int, question: str) -> list[str]:
-    """Return the parts of an answer to so many blanks: of the question's sentence, by number, or by the first separator
-    that gives so many."""
+    """Return the parts for ``count`` blanks: of the question's sentence, by number, or by the first separator that
+    fits."""
     if parts := _filled(text, question, count) or _numbered(text, count):
         return parts
     if count > 1:
@@ -176,7 +175,7 @@ def _quantity(text: str) -> Number | None:
 def _number(task: Task, found: Sequence[Statement], tolerance: float) -> RewardResult:
     right = _quantity(task.answer)
     if right is None:
-        return RewardResult(None, reason=f"the reference answer {task.answer!r} is no number")
+        return RewardResult(None, reason=f"the reference answer {task.answer!r} is not a number")
     for statement in found:
         texts = [_SENTENCE.split(text, maxsplit=1)[0] for text in statement.readings]
         tries = (_quantity(text) or _quantity(_result(text)) or _quantity(_stated(text)) for text in texts)
@@ -193,7 +192,7 @@ _CONCLUSION = re.compile(
 
 
 def _result(text: str) -> str:
-    """Return what a calculation comes to; nothing of what only bounds it, or of several equations."""
+    """Return the result of a single equation, else nothing."""
     text = _CONCLUSION.split(text)[-1]
     if re.search(r"[<>!≠≤≥]|\\(?:[lg]eq?|neq?)\b", text):
         return ""
@@ -207,7 +206,7 @@ _STATES = re.compile(
 
 
 def _stated(text: str) -> str:
-    """Return what a sentence with one number says, from its verb on."""
+    """Return the part after the verb of a sentence with one number, else nothing."""
     return _STATES.split(text)[-1] if len(re.findall(r"\d[\d.,]*", text)) == 1 else ""
 
 

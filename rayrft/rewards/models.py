@@ -1,4 +1,4 @@
-"""Learned reward models, as Hugging Face has them: classifiers of conversations, and of the steps of answers."""
+"""Learned reward models of Hugging Face: classifiers of conversations, and of the steps of answers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ Tokens = list[int]
 class ScalarModel:
     """The output of a frozen `AutoModelForSequenceClassification` on the whole conversation.
 
-    ``model`` is a folder or hub id with its tokenizer, at the hub's ``revision``. The conversation is formatted by the
-    chat template of the model, which must have one. Of one with more than ``max_length`` tokens, by default all that
-    the model has positions for, the first ones are left out. The value is ``scale`` times the output, after ``sigmoid``
-    if that is set, plus ``shift``; component ``logit`` is the output itself.
+    ``model`` is a folder or hub id with a tokenizer and its chat template, at the hub's ``revision``. A conversation
+    keeps its last ``max_length`` tokens, by default as many as the model has positions. The value is ``scale`` times
+    the output, after ``sigmoid`` if set, plus ``shift``; component ``logit`` is the output.
 
-    Up to ``max_batch`` calls are scored at a time, those of like length together, in forwards of at most
-    ``batch_tokens`` tokens with padding; a model without a padding token in its config scores one at a time. What a
-    call is scored with changes its value by rounding only: below 1e-5 in float32, more in bfloat16.
+    Up to ``max_batch`` calls are scored at a time, by length, in forwards of at most ``batch_tokens`` tokens with
+    padding; a model without a padding token scores one at a time. The other calls of a batch change a value by rounding
+    only: below 1e-5 in float32, more in bfloat16.
 
     Raises ModelError if the model cannot be loaded, has several outputs or no chat template.
     """
@@ -81,19 +80,18 @@ _PER = ("answer", "turn", "step")
 @register_reward("process_model")
 @imports("torch", "transformers")
 class ProcessModel:
-    """How likely the steps of the answers are right, in [0, 1], by a frozen `AutoModelForTokenClassification` with two
+    """The probability that the steps of the answers are right, by a frozen `AutoModelForTokenClassification` with two
     labels, of which label 1 is right: a process reward model (Lightman et al. 2023, "Let's Verify Step by Step",
-    arXiv:2305.20050) of the form that TRL's PRMTrainer gives it.
+    arXiv:2305.20050) in the form of TRL's PRMTrainer.
 
-    An answer is split at every ``separator``; the model reads the messages before it by its chat template, then each
-    step followed by the separator, and the probability of label 1 at the separator's last token is that of the step.
-    What they come to is the ``min``, ``product`` (the paper's), ``mean`` or ``last`` of all steps, which is the value.
-    Beside it, ``per: turn`` gives each turn a reward, likewise of its answer's steps, ``per: step`` each step its own,
-    which ends with its separator, and ``per: answer`` none. Components: ``steps``, their number, and ``right``, how
-    many of them are above .5 before the first that is not.
+    An answer is split at every ``separator``. The model reads the messages before it by its chat template, then each
+    step with the separator; the probability of a step is that of label 1 at the separator's last token. The value is
+    the ``min``, ``product`` (the paper's), ``mean`` or ``last`` of all steps. ``per: turn`` also rewards each turn by
+    its own steps, ``per: step`` each step, which ends with its separator; ``per: answer`` neither. Components:
+    ``steps``, their number, and ``right``, the number of steps above .5 before the first that is not.
 
-    The other options are those of reward `model`. An answer that is longer than the model has positions for is unknown.
-    Raises ModelError if the model cannot be loaded, has not two labels or no chat template.
+    The other options are those of reward `model`. An answer longer than the model's positions is unknown. Raises
+    ModelError if the model cannot be loaded, has not two labels or no chat template.
     """
 
     def __init__(
@@ -112,7 +110,7 @@ class ProcessModel:
         for name, value, known in (("reduce", reduce, (*_REDUCED,)), ("per", per, _PER)):
             if value not in known:
                 field, remedy = f"reward.options.{name}", f"choose one of {', '.join(known)}"
-                raise ConfigError("no such way", remedy, field=field, value=value)
+                raise ConfigError("unknown value", remedy, field=field, value=value)
         if not separator:
             raise ConfigError("is empty", "leave it out", field="reward.options.separator", value=separator)
         self._network = _Network("Token", 2, model, revision, device, dtype, batch_tokens)
@@ -131,12 +129,12 @@ class ProcessModel:
         return [
             self._result(each, [next(outputs)[answer.places].softmax(-1)[:, 1].tolist() for answer in each])
             if fits
-            else RewardResult(None, reason=f"the answer is longer than the {limit} tokens that the model takes")
+            else RewardResult(None, reason=f"the answer is longer than the model's {limit} positions")
             for each, fits in zip(answers, fitting, strict=True)
         ]
 
     def _result(self, answers: list[_Answer], values: list[list[float]]) -> RewardResult:
-        """Return what the ``values`` of the steps of each answer come to."""
+        """Return the reward of answers, whose steps have these values."""
         steps = [step for each in values for step in each]
         right = next((number for number, step in enumerate(steps) if step <= 0.5), len(steps))
         result = RewardResult(self._reduced(steps), {"steps": float(len(steps)), "right": float(right)})
@@ -171,7 +169,7 @@ class _Answer:
 
     row: Tokens
     places: list[int] = field(default_factory=list)
-    """Indices of the tokens that say how likely a step is right."""
+    """Indices of the tokens whose outputs are those of the steps."""
     ends: list[int] = field(default_factory=list)
     """Characters of the answer up to the end of each step."""
 
@@ -205,8 +203,7 @@ class _Network:
         except (OSError, ValueError) as error:
             raise _refused(model, labels, f"cannot be loaded as a {of.lower()} classifier: {error}") from None
         if loaded.config.num_labels != labels:
-            wanted = "a reward is one" if labels == 1 else f"{labels} are needed"
-            raise _refused(model, labels, f"has {loaded.config.num_labels} outputs, and {wanted}")
+            raise _refused(model, labels, f"has {loaded.config.num_labels} outputs instead of {labels}")
         if not self._tokenizer.chat_template:
             raise _refused(model, labels, "has no chat template")
         self._model: Any = loaded.to(device).eval().requires_grad_(False)
@@ -217,7 +214,7 @@ class _Network:
         """Whether several rows may be in one forward."""
 
     def tokens(self, turns: Sequence[Any], *, answering: bool = False) -> Tokens:
-        """Return those of a conversation by the chat template, up to where an answer begins if ``answering``."""
+        """Return the tokens of a conversation, with the template's beginning of an answer if ``answering``."""
         messages = [dict(turn) for turn in turns]
         encoded = self._tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, add_generation_prompt=answering
@@ -230,16 +227,16 @@ class _Network:
 
     def outputs(self, rows: Sequence[Tokens]) -> list[Tensor]:
         """Return the outputs of each row on the CPU, ``[labels]``, or ``[tokens, labels]`` of a token classifier."""
-        found = dict[int, "Tensor"]()
-        batch = list[int]()
+        batches = list[list[int]]()
         for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
-            # The rows come by length, so that the next one says how long all are with padding.
-            if batch and (not self.pads or (len(batch) + 1) * len(rows[index]) > self._batch_tokens):
-                found |= zip(batch, self._forward([rows[each] for each in batch]), strict=True)
-                batch = []
-            batch.append(index)
-        if batch:
-            found |= zip(batch, self._forward([rows[each] for each in batch]), strict=True)
+            # Rows are sorted by length: with padding, all of a batch are as long as the next one.
+            full = not batches or not self.pads or (len(batches[-1]) + 1) * len(rows[index]) > self._batch_tokens
+            if full:
+                batches.append([])
+            batches[-1].append(index)
+        found = dict[int, "Tensor"]()
+        for batch in batches:
+            found |= zip(batch, self._forward([rows[index] for index in batch]), strict=True)
         return [found[index] for index in range(len(rows))]
 
     def _forward(self, rows: list[Tokens]) -> Sequence[Tensor]:

@@ -20,23 +20,22 @@ Kind = Literal["count", "choice", "text", "point", "box", "grid"]
 @register_reward("vision")
 @inline
 def vision(kind: Kind = "count", *, strict: bool = False, threshold: float | None = None) -> Reward:
-    """How right the response's final answer is, in [0, 1]; component ``parsed`` is 1 if it has one.
+    """The score of the response's final answer, in [0, 1]; component ``parsed`` is 1 if it has one.
 
-    The kind is that of the task's ``metadata["kind"]``, else ``kind``.
+    The kind is the task's ``metadata["kind"]``, else ``kind``.
 
-    * ``count``: 1 if the response says the task's number, in digits or as a word, and no other one.
-    * ``choice``: as reward ``k12`` has it.
-    * ``text``: 1 minus the Levenshtein distance to the task's answer, divided by the longer length; case and white
-      space do not count. What was read is the announced answer or the whole response, whichever is nearer.
-    * ``point``: the task's answer is ``x, y``; 1 if the response's point is within ``metadata["radius"]`` of it (0:
-      there). With ``metadata["box"]``, ``[x1, y1, x2, y2]``, 1 if it is in that.
-    * ``box``: the task's answer is ``x1, y1, x2, y2``; the intersection over union of both areas.
-    * ``grid``: the task's answer has a row a line, of characters or, where they stand between blanks or commas, words;
-      the share of cells that are the same, 0 where the shape is another one.
+    * ``count``: 1 if the response has the task's number, in digits or words, and no other number.
+    * ``choice``: as in reward ``k12``.
+    * ``text``: 1 minus the Levenshtein distance to the task's answer, divided by the longer length, without case and
+      white space; of the announced answer or the whole response, the nearer one.
+    * ``point``: the task's answer is ``x, y``; 1 if the response's point is within ``metadata["radius"]`` (default 0)
+      or, with ``metadata["box"]``, inside ``[x1, y1, x2, y2]``.
+    * ``box``: the task's answer is ``x1, y1, x2, y2``; the intersection over union.
+    * ``grid``: the task's answer has one row a line, of characters or, between blanks or commas, words; the share of
+      equal cells, 0 for another shape. The last of several grids counts.
 
     With ``threshold`` a value of at least that is 1, and a smaller one 0. Points and boxes are numbers in any brackets
-    or tags, with names or without, in the pixels of the task; unless ``strict``, they may fill the last fenced block or
-    paragraph. Of several grids the last is the answer.
+    or tags, with names or without, in pixels; unless ``strict``, they may fill the last fenced block or paragraph.
     """
 
     def score(task: Task, response: str) -> RewardResult:
@@ -56,12 +55,11 @@ def vision(kind: Kind = "count", *, strict: bool = False, threshold: float | Non
             case "grid":
                 result = _grid(task, response)
             case _:
-                return RewardResult(None, reason=f"no kind of question about a picture is called {asked!r}")
+                return RewardResult(None, reason=f"unknown kind of question about a picture: {asked!r}")
         if threshold is None or result.value is None:
             return result
-        return RewardResult(
-            float(result.value >= threshold), {**result.components, "raw": result.value}, None, result.answer
-        )
+        components = {**result.components, "raw": result.value}
+        return RewardResult(float(result.value >= threshold), components, answer=result.answer)
 
     return score
 
@@ -72,7 +70,7 @@ _NOTHING = RewardResult(0.0, {"parsed": 0.0}, answer="")
 def _count(task: Task, found: Sequence[Statement]) -> RewardResult:
     right = read_count(nfkc(task.answer))
     if right is None:
-        return RewardResult(None, reason=f"the reference answer {task.answer!r} is no count")
+        return RewardResult(None, reason=f"the reference answer {task.answer!r} is not a count")
     for statement in found:
         if (said := read_count(statement.text)) is not None:
             return RewardResult(float(said == right), {"parsed": 1.0}, answer=str(said))
@@ -86,7 +84,7 @@ def _text(task: Task, found: Sequence[Statement], response: str) -> RewardResult
     if not right:
         return RewardResult(None, reason="the reference answer is empty")
     announced = [_folded(statement.text) for statement in found[:1] if statement.announced]
-    # What is far longer is far off: its exact distance is not worth its time.
+    # The exact distance of a far longer text is not worth its time.
     values = {
         read: Levenshtein.normalized_similarity(read[: 10 * len(right) + 100], right)
         for read in (*announced, _folded(response))
@@ -104,7 +102,7 @@ _QUOTED = re.compile(r'"[^"\n]*+"')
 
 
 def _numbers(text: str, count: int) -> list[float] | None:
-    """Return the numbers of the text, if there are so many. Digits of names, ``x1`` or ``"cat 1"``, are none."""
+    """Return the numbers of a text that has ``count`` of them, without digits of names, ``x1`` or ``"cat 1"``."""
     unnamed = _QUOTED.sub(lambda quoted: " " if re.search(r"[^\W\d]", quoted[0]) else quoted[0], plain(text))
     numbers = [float(number) for number in _NUMBER.findall(unnamed)]
     return numbers if len(numbers) == count else None
@@ -115,7 +113,7 @@ _FENCE = re.compile(r"```[a-z]*\n(.*?)```", re.DOTALL)
 
 
 def _blocks(found: Sequence[Statement], response: str, strict: bool) -> list[str]:
-    """Return where a response may state numbers on several lines: after what it states, its last blocks."""
+    """Return the texts that may state numbers on several lines: statements, then the last block."""
     texts = [statement.text for statement in found]
     if not strict:
         fenced = _FENCE.findall(response)
@@ -130,7 +128,7 @@ def _coordinates(texts: Sequence[str], count: int) -> list[float] | None:
 def _point(task: Task, texts: Sequence[str]) -> RewardResult:
     box, right = task.metadata.get("box"), _numbers(task.answer, 2)
     if box is None and right is None:
-        return RewardResult(None, reason=f"the reference answer {task.answer!r} is no point")
+        return RewardResult(None, reason=f"the reference answer {task.answer!r} is not a point")
     said = _coordinates(texts, 2)
     if said is None:
         return _NOTHING
@@ -144,7 +142,7 @@ def _point(task: Task, texts: Sequence[str]) -> RewardResult:
 def _box(task: Task, texts: Sequence[str]) -> RewardResult:
     right = _numbers(task.answer, 4)
     if right is None or not _area(right):
-        return RewardResult(None, reason=f"the reference answer {task.answer!r} is no box: x1, y1, x2, y2")
+        return RewardResult(None, reason=f"the reference answer {task.answer!r} is not a box: x1, y1, x2, y2")
     said = _coordinates(texts, 4)
     if said is None:
         return _NOTHING
@@ -155,7 +153,7 @@ def _box(task: Task, texts: Sequence[str]) -> RewardResult:
 
 
 def _area(box: Sequence[float]) -> float:
-    """Return the area of a box, 0 if its corners are in another order."""
+    """Return the area of a box, or 0 if its corners are swapped."""
     return max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1])
 
 
@@ -180,9 +178,9 @@ def _cells(rows: list[list[str]]) -> list[list[str]]:
 def _grid(task: Task, response: str) -> RewardResult:
     right = _cells(_rows(task.answer))
     if not right or len({len(row) for row in right}) > 1:
-        return RewardResult(None, reason="the reference answer is no grid: rows of as many cells")
+        return RewardResult(None, reason="the reference answer is not a grid: rows of equal length")
     fenced = _FENCE.findall(response)
-    # Words may stand before the grid, and after it.
+    # Words may stand before and after the grid.
     rows = _rows(fenced[-1] if fenced else response)[-_MOST_ROWS:]
     grids = (_cells(rows[end - len(right) : end]) for end in range(len(rows), len(right) - 1, -1))
     said = next((grid for grid in grids if [len(row) for row in grid] == [len(row) for row in right]), None)

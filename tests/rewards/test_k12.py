@@ -613,7 +613,7 @@ def test_numbers_may_be_near() -> None:
     [
         ("?", {"options": OPTIONS}, "names no option"),
         ("perhaps", {"kind": "true_false"}, "neither true nor false"),
-        ("many", {"kind": "number"}, "is no number"),
+        ("many", {"kind": "number"}, "is not a number"),
         ("B", {"kind": "essay"}, "'essay'"),
     ],
 )

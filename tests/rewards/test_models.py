@@ -196,7 +196,7 @@ def test_answers_of_many_steps_have_together_the_values_that_each_has_alone(tiny
     assert [[step.end for step in each.steps] for each in together[:3]] == [[8], [0], [2]]
     assert (
         together[5].value is None
-        and "120 tokens" in str(together[5].reason)
+        and "120 positions" in str(together[5].reason)
         and together[6].value == pytest.approx(alone[6].value, abs=1e-5)
     )
 

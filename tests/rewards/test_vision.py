@@ -218,12 +218,12 @@ def test_choices_are_those_of_school() -> None:
 @pytest.mark.parametrize(
     ("kind", "answer", "reason"),
     [
-        ("count", "many", "no count"),
+        ("count", "many", "not a count"),
         ("text", " ", "empty"),
-        ("point", "here", "no point"),
-        ("box", "1, 2, 3", "no box"),
-        ("box", "10, 10, 0, 0", "no box"),
-        ("grid", "ab\nc", "no grid"),
+        ("point", "here", "not a point"),
+        ("box", "1, 2, 3", "not a box"),
+        ("box", "10, 10, 0, 0", "not a box"),
+        ("grid", "ab\nc", "not a grid"),
         ("video", "1", "'video'"),
     ],
 )

@@ -1,17 +1,16 @@
-"""Programs of unknown intent, run so that they can reach nothing but their own folder.
+"""Run untrusted programs that can reach nothing but their own folder.
 
     sandbox = Sandbox()
     outcome = sandbox.run({"a.py": "print(input()[::-1])"}, [*sandbox.python, "a.py"], b"abc")
     assert outcome.stdout == b"cba\\n"
 
-Where nothing can isolate, it refuses. What keeps a program in is in `isolation.py` (files, network, processes) and
-`seccomp.py` (system calls). Time and memory are kept twice. The kernel limits each process (address space, CPU time,
-files) and their number. A watch looks every 20 ms at the sums over all processes of resident memory and of CPU time,
-and ends the program that exceeds them: so the sum of memory is bounded by ``memory_mib``, what can be filled between
-two looks, and twice ``folder_mib`` of files. The hard bound, should the watch come late, is twice ``memory_mib`` for
-each of ``processes``. Nothing is asked of cgroups, which most users cannot make.
+`isolation.py` confines files, network and processes, `seccomp.py` system calls. Time and memory are limited twice. The
+kernel limits each process (address space, CPU time, files) and their number. Every 20 ms, a watch sums the resident
+memory and the CPU time of all processes, and ends a program that exceeds its limits. So memory is bounded by
+``memory_mib``, the growth within 20 ms, and twice ``folder_mib`` of files; without the watch, by twice ``memory_mib``
+for each of ``processes``. Cgroups are not needed, which most users cannot create.
 
-A program ends with its first process: whatever else it started is dead when a call returns, and also when the caller is
+A program ends with its first process: all processes that it started are dead when a call returns or the caller is
 killed.
 """
 
@@ -53,14 +52,14 @@ Ended = Literal["exit", "wall", "cpu", "memory", "processes", "output", "killed"
 _USUAL = SandboxLimits()
 _WATCH_S = 0.02
 _START_S = 20.0
-"""Until a sandbox must be there; usually 10 ms."""
+"""Longest start of a sandbox; usually 10 ms."""
 _LAST_MOMENT_S = 0.2
 _ERRORS_KEPT = 1 << 14
 """Bytes from the end of stderr."""
 
 ISOLATIONS: dict[str, Isolation] = {each.name: each for each in (Bubblewrap(), Namespaces(), Runsc(), Nothing())}
 _BY_ITSELF = ("bwrap", "unshare")
-"""Those that are taken without being named, in this order."""
+"""Isolations that ``auto`` tries, in this order."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +69,19 @@ class ProgramOutcome:
     ended: Ended
     """``exit``: by itself, or by a signal; ``killed``: by the caller; else by the limit of this name."""
     exit_code: int | None
-    """Its exit status, or 128 and the number of the signal; None unless it ended by itself."""
+    """The exit status, or 128 plus the number of the signal; None unless the program ended by itself."""
     stdout: bytes
-    """What it wrote and nobody read, up to ``output_bytes``."""
+    """Output that was not read, up to ``output_bytes``."""
     stderr: bytes
-    """The end of what it wrote, 16 KiB at most."""
+    """The last 16 KiB."""
     seconds: float
-    """Wall time from when it began to run."""
+    """Wall time since the program started to run."""
     waited_s: float = 0.0
-    """Of these, the time in which it could run and waited for a core."""
+    """The part of ``seconds`` in which the program waited for a core."""
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ended by itself with status 0."""
+        """Whether the program ended by itself with status 0."""
         return self.ended == "exit" and self.exit_code == 0
 
     def describe(self) -> str:
@@ -97,7 +96,7 @@ class ProgramOutcome:
 
 
 class Process:
-    """A program that runs in a sandbox. Leaving its context kills it with everything it started."""
+    """A program in a sandbox. Leaving its context kills it with all its processes."""
 
     def __init__(self, started: Started, limits: SandboxLimits) -> None:
         self._started, self._process, self._limits = started, started.process, limits
@@ -137,7 +136,7 @@ class Process:
             os.write(self._started.go, b"1")
 
     def _read_first(self) -> int:
-        """Wait for the process that is the first one inside."""
+        """Wait for the first process inside, and return its id."""
         assert self._started.status is not None
         poller, deadline = select.poll(), time.monotonic() + _START_S
         poller.register(self._started.status, select.POLLIN)
@@ -156,36 +155,33 @@ class Process:
         return (self._process.stderr.read() or b"").decode(errors="replace").strip()[-500:]
 
     def _reported(self, what: str) -> int | None:
-        """What the isolation reported under this name."""
+        """Return the isolation's report of this name."""
         for line in self._status.replace(b"}", b"}\n").split(b"\n"):
             if f'"{what}"'.encode() in line:
                 return json.loads(line)[what]
         return None
 
     def send(self, data: bytes) -> None:
-        """Give it something to read; it is written while something is waited for."""
+        """Queue input, which is written during waits."""
         if self._stdin in self._open:
             self._sending += data
             self._poller.register(self._stdin, select.POLLOUT)
 
     def end_input(self) -> None:
-        """Close its stdin once all is written."""
+        """Close stdin when all input is written."""
         self._end_input = True
         self.send(b"")
 
     @property
     def waited_s(self) -> float:
-        """Seconds in which it could run and waited for a core."""
+        """Seconds in which the program waited for a core."""
         if self._outcome is not None:
             return self._outcome.waited_s
         return max(0.0, time.monotonic() - self._began - self._clock.seconds())
 
     def line(self, seconds: float, beside: Process | None = None) -> bytes | None:
-        """Return the next line that it writes, without its end; None where none comes while it could run so long, or
-        ever.
-
-        ``beside`` is another one that runs in the meantime, to be watched, too.
-        """
+        """Return the next line of output, without its end; None if the output ends or the program runs for
+        ``seconds`` without one. ``beside`` is another process to watch meanwhile."""
         deadline = self._clock.seconds() + seconds
         while b"\n" not in self._received:
             if self._outcome is not None or self._stdout not in self._open:
@@ -201,14 +197,14 @@ class Process:
         return line
 
     def wait(self) -> ProgramOutcome:
-        """Wait for its end. Raises SandboxFailed where the sandbox ended before it."""
+        """Wait for the end. Raises SandboxFailed if the sandbox ends before its program."""
         while self._outcome is None:
             self._turn(None)
         return self._outcome
 
     def finish(self) -> ProgramOutcome:
-        """End what no longer answers: by its limit of time if it could still write, else once it has had a moment to
-        end by itself."""
+        """End a program that stopped answering: by its limit of time if its output is open, else after a moment in
+        which it may end by itself."""
         if self._outcome is None and self._stdout in self._open:
             return self.kill("wall")
         deadline = self._clock.seconds() + _LAST_MOMENT_S
@@ -217,7 +213,7 @@ class Process:
         return self.kill()
 
     def kill(self, why: Ended = "killed") -> ProgramOutcome:
-        """End it, and everything it started."""
+        """Kill the program with all its processes."""
         if self._outcome is None and self._why == "exit":
             self._why = why
             with contextlib.suppress(ProcessLookupError):  # it has just ended
@@ -238,10 +234,10 @@ class Process:
                 raise
 
     def _turn(self, deadline: float | None) -> None:
-        """Read, write and watch for a moment, at most until its clock shows the deadline."""
+        """Read, write and watch once, at most until the program's clock shows the deadline."""
         left = math.inf if deadline is None else deadline - self._clock.seconds()
         left = min(left, self._watch_at - time.monotonic())
-        # What was killed is only to be waited for.
+        # A killed program is only waited for.
         events = self._poller.poll(max(0.0, 1000 * left) if self._why == "exit" else None)
         for fd, _ in events:
             if fd == self._stdin:
@@ -271,7 +267,7 @@ class Process:
                 self._process.stdin.close()
 
     def _read(self, fd: int) -> bool:
-        """Take what there is; whether there was something."""
+        """Read available output; return whether there was any."""
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -296,11 +292,11 @@ class Process:
             self.kill("cpu")
         elif ran >= self._limits.wall_s:
             self.kill("wall")
-        elif usage.processes > self._limits.processes + 1:  # more than the kernel should have let it have
+        elif usage.processes > self._limits.processes + 1:  # the kernel's limit did not hold
             self.kill("processes")
 
     def _finish(self) -> None:
-        """The first process is dead, and with it all others."""
+        """Take the outcome after the first process, and with it all others, has died."""
         seconds, waited_s = time.monotonic() - self._began, self.waited_s
         if self._started.status is None:
             code: int | None = self._process.wait()
@@ -337,19 +333,18 @@ class Process:
 
 
 class Sandbox:
-    """Runs programs in the isolation of this name: ``auto`` is what the host gives of bubblewrap and namespaces;
-    ``runsc`` must be named, and so must ``none_i_trust_the_code``, which only limits.
+    """Runs programs in the isolation of this name: ``auto`` is bubblewrap or namespaces, by what the host has;
+    ``runsc`` and ``none_i_trust_the_code``, which only limits, must be named.
 
-    ``packages``: programs can read the packages that are installed beside this one, such as numpy; `paths` has them.
-    ``folders``: what else they can read.
-    Raises ConfigError, with the remedy, where the host does not give it.
+    With ``packages``, programs can read installed packages such as numpy, in `paths`; ``folders`` are further readable
+    folders. Raises ConfigError, with the remedy, if the host does not support the isolation.
     """
 
     def __init__(self, isolation: str = "auto", *, packages: bool = False, folders: Sequence[str] = ()) -> None:
         names = ("purelib", "platlib")
         self.paths = sorted({os.path.realpath(sysconfig.get_path(name)) for name in names}) if packages else []
         self.python = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8"]
-        """The command that begins a call of Python: without `site`, packages or any file that is not Python's."""
+        """The command that starts Python without `site` and packages."""
         self.folders = tuple(folders)
         self._root = Root.of_host([*self.paths, *folders])
         self._isolation = isolate(isolation, (*self.paths, *folders))
@@ -363,10 +358,8 @@ class Sandbox:
     def start(
         self, files: Mapping[str, str | bytes], command: Sequence[str], limits: SandboxLimits = _USUAL
     ) -> Process:
-        """Start a program. ``files`` lie in its folder, in which it runs; the command's first word is a path.
-
-        Raises SandboxFailed where it cannot be started.
-        """
+        """Start a program in a folder with these files; the command's first word is a path. Raises SandboxFailed if it
+        cannot start."""
         content = {
             name: each.encode(errors="replace") if isinstance(each, str) else each for name, each in files.items()
         }
@@ -379,7 +372,7 @@ class Sandbox:
         stdin: bytes = b"",
         limits: SandboxLimits = _USUAL,
     ) -> ProgramOutcome:
-        """Run a program to its end. Raises SandboxFailed where it cannot be started, or the sandbox ended before it."""
+        """Run a program to its end. Raises SandboxFailed if it cannot start, or the sandbox ends before it."""
         with self.start(files, command, limits) as process:
             process.send(stdin)
             process.end_input()
@@ -388,14 +381,11 @@ class Sandbox:
 
 @lru_cache
 def isolate(name: str, folders: tuple[str, ...] = ()) -> Isolation:
-    """Return the isolation of this name, or the best one for ``auto``, once a program has run in it that sees these
-    folders.
-
-    Raises ConfigError with what each one lacks, and the remedy.
-    """
+    """Return the isolation of this name, or the best for ``auto``, after a program that sees these folders has run in
+    it. Raises ConfigError with the defects of each isolation, and the remedy."""
     if name != "auto" and name not in ISOLATIONS:
         raise ConfigError(
-            "there is no such isolation",
+            "unknown isolation",
             f"choose one of auto, {', '.join(ISOLATIONS)}",
             field="reward.options.isolation",
             value=name,
@@ -416,7 +406,7 @@ def isolate(name: str, folders: tuple[str, ...] = ()) -> Isolation:
 
 
 def _try(isolation: Isolation, folders: tuple[str, ...]) -> str | None:
-    """Return why a trivial program does not run in it, or does not see the folders; None if it does."""
+    """Return why a trivial program does not run or see the folders; None if it does."""
     look = "import os, sys; print([each for each in sys.argv[1:] if not os.path.isdir(each)])"
     command = [os.path.realpath(sys.executable), "-I", "-S", "-c", look, *folders]
     try:

@@ -1,4 +1,4 @@
-"""How a program is kept from the rest of the machine, by what the host gives.
+"""Isolate a program from the rest of the machine, by the means of the host.
 
 In every isolation a program can read /usr, the libraries, Python's own folder and a few devices, and write to /box, its
 folder, and /dev/shm, both in memory and of limited size. It has no /proc, no /etc, no network, no other process, and an
@@ -26,13 +26,13 @@ from typing import Any, Protocol
 from rayrft.rewards.sandbox import seccomp
 
 FOLDER = "/box"
-"""Where a program runs and its files lie."""
+"""The folder of a program and its files."""
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": FOLDER,
     "TMPDIR": FOLDER,
     "LANG": "C.UTF-8",
-    "OMP_NUM_THREADS": "1",  # which OpenBLAS heeds, too: a thread for each core may be too many processes
+    "OMP_NUM_THREADS": "1",  # also for OpenBLAS: a thread for each core may exceed the limit of processes
 }
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _NOBODY = 65534
@@ -40,16 +40,16 @@ _NOBODY = 65534
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What a program may use."""
+    """Limits of a program."""
 
     wall_s: float = 10.0
-    """Wall time, without that in which it could run and waited for a core."""
+    """Wall time, without waits for a core."""
     cpu_s: float = 10.0
     """Of all its processes together."""
     memory_mib: int = 512
     """Resident memory of all its processes together; the address space of each is twice as much."""
     folder_mib: int = 16
-    """Of its folder and of /dev/shm, each, and of a file."""
+    """Size of its folder, of /dev/shm and of a file."""
     processes: int = 16
     """Processes and threads."""
     open_files: int = 64
@@ -61,7 +61,7 @@ class SandboxLimits:
         return {
             "AS": 2 * self.memory_mib << 20,
             "CORE": 0,
-            "CPU": int(self.cpu_s) + 2,  # the watch over the sum comes first
+            "CPU": int(self.cpu_s) + 2,  # the watch over the sum ends it first
             "FSIZE": self.folder_mib << 20,
             "NOFILE": self.open_files,
             "NPROC": self.processes + 1,  # process 1 is counted, too
@@ -70,7 +70,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Root:
-    """What of the host a program can read."""
+    """The files of the host that a program can read."""
 
     binds: tuple[str, ...]
     links: Mapping[str, str]
@@ -95,8 +95,7 @@ class Root:
 
 @dataclass(frozen=True)
 class Job:
-    """A program to be started: files by their names in its folder, in which it runs, and a command, whose first word is
-    a path."""
+    """A program to start: the files in its folder, and a command, whose first word is a path."""
 
     root: Root
     files: Mapping[str, bytes]
@@ -106,8 +105,8 @@ class Job:
 
 @dataclass
 class Started:
-    """A program about to run. ``status`` says which process is its first one, and, if it ran, how it ended; it runs
-    once something is written to ``go``. Without these its first process is ``process``."""
+    """A program about to run. ``status`` reports its first process and its exit; a write to ``go`` starts it. Without
+    these, ``process`` is its first process."""
 
     process: subprocess.Popen[bytes]
     status: int | None = None
@@ -134,8 +133,8 @@ def _popen(command: Sequence[str], fds: Sequence[int], **options: Any) -> subpro
 
 
 def _supervised(start: Callable[[int, int], tuple[Sequence[str], list[int]]]) -> Started:
-    """Start what reports on a descriptor and waits for another; ``start`` gives its command, and more descriptors that
-    it takes."""
+    """Start a command that reports on a descriptor and waits for another. ``start`` returns the command and further
+    descriptors of it."""
     status, status_inside = os.pipe()
     go_inside, go = os.pipe()
     fds: list[int] = []
@@ -161,13 +160,13 @@ def _in_memory(content: bytes) -> int:
 
 @lru_cache
 def bytecode(script: str) -> bytes:
-    """Return a script of Python in the form that this Python need not compile (that of a .pyc file)."""
+    """Return a script of Python compiled as a .pyc file."""
     code = compile(Path(script).read_text(), Path(script).name, "exec")
     return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
 
 
 def unused_user() -> int:
-    """Return the number of a user that nobody is, as far as this process's user namespace has such numbers."""
+    """Return an unused uid of this process's user namespace."""
     lines = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     end = min(max(int(first) + int(count) for first, _, count in lines), 1 << 31)
     return end - 2 - secrets.randbelow(end // 8)
@@ -200,11 +199,11 @@ class Bubblewrap:
                 inside = ["/usr/bin/setpriv", "--reuid", user, "--regid", user, "--clear-groups", *inside]
             else:
                 words += ["--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
-            # Process 1. bwrap's own is left to the host's, which may reap nobody; one that becomes another user forgets
-            # that it is to die with its parent.
+            # The shell is process 1: the host may not reap bwrap's own, and a process that changes its user loses its
+            # death signal.
             words += ["--as-pid-1"]
             inside = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *inside]
-            # bwrap makes folders that nobody but root can enter.
+            # bwrap creates folders that only root can enter.
             parents = {str(parent) for bind in job.root.binds for parent in Path(bind).parents} - {"/"}
             for path in sorted(parents):
                 words += ["--perms", "0755", "--dir", path]
@@ -228,7 +227,7 @@ class Bubblewrap:
 
 
 class Namespaces:
-    """The same by a launcher in Python, with Landlock as a second wall around files."""
+    """Namespaces and mounts by a launcher in Python, with Landlock as a second wall around files."""
 
     name, description = "unshare", "namespaces, Landlock, seccomp and limits"
 
@@ -264,7 +263,7 @@ class Namespaces:
 
 
 class Runsc:
-    """gVisor: a kernel of its own for each program, by `runsc` and an OCI bundle."""
+    """gVisor: a separate kernel for each program, by `runsc` and an OCI bundle."""
 
     name, description = "runsc", "gVisor"
 
@@ -332,7 +331,7 @@ class Runsc:
 
 
 class Nothing:
-    """No isolation: limits, and a folder of its own. For code that is trusted."""
+    """No isolation, only limits and a folder: for trusted code."""
 
     name, description = "none_i_trust_the_code", ""
 

@@ -13,7 +13,7 @@ import struct
 
 from rayrft.errors import ConfigError
 
-# Numbers on x86-64 and on aarch64; None where there is no such call.
+# Numbers on x86-64 and on aarch64; None for a missing call.
 _DENIED: dict[str, tuple[int | None, int | None]] = {
     # other processes
     "ptrace": (101, 117),
@@ -111,7 +111,7 @@ def program(machine: str = platform.machine()) -> bytes:
     denied = sorted(number for numbers in _DENIED.values() if (number := numbers[column]) is not None)
     # Each test jumps to one of four ends, which stand at the end in this order.
     allow, fail, absent, kill = range(4)
-    steps: list[tuple[int, int, int | None, int | None]] = [  # code, value, end if true, end if false; None: go on
+    steps: list[tuple[int, int, int | None, int | None]] = [  # code, value, end if true, end if false; None: next step
         (_LOAD, _ARCHITECTURE_AT, None, None),
         (_EQUAL, architecture, None, kill),
         (_LOAD, _NUMBER_AT, None, None),
