@@ -1,19 +1,34 @@
-"""Atomic writing of files and folders."""
+"""Atomic writing of files and folders, and the error of files that cannot be written."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from rayrft.errors import StorageError
+
+_REMEDY = "free disk space or fix the storage, then: rayrft resume RUN"
+
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
+def storage_errors(path: Path, remedy: str = _REMEDY) -> Iterator[None]:
+    """Raise an OSError inside a ``with`` as a StorageError about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot be written: {error.strerror}", remedy, field=str(path)) from None
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, *, shared: bool = False) -> Iterator[Path]:
     """Yield the path of a temporary file that becomes ``path`` atomically, synced to disk, if the block succeeds, and
-    is deleted otherwise. Raises OSError."""
-    partial = path.with_name(f".{path.name}.partial")
+    is deleted otherwise. ``shared`` allows several writers at the same time. Raises OSError."""
+    writer = f".{secrets.token_hex(4)}" if shared else ""
+    partial = path.with_name(f".{path.name}{writer}.partial")
     try:
         yield partial
         sync(partial)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rayrft.errors import StorageError
-from rayrft.files import sync
+from rayrft.files import storage_errors, sync
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class JsonLines:
     def append(self, *lines: bytes, durable: bool = False) -> None:
         """Append lines, which end with newlines; if ``durable``, they are on disk then. Raises StorageError; then the
         file has none of them."""
-        with _storing(self.path, self._remedy):
+        with storage_errors(self.path, self._remedy):
             self._file.truncate(self._ends[-1])  # a failed append may have left a part, and failed to cut it off
             try:
                 left = memoryview(b"".join(lines))
@@ -121,25 +121,18 @@ def open_lines(
     ``wait``, waits for the lock. ``remedy`` is for a file that cannot be written. Raises StorageError.
     """
     mode = 0o600 if locked else 0o666
-    with _storing(path, remedy), contextlib.ExitStack() as closing:
+    with storage_errors(path, remedy), contextlib.ExitStack() as closing:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = closing.enter_context(FileIO(path, "a+", opener=lambda name, flags: os.open(name, flags, mode)))
         if locked:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                problem, end = "another process is writing the file", "end that process, and try again"
+                raise StorageError(problem, end, field=str(path)) from None
         found = list(read_lines(path, parse))
         opened = JsonLines(path, file, remedy, [0, *(end for end, _ in found)])
         file.truncate(opened._ends[-1])
         sync(path.parent)
         closing.pop_all()
     return opened, [value for _, value in found]
-
-
-@contextlib.contextmanager
-def _storing(path: Path, remedy: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        problem = f"cannot be written: {error.strerror}"
-        if isinstance(error, BlockingIOError):
-            problem, remedy = "another process is writing the file", "end that process, and try again"
-        raise StorageError(problem, remedy, field=str(path)) from None

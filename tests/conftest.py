@@ -107,12 +107,12 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
 def tiny_vision_model(tmp_path_factory: pytest.TempPathFactory, squares: list[Task]) -> Path:
     """A small random model that takes images, with its tokenizer and processor."""
     from rayrft.config.model import TinyModelConfig
-    from rayrft.trainer.tiny_vision import make_tiny_vision_model
+    from rayrft.trainer.tiny import make_tiny_model
 
     folder = tmp_path_factory.mktemp("tiny-vision")
     config = TinyModelConfig(vision=True, layers=2, hidden_size=64, heads=2)
     prompts, answers = [task.question for task in squares], [task.answer for task in squares]
-    make_tiny_vision_model(config, prompts, answers, folder, max_length=64, seed=0)
+    make_tiny_model(config, prompts, answers, folder, max_length=64, seed=0)
     return folder
 
 

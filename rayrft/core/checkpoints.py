@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import dataclasses
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from rayrft.config import RunConfig, load_run_config
 from rayrft.config.stage import CheckpointConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
-from rayrft.files import replace_folder, sync
+from rayrft.files import atomic_file, replace_folder, storage_errors, sync
 from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.trainer import Ranks, Trainer
@@ -125,7 +123,7 @@ class Checkpoints:
         partial = self._folder / f".step-{step:06d}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         self._begun = partial
-        with _writing(partial):
+        with storage_errors(partial):
             partial.mkdir(parents=True)
         return partial
 
@@ -134,7 +132,7 @@ class Checkpoints:
 
         Raises StorageError if it cannot be written; the checkpoint is then unchanged.
         """
-        with self._changing, _writing(self.at(progress.step)):
+        with self._changing, storage_errors(self.at(progress.step)):
             self._write_manifest(progress, self.at(progress.step))
 
     def commit(self, progress: Progress) -> None:
@@ -144,7 +142,7 @@ class Checkpoints:
         """
         partial = self._folder / f".step-{progress.step:06d}.partial"
         with self._changing:
-            with _writing(partial):
+            with storage_errors(partial):
                 self._write_manifest(progress, partial)
                 replace_folder(partial, self.at(progress.step))
             self._begun = None
@@ -161,7 +159,7 @@ class Checkpoints:
                 return
             manifest = json.loads((self.at(step) / _MANIFEST).read_text())
             progress = dataclasses.replace(_progress.validate_python(manifest["progress"]), accuracy=accuracy)
-            with _writing(self.at(step)):
+            with storage_errors(self.at(step)):
                 self._write_manifest(progress, self.at(step))
             self._prune()
 
@@ -198,22 +196,10 @@ class Checkpoints:
 
     def _write_manifest(self, progress: Progress, folder: Path) -> None:
         files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-        files = {name: size for name, size in files.items() if not name.endswith(_MANIFEST)}
-        draft = folder / f".{_MANIFEST}"
-        draft.write_text(json.dumps({"progress": dataclasses.asdict(progress), "files": files}, indent=2) + "\n")
-        sync(draft)
-        draft.rename(folder / _MANIFEST)
+        files = {name: size for name, size in files.items() if _MANIFEST not in name}
+        with atomic_file(folder / _MANIFEST) as draft:
+            draft.write_text(json.dumps({"progress": dataclasses.asdict(progress), "files": files}, indent=2) + "\n")
         sync(folder)
-
-
-@contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        problem = f"a checkpoint cannot be written: {error.strerror}"
-        remedy = "free disk space or fix the storage, then: rayrft resume RUN"
-        raise StorageError(problem, remedy, field="storage", value=str(folder)) from None
 
 
 class Saver:

@@ -129,14 +129,12 @@ def _model(config: RunConfig, tasks: list[Task]) -> str:
     if tiny is None:
         return find_model(str(config.model.path), "model.path")
     from rayrft.trainer.tiny import make_tiny_model
-    from rayrft.trainer.tiny_vision import make_tiny_vision_model
 
     folder = config.folder / "model"
     if not folder.exists():  # else the run is resumed
         prompts = [message["content"] for task in tasks for message in task.messages]
         answers = [task.answer for task in tasks] + demonstrated_text(config)
-        make = make_tiny_vision_model if tiny.vision else make_tiny_model
-        make(tiny, prompts, answers, folder, max_length=config.model.max_length, seed=config.seed)
+        make_tiny_model(tiny, prompts, answers, folder, max_length=config.model.max_length, seed=config.seed)
     return str(folder)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +16,8 @@ from rayrft.buffer.ledger import ExpertDraws, Ledger, RowStats
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import Archive
 from rayrft.config import load_run_config
-from rayrft.errors import RayrftError, StorageError
+from rayrft.errors import RayrftError
+from rayrft.files import atomic_file, storage_errors
 from rayrft.monitor.records import EvaluationRecord, PairsRecord, Record, StepRecord, read_records
 
 
@@ -87,23 +86,16 @@ _RESERVED, _RESERVED_BYTES = ".room", 1 << 16
 
 def reserve_space(folder: Path) -> None:
     """Reserve disk space for the summary, so that it can be written on a full disk. Raises StorageError."""
-    with _writing(folder / _RESERVED):
+    with storage_errors(folder / _RESERVED):
         (folder / _RESERVED).write_bytes(os.urandom(_RESERVED_BYTES))  # zeros may be stored sparsely
 
 
 def write_summary(folder: Path, summary: Summary) -> None:
     """Write the summary atomically, also with concurrent writers. Raises StorageError."""
     (folder / _RESERVED).unlink(missing_ok=True)
-    with _writing(folder / "summary.json"):
-        descriptor, draft = tempfile.mkstemp(".partial", ".summary.", folder)
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(json.dumps(asdict(summary), indent=2) + "\n")
-            os.chmod(draft, 0o644)  # mkstemp's mode is for the owner only
-            os.replace(draft, folder / "summary.json")
-        except BaseException:
-            os.unlink(draft)
-            raise
+    file = folder / "summary.json"
+    with storage_errors(file), atomic_file(file, shared=True) as draft:
+        draft.write_text(json.dumps(asdict(summary), indent=2) + "\n")
 
 
 def read_summary(folder: Path) -> Summary | None:
@@ -214,12 +206,3 @@ def status_at_end(summary: Summary, folder: Path) -> RunStatus:
         waiting=[],
         ledger=summary.ledger,
     )
-
-
-@contextlib.contextmanager
-def _writing(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        remedy = "free disk space or fix the storage, then: rayrft resume RUN"
-        raise StorageError(f"cannot be written: {error.strerror}", remedy, field=str(file)) from None

@@ -17,12 +17,18 @@ from torch import Tensor
 from rayrft.algorithms import Algorithm, TokenBatch
 from rayrft.buffer.leases import BatchShare, BlockRows
 from rayrft.data.turns import group_advantages, turn_rewards
-from rayrft.experience import from_batch, list_column, unpack
+from rayrft.experience import Experience, field_values, list_column, unpack
 from rayrft.trainer.packing import Packing, common_prefix, shared_prefixes
 
 _SHARED = 16
-"""What a layer keeps for a computed token takes about so many times the memory of a key and a value, which are all that
-it keeps for a token whose state belongs to another row."""
+"""Activation memory of a computed token over the key-value memory of a token whose state belongs to another row."""
+
+_SCORED = (
+    *("experience_id", "group_id", "token_ids", "action_mask"),
+    *("reward", "reward_components", "greedy_reward", "metrics"),
+)
+"""Columns that advantages are computed from."""
+_NONE = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -148,8 +154,11 @@ def _advantages(batch: pa.RecordBatch, groups: np.ndarray, algorithm: Algorithm)
     """Return the advantages by row of all rows of the block's ``groups``, unless a critic provides them later."""
     found: dict[int, np.ndarray] = {}
     if not algorithm.advantage_is_by_token:
+        columns = batch.select(_SCORED)
         for first, count in np.unique(groups, axis=0).tolist():
-            rows = from_batch(batch.slice(first, count))
+            values = field_values(columns.slice(first, count))
+            each = ({name: values[name][row] for name in _SCORED} for row in range(count))
+            rows = [Experience(task_id="", prompt_length=0, logprobs=_NONE, **fields) for fields in each]
             found.update(enumerate(group_advantages(rows, algorithm) if rows else [], start=first))
     return found
 
@@ -182,12 +191,12 @@ def micro_batches(
 
 
 def mismatched(rows: list[TrainRow], everywhere: list[TrainRow]) -> list[TrainRow]:
-    """Return the prompts of ``rows`` with answers to other prompts of ``everywhere``, which contains the rows: for any
-    selection and order of them, each row gets the same answer.
+    """Pair each prompt of ``rows`` with an answer to another prompt of ``everywhere``, which contains the rows: the
+    result does not depend on how rows are selected and ordered.
 
     All rows are sorted by prompt, and each gets the answer that stands as many places later as the most frequent prompt
     has rows. Where that prompt has more than half of the rows, those without an answer to another prompt are left out.
-    Only a row's first prompt is kept, and all that follows it is its answer.
+    Only a row's first prompt is kept; everything after it is its answer.
     """
     order = sorted(everywhere, key=lambda row: (_prompt(row), _hash(row)))
     shift = max(Counter(map(_prompt, order)).values(), default=0)

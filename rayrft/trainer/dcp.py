@@ -124,7 +124,7 @@ class Checkpointer:
             set_model_state_dict(model, state[name], options=_TRAINED_ONLY)
             if optimizer is not None and (moments := state.get(_optimizer(name))) is not None:
                 set_optimizer_state_dict(model, optimizer.adam, moments)
-        learner.restore(state["learner"], state.get(_rng_key(learner)))
+        learner.restore(state["learner"], state.get(learner.rng.name))
 
     def _rebase(self, policy: Policy, folder: Path) -> None:
         """With an adapter, load the frozen weights that the checkpoint's adapter was trained on."""
@@ -219,8 +219,8 @@ def _state(learner: Learner, critic: Critic | None, folder: Path, written: set[s
         written_to = _optimizer(name) in parts if parts is not None else optimizer and optimizer.adam.state
         if optimizer is not None and written_to:
             state[_optimizer(name)] = get_optimizer_state_dict(model, optimizer.adam)
-    if parts is None or _rng_key(learner) in parts:
-        state[_rng_key(learner)] = learner.rng.state()
+    if parts is None or learner.rng.name in parts:
+        state[learner.rng.name] = learner.rng.state()
     return state
 
 
@@ -246,10 +246,6 @@ def _resolve(base: str, folder: Path) -> str:
 
 def _optimizer(name: str) -> str:
     return f"{name}_optimizer"
-
-
-def _rng_key(learner: Learner) -> str:
-    return f"chance {learner.rng.name}"  # the name that existing checkpoints use
 
 
 def _cause(error: BaseException) -> BaseException:

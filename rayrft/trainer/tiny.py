@@ -1,4 +1,4 @@
-"""Tiny random models for tests and demos: Qwen3 architecture and a tokenizer built from the tasks."""
+"""Tiny random models for tests and demos (Qwen3, or Qwen2-VL for images), and their tokenizer, built from the tasks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rayrft.config.model import TinyModelConfig
+from rayrft.errors import ModelError
 
 PAD, EOS, USER, ASSISTANT = "<|pad|>", "<|eos|>", "<|user|>", "<|assistant|>"
 _TEMPLATE = (
@@ -20,24 +22,47 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+_START, _END, _IMAGE, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+_VISION_TEMPLATE = (
+    "{% for message in messages %}"
+    f"{{{{ '{ASSISTANT}' if message['role'] == 'assistant' else '{USER}' }}}}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    f"{{% if part['type'] == 'image' %}}{_START}{_IMAGE}{_END}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
+    "{% endfor %}{% endif %}"
+    f"{{% if message['role'] == 'assistant' %}}{EOS}{{% endif %}}"
+    "{% endfor %}"
+    f"{{% if add_generation_prompt %}}{ASSISTANT}{{% endif %}}"
+)
+_PATCH, _MERGE = 8, 2
+_LARGEST = 64
+"""Images with more than the square of this many pixels are scaled down: 16 tokens at most."""
+
 
 def make_tiny_model(
-    config: TinyModelConfig,
-    prompts: list[str],
-    answers: list[str],
-    folder: Path,
-    *,
-    max_length: int,
-    seed: int,
+    config: TinyModelConfig, prompts: list[str], answers: list[str], folder: Path, *, max_length: int, seed: int
 ) -> None:
-    """Write a model with random weights and its tokenizer to ``folder``, in Hugging Face format."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Write a model with random weights and its tokenizer to ``folder``, in Hugging Face format; for images also its
+    processor, with a token for every 16 x 16 pixels.
+
+    Raises ModelError if torchvision is missing, which the processor needs.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = make_tokenizer(prompts, answers)
+    if config.vision:
+        tokenizer = make_tokenizer(prompts, answers, special=[_START, _END, _IMAGE, _VIDEO], template=_VISION_TEMPLATE)
+        _save_processor(tokenizer, folder)
+    else:
+        tokenizer = make_tokenizer(prompts, answers)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
+    model = (_vision_model if config.vision else _text_model)(config, tokenizer, max_length)
+    model.save_pretrained(folder)
+
+
+def _text_model(config: TinyModelConfig, tokenizer: Any, max_length: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     mixture = {
         "num_experts": config.experts,
         "num_experts_per_tok": 2,
@@ -45,35 +70,92 @@ def make_tiny_model(
         "mlp_only_layers": [0],
         "norm_topk_prob": True,
     }
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(
-            "qwen3_moe" if config.experts else "qwen3",
-            vocab_size=len(tokenizer),
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.heads,
-            head_dim=config.hidden_size // config.heads,
-            max_position_embeddings=max_length,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-            pad_token_id=tokenizer.pad_token_id,
-            **(mixture if config.experts else {}),
-        )
+    settings = AutoConfig.for_model(
+        "qwen3_moe" if config.experts else "qwen3",
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.heads,
+        head_dim=config.hidden_size // config.heads,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        **(mixture if config.experts else {}),
     )
-    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_config(settings)
 
 
-def make_tokenizer(  # type: ignore[no-untyped-def]
+def _vision_model(config: TinyModelConfig, tokenizer: Any, max_length: int) -> Any:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    half = config.hidden_size // config.heads // 2  # rotary frequencies of a head, split over time, height and width
+    settings = Qwen2VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.heads,
+            "max_position_embeddings": max_length,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8],
+            },
+            "eos_token_id": tokenizer.eos_token_id,
+            "bos_token_id": None,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={
+            "depth": 2,
+            "embed_dim": 64,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "hidden_size": config.hidden_size,
+            "patch_size": _PATCH,
+            "spatial_merge_size": _MERGE,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids(_IMAGE),
+        video_token_id=tokenizer.convert_tokens_to_ids(_VIDEO),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids(_START),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids(_END),
+        tie_word_embeddings=True,
+    )
+    return Qwen2VLForConditionalGeneration(settings)
+
+
+def _save_processor(tokenizer: Any, folder: Path) -> None:
+    try:
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+        from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+        from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    except ImportError as error:
+        remedy = "run cluster/setup.sh again: vision models need torchvision"
+        raise ModelError(f"a vision model cannot be made: {error}", remedy, field="model.tiny.vision") from None
+    size = {"shortest_edge": (_PATCH * _MERGE) ** 2, "longest_edge": _LARGEST**2}
+    patches = {"patch_size": _PATCH, "merge_size": _MERGE, "size": size}
+    processor = Qwen2VLProcessor(
+        Qwen2VLImageProcessor(**patches),
+        tokenizer,
+        Qwen2VLVideoProcessor(**patches),
+        chat_template=tokenizer.chat_template,
+    )
+    processor.save_pretrained(folder)
+
+
+def make_tokenizer(
     prompts: list[str],
     answers: list[str],
     *,
     frequent: float = 0.5,
     special: Sequence[str] = (),
     template: str = _TEMPLATE,
-):
+) -> Any:
     """Build a tokenizer with tokens for the words that prompts share, and for single characters.
 
     A word is shared if at least the fraction ``frequent`` of the prompts contains it. Every character of prompts and

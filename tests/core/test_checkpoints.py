@@ -149,7 +149,7 @@ def test_a_full_disk_is_a_storage_error_and_leaves_the_earlier_checkpoint(
 
     with monkeypatch.context() as disk:
         disk.setattr(Path, "write_text", full)
-        with pytest.raises(StorageError, check=about("storage")):
+        with pytest.raises(StorageError, check=about(str(tmp_path / "checkpoints" / ".step-000006.partial"))):
             write(checkpoints, Progress("run", step=6))
     latest = checkpoints.latest()
     assert latest is not None and latest.step == 3

@@ -14,7 +14,6 @@ import pytest
 from rayrft.buffer.ledger import Ledger
 from rayrft.config import dump_config, load_config
 from rayrft.errors import StorageError
-from rayrft.monitor import summary
 from rayrft.monitor.records import RecordFile
 from rayrft.monitor.summary import (
     Totals,
@@ -57,7 +56,7 @@ def test_a_full_disk_leaves_no_part_of_a_summary(tmp_path: Path, monkeypatch: py
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(summary.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(StorageError) as error:
         write_summary(tmp_path, ENDED)
     assert error.value.field == str(tmp_path / "summary.json")
@@ -71,7 +70,7 @@ def test_the_room_that_was_kept_for_the_summary_is_free_when_it_is_written(
     [kept] = tmp_path.iterdir()
     assert kept.stat().st_blocks * 512 >= 1 << 16
     seen, replace = [], os.replace
-    monkeypatch.setattr(summary.os, "replace", lambda *names: (seen.append(kept.exists()), replace(*names)))
+    monkeypatch.setattr(os, "replace", lambda *names: (seen.append(kept.exists()), replace(*names)))
     write_summary(tmp_path, ENDED)
     assert seen == [False] and [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
