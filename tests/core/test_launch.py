@@ -82,7 +82,7 @@ def test_the_status_of_an_ended_run_is_read_in_its_folder(
         raise reason
 
     monkeypatch.setattr(launch, "attach", attach)
-    monkeypatch.setattr(launch, "starting", lambda: ["another"])
+    monkeypatch.setattr(launch, "starting_runs", lambda: ["another"])
     left = launch.find_status(str(ended.folder))
     assert (left.status, left.ended, left.folder) == ("killed", True, ended.folder) and "no summary" in str(left.error)
     end(ended, status="stopped", steps=4)
