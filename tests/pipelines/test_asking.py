@@ -20,8 +20,7 @@ from rayrft.data.tables import json_field
 from rayrft.errors import ActorDied, ConfigError, OperatorFailed, OperatorTimeout, RequestRefused
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
-from rayrft.pipelines.run.models import AskedModel, Journal, ModelServer, _at_endpoint
-from rayrft.runtime.processes.worker import Serve
+from rayrft.pipelines.run.models import AnswerJournal, AskedModel, ModelServer, _at_endpoint
 from tests.errors import about
 from tests.pipelines.asked import Scripted, ran, says
 from tests.pipelines.small import OWN, operator, rows
@@ -128,23 +127,6 @@ def test_a_few_failures_between_answers_do_not_count_as_death() -> None:
     assert len(gone) == 54
 
 
-async def test_the_deadline_of_a_call_stands_still_while_it_waits_for_answers() -> None:
-    class Asks:
-        """A process whose object asks twice at once."""
-
-        async def call(self, method: str, *arguments: Any, deadline_s: float, serve: Serve) -> list[str]:
-            questions = (serve(("m", seed), "chat", ([],), {}) for seed in (1, 2))
-            return await asyncio.gather(*questions)
-
-    async def late() -> str:
-        await asyncio.sleep(0.4)
-        return "late"
-
-    server = ModelServer({"m": AskedModel(Scripted(lambda m, seed: late() if seed == 2 else "soon"))})
-    replies = await server.call(Asks(), "apply", deadline_s=0.1)  # type: ignore[arg-type]
-    assert replies == ["soon", "late"]
-
-
 def test_an_operator_that_asks_and_then_hangs_is_stopped() -> None:
     with pytest.raises(OperatorTimeout, check=about("operators.0.asks_and_hangs")):
         ran("asks_and_hangs", texts(1), {"judge": says("yes")}, deadline_s=0.5, plugins=[OWN])
@@ -244,7 +226,7 @@ def test_what_cannot_be_asked_is_refused_before_anything_starts(
 async def test_a_model_is_asked_again_once_it_is_to_answer_otherwise(
     at_endpoint: bool, changed: dict[str, Any], tmp_path: Path
 ) -> None:
-    journal = Journal(tmp_path / "answers.jsonl")
+    journal = AnswerJournal(tmp_path / "answers.jsonl")
 
     async def asked(**settings: Any) -> int:
         model = says("an answer")
@@ -263,14 +245,14 @@ async def test_a_model_is_asked_again_once_it_is_to_answer_otherwise(
 
 def test_answers_are_kept_but_for_one_that_was_cut_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "answers.jsonl"
-    journal = Journal(path)
+    journal = AnswerJournal(path)
     given = {"00ff": 'with "quotes": and\nlines', "abcd": "", "0123": "é"}
     for key, text in given.items():
         journal.add(key, text)
     journal.close()
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"4567": "not who')
-    journal = Journal(path)
+    journal = AnswerJournal(path)
     assert {key: journal.get(key) for key in given} == given and journal.get("4567") is None
     journal.add("4567", "whole")
     assert journal.get("00ff") == given["00ff"] and journal.get("4567") == "whole"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -84,6 +85,9 @@ class Troublemaker:
         ask = template.parent.ask
         threading.Thread(target=ask, args=("never",), daemon=True, name="asking").start()
         Path(told).read_text()  # of a pipe
+
+    async def ask_twice(self) -> list[str]:
+        return await asyncio.gather(template.parent.ask_async("soon"), template.parent.ask_async("late"))
 
     def leak_process(self, *, detached: bool = False) -> int:
         """The process survives a kill of its parent's group if it is detached."""

@@ -145,6 +145,15 @@ async def test_who_leaves_a_thread_behind_that_asks_cannot_be_called_again(tmp_p
             await worker.call("pid", deadline_s=20)
 
 
+async def test_the_deadline_is_suspended_while_the_object_waits_for_answers_and_starts_again() -> None:
+    async def serve(name: str) -> str:
+        await asyncio.sleep(1.2 if name == "late" else 0)
+        return name
+
+    async with pool_of(processes=1) as pool, pool.lease() as worker:
+        assert await worker.call("ask_twice", deadline_s=1.0, serve=serve) == ["soon", "late"]
+
+
 @pytest.mark.parametrize("leak", ["leak_process", "leak_daemon"])
 async def test_what_a_process_has_started_dies_with_it(leak: str) -> None:
     async with pool_of() as pool, pool.lease() as worker:

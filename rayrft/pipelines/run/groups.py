@@ -235,8 +235,8 @@ class LocalOperators:
         if calls[0].tries > 1:
             return [await self._one_by_one(worker, calls[0].argument)]
         groups = [each.argument for each in calls]
-        call = worker.call if self._models is None else partial(self._models.call, worker)
-        found = await call("process", [packed(rows) for rows in groups], deadline_s=self._deadline_s)
+        messages, serve = [packed(rows) for rows in groups], self._models.serve if self._models is not None else None
+        found = await worker.call("process", messages, deadline_s=self._deadline_s, serve=serve)
         kept, changed, made, outcomes = found
         together = GroupResult(kept, unpacked(changed), None if made is None else unpacked(made), outcomes)
         return [together] if len(groups) == 1 else _split_by_group(together, groups, self._key)

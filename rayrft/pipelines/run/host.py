@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +130,8 @@ class OperatorProcess:
     def __init__(
         self, worker: Worker, links: Sequence[Link], deadline_s: float, models: ModelServer | None = None
     ) -> None:
-        self._links, self._deadline_s = links, deadline_s
-        self._call_worker = worker.call if models is None else partial(models.call, worker)
+        self._worker, self._links, self._deadline_s = worker, links, deadline_s
+        self._serve = models.serve if models is not None else None
 
     async def apply(self, numbers: Sequence[int], message: bytes, note: Note) -> bytes | None:
         """Apply operators to a batch; return the rows that are left, or None if there are none."""
@@ -164,7 +163,8 @@ class OperatorProcess:
         self, number: int, message: bytes | None, method: str, *arguments: Any, deadline_s: float | None = None
     ) -> Any:
         try:
-            return await self._call_worker(method, *arguments, deadline_s=deadline_s or self._deadline_s)
+            limit_s = deadline_s or self._deadline_s
+            return await self._worker.call(method, *arguments, deadline_s=limit_s, serve=self._serve)
         except (CallFailed, ActorDied, EndpointFailed) as error:
             field, at = self._links[number].field, ""
             if message is not None:

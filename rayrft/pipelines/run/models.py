@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
@@ -20,14 +19,13 @@ from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.base import resolved
 from rayrft.config.pipelines import EndpointConfig
 from rayrft.config.reward import RewardModelsConfig
-from rayrft.errors import CallTimeout, DataError, EndpointFailed, RequestRefused
+from rayrft.errors import DataError, EndpointFailed, RequestRefused
 from rayrft.experience import Task
 from rayrft.json_lines import open_lines
 from rayrft.rewards import RewardResult, Transcript, build_reward, where
 from rayrft.rewards.judge import ChatModel, Messages, OpenAIModel, digest
 from rayrft.rewards.scorer import Scorer
 from rayrft.runtime.processes.remote import Raised, Remote, call_object, remote_method
-from rayrft.runtime.processes.worker import Worker
 
 Score = Callable[[Task, list[Transcript]], Awaitable[list[RewardResult]]]
 
@@ -51,7 +49,7 @@ class AskedModel:
         return cls(chat, config.engine.count * config.engine.max_running, identity)
 
 
-class Journal:
+class AnswerJournal:
     """Answers of models in a JSONL file, by request: resumed work does not ask again.
 
     Memory: about 100 bytes for each answer. Raises StorageError if the file cannot be written.
@@ -78,7 +76,7 @@ class Journal:
 
 
 class ModelServer:
-    """Answers the requests of operators during a `call` to their process.
+    """Answers the requests of operators during a call of their process.
 
     A request that fails, or has no answer within ``answer_s`` of being sent, raises RequestRefused in the operator. The
     call ends with ActorDied if an engine died, and with EndpointFailed if a model leaves many requests in a row without
@@ -92,7 +90,7 @@ class ModelServer:
         *,
         tasks: Callable[[str], Task | None] = lambda task_id: None,
         answer_s: float = 300.0,
-        journal: Journal | None = None,
+        journal: AnswerJournal | None = None,
     ) -> None:
         self._models, self._score, self._tasks = models, score, tasks
         self._answer_s, self._journal = answer_s, journal
@@ -100,31 +98,14 @@ class ModelServer:
         self._failed = Counter[str]()
         """Consecutive requests without an answer, by model."""
 
-    async def call(self, worker: Worker, method: str, *arguments: Any, deadline_s: float) -> Any:
-        """Call a method of an object in a process; its deadline is suspended while the object waits for answers.
-
-        Raises the errors of `Worker.call`, and those that end the call.
-        """
-        loop, waiting = asyncio.get_running_loop(), 0
-
-        async def serve(*request: Any) -> Any:
-            nonlocal waiting
-            waiting += 1
-            if not limit.expired():
-                limit.reschedule(None)
-            try:
-                return await self._serve(*request)
-            finally:
-                waiting -= 1
-                if not waiting and not limit.expired():
-                    limit.reschedule(loop.time() + deadline_s)
-
+    async def serve(self, key: Any, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Answer a handle, for `Worker.call`."""
         try:
-            async with asyncio.timeout(deadline_s) as limit:
-                return await worker.call(method, *arguments, deadline_s=math.inf, serve=serve)
-        except TimeoutError:
-            problem = f"not done within {deadline_s:g} s"
-            raise CallTimeout(problem, "raise the deadline, or make it faster", field=method) from None
+            if key is None:
+                return await call_object(self, method, arguments, named)
+            return await self.chat(*key, *arguments, **named)
+        except RequestRefused as error:
+            return Raised(error)
 
     async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         """Return the rewards of answers to a task."""
@@ -155,14 +136,6 @@ class ModelServer:
         if self._journal is not None:
             self._journal.add(key, text)
         return text
-
-    async def _serve(self, key: Any, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        try:
-            if key is None:
-                return await call_object(self, method, arguments, named)
-            return await self.chat(*key, *arguments, **named)
-        except RequestRefused as error:
-            return Raised(error)
 
     def _count_failure(self, name: str, error: EndpointFailed) -> NoReturn:
         self._failed[name] += 1
@@ -228,7 +201,7 @@ async def open_models(
     journal: Path | None = None,
 ) -> AsyncIterator[ModelServer]:
     """Open a `ModelServer` for the named models, on engines and at endpoints; with ``scores`` also for a reward, whose
-    judges may ask such models, unless ``score`` scores. ``journal`` is the file of a `Journal`.
+    judges may ask such models, unless ``score`` scores. ``journal`` is the file of a `AnswerJournal`.
 
     Raises ConfigError where the reward cannot be built, and the errors of starting engines.
     """
@@ -245,7 +218,7 @@ async def open_models(
             stack.push_async_callback(scorer.close)
             await scorer.open()
             score = scorer.score
-        written = stack.enter_context(closing(Journal(journal))) if journal is not None else None
+        written = stack.enter_context(closing(AnswerJournal(journal))) if journal is not None else None
         yield ModelServer(models, score, tasks=tasks, answer_s=answer_s, journal=written)
 
 

@@ -11,6 +11,7 @@ import asyncio
 import tempfile
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -248,18 +249,13 @@ async def _whole(batches: Iterable[pa.RecordBatch]) -> AsyncGenerator[pa.RecordB
 
 def in_thread(work: Callable[[], Any]) -> Any:
     """Run a coroutine in another thread and event loop, and return its result; the caller may be in an event loop."""
-    done: list[Any] = []
-    failed: list[BaseException] = []
+    done = Future[Any]()
 
     def run() -> None:
         try:
-            done.append(asyncio.run(work()))
+            done.set_result(asyncio.run(work()))
         except BaseException as error:
-            failed.append(error)
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="rayrft-pipeline", daemon=True)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return done[0]
+    threading.Thread(target=run, name="rayrft-pipeline", daemon=True).start()
+    return done.result()

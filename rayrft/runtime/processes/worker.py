@@ -39,6 +39,8 @@ class Worker:
         """Exit code, or the negative number of the signal that ended it."""
         self.idle = False
         """Whether it can take a call."""
+        self._serving = 0
+        """Requests of the object that are being answered."""
 
     async def call(self, method: str, *arguments: Any, deadline_s: float, serve: Serve | None = None) -> Any:
         """Call a method of the object, and return its result. ``serve`` answers what the object asks meanwhile; an
@@ -46,7 +48,8 @@ class Worker:
 
         Raises CallFailed with the text of the error that the method raised; CallTimeout, ProcessDied or AnswerTooLarge:
         each of these, and cancellation, kills the process. The deadline is on the seconds in which the process could
-        run (`RunClock`): a busy machine makes no call late.
+        run (`RunClock`), so that a busy machine makes no call late. It starts again whenever the object has waited for
+        ``serve``.
         """
         if self._writer.is_closing():
             raise ProcessDied("its process was killed after an earlier call", field=method)
@@ -62,11 +65,11 @@ class Worker:
     async def _exchange(self, method: str, message: bytes, done: str, deadline_s: float, serve: Serve | None) -> Any:
         self.idle = False
         try:
-            async with self._limit_of(deadline_s):
+            async with self._limit_of(deadline_s) as restart:
                 await self._send(method, message)
                 received, asking = await self._receive(method), False
                 if serve is not None:
-                    received, asking = await self._reply(method, received, serve)
+                    received, asking = await self._reply(method, received, serve, restart)
         except TimeoutError:
             problem = f"not {done} within {deadline_s:g} s"
             raise CallTimeout(problem, "raise the deadline, or make it faster", field=method) from None
@@ -84,8 +87,9 @@ class Worker:
         raise failure
 
     @contextlib.asynccontextmanager
-    async def _limit_of(self, seconds: float) -> AsyncIterator[None]:
-        """Raise TimeoutError in the block once the process could have run for so long."""
+    async def _limit_of(self, seconds: float) -> AsyncIterator[Callable[[], None]]:
+        """Raise TimeoutError in the block once the process could have run for so long since its start, or since the
+        call of the function that is yielded."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         clock: RunClock | None = None
@@ -100,22 +104,36 @@ class Worker:
                 nonlocal clock
                 clock = clock or (RunClock(self.pid, seconds=loop.time() - began) if self.pid else None)
                 left = seconds - (clock.look() if clock else loop.time() - began)
-                if left > 1e-3:
-                    look_in(left)
+                if left > 1e-3 or self._serving:
+                    look_in(_LOOK_S if self._serving else left)
                 else:
                     limit.reschedule(loop.time())
 
+            def restart() -> None:
+                nonlocal clock, began
+                clock, began = None, loop.time()
+                timer.cancel()
+                look_in(seconds)
+
             look_in(seconds)
             try:
-                yield
+                yield restart
             finally:
                 timer.cancel()
 
-    async def _reply(self, method: str, received: object, serve: Serve) -> tuple[object, bool]:
+    async def _reply(
+        self, method: str, received: object, serve: Serve, restart: Callable[[], None]
+    ) -> tuple[object, bool]:
         """Reply to what the object asks until its answer comes; return the answer, and whether a thread still asks."""
 
         async def reply(ask: Ask) -> None:
-            value = pickle.dumps(await serve(*ask.arguments), pickle.HIGHEST_PROTOCOL)
+            self._serving += 1
+            try:
+                value = pickle.dumps(await serve(*ask.arguments), pickle.HIGHEST_PROTOCOL)
+            finally:
+                self._serving -= 1
+                if not self._serving:
+                    restart()
             message = pickle.dumps(Reply(ask.number, value), pickle.HIGHEST_PROTOCOL)
             await self._send(method, HEADER.pack(len(message)) + message)
 
