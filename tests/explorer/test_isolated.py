@@ -110,7 +110,7 @@ async def test_rows_are_those_of_the_same_workflow_in_the_event_loop(tiny_model:
     ("handle", "known", "kept"),
     [
         (RemoteModel, Model, {"tokenizer", "queued", "recorded", "started"}),
-        (RemoteTrajectory, Trajectory, {"record", "placed", "prompted", "to_experience"}),
+        (RemoteTrajectory, Trajectory, {"record", "step_rewards_by_token", "prompted", "to_experience"}),
         (RemoteAuxiliary, AuxiliaryModel, set()),
         (RemoteEnvironment, EnvironmentClient, {"lease"}),
         (RemoteChat, ChatModel, set()),
