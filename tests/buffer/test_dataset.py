@@ -203,7 +203,7 @@ def test_rows_that_cannot_be_experiences_are_refused(buffer: Any) -> None:
         (with_column("token_ids", ["a", "b"]), "not experiences"),
         (with_column("token_ids", [[1, None, 2, 3], [1, 2, 3, 4]]), "'token_ids' has missing values"),
         (with_column("group_id", [None, "90"]), "'group_id' has missing values"),
-        (with_column("prompt_length", [4, 1]), "row 0 is invalid: prompt_length leaves no prompt"),
+        (with_column("prompt_length", [4, 1]), "row 0 is invalid: empty prompt or answer"),
         (table.slice(0, 0), "there are no rows"),
     ):
         with pytest.raises(DataError, match=rf"demonstrations\.gold: .*{problem}"):

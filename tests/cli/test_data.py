@@ -192,7 +192,7 @@ def test_broken_files_are_not_imported(live: Path, tmp_path: Path) -> None:
         (json.dumps({**json.loads(first), "group_id": None}), "column 'group_id' has missing values"),
         (
             json.dumps({**json.loads(first), "prompt_length": 9}),
-            "row 0 is invalid: prompt_length leaves no prompt",
+            "row 0 is invalid: empty prompt or answer",
         ),
     ):
         (tmp_path / "bad.jsonl").write_text("\n".join([broken, *rest]))
