@@ -7,5 +7,5 @@ import ray
 from rayrft.core.parts import engines
 from tests.dying_engines import DyingEngine
 
-if ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
+if ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
     engines.RolloutEngine = DyingEngine  # type: ignore[misc,assignment]

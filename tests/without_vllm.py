@@ -8,5 +8,5 @@ import ray
 from rayrft.core.parts import engines
 from tests.scripted_engine import ScriptedEngine
 
-if ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
+if ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
     engines.RolloutEngine = ScriptedEngine  # type: ignore[misc,assignment]
