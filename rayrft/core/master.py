@@ -183,7 +183,8 @@ class Master(Watched):
     async def _start(self, parts: RunParts, loop: TrainLoop | ExploreLoop) -> None:
         """Start the actors, restore the weights, and publish them."""
         started, prepared = time.monotonic(), parts.prepared
-        loading = " and ".join(part.name for part in parts if part.loads and part.actors)
+        *others, last = (part.name for part in parts if part.loads and part.actors)
+        loading = " and ".join(filter(None, [", ".join(others), last]))
         await self._recorder.note(f"starting {loading}", step=self._progress.step)
         for notice in prepared.notices:
             await self._recorder.note(notice)

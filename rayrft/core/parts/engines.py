@@ -209,7 +209,7 @@ class EvaluationEngines(EngineRole):
 class AuxiliaryEngines(EngineRole):
     """Engines of auxiliary models, whose weights never change."""
 
-    name = "auxiliary"
+    name = "auxiliary engines"
 
     @classmethod
     def bundles(cls, config: RunConfig) -> list[Bundles]:
