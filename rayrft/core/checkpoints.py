@@ -16,7 +16,6 @@ from pydantic import TypeAdapter
 from rayrft.buffer.buffer import Buffer
 from rayrft.config import RunConfig, load_run_config
 from rayrft.config.stage import CheckpointConfig
-from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
 from rayrft.files import atomic_file, replace_folder, storage_errors, sync
 from rayrft.runtime.handle import Handle
@@ -281,51 +280,27 @@ class Saver:
 def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool = True) -> int:
     """Write a run's checkpoint of that step (the latest by default) to the folder ``to``; return the step.
 
-    Of a stage that trains a reward model, that is written, a sequence classifier. An adapter is ``merged`` into the
-    model's weights, or written in peft format. Works in this process, on the CPU, without Ray; the run need not be
-    running. Raises RunNotFound if there is no such checkpoint, and ConfigError if ``to`` is not empty, or if ``merged``
-    is False and the run has no adapter, or none that a language model could use.
-    """
-    import torch
+    A stage that trains a reward model gives a sequence classifier. An adapter is ``merged`` into the model's weights,
+    or written in peft format. Works in this process, on the CPU, without Ray; the run need not be running.
 
-    from rayrft.trainer.dcp import load_weights, read_base
-    from rayrft.trainer.lora import Lora
-    from rayrft.trainer.model import load_policy, write_adapter, write_hf
-    from rayrft.trainer.reward_model import RewardClassifier, padding_of
+    Raises RunNotFound if there is no such checkpoint, and ConfigError if ``to`` is not empty, or if ``merged`` is False
+    for a full model or a reward model.
+    """
+    from rayrft.trainer.export import export_checkpoint
 
     config = load_run_config(run_folder)
-    lora = config.trainer.lora
-    if lora is None and not merged:
-        raise ConfigError(
-            "the run has no adapter: its checkpoints are full models", "omit it", field="merge", value=merged
-        )
     checkpoints = Checkpoints(run_folder, config.checkpoint)
     stages = {progress.step: config.stages[progress.stage] for progress in checkpoints.all() if progress.step}
-    steps = list(stages)
-    wanted = max(steps, default=None) if step is None else step
-    if wanted is None or wanted not in steps:
-        remedy = f"choose one of the steps {steps}" if steps else "the run has none yet"
+    step = max(stages, default=None) if step is None else step
+    if step is None or step not in stages:
+        remedy = f"choose one of the steps {[*stages]}" if stages else "the run has none yet"
         raise RunNotFound("no such checkpoint", remedy, field="step", value=step)
-    stage = stages[wanted]
-    if stage.algorithm.build().trains_reward_model and not merged:
-        problem = "the checkpoint is a reward model's, whose adapter is of no use without its head"
-        raise ConfigError(problem, "omit it", field="merge", value=merged)
+    reward_model = stages[step].algorithm.build().trains_reward_model
+    if not merged and (config.trainer.lora is None or reward_model):
+        kind = "a reward model, whose adapter needs its head" if reward_model else "a full model without an adapter"
+        raise ConfigError(f"the checkpoint is {kind}", "omit it", field="merge", value=merged)
     if to.exists() and any(to.iterdir()):
         raise ConfigError("the folder is not empty", "give a new folder", field="to", value=str(to))
     model = str(run_folder / "model") if config.model.tiny is not None else str(config.model.path)
-    tokenizer = ChatTokenizer(model, template=config.model.template)
-    base = (lora is not None and read_base(checkpoints.at(wanted))) or model
-    policy = load_policy(base)
-    if lora is not None:
-        policy.lora = Lora(policy.model, lora, origin=base, compute=torch.float32, seed=config.seed)
-    if stage.algorithm.build().trains_reward_model:
-        classifier = RewardClassifier(policy, padding_of(model))
-        load_weights(checkpoints.at(wanted), classifier)
-        classifier.write(classifier.state_dict(), tokenizer, to)
-        return wanted
-    load_weights(checkpoints.at(wanted), policy)
-    if merged:
-        write_hf(policy, policy.model.state_dict(), tokenizer, to)
-    else:
-        write_adapter(policy, base, tokenizer, to)
-    return wanted
+    export_checkpoint(config, model, checkpoints.at(step), to, reward_model=reward_model, merged=merged)
+    return step

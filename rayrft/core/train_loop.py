@@ -64,8 +64,8 @@ class TrainLoop:
         self._weight_sync = weight_sync
         self._recorder = recorder
         self._stop = stop
-        self._life = uuid.uuid4().hex
-        """Distinguishes this life of the run from those before it was resumed."""
+        self._attempt = uuid.uuid4().hex
+        """Distinguishes this attempt of the run from those before it was resumed."""
         self._saving = Saver(config, buffer, trainer, progress)
         self._evaluations = Evaluations(
             config, explorers, evaluation, recorder, progress, self._saving, weight_sync, publish=self.publish
@@ -81,7 +81,7 @@ class TrainLoop:
     async def run(self) -> None:
         """Run all remaining stages. Raises Stopped if the user asked for it, after saving."""
         progress = self.progress
-        resumed = await self._buffer.call(Buffer.resume, progress.step, self._life)
+        resumed = await self._buffer.call(Buffer.resume, progress.step, self._attempt)
         self.ledger = resumed.ledger
         if resumed.torn_bytes:
             message = f"a crash left {resumed.torn_bytes} bytes of unfinished writes in the Buffer's log: truncated"
@@ -121,9 +121,9 @@ class TrainLoop:
         """Tell the Buffer on which rows the current step failed, for the next attempt at it."""
         from ray.exceptions import RayActorError
 
-        # If the Buffer cannot be told, the next attempt has the same batch.
+        # If the Buffer cannot be reached, the next attempt has the same batch.
         with contextlib.suppress(RayActorError, TimeoutError, StorageError):
-            call = self._buffer.call(Buffer.blame, self.progress.step, self._life, error.value)
+            call = self._buffer.call(Buffer.blame, self.progress.step, self._attempt, error.value)
             await asyncio.wait_for(call, _BLAME_DEADLINE_S)
 
     async def _stage(self, stage: StageConfig) -> None:

@@ -96,7 +96,7 @@ class WeightSync:
             return report
 
     async def load(self, handles: Engines, version: int) -> SyncReport:
-        """Send the current weights, labelled ``version``, to engines that are no members, and stay so. Raises
+        """Send the current weights, labelled ``version``, to engines that are not members. Raises
         WeightSyncError, as `publish` does."""
         async with self._lock:
             return await self._load(handles, version)

@@ -32,7 +32,7 @@ _FAILURES_IN_A_ROW = 3
 
 @dataclass(frozen=True)
 class ProcessedLease:
-    """The lease to train, and what operators did. ``problem`` is why it is the one that was given, if they failed."""
+    """The lease to train, and the work of operators. ``problem``: why the lease is unchanged, if they failed."""
 
     lease: Lease
     operators: dict[str, OperatorStats] = field(default_factory=dict)
@@ -40,8 +40,8 @@ class ProcessedLease:
 
 
 def batch_chain(config: RunConfig, model: str | None) -> GroupChain:
-    """Return the operators on batches of a run, whose model is this folder or id. They ask nothing: the same batch has
-    to come of the same lease."""
+    """Return a run's operators on batches; ``model`` is its model's folder or id. They make no model calls: the result
+    must be deterministic."""
     return GroupChain(
         config.pipelines.batch,
         BATCHES,
@@ -56,16 +56,16 @@ def batch_chain(config: RunConfig, model: str | None) -> GroupChain:
 
 
 def check_batches(config: RunConfig, model: str | None) -> None:
-    """Raise ConfigError if one of the operators on batches does not fit."""
+    """Raise ConfigError if an operator cannot work on batches."""
     for link in batch_chain(config, model).build():
         if link.operator.kind == "synthesise":
             remedy = "make rows in pipelines.experiences, as demonstrations"
-            raise ConfigError("makes rows, which no batch takes", remedy, field=link.field, value=link.name)
+            raise ConfigError("makes rows, which a batch cannot take", remedy, field=link.field, value=link.name)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of a batch: where it is, and how it is trained. ``group`` is that of its own rows in the block."""
+    """A row of a batch. ``group``: first row and number of rows of its group in the block, of own rows."""
 
     ref: Any
     row: int
@@ -90,9 +90,9 @@ class BatchPipeline:
         await self._operators.open()
 
     async def process(self, lease: Lease) -> ProcessedLease:
-        """Return the lease with what the operators make of its rows.
+        """Return the lease with its rows as the operators change them.
 
-        A batch on which they fail is trained as it was given, and the problem is told. Raises OperatorFailed if
+        A batch on which they fail is trained unchanged, and the problem is returned. Raises OperatorFailed if
         ``on_error`` is ``stop``, or after too many of them in a row, and Ray's ObjectLostError if a block is gone.
         """
         import ray
@@ -126,13 +126,13 @@ class BatchPipeline:
         )
 
     def _settle(self, worked: GroupResult, given: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
-        """Return all rows of the batch, those that stay as operators have changed them, and whether each is trained.
+        """Return all rows of the batch, the kept ones as operators have changed them, and whether each is trained.
 
-        Raises OperatorFailed if what the operators return is no batch, or nothing of it.
+        Raises OperatorFailed if the operators return an invalid batch, or no row to train.
         """
         places, stayed = np.array(worked.kept, np.int64), given.take(pa.array(worked.kept, pa.int64()))
         if worked.made is not None:
-            raise self._log.wrong("rows are not of the batch")
+            raise self._log.wrong("operators returned a row that is not in the batch")
         self._log.check(worked.kept, worked.changed.schema.names, _FIXED)
         after = stayed
         for name in worked.changed.schema.names:
@@ -140,10 +140,10 @@ class BatchPipeline:
         for whole, cut in zip(*(list_column(of.column("token_ids")) for of in (stayed, after)), strict=True):
             assert whole is not None and cut is not None  # not nullable in the schema
             if not np.array_equal(whole[: len(cut)], cut):
-                raise self._log.wrong("the tokens of a row are others after the operators: they may only be cut")
+                raise self._log.wrong("operators may only truncate token_ids")
         weights = after.column("weight").to_numpy(zero_copy_only=False)
         if not np.isfinite(weights).all() or (weights < 0).any():
-            raise self._log.wrong("a row has a weight that is negative or not finite")
+            raise self._log.wrong("operators gave a row a weight that is negative or not finite")
         masks = list_column(after.column("action_mask"))
         acts = np.array([mask is not None and mask.any() for mask in masks], bool)
         trained = np.zeros(given.num_rows, bool)
@@ -153,10 +153,10 @@ class BatchPipeline:
             if pairs[place] is not None and pairs[place] == pairs[place + 1]:
                 trained[place : place + 2] = trained[place : place + 2].all()
         if not trained.any():
-            raise self._log.wrong("nothing of the batch is left to train")
+            raise self._log.wrong("operators left no row of the batch to train")
         used = np.flatnonzero(trained[places])
         if faults := find_faults(after.take(pa.array(used)).select(SCHEMA.names)):
-            raise self._log.wrong(f"a row is invalid after the operators: {next(iter(faults.values()))}")
+            raise self._log.wrong(f"operators made a row invalid: {next(iter(faults.values()))}")
         order = np.arange(given.num_rows)
         order[places[used]] = given.num_rows + used
         both = pa.concat_batches([given, after.select(BATCHES.names).cast(BATCHES)])
@@ -218,7 +218,7 @@ def _batch(rows: list[_Row], blocks: dict[Any, pa.RecordBatch], step: int) -> pa
 
 
 def _units(rows: list[_Row], block: pa.RecordBatch, trained: np.ndarray, ref: Any) -> list[list[Unit]]:
-    """Return what is dealt to ranks, by mini-batch; none is empty."""
+    """Return the units to deal to ranks, by mini-batch; no mini-batch is empty."""
     lengths = block.column("token_ids").value_lengths().to_numpy(zero_copy_only=False)
     weights, pairs = block.column("weight").to_numpy(zero_copy_only=False), block.column("pair_id").to_pylist()
     units: dict[int, list[Unit]] = {}

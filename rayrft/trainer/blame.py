@@ -42,8 +42,8 @@ def blaming(batch: MicroBatch) -> Iterator[None]:
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """Return whether a device failed or memory ran out. An assertion in device code is the fault of a row, such as of a
-    token outside the vocabulary; the call that reports it may be another one, of cuBLAS too."""
+    """Return whether a device failed or memory ran out. An assertion in device code is a row's fault, such as a token
+    outside the vocabulary; a later call may report it, even one of cuBLAS."""
     if isinstance(error, torch.AcceleratorError) or re.search("CUDA error|CU(?:BLAS|DNN)_STATUS_", str(error)):
         return "device-side assert" not in f"{error} {_pending()}"
     return _is_out_of_memory(error)

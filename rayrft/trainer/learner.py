@@ -71,7 +71,7 @@ class RngState:
 class Learner:
     """The policy (sharded or not), its optimiser and the loss. Every method is a collective over the default group.
 
-    In a stage with a reward model, that is what is `trained`, and the policy stays as it is.
+    In a stage with a reward model, `trained` is the reward model, and the policy is unchanged.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Learner:
 
     @property
     def trained(self) -> Policy | RewardClassifier:
-        """What the open stage trains, besides a critic."""
+        """The model that the open stage trains, besides a critic."""
         return self.policy if self.reward_model is None else self.reward_model
 
     @property
@@ -195,8 +195,7 @@ class Learner:
 
     @torch.no_grad()
     def rank_pairs(self, rows: list[TrainRow]) -> PairRanking:
-        """Rank this rank's preference pairs by what the stage trains, which stays as it is; return what was found over
-        all ranks."""
+        """Rank this rank's preference pairs by the model that the stage trains; return the ranking over all ranks."""
         parts, over = self.gradient(rows)
         reshard(self.trained)
         pairs = round(over.pairs)

@@ -197,7 +197,7 @@ class Policy(nn.Module):
         return None if gap <= _TOLERANCE else f"log-probs would differ by {gap:.2g}"
 
     def _capped(self) -> str | None:
-        """Return the reason if the config names a cap of logits; caps of attention and routers are no part of it."""
+        """Return the reason if the config names a cap of logits; caps of attention and routers do not count."""
         options = self.model.config.get_text_config().to_dict().items()
         caps = [name for name, value in options if value and _CAP.search(name)]
         return f"the model has a {caps[0]}" if caps else None

@@ -19,7 +19,7 @@ from rayrft.trainer.value_model import ScalarHead
 
 
 class RewardClassifier(ScalarHead):
-    """Scores rows as `AutoModelForSequenceClassification` does: by the state after the last token that is no padding.
+    """Scores rows as `AutoModelForSequenceClassification` does: by the state after the last token that is not padding.
 
     ``padding`` is the id of the token that pads; without one it is the state after the last token. Raises ModelError if
     transformers has no classifier of the model's kind.
@@ -28,11 +28,11 @@ class RewardClassifier(ScalarHead):
     def __init__(self, policy: Policy, padding: int | None) -> None:
         super().__init__(policy)
         self._padding = padding
-        self._classifier = [_classifier(policy.model.config, padding)]  # in a list: it is no submodule
+        self._classifier = [_classifier(policy.model.config, padding)]  # in a list: it is not a submodule
         found = {name for name in self._renamed(self.state_dict()) if ".lora_" not in name}
         expected = set(self._classifier[0].state_dict())
         if different := sorted(found ^ expected):
-            raise _no_classifier(policy.model.config, f"{different[0]} is no weight of both")
+            raise _no_classifier(policy.model.config, f"{different[0]} is not a weight of both")
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Compute the score of every row, ``[N]``, with gradient."""

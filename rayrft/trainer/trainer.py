@@ -41,8 +41,8 @@ class Trainer(Watched):
     calls, one at a time."""
 
     def __init__(self, config: TrainerConfig, group: Any, batches: Callable[[], BatchPipeline] | None = None) -> None:
-        """``group`` is a placement group with one bundle per rank; ``batches`` makes what works on batches before they
-        are trained."""
+        """``group`` is a placement group with one bundle per rank; ``batches`` makes the operators on training
+        batches."""
         self._batches = batches() if batches is not None else None
         self._config = config
         self._group = group
@@ -214,8 +214,8 @@ class Trainer(Watched):
             run_config=ray.train.RunConfig(
                 name=folder.name,
                 storage_path=str(folder.parent),
-                # A rank that dies, also during start, ends the run; by default Ray Train retries a failing start for
-                # ever.
+                # A rank that dies, also during start, ends the run; by default Ray Train retries a failing start
+                # without end.
                 failure_config=ray.train.FailureConfig(
                     max_failures=0, max_preemption_failures=0, controller_failure_limit=0
                 ),

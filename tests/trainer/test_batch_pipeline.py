@@ -226,11 +226,11 @@ def test_a_pair_is_left_out_whole(buffer: LocalBuffer, side: str) -> None:
 @pytest.mark.parametrize(
     "operator, problem",
     [
-        ("other_tokens", "may only be cut"),
+        ("other_tokens", "may only truncate token_ids"),
         ("other_places", "there twice"),
         ("other_sources", "'source'"),
         ("negative_weights", "negative or not finite"),
-        ("nothing_left", "nothing of the batch is left"),
+        ("nothing_left", "left no row of the batch"),
         ("dies_on_batches", "exit code 7"),
         ("longer_masks", "action_mask and token_ids differ in length"),
     ],
@@ -264,7 +264,7 @@ def test_a_row_that_is_to_stand_alone_still_does(buffer: LocalBuffer) -> None:
 def test_a_batch_that_operators_spoil_ends_the_run_at_once_if_that_is_wanted(buffer: LocalBuffer) -> None:
     fill(buffer)
     made, error = attempt([lease(buffer)], "other_tokens", on_error="stop")
-    assert not made and "may only be cut" in str(error)
+    assert not made and "may only truncate token_ids" in str(error)
 
 
 def test_the_order_in_which_operators_return_rows_changes_nothing(buffer: LocalBuffer) -> None:
