@@ -153,7 +153,7 @@ def _rewards_open(config: RunConfig, pools: dict[str, Handle[EnginePool]]) -> co
 
     owner, address = Owner(NAMESPACE, actor_name(service.name, "rewards")), ServeConfig()
     at, models = (address.host, address.port), remote_models(config, pools)
-    return rewards_open(service, config.scoring, config.plugins, owner, at, models=models)
+    return rewards_open(service, owner, at, models=models)
 
 
 def _attempt(

@@ -85,9 +85,8 @@ def serve_rewards(config: RewardServiceConfig, say: Callable[[str], None] = prin
     owner = Owner(NAMESPACE, actor_name(config.name, "rewards"))
     name, arguments = f"{config.name}:http", (config, keys, service)
     application = HttpApplication(name, config.name, http, owner, build_reward_endpoint, arguments)
-    opened = rewards_open(service, config.reward, config.plugins, owner, (http.host, http.port), http=True)
     with contextlib.ExitStack() as closing:
-        anchor = closing.enter_context(opened)
+        anchor = closing.enter_context(rewards_open(service, owner, (http.host, http.port), http=True))
         closing.callback(delete_applications, name)
         return OpenService(f"{application.open()}/v1", anchor, closing.pop_all())
 

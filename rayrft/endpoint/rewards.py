@@ -160,5 +160,5 @@ def build_reward_endpoint(
     count: Callable[[str], None], config: RewardServiceConfig, key_digests: tuple[str, ...], service: RewardService
 ) -> RewardEndpoint:
     """Build the API over the replicas of a service."""
-    pool = Rewards(config.reward, [], lambda: ServeBackend(service, config.reward))
+    pool = Rewards(config.reward, [], lambda: ServeBackend(service))
     return RewardEndpoint(config, key_digests, pool, service.version, count)

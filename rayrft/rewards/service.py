@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -46,9 +46,11 @@ class RewardService:
 
     name: str
     version: str
+    config: RewardModelsConfig
+    plugins: list[Path]
 
     @classmethod
-    def of(cls, name: str, config: RewardModelsConfig, plugins: Sequence[Path]) -> RewardService:
+    def of(cls, name: str, config: RewardModelsConfig, plugins: list[Path]) -> RewardService:
         """Return the service of a config. Its version is a digest of names, options, parts and deadlines, of the files
         of a ``model`` that is a folder, and of the text of plugins. The weights of a model of the hub, which its
         ``revision`` names, and the imports of plugins are not in it."""
@@ -61,7 +63,7 @@ class RewardService:
         digest = hashlib.blake2b(text.encode(), digest_size=6)
         for plugin in plugins:
             digest.update(plugin.read_bytes())
-        return cls(name, digest.hexdigest())
+        return cls(name, digest.hexdigest(), config, plugins)
 
     @property
     def all_versions(self) -> str:
@@ -106,8 +108,8 @@ class RewardReplica(RewardActor):
 class ServeBackend:
     """Scores by the replicas of a `RewardService`."""
 
-    def __init__(self, service: RewardService, config: RewardModelsConfig) -> None:
-        self._service, self._config = service, config
+    def __init__(self, service: RewardService) -> None:
+        self._service = service
         self._handles: dict[str, Any] = {}
 
     async def open(self) -> None:
@@ -115,7 +117,7 @@ class ServeBackend:
 
     async def score(self, task: Task, transcripts: list[Transcript]) -> tuple[list[RewardResult], int]:
         """See `rayrft.rewards.pool.ScoringBackend`."""
-        domain = self._config.domain_of(task.domain)
+        domain = self._service.config.domain_of(task.domain)
         if domain not in self._handles:
             application = self._service.application(domain)
             self._handles[domain] = await asyncio.to_thread(serve.get_deployment_handle, _DEPLOYMENT, application)
@@ -135,8 +137,6 @@ class ServeBackend:
 @contextlib.contextmanager
 def rewards_open(
     service: RewardService,
-    config: RewardModelsConfig,
-    plugins: list[Path],
     owner: Owner,
     address: tuple[str, int],
     *,
@@ -147,7 +147,7 @@ def rewards_open(
     is created here."""
     anchor = create_anchor(owner)
     try:
-        on_head(deploy_rewards, service, config, plugins, owner, address, http, models)
+        on_head(deploy_rewards, service, owner, address, http, models)
         yield anchor
     finally:
         close_rewards(service)
@@ -160,13 +160,7 @@ def close_rewards(service: RewardService) -> None:
 
 
 def deploy_rewards(
-    service: RewardService,
-    config: RewardModelsConfig,
-    plugins: list[Path],
-    owner: Owner,
-    address: tuple[str, int],
-    http: bool = False,
-    models: Models | None = None,
+    service: RewardService, owner: Owner, address: tuple[str, int], http: bool = False, models: Models | None = None
 ) -> None:
     """Deploy the applications, which end with their owner; return when each has its least number of replicas. Call it
     by `on_head`.
@@ -177,12 +171,12 @@ def deploy_rewards(
     start_serve(*address, http=http)
     # Applications of an owner that was killed may still exist.
     delete_applications(service.all_versions)
-    targets = []
+    config, targets = service.config, []
     for domain, model in config.models.items():
         name = service.application(domain)
         one = config if not domain else RewardModelsConfig(domains={domain: model})
         replica = serve.deployment(RewardReplica).options(name=_DEPLOYMENT, **_options(model.replicas))
-        target = replica.bind(one, plugins, owner, name, models)
+        target = replica.bind(one, service.plugins, owner, name, models)
         targets.append(serve.RunTarget(target, name=name, route_prefix=None))
     try:
         serve.run_many(targets)

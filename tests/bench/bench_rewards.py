@@ -83,8 +83,8 @@ async def scoring(config: RewardConfig) -> AsyncIterator[Score]:
     if config.placement == "serve":
         service, owner = RewardService.of("bench", config, []), Owner("rayrft", "bench:rewards")
         anchor = create_anchor(owner)
-        await asyncio.to_thread(on_head, deploy_rewards, service, config, [], owner, ("127.0.0.1", 8000))
-        yield Rewards(config, [], lambda: ServeBackend(service, config)).score
+        await asyncio.to_thread(on_head, deploy_rewards, service, owner, ("127.0.0.1", 8000))
+        yield Rewards(config, [], lambda: ServeBackend(service)).score
         await asyncio.to_thread(close_rewards, service)
         anchor.kill()
     elif config.placement == "pool":

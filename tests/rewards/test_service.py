@@ -42,8 +42,8 @@ def ray_serve(ray_cluster: Any) -> Iterator[None]:
 async def served(config: RewardConfig) -> AsyncIterator[tuple[Rewards, RewardService, Handle[Watched]]]:
     service, anchor = RewardService.of("test", config, []), create_anchor(OWNER)
     try:
-        await asyncio.to_thread(on_head, deploy_rewards, service, config, [], OWNER, ("127.0.0.1", 8000))
-        pool = Rewards(config, [], lambda: ServeBackend(service, config))
+        await asyncio.to_thread(on_head, deploy_rewards, service, OWNER, ("127.0.0.1", 8000))
+        pool = Rewards(config, [], lambda: ServeBackend(service))
         await pool.open()
         yield pool, service, anchor
     finally:
@@ -91,7 +91,7 @@ def test_other_weights_in_the_folder_of_a_model_are_another_version(tmp_path: Pa
 
 
 def test_no_two_domains_share_an_application() -> None:
-    service = RewardService("run", "0a")
+    service = RewardService("run", "0a", RewardConfig(name="math"), [])
     assert service.application("") == "run:rewards-0a"
     assert len({service.application(each) for each in ("", "a", "a b", "a#b", "a/b", "a%2Fb")}) == 6
 
@@ -130,7 +130,7 @@ class _Replicas:
 async def pool_over(replicas: _Replicas, monkeypatch: pytest.MonkeyPatch, **config: Any) -> Rewards:
     monkeypatch.setattr(serve, "get_deployment_handle", lambda deployment, application: replicas)
     checked = RewardConfig(**config)
-    pool = Rewards(checked, [], lambda: ServeBackend(RewardService("run", "0a"), checked))
+    pool = Rewards(checked, [], lambda: ServeBackend(RewardService("run", "0a", checked, [])))
     await pool.open()
     return pool
 

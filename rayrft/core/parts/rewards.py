@@ -54,8 +54,6 @@ class RewardsPart(Part[RewardActor]):
                 on_head,
                 deploy_rewards,
                 service,
-                config.scoring,
-                config.plugins,
                 owner,
                 (address.host, address.port),
                 config.endpoint is not None,
@@ -112,7 +110,7 @@ def remote_scoring(
     if (service := reward_service(config)) is not None:
         from rayrft.rewards.service import ServeBackend
 
-        return partial(ServeBackend, service, config.scoring)
+        return partial(ServeBackend, service)
     placed, models = placement.actor(RewardActor, RewardsPart.name), remote_models(config, pools)
     create = partial(placed.create, config.scoring, config.plugins, models)
     return partial(ActorBackend, create, config.reward.actors)
