@@ -26,7 +26,7 @@ import uvicorn
 from rayrft.config.explorer import SamplingConfig
 from rayrft.config.serve import ServeConfig
 from rayrft.endpoint.app import PolicyEndpoint
-from rayrft.endpoint.recording import Begun, Call, Conversation, SessionRows
+from rayrft.endpoint.recording import Call, Conversation, OpenCall, SessionRows
 from rayrft.endpoint.responder import Responder
 from rayrft.endpoint.sessions import SessionStats
 from rayrft.endpoint.settings import EndpointSettings
@@ -191,18 +191,18 @@ class _Attempt:
                 self._lost.set_exception(error)
             raise
 
-    async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun:
+    async def begin(self, session: str, task: str | None, conversation: Conversation) -> OpenCall:
         self._ids.add(session)
         number = next(_CALLS)
-        return Begun(session, number, self._recorded.begin(number, conversation))
+        return OpenCall(session, number, self._recorded.begin(number, conversation))
 
-    async def answered(self, begun: Begun, call: Call) -> None:
+    async def answered(self, begun: OpenCall, call: Call) -> None:
         if begun.number in self._recorded.running:
             self._recorded.answered(begun.number, call)
             self._ids.add(call.response)
             self.last_answer = call.choices[0].text
 
-    async def failed(self, begun: Begun, reason: str) -> None:
+    async def failed(self, begun: OpenCall, reason: str) -> None:
         self._full = self._full or reason == "context_length_exceeded"
         if begun.number in self._recorded.running:
             self._recorded.failed(begun.number)

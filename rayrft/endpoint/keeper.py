@@ -14,9 +14,10 @@ from typing import Any
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.config.serve import ServeConfig
-from rayrft.endpoint.recording import Begun, Call, Conversation
-from rayrft.endpoint.sessions import ServedGroup, Sessions, SessionStats
+from rayrft.endpoint.recording import Call, Conversation, OpenCall
+from rayrft.endpoint.sessions import Sessions, SessionStats
 from rayrft.experience import to_batch
+from rayrft.explorer.scoring import ScoredGroup
 from rayrft.runtime.handle import Handle, Watched
 
 
@@ -56,18 +57,18 @@ class SessionKeeper(Watched):
             self._forgetting = asyncio.create_task(self._forget_old(self._keep_days))
             self._forgetting.add_done_callback(self._sent)
 
-    async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun:
+    async def begin(self, session: str, task: str | None, conversation: Conversation) -> OpenCall:
         """Begin a call of a session."""
         begun = self._sessions.begin(session, task, conversation, time.monotonic())
         self._changed.set()  # this call may be the first to be given up
         return begun
 
-    async def answered(self, begun: Begun, call: Call) -> None:
+    async def answered(self, begun: OpenCall, call: Call) -> None:
         """End a call with its answers."""
         self._sessions.answered(begun, call, time.monotonic())
         self._send()
 
-    async def failed(self, begun: Begun, reason: str) -> None:
+    async def failed(self, begun: OpenCall, reason: str) -> None:
         """End a call without an answer."""
         self._sessions.failed(begun, reason, time.monotonic())
         self._send()
@@ -148,7 +149,7 @@ class SessionKeeper(Watched):
             self._error = self._error or error
             self._failed.set()
 
-    async def _put(self, group: ServedGroup) -> None:
+    async def _put(self, group: ScoredGroup) -> None:
         # The Buffer itself counts rows that it rejects or has no place for.
         await self._writer.put(to_batch(group.rows), group.report, dropped=dict(group.dropped))
 

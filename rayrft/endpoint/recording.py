@@ -24,7 +24,7 @@ class Prefix:
 
 
 @dataclass(frozen=True)
-class Begun:
+class OpenCall:
     """A call in progress, by session and number."""
 
     session: str

@@ -11,7 +11,7 @@ from typing import Any
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.decoding import DecodedMessage
 from rayrft.endpoint.protocol import ChatRequest, Sampled
-from rayrft.endpoint.recording import Begun, Conversation, Prefix
+from rayrft.endpoint.recording import Conversation, OpenCall, Prefix
 from rayrft.experience import TRUNCATED
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling
 from rayrft.explorer.tools.parsing import CallForm
@@ -23,7 +23,7 @@ class CheckedRequest:
 
     body: Sampled
     response: str
-    begun: Begun | None
+    begun: OpenCall | None
     conversation: Conversation
     turns: tuple[dict[str, str], ...]
     prompt: list[int]

@@ -13,7 +13,7 @@ from fastapi import Request
 from rayrft.data.tokenizer import ChatTokenizer, fills
 from rayrft.endpoint.decoding import AnswerText, decode_message, truncate_answer
 from rayrft.endpoint.protocol import ChatMessage, ChatRequest, CompletionRequest, ResponsesRequest, Sampled
-from rayrft.endpoint.recording import Begun, Call, Choice, Conversation, canonical_messages
+from rayrft.endpoint.recording import Call, Choice, Conversation, OpenCall, canonical_messages
 from rayrft.endpoint.replies import CheckedRequest, ChoicesReply, DecodedAnswer, ReplyForm, TextPiece, as_event
 from rayrft.endpoint.responses import ResponseReply
 from rayrft.endpoint.sessions import SessionStats
@@ -37,11 +37,11 @@ class StreamingEngines(Protocol):
 class SessionStore(Protocol):
     """The record of every call: see `SessionKeeper`."""
 
-    async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun: ...
+    async def begin(self, session: str, task: str | None, conversation: Conversation) -> OpenCall: ...
 
-    async def answered(self, begun: Begun, call: Call) -> None: ...
+    async def answered(self, begun: OpenCall, call: Call) -> None: ...
 
-    async def failed(self, begun: Begun, reason: str) -> None: ...
+    async def failed(self, begun: OpenCall, reason: str) -> None: ...
 
     async def opted_out(self, rows: int) -> None: ...
 
@@ -139,7 +139,7 @@ class Responder:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
 
-    async def _begun(self, session: str, task: str | None, conversation: Conversation) -> Begun | None:
+    async def _begun(self, session: str, task: str | None, conversation: Conversation) -> OpenCall | None:
         """Begin a call in its session, if sessions are recorded."""
         if self.sessions is None:
             return None

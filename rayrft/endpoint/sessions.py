@@ -18,7 +18,7 @@ import numpy as np
 
 from rayrft.buffer.events import GroupReport
 from rayrft.config.serve import ServeConfig
-from rayrft.endpoint.recording import Begun, Call, Conversation, Row, SessionRows
+from rayrft.endpoint.recording import Call, Conversation, OpenCall, Row, SessionRows
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.experience import TRUNCATED, Experience, reaches
 from rayrft.explorer.scoring import ScoredGroup, mask_truncated
@@ -26,16 +26,6 @@ from rayrft.explorer.trajectory import action_columns
 
 _REMEMBERED = 100_000
 """Ids of responses and ended sessions that are remembered: feedback for them is late, for others an unknown id."""
-
-
-@dataclass(frozen=True)
-class ServedGroup:
-    """A group for the Buffer."""
-
-    rows: list[Experience]
-    report: GroupReport
-    dropped: Counter[str]
-    """Rows that are not trained on, by reason."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +93,14 @@ class Sessions:
         """Sessions with a reward, by group."""
         self._aging: OrderedDict[int, Hashable] = OrderedDict()
         """The groups of those sessions, by number; the longest waiting session first."""
-        self._formed: list[ServedGroup] = []
+        self._formed: list[ScoredGroup] = []
         self._dropped: Counter[str] = Counter()
         self._lost: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
         self._how: Counter[str] = Counter()
         self._feedback: Counter[str] = Counter()
 
-    def begin(self, session: str, task: str | None, conversation: Conversation, now: float) -> Begun:
+    def begin(self, session: str, task: str | None, conversation: Conversation, now: float) -> OpenCall:
         """Begin a call. The id of an ended session names a new one."""
         entry = self._open.get(session)
         if entry is None:
@@ -119,9 +109,9 @@ class Sessions:
         entry.task = entry.task or task
         number = next(self._numbers)
         self._running[number] = session, now + 2 * self._config.deadline_s
-        return Begun(session, number, entry.calls.begin(number, conversation))
+        return OpenCall(session, number, entry.calls.begin(number, conversation))
 
-    def answered(self, begun: Begun, call: Call, now: float) -> None:
+    def answered(self, begun: OpenCall, call: Call, now: float) -> None:
         """End a call with its answers."""
         if (entry := self._open.get(begun.session)) is None or begun.number not in entry.calls.running:
             self._calls["late"] += 1
@@ -132,7 +122,7 @@ class Sessions:
         self._calls["answered"] += 1
         self._rest(entry, now)
 
-    def failed(self, begun: Begun, reason: str, now: float) -> None:
+    def failed(self, begun: OpenCall, reason: str, now: float) -> None:
         """End a call without an answer."""
         if (entry := self._open.get(begun.session)) is None or begun.number not in entry.calls.running:
             return  # the call was answered, or given up
@@ -193,7 +183,7 @@ class Sessions:
         """End calls that are given up and sessions without a reward in time, and drop sessions whose group is not
         complete in time."""
         while self._running and (first := next(iter(self._running.items())))[1][1] <= now:
-            self.failed(Begun(first[1][0], first[0]), "lost", now)
+            self.failed(OpenCall(first[1][0], first[0]), "lost", now)
         while self._idle and next(iter(self._idle.values())) <= now:
             self._expire_oldest(now, "no_reward")
         while self._aging and self._oldest().rewarded_at + self._config.group_s <= now:
@@ -216,7 +206,7 @@ class Sessions:
         self._waiting.clear()
         self._aging.clear()
 
-    def take(self) -> tuple[list[ServedGroup], Counter[str]]:
+    def take(self) -> tuple[list[ScoredGroup], Counter[str]]:
         """Return the groups formed, and the rows dropped by reason, since the last call."""
         groups, self._formed = self._formed, []
         dropped, self._dropped = self._dropped, Counter()
@@ -299,7 +289,7 @@ class Sessions:
             scored = mask_truncated(scored)
         if not scored.rows:
             return self._drop(len(rows), "truncated")
-        self._formed.append(ServedGroup(scored.rows, report, scored.dropped))
+        self._formed.append(scored)
 
     def _key(self, entry: _Session) -> Hashable:
         if entry.task is not None:

@@ -55,7 +55,7 @@ class ShownAnswer:
 
 
 @dataclass(frozen=True)
-class AnswerGroup:
+class ShownGroup:
     """Answers to one question."""
 
     group_id: str
@@ -77,7 +77,7 @@ class Item:
         return self.answers[0].waiting
 
 
-def items_of(group: AnswerGroup) -> list[Item]:
+def items_of(group: ShownGroup) -> list[Item]:
     """Return the items of a group: each answer; two different ones, in an order that says nothing; and, if there are
     more, all different ones."""
     answers = [answer for answer in group.answers if answer.text]
@@ -148,7 +148,7 @@ class Queue:
         self._leases: dict[str, _Lease] = {}
         """By person, who has one at a time."""
 
-    def arrange(self, groups: Iterable[AnswerGroup]) -> list[Item]:
+    def arrange(self, groups: Iterable[ShownGroup]) -> list[Item]:
         """Return the items of groups in the order of the rule; it may be called in any thread."""
         items = [item for group in groups for item in items_of(group)]
         return sorted(items, key=lambda item: order_of(item, self._config.rule, self._judgements))

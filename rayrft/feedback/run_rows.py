@@ -19,7 +19,7 @@ from rayrft.data.task_sources import read_held_out, read_source
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, DataError, RunNotFound
 from rayrft.experience import Experience, from_batch
-from rayrft.feedback.items import AnswerGroup, ShownAnswer
+from rayrft.feedback.items import ShownAnswer, ShownGroup
 from rayrft.feedback.judgements import Judgement
 from rayrft.runtime.handle import Handle, answer
 
@@ -47,7 +47,7 @@ class RunRows:
             return False
         return True
 
-    def groups(self) -> list[AnswerGroup]:
+    def groups(self) -> list[ShownGroup]:
         """Return the groups to judge, as they are now. Raises StorageError."""
         archive = Archive.of_run(self._folder)
         with self._lock:
@@ -145,10 +145,10 @@ def read_shown(archive: Archive, newest: int | None = None) -> Iterator[tuple[Ex
             yield row, ShownAnswer.of(row, status == "ready")
 
 
-def _read_groups(archive: Archive, most: int) -> list[AnswerGroup]:
+def _read_groups(archive: Archive, most: int) -> list[ShownGroup]:
     """Read the groups that wait for training, then the latest, at most ``most``, without rows that do not end with the
     model."""
     rows = read_shown(archive, most)
     shown = (pair for pair in rows if pair[0].turns and pair[0].turns[-1].get("role") == "assistant")
     groups = ((group_id, list(pairs)) for group_id, pairs in groupby(shown, key=lambda pair: pair[0].group_id))
-    return [AnswerGroup(name, pairs[0][0].task_id, tuple(answer for _, answer in pairs)) for name, pairs in groups]
+    return [ShownGroup(name, pairs[0][0].task_id, tuple(answer for _, answer in pairs)) for name, pairs in groups]

@@ -16,7 +16,7 @@ from rayrft.config.explorer import SamplingConfig
 from rayrft.config.serve import ServeConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.app import PolicyEndpoint
-from rayrft.endpoint.recording import Begun, Call, Conversation
+from rayrft.endpoint.recording import Call, Conversation, OpenCall
 from rayrft.endpoint.responder import Responder
 from rayrft.endpoint.sessions import Sessions, SessionStats
 from rayrft.endpoint.settings import EndpointSettings
@@ -90,13 +90,13 @@ class LocalSessions:
         self.sessions = Sessions(ServeConfig(**config), "run/serve/life", group_size, drop_equal=drop_equal)
         self.now = 0.0
 
-    async def begin(self, session: str, task: str | None, conversation: Conversation) -> Begun:
+    async def begin(self, session: str, task: str | None, conversation: Conversation) -> OpenCall:
         return self.sessions.begin(session, task, conversation, self.now)
 
-    async def answered(self, begun: Begun, call: Call) -> None:
+    async def answered(self, begun: OpenCall, call: Call) -> None:
         self.sessions.answered(begun, call, self.now)
 
-    async def failed(self, begun: Begun, reason: str) -> None:
+    async def failed(self, begun: OpenCall, reason: str) -> None:
         self.sessions.failed(begun, reason, self.now)
 
     async def opted_out(self, rows: int) -> None:

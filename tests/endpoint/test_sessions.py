@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rayrft.buffer.validation import Limits, find_faults
 from rayrft.config.serve import ServeConfig
 from rayrft.endpoint.keeper import SessionKeeper
-from rayrft.endpoint.recording import Begun, Call, Choice, Conversation
+from rayrft.endpoint.recording import Call, Choice, Conversation, OpenCall
 from rayrft.endpoint.sessions import Sessions
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.experience import MASKED, to_batch
@@ -35,7 +35,7 @@ def make(group_size: int = 1, *, drop_equal: bool = False, mask_truncated: bool 
 
 def answer(
     sessions: Sessions,
-    begun: Begun,
+    begun: OpenCall,
     conversation: Conversation,
     *,
     new: int = 3,
@@ -324,7 +324,7 @@ def test_in_any_order_every_row_is_in_a_group_or_dropped_once(seed: int) -> None
     rng, now, begun_rows = random.Random(seed), 0.0, 0
     size = rng.choice([1, 2, 4])
     sessions = make(size, drop_equal=rng.random() < 0.3, reward_s=20.0, group_s=50.0, max_sessions=8)
-    running: list[tuple[Begun, Conversation]] = []
+    running: list[tuple[OpenCall, Conversation]] = []
     told: dict[str, Conversation] = {}
     kept, dropped, answered = list[Any](), Counter[str](), 0
     for _ in range(300):

@@ -10,7 +10,7 @@ from typing import Any
 from rayrft.config.serve import FeedbackConfig
 from rayrft.errors import DataError, FeedbackRefused, RunNotFound
 from rayrft.feedback.app import FeedbackPage
-from rayrft.feedback.items import AnswerGroup, ShownAnswer
+from rayrft.feedback.items import ShownAnswer, ShownGroup
 from rayrft.feedback.judgements import Judgement
 from rayrft.feedback.run_rows import RunRows
 from rayrft.runtime.serving import key_digest
@@ -31,21 +31,21 @@ def answer(name: str, text: str, reward: float | None = 0.5, **changes: Any) -> 
     return ShownAnswer(name, reward=reward, **{**values, **changes})
 
 
-def group(name: str, *texts: str, **changes: Any) -> AnswerGroup:
+def group(name: str, *texts: str, **changes: Any) -> ShownGroup:
     answers = tuple(answer(f"{name}/{at}", text, **changes) for at, text in enumerate(texts))
-    return AnswerGroup(name, f"task-{name}", answers)
+    return ShownGroup(name, f"task-{name}", answers)
 
 
 class ScriptedRows(RunRows):
     """``groups`` of a run that is running while ``<folder>/running`` exists; what it is told is in ``told.jsonl``."""
 
-    def __init__(self, folder: Path, groups: list[AnswerGroup]) -> None:
+    def __init__(self, folder: Path, groups: list[ShownGroup]) -> None:
         self.folder, self.found = folder, groups
 
     def running(self) -> bool:
         return (self.folder / "running").exists()
 
-    def groups(self) -> list[AnswerGroup]:
+    def groups(self) -> list[ShownGroup]:
         return self.found
 
     def find(self, experience_id: str) -> ShownAnswer:
@@ -81,13 +81,13 @@ class ScriptedRows(RunRows):
             file.write(json.dumps(what) + "\n")
 
 
-def page(folder: Path, groups: list[AnswerGroup], **settings: Any) -> FeedbackPage:
+def page(folder: Path, groups: list[ShownGroup], **settings: Any) -> FeedbackPage:
     """A page over scripted groups, whose journal is in the same folder."""
     config = FeedbackConfig(labels=["polite", "wrong"], **settings)
     return FeedbackPage("demo", config, (key_digest(KEY),), ScriptedRows(folder, groups), folder)
 
 
-def demo_groups() -> list[AnswerGroup]:
+def demo_groups() -> list[ShownGroup]:
     """Groups with all that a page must show."""
     spoken = [group(f"g{number}", f"First {number}.", f"Second {number}.", f"Third {number}.") for number in range(30)]
     evil = group("evil", "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>", "plain", "other")

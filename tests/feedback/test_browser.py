@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from rayrft.feedback.items import AnswerGroup
+from rayrft.feedback.items import ShownGroup
 from rayrft.feedback.journal import FILE, read_journal
 from rayrft.feedback.judgements import Judgement, JudgementAdded, JudgementUndone
 from tests.conftest import ROOT
@@ -46,7 +46,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
     (tmp_path / "running").touch()
     ends: list[Callable[[], None]] = []
 
-    def start(*groups: AnswerGroup, **settings: Any) -> str:
+    def start(*groups: ShownGroup, **settings: Any) -> str:
         listening = socket.create_server(("127.0.0.1", 0))
         app = page(tmp_path, list(groups), **settings).app()
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
@@ -127,7 +127,7 @@ def said(folder: Path) -> list[Judgement]:
     return [entry.judgement for entry in read_journal(folder / FILE) if isinstance(entry, JudgementAdded)]
 
 
-def spoken(count: int) -> list[AnswerGroup]:
+def spoken(count: int) -> list[ShownGroup]:
     return [group(f"g{number}", f"First {number}.", f"Second {number}.", f"Third {number}.") for number in range(count)]
 
 

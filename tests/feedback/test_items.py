@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rayrft.config.serve import FeedbackConfig
-from rayrft.feedback.items import AnswerGroup, Item, Queue, item_json, items_of
+from rayrft.feedback.items import Item, Queue, ShownGroup, item_json, items_of
 from rayrft.feedback.judgements import Judgement, JudgementAdded, Judgements, JudgementUndone
 from tests.feedback.scripted import answer, group
 
@@ -19,14 +19,14 @@ NUMBERS = iter(range(1_000_000))
 class Setting:
     """A queue with a clock that a test sets."""
 
-    def __init__(self, *groups: AnswerGroup, **settings: Any) -> None:
+    def __init__(self, *groups: ShownGroup, **settings: Any) -> None:
         self.now = 0.0
         config = FeedbackConfig(**settings)
         self.judgements = Judgements(config)
         self.queue = Queue(config, self.judgements, lambda: self.now)
         self.fill(*groups)
 
-    def fill(self, *groups: AnswerGroup) -> None:
+    def fill(self, *groups: ShownGroup) -> None:
         self.queue.fill(self.queue.arrange(groups))
 
     def judge(self, person: str, item: Item | None, **what: Any) -> Judgement:
@@ -141,12 +141,12 @@ def test_what_is_judged_already_is_not_in_the_queue_after_a_restart_and_stays_kn
     [("uncertain", "unsure"), ("low_deviation", "flat"), ("disagreement", "split")],
 )
 def test_the_rule_says_what_comes_first(rule: str, first: str) -> None:
-    def three(name: str, rewards: list[float], logprob: float, part: float) -> AnswerGroup:
+    def three(name: str, rewards: list[float], logprob: float, part: float) -> ShownGroup:
         answers = [
             answer(f"{name}/{at}", f"{name} {at}", reward, logprob=logprob, components={"part": part})
             for at, reward in enumerate(rewards)
         ]
-        return AnswerGroup(name, "t", tuple(answers))
+        return ShownGroup(name, "t", tuple(answers))
 
     groups = [
         three("unsure", [0.0, 0.5, 1.0], -5.0, 0.5),

@@ -14,7 +14,7 @@ import pytest
 
 from rayrft.errors import ActorDied, DataError, RunNotFound, StorageError
 from rayrft.feedback.app import FeedbackPage
-from rayrft.feedback.items import AnswerGroup
+from rayrft.feedback.items import ShownGroup
 from rayrft.feedback.journal import FILE, read_journal
 from tests.feedback.scripted import KEY, ScriptedRows, group, page
 
@@ -56,7 +56,7 @@ def running(tmp_path: Path) -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def opened(folder: Path, *groups: AnswerGroup, **settings: Any) -> AsyncIterator[Client]:
+async def opened(folder: Path, *groups: ShownGroup, **settings: Any) -> AsyncIterator[Client]:
     served = page(folder, list(groups) or [group("g", "a", "b", "c")], **settings)
     client = Client(folder, served)
     try:
