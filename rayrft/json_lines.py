@@ -51,6 +51,8 @@ class JsonLines:
         self.path, self._file, self._remedy = path, file, remedy
         self._ends = array("Q", ends)
         """The start of the file, and the offsets of the ends of the lines."""
+        self._torn = False
+        """Whether the file ends with a part of an append that failed."""
         self._waiting: list[tuple[tuple[bytes, ...], asyncio.Future[None]]] = []
         self._flusher: asyncio.Task[None] | None = None
 
@@ -67,7 +69,8 @@ class JsonLines:
         """Append lines, which end with newlines; if ``durable``, they are on disk then. Raises StorageError; then the
         file has none of them."""
         with storage_errors(self.path, self._remedy):
-            self._file.truncate(self._ends[-1])  # a failed append may have left a part, and failed to cut it off
+            if self._torn:
+                self._cut()
             try:
                 left = memoryview(b"".join(lines))
                 while left:  # a nearly full disk may accept only a part
@@ -75,7 +78,8 @@ class JsonLines:
                 if durable:
                     os.fsync(self._file.fileno())
             except OSError:
-                self._file.truncate(self._ends[-1])
+                self._torn = True
+                self._cut()
                 raise
         for line in lines:
             self._ends.append(self._ends[-1] + len(line))
@@ -92,6 +96,10 @@ class JsonLines:
     def close(self) -> None:
         """Close the file, which releases the lock."""
         self._file.close()
+
+    def _cut(self) -> None:
+        self._file.truncate(self._ends[-1])
+        self._torn = False
 
     async def _flush(self) -> None:
         while self._waiting:

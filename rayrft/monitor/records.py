@@ -259,7 +259,7 @@ class RecordFile:
         return len(self._file)
 
     def append(self, record: Record) -> None:
-        """Append a record. Raises StorageError, after which the file still ends with a complete line."""
+        """Append a record. Raises StorageError; then the file does not have it."""
         self._file.append(_to_line(record))
 
     def read(self, first: int = 0, end: int | None = None) -> Iterator[Record]:

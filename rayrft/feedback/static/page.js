@@ -389,7 +389,7 @@ const OUTCOMES = {
   applied: () => ["Saved."],
   late: (reason) => [`Kept, but too late for the run: ${reason}.`, "warn"],
   refused: (reason) => [`Kept, but the run refused it: ${reason}`, "bad"],
-  kept: () => [progress?.running ? "Saved. The run is being told." : "Saved. The run is not running."],
+  kept: () => [progress?.running ? "Saved. It is being sent to the run." : "Saved. The run is not running."],
   undone: () => ["Undone."],
 };
 
