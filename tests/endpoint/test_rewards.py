@@ -33,12 +33,12 @@ class Scripted:
 
     async def open(self) -> None: ...
 
-    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+    async def score(self, task: Task, transcripts: list[Transcript]) -> tuple[list[RewardResult], int]:
         self.asked.append((task, transcripts))
         await self.holding.wait()
         if task.answer == "broken":
             raise ZeroDivisionError("in the scorer")
-        return [
+        results = [
             RewardResult(None, reason="timeout", error=True, seconds=2.0)
             if each.response == "hang"
             else RewardResult(
@@ -50,6 +50,7 @@ class Scripted:
             )
             for each in transcripts
         ]
+        return results, 0
 
 
 def served(keys: tuple[str, ...] = ("sk-1",), **serve: Any) -> tuple[httpx.AsyncClient, Scripted]:
