@@ -45,7 +45,7 @@ def _kind_of(code):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def words(codes, starts, hashes, bounds):  # type: ignore[no-untyped-def]
+def hash_words(codes, starts, hashes, bounds):  # type: ignore[no-untyped-def]
     count = 0
     for text in range(len(starts) - 1):
         at, end = starts[text], starts[text + 1]
@@ -107,7 +107,7 @@ def _joined(hashes, start, end):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def ngrams(hashes, offsets, length, bounds, found):  # type: ignore[no-untyped-def]
+def hash_ngrams(hashes, offsets, length, bounds, found):  # type: ignore[no-untyped-def]
     for text in range(len(offsets) - 1):
         for place in range(bounds[text + 1] - bounds[text]):
             start = offsets[text] + place
@@ -115,14 +115,14 @@ def ngrams(hashes, offsets, length, bounds, found):  # type: ignore[no-untyped-d
 
 
 @njit(cache=True, nogil=True)
-def whole(hashes, offsets, found):  # type: ignore[no-untyped-def]
+def hash_texts(hashes, offsets, found):  # type: ignore[no-untyped-def]
     for text in range(len(offsets) - 1):
         if offsets[text + 1] > offsets[text]:
             found[text] = _joined(hashes, offsets[text], offsets[text + 1]) | np.uint64(1)
 
 
 @njit(cache=True, nogil=True)
-def signatures(hashes, offsets, length, band_rows, multipliers, addends, low, keys):  # type: ignore[no-untyped-def]
+def minhash(hashes, offsets, length, band_rows, multipliers, addends, low, keys):  # type: ignore[no-untyped-def]
     minima = np.empty(len(multipliers), np.uint64)
     for text in range(len(offsets) - 1):
         size = offsets[text + 1] - offsets[text]

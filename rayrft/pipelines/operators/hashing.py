@@ -31,7 +31,7 @@ def words(texts: pa.Array) -> tuple[U64, I64]:
     codes = np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(1, np.uint8)
     bounds = np.zeros(len(starts), np.int64)
     hashes = np.empty(int(starts[-1] - starts[0]) + 1, np.uint64)
-    count = kernels().words(codes, starts, hashes, bounds)
+    count = kernels().hash_words(codes, starts, hashes, bounds)
     return hashes[:count].copy(), bounds
 
 
@@ -41,7 +41,7 @@ def ngrams(hashes: U64, offsets: I64, length: int) -> tuple[U64, I64]:
     sizes = np.maximum(np.diff(offsets) - length + 1, 0)
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     found = np.empty(int(bounds[-1]), np.uint64)
-    kernels().ngrams(hashes, offsets, length, bounds, found)
+    kernels().hash_ngrams(hashes, offsets, length, bounds, found)
     return found, bounds
 
 
@@ -57,7 +57,7 @@ def count_words(hashes: U64, offsets: I64, length: int, kind: np.uint64) -> I64:
 def whole(hashes: U64, offsets: I64) -> U64:
     """Hash all words of each text together, ``[texts]``; 0 for a text without words."""
     found = np.zeros(len(offsets) - 1, np.uint64)
-    kernels().whole(hashes, offsets, found)
+    kernels().hash_texts(hashes, offsets, found)
     return found
 
 
@@ -71,7 +71,7 @@ def signatures(hashes: U64, offsets: I64, length: int, band_rows: int) -> tuple[
     texts = len(offsets) - 1
     low = np.zeros((texts, PERMUTATIONS), np.uint8)
     keys = np.zeros((texts, PERMUTATIONS // band_rows), np.uint32)
-    kernels().signatures(hashes, offsets, length, band_rows, _MULTIPLIERS, _ADDENDS, low, keys)
+    kernels().minhash(hashes, offsets, length, band_rows, _MULTIPLIERS, _ADDENDS, low, keys)
     return low, keys
 
 
