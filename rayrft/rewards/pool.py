@@ -47,7 +47,6 @@ class Rewards:
         """Without ``backend`` a `Scorer` of this process scores; ``models`` are those that its judges may ask."""
         self._config = config
         self._backend: Scorer | ScoringBackend = Scorer(config, plugins, models) if backend is None else backend()
-        self._pending = dict.fromkeys(config.models, 0)
         self._stats = {domain: DomainStats() for domain in config.models}
 
     async def open(self) -> None:
@@ -58,7 +57,7 @@ class Rewards:
         """Return one result per transcript; all unknown if every actor or replica that was tried failed. Raises
         ConfigError if the task's domain has no reward."""
         domain = self._config.domain_of(task.domain)
-        self._pending[domain] += len(transcripts)
+        self._stats[domain].pending += len(transcripts)
         try:
             if isinstance(self._backend, Scorer):
                 results = await self._backend.score(task, transcripts)
@@ -70,14 +69,14 @@ class Rewards:
             reason = f"reward {error.field} failed: {error.problem}"
             results = [RewardResult(None, reason=reason, error=True, tries=TRIES)] * len(transcripts)
         finally:
-            self._pending[domain] -= len(transcripts)
-        self._stats[domain] = DomainStats.of([self._stats[domain], DomainStats.of_results(results)])
+            self._stats[domain].pending -= len(transcripts)
+        self._stats[domain].add(results)
         return results
 
     def take_stats(self) -> dict[str, DomainStats]:
         """Return the statistics since the last call, by domain."""
-        taken = {domain: replace(stats, pending=self._pending[domain]) for domain, stats in self._stats.items()}
-        self._stats = {domain: DomainStats() for domain in taken}
+        taken = self._stats
+        self._stats = {domain: DomainStats(pending=stats.pending) for domain, stats in taken.items()}
         return taken
 
 

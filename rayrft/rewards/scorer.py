@@ -70,20 +70,20 @@ class Scorer:
     async def score(self, task: Task, transcripts: Sequence[Transcript]) -> list[RewardResult]:
         """Return one result per transcript. Raises ConfigError if the task's domain has no reward."""
         domain = self._config.domain_of(task.domain)
-        scored = [
-            [
-                each.score(task, transcript)
-                if isinstance(each, InLoop | InProcesses)
-                else score_inline(each, task, transcript)
-                for each in self._rewards[domain]
-            ]
-            for transcript in transcripts
+        rewards, parts = self._rewards[domain], self._config.models[domain].parts
+        waiting = [
+            asyncio.gather(*(each.score(task, transcript) for transcript in transcripts))
+            for each in rewards
+            if isinstance(each, InLoop | InProcesses)
         ]
-        waiting = [each for results in scored for each in results if not isinstance(each, RewardResult)]
-        found = iter(await asyncio.gather(*waiting)) if waiting else iter(())
-        results = [[each if isinstance(each, RewardResult) else next(found) for each in one] for one in scored]
-        parts = self._config.models[domain].parts
-        return [combine(parts, one) if parts else one[0] for one in results]
+        found = iter(await asyncio.gather(*waiting) if waiting else ())
+        by_reward = [
+            next(found)
+            if isinstance(each, InLoop | InProcesses)
+            else [score_inline(each, task, transcript) for transcript in transcripts]
+            for each in rewards
+        ]
+        return [combine(parts, results) for results in zip(*by_reward, strict=True)] if parts else by_reward[0]
 
 
 def _reward(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from rayrft.rewards.base import RewardResult
 
 
-@dataclass(frozen=True)
+@dataclass
 class DomainStats:
     """The scoring of a domain in some period."""
 
@@ -31,14 +31,12 @@ class DomainStats:
         sums = {field.name: sum(getattr(each, field.name) for each in known) for field in fields(cls)}
         return cls(**{**sums, "slowest_s": max((each.slowest_s for each in known), default=0.0)})
 
-    @classmethod
-    def of_results(cls, results: Sequence[RewardResult]) -> DomainStats:
-        """Return the statistics of some calls."""
-        return cls(
-            len(results),
-            sum(each.value is None for each in results),
-            sum(each.error for each in results),
-            sum(each.tries - 1 for each in results),
-            sum(each.seconds for each in results),
-            max((each.seconds for each in results), default=0.0),
-        )
+    def add(self, results: Sequence[RewardResult]) -> None:
+        """Count the results of a call."""
+        self.scored += len(results)
+        for result in results:
+            self.unknown += result.value is None
+            self.errors += result.error
+            self.retried += result.tries - 1
+            self.seconds += result.seconds
+            self.slowest_s = max(self.slowest_s, result.seconds)
