@@ -202,7 +202,7 @@ def test_what_a_part_shapes_by_itself_is_weighed_with_it() -> None:
 
 
 def test_two_parts_of_one_name_are_told_apart_by_a_label() -> None:
-    with pytest.raises(ValueError, match="give one a label"):
+    with pytest.raises(ValueError, match="Give one a label"):
         RewardConfig(parts=[{"name": "exact"}, {"name": "exact", "weight": 0.5}])
     RewardConfig(parts=[{"name": "exact"}, {"name": "exact", "weight": 0.5, "label": "again"}])
     found = combine([RewardPart(name="a"), RewardPart(name="a", label="b")], [result(1.0, x=1.0), result(0.5, x=2.0)])
@@ -210,7 +210,7 @@ def test_two_parts_of_one_name_are_told_apart_by_a_label() -> None:
 
 
 def test_parts_of_which_none_is_added_are_refused() -> None:
-    with pytest.raises(ValueError, match="none is added"):
+    with pytest.raises(ValueError, match="a part with role add"):
         RewardConfig(parts=[{"name": "exact", "role": "gate"}])
 
 
