@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rayrft.data.formats import read_rows
+from rayrft.data.formats import open_rows
 from rayrft.data.selection import Selection
 from rayrft.data.tables import check_suffix
 from rayrft.errors import DataError
@@ -125,7 +125,7 @@ def _read_parquet(path: Path) -> pa.Table:
 
 def _read_json_lines(path: Path) -> pa.Table:
     rows = []
-    for number, row in read_rows(path, "file"):
+    for number, row in open_rows(path, "file").rows():
         if isinstance(row, str):
             raise DataError(f"line {number}: {row}", field="file", value=str(path))
         rows.append(row)

@@ -84,8 +84,8 @@ def show(run: RunName, experience_id: Annotated[str, typer.Argument(metavar="ID"
     print(_described(_archive(run, storage).find(experience_id)))
 
 
-@app.command()
-def export(
+@app.command("export")
+def export_rows(
     run: RunName,
     out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
     store: _Store = "usual",
@@ -164,8 +164,8 @@ def forget(
     print(f"{erased} rows erased" + (f"; {leased} can be once a checkpoint covers their step" if leased else ""))
 
 
-@app.command()
-def process(
+@app.command("process")
+def process_rows(
     rows: Annotated[
         list[str], typer.Argument(metavar="IN…", help="JSONL, CSV or Parquet files, folders of them, or runs")
     ],
@@ -190,7 +190,7 @@ def process(
 
     from rayrft.config import PipelineConfig, read_config
     from rayrft.core.services import pipeline_inputs
-    from rayrft.pipelines.files import process as run_pipeline
+    from rayrft.pipelines.files import process
 
     loaded = read_config(PipelineConfig, pipeline)
     if loaded.workers > 1:
@@ -208,7 +208,7 @@ def process(
         def advance(operator: int, count: int) -> None:
             bar.update(task, advance=count, description=loaded.operators[operator].name)
 
-        done = run_pipeline(
+        done = process(
             sources, loaded, out, context=context, left_out=left_out, progress=advance, models=models, tasks=tasks
         )
     journal.unlink(missing_ok=True)
@@ -259,8 +259,8 @@ def _measured(found: MeasuredTasks) -> None:
     print(f"{found.tasks} tasks in {found.path}: {found.tried} tried{rate}")
 
 
-@app.command()
-def lineage(
+@app.command("lineage")
+def show_lineage(
     row_id: Annotated[str, typer.Argument(metavar="ID", help="the id of a row")],
     rows: Annotated[
         list[str], typer.Argument(metavar="IN…", help="files and runs that hold it and what it was made of")
@@ -341,11 +341,11 @@ def _feedback_settings(overrides: list[str] | None) -> FeedbackConfig:
 def _sources(name: str, storage: Path) -> list[RowSource]:
     """Return the rows of a file or folder, or of a run's log: its usual rows, and then each of its demonstrations."""
     from rayrft.buffer.reader import ARCHIVE_SCHEMA
-    from rayrft.data.formats import ROW_SUFFIXES, kind_of
+    from rayrft.data.formats import ROW_SUFFIXES, row_kind
     from rayrft.data.tables import RowSource, open_table
 
     path, is_run = Path(name), any((folder / "config.yaml").is_file() for folder in (Path(name), storage / name))
-    if not is_run and (path.exists() or kind_of(path) in ROW_SUFFIXES):
+    if not is_run and (path.exists() or row_kind(path) in ROW_SUFFIXES):
         return [open_table(path)]
     archive = _archive(name, storage)
 

@@ -39,10 +39,7 @@ _BufferName = Annotated[str, typer.Argument(help="a Buffer's name: buffer.name o
 
 
 @app.command()
-def run(
-    config: ConfigFile,
-    overrides: Overrides = None,
-) -> None:
+def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Run a config to its end."""
     from rayrft.core.launch import start
 
@@ -52,8 +49,8 @@ def run(
     follow(start(checked, say=say))
 
 
-@app.command()
-def bench(
+@app.command("bench")
+def run_bench(
     config: Annotated[str, typer.Argument(help="YAML file, of a bench or of a run")],
     overrides: Overrides = None,
     model: Annotated[list[str] | None, typer.Option(help="NAME=MODEL, besides those of bench.models")] = None,
@@ -68,10 +65,7 @@ def bench(
 
 
 @serve.command()
-def policy(
-    config: ConfigFile,
-    overrides: Overrides = None,
-) -> None:
+def policy(config: ConfigFile, overrides: Overrides = None) -> None:
     """Serve a config's model to applications, and train it on their sessions."""
     from rayrft.core.launch import start
 
@@ -80,8 +74,7 @@ def policy(
 
 @serve.command()
 def rewards(
-    config: Annotated[str, typer.Argument(help="YAML file with a reward section")],
-    overrides: Overrides = None,
+    config: Annotated[str, typer.Argument(help="YAML file with a reward section")], overrides: Overrides = None
 ) -> None:
     """Serve rewards over HTTP, for training elsewhere, until Ctrl-C."""
     from rayrft.config.serve import RewardServiceConfig
@@ -127,10 +120,9 @@ def _until_interrupted(service: OpenService, what: str) -> NoReturn:
     raise SystemExit(128 + received[0])
 
 
-@app.command()
-def resume(
-    run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")],
-    overrides: Overrides = None,
+@app.command("resume")
+def resume_run(
+    run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")], overrides: Overrides = None
 ) -> None:
     """Resume a run that crashed or was stopped, from its latest checkpoint."""
     from rayrft.core.launch import resume
@@ -138,8 +130,8 @@ def resume(
     follow(resume(find_folder(run), say=say, **changes(overrides)))
 
 
-@app.command()
-def export(
+@app.command("export")
+def export_checkpoint(
     run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")],
     to: Annotated[Path, typer.Option(help="the folder to write, in Hugging Face format")],
     step: Annotated[int | None, typer.Option(help="step of the checkpoint; the latest by default")] = None,

@@ -70,7 +70,7 @@ def read_config(
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise _explain(error, raw, model) from None
+        raise explain(error, raw, model) from None
 
 
 def load_run_config(folder: Path) -> RunConfig:
@@ -182,7 +182,7 @@ def _entry(entries: list[Any], part: str, dotted: str) -> Any:
     return named[part]
 
 
-def _explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel]) -> ConfigError:
+def explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel]) -> ConfigError:
     """Convert the first problem to a ConfigError: the others often follow from it. An unknown key next to a missing one
     is taken for its misspelt name."""
     first, *others = error.errors()
@@ -192,7 +192,8 @@ def _explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel]
     field = ".".join(_named(path, raw))
     if kind == "extra_forbidden":
         known = _section_at(model, path[:-1]).model_fields
-        return ConfigError("unknown key", nearest(path[-1], known), field=field, value=path[-1])
+        remedy = nearest(path[-1], known) if known else "leave it out: nothing can be set here"
+        return ConfigError("unknown key", remedy, field=field, value=path[-1])
     if kind == "missing":
         return ConfigError("a required key is missing", f"add '{field}: …'", field=field)
     reason = problem.get("ctx", {}).get("error")

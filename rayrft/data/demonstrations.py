@@ -23,8 +23,8 @@ from rayrft.data.formats import (
     as_text,
     broken_rows,
     conversations,
+    open_rows,
     pair_margin,
-    read_rows,
     tool_schemas,
     value_at,
 )
@@ -173,7 +173,7 @@ def from_file(encoder: RowEncoder) -> tuple[list[Experience], SkippedRows]:
     and ``on_broken`` is ``fail``.
     """
     field = f"demonstrations.{encoder.name}.path"
-    encoded, skipped = encoder.encode(read_rows(encoder.path, field))
+    encoded, skipped = encoder.encode(open_rows(encoder.path, field).rows())
     _check(len(encoded), skipped, encoder.form, field, str(encoder.path))
     return [row for rows in list(encoded.values())[: encoder.form.size] for row in rows], skipped
 

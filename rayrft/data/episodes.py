@@ -22,9 +22,7 @@ def read_gymnasium(config: TaskSourceConfig, field: str) -> list[Task]:
     ``options`` of FrozenLake are those of ``generate_random_map``: ``size`` of the map, and ``p`` of ice. Equal maps,
     and seeds that start in the same state, are duplicates, so that held-out tasks differ from those trained on.
     """
-    if importlib.util.find_spec("gymnasium") is None:
-        remedy = "pip install 'rayrft[gymnasium]'"
-        raise DataError("needs a package that is not installed: gymnasium", remedy, field=f"{field}.source")
+    _check_installed("gymnasium", "pip install 'rayrft[gymnasium]'", f"{field}.source", config.source)
     import gymnasium
 
     id, size = str(config.dataset), config.size or 0
@@ -58,13 +56,9 @@ def read_verifiers(config: TaskSourceConfig, field: str) -> list[Task]:
     A task is a row: its question is the text of the prompt, and its metadata the row.
     """
     id = str(config.dataset)
-    for module, key, remedy in [
-        ("verifiers", "source", "pip install 'rayrft[verifiers]'"),
-        (id.replace("-", "_").split("/")[-1], "dataset", "install the environment's package (prime env install …)"),
-    ]:
-        if importlib.util.find_spec(module) is None:
-            problem = f"needs a package that is not installed: {module}"
-            raise DataError(problem, remedy, field=f"{field}.{key}", value=id)
+    _check_installed("verifiers", "pip install 'rayrft[verifiers]'", f"{field}.source", id)
+    module = id.replace("-", "_").split("/")[-1]
+    _check_installed(module, "install the environment's package (prime env install …)", f"{field}.dataset", id)
     import verifiers
 
     # An environment takes these signals for itself, which a main thread alone can do.
@@ -86,6 +80,11 @@ def read_verifiers(config: TaskSourceConfig, field: str) -> list[Task]:
         )
         for row in rows
     ]
+
+
+def _check_installed(module: str, remedy: str, field: str, value: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise DataError(f"needs a package that is not installed: {module}", remedy, field=field, value=value)
 
 
 def _text(value: Any) -> str:

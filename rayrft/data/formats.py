@@ -65,7 +65,7 @@ ROW_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 _BATCH_ROWS = 65_536
 
 
-def kind_of(path: Path) -> str:
+def row_kind(path: Path) -> str:
     """Return the suffix of a file's name, of a compressed file that of its content."""
     return path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
 
@@ -149,17 +149,12 @@ def open_rows(path: Path, field: str) -> RowFiles:
         return RowFiles(path, field, _saved_files(path, field))
     inside = sorted(path.iterdir())
     for kind in ROW_SUFFIXES:
-        if files := [file for file in inside if kind_of(file) == kind]:
+        if files := [file for file in inside if row_kind(file) == kind]:
             return RowFiles(path, field, files)
     split = [each.name for each in inside if (each / "state.json").is_file()]
     problem = f"the folder holds the splits {split} of a data set" if split else "the folder holds no files of rows"
     remedy = f"give one of them: {path / split[0]}" if split else f"files end in {', '.join(ROW_SUFFIXES)}"
     raise DataError(problem, remedy, field=field, value=str(path))
-
-
-def read_rows(path: Path, field: str) -> Generator[tuple[int, Row], None, None]:
-    """Iterate over numbered rows, as `RowFiles.rows` does, of what `open_rows` opens."""
-    yield from open_rows(path, field).rows()
 
 
 def _table(file: Path) -> tuple[pa.Schema, int]:
@@ -177,8 +172,8 @@ def _table(file: Path) -> tuple[pa.Schema, int]:
 def _lines(path: Path) -> Iterator[tuple[int, Row]]:
     with io.BufferedReader(pa.input_stream(str(path))) as file:
         first = file.peek(1024).removeprefix(codecs.BOM_UTF8).lstrip()
-        if kind_of(path) in (".csv", ".tsv"):
-            yield from _csv_rows(file, "\t" if kind_of(path) == ".tsv" else ",")
+        if row_kind(path) in (".csv", ".tsv"):
+            yield from _csv_rows(file, "\t" if row_kind(path) == ".tsv" else ",")
         elif first.startswith(b"["):
             yield from _json_array(file.read())
         elif re.match(rb'\{\s*\n\s*["}]', first):
@@ -344,10 +339,8 @@ def conversations(row: dict[str, Any], form: RowFormat) -> list[tuple[bool | Non
     names = form.chosen, form.rejected, form.prompt, form.response, form.messages
     chosen, rejected, prompt, response, messages = (value_at(row, name) for name in names)
     if chosen is not None and rejected is not None:
-        sides = [
-            _joined(prompt, chosen, form.prompt, form.chosen),
-            _joined(prompt, rejected, form.prompt, form.rejected),
-        ]
+        answers = (chosen, form.chosen), (rejected, form.rejected)
+        sides = [_joined(prompt, answer, form.prompt, name) for answer, name in answers]
         if sides[0] == sides[1]:
             raise DataError(f"{form.chosen!r} and {form.rejected!r} are the same")
         return [(True, sides[0]), (False, sides[1])]

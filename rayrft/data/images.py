@@ -136,7 +136,9 @@ def keep_image(image: Picture, folder: Path) -> str:
         drawn = io.BytesIO()
         image.convert("RGB").save(drawn, "PNG")
         image = drawn.getvalue()
-    path = folder / f"{hashlib.blake2b(image, digest_size=16).hexdigest()}.{_kind(image)}"
+    with _opened(io.BytesIO(image)) as opened:
+        kind = str(opened.format).lower()
+    path = folder / f"{hashlib.blake2b(image, digest_size=16).hexdigest()}.{kind}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{uuid.uuid4().hex}.partial"
@@ -144,11 +146,6 @@ def keep_image(image: Picture, folder: Path) -> str:
         sync(partial)
         partial.replace(path)
     return str(path)
-
-
-def _kind(data: bytes) -> str:
-    with _opened(io.BytesIO(data)) as image:
-        return str(image.format).lower()
 
 
 @contextlib.contextmanager

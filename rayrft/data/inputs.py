@@ -9,7 +9,7 @@ from itertools import islice
 
 from rayrft.config import RunConfig
 from rayrft.data.demonstrations import RowEncoder, demonstrate, from_file, from_tasks, held_out_name, hold_out
-from rayrft.data.formats import conversations, read_rows
+from rayrft.data.formats import conversations, open_rows
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.task_splits import TaskSplits
 from rayrft.data.tokenizer import ChatTokenizer
@@ -41,14 +41,14 @@ def check_demonstrations(config: RunConfig) -> None:
     """Read the first row of every demonstration file. Raises DataError if one cannot be read."""
     for name, spec in config.demonstrations.items():
         if spec.path is not None:
-            next(read_rows(spec.path, f"demonstrations.{name}.path"), None)
+            next(open_rows(spec.path, f"demonstrations.{name}.path").rows(), None)
 
 
 def demonstrated_text(config: RunConfig) -> list[str]:
     """Return the text of demonstration files, so that a tiny model's tokenizer knows their characters."""
     texts: list[str] = []
     for name, spec in config.demonstrations.items():
-        rows = read_rows(spec.path, f"demonstrations.{name}.path") if spec.path is not None else ()
+        rows = open_rows(spec.path, f"demonstrations.{name}.path").rows() if spec.path is not None else ()
         for _, row in rows:
             with suppress(DataError):  # broken rows are reported when they become experiences
                 conversation = conversations(row, spec) if isinstance(row, dict) else []

@@ -42,26 +42,26 @@ class RowSource:
     """Text: open the source again with values of these columns `converted`; a row with one that cannot be is broken."""
 
 
-def open_table(path: Path) -> RowSource:
+def open_table(path: Path, field: str = "file") -> RowSource:
     """Open what `open_rows` opens as a table; text is read through once for its columns and its broken rows.
 
     Columns of text are texts, numbers, booleans and lists of one of these. One with other values (objects, or values
     of several kinds) is a column of JSON texts, which `TableWriter` writes as they were. Where a row lacks a key, its
-    value is null. Raises DataError if there is no such file, or no row that can be read.
+    value is null. Raises DataError, which names ``field``, if there is no such file, or no row that can be read.
     """
-    files = open_rows(path, "file")
+    files = open_rows(path, field)
     if not files.are_tables:
         return _open_text(files, {})
     schema, rows = files.table()
-    return _with_rows(RowSource(str(path), schema, files.batches, rows))
+    return _with_rows(RowSource(str(path), schema, files.batches, rows), field)
 
 
-def _with_rows(source: RowSource, remedy: str = "") -> RowSource:
+def _with_rows(source: RowSource, field: str, remedy: str = "") -> RowSource:
     """Return a source. Raises DataError if it has no rows."""
     if source.rows:
         return source
     first = next((f": row {number} is {problem}" for number, problem in source.broken.items()), "")
-    raise DataError(f"no row can be read{first}", f"give a file with rows{remedy}", field="file", value=source.name)
+    raise DataError(f"no row can be read{first}", f"give a file with rows{remedy}", field=field, value=source.name)
 
 
 def converted(value: Any, kind: str) -> Any:
@@ -242,7 +242,7 @@ def _open_text(files: RowFiles, kinds: Mapping[str, str]) -> RowSource:
 
     remedy = ", or convert the column with operator columns" if kinds else ""
     source = RowSource(str(files.path), schema, batches, rows, broken, partial(_open_text, files))
-    return _with_rows(source, remedy)
+    return _with_rows(source, files.field, remedy)
 
 
 def _kind(value: Any) -> Any:

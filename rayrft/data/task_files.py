@@ -60,10 +60,7 @@ def read_tasks(config: TaskSourceConfig, field: str) -> list[Task]:
     """
     assert config.path is not None  # checked by the config
     path, place = config.path, f"{field}.path"
-    try:
-        table = open_table(path)
-    except DataError as error:
-        raise DataError(error.problem, error.remedy, field=place, value=str(path)) from None
+    table = open_table(path, place)
     if table.broken:
         total = len(table.broken) + (table.rows or 0)
         raise broken_rows(table.broken, total, "write the file again", field=place, value=str(path))

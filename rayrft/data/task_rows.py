@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrft.config.base import resolved
 from rayrft.config.tasks import TaskSourceConfig
-from rayrft.data.formats import Row, read_rows
+from rayrft.data.formats import Row, open_rows
 from rayrft.data.ray_data import quiet_ray_data
 from rayrft.errors import DataError, nearest
 
@@ -37,10 +37,10 @@ class TaskRows:
 
 def file_rows(path: Path, field: str) -> TaskRows:
     """Return the rows of a JSONL, CSV or Parquet file, of a folder of such files, or of a saved data set."""
-    return TaskRows(path.name, str(path), field, path, read_rows(path, field))
+    return TaskRows(path.name, str(path), field, path, open_rows(path, field).rows())
 
 
-def split_rows(config: TaskSourceConfig, field: str, key: str) -> TaskRows:
+def split_rows(config: TaskSourceConfig, field: str, key: str = "split") -> TaskRows:
     """Return the rows of a split of a data set, whose name the config has at ``key``.
 
     Raises DataError if the data set cannot be loaded, which says why, or has no such split.

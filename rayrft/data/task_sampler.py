@@ -156,7 +156,7 @@ def easy_to_hard(view: TaskView, k: int) -> int:
 
 
 @task_samplers.register("failure")
-def failure(view: TaskView, k: int) -> int:
+def by_failure(view: TaskView, k: int) -> int:
     """At random, in proportion to the failure rate."""
     return _choose(view, k, 1 - view.rates)
 
@@ -169,7 +169,7 @@ def near_half(view: TaskView, k: int) -> int:
 
 
 @task_samplers.register("priority")
-def priority(view: TaskView, k: int) -> int:
+def by_priority(view: TaskView, k: int) -> int:
     """At random, in proportion to the tasks' priorities."""
     return _choose(view, k, view.shares, floor=0.0)
 

@@ -79,7 +79,13 @@ def read_reasoning_gym(config: TaskSourceConfig, field: str) -> list[Task]:
             f"reasoning_gym/{config.dataset}",
             entry["question"],
             "" if entry["answer"] is None else as_text(entry["answer"], "answer"),
-            difficulty=_difficulty(entry["metadata"], config, field, f"task {number} of {config.dataset}"),
+            difficulty=_number(
+                entry["metadata"],
+                config.difficulty,
+                f"{field}.difficulty",
+                origin=f"task {number} of {config.dataset}",
+                required=True,
+            ),
             system=config.system,
             # Its place in the data set makes no task another one.
             metadata={name: value for name, value in entry["metadata"].items() if name != "source_index"},
@@ -100,12 +106,7 @@ def read_task_file(config: TaskSourceConfig, field: str) -> TaskRows:
     return file_rows(config.path, f"{field}.path")
 
 
-@task_sources.register("datasets")
-def read_dataset(config: TaskSourceConfig, field: str) -> TaskRows:
-    """Read tasks from a data set of the Hugging Face hub, or from a folder with a copy of one."""
-    return split_rows(config, field, "split")
-
-
+task_sources.register("datasets")(split_rows)
 task_sources.register("ray")(ray_rows)
 task_sources.register("tasks")(read_tasks)
 
@@ -177,7 +178,7 @@ def _to_task(row: dict[str, Any], rows: TaskRows, config: TaskSourceConfig, fiel
         question,
         truth,
         images=image_paths(value_at(row, config.images), rows.base, config.images_folder),
-        difficulty=_difficulty(row, config, field),
+        difficulty=_number(row, config.difficulty, f"{field}.difficulty", required=True),
         system=system if system is not None else config.system,
         tries=int(tries or 0),
         pass_rate=rate,
@@ -185,23 +186,15 @@ def _to_task(row: dict[str, Any], rows: TaskRows, config: TaskSourceConfig, fiel
     )
 
 
-def _difficulty(values: dict[str, Any], config: TaskSourceConfig, field: str, origin: str = "it") -> float | None:
-    if config.difficulty is None:
-        return None
-    difficulty = finite(value_at(values, config.difficulty))
-    if difficulty is None:
-        problem = f"{origin} has no number in {config.difficulty!r}"
-        remedy = f"name one of the fields {sorted(values)} that holds a number in every row"
-        raise DataError(problem, remedy, field=f"{field}.difficulty", value=value_at(values, config.difficulty))
-    return difficulty
-
-
-def _number(row: dict[str, Any], name: str | None, field: str) -> float | None:
-    """Return the number in a field; None if it is empty, or no field is named."""
+def _number(
+    row: dict[str, Any], name: str | None, field: str, *, origin: str = "it", required: bool = False
+) -> float | None:
+    """Return the number in a field; None if no field is named, or it is empty and not ``required``."""
     value = None if name is None else value_at(row, name)
-    if value is None:
+    if name is None or (value is None and not required):
         return None
     number = finite(value)
     if number is None:
-        raise DataError(f"no number in {name!r}", field=field, value=value)
+        remedy = f"name one of the fields {sorted(row)} that holds a number" + " in every row" * required
+        raise DataError(f"{origin} has no number in {name!r}", remedy, field=field, value=value)
     return number

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from rayrft.buffer.reader import Archive
 from rayrft.config.serve import FeedbackConfig
-from rayrft.data.formats import read_rows
+from rayrft.data.formats import open_rows
 from rayrft.errors import DataError
 from rayrft.feedback.items import ShownAnswer
 from rayrft.feedback.judgements import (
@@ -85,7 +85,7 @@ def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settin
     read = {"argilla": _from_argilla, "label_studio": _from_label_studio}[tool]
     found: list[Judgement] = []
     broken: dict[int, str] = {}
-    for number, row in read_rows(path, "file"):
+    for number, row in open_rows(path, "file").rows():
         try:
             if isinstance(row, str):
                 raise DataError(row)

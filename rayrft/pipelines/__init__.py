@@ -4,13 +4,4 @@ import rayrft.pipelines.operators  # noqa: F401
 from rayrft.pipelines.operator import AnyColumn, Applied, Context, NumberColumn, Operator, TextColumn, register_operator
 from rayrft.pipelines.run.process import Pipeline
 
-__all__ = [
-    "AnyColumn",
-    "Applied",
-    "Context",
-    "NumberColumn",
-    "Operator",
-    "Pipeline",
-    "TextColumn",
-    "register_operator",
-]
+__all__ = ["AnyColumn", "Applied", "Context", "NumberColumn", "Operator", "Pipeline", "TextColumn", "register_operator"]

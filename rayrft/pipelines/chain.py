@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from rayrft.config.pipelines import OperatorConfig
 from rayrft.data.tables import is_json
 from rayrft.errors import ConfigError, OperatorFailed, nearest
 from rayrft.pipelines.operator import Applied, Context, Operator, Wants, build_operator, is_list, is_text
-from rayrft.pipelines.rows import MADE_BY, PARENTS, id_column, mark_made, typed_lineage, with_lineage
+from rayrft.pipelines.rows import MADE_BY, PARENTS, fit_columns, id_column, mark_made, typed_lineage, with_lineage
 
 _SHOWN = 160
 """Characters of a value that are shown."""
@@ -88,7 +88,13 @@ def build_chain(
         place = f"{field}.{number}"
         operator = build_operator(config, place, context)
         named = f"{place}.{config.name}"
-        _check_asked(operator, context, place)
+        for option, name in operator.asks.items():
+            if name not in context.models:
+                remedy = nearest(name, context.models) if context.models else "add it to models or endpoints"
+                raise ConfigError("no such model can be asked here", remedy, field=f"{place}.{option}", value=name)
+        if operator.scores and not context.scores:
+            remedy = "add 'reward', or give the config of a run (--config)"
+            raise ConfigError("it checks answers, and there is no reward to do so", remedy, field=place)
         _check_columns(operator, schema, named, before)
         try:
             operator.check(schema)
@@ -121,7 +127,7 @@ def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
     _check_applied(link, rows, applied)
     after, changed, changes = rows, 0, list[Change]()
     if applied.rows is not rows or link.adds:
-        after = _conform(applied.rows, link.gives)
+        after = fit_columns(applied.rows, link.gives)
         changed, changes = _changes(link, rows, after, samples)
     names = rows.column(id_column(rows.schema)).to_pylist()
     left_out: list[LeftOut] = []
@@ -136,7 +142,7 @@ def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
         parents = [tuple(names[index] for index in indices) for indices in applied.parents]
         version = f"{link.name}/{link.operator.version}"
         maker = f"{link.field} {link.options}"
-        added = mark_made(_conform(applied.made, link.gives, blank=True), parents, version, maker)
+        added = mark_made(fit_columns(applied.made, link.gives, (PARENTS, MADE_BY)), parents, version, maker)
         made_rows = added.slice(0, samples).to_pylist(maps_as_pydicts="lossy")
         after = pa.concat_batches([after, added])
     return after, Outcome(
@@ -170,17 +176,7 @@ def apply_each(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
         *(sum(getattr(each, name) for each in outcomes) for name in ("taken", "given", "changed", "made", "seconds")),
         *([item for each in outcomes for item in getattr(each, name)] for name in _LISTS),
     )
-    return pa.concat_batches(parts) if parts else _conform(rows.slice(0, 0), link.gives), together
-
-
-def _check_asked(operator: Operator[Any], context: Context, field: str) -> None:
-    for option, name in operator.asks.items():
-        if name not in context.models:
-            remedy = nearest(name, context.models) if context.models else "add it to models or endpoints"
-            raise ConfigError("no such model can be asked here", remedy, field=f"{field}.{option}", value=name)
-    if operator.scores and not context.scores:
-        remedy = "add 'reward', or give the config of a run (--config)"
-        raise ConfigError("it checks answers, and there is no reward to do so", remedy, field=field)
+    return pa.concat_batches(parts) if parts else fit_columns(rows.slice(0, 0), link.gives), together
 
 
 def _check_columns(operator: Operator[Any], schema: pa.Schema, field: str, before: str) -> None:
@@ -193,27 +189,23 @@ def _check_columns(operator: Operator[Any], schema: pa.Schema, field: str, befor
             remedy = f"name another column, or put an operator before it; {nearest(name, schema.names)}"
             raise ConfigError(problem, remedy, field=field, value=name)
         column = schema.field(name)
-        if not _holds(column, wants):
+        wanted, holds = _WANTED[wants]
+        if not holds(column):
             kind = "values of JSON of several kinds" if is_json(column) else str(column.type)
-            problem = f"it needs a column of {_WORDS[wants]}, and {before} gives {kind}"
+            problem = f"it needs a column of {wanted}, and {before} gives {kind}"
             remedy = f"name another column, or put {{name: columns, cast: {{{name}: …}}}} before it"
             raise ConfigError(problem, remedy, field=field, value=name)
 
 
-_WORDS: dict[Wants, str] = {"text": "texts", "number": "numbers", "list": "lists", "map": "maps", "any": "values"}
-
-
-def _holds(column: pa.Field, wants: Wants) -> bool:
-    kind = column.type
-    if wants == "any":
-        return True
-    if wants == "text":
-        return is_text(kind) and not is_json(column)
-    if wants == "number":
-        return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    if wants == "list":
-        return is_list(kind)
-    return bool(pa.types.is_map(kind))
+_NUMBERS = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean
+_WANTED: dict[Wants, tuple[str, Callable[[pa.Field], bool]]] = {
+    "any": ("values", lambda column: True),
+    "text": ("texts", lambda column: is_text(column.type) and not is_json(column)),
+    "number": ("numbers", lambda column: any(holds(column.type) for holds in _NUMBERS)),
+    "list": ("lists", lambda column: is_list(column.type)),
+    "map": ("maps", lambda column: pa.types.is_map(column.type)),
+}
+"""The name of the values of a column, and whether it holds them."""
 
 
 def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
@@ -254,17 +246,6 @@ def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
 
 def _wrong(link: Link, problem: str) -> OperatorFailed:
     return OperatorFailed(problem, "correct the operator", field=link.field)
-
-
-def _conform(rows: pa.RecordBatch, schema: pa.Schema, *, blank: bool = False) -> pa.RecordBatch:
-    """Return rows with the columns of a schema in its order, and null in those that are missing; ``blank``: in those of
-    the lineage, too."""
-    there = set(rows.schema.names) - ({PARENTS, MADE_BY} if blank else set())
-    columns = [
-        pa.nulls(rows.num_rows, column.type) if column.name not in there else rows.column(column.name)
-        for column in schema
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _changes(link: Link, before: pa.RecordBatch, after: pa.RecordBatch, samples: int) -> tuple[int, list[Change]]:

@@ -22,7 +22,7 @@ from rayrft.pipelines.experiences import EXPERIENCES
 from rayrft.pipelines.operator import Context, build_operator
 from rayrft.pipelines.operators.batches import BATCHES
 from rayrft.pipelines.report import Report
-from rayrft.pipelines.rows import Ids, id_column, last_answer, lineage
+from rayrft.pipelines.rows import Ids, fit_columns, id_column, last_answer, lineage
 from rayrft.pipelines.run.models import OpenModels
 from rayrft.pipelines.run.process import Pipeline, Progress
 from rayrft.pipelines.subjects import is_experience
@@ -89,7 +89,7 @@ def process(
     def batches() -> Iterator[pa.RecordBatch]:
         for source in sources:
             for batch in source.batches(config.batch_rows):
-                yield in_run.add(_fitted(ids.add(batch, name), schema))
+                yield in_run.add(fit_columns(ids.add(batch, name), schema))
 
     broken = {source.name: source.broken for source in sources if source.broken}
     with ExitStack() as stack:
@@ -186,16 +186,6 @@ def _common(sources: Sequence[RowSource]) -> pa.Schema:
             remedy = "process the files one by one, or convert one of them"
             raise DataError(problem, remedy, field=f"column {column.name}")
     return pa.schema([column for column, _ in columns.values()])
-
-
-def _fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    columns = [
-        batch.column(column.name).cast(column.type)
-        if column.name in batch.schema.names
-        else pa.nulls(batch.num_rows, column.type)
-        for column in schema
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _left_out_writer(path: Path, stack: ExitStack) -> Callable[[dict[str, Any]], None]:

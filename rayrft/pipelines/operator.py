@@ -17,10 +17,11 @@ import pyarrow as pa
 from pydantic import ValidationError, create_model
 
 from rayrft.config.base import Section
+from rayrft.config.load import explain
 from rayrft.config.model import TemplateConfig
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.data.tables import is_json
-from rayrft.errors import ConfigError, nearest
+from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.registry import Registry
 
@@ -179,11 +180,7 @@ operators: Registry[type[Operator[Any]]] = Registry("operator")
 
 
 def register_operator(
-    name: str,
-    kind: Kind | None = None,
-    *,
-    writes: Mapping[str, pa.DataType] | None = None,
-    version: str = "1",
+    name: str, kind: Kind | None = None, *, writes: Mapping[str, pa.DataType] | None = None, version: str = "1"
 ) -> Callable[[Any], Any]:
     """Return a decorator that registers an operator: a subclass of `Operator`, or a function of a row, with its kind.
 
@@ -307,25 +304,9 @@ def build_operator(config: OperatorConfig, field: str, context: Context) -> Oper
             "is not an operator", "decorate it with register_operator", field=f"{field}.name", value=config.name
         )
     try:
-        options = made.Options.model_validate(config.options)
+        return made(made.Options.model_validate(config.options), context)
     except ValidationError as error:
-        raise _refused(error, made.Options, field) from None
-    try:
-        return made(options, context)
+        wrong = explain(error, config.options, made.Options)
     except ConfigError as error:
-        raise ConfigError(error.problem, error.remedy, field=f"{field}.{error.field}", value=error.value) from None
-
-
-def _refused(error: ValidationError, model: type[Section], field: str) -> ConfigError:
-    problem = error.errors()[0]
-    key = ".".join([field, *map(str, problem["loc"])])
-    if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
-        known = model.model_fields
-        remedy = nearest(str(problem["loc"][0]), known) if known else "leave it out: it has no options"
-        return ConfigError("unknown option", remedy, field=key, value=problem["loc"][0])
-    if problem["type"] == "missing":
-        return ConfigError("a required option is missing", f"add '{problem['loc'][-1]}: …'", field=key)
-    reason = problem.get("ctx", {}).get("error")
-    if isinstance(reason, ValueError) and isinstance(cause := reason.args[0], ConfigError):
-        return ConfigError(cause.problem, cause.remedy, field=f"{key}.{cause.field}".strip("."), value=cause.value)
-    return ConfigError(problem["msg"], field=key, value=problem["input"])
+        wrong = error
+    raise ConfigError(wrong.problem, wrong.remedy, field=f"{field}.{wrong.field}", value=wrong.value)

@@ -96,7 +96,7 @@ class Report:
             for note, count in each.notes.most_common():
                 yield f"  {count:,} without success: {note}"
             for note in each.noted:
-                yield f"  such as: {shortened(note)}"
+                yield f"  such as: {_shortened(note)}"
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,10 @@ def glimpse(row: dict[str, Any]) -> str:
     shown = {"answer": dict(turns[-1])["content"], **row} if turns else row
     values = {name: value for name, value in shown.items() if not (turns and name in skipped)}
     text = ", ".join(f"{name}: {value!r}" for name, value in values.items() if value not in (None, [], {}, ""))
-    return shortened(text)
+    return _shortened(text)
 
 
-def shortened(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= _GLIMPSE else f"{text[:_GLIMPSE]}…"
 
 

@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -69,6 +69,16 @@ def _plain(rows: pa.RecordBatch, name: str) -> pa.Array:
 
 def _digest(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+def fit_columns(rows: pa.RecordBatch, schema: pa.Schema, blank: Collection[str] = ()) -> pa.RecordBatch:
+    """Return rows with the columns of a schema in its order; those that are missing or ``blank`` are null."""
+    columns = []
+    for column in schema:
+        there = column.name in rows.schema.names and column.name not in blank
+        values = rows.column(column.name) if there else pa.nulls(rows.num_rows, column.type)
+        columns.append(values if values.type == column.type else values.cast(column.type))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def texts(rows: pa.RecordBatch, column: str) -> list[str]:

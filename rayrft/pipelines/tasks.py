@@ -194,11 +194,7 @@ class AddedTasks:
 
 
 def process_added(
-    config: RunConfig,
-    tasks: Sequence[Task],
-    source: int,
-    earlier: Sequence[Task] = (),
-    engines: Engines | None = None,
+    config: RunConfig, tasks: Sequence[Task], source: int, earlier: Sequence[Task] = (), engines: Engines | None = None
 ) -> AddedTasks:
     """Process tasks as if they stood at the end of a source, by index; ``earlier`` are those that were added before.
 

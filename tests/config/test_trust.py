@@ -22,7 +22,7 @@ from rayrft.config.base import resolved
 from rayrft.config.serve import FeedbackConfig
 from rayrft.core import services
 from rayrft.core.checkpoints import export
-from rayrft.data.formats import read_rows
+from rayrft.data.formats import open_rows
 from rayrft.data.tables import open_table
 from rayrft.errors import ConfigError, DataError, RayrftError
 from rayrft.explorer.environments import environment_factory, register_environment
@@ -159,7 +159,7 @@ def test_a_file_of_rows_with_pickled_objects_is_refused_unread(saved: bool, tmp_
         with pa.ipc.new_stream(path / "data.arrow", table.schema) as stream:
             stream.write_table(table)
     with pytest.raises(DataError, check=about("columns.answer")):
-        list(read_rows(path, "path"))
+        list(open_rows(path, "path").rows())
     if not saved:
         with pytest.raises(DataError, check=about("columns.answer", str(path))):
             open_table(path)

@@ -15,7 +15,7 @@ from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task, to_batch
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
-from rayrft.pipelines.operators.solving import Attempt
+from rayrft.pipelines.operators.solving import CheckedAnswer
 from rayrft.pipelines.rows import lineage
 from rayrft.rewards.judge import Messages
 from tests.buffer.rows import group
@@ -55,7 +55,7 @@ def test_hard_tasks_give_expert_rows_without_the_hint() -> None:
 
 
 def test_full_marks_up_to_rounding_are_a_right_answer() -> None:
-    assert Attempt(reward=0.7 + 0.2 + 0.1).right(1.0) and not Attempt(reward=0.99999).right(1.0)
+    assert CheckedAnswer(reward=0.7 + 0.2 + 0.1).right(1.0) and not CheckedAnswer(reward=0.99999).right(1.0)
 
 
 def test_tasks_may_go_on_and_then_failures_are_noted() -> None:

@@ -11,16 +11,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from rayrft.config.base import Section
-from rayrft.pipelines.operator import (
-    Applied,
-    Context,
-    NumberColumn,
-    O,
-    Operator,
-    TextColumn,
-    Wants,
-    register_operator,
-)
+from rayrft.pipelines.operator import Applied, Context, NumberColumn, O, Operator, TextColumn, Wants, register_operator
 from rayrft.pipelines.operators import hashing
 from rayrft.pipelines.rows import numbers, of_groups, with_numbers
 

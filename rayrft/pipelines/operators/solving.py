@@ -53,7 +53,7 @@ S = TypeVar("S", bound=SolverOptions)
 
 
 @dataclass(frozen=True)
-class Attempt:
+class CheckedAnswer:
     """An answer to a task and its reward: None where it is unknown, because of a problem, or nothing was answered."""
 
     text: str = ""
@@ -73,7 +73,9 @@ class SolvingOperator(AskingOperator[S]):
     def check(self, schema: pa.Schema) -> None:
         check_subjects(self.options, schema)
 
-    async def attempts(self, model: str, subject: Subject, messages: Messages, tries: int, what: str) -> list[Attempt]:
+    async def attempts(
+        self, model: str, subject: Subject, messages: Messages, tries: int, what: str
+    ) -> list[CheckedAnswer]:
         """Let a model answer a conversation ``tries`` times, and check the answers as those to the row's task. Seeds
         follow from the row, ``what`` this is for, and the number of the try."""
         replies = await asyncio.gather(
@@ -87,11 +89,11 @@ class SolvingOperator(AskingOperator[S]):
         found = []
         for text, problem in replies:
             if problem is not None:
-                found.append(Attempt(problem=f"no answer: {problem}"))
+                found.append(CheckedAnswer(problem=f"no answer: {problem}"))
                 continue
             result = next(results)
             unknown = f"not checked: {result.reason}" if result.value is None else None
-            found.append(Attempt(text, result.value, unknown))
+            found.append(CheckedAnswer(text, result.value, unknown))
         return found
 
     async def ask(
@@ -120,7 +122,7 @@ class SolvingOperator(AskingOperator[S]):
         return mark, self.asked(task, f"{instructions}\n\n{rule.format(mark=mark)}\n\n{shown}")
 
 
-def first_problem(attempts: Sequence[Attempt]) -> str | None:
+def first_problem(attempts: Sequence[CheckedAnswer]) -> str | None:
     return next((each.problem for each in attempts if each.problem is not None), None)
 
 
@@ -166,7 +168,7 @@ class SolutionOperator(SolvingOperator[F]):
 
     async def find(
         self, rows: pa.RecordBatch, indices: list[int], group: list[Subject | None]
-    ) -> tuple[list[Attempt], str | None]:
+    ) -> tuple[list[CheckedAnswer], str | None]:
         """Return answers to the task of rows to store, or the reason why there is none; neither if the rows stay."""
         raise NotImplementedError
 
@@ -175,7 +177,7 @@ class SolutionOperator(SolvingOperator[F]):
         given = await subjects(rows, self.options, None if self._lacks_response else response)
         members = groups(rows, self.group_by) if self.scope == "group" else [[row] for row in range(rows.num_rows)]
         work = [self.find(rows, indices, [given[index] for index in indices]) for indices in members]
-        found, reasons = list[tuple[int, Subject, Attempt]](), list[str | None]([None] * rows.num_rows)
+        found, reasons = list[tuple[int, Subject, CheckedAnswer]](), list[str | None]([None] * rows.num_rows)
         notes = list[str]()
         for indices, (answers, problem) in zip(members, await asyncio.gather(*work), strict=True):
             subject = given[indices[0]]
@@ -188,7 +190,9 @@ class SolutionOperator(SolvingOperator[F]):
             rows = with_column(rows, response, pa.nulls(rows.num_rows, pa.string()))
         return Applied(rows, [] if keep else reasons, made, parents, notes if keep else [])
 
-    def stored(self, attempts: Sequence[Attempt], refused: Callable[[str], bool] = lambda text: False) -> list[Attempt]:
+    def stored(
+        self, attempts: Sequence[CheckedAnswer], refused: Callable[[str], bool] = lambda text: False
+    ) -> list[CheckedAnswer]:
         """Return the right answers that show a way and are not refused, each once and the shortest first."""
         fitting = {
             text: each
@@ -199,7 +203,7 @@ class SolutionOperator(SolvingOperator[F]):
         }
         return [fitting[text] for text in sorted(fitting, key=lambda text: (len(text), text))]
 
-    def _made(self, rows: pa.RecordBatch, found: Sequence[tuple[int, Subject, Attempt]]) -> pa.RecordBatch:
+    def _made(self, rows: pa.RecordBatch, found: Sequence[tuple[int, Subject, CheckedAnswer]]) -> pa.RecordBatch:
         """Return expert rows: each of the row with an index, with an answer to its task. No hint is in them."""
         made = rows.take(pa.array([index for index, _, _ in found], pa.int64()))
         texts = [answer_of(attempt.text) for _, _, attempt in found]
@@ -269,7 +273,7 @@ class HintedSolutions(SolutionOperator[HintedOptions]):
 
     async def find(
         self, rows: pa.RecordBatch, indices: list[int], group: list[Subject | None]
-    ) -> tuple[list[Attempt], str | None]:
+    ) -> tuple[list[CheckedAnswer], str | None]:
         options, subject = self.options, group[0]
         if subject is None:
             return [], "the task is not known, or has no answer"
@@ -279,7 +283,7 @@ class HintedSolutions(SolutionOperator[HintedOptions]):
         plain = await self.attempts(options.model, subject, self.asked(subject.task), options.tries, "plain")
         if not reaches(options.max_pass_rate * len(plain), sum(each.right(options.right) for each in plain)):
             return [], "not hard"
-        stored, hinted = self.stored(plain), list[Attempt]()
+        stored, hinted = self.stored(plain), list[CheckedAnswer]()
         if len(stored) < options.per_task and options.hinted_tries:
             hint = rows.column(options.hint)[indices[0]].as_py() if options.hint else None
             text = cut(str(subject.task.answer if hint is None else hint), options.longest)
@@ -340,7 +344,7 @@ class CorrectedAnswers(SolutionOperator[CorrectedOptions]):
 
     async def find(
         self, rows: pa.RecordBatch, indices: list[int], group: list[Subject | None]
-    ) -> tuple[list[Attempt], str | None]:
+    ) -> tuple[list[CheckedAnswer], str | None]:
         options, subject = self.options, group[0]
         if subject is None or not subject.response:
             return [], "the task is not known, or nothing was answered"
