@@ -231,10 +231,7 @@ class TrainLoop:
         progress.accuracy, progress.reward = None, record.reward
         self._bottleneck.add(record)
         # The record is written while new groups are admitted.
-        await asyncio.gather(
-            self._buffer.call(Buffer.advance, self.published),
-            self._recorder.add(record),
-        )
+        await asyncio.gather(self._buffer.call(Buffer.advance, self.published), self._recorder.add(record))
         await self._doubt(stage, lease, results[0])
 
     async def _doubt(self, stage: StageConfig, lease: Lease, result: StepResult) -> None:

@@ -65,10 +65,7 @@ def _step(r: StepRecord) -> str:
 def _rollout(r: RolloutRecord) -> str:
     reward = "-" if r.reward is None else f"{r.reward:.3f}"
     parts = [f"[{r.stage} {r.step:>5} groups]", f"reward {reward}", f"{r.tokens_per_s:,.0f} tok/s"]
-    parts += [
-        f"held {r.held}",
-        f"{r.seconds:.2f} s ({_rollouts(r.timings)})",
-    ]
+    parts += [f"held {r.held}", f"{r.seconds:.2f} s ({_rollouts(r.timings)})"]
     return "  ".join([*parts, *_verified(r.timings.operators), *_unexpected_losses(r)])
 
 

@@ -156,11 +156,7 @@ class Rank(RankApi):
         else:
             save_hf(self.learner.policy, tokenizer, folder, writer=self._index == 0)
         checkpoint = ray.train.Checkpoint.from_directory(str(folder)) if self._index == 0 else None
-        ray.train.report(
-            {},
-            checkpoint=checkpoint,
-            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
-        )
+        ray.train.report({}, checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
 
     def _load_policy(self, path: str) -> Policy:
         """Load the run's original model, or another of its kind."""
@@ -178,13 +174,7 @@ class Rank(RankApi):
         config = self._setup.config
         warning = policy.enable_fast_paths(pack=config.pack, compute=self._wire_dtype)
         if config.lora is not None:
-            policy.lora = Lora(
-                policy.model,
-                config.lora,
-                origin=path,
-                compute=self._wire_dtype,
-                seed=self._setup.seed,
-            )
+            policy.lora = Lora(policy.model, config.lora, origin=path, compute=self._wire_dtype, seed=self._setup.seed)
         return warning
 
     def _make_critic(self) -> Critic:

@@ -207,9 +207,7 @@ class Trainer(Watched):
             run_rank,
             train_loop_config={"setup": setup},
             scaling_config=ray.train.ScalingConfig(
-                num_workers=self._config.ranks,
-                use_gpu=self._config.gpus > 0,
-                resources_per_worker=resources,
+                num_workers=self._config.ranks, use_gpu=self._config.gpus > 0, resources_per_worker=resources
             ),
             run_config=ray.train.RunConfig(
                 name=folder.name,
