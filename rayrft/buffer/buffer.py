@@ -18,17 +18,17 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer import events as e
-from rayrft.buffer.expert_rows import ExpertBlocks, check_kind, kind_of
+from rayrft.buffer.expert_rows import ExpertBlocks, check_kind, demonstration_kind
 from rayrft.buffer.feedback import give_feedback
 from rayrft.buffer.groups import GroupStatus, group_key
-from rayrft.buffer.ingest import Arrivals, Entry, Receipt, read_message
+from rayrft.buffer.ingest import Arrivals, GroupEntry, Receipt, read_message
 from rayrft.buffer.leases import Lease, Leasing
 from rayrft.buffer.ledger import BufferStats, Ledger, Resumed
 from rayrft.buffer.log.journal import Position
 from rayrft.buffer.log.row_log import Ref
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
-from rayrft.buffer.state import Kind
+from rayrft.buffer.state import DemonstrationKind
 from rayrft.buffer.store import Store
 from rayrft.buffer.transitions import apply
 from rayrft.buffer.validation import Limits, find_faults
@@ -120,9 +120,9 @@ class Buffer(Watched):
                 field=str(self._store.storage.folder),
                 value=known,
             )
-        gone: list[e.Event] = [e.Abandoned(producer) for producer in self._state.producers("")]
+        gone: list[e.Event] = [e.ProducerAbandoned(producer) for producer in self._state.producers("")]
         new = attempt not in self._state.training.attempts
-        await self._store.commit(*([*gone, e.RolledBack(step, attempt)] if new else []))
+        await self._store.commit(*([*gone, e.StepsRolledBack(step, attempt)] if new else []))
         return Resumed(self._state.ledger(), self._store.sizes().torn_bytes)
 
     async def close_stage(self, name: str | None = None) -> None:
@@ -138,15 +138,12 @@ class Buffer(Watched):
     async def leased(self, after: int) -> int:
         """Wait until a step later than ``after`` is leased, and return the newest: groups whose tickets have no later
         deadline come too late. Returns ``after`` once the stage is closed; waits without a deadline, like `admit`."""
-        newest = after
 
-        def later() -> bool:
-            nonlocal newest
-            newest = max(self._state.training.leases, default=after)
-            return newest > after or not self._state.stage.open
+        def newest() -> int:
+            return max(self._state.training.leases, default=after)
 
-        await self._store.wait_for(later)
-        return max(newest, after)
+        await self._store.wait_for(lambda: newest() > after or not self._state.stage.open)
+        return max(newest(), after)
 
     async def admit(self, producer: str, call: int, count: int, feed: str = "") -> list[Ticket]:
         """Wait for room and return up to ``count`` tickets; none if the stage is closed or the tasks are exhausted.
@@ -178,7 +175,7 @@ class Buffer(Watched):
                 number, given = state.feeds[feed].calls[producer]
                 return given if number == call else []
             wanted = 0 if state.exhausted(feed) else min(count, self._retention.room(feed))
-            event = e.Admitted(producer, call, wanted, None, feed)
+            event = e.TicketsIssued(producer, call, wanted, None, feed)
             tickets = apply(state, event)
             await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
 
@@ -212,7 +209,7 @@ class Buffer(Watched):
 
     # Results of a ticket.
 
-    async def put(self, entries: list[Entry], payload: list[Any]) -> list[Receipt]:
+    async def put(self, entries: list[GroupEntry], payload: list[Any]) -> list[Receipt]:
         """Store groups: one entry per group of the packed message in ``payload`` (or its reference).
 
         Returns when they are in the log, with the faults of rejected rows. Invalid rows are rejected and counted by
@@ -222,7 +219,7 @@ class Buffer(Watched):
         """
         return await self._arrivals.put(entries, payload)
 
-    async def park(self, entry: Entry, payload: list[Any]) -> None:
+    async def park(self, entry: GroupEntry, payload: list[Any]) -> None:
         """Store the calls of a group's unfinished attempts; its ticket will be issued again, before others."""
         await self._arrivals.park(entry, payload)
 
@@ -234,12 +231,12 @@ class Buffer(Watched):
 
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
         """Record that a whole group was filtered, with its rows by reason; its place becomes free."""
-        await self._store.commit(e.Dropped(ticket.sequence, dropped, report))
+        await self._store.commit(e.GroupDropped(ticket.sequence, dropped, report))
 
     async def discard(self, call: str, dropped: dict[str, int]) -> None:
         """Record rows that were sampled without a ticket and will not be put, by reason; ``call`` is unique, so that a
         repeated call counts once."""
-        await self._store.commit(e.Dropped(None, dropped, e.GroupReport(), group_key(call)))
+        await self._store.commit(e.GroupDropped(None, dropped, e.GroupReport(), group_key(call)))
 
     async def fail(self, ticket: Ticket, reason: str) -> None:
         """Record that a task gave no rows at all; its place becomes free."""
@@ -288,7 +285,7 @@ class Buffer(Watched):
         if record is None or record.acked:
             await self._store.commit()
             return self._state.ledger()
-        await self._store.commit(e.Acked(step, self._leasing.scores(record, value_errors or {})))
+        await self._store.commit(e.StepAcked(step, self._leasing.scores(record, value_errors or {})))
         ledger = self._state.ledger()
         await self._retention.release(record.slots)
         return ledger
@@ -308,21 +305,21 @@ class Buffer(Watched):
             names = await self._experts.names(record.demonstrations, record.extent)
             units = [record.expert[at : at + record.unit] for at in range(0, len(record.expert), record.unit)]
             expert = [row for unit in units for row in unit if any(names[other] in experience_ids for other in unit)]
-        await self._store.commit(e.Blamed(step, attempt, sorted(slots), sorted(set(expert))))
+        await self._store.commit(e.RowsBlamed(step, attempt, sorted(slots), sorted(set(expert))))
 
     async def cover(self, step: int) -> None:
         """Record that a checkpoint covers all steps before ``step``: their batches will not be leased again."""
-        await self._store.commit(e.Covered(step))
+        await self._store.commit(e.StepsCovered(step))
         await self._retention.trim()
 
     async def requeue(self, step: int, draw: int) -> None:
         """Return a lease, identified by its step and `Lease.draw`: its groups become ready for another step."""
         record = self._state.training.leases.get(step)
-        await self._store.commit(*([e.Requeued(step)] if record is not None and record.draw == draw else []))
+        await self._store.commit(*([e.LeaseRequeued(step)] if record is not None and record.draw == draw else []))
 
     async def advance(self, version: int) -> None:
         """Record that weights of this version are published, which admits new groups."""
-        await self._store.commit(e.Advanced(version))
+        await self._store.commit(e.VersionAdvanced(version))
         await self._retention.trim()
 
     # Demonstrations and inspection.
@@ -335,7 +332,7 @@ class Buffer(Watched):
         batch, (pairs, labelled) = await self._demonstrations(name, payload)
         async with self._store.move_lock:
             extent = await self._experts.write(name, batch)
-            await self._store.commit(e.Loaded(name, extent, 2 if pairs else 1, labelled))
+            await self._store.commit(e.DemonstrationsLoaded(name, extent, 2 if pairs else 1, labelled))
             await self._store.flush()
             await self._experts.sweep()
         return batch.num_rows
@@ -363,7 +360,7 @@ class Buffer(Watched):
                     if known is None
                     else self._experts.append(name, known.extent, batch)
                 )
-                await self._store.commit(e.Extended(name, extent, unit, labelled))
+                await self._store.commit(e.DemonstrationsExtended(name, extent, unit, labelled))
         return batch.num_rows
 
     async def withdraw(self, name: str, experience_ids: list[str]) -> int:
@@ -377,10 +374,10 @@ class Buffer(Watched):
                 return 0
             ids = np.array(await self._experts.names(name, known.extent), dtype=object).reshape(-1, known.unit)
             rows = np.flatnonzero(np.repeat([bool(unwanted & set(names)) for names in ids], known.unit)).tolist()
-            await self._store.commit(e.Withdrawn(name, rows))
+            await self._store.commit(e.DemonstrationsWithdrawn(name, rows))
         return len(rows)
 
-    async def _demonstrations(self, name: str, payload: list[Any]) -> tuple[pa.RecordBatch, Kind]:
+    async def _demonstrations(self, name: str, payload: list[Any]) -> tuple[pa.RecordBatch, DemonstrationKind]:
         """Return demonstrations and their kind; raise DataError if a row is invalid, or if the stage needs others."""
         batch = unpack(await read_message(payload))
         for row, fault in find_faults(batch, self._arrivals.limits).items():
@@ -389,7 +386,7 @@ class Buffer(Watched):
                 "fix the row and load again; no rows were stored",
                 field=f"demonstrations.{name}",
             )
-        kind, stage = kind_of(batch), self._state.stage
+        kind, stage = demonstration_kind(batch), self._state.stage
         if stage.plan is not None and stage.open and stage.plan.expert_rows and stage.plan.demonstrations == name:
             check_kind(name, kind, stage.plan.kind)
         return batch, kind

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.events import GroupReport
-from rayrft.buffer.ingest import Entry, Receipt
+from rayrft.buffer.ingest import GroupEntry, Receipt
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError
 from rayrft.experience import TRUNCATED, Experience, check_filled, check_schema, from_batch, pack, to_batch
@@ -27,7 +27,7 @@ _INLINE_BYTES = 64 << 10
 _CALL_BYTES = 4 << 20
 
 
-_Waiting = tuple[Entry, pa.RecordBatch, "asyncio.Future[Receipt]"]
+_Waiting = tuple[GroupEntry, pa.RecordBatch, "asyncio.Future[Receipt]"]
 
 
 class BufferWriter:
@@ -58,7 +58,7 @@ class BufferWriter:
         rows, nbytes = batch.num_rows, batch.get_total_buffer_size()
         report = GroupReport(rows=rows) if report is None else report
         digest = zlib.crc32(pack(batch)) if ticket is None else 0
-        entry = Entry(batch.column("group_id")[0].as_py(), ticket, report, dropped or {}, rows, nbytes, digest)
+        entry = GroupEntry(batch.column("group_id")[0].as_py(), ticket, report, dropped or {}, rows, nbytes, digest)
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((entry, batch, done))
         if self._sender is None or self._sender.done():
@@ -68,7 +68,7 @@ class BufferWriter:
     async def park(self, batch: pa.RecordBatch, ticket: Ticket) -> None:
         """Store the calls of a group's unfinished attempts; return when they are in the log."""
         rows, nbytes = batch.num_rows, batch.get_total_buffer_size()
-        entry = Entry(batch.column("group_id")[0].as_py(), ticket, GroupReport(), {}, rows, nbytes)
+        entry = GroupEntry(batch.column("group_id")[0].as_py(), ticket, GroupReport(), {}, rows, nbytes)
         await self._buffer.call(Buffer.park, entry, [_payload(pack(batch))])
 
     async def _send(self) -> None:

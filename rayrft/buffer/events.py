@@ -112,7 +112,7 @@ class StageClosed(Event):
 
 
 @dataclass(frozen=True)
-class Admitted(Event):
+class TicketsIssued(Event):
     """A request for tickets was answered, with none if ``count`` is 0.
 
     ``tasks`` are those of the tickets, None before they are drawn: recovery draws them again and compares."""
@@ -134,14 +134,14 @@ class TasksAdded(Event):
 
 
 @dataclass(frozen=True)
-class Abandoned(Event):
+class ProducerAbandoned(Event):
     """The producer is abandoned: its tickets are issued to the next request."""
 
     producer: str
 
 
 @dataclass(frozen=True)
-class Stored(Event):
+class GroupsStored(Event):
     """Groups were stored in the segment that now has this extent."""
 
     extent: Extent
@@ -149,7 +149,7 @@ class Stored(Event):
 
 
 @dataclass(frozen=True)
-class Parked(Event):
+class GroupParked(Event):
     """The calls of a group's unfinished attempts were stored in the segment that now has this extent. Its ticket will
     be issued again."""
 
@@ -160,7 +160,7 @@ class Parked(Event):
 
 
 @dataclass(frozen=True)
-class Dropped(Event):
+class GroupDropped(Event):
     """A group was dropped without storing any row."""
 
     sequence: int | None
@@ -180,7 +180,7 @@ class TaskFailed(Event):
 
 
 @dataclass(frozen=True)
-class Leased(Event):
+class BatchLeased(Event):
     step: int
     slots: list[int]
     weights: list[float]
@@ -189,14 +189,14 @@ class Leased(Event):
 
 
 @dataclass(frozen=True)
-class Acked(Event):
+class StepAcked(Event):
     step: int
     scores: dict[int, float] = field(default_factory=dict)
     """New scores by slot, if training reported any."""
 
 
 @dataclass(frozen=True)
-class Blamed(Event):
+class RowsBlamed(Event):
     """Training failed on one of these groups (by slot) and demonstrations (by row)."""
 
     step: int
@@ -207,19 +207,19 @@ class Blamed(Event):
 
 
 @dataclass(frozen=True)
-class Covered(Event):
+class StepsCovered(Event):
     """A checkpoint covers all steps before ``step``."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class Requeued(Event):
+class LeaseRequeued(Event):
     step: int
 
 
 @dataclass(frozen=True)
-class RolledBack(Event):
+class StepsRolledBack(Event):
     """The run resumes at ``step``: leases from there on are trained again."""
 
     step: int
@@ -228,18 +228,18 @@ class RolledBack(Event):
 
 
 @dataclass(frozen=True)
-class Advanced(Event):
+class VersionAdvanced(Event):
     version: int
 
 
 @dataclass(frozen=True)
-class Evicted(Event):
+class GroupsEvicted(Event):
     slots: list[int]
     reason: str
 
 
 @dataclass(frozen=True)
-class Moved(Event):
+class GroupsMoved(Event):
     """Groups were rewritten contiguously from row ``row`` of the extent's segment."""
 
     extent: Extent
@@ -250,7 +250,7 @@ class Moved(Event):
 
 
 @dataclass(frozen=True)
-class Deleted(Event):
+class SegmentsDeleted(Event):
     segments: list[int]
     forgotten: list[str] = field(default_factory=list)
     """Experience ids whose late feedback is deleted, too."""
@@ -268,7 +268,7 @@ class FeedbackNoted(Event):
 
 
 @dataclass(frozen=True)
-class Loaded(Event):
+class DemonstrationsLoaded(Event):
     """Demonstrations are stored in the file ``expert-<name>-<segment>.arrow`` of this extent."""
 
     name: str
@@ -280,8 +280,8 @@ class Loaded(Event):
 
 
 @dataclass(frozen=True)
-class Extended(Event):
-    """Demonstrations were added to those of a name, whose file has this extent now; see `Loaded`."""
+class DemonstrationsExtended(Event):
+    """Demonstrations were added to those of a name, whose file has this extent now; see `DemonstrationsLoaded`."""
 
     name: str
     extent: Extent
@@ -290,7 +290,7 @@ class Extended(Event):
 
 
 @dataclass(frozen=True)
-class Withdrawn(Event):
+class DemonstrationsWithdrawn(Event):
     """Demonstrations of a name are not drawn any more, by their row numbers; leases that have them keep them."""
 
     name: str

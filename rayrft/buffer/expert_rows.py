@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from rayrft.buffer.events import Extent
 from rayrft.buffer.log.row_log import Ref
-from rayrft.buffer.log.segments import read_rows, with_schema
+from rayrft.buffer.log.segments import read_log_rows, with_schema
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.state import Kind, State
+from rayrft.buffer.state import DemonstrationKind, State
 from rayrft.errors import DataError
 
 
@@ -78,7 +78,7 @@ class ExpertBlocks:
 
         file = expert_file(name, extent)
         if file not in self._blocks or len(self._blocks[file].tokens) < (extent.rows if rows is None else rows):
-            batch = await asyncio.to_thread(read_rows, self._storage, file, extent)
+            batch = await asyncio.to_thread(read_log_rows, self._storage, file, extent)
             tokens = batch.column("token_ids").value_lengths().to_numpy()
             self._blocks[file] = ExpertBlock(ray.put(batch.serialize()), tokens)
         return self._blocks[file]
@@ -87,7 +87,7 @@ class ExpertBlocks:
         """Return the experience ids of the demonstrations by row."""
         file = expert_file(name, extent)
         if len(self._names.get(file, ())) < extent.rows:
-            batch = await asyncio.to_thread(read_rows, self._storage, file, extent)
+            batch = await asyncio.to_thread(read_log_rows, self._storage, file, extent)
             self._names[file] = batch.column("experience_id").to_pylist()
         return self._names[file]
 
@@ -154,12 +154,12 @@ def are_labelled(batch: pa.RecordBatch) -> bool:
     return True
 
 
-def kind_of(batch: pa.RecordBatch) -> Kind:
+def demonstration_kind(batch: pa.RecordBatch) -> DemonstrationKind:
     """Return the kind of demonstrations. Raises DataError if they are of several kinds."""
     return are_pairs(batch), are_labelled(batch)
 
 
-def check_kind(name: str, found: Kind, wanted: Kind) -> None:
+def check_kind(name: str, found: DemonstrationKind, wanted: DemonstrationKind) -> None:
     """Raise DataError unless demonstrations are what a stage needs. SFT takes neither pairs nor labelled answers, or it
     would imitate the rejected and the bad ones."""
     if found != wanted:

@@ -30,7 +30,7 @@ async def give_feedback(store: Store, experience_id: str, reward: float | None, 
             rows, moved = change(before, experience_id, reward, labels), list[e.Event]()
             if rows is not before:
                 done = await store.in_row_thread(store.rows.append, to_batch(rows).serialize())
-                moved = [e.Moved(done.extent, [slot], done.row, score=done.stored[0].score)]
+                moved = [e.GroupsMoved(done.extent, [slot], done.row, score=done.stored[0].score)]
             # A step may have leased the unchanged group meanwhile.
             if _is_untrained(groups, slot):
                 return await store.commit(*moved)

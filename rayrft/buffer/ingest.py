@@ -25,7 +25,7 @@ _NO_STEP = "the group was dropped: it is too old, or the stage has no place for 
 
 
 @dataclass(frozen=True)
-class Entry:
+class GroupEntry:
     """Metadata of a group that is put. ``dropped`` counts rows that were sampled and are not in it, by reason."""
 
     group_id: str
@@ -65,7 +65,7 @@ class Arrivals:
         self._retention = retention
         self.limits = limits
 
-    async def put(self, entries: list[Entry], payload: list[Any]) -> list[Receipt]:
+    async def put(self, entries: list[GroupEntry], payload: list[Any]) -> list[Receipt]:
         """Store the groups of a call that are new; see `Buffer.put`."""
         state, groups = self._store.state, self._store.state.groups
 
@@ -90,18 +90,18 @@ class Arrivals:
             faults.setdefault(i, [Fault(entries[i].group_id, _NO_STEP)])
         return [Receipt(entry.group_id, tuple(faults.get(i, ()))) for i, entry in enumerate(entries)]
 
-    async def park(self, entry: Entry, payload: list[Any]) -> None:
+    async def park(self, entry: GroupEntry, payload: list[Any]) -> None:
         """Store the calls of an unfinished group; see `Buffer.park`."""
         events: list[e.Event] = []
         assert entry.ticket is not None  # only groups with tickets are parked
         if self._store.state.expects(entry.key, entry.sequence):
             message = await read_message(payload)
             done = await self._store.in_row_thread(self._store.rows.append, message)  # the finished group is validated
-            events = [e.Parked(done.extent, _stored_group(entry, done, 0), entry.ticket.resumes)]
+            events = [e.GroupParked(done.extent, _stored_group(entry, done, 0), entry.ticket.resumes)]
         await self._store.commit(*events)
 
     async def _store_groups(
-        self, entries: list[Entry], wanted: list[int], payload: list[Any]
+        self, entries: list[GroupEntry], wanted: list[int], payload: list[Any]
     ) -> tuple[list[e.Event], dict[int, list[Fault]]]:
         """Write the rows of the wanted groups; return their events for the journal, and their faults."""
         # Room for a group with a ticket was reserved at its admission.
@@ -115,7 +115,7 @@ class Arrivals:
         limits = replace(self.limits, version=store.state.newest_version)
         done = await store.in_row_thread(store.rows.take, message, wanted, whole, len(entries), limits)
         stored = [_stored_group(entries[i], done, place) for place, i in enumerate(done.groups)]
-        events: list[e.Event] = [e.Stored(done.extent, stored)] if stored else []
+        events: list[e.Event] = [e.GroupsStored(done.extent, stored)] if stored else []
         for i in sorted(set(wanted) - set(done.groups)):
             found = Counter(fault.reason for fault in done.faults[i])
             if i in whole and found.total() < entries[i].rows:
@@ -129,15 +129,15 @@ async def read_message(payload: list[Any]) -> pa.Buffer:
     return payload[0] if isinstance(payload[0], pa.Buffer) else await payload[0]
 
 
-def _refused(entry: Entry, reasons: dict[str, int]) -> e.Dropped:
+def _refused(entry: GroupEntry, reasons: dict[str, int]) -> e.GroupDropped:
     """Return the event for a rejected group, with its rows by reason."""
     dropped = {**entry.dropped, **{f"rejected: {reason}": rows for reason, rows in reasons.items()}}
     # The producer puts a rejected group without a ticket again, fixed: its report is counted then.
     report = entry.report if entry.ticket is not None else GroupReport()
-    return e.Dropped(entry.sequence, dropped, report, entry.key, entry.digest)
+    return e.GroupDropped(entry.sequence, dropped, report, entry.key, entry.digest)
 
 
-def _stored_group(entry: Entry, done: Appended, place: int) -> e.StoredGroup:
+def _stored_group(entry: GroupEntry, done: Appended, place: int) -> e.StoredGroup:
     """Return the journal's entry for the ``place``-th appended group."""
     found = Counter(f"rejected: {fault.reason}" for fault in done.faults.get(done.groups[place], []))
     dropped = {**entry.dropped, **found}

@@ -190,14 +190,14 @@ class Leasing:
         found = {self._store.state.groups.find(group_key(group)): error for group, error in value_errors.items()}
         return {slot: found[slot] for slot in record.slots if slot in found}
 
-    async def _next(self, step: int, deadline_s: float) -> e.Leased:
+    async def _next(self, step: int, deadline_s: float) -> e.BatchLeased:
         store, state = self._store, self._store.state
         if state.stage.plan is None:
             raise RayrftError("no stage is open", "open a stage first, as a run does", field="buffer.lease", value=step)
         if state.training.replaying:
             # A request for a step that was never leased shows that all leased steps have been repeated.
-            await store.commit(e.Advanced(state.training.version))
-        drawn: list[e.Leased] = []
+            await store.commit(e.VersionAdvanced(state.training.version))
+        drawn: list[e.BatchLeased] = []
         seen, loop = self._ready(), asyncio.get_running_loop()
 
         def ready() -> bool:
@@ -222,7 +222,7 @@ class Leasing:
             raise self._ended(self._end_reason() or "deadline", step, "no more can arrive of the")
         return drawn[0]
 
-    def _draw(self, step: int) -> e.Leased | None:
+    def _draw(self, step: int) -> e.BatchLeased | None:
         """Draw the batch of the step from the ready groups; None if it has to wait."""
         stage, experts = self._store.state.stage, self._store.state.contents.experts
         plan = stage.plan
@@ -236,7 +236,7 @@ class Leasing:
             return None
         cursor = experts.get(plan.demonstrations or "")
         expert = [] if cursor is None else cursor.peek(plan.expert_rows)
-        return e.Leased(step, slots, weights, expert)
+        return e.BatchLeased(step, slots, weights, expert)
 
     def _sample(self, count: int, step: int) -> Draw | None:
         """Draw groups from the pool; None if there are too few."""

@@ -16,8 +16,8 @@ from rayrft.buffer.events import FeedbackNoted
 from rayrft.buffer.expert_rows import expert_file
 from rayrft.buffer.groups import GroupStatus, GroupTable, unknown_row
 from rayrft.buffer.ledger import ArchiveStats
-from rayrft.buffer.log.journal import Journal, Recovered
-from rayrft.buffer.log.segments import read_rows, segment_name, segment_sizes
+from rayrft.buffer.log.journal import EventJournal, Recovered
+from rayrft.buffer.log.segments import read_log_rows, segment_name, segment_sizes
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
 from rayrft.buffer.transitions import apply
@@ -62,7 +62,7 @@ def _read_journal(storage: Storage) -> Recovered:
     for _ in range(_ATTEMPTS):
         before = _snapshots(storage)
         try:
-            recovered = Journal(storage).read()
+            recovered = EventJournal(storage).read()
         except FileNotFoundError:
             continue
         except StorageError:
@@ -232,7 +232,7 @@ class Archive:
 
     def _segment(self, state: State, segment: int, slots: np.ndarray) -> pa.RecordBatch:
         groups, name = state.groups, segment_name(segment)
-        batch = read_rows(self._storage, name, state.contents.extents[segment])
+        batch = read_log_rows(self._storage, name, state.contents.extents[segment])
         counts = groups.rows[slots]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         batch = batch.take(pa.array(np.repeat(groups.row[slots], counts) + within))
@@ -246,7 +246,7 @@ class Archive:
         while True:
             extent = self._state.contents.experts[name].extent
             try:
-                batch = read_rows(self._storage, expert_file(name, extent), extent)
+                batch = read_log_rows(self._storage, expert_file(name, extent), extent)
             except StorageError as error:
                 self._read_again()
                 if self._state.contents.experts[name].extent != extent:

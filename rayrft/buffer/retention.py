@@ -104,16 +104,16 @@ class Retention:
                 if kept and segment not in self._leased():
                     spans = [store.span(slot) for slot in kept]
                     extent, row = await store.in_row_thread(store.rows.rewrite, spans)
-                    moved = [e.Moved(extent, kept, row)]
+                    moved = [e.GroupsMoved(extent, kept, row)]
                 if segment in self._leased():
                     leased += int(unwanted.sum())
                     if moved:  # a step has leased it meanwhile: the copy is looked through the next time
-                        await store.commit(e.Moved(extent, [], row))
+                        await store.commit(e.GroupsMoved(extent, [], row))
                     continue
                 held = [slot for slot in slots[whose].tolist() if groups.status[slot] == GroupStatus.READY]
                 names = batch.column("experience_id").filter(pa.array(unwanted)).to_pylist()
-                evicted = [e.Evicted(held, "forgotten")] if held else []
-                await store.commit(*evicted, *moved, e.Deleted([segment], names))
+                evicted = [e.GroupsEvicted(held, "forgotten")] if held else []
+                await store.commit(*evicted, *moved, e.SegmentsDeleted([segment], names))
                 await store.flush()
                 await store.in_row_thread(store.rows.delete, [segment])
                 erased += int(unwanted.sum())
@@ -140,7 +140,7 @@ class Retention:
         count = int(np.argmax(enough)) + 1 if enough.any() else len(ready)
         if count:
             gone = ready[:count].tolist()
-            await self._store.commit(e.Evicted(gone, f"evicted_{config.when_full.removeprefix('evict_')}"))
+            await self._store.commit(e.GroupsEvicted(gone, f"evicted_{config.when_full.removeprefix('evict_')}"))
             await self.release(gone)
 
     def _leased(self) -> set[int]:
@@ -157,7 +157,7 @@ class Retention:
                 dead.append(segment)
                 excess -= state.contents.extents[segment].nbytes
         if dead:
-            await self._store.commit(e.Deleted(dead))
+            await self._store.commit(e.SegmentsDeleted(dead))
             await self._store.flush()
             await self._store.in_row_thread(self._store.rows.delete, dead)
 
@@ -171,7 +171,7 @@ class Retention:
             if len(held) and share < _SPARSE and segment not in kept:
                 slots = held.tolist()
                 extent, row = await store.in_row_thread(store.rows.rewrite, [store.span(slot) for slot in slots])
-                await store.commit(e.Moved(extent, slots, row))
+                await store.commit(e.GroupsMoved(extent, slots, row))
 
 
 def _personal(batch: pa.RecordBatch, ids: set[str], before: float) -> Iterator[bool]:

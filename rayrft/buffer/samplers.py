@@ -14,12 +14,10 @@ from numpy.typing import NDArray
 
 from rayrft.buffer.groups import GroupStatus, GroupTable
 from rayrft.buffer.schedule import Draw
+from rayrft.buffer.scores import Floats, Ints
 from rayrft.config.buffer import SamplerConfig
 from rayrft.errors import DataError
 from rayrft.registry import Registry
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 MIN_SCORE = 1e-6
 """Lower bound of scores, so that a group of score 0 can still be drawn (epsilon of Schaul et al. 2016)."""
@@ -80,19 +78,21 @@ def draw(
 
 
 @samplers.register("fifo")
-def fifo(groups: Candidates, count: int, step: int, config: SamplerConfig, rng: np.random.Generator) -> Draw:
+def draw_oldest(groups: Candidates, count: int, step: int, config: SamplerConfig, rng: np.random.Generator) -> Draw:
     """Draw in order of arrival, for producers without tickets."""
     return _unweighted(groups.slots[_smallest(groups.arrivals, count)])
 
 
 @samplers.register("uniform")
-def uniform(groups: Candidates, count: int, step: int, config: SamplerConfig, rng: np.random.Generator) -> Draw:
+def draw_uniformly(groups: Candidates, count: int, step: int, config: SamplerConfig, rng: np.random.Generator) -> Draw:
     """Draw with equal probabilities."""
     return _unweighted(rng.choice(groups.slots, count, replace=False))
 
 
 @samplers.register("priority")
-def priority(groups: Candidates, count: int, step: int, config: SamplerConfig, rng: np.random.Generator) -> Draw:
+def draw_by_priority(
+    groups: Candidates, count: int, step: int, config: SamplerConfig, rng: np.random.Generator
+) -> Draw:
     """Draw by priorities (Schaul et al. 2016, arXiv:1511.05952) that age and fall with use:
     ``P(i) ~ score_i^alpha * use_decay^uses_i * exp(-(now - version_i) / tau)``.
 

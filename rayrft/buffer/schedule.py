@@ -1,19 +1,12 @@
 """Schedule of groups, by one number ``max_staleness``: when a group may start and which groups a step takes.
 
-Invariants, with t the version of the trainer (optimiser steps), S = max_staleness, P = groups per step:
-
-* A group admitted at version v has the deadline v + S: consumed at a step t <= v + S, no token of it is staler than
-  S, for its tokens were sampled under v or later.
-* At most (S + 1) P groups have a place: running, ready, or taken by a step whose weights are not published yet. With
-  n(d) the active (running or ready) groups whose deadline is at most d, n(d) <= (d - t + 1) P for every d >= t: the
-  steps t..d have room for all that are due by then.
-* A step takes ready groups by earliest deadline, and only a choice after which the room still suffices (seen from
-  t + 1). Otherwise it waits for a straggler that is due.
-
-So every admitted group can be consumed in time in whatever order groups finish, and none is dropped for its age. See
+A group admitted at version v has the deadline v + ``max_staleness``: consumed by then, no token of it is staler, for its
+tokens were sampled under v or later. A step takes ready groups by earliest deadline, and only if the steps after it have
+room for all other active groups (running or ready) by their deadlines. Otherwise it waits for a straggler that is due. So
+every admitted group can be consumed in time in whatever order groups finish, and none is dropped for its age. See
 schedule.md beside this file for the proof and an example.
 
-With ``over_sampling`` > 1 more groups than needed are in flight, a step takes the first P that are ready, and groups
+With ``over_sampling`` > 1 more groups than needed are in flight, a step takes those that are ready first, and groups
 that can no longer be in time expire, to be dropped and counted.
 
 That is `WindowedSchedule`. A stage whose groups are used more than once, or whose producers need no tickets, has a

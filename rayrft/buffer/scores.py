@@ -20,14 +20,14 @@ Floats = NDArray[np.float64]
 
 FIELD = "buffer.sampler.score"
 
-Score = Callable[[pa.RecordBatch, Ints], Floats]
+ScoreFunction = Callable[[pa.RecordBatch, Ints], Floats]
 """Map rows and ``starts`` (``[groups]`` int64, ascending from 0) to ``[groups]`` float64."""
 
 
-class Scores(Registry[Score]):
+class Scores(Registry[ScoreFunction]):
     """Score functions by name; results of registered and user functions are checked at every call."""
 
-    def get(self, name: str, field: str | None = None) -> Score:
+    def get(self, name: str, field: str | None = None) -> ScoreFunction:
         """Return the function of that name or at ``package.module:attribute``. Raises ConfigError if there is none.
 
         The function raises DataError with its name unless it gives one finite number >= 0 per group.
@@ -72,14 +72,14 @@ def td_error(batch: pa.RecordBatch, starts: Ints) -> Floats:
 
 
 @scores.register("failure")
-def failure(batch: pa.RecordBatch, starts: Ints) -> Floats:
+def mean_failure(batch: pa.RecordBatch, starts: Ints) -> Floats:
     """Compute 1 - mean reward, clipped to [0, 1], so that unsolved tasks are replayed."""
     group, rewards = _known(batch, starts, "reward")
     return np.clip(_means(group, 1 - rewards, len(starts)), 0, 1)
 
 
 @scores.register("priority")
-def priority(batch: pa.RecordBatch, starts: Ints) -> Floats:
+def mean_priority(batch: pa.RecordBatch, starts: Ints) -> Floats:
     """Compute the mean `priority` of the rows, which operators on experiences write."""
     return _means(*_known(batch, starts, "priority"), len(starts))
 

@@ -80,7 +80,7 @@ class SharedBuffer(Buffer):
         await self._store.add_task_set(feed, tasks)
         state = self._state
         if attempt not in state.training.attempts:
-            gone = [e.Abandoned(producer) for producer in state.producers(feed)] if feed in state.feeds else []
+            gone = [e.ProducerAbandoned(producer) for producer in state.producers(feed)] if feed in state.feeds else []
             await self._store.commit(*gone, e.FeedJoined(feed, attempt, job, model, in_flight, group_size))
             self._check_rows()
         return self._progress(feed)

@@ -42,7 +42,7 @@ class RowCounts:
         return ledger
 
 
-Kind = tuple[bool, bool]
+DemonstrationKind = tuple[bool, bool]
 """Whether demonstrations are preference pairs, and whether they are single answers labelled good or bad."""
 
 
@@ -71,7 +71,7 @@ class ExpertCursor:
         self.rows = self.rows or self.extent.rows
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> DemonstrationKind:
         return self.unit == 2, self.labelled
 
     def peek(self, count: int) -> list[int]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from rayrft.buffer import events as e
 from rayrft.buffer.ledger import StoreSizes
-from rayrft.buffer.log.journal import GroupCommit, Journal, Position
+from rayrft.buffer.log.journal import EventJournal, GroupCommit, Position
 from rayrft.buffer.log.row_log import Ref, RowLog, RowSpan
 from rayrft.buffer.log.segments import segment_sizes
 from rayrft.buffer.log.storage import Storage
@@ -64,7 +64,7 @@ class Store:
         self.storage = Storage(folder)
         self.storage.create()
         self.storage.lock()
-        self._journal = Journal(self.storage)
+        self._journal = EventJournal(self.storage)
         self.state = State(config.sampler, seed, tasks)
         self.state.tasks |= read_task_sets(self.storage)
         try:
@@ -179,7 +179,7 @@ class Store:
         newest = max(sizes, default=-1)
 
         def survived(event: e.Event) -> bool:
-            if not isinstance(event, e.Stored | e.Parked | e.Moved) or event.extent.segment != newest:
+            if not isinstance(event, e.GroupsStored | e.GroupParked | e.GroupsMoved) or event.extent.segment != newest:
                 return True
             return event.extent.nbytes <= sizes[newest]
 

@@ -28,7 +28,7 @@ import pytest
 from rayrft.buffer import store
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.events import Extent, GroupReport, StoredRows
-from rayrft.buffer.ingest import Entry
+from rayrft.buffer.ingest import GroupEntry
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.log import journal
 from rayrft.buffer.log.row_log import Appended, RowSpan
@@ -376,10 +376,10 @@ class Producer:
                 rows = [row for _, rows in await world.parked.remote(ticket) for row in rows]
                 assert [world.disk[row] for row in rows] in ([f"{name} parked"], []), "what was parked"
             payload = [pa.py_buffer(json.dumps([[f"{name} parked", ticket.version]]).encode())]
-            await world.park.remote(Entry(name, ticket, GroupReport(), {}, 1, 1), payload)
+            await world.park.remote(GroupEntry(name, ticket, GroupReport(), {}, 1, 1), payload)
         else:
             name = f"{stage}/{ticket.sequence}"
-            entry = Entry(name, ticket, GroupReport(rows=1, reward_sum=1.0, scored=1), {}, 1, 1)
+            entry = GroupEntry(name, ticket, GroupReport(rows=1, reward_sum=1.0, scored=1), {}, 1, 1)
             world.known["sent"].add(name)
             plan = world.setting.stages[0]
             kept = ticket.deadline - plan.max_staleness if plan.parks == "train" and ticket.resumes else ticket.version

@@ -244,7 +244,8 @@ def test_other_programs_read_the_log(log: Path) -> None:
     assert frame.groupby("group_id")["reward"].max().to_dict() == {"0": 1, "1": 1, "2": 1, "3": 1, "4": 7, "9": 1}
     assert frame["token_ids"][0].tolist() == [90] * 1000
     events = pd.read_json(journal, lines=True)
-    assert events["event"].value_counts()[["stored", "leased", "acked", "loaded"]].tolist() == [6, 2, 1, 1]
+    kinds = ["groups_stored", "batch_leased", "step_acked", "demonstrations_loaded"]
+    assert events["event"].value_counts()[kinds].tolist() == [6, 2, 1, 1]
     labelled = "select max(reward) from rows where labels['quality'] = 'good'"
     assert duckdb.from_arrow(table).query("rows", labelled).fetchall() == [(7.0,)]
     assert duckdb.sql(f"select count(*) from read_json('{journal}') where event = 'stored'").fetchall() == [(6,)]

@@ -64,12 +64,12 @@ def test_a_group_that_was_used_is_evicted_before_others(start: Start) -> None:
 def test_what_is_remembered_of_rejected_groups_and_late_feedback_does_not_grow_with_the_run() -> None:
     state = State(SamplerConfig(), 0, None)
     for key in range(10_050):
-        apply(state, e.Dropped(None, {"rejected": 1}, e.GroupReport(rows=1), key=key, digest=7))
-    apply(state, e.Dropped(None, {"rejected": 1}, e.GroupReport(rows=1), key=10_049, digest=7))
+        apply(state, e.GroupDropped(None, {"rejected": 1}, e.GroupReport(rows=1), key=key, digest=7))
+    apply(state, e.GroupDropped(None, {"rejected": 1}, e.GroupReport(rows=1), key=10_049, digest=7))
     assert len(state.contents.rejected_keys) == 10_000 and state.contents.ledger.sampled == 10_050, (
         "a repeat counts once"
     )
     state.contents.extents = {1: Extent(1), 2: Extent(2)}
     apply(state, e.FeedbackNoted(1, "a/0", 1.0, {}, 0))
-    apply(state, e.Deleted([1]))
+    apply(state, e.SegmentsDeleted([1]))
     assert state.contents.late_feedback == {} and state.contents.late_feedback_count == 1

@@ -12,7 +12,7 @@ import pytest
 from rayrft.buffer import events as e
 from rayrft.buffer.events import Extent
 from rayrft.buffer.log import segments
-from rayrft.buffer.log.journal import Journal
+from rayrft.buffer.log.journal import EventJournal
 from rayrft.buffer.log.row_log import RowLog, RowSpan
 from rayrft.buffer.log.segments import segment_name
 from rayrft.buffer.log.storage import Storage
@@ -23,7 +23,12 @@ from tests.buffer.in_process import ObjectTable, small
 from tests.buffer.rows import group
 
 CONFIG = small(segment_bytes=6000, log_bytes=1 << 30, memory_bytes=1 << 30, max_rows=1000, max_bytes=1 << 30)
-EVENTS: list[e.Event] = [e.Began("run", SCHEMA_VERSION), e.Advanced(1), e.TaskFailed(3, "no\nreason\r\x85"), e.Acked(2)]
+EVENTS: list[e.Event] = [
+    e.Began("run", SCHEMA_VERSION),
+    e.VersionAdvanced(1),
+    e.TaskFailed(3, "no\nreason\r\x85"),
+    e.StepAcked(2),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +38,7 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> ObjectTable:
 
 def journal_of(folder: Path, events: list[e.Event]) -> Path:
     """A journal with these events; gives its file."""
-    journal = Journal(Storage(folder))
+    journal = EventJournal(Storage(folder))
     journal.open()
     for event in events:
         journal.append([event])
@@ -53,7 +58,7 @@ class TestJournal:
         start = whole.rindex(b"\n", 0, -1) + 1
         for end in range(start, len(whole)):
             file.write_bytes(whole[:end])
-            journal = Journal(Storage(tmp_path))
+            journal = EventJournal(Storage(tmp_path))
             recovered = journal.open()
             assert (recovered.events, recovered.torn_bytes) == (EVENTS[:-1], end - start)
             journal.append(EVENTS[-1:])
@@ -67,7 +72,7 @@ class TestJournal:
         file = journal_of(tmp_path, EVENTS)
         whole = file.read_bytes()
         file.write_bytes(whole + garbage)
-        recovered = Journal(Storage(tmp_path)).open()
+        recovered = EventJournal(Storage(tmp_path)).open()
         assert (recovered.events, recovered.torn_bytes) == (EVENTS, len(garbage))
         assert file.read_bytes() == whole
 
@@ -82,7 +87,7 @@ class TestJournal:
             damaged[place] ^= 1 << place % 8
             file.write_bytes(damaged)
             with pytest.raises(StorageError, match=r"journal-00000000\.jsonl, line 2: the line was changed since"):
-                Journal(Storage(tmp_path)).open()
+                EventJournal(Storage(tmp_path)).open()
             assert file.read_bytes() == damaged
 
     def test_a_line_of_another_rayrft_is_an_error_that_says_so(self, tmp_path: Path) -> None:
@@ -93,14 +98,14 @@ class TestJournal:
             StorageError,
             match=r"line 5: this version of rayrft cannot read .*Continue with the version .* wrote it",
         ):
-            Journal(Storage(tmp_path)).open()
+            EventJournal(Storage(tmp_path)).open()
 
     def test_a_log_of_an_earlier_version_is_refused_before_its_other_lines_are_read(self, tmp_path: Path) -> None:
         bodies = b'{"run":"r","schema":"4","event":"began"}', b'{"step":1,"life":"a","event":"blamed"}'
         lines = [b'%s,"crc":%d}\n' % (body[:-1], zlib.crc32(body)) for body in bodies]
         (tmp_path / "journal-00000000.jsonl").write_bytes(b"".join(lines))
         with pytest.raises(StorageError, match=r"line 1: the log has schema version 4.*Use the version of rayrft that"):
-            Journal(Storage(tmp_path)).open()
+            EventJournal(Storage(tmp_path)).open()
 
     def test_a_snapshot_of_another_rayrft_is_an_error_that_says_so(self) -> None:
         state = State(small().sampler, 0, None)
@@ -114,7 +119,7 @@ class TestJournal:
         assert raised.value.field == "snapshot"
 
     def test_any_change_of_a_snapshot_is_an_error_that_names_it(self, tmp_path: Path) -> None:
-        journal = Journal(Storage(tmp_path))
+        journal = EventJournal(Storage(tmp_path))
         journal.open()
         journal.begin(pa.py_buffer(b"the state"))
         [file] = tmp_path.glob("snapshot*")
@@ -123,13 +128,13 @@ class TestJournal:
             damaged[place] ^= 1
             file.write_bytes(damaged)
             with pytest.raises(StorageError, match=rf"{file.name}: the snapshot was changed"):
-                Journal(Storage(tmp_path)).open()
+                EventJournal(Storage(tmp_path)).open()
 
     def test_looking_at_a_torn_journal_changes_nothing(self, tmp_path: Path) -> None:
         file = journal_of(tmp_path, EVENTS)
         torn = file.read_bytes() + b"torn"
         file.write_bytes(torn)
-        recovered = Journal(Storage(tmp_path)).read()
+        recovered = EventJournal(Storage(tmp_path)).read()
         assert (recovered.events, recovered.torn_bytes, file.read_bytes()) == (EVENTS, 4, torn)
 
 

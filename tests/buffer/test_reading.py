@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from rayrft.buffer import events as e
-from rayrft.buffer.log.journal import Journal
+from rayrft.buffer.log.journal import EventJournal
 from rayrft.buffer.log.segments import segment_name
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import Archive, read_state
@@ -29,7 +29,7 @@ class Writer:
     def __init__(self, folder: Path, schema: str = SCHEMA_VERSION) -> None:
         self.version = 0
         self._state = State(SamplerConfig(), 0, None)
-        self._journal = Journal(Storage(folder))
+        self._journal = EventJournal(Storage(folder))
         self._journal.open()
         self._write(e.Began("run", schema))
         self.compact()
@@ -37,7 +37,7 @@ class Writer:
     def compact(self) -> None:
         self._journal.begin(self._state.to_snapshot())
         self.version += 1
-        self._write(e.Advanced(self.version))
+        self._write(e.VersionAdvanced(self.version))
 
     def _write(self, event: e.Event) -> None:
         apply(self._state, event)

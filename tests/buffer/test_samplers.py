@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rayrft.buffer.groups import GroupTable
-from rayrft.buffer.samplers import Candidates, draw, eligible, fifo, samplers
+from rayrft.buffer.samplers import Candidates, draw, draw_oldest, eligible, samplers
 from rayrft.buffer.schedule import Draw
 from rayrft.config.buffer import SamplerConfig
 from rayrft.errors import ConfigError, DataError
@@ -177,7 +177,7 @@ def test_fifo_draws_the_oldest_whatever_their_slots() -> None:
 def test_an_unknown_sampler_names_the_nearest_and_an_own_one_is_found_by_its_path() -> None:
     with pytest.raises(ConfigError, check=about("buffer.sampler.name", "prioritized")):
         samplers.get("prioritized", "buffer.sampler.name")
-    assert samplers.get("rayrft.buffer.samplers:fifo") is fifo
+    assert samplers.get("rayrft.buffer.samplers:draw_oldest") is draw_oldest
 
 
 def twice_the_first(groups: Candidates, count: int, *_: object) -> Draw:

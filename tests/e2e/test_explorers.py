@@ -57,5 +57,5 @@ def test_two_explorers_take_each_task_once_beside_an_endpoint_and_a_dead_auxilia
     assert ["user", "assistant", "user", "assistant"] in turns
     journal = (run.folder / "buffer" / "journal-00000000.jsonl").read_text().splitlines()
     events = [json.loads(line[line.index("{") : line.rindex("}") + 1]) for line in journal]
-    takers = {event["producer"] for event in events if event["event"] == "admitted" and event["tasks"]}
+    takers = {event["producer"] for event in events if event["event"] == "tickets_issued" and event["tasks"]}
     assert len(takers) == 2, "both have acted"

@@ -45,7 +45,7 @@ class GroupCommit:
 
     def __init__(
         self,
-        journal: Journal,
+        journal: EventJournal,
         config: BufferConfig,
         snapshot: Callable[[], pa.Buffer],
         sync_rows: Callable[[], Awaitable[None]],
@@ -180,7 +180,7 @@ class Recovered:
     torn_bytes: int
 
 
-class Journal:
+class EventJournal:
     """The journal in a folder. Call ``open`` before writing."""
 
     def __init__(self, storage: Storage) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer.events import Extent, StoredRows
-from rayrft.buffer.log.segments import read_rows, segment_name, segment_sizes, with_schema
+from rayrft.buffer.log.segments import read_log_rows, segment_name, segment_sizes, with_schema
 from rayrft.buffer.log.storage import Appender, Storage
 from rayrft.buffer.scores import scores
 from rayrft.buffer.validation import Fault, Limits, find_faults, group_starts, is_masked, stored_rows
@@ -256,7 +256,7 @@ class RowLog:
         return Appended(segment.extent, row, list(range(len(starts))), stored)
 
     def _read(self, segment: _Segment) -> pa.RecordBatch:
-        return read_rows(self._storage, segment_name(segment.extent.segment), segment.extent)
+        return read_log_rows(self._storage, segment_name(segment.extent.segment), segment.extent)
 
     def _gather(self, segment: _Segment) -> None:
         """Merge the pending rows into one block."""

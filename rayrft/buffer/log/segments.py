@@ -33,7 +33,7 @@ def with_schema(message: pa.Buffer) -> pa.Buffer:
     return pa.py_buffer(SCHEMA.serialize().to_pybytes() + message.to_pybytes())
 
 
-def read_rows(storage: Storage, name: str, extent: Extent) -> pa.RecordBatch:
+def read_log_rows(storage: Storage, name: str, extent: Extent) -> pa.RecordBatch:
     """Return the rows of a file as one batch.
 
     Raises StorageError if the file is missing, damaged, or of another schema version.

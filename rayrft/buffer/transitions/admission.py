@@ -81,8 +81,8 @@ def feed_joined(state: State, event: e.FeedJoined) -> None:
     feed.ended = False  # the tickets that its last attempt held are issued again
 
 
-@rule(e.Admitted)
-def admitted(state: State, event: e.Admitted) -> list[Ticket]:
+@rule(e.TicketsIssued)
+def admitted(state: State, event: e.TicketsIssued) -> list[Ticket]:
     """Issue a feed's tickets: those of abandoned producers first, then those of parked groups."""
     feed, plan, schedule = state.feeds[event.feed], state.stage.plan, state.stage.schedule
     tickets, feed.reissued = feed.reissued[: event.count], feed.reissued[event.count :]
@@ -113,7 +113,7 @@ def admitted(state: State, event: e.Admitted) -> list[Ticket]:
     return tickets
 
 
-def _draw_tasks(state: State, event: e.Admitted, issued: int) -> list[str | None]:
+def _draw_tasks(state: State, event: e.TicketsIssued, issued: int) -> list[str | None]:
     """Draw tasks for the tickets of a request beyond those ``issued``, fewer if the tasks are exhausted; the recorded
     ones if there is no task set."""
     tasks, count = state.tasks.get(event.feed), event.count - issued
@@ -133,8 +133,8 @@ def tasks_added(state: State, event: e.TasksAdded) -> None:
             known.record(task.id, task.tries, task.passes)
 
 
-@rule(e.Abandoned)
-def abandoned(state: State, event: e.Abandoned) -> None:
+@rule(e.ProducerAbandoned)
+def abandoned(state: State, event: e.ProducerAbandoned) -> None:
     stage = state.stage
     for ticket in [held.ticket for held in state.outstanding.values() if held.producer == event.producer]:
         del state.outstanding[ticket.sequence]

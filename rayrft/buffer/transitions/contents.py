@@ -21,8 +21,8 @@ def began(state: State, event: e.Began) -> None:
     state.meta.run, state.meta.schema = event.run, event.schema
 
 
-@rule(e.Stored)
-def stored(state: State, event: e.Stored) -> None:
+@rule(e.GroupsStored)
+def stored(state: State, event: e.GroupsStored) -> None:
     contents = state.contents
     contents.extents[event.extent.segment] = event.extent
     for group in event.groups:
@@ -40,8 +40,8 @@ def stored(state: State, event: e.Stored) -> None:
             state.retire(slot, "late")
 
 
-@rule(e.Parked)
-def parked(state: State, event: e.Parked) -> None:
+@rule(e.GroupParked)
+def parked(state: State, event: e.GroupParked) -> None:
     contents, stage, group = state.contents, state.stage, event.group
     contents.extents[event.extent.segment] = event.extent
     sequence = group.sequence
@@ -62,8 +62,8 @@ def parked(state: State, event: e.Parked) -> None:
         stage.begun[sequence], stage.parked[sequence] = slot, ParkedTicket(ticket, state.training.version)
 
 
-@rule(e.Dropped)
-def dropped(state: State, event: e.Dropped) -> None:
+@rule(e.GroupDropped)
+def dropped(state: State, event: e.GroupDropped) -> None:
     if event.sequence is not None and event.sequence not in state.outstanding:
         return
     if event.sequence is None and event.key is not None:
@@ -118,15 +118,15 @@ def _finish(state: State, ticket: Ticket | None, slot: int, version: int) -> boo
     return stage.schedule.finish(replace(ticket, deadline=deadline), slot)
 
 
-@rule(e.Evicted)
-def evicted(state: State, event: e.Evicted) -> None:
+@rule(e.GroupsEvicted)
+def evicted(state: State, event: e.GroupsEvicted) -> None:
     for slot in event.slots:
         state.stage.schedule.remove(slot)
         state.retire(slot, event.reason)
 
 
-@rule(e.Moved)
-def moved(state: State, event: e.Moved) -> None:
+@rule(e.GroupsMoved)
+def moved(state: State, event: e.GroupsMoved) -> None:
     state.contents.extents[event.extent.segment] = event.extent
     row = event.row
     for slot in event.slots:
@@ -136,8 +136,8 @@ def moved(state: State, event: e.Moved) -> None:
             state.set_score(slot, event.score)
 
 
-@rule(e.Deleted)
-def deleted(state: State, event: e.Deleted) -> None:
+@rule(e.SegmentsDeleted)
+def deleted(state: State, event: e.SegmentsDeleted) -> None:
     contents, groups, gone = state.contents, state.groups, {*event.forgotten}
     for segment in event.segments:
         del contents.extents[segment]
@@ -156,22 +156,22 @@ def feedback_noted(state: State, event: e.FeedbackNoted) -> None:
         state.contents.late_feedback_count += 1
 
 
-@rule(e.Loaded)
-def loaded(state: State, event: e.Loaded) -> None:
+@rule(e.DemonstrationsLoaded)
+def loaded(state: State, event: e.DemonstrationsLoaded) -> None:
     experts, extent = state.contents.experts, event.extent
     if event.name not in experts or experts[event.name].loaded != extent:  # else it is a repeat: the draws continue
         cursor = ExpertCursor(extent, state.seed, event.unit, labelled=event.labelled, loaded=extent)
         experts[event.name] = cursor
 
 
-@rule(e.Extended)
-def extended(state: State, event: e.Extended) -> None:
+@rule(e.DemonstrationsExtended)
+def extended(state: State, event: e.DemonstrationsExtended) -> None:
     experts = state.contents.experts
     if event.name not in experts:
         experts[event.name] = ExpertCursor(event.extent, state.seed, event.unit, labelled=event.labelled)
     experts[event.name].grow(event.extent)
 
 
-@rule(e.Withdrawn)
-def withdrawn(state: State, event: e.Withdrawn) -> None:
+@rule(e.DemonstrationsWithdrawn)
+def withdrawn(state: State, event: e.DemonstrationsWithdrawn) -> None:
     state.contents.experts[event.name].exclude(event.rows)

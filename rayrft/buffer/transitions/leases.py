@@ -9,8 +9,8 @@ from rayrft.buffer.schedule import PoolSchedule
 from rayrft.buffer.state import LeaseRecord, State, rule
 
 
-@rule(e.Leased)
-def leased(state: State, event: e.Leased) -> LeaseRecord:
+@rule(e.BatchLeased)
+def leased(state: State, event: e.BatchLeased) -> LeaseRecord:
     training, plan, groups = state.training, state.stage.plan, state.groups
     for slot in event.slots:
         groups.set_status(slot, GroupStatus.LEASED)
@@ -44,8 +44,8 @@ def leased(state: State, event: e.Leased) -> LeaseRecord:
     return record
 
 
-@rule(e.Acked)
-def acked(state: State, event: e.Acked) -> None:
+@rule(e.StepAcked)
+def acked(state: State, event: e.StepAcked) -> None:
     record, groups = state.training.leases[event.step], state.groups
     if record.acked:
         return
@@ -63,8 +63,8 @@ def acked(state: State, event: e.Acked) -> None:
                 _make_ready(state, slot)
 
 
-@rule(e.Blamed)
-def blamed(state: State, event: e.Blamed) -> None:
+@rule(e.RowsBlamed)
+def blamed(state: State, event: e.RowsBlamed) -> None:
     record, groups = state.training.leases[event.step], state.groups
     if record.blamed_in == event.attempt:
         return
@@ -95,15 +95,15 @@ def blamed(state: State, event: e.Blamed) -> None:
         state.training.reports = record.rollouts + state.training.reports
 
 
-@rule(e.Covered)
-def covered(state: State, event: e.Covered) -> None:
+@rule(e.StepsCovered)
+def covered(state: State, event: e.StepsCovered) -> None:
     training = state.training
     training.checkpointed_step = max(training.checkpointed_step, event.step)
     training.leases = {s: lease for s, lease in training.leases.items() if s >= event.step or not lease.acked}
 
 
-@rule(e.Requeued)
-def requeued(state: State, event: e.Requeued) -> None:
+@rule(e.LeaseRequeued)
+def requeued(state: State, event: e.LeaseRequeued) -> None:
     record, groups = state.training.leases.pop(event.step), state.groups
     if record.acked:
         return
@@ -113,8 +113,8 @@ def requeued(state: State, event: e.Requeued) -> None:
     state.stage.schedule.give_back({slot: (int(groups.sequence[slot]), int(groups.version[slot])) for slot in ready})
 
 
-@rule(e.RolledBack)
-def rolled_back(state: State, event: e.RolledBack) -> None:
+@rule(e.StepsRolledBack)
+def rolled_back(state: State, event: e.StepsRolledBack) -> None:
     training, groups = state.training, state.groups
     training.attempts.add(event.attempt)
     state.stage.opened = {}
@@ -132,8 +132,8 @@ def rolled_back(state: State, event: e.RolledBack) -> None:
     training.replaying = any(not lease.acked and lease.version < training.version for lease in leases)
 
 
-@rule(e.Advanced)
-def advanced(state: State, event: e.Advanced) -> None:
+@rule(e.VersionAdvanced)
+def advanced(state: State, event: e.VersionAdvanced) -> None:
     training, feed = state.training, state.feeds[""]
     training.replaying = training.replaying and event.version < training.version
     if event.version <= training.version:
@@ -173,7 +173,7 @@ def trainer_joined(state: State, event: e.TrainerJoined) -> None:
     state.meta.model = state.meta.model or event.model
     if training.run not in ("", event.run):
         for step in [lease.step for lease in training.leases.values() if not lease.acked]:
-            requeued(state, e.Requeued(step))
+            requeued(state, e.LeaseRequeued(step))
         training.leases, training.version, training.step, training.checkpointed_step = {}, 0, 0, 0
         training.replaying, training.greatest_error, state.feeds[""].ended = False, 0.0, False
         stage.opened, stage.plan, stage.open = {}, None, False
