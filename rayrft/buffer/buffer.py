@@ -224,7 +224,7 @@ class Buffer(Watched):
         await self._arrivals.park(entry, payload)
 
     async def parked(self, ticket: Ticket) -> list[tuple[Ref, np.ndarray]]:
-        """Return the blocks and rows of the calls that a group resumes from, which was parked."""
+        """Return the blocks and rows of the calls from which a parked group is continued."""
         async with self._store.move_lock:
             begun = self._state.stage.begun.get(ticket.sequence)
             return await self._store.rows_by_block([] if begun is None else [begun])
@@ -338,11 +338,11 @@ class Buffer(Watched):
         return batch.num_rows
 
     async def extend(self, name: str, payload: list[Any]) -> int:
-        """Add demonstrations (one packed message, or its reference) to those of this name, of which there may be none
-        yet; they join when the current epoch of its draws has ended.
+        """Add demonstrations (one packed message, or its reference) to those of this name, which may not exist yet;
+        they join when the current epoch of its draws has ended.
 
         Returns how many are new by their experience ids: others are skipped, with the other side of their pair. Raises
-        DataError on the first invalid row, or if those that are there are of another kind.
+        DataError on the first invalid row, or if the existing ones are of another kind.
         """
         batch, (pairs, labelled) = await self._demonstrations(name, payload)
         async with self._store.move_lock:
@@ -364,9 +364,9 @@ class Buffer(Watched):
         return batch.num_rows
 
     async def withdraw(self, name: str, experience_ids: list[str]) -> int:
-        """Draw these demonstrations, with the other sides of their pairs, no more; leases that have them keep them.
+        """Stop drawing these demonstrations and the other sides of their pairs; existing leases keep them.
 
-        Returns the number of rows that are withdrawn; unknown ids are none.
+        Returns the number of rows that are withdrawn; unknown ids are ignored.
         """
         async with self._store.move_lock:
             known, unwanted = self._state.contents.experts.get(name), {*experience_ids}

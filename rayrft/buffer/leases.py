@@ -191,6 +191,7 @@ class Leasing:
         return {slot: found[slot] for slot in record.slots if slot in found}
 
     async def _next(self, step: int, deadline_s: float) -> e.BatchLeased:
+        """Wait for the groups of a new step, and draw its batch."""
         store, state = self._store, self._store.state
         if state.stage.plan is None:
             raise RayrftError("no stage is open", "open a stage first, as a run does", field="buffer.lease", value=step)
@@ -202,7 +203,7 @@ class Leasing:
 
         def ready() -> bool:
             nonlocal seen
-            if (now := self._ready()) != seen:  # groups that arrive and are dropped are no progress
+            if (now := self._ready()) != seen:  # groups that arrive and are dropped do not count as progress
                 self.waits.progressed("groups")
                 limit.reschedule(loop.time() + deadline_s)
                 seen = now
@@ -217,9 +218,9 @@ class Leasing:
                 async with asyncio.timeout(deadline_s) as limit:
                     await store.wait_for(ready)
         except TimeoutError:
-            raise self._ended("deadline", step, f"for {deadline_s:g} s none came of") from None
+            raise self._ended("deadline", step, f"none arrived for {deadline_s:g} s") from None
         if not drawn:
-            raise self._ended(self._end_reason() or "deadline", step, "no more can arrive of the")
+            raise self._ended(self._end_reason() or "deadline", step, "no more can arrive")
         return drawn[0]
 
     def _draw(self, step: int) -> e.BatchLeased | None:
@@ -266,13 +267,14 @@ class Leasing:
         return "end_of_data" if ended and not awaited and not stage.parked and not fed else None
 
     def _ended(self, reason: str, step: int, what: str) -> LeaseEnded:
+        """Return the error of a step that gets no batch."""
         plan = self._store.state.stage.plan
         assert plan is not None
         if self._lacks_demonstrations():
             problem = f"each of the demonstrations {plan.demonstrations!r} is withdrawn, or training failed on it"
             return LeaseEnded(problem, "add others: run.extend", field="buffer.lease", value=reason)
         return LeaseEnded(
-            f"{what} {plan.groups} groups for step {step}: {self._available()}; {self._dropped()}",
+            f"step {step} needs {plan.groups} groups, and {what}: {self._available()}; {self._dropped()}",
             _REMEDIES[reason],
             field="buffer.lease",
             value=reason,

@@ -85,7 +85,7 @@ class Retention:
                 await self._delete_dead()
 
     async def forget(self, ids: Collection[str], before: float) -> tuple[int, int]:
-        """See `Buffer.forget`."""
+        """Erase rows from the log; see `Buffer.forget`. A segment is rewritten without them, and deleted."""
         store, groups, extents = self._store, self._store.state.groups, self._store.state.contents.extents
         erased = leased = 0
         async with store.move_lock:

@@ -1,13 +1,13 @@
 """Schedule of groups, by one number ``max_staleness``: when a group may start and which groups a step takes.
 
-A group admitted at version v has the deadline v + ``max_staleness``: consumed by then, no token of it is staler, for its
-tokens were sampled under v or later. A step takes ready groups by earliest deadline, and only if the steps after it have
-room for all other active groups (running or ready) by their deadlines. Otherwise it waits for a straggler that is due. So
-every admitted group can be consumed in time in whatever order groups finish, and none is dropped for its age. See
-schedule.md beside this file for the proof and an example.
+A group admitted at version v has the deadline v + ``max_staleness``: no token of it is staler if it is consumed by
+then, for its tokens were sampled under v or later. A step takes ready groups by earliest deadline, and only if the
+steps after it have room for all other active groups (running or ready) by their deadlines. Otherwise it waits for a
+straggler that is due. So every admitted group can be consumed in time in whatever order groups finish, and none is
+dropped for its age. See schedule.md beside this file for the proof and an example.
 
 With ``over_sampling`` > 1 more groups than needed are in flight, a step takes those that are ready first, and groups
-that can no longer be in time expire, to be dropped and counted.
+that can no longer be in time are dropped and counted.
 
 That is `WindowedSchedule`. A stage whose groups are used more than once, or whose producers need no tickets, has a
 `PoolSchedule`, which draws from all ready groups by the sampler.
@@ -47,15 +47,15 @@ class StagePlan:
     pairs: bool = False
     labelled: bool = False
     grows: bool = False
-    """Whether demonstrations are added while the stage runs: until there are some, a step's groups come without."""
+    """Whether demonstrations are added while the stage runs: until there are some, a step has groups alone."""
     mini_batches: int = 1
     scheduled: bool = True
     """Whether groups need tickets. Otherwise producers put groups at any time, and steps draw from the pool."""
     max_age: int | None = None
     """Not scheduled: the largest number of versions by which a group may be older than the trainer; none: any."""
     parks: Literal["train", "mask"] | None = None
-    """Whether producers may park unfinished groups, and whether the tokens of before are to be trained if they are not
-    too old when the group is resumed."""
+    """Whether producers may park unfinished groups, whose tokens so far are masked when the group is resumed, or trained
+    if they are not too old by then."""
 
     @property
     def kind(self) -> tuple[bool, bool]:

@@ -65,7 +65,7 @@ def test_a_lease_that_waits_too_long_says_what_for(buffer: Any) -> None:
     ray.get(buffer.open_stage.remote(plan(2)))
     [ticket] = ray.get(admit(buffer, 1))
     ray.get(buffer.fail.remote(ticket, "prompt_too_long"))
-    with pytest.raises(LeaseEnded, match=r"2 groups for step 0: 0 ready, 0 running.*prompt_too_long"):
+    with pytest.raises(LeaseEnded, match=r"step 0 needs 2 groups, and .*: 0 ready, 0 running.*prompt_too_long"):
         ray.get(buffer.lease.remote(0, 1, 0.1))
 
 
