@@ -54,8 +54,8 @@ class StagePlan:
     max_age: int | None = None
     """Not scheduled: the largest number of versions by which a group may be older than the trainer; none: any."""
     parks: Literal["train", "mask"] | None = None
-    """Whether producers may park unfinished groups, whose tokens so far are masked when the group is resumed, or trained
-    if they are not too old by then."""
+    """Whether producers may park unfinished groups. Their tokens so far are masked when the group is resumed, or
+    trained if they are not too old by then."""
 
     @property
     def kind(self) -> tuple[bool, bool]:
