@@ -9,7 +9,6 @@ import dataclasses
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,13 @@ from rayrft.buffer.events import GroupReport
 from rayrft.buffer.groups import _COLUMNS
 from rayrft.buffer.log import journal
 from rayrft.buffer.schedule import Ticket
-from rayrft.data.task_sampler import TaskSet
+from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.experience import Experience, Task
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.rows import group, plan
 
-TASKS = partial(
-    TaskSet, [str(number) for number in range(9)], [0] * 6 + [1] * 3, [2.0, 1.0], sampler="failure", seed=1, epochs=4
+TASKS = TaskSetSpec(
+    [str(number) for number in range(9)], [0] * 6 + [1] * 3, [2.0, 1.0], sampler="failure", seed=1, epochs=4
 )
 FAULT = "rejected: missing reward"
 SAMPLERS: dict[str, dict[str, Any]] = {
