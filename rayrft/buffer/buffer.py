@@ -77,22 +77,15 @@ class Buffer(Watched):
         if plan.expert_rows:
             cursor = self._state.contents.experts.get(plan.demonstrations or "")
             if cursor is None and not (plan.grows and plan.groups):
-                raise DataError(
-                    "no such demonstrations were loaded",
-                    "load them first; there are " + (", ".join(sorted(self._state.contents.experts)) or "none"),
-                    field="demonstrations",
-                    value=plan.demonstrations,
-                )
+                problem = "no such demonstrations were loaded"
+                remedy = "load them first; there are " + (", ".join(sorted(self._state.contents.experts)) or "none")
+                raise DataError(problem, remedy, field="demonstrations", value=plan.demonstrations)
             if cursor is not None:
                 check_kind(plan.demonstrations or "", cursor.kind, plan.kind)
         bound = self._store.config.max_rows
         if plan.groups * plan.group_size > bound:
-            raise DataError(
-                f"a step takes {plan.groups * plan.group_size} rows, more than the Buffer may hold",
-                "raise it, or lower the stage's batch_size",
-                field="buffer.max_rows",
-                value=bound,
-            )
+            problem = f"a step takes {plan.groups * plan.group_size} rows, more than the Buffer may hold"
+            raise DataError(problem, "raise it, or lower the stage's batch_size", field="buffer.max_rows", value=bound)
         last = self._state.stage.plan
         if last is not None and last.name and (last.name, last.version) == (plan.name, plan.version):
             return await self._store.commit(e.StageResumed(plan))
@@ -164,12 +157,8 @@ class Buffer(Watched):
         while True:
             await self._store.wait_for(lambda: answered() or state.exhausted(feed) or self._retention.room(feed) > 0)
             if producer in state.meta.gone:
-                raise DataError(
-                    "the producer was abandoned because it died or its job was resumed",
-                    "restart it under another name",
-                    field="producer",
-                    value=producer,
-                )
+                problem = "the producer was abandoned because it died or its job was resumed"
+                raise DataError(problem, "restart it under another name", field="producer", value=producer)
             if answered():
                 await self._store.commit()
                 number, given = state.feeds[feed].calls[producer]
@@ -188,12 +177,8 @@ class Buffer(Watched):
         """
         known = self._state.tasks.get("")
         if known is None or not 0 <= source < known.sources:
-            raise DataError(
-                "the run has no such source of tasks",
-                "the sources are those of tasks.sources, counted from 0",
-                field="source",
-                value=source,
-            )
+            remedy = "the sources are those of tasks.sources, counted from 0"
+            raise DataError("the run has no such source of tasks", remedy, field="source", value=source)
         new = list({task.id: task for task in tasks if task.id not in known}.values())
         known.check(source, [task.difficulty for task in new], [task.priority for task in new])
         await self._store.commit(*([e.TasksAdded(new, source)] if new else []))
@@ -381,11 +366,8 @@ class Buffer(Watched):
         """Return demonstrations and their kind; raise DataError if a row is invalid, or if the stage needs others."""
         batch = unpack(await read_message(payload))
         for row, fault in find_faults(batch, self._arrivals.limits).items():
-            raise DataError(
-                f"row {row} is invalid: {fault}",
-                "fix the row and load again; no rows were stored",
-                field=f"demonstrations.{name}",
-            )
+            remedy = "fix the row and load again; no rows were stored"
+            raise DataError(f"row {row} is invalid: {fault}", remedy, field=f"demonstrations.{name}")
         kind, stage = demonstration_kind(batch), self._state.stage
         if stage.plan is not None and stage.open and stage.plan.expert_rows and stage.plan.demonstrations == name:
             check_kind(name, kind, stage.plan.kind)

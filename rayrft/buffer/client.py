@@ -171,22 +171,14 @@ def check_group(group: list[Experience], algorithms: list[Algorithm], group_size
     size, of = len({row.repeat for row in group}), group[0].group_id
     compared = not all(algorithm.advantage_is_by_token for algorithm in algorithms)
     if size > group_size or (compared and size < group_size):
-        raise DataError(
-            f"a group has {size} trajectories, but the stage's group_size is {group_size}",
-            "put whole groups of that size",
-            field="group_id",
-            value=of,
-        )
+        problem = f"a group has {size} trajectories, but the stage's group_size is {group_size}"
+        raise DataError(problem, "put whole groups of that size", field="group_id", value=of)
     if any(row.reward is None for row in group):
         raise DataError("a row has no reward", "score the row", field="reward", value=of)
     greedy = [algorithm.advantage for algorithm in algorithms if "greedy_baseline" in algorithm.needs]
     if greedy and any(row.greedy_reward is None for row in group):
-        raise DataError(
-            f"advantage {greedy[0]!r} needs the reward of a greedy answer to the task",
-            "set it on every row of the group",
-            field="greedy_reward",
-            value=of,
-        )
+        problem = f"advantage {greedy[0]!r} needs the reward of a greedy answer to the task"
+        raise DataError(problem, "set it on every row of the group", field="greedy_reward", value=of)
 
 
 def _report(group: list[Experience]) -> GroupReport:

@@ -347,11 +347,9 @@ _adapter: TypeAdapter[Any] = TypeAdapter(Annotated[_tagged, Discriminator(_tag)]
 def check_version(schema: str, log: str) -> None:
     """Raise StorageError unless this version of rayrft reads and writes logs of that schema version."""
     if schema != SCHEMA_VERSION:
-        raise StorageError(
-            f"the log has schema version {schema}; this rayrft reads {SCHEMA_VERSION}",
-            "use the version of rayrft that wrote it; its segments are plain Arrow files",
-            field=log,
-        )
+        problem = f"the log has schema version {schema}; this rayrft reads {SCHEMA_VERSION}"
+        remedy = "use the version of rayrft that wrote it; its segments are plain Arrow files"
+        raise StorageError(problem, remedy, field=log)
 
 
 def encode(event: Event) -> bytes:

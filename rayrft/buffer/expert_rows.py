@@ -131,11 +131,8 @@ def are_pairs(batch: pa.RecordBatch) -> bool:
     if not any(names):
         return False
     if names[::2] != names[1::2] or None in names or chosen != [True, False] * (len(names) // 2):
-        raise DataError(
-            "only some rows form preference pairs: every two rows must be one pair, the chosen side first",
-            "keep pairs and other rows under different names",
-            field="demonstrations",
-        )
+        problem = "only some rows form preference pairs: every two rows must be one pair, the chosen side first"
+        raise DataError(problem, "keep pairs and other rows under different names", field="demonstrations")
     return True
 
 
@@ -146,11 +143,8 @@ def are_labelled(batch: pa.RecordBatch) -> bool:
     if names.null_count < len(names) or labels.null_count == len(labels):
         return False
     if labels.null_count:
-        raise DataError(
-            "only some rows have a label, good or bad",
-            "keep labelled and other rows under different names",
-            field="demonstrations",
-        )
+        remedy = "keep labelled and other rows under different names"
+        raise DataError("only some rows have a label, good or bad", remedy, field="demonstrations")
     return True
 
 
@@ -164,12 +158,8 @@ def check_kind(name: str, found: DemonstrationKind, wanted: DemonstrationKind) -
     would imitate the rejected and the bad ones."""
     if found != wanted:
         is_, needed = _KINDS[found], _KINDS[wanted]
-        raise DataError(
-            f"these are {is_[0]}, and the stage's algorithm needs {needed[0]}",
-            f"give {needed[1]}, or use {is_[2]}",
-            field="demonstrations",
-            value=name,
-        )
+        problem = f"these are {is_[0]}, and the stage's algorithm needs {needed[0]}"
+        raise DataError(problem, f"give {needed[1]}, or use {is_[2]}", field="demonstrations", value=name)
 
 
 _KINDS = {

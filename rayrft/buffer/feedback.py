@@ -41,17 +41,11 @@ async def give_feedback(store: Store, experience_id: str, reward: float | None, 
             )
         await store.commit(e.FeedbackNoted(int(groups.segment[slot]), experience_id, reward, labels, version))
         if status == GroupStatus.DROPPED:
-            raise FeedbackRefused(
-                "the row was dropped and will not be trained",
-                "give feedback before rows are dropped; the reasons are in stats()",
-                field=experience_id,
-            )
-        raise FeedbackRefused(
-            f"the row was taken for the step after version {version}",
-            "the feedback is recorded; give it before the row is trained, or hold the run",
-            field=experience_id,
-            value=version,
-        )
+            remedy = "give feedback before rows are dropped; the reasons are in stats()"
+            raise FeedbackRefused("the row was dropped and will not be trained", remedy, field=experience_id)
+        problem = f"the row was taken for the step after version {version}"
+        remedy = "the feedback is recorded; give it before the row is trained, or hold the run"
+        raise FeedbackRefused(problem, remedy, field=experience_id, value=version)
 
 
 def _is_untrained(groups: GroupTable, slot: int) -> bool:

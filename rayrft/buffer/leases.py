@@ -170,12 +170,9 @@ class Leasing:
             record = self._store.state.training.leases.get(step)
             if record is None:
                 if step < self._store.state.training.checkpointed_step:
-                    raise RayrftError(
-                        "the batch of the step was deleted, because a checkpoint covers it",
-                        f"resume from a checkpoint of step {self._store.state.training.checkpointed_step} or later",
-                        field="buffer.lease",
-                        value=step,
-                    )
+                    problem = "the batch of the step was deleted, because a checkpoint covers it"
+                    remedy = f"resume from a checkpoint of step {self._store.state.training.checkpointed_step} or later"
+                    raise RayrftError(problem, remedy, field="buffer.lease", value=step)
                 await self._store.commit(await self._next(step, deadline_s))
                 record = self._store.state.training.leases[step]
             else:

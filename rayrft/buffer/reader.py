@@ -71,11 +71,8 @@ def _read_journal(storage: Storage) -> Recovered:
             continue
         if _snapshots(storage) == before:
             return recovered
-    raise StorageError(
-        f"a new journal was begun each of the {_ATTEMPTS} times that it was read",
-        "read it again",
-        field=str(storage.folder),
-    )
+    problem = f"a new journal was begun each of the {_ATTEMPTS} times that it was read"
+    raise StorageError(problem, "read it again", field=str(storage.folder))
 
 
 def _snapshots(storage: Storage) -> list[str]:

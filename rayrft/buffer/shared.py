@@ -97,12 +97,8 @@ class SharedBuffer(Buffer):
         if trainer.run == run:
             return await self._store.commit()
         if trainer.job in running and trainer.job != job:
-            raise PlacementError(
-                "another job trains on this Buffer",
-                f"end it with: rayrft stop {trainer.job}, or give another buffer.name",
-                field="buffer.name",
-                value=trainer.job,
-            )
+            remedy = f"end it with: rayrft stop {trainer.job}, or give another buffer.name"
+            raise PlacementError("another job trains on this Buffer", remedy, field="buffer.name", value=trainer.job)
         if step:
             raise ConfigError(
                 f"this Buffer has no record of the job's {step} steps: job {trainer.job or 'none'!r} consumed it, or "
@@ -117,22 +113,16 @@ class SharedBuffer(Buffer):
     async def check(self, folder: Path, config: BufferConfig) -> None:
         """Raise ConfigError unless a job wants this Buffer to be as it is."""
         if folder != self._store.storage.folder:
-            raise ConfigError(
-                f"the Buffer {self._name!r} keeps its log in {self._store.storage.folder}",
-                "give its jobs one buffer.storage, or, where there is none, one storage",
-                field="buffer.storage",
-                value=str(folder),
-            )
+            problem = f"the Buffer {self._name!r} keeps its log in {self._store.storage.folder}"
+            remedy = "give its jobs one buffer.storage, or, where there is none, one storage"
+            raise ConfigError(problem, remedy, field="buffer.storage", value=str(folder))
         # The folder is compared above; what is too old is for the train job to say.
         ours, theirs = (each.model_dump(exclude={"storage", "max_age"}) for each in (self._store.config, config))
         for key, value in ours.items():
             if theirs[key] != value:
-                raise ConfigError(
-                    f"the Buffer {self._name!r} was started with {value!r}",
-                    f"give all its jobs one buffer section; to change it: rayrft buffer stop {self._name}",
-                    field=f"buffer.{key}",
-                    value=theirs[key],
-                )
+                problem = f"the Buffer {self._name!r} was started with {value!r}"
+                remedy = f"give all its jobs one buffer section; to change it: rayrft buffer stop {self._name}"
+                raise ConfigError(problem, remedy, field=f"buffer.{key}", value=theirs[key])
 
     async def progress(self, feed: str, groups: int) -> FeedProgress:
         """Return a feed's progress once it is ``groups`` groups, or all of them. Waits without a deadline, like

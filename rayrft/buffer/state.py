@@ -416,11 +416,8 @@ class State:
             self._adopt(meta)
             self.groups = GroupTable.from_table(table)
         except (ValidationError, KeyError) as error:
-            raise StorageError(
-                f"this version of rayrft cannot read the snapshot: {str(error).splitlines()[0]}",
-                "continue with the version of rayrft that wrote it",
-                field="snapshot",
-            ) from None
+            problem = f"this version of rayrft cannot read the snapshot: {str(error).splitlines()[0]}"
+            raise StorageError(problem, "continue with the version of rayrft that wrote it", field="snapshot") from None
         for id, tasks in self.tasks.items():
             if id in self.feeds:
                 tasks.restore(self.feeds[id].tasks)

@@ -128,11 +128,9 @@ class Store:
             await asyncio.to_thread(self.storage.write, name, data)
             self.state.tasks.setdefault(feed, spec())
         elif self.storage.read(name).to_pybytes() != data:
-            raise StorageError(
-                "the job's tasks, or their sampler, are not those that it began with",
-                "resume it with the tasks that it was started with, or start a new job",
-                field=str(self.storage.folder / name),
-            )
+            problem = "the job's tasks, or their sampler, are not those that it began with"
+            remedy = "resume it with the tasks that it was started with, or start a new job"
+            raise StorageError(problem, remedy, field=str(self.storage.folder / name))
 
     def span(self, slot: int) -> RowSpan:
         """Return the location of a group's rows."""
@@ -192,8 +190,5 @@ class Store:
             apply(self.state, first)
             self._journal.append([first])
         elif meta.run != run:
-            raise StorageError(
-                f"the log belongs to run {meta.run!r}",
-                "choose another name or buffer.storage",
-                field=str(self.storage.folder),
-            )
+            remedy = "choose another name or buffer.storage"
+            raise StorageError(f"the log belongs to run {meta.run!r}", remedy, field=str(self.storage.folder))

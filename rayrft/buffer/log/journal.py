@@ -300,11 +300,8 @@ def _parse(data: bytes, name: str) -> tuple[list[Event], list[int]]:
         try:
             events.append(decode(body))
         except ValidationError as error:
-            raise StorageError(
-                f"this version of rayrft cannot read the line: {error.errors()[0]['msg']}",
-                "continue with the version of rayrft that wrote it",
-                field=where,
-            ) from None
+            problem = f"this version of rayrft cannot read the line: {error.errors()[0]['msg']}"
+            raise StorageError(problem, "continue with the version of rayrft that wrote it", field=where) from None
         if isinstance(events[-1], Began):
             check_version(events[-1].schema, where)
         ends.append((ends[-1] if ends else 0) + len(line) + 1)

@@ -106,11 +106,8 @@ class RowLog:
         batch = unpack(message)
         starts = group_starts(batch)
         if len(starts) != announced:
-            raise DataError(
-                f"the message holds {len(starts)} groups and {announced} were announced",
-                "put every group once, with all its rows and no others",
-                field="group_id",
-            )
+            problem = f"the message holds {len(starts)} groups and {announced} were announced"
+            raise DataError(problem, "put every group once, with all its rows and no others", field="group_id")
         of_row = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, batch.num_rows)))
         faults: dict[int, list[Fault]] = {}
         faulty = find_faults(batch, limits)

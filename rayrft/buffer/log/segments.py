@@ -45,18 +45,13 @@ def read_log_rows(storage: Storage, name: str, extent: Extent) -> pa.RecordBatch
     except FileNotFoundError:
         raise StorageError("the file is gone", "restore it from a backup", field=where) from None
     if not intact:
-        raise StorageError(
-            "the file was changed since it was written",
-            "corrupted by a disk fault or a manual edit: restore it from a backup; other files are readable",
-            field=where,
-        )
+        remedy = "corrupted by a disk fault or a manual edit: restore it from a backup; other files are readable"
+        raise StorageError("the file was changed since it was written", remedy, field=where)
     with pa.ipc.open_stream(data[: extent.nbytes]) as stream:
         if not stream.schema.equals(SCHEMA, check_metadata=True):
             version = (stream.schema.metadata or {}).get(b"rayrft.schema", b"none").decode()
-            raise StorageError(
-                f"the rows have schema version {version}; this rayrft reads {SCHEMA_VERSION}",
-                "read it with the version of rayrft that wrote it, or with plain pyarrow",
-                field=where,
-            )
+            problem = f"the rows have schema version {version}; this rayrft reads {SCHEMA_VERSION}"
+            remedy = "read it with the version of rayrft that wrote it, or with plain pyarrow"
+            raise StorageError(problem, remedy, field=where)
         batches = list(stream)
     return pa.concat_batches(batches) if len(batches) != 1 else batches[0]

@@ -105,11 +105,8 @@ def admitted(state: State, event: e.TicketsIssued) -> list[Ticket]:
     if tickets or state.exhausted(event.feed):  # else the producer waits for a parked group
         feed.calls[event.producer] = (event.call, tickets)
     if event.tasks is not None and event.tasks != [ticket.task for ticket in tickets]:
-        raise StorageError(
-            "the tasks drawn now differ from those in the log",
-            "the task set or its sampler changed since the run was started: use the original tasks",
-            field="tasks",
-        )
+        remedy = "the task set or its sampler changed since the run was started: use the original tasks"
+        raise StorageError("the tasks drawn now differ from those in the log", remedy, field="tasks")
     return tickets
 
 
