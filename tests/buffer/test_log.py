@@ -96,7 +96,7 @@ class TestJournal:
         file.write_bytes(file.read_bytes() + b'%s,"crc":%d}\n' % (body[:-1], zlib.crc32(body)))
         with pytest.raises(
             StorageError,
-            match=r"line 5: this version of rayrft cannot read .*Continue with the version .* wrote it",
+            match=r"line 5: this version of rayrft cannot read the line: unknown event 'forgotten'. Continue with",
         ):
             EventJournal(Storage(tmp_path)).open()
 

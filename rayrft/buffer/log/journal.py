@@ -300,7 +300,9 @@ def _parse(data: bytes, name: str) -> tuple[list[Event], list[int]]:
         try:
             events.append(decode(body))
         except ValidationError as error:
-            problem = f"this version of rayrft cannot read the line: {error.errors()[0]['msg']}"
+            first = error.errors()[0]
+            what = f"unknown event {first['ctx']['tag']!r}" if first["type"] == "union_tag_invalid" else first["msg"]
+            problem = f"this version of rayrft cannot read the line: {what}"
             raise StorageError(problem, "continue with the version of rayrft that wrote it", field=where) from None
         if isinstance(events[-1], Began):
             check_version(events[-1].schema, where)
