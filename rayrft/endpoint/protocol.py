@@ -154,8 +154,9 @@ class ResponsesRequest(ChatRequest):
     def _plain_text(self) -> ResponsesRequest:
         if (self.text.get("format") or {"type": "text"}) != {"type": "text"}:
             raise UnsupportedParameter("text.format", "is not supported")
-        if self.n > 1:
-            raise UnsupportedParameter("n", "is not supported")
+        for name in ("n", "max_tokens", "max_completion_tokens", "logprobs"):  # of chat completions alone
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise UnsupportedParameter(name, "is not supported")
         return self
 
     @property

@@ -91,6 +91,8 @@ async def test_a_loop_with_tools_is_one_row_as_it_was_sampled(text: str, stream:
         ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "hi", "text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "hi", "max_tokens": 3}, "max_tokens"),
+        ({"input": "hi", "logprobs": True}, "logprobs"),
     ],
 )
 async def test_what_is_not_supported_is_refused_with_its_field(
