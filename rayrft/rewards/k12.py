@@ -161,9 +161,9 @@ _LONGEST, _LARGEST = 200, 10**200
 def _quantity(text: str) -> Number | None:
     """Read a number with its unit, perhaps after a name or "about"; a percentage as the share that it is."""
     text = re.sub(r"\\mu\s*", "μ", unwrapped(text).replace("\\Omega", "Ω")).strip(" *_\"'")
-    if len(re.findall(r"(?<!\\)\$", text)) % 2 == 0:  # dollar signs of mathematics
-        text = re.sub(r"(?<!\\)\$", "", text)
-    text = re.sub(r"^(.*\d)\s*([$€£¥])$", r"\2\1", text)
+    text = re.sub(r"^(.*\d)\s*([€£¥])$", r"\2\1", text)
+    money = len(re.findall(r"(?<!\\)\$", text)) % 2 and re.search(r"(?<!\\)\$(?=\s*[\d.])", text)
+    text = text if money else re.sub(r"(?<!\\)\$", "", text)  # dollar signs of mathematics
     text = _ABOUT.sub("", _NAMED.sub("", text.rstrip("。.,"))).strip()
     text = re.sub(r"(?<=[\d}])(?:\s*\(([^()]*)\)|([A-Za-zΩ](?:\s*\^.*)?))$", r" \1\2", text)  # "5 (cm)", "5m"
     number = read_quantity(normalized(text)) if len(text) <= _LONGEST else None

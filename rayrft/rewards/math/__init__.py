@@ -32,20 +32,16 @@ _LONGEST_TRUTH = 500
 def math_answer(*, strict: bool = False, tolerance: float = 0.0) -> Reward:
     """1 if the response's final answer equals the ground truth mathematically, else 0.
 
-    What a response announces is its answer: in its last box, after ``####`` or "the answer is"; the last of several.
-    Without one its last formula or number is, unless ``strict``. An answer that is denied ("not 5") or left open ("3 to
-    4") is none. Component ``parsed`` is 1 if the response contains an answer.
+    The answer is announced in a box, after ``####`` or "the answer is"; the last of several counts. Without one, it is
+    the last formula or number, unless ``strict``. A denial ("not 5") or a range ("3 to 4") is not an answer. Component
+    ``parsed`` is 1 if the response contains an answer.
 
-    ``tolerance`` is the share of the truth by which a number may differ. What would be too large to compute is unknown,
-    and so is a ground truth that is not a mathematical answer, or that cannot be compared.
+    ``tolerance`` is the share of the truth by which a number may differ. The reward is unknown if a value is too large
+    to compute, or the ground truth is not a mathematical answer or cannot be compared.
     """
 
     def score(task: Task, response: str) -> RewardResult:
-        try:
-            truth = _truth(_as_asked(task.answer, task.question))
-        except TooLarge:
-            truth = None
-        if truth is None:
+        if (truth := _truth(_as_asked(task.answer, task.question))) is None:
             return RewardResult(None, reason=f"the ground truth {task.answer[:80]!r} is not a mathematical answer")
         try:
             return _scored(truth, task.question, response)
@@ -75,15 +71,14 @@ _ASKS_PERCENT = re.compile(r"\b(?:what|how\s+many)\s+percent(?:age)?\b|百分之
 
 
 def _truth(text: str) -> MathAnswer | None:
-    if "####" in text or "\\boxed" in text:  # a whole solution
-        text = find_answer(text, strict=True) or ""
-    if not text.strip() or len(text) > _LONGEST_TRUTH:
+    try:
+        if "####" in text or "\\boxed" in text:  # a whole solution
+            text = find_answer(text, strict=True) or ""
+        truth = read_answer(text) if text.strip() and len(text) <= _LONGEST_TRUTH else None
+    except TooLarge:
         return None
-    truth = read_answer(text)
-    prose = isinstance(truth, Other) and re.search(
-        r"[A-Za-z]{2,} [A-Za-z]{2,}", re.sub(r"\\text ?\{[^{}]*\}", "", truth.text)
-    )
-    return None if prose else truth
+    words = re.sub(r"\\text ?\{[^{}]*\}", "", truth.text) if isinstance(truth, Other) else ""
+    return None if re.search(r"[A-Za-z]{2,} [A-Za-z]{2,}", words) else truth
 
 
 def _as_asked(text: str, question: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are equal, and one text for all that are."""
+"""Decide whether mathematical answers are equal, and give equal ones the same text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from rayrft.rewards.text.units import conversion
 
 
 class Undecided(Exception):
-    """Whether two answers are equal cannot be decided."""
+    """The equality of two answers cannot be decided."""
 
 
 def equal(truth: MathAnswer, answer: MathAnswer, tolerance: float = 0.0) -> bool:
-    """Whether an answer equals the truth, or its numbers differ by no more than this share of the truth's.
-
-    Raises Undecided where that cannot be decided, TooLarge where a value is too large to be computed.
-    """
+    """Whether an answer equals the truth, or its numbers differ by at most this share of the truth's. Raises Undecided,
+    and TooLarge if a value is too large to compute."""
     if _squeezed(truth.text) == _squeezed(answer.text):
         return True
     if isinstance(truth, Relation) or isinstance(answer, Relation):
@@ -58,8 +56,8 @@ def equal(truth: MathAnswer, answer: MathAnswer, tolerance: float = 0.0) -> bool
 
 
 def _as_percent(truth: Number, answer: Number) -> Fraction:
-    """Return the answer's value as the truth counts where one of them has a percent sign: both 25 and 0.25 are 25%, and
-    25% is both 25 and 0.25; but 0.4% is not 0.4, a share."""
+    """Return the answer's value on the truth's scale if only one has a percent sign: 25% equals both 25 and 0.25, but
+    0.4% does not equal 0.4, a share."""
     if answer.value == truth.value and (truth.percent or abs(truth.value) >= 1):
         return answer.value
     return answer.value * 100 if truth.percent else answer.value / 100
@@ -90,7 +88,7 @@ def _relations(truth: MathAnswer, answer: MathAnswer, tolerance: float) -> bool:
 
 
 def _value_of(answer: Relation, truth: MathAnswer, tolerance: float) -> bool:
-    """Whether an equation gives the truth: ``x = 5``, whatever the name, or ``2 + 3 = 5``, but not ``3 = 5``."""
+    """Whether an equation states the truth: ``x = 5``, by any name, or ``2 + 3 = 5``, but not ``3 = 5``."""
     if answer.op != "=":
         return False
     if not answer.name and (not is_constant(answer.left) or not equal(answer.right, answer.left)):
@@ -99,7 +97,7 @@ def _value_of(answer: Relation, truth: MathAnswer, tolerance: float) -> bool:
 
 
 def _proportional(truth: Relation, answer: Relation, tolerance: float) -> bool:
-    """Whether the two sides' differences have a constant ratio, which an inequality asks to be positive."""
+    """Whether the differences of both sides have a constant ratio, positive for inequalities."""
     sides = (truth.left, truth.right, answer.left, answer.right)
     if not all(isinstance(side, Number | Formula | Words) for side in sides):
         if isinstance(truth.right, AnswerGroup) or isinstance(answer.right, AnswerGroup):
@@ -138,7 +136,7 @@ def _groups(truth: MathAnswer, answer: MathAnswer, tolerance: float) -> bool:
     if kinds <= {"set", "union"} or (truth.kind == "set" and answer.kind in listed):
         each = all(any(equal(item, other, tolerance) for other in answer.items) for item in truth.items)
         same = each and all(any(equal(item, other, tolerance) for item in truth.items) for other in answer.items)
-        if "set" in kinds:  # what is listed, "x < 2, y > 3", may be of several variables
+        if "set" in kinds:  # items of a list, "x < 2, y > 3", may have several variables
             return same and (kinds <= {"set", "blanks"} or len({letters(item.text) for item in answer.items}) == 1)
         if same:
             return True
@@ -157,8 +155,8 @@ _OF_SETS = {"union", "intersection", "difference"}
 
 
 def _same_points(truth: AnswerGroup, answer: AnswerGroup) -> bool:
-    """Whether two sets of real numbers made of intervals and points are the same: whether they hold the same of their
-    ends, of the numbers between these, and beyond. Raises Undecided if the truth is not such a set."""
+    """Whether two sets of intervals and points are equal: whether they contain the same of their ends and of points
+    between and beyond. Raises Undecided if the truth is not such a set."""
     import mpmath  # type: ignore[import-untyped]
 
     ends = list[Any]()
@@ -177,8 +175,7 @@ def _same_points(truth: AnswerGroup, answer: AnswerGroup) -> bool:
 
 
 def _ends(answer: MathAnswer) -> list[Any]:
-    """Return the ends of intervals in a set of real numbers, and its points. Raises Undecided if it is not such a
-    set."""
+    """Return the ends of intervals and the points of a set of real numbers. Raises Undecided for other answers."""
     if isinstance(answer, AnswerGroup):
         if answer.kind not in _OF_SETS | {"set"} and (len(answer.kind) != 2 or len(answer.items) != 2):
             raise Undecided
@@ -194,7 +191,7 @@ def _ends(answer: MathAnswer) -> list[Any]:
 
 
 def _holds(answer: MathAnswer, point: Any) -> bool:
-    """Whether a set of real numbers holds the point."""
+    """Whether a set of real numbers contains the point."""
     if not isinstance(answer, AnswerGroup):
         return agree(_ends(answer)[0], point)
     if answer.kind in _OF_SETS | {"set"}:
@@ -209,7 +206,7 @@ def _holds(answer: MathAnswer, point: Any) -> bool:
 
 
 def _vector(group: AnswerGroup) -> AnswerGroup:
-    """Return a column as the tuple that it is."""
+    """Return a column of a matrix as a tuple."""
     if (
         group.kind == "matrix"
         and len(group.items) > 1
@@ -220,8 +217,8 @@ def _vector(group: AnswerGroup) -> AnswerGroup:
 
 
 def canonical(answer: MathAnswer) -> str:
-    """Return a text that is the same for most equal answers, for majority votes: exact for numbers, 15 digits for other
-    constants, the order of a set left out."""
+    """Return the same text for most equal answers, for majority votes: exact numbers, 15 digits of other constants,
+    sorted sets."""
     match answer:
         case Number(_, value, percent):
             return f"{value}%" if percent else str(value)

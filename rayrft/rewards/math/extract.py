@@ -35,7 +35,7 @@ _RANGE = (
 _LEFT_OPEN = re.compile(
     rf"\s*+(?:{_RANGE}|(?:is|are)\s+(?:not|wrong|incorrect)\b|是?(?:错|不对|不正确))", re.IGNORECASE
 )
-"""What follows a number that is denied, or one end of a range."""
+"""The text after a denied number, or after one end of a range."""
 _LEFT_OPEN_BEHIND_UNIT = re.compile(rf"\s*+(?:{_RANGE})", re.IGNORECASE)
 _BEFORE = re.compile(
     r"(?:(?:\b(?:can)?not|n['’]t|\bnever|\brather\s+than|\binstead\s+of)\s+(?:\w+\s+){0,2}|(?:不|并?非)[^\d\s,.。]{0,4}"
@@ -46,19 +46,19 @@ _CONTRAST = re.compile(
     r"(?:\b(?:rather\s+than|instead\s+of|as\s+opposed\s+to)|[\d%})]\s*,?\s*(?:and\s+|but\s+)?not)\s+(?:\w+\s+){0,2}$|而[不非]是?\s*$",
     re.IGNORECASE,
 )
-"""What precedes a number beside the one that is stated: "5 rather than 6"."""
+"""The text before a number that is contrasted with the stated one: "5 rather than 6"."""
 _INSTEAD = re.compile(r"\s*(?:not\s+[^\s,]+\s*,?\s*but\s+(?=[-\d$\\])|不是[^,]{1,20},?\s*而是)", re.IGNORECASE)
 _CONDITION = re.compile(
     r"(?<=[\w%)}\]]),?\s+(?:at(?!\s+(?:least|most)\b)|when|whenever|if|for|with|where|since|because)\b"
     rf"(?!{_OTHERWISE})",
     re.IGNORECASE,
 )
-"""When the answer holds, or why; but not what another one has, too: "5 if x > 0 and 3 otherwise"."""
+"""A condition or reason of a single answer, unlike "5 if x > 0 and 3 otherwise"."""
 _NAMED_CONDITION = re.compile(
     r"(?<=[\d%)}])\s+(?:at|when|whenever|if|for|with|where)\s+(?P<name>[A-Za-z])\s*(?:[=<>]|\\[lgn]e)"
     r"(?:[^\\A-Za-z,;:]|\\[A-Za-z]++|\b[A-Za-z]\b|\band\b)*+$"
 )
-"""The end of a line that names no answer, but where it holds: "9 at x = 2"."""
+"""The end of a line that only says where the answer holds: "9 at x = 2"."""
 _ASIDE = re.compile(r"(?<=[\w%°})\]])(?P<space>\s*)[(\[](?P<inside>(?:[^()\[\]]|[(\[][^()\[\]]*[)\]])++)(?:[)\]]|$)")
 _PROSE = re.compile(
     r"(?<![\\A-Za-z])(?!(?:(?:arc)?(?:sin|cos|tan)|sec|csc|cot|log|exp|sqrt|max|min)(?![A-Za-z]))[A-Za-z]{3,}"
@@ -68,14 +68,14 @@ _PROSE = re.compile(
 _WORDS_TOGETHER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}|[A-Za-z]{2,} [A-Za-z]{2,}|[\u4e00-\u9fff]")
 _HEDGE = r"(?:(?:maybe|perhaps|possibly|probably|alternatively)\b[\s,]*)"
 _HEDGED = re.compile(rf"(?:,|\bor\b|\band\b|(?<=\())[\s,]*{_HEDGE}+(?=[-\d$\\])", re.IGNORECASE)
-"""What makes another answer of a number after the first one: "3 (or maybe 4)"."""
+"""A hedge before a further answer: "3 (or maybe 4)"."""
 _ALSO = re.compile(r"\(\s*(?:or|and)\s+(?=[-\d\\]|[A-Za-z]\s*=)([^()]*)\)|\bas\s+well\s+as\b", re.IGNORECASE)
 _MORE = re.compile(
     r"\s*(?:[,;]|[,;]?\s*\(?\s*(?:and|or|as\s+well\s+as)\b|或者?|以及|[和与及、])\s*(?:(?:and|or|also)\s+)*[-$\\\d]"
     rf"|[\s,;(]*(?:and|or)?[\s,]*{_HEDGE}+[-$\\\d]",
     re.IGNORECASE,
 )
-"""What follows a first answer of several."""
+"""The text between the first and a further answer."""
 _UNITS = re.compile(
     r"\s*(?:\\text\s*\{[^{}]*\}|(?!(?:to|is|are|and|or|but|so|because|since|as|which|for|not|an?|the|each|of|in|if|when"
     rf"|whenever|with|where|at|rather|instead|from)\b)[A-Za-z°µμ]+|{HAN_UNIT})"
@@ -84,16 +84,14 @@ _UNITS = re.compile(
 _MATHEMATICAL = re.compile(r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _SPAN = re.compile(r"(?<!\\)\$((?:\\.|[^$\\])*)\$|\\\((.*?)\\\)|\\\[(.*?)\\\]", re.DOTALL)
 _SPACED = re.compile(r"\s+(?=[(\[])|\s*\\left(?![A-Za-z])\s*")
-"""Space before a bracket, which says nothing in a formula."""
+"""Space before a bracket, without meaning in a formula."""
 _BULLET = re.compile(r"^\s*(?:(?:[-*>#]+|\d+[.)])\s+|\*+)")
 _MOST_LINES, _LONGEST_LINE = 20, 500
 
 
 def find_answer(response: str, *, strict: bool = False) -> str | None:
-    """Return the text of a response that states its answer; None if it states none, or leaves it open.
-
-    Raises TooLarge if a box holds more than an answer.
-    """
+    """Return the stated answer of a response; None if it has none, or leaves it open. Raises TooLarge if a box is
+    longer than an answer."""
     if len(response) < 40 and _PLAIN_NUMBER.fullmatch(response) and not strict:
         return response
     for statement in statements(response, strict=True):
@@ -118,8 +116,7 @@ _DENIED_BOX = re.compile(r"(?:\b(?:can)?not|n['’]t)\s+(?:be\s+|equal\s+(?:to\s
 
 
 def _boxes(response: str, last: str) -> str | None:
-    """Return what the last box holds, with those before it that hold further answers: ``\\boxed{5}, \\boxed{6}``; None
-    if it is denied."""
+    """Return the content of the last box and of boxes listed before it: ``\\boxed{5}, \\boxed{6}``; None if denied."""
     text = response[-2 * LONGEST_STATEMENT :]
     start = max(text.rfind("\\box"), text.rfind("\\fbox"))
     if _DENIED_BOX.search(text[max(start - 40, 0) : max(start, 0)]):
@@ -137,8 +134,8 @@ _PLAIN_NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
 
 
 def _announced(text: str) -> str | None:
-    """Return the answer that an announcement begins with, or the only one in its sentence; empty where it is left open,
-    None if it is none."""
+    """Return the answer at the begin of an announcement, or the only one in its sentence; empty if it is left open,
+    None if it is missing."""
     text = text[_LEAD.match(text).end() :].partition("</")[0]  # type: ignore[union-attr]
     if not text.strip():
         return None
@@ -157,7 +154,7 @@ def _inner(span: re.Match[str]) -> str:
 
 
 def _unmarked(text: str) -> str:
-    """Return the text without the marks of mathematics in it and of emphasis."""
+    """Return the text without the marks of mathematics and emphasis."""
     text = _SPAN.sub(lambda span: f" {_SPACED.sub('', span[span.lastindex or 0])} ", signs(text).replace("\\!", ""))
     text = re.sub(r"(?<!\\)\\[()\[\],;]|\*\*|\\right(?![A-Za-z])", " ", text).replace("{,}", ",").replace("\\$", "$")
     text = _HEDGED.sub(" or ", text)
@@ -165,12 +162,12 @@ def _unmarked(text: str) -> str:
 
 
 def _without_asides(text: str) -> str:
-    """Return the text without brackets that only explain it: "12 (3 × 4)", but not "3 (x + 1)"."""
+    """Return the text without explanations in brackets: "12 (3 × 4)", but not "3 (x + 1)"."""
     return _ASIDE.sub(_part, text) if "(" in text or "[" in text else text
 
 
 def _part(bracket: re.Match[str]) -> str:
-    """Return a bracket that is part of a formula; nothing for another one."""
+    """Return a bracket that is part of a formula, else nothing."""
     before, inside = bracket.string[: bracket.start()], bracket["inside"]
     if not re.search(r"[\d\\]", before):
         return bracket[0]
@@ -206,20 +203,20 @@ def _run(text: str) -> str | None:
 
 
 def _runs(text: str, holding: str) -> list[re.Match[str]]:
-    """Return the runs that hold such a sign, without the powers of units."""
+    """Return the runs that match ``holding``, without the powers of units."""
     runs = [run for run in _RUN.finditer(text) if re.search(holding, run[0])]
     return [run for run in runs if run[0][0] != "^" or "=" in run[0] or not run.start()]
 
 
 def _states(run: str) -> bool:
-    """Whether a run of mathematical signs says something: more than a bracket, or the word that begins a sentence."""
+    """Whether a run of mathematical signs states a value, not only a bracket or the first word of a sentence."""
     return bool(re.search(r"\d|\\[A-Za-z]|[A-Za-z]\s*[-+*/^_=]", run)) or bool(
         re.fullmatch(r"\s*\(?[A-Za-z]\)?\s*", run) and run.strip() not in {"a", "A", "I"}
     )
 
 
 def _finished(text: str, run: re.Match[str]) -> str:
-    """Return the run with the unit after it; empty where it is left open."""
+    """Return the run with the unit after it; empty if it is left open."""
     rest, said = text[run.end() :], re.sub(r"^\^\s*\{?\d+\}?\s*(?==)", "", run[0].rstrip(" ([-"))
     if said[-1:] in {")", "]"} and not re.search(r"[(\[]", said):
         said = said[:-1]
@@ -234,7 +231,7 @@ def _finished(text: str, run: re.Match[str]) -> str:
 
 
 def _measure(said: str, unit: re.Match[str] | None) -> str:
-    """Return the unit after what is said, if it is one."""
+    """Return the unit after a stated value, else nothing."""
     if not unit or len(unit[0]) > 40 or not (said[-1:].isdigit() or unit[0].isascii()):
         return ""
     known = re.search(r"(?:[\d}]|\\pi)$", said) and is_unit(unit[0].strip(), unit[0][0] == " ")

@@ -1,8 +1,8 @@
 """Formulas in LaTeX or plain text: a parser, and their values in exact or 60-digit arithmetic.
 
-What it costs is bounded by the length of the text, whatever the text holds: no value has more than ``_MOST_BITS`` bits,
-and nothing but the operations below is ever evaluated. It is no computer algebra: formulas are equal where their values
-agree at random points (DeMillo & Lipton 1978, Schwartz 1980, Zippel 1979), exactly where all operations are rational.
+The length of a text bounds its cost: values have at most ``_MOST_BITS`` bits, and only the operations below are
+evaluated. Instead of computer algebra, formulas are equal if their values agree at random points (DeMillo & Lipton
+1978, Schwartz 1980, Zippel 1979), exactly if all operations are rational.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_BITS, _LARGEST_FACTORIAL, _DEEPEST, _DIGITS, _AGREE, _POINTS = 20_000, 2_0
 
 
 class Unreadable(ValueError):
-    """The text is no formula that this parser knows."""
+    """The parser does not know the text as a formula."""
 
 
 class TooLarge(ArithmeticError):
@@ -28,7 +28,7 @@ class TooLarge(ArithmeticError):
 
 @dataclass(frozen=True)
 class Node:
-    """An operation (``+``, ``^``, ``sin`` …) and its operands; a number, or a name, has none."""
+    """An operation (``+``, ``^``, ``sin`` …) with its operands; or a number or name without operands."""
 
     op: str
     args: tuple[Node, ...] = ()
@@ -57,7 +57,7 @@ _SUBSCRIPT = re.compile(r"\s*_\s*(?:\{([A-Za-z0-9+\-, ]{1,20})\}|([A-Za-z0-9]))"
 
 
 def parse_formula(text: str) -> Node:
-    """Parse a formula. Raises Unreadable if it is none, TooLarge if it is nested too deeply."""
+    """Parse a formula. Raises Unreadable for other text, TooLarge if it is nested too deeply."""
     parser = _Parser(text)
     node = parser.sum()
     if parser.peek():
@@ -204,7 +204,7 @@ class _Parser:
         return node
 
     def _argument(self) -> Node:
-        r"""Parse what a command takes: a group, or one digit or letter (``\frac12``)."""
+        r"""Parse the argument of a command: a group, or one digit or letter (``\frac12``)."""
         if self.peek() == "{":
             self.take()
             return self._closed("}")
@@ -258,11 +258,8 @@ def _number(value: str | int) -> Node:
 
 
 def values(node: Node, names: frozenset[str] | None = None) -> Iterator[Any]:
-    """Yield the node's values where its variables take values that depend on their names alone: one if there are none,
-    else one for each of some points, None where it has none. Values are Fractions or mpmath's numbers.
-
-    Raises TooLarge.
-    """
+    """Yield the node's value, or with variables its values at points that depend on their names alone; None for an
+    undefined value. Values are Fractions or mpmath's numbers. Raises TooLarge."""
     import mpmath  # type: ignore[import-untyped]
 
     variables = sorted((node.names() if names is None else names) - CONSTANTS)
@@ -278,14 +275,14 @@ def values(node: Node, names: frozenset[str] | None = None) -> Iterator[Any]:
 
 
 def _sample(name: str, point: int) -> Fraction:
-    """Return a value of this name; all are positive at the first point."""
+    """Return the value of a variable at a point; all are positive at the first point."""
     seed = zlib.crc32(f"{point}{name}".encode())
     value = Fraction(seed % 1997 + 503, 701)
     return -value if point and seed >> 20 & 1 else value
 
 
 def agree(left: Any, right: Any, tolerance: float = 0.0) -> bool:
-    """Whether two values are the same, or differ by no more than this share of the first one."""
+    """Whether two values are equal, or differ by at most this share of the first one."""
     import mpmath
 
     if left is None or right is None:
@@ -300,7 +297,7 @@ def agree(left: Any, right: Any, tolerance: float = 0.0) -> bool:
 
 
 def real(value: Any) -> Any:
-    """Return a value in mpmath's numbers."""
+    """Return a value as a number of mpmath."""
     import mpmath
 
     if isinstance(value, Fraction):
@@ -361,7 +358,7 @@ _MPMATH = {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}
 
 
 def _raise(base: Any, exponent: Any) -> Any:
-    """Return the power, exactly where it is rational."""
+    """Return the power, exact if it is rational."""
     import mpmath
 
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:

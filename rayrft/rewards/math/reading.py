@@ -1,4 +1,4 @@
-"""What the text of a mathematical answer means."""
+"""Read the text of a mathematical answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayrft.rewards.text.numbers import Number, read_number, read_quantity, spli
 
 @dataclass(frozen=True)
 class Formula:
-    """Anything that has a value, perhaps with variables."""
+    """A formula, perhaps with variables."""
 
     text: str
     node: Node
@@ -24,7 +24,7 @@ class Formula:
 
 @dataclass(frozen=True)
 class Words:
-    """An answer that is no mathematics: a weekday, a letter of an option."""
+    """A word as an answer: a weekday, a letter of an option."""
 
     text: str
 
@@ -52,7 +52,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Other:
-    """LaTeX of unknown meaning, which equals its own text alone."""
+    """LaTeX of unknown meaning, which equals only its own text."""
 
     text: str
 
@@ -61,7 +61,7 @@ MathAnswer = Number | Formula | Words | AnswerGroup | Relation | Other
 
 
 def clear(answer: MathAnswer) -> bool:
-    """Whether all of the answer has a known meaning."""
+    """Whether the whole answer has a known meaning."""
     if isinstance(answer, Relation):
         return clear(answer.left) and clear(answer.right)
     return all(map(clear, answer.items)) if isinstance(answer, AnswerGroup) else not isinstance(answer, Other)
@@ -87,13 +87,13 @@ _PROSE = re.compile(
     r"|(?:so|it|is|we|he|of|to|in|at|by|the|for|has|are|was|get|per|all|an|not|no|from|on|as|if|be)\b)",
     re.IGNORECASE,
 )
-"""What no formula holds."""
+"""Words that formulas do not contain."""
 _CLOSING = {"(": ")", "[": "]"}
 
 
 @lru_cache(maxsize=1024)
 def read_answer(text: str) -> MathAnswer:
-    """Read a text that is an answer as a whole. Raises TooLarge if it is nested too deeply."""
+    """Read a whole text as an answer. Raises TooLarge if it is nested too deeply."""
     return _read(normalized(text))
 
 
@@ -115,7 +115,7 @@ def _read(text: str) -> MathAnswer:
         return AnswerGroup(text, "set", _flat([_read(part) for part in parts]))
     if enclosed := _enclosed(text):
         kind, inner = enclosed
-        # The comma of (100,200) is none between thousands, unless others are followed by a space.
+        # The comma of (100,200) separates thousands only if other commas have a space after them.
         items = [_read(item) for item in _split(inner, ",;", thousands=", " in inner) if item]
         if kind == "set":
             return AnswerGroup(text, "set", _flat(items))
@@ -138,11 +138,11 @@ def _read(text: str) -> MathAnswer:
 
 
 _OF_SETS = {"difference": "\\setminus", "union": "\\cup", "intersection": "\\cap"}
-"""Those that bind least first."""
+"""Operations on sets; the first bind least."""
 
 
 def _undressed(text: str) -> str:
-    """Return the text without dollar signs of mathematics, braces around all of it, and the set that a name is in."""
+    """Return the text without dollar signs of mathematics, outer braces, and a name before its set (``x \\in``)."""
     if text.count("$") >= 2:
         text = re.sub(r"\$(?!\d[^$]*$)", " ", text)
     text = stripped(text)
@@ -153,11 +153,11 @@ def _undressed(text: str) -> str:
 
 
 _BUILT = re.compile(r"^\\\{ ?[a-zA-Z](?: ?\\in ?\(-\\infty ?,\\infty ?\))? ?(?:\\mid(?![A-Za-z])|\||:) ?(.+?) ?\\\}$")
-"""The set of all that an inequality holds for: its variable, and the inequality."""
+"""A set by its variable and an inequality."""
 
 
 def _end(text: str, start: int) -> int:
-    """Return where the bracket closes that opens at this place; -1 where none does."""
+    """Return the index of the bracket that closes the one at ``start``; -1 if it is missing."""
     depth = 0
     for at in range(start, len(text)):
         depth += (text[at] in "([{") - (text[at] in ")]}")
@@ -167,7 +167,7 @@ def _end(text: str, start: int) -> int:
 
 
 def _enclosed(text: str) -> tuple[str, str] | None:
-    """Return the kind of a set, tuple or interval and what its brackets hold."""
+    """Return the kind of a set, tuple or interval, and the text in its brackets."""
     if text.startswith("\\{") and text.endswith("\\}") and _end(text, 1) == len(text) - 1:
         return "set", text[2:-2].strip()
     if text[:1] in _CLOSING and text[-1:] in {")", "]"} and _end(text, 0) == len(text) - 1:
@@ -176,7 +176,7 @@ def _enclosed(text: str) -> tuple[str, str] | None:
 
 
 def _split(text: str, separators: str, *, thousands: bool = True) -> list[str]:
-    """Split at what lies in no bracket: one of some characters (but no comma between thousands), or a command."""
+    """Split outside of brackets at one of several characters, but not at commas of thousands, or at a command."""
     parts, start, depth = [], 0, 0
     command = separators if separators.startswith("\\") else ""
     for at, char in enumerate(text):
@@ -206,7 +206,7 @@ def _flat(items: Sequence[MathAnswer]) -> tuple[MathAnswer, ...]:
 
 
 def _related(text: str) -> MathAnswer | None:
-    """Read equations and inequalities; what bounds a variable by constants is an interval."""
+    """Read equations and inequalities; constant bounds of a variable become an interval."""
     signs, depth = list[re.Match[str]](), 0
     at = 0
     while at < len(text):
@@ -223,7 +223,7 @@ def _related(text: str) -> MathAnswer | None:
     ops = [sign[0] for sign in signs]
     if not all(sides[1:]):
         return Other(text)
-    if ops[-1] == "\\approx":  # what it is about follows what it is
+    if ops[-1] == "\\approx":  # the exact value stands before
         return _read(
             " ".join(f"{side} {op}" for side, op in zip(sides, ops, strict=False)).removesuffix("\\approx").strip()
         )

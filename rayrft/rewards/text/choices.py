@@ -52,7 +52,7 @@ _NAMED_WRONG = re.compile(
 
 @dataclass(frozen=True)
 class _Question:
-    """The texts of the options, the last one's letter, and whether the one that is wrong is asked for."""
+    """The texts of the options, the last letter, and whether the wrong option is asked for."""
 
     options: Sequence[str]
     last: str
@@ -60,7 +60,7 @@ class _Question:
 
 
 def choice(task: Task, found: Sequence[Statement], partial: float = 0.0) -> RewardResult:
-    """Score the letters that are chosen; some of the right ones give ``partial``."""
+    """Score the chosen letters; some of the right ones give ``partial``."""
     options = [
         normal_form(re.sub(r"^\s*(?:\([A-Z]\)|[A-Z][).:、])", "", nfkc(text)))
         for text in task.metadata.get("options", ())
@@ -77,8 +77,7 @@ def choice(task: Task, found: Sequence[Statement], partial: float = 0.0) -> Rewa
 
 
 def _concluded(statement: Statement, question: _Question) -> set[str] | None:
-    """Return the letters that the last lines choose: those of the options that they judge right, one by one, else
-    those of the line before."""
+    """Return the chosen letters of the last lines: options judged right one by one, else those of the line before."""
     lines = [line[:LONGEST_STATEMENT] for line in statement.last_lines]
     judging = list(
         takewhile(lambda line: _LABELLED.match(plain(line)) or any(_judged(line, question)), reversed(lines))
@@ -97,7 +96,7 @@ def _concluded(statement: Statement, question: _Question) -> set[str] | None:
 
 
 def _chosen(statement: Statement, question: _Question) -> set[str] | None:
-    """Return the letters that are chosen: none where it is left open which; None where none can be read."""
+    """Return the chosen letters, empty if the choice is open; None if nothing can be read."""
     read = (_read(replace(statement, text=text), question) for text in statement.readings)
     return next((letters for letters in read if letters is not None), None)
 
@@ -120,7 +119,7 @@ def _read(statement: Statement, question: _Question) -> set[str] | None:
     letters, rest = (_each(leading[1]), text[leading.end() :]) if leading else (set[str](), "")
     known = bool(letters) and max(letters) <= last
     right, wrong = _judged(text, question)
-    # The word that begins a sentence is no letter: "A train …".
+    # "A" may be the first word of a sentence: "A train …".
     ends = _ENDS.match(rest) or (statement.announced and letters != {"A"})
     if known and ends and not letters <= right | wrong and not _OPEN.match(rest):
         return letters
@@ -132,7 +131,7 @@ def _read(statement: Statement, question: _Question) -> set[str] | None:
 
 
 def _judged(text: str, question: _Question) -> tuple[set[str], set[str]]:
-    """Return the letters of the options that are said to be right, and of those that are said to be wrong."""
+    """Return the letters of the options that are called right, and of those called wrong."""
     judged: dict[bool, set[str]] = {True: set(), False: set()}
     marks = list(_JUDGED.finditer(text := plain(text)))
     for mark, end in zip(marks, [*(mark.start() for mark in marks[1:]), len(text)], strict=False):

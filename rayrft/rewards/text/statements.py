@@ -1,4 +1,4 @@
-"""Where a response states its answer, and what answers of the same content have in common."""
+"""Find the statements of a response that may be its answer, and normalise their text."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import unicodedata
 from dataclasses import dataclass, replace
 
 _LONGEST, LONGEST_STATEMENT, _MOST_STATEMENTS = 20_000, 500, 20
-"""Characters from the end of a response in which its answer is looked for, characters of what it states there, and how
-often it may state something that cannot be read: so that no response takes long, whatever it holds."""
+"""Characters of a response that are searched, from its end, characters of a statement, and statements of a response:
+bounds of the time that a response takes."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What a response states as its answer; of its last line, what stands ``before`` it, too."""
+    """A possible answer in a response; for the last line, also the text ``before`` it."""
 
     text: str
     announced: bool
@@ -22,8 +22,8 @@ class Statement:
 
     @property
     def readings(self) -> list[str]:
-        """The text and, where it begins like "so it must be", what comes after that."""
-        rest = self.text[_LEAD_IN.match(self.text).end() :]  # type: ignore[union-attr]  # it matches nothing, too
+        """The text, and its rest after a lead-in such as "so it must be"."""
+        rest = self.text[_LEAD_IN.match(self.text).end() :]  # type: ignore[union-attr]  # it always matches
         return [self.text, rest] if rest and rest != self.text else [self.text]
 
     @property
@@ -49,7 +49,7 @@ _IS = (
 )
 _OPTION = r"(?:选项|答案|说法|叙述|表述|描述|判断|结论|一[项个]|项)"
 _CHOOSES = r"选择?(?:选项|[为:\s*$])*(?=[(\[]?\s*(?:[A-Z]{1,8}|[a-z])(?![A-Za-z0-9=]))"
-"""Before letters only: to select 2 of 5 is no answer."""
+"""Before letters only: "select 2 of 5" is not an answer."""
 _CONCLUDES = r"(?:故|所以|因此|因而|综上(?:所述)?|可知)"
 _FIELD = re.compile(
     r"""[\s*]*+(?:"((?:[^"\\]|\\.)*+)"|'((?:[^'\\]|\\.)*+)'|\[([^\[\]{}]*+)\]|([-\w.]++)[^\S\n]*+(?=[,}\n]|$))"""
@@ -70,7 +70,7 @@ _OF_ANOTHER = re.compile(
     r"|(?:误|易错|别|不[要可能应该]|勿|以为|有人|同学)[^,;:.!?。\n]*\Z",
     re.IGNORECASE,
 )
-"""What stands before the announcement of an answer that is not the response's."""
+"""The text before an announcement of another's, or a wrong, answer."""
 _SUPPOSED = re.compile(r"(?:若|如果|假如|假设|要是|倘若)[^;.!?。\n]*\Z")
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 _ITEM = r"\n\s*(?:(?:[-*•]|\d{1,2}[.)])\s+|\(\d\)\s*)([^\n]+)"
@@ -78,9 +78,9 @@ _LIST = re.compile(rf"[ \t:*]*(?:{_ITEM}){{1,20}}")
 
 
 def statements(response: str, *, strict: bool = False) -> list[Statement]:
-    """Return what a response may state as its answer: what its last box holds; what it announces ("the answer is", four
-    hashes, 答案), the last first, up to the end of the line or of a list of short items; and, unless ``strict``, its
-    last line. The first of these that can be read is its answer."""
+    """Return the possible answers of a response, of which the first readable one counts: the last box; announcements
+    ("the answer is", four hashes, 答案), the last first, up to the end of the line or of a list of short items; and,
+    unless ``strict``, the last line."""
     text, found = nfkc(response[-_LONGEST:]).strip(), []
     for box in list(_BOX.finditer(text))[-1:]:
         found.append(Statement(_braced(text[box.end() :]), True, boxed=True))
@@ -99,7 +99,7 @@ def statements(response: str, *, strict: bool = False) -> list[Statement]:
 
 
 def _decoded(field: re.Match[str]) -> str:
-    r"""Return the text of a field's value. A command of LaTeX may have one backslash, which JSON has two of."""
+    r"""Return the text of a field's value, in which a command of LaTeX may lack JSON's second backslash."""
     if field[3] is not None:
         return ", ".join(_decoded(item) for item in _FIELD.finditer(field[3]))
     text = re.sub(r"\\u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), field[field.lastindex or 1])
@@ -107,14 +107,14 @@ def _decoded(field: re.Match[str]) -> str:
 
 
 def _is_its_own(mark: re.Match[str]) -> bool:
-    """Whether what is announced there is what the response takes for right."""
+    """Whether the response announces its own answer."""
     before = mark.string[max(0, mark.start() - 60) : mark.start()]
     concluded = "选" not in mark[0] or re.match(_CONCLUDES, mark[0])
     return not _OF_ANOTHER.search(before) and bool(concluded or not _SUPPOSED.search(before))
 
 
 def _braced(text: str) -> str:
-    """Return the text up to the brace that closes the one before it."""
+    """Return the text up to the closing brace of a group that is open."""
     depth = 1
     for at, char in enumerate(text):
         depth += (char == "{") - (char == "}")
@@ -127,12 +127,12 @@ _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 
 
 def nfkc(text: str) -> str:
-    """Return the text with the usual forms of full-width letters, digits and punctuation; what is raised becomes a
-    power, and ``2½`` two numbers."""
+    """Return the text with the usual forms of full-width letters, digits and punctuation, superscripts as powers, and
+    ``2½`` as two numbers."""
     text = re.sub("[①-⑳]", lambda found: f"({ord(found[0]) - ord('①') + 1})", text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", lambda found: "^" + found[0].translate(_RAISED), text)
     text = re.sub(r"(?<=\d)(?=[½¼¾⅓⅔⅛])", " ", text)
-    # Long runs of combining marks take quadratic time, and say nothing.
+    # Long runs of combining marks take quadratic time.
     text = re.sub("[\u0300-\u036f]{4,}", "", text)
     return unicodedata.normalize("NFKC", text).replace("⁄", "/")[-_LONGEST:]
 
@@ -142,7 +142,7 @@ _FORMAT = re.compile(r"\\\$|\\(?:left|right|displaystyle|quad)(?![A-Za-z])|\\[,;
 
 
 def unwrapped(text: str) -> str:
-    """Return what `nfkc` gives, without commands of LaTeX around words."""
+    """Return the text after `nfkc`, without commands of LaTeX around words."""
     return _WRAPPED.sub(r"\1", nfkc(text))
 
 
@@ -152,6 +152,6 @@ def plain(text: str) -> str:
 
 
 def normal_form(text: str) -> str:
-    """Return what answers of the same content have in common."""
+    """Return the same text for answers that differ only in articles, spaces and punctuation."""
     text = re.sub(r"^(?:the|an?)\s+", "", plain(text).strip(" \"'“”"), flags=re.IGNORECASE)
     return re.sub(r"\s+", "", re.sub(r"([\^_])\{(-?\w)\}", r"\1\2", text)).rstrip("。.,;:?") or text

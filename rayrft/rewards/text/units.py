@@ -86,7 +86,7 @@ def parse_unit(text: str) -> Any:
         if len(candidate) <= 40 and _UNIT.fullmatch(candidate):
             try:
                 return REGISTRY.parse_units(candidate)
-            except Exception:  # of pint's and of tokenize's: the text is no unit
+            except Exception:  # of pint or tokenize: the text is not a unit
                 continue
     return None
 

@@ -1,4 +1,4 @@
-"""Whether a text says that something is true or that it is false, in English and Chinese."""
+"""Read whether a text calls something true or false, in English and Chinese."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _SHORT = {
     **dict.fromkeys(["t", "y", "yes", "right", "correct", "对", "是", "真", "没错", "没有错", "不错"], True),
     **dict.fromkeys(["f", "n", "no", "wrong", "x", "错", "否", "不对", "不是", "假", "不是真"], False),
 }
-"""Verdicts where a clause says nothing else."""
+"""Verdicts that fill a clause."""
 
 
 def _pattern(english: str, after_is: str, chinese: str, signs: str) -> re.Pattern[str]:
-    """Return the pattern of a verdict. Before a noun, as in "the correct value", its words are none."""
+    """Return the pattern of a verdict, without its words before a noun, as in "the correct value"."""
     return re.compile(
         rf"(?:\b(?:{english})|(?:(?<=is )|(?<=['’]s )|(?<=not )|(?<=n['’]t )){after_is})\b"
         r"(?!\s+(?!(?:because|since|as|for|that|when|if|in|and|but|or|of|by|to|at|with|so|here|too|given|under)\b)[a-z])"
@@ -53,17 +53,17 @@ _OF_IT = re.compile(
     r"|我认为|我觉得|综上|上述|以上|题目?|说法|说得|句?话|命题|判断|结论|观点|表述|叙述|[这该此本原道个种中的是为应])*+",
     re.IGNORECASE,
 )
-"""What a clause that only gives a verdict has before it."""
+"""The text before the verdict in a clause that only gives a verdict."""
 _PREDICATES = [
     (re.compile(r"\ban? (true|false|correct|incorrect) (?:statement|claim|proposition|assertion|sentence)\b"), r"\1"),
     (re.compile(r"(?<=[是为])(?:一[个种])?(真|假|正确|错误)的?(?:命题|说法|判断|描述|表述|结论|观点|叙述)$"), r"\1"),
     (re.compile(r"^.*\b(?:statement|claim|proposition|assertion|idea) that\b.*\s(?=is\b)"), "it "),
 ]
-"""Verdicts that have a noun after them all the same; of a claim that is quoted, only what is said of it."""
+"""Verdicts with a noun after them; and quoted claims, of which only the verdict counts."""
 
 
-def _said(clause: str) -> tuple[bool | None, bool]:
-    """Return the verdict of a clause, if it has one, and whether it says nothing else."""
+def _read(clause: str) -> tuple[bool | None, bool]:
+    """Return the verdict of a clause, if it has one, and whether it fills the clause."""
     for pattern, replacement in _PREDICATES:
         clause = pattern.sub(replacement, clause)
     clause = clause.strip(" \"'“”*_").removesuffix("的")
@@ -81,9 +81,9 @@ def _said(clause: str) -> tuple[bool | None, bool]:
 
 
 def verdict(text: str, first: str = "") -> bool | None:
-    """Return what the clauses say that only give a verdict, those of the first line, too; else what any of the text
-    says. None if they say neither, or both."""
-    clauses, opening = ([_said(each) for each in _CLAUSE.split(_ASKED.sub(" ", plain(part)))] for part in (text, first))
+    """Return the verdict of the clauses that only give a verdict, also in the first line; else of any clause of the
+    text. None if there is no verdict, or both."""
+    clauses, opening = ([_read(each) for each in _CLAUSE.split(_ASKED.sub(" ", plain(part)))] for part in (text, first))
     for said in ({truth for truth, alone in opening + clauses if alone}, {truth for truth, _ in clauses} - {None}):
         if said:
             return said.pop() if len(said) == 1 else None
