@@ -17,7 +17,7 @@ def value(reward: str, kind: str, answer: str, said: str) -> float | None:
     ("number", "said"),
     [
         *((5_000_000, "5 million"), (5_000_000, "5百万"), (500_000, "5 hundred thousand"), (30_000, "3万个")),
-        *((60, "5 dozen"), (5, "5千克"), (500, "5百米"), (5, "5 kg"), (9 * 10**12, "9 trillion")),
+        *((60, "5 dozen"), (5, "5千克"), (500, "5百米"), (5, "5 kg")),
     ],
 )
 def test_a_magnitude_is_the_same_in_math_school_and_pictures(number: int, said: str) -> None:
