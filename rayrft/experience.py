@@ -48,7 +48,7 @@ class Task:
     answer: str
     domain: str = "own"
     workflow: str | None = None
-    """The one that acts on it; by default ``explorer.workflow`` of the config."""
+    """Name of its workflow; by default ``explorer.workflow`` of the config."""
     difficulty: float | None = None
     tries: int = 0
     """Answers to it that were scored before the run."""
@@ -77,13 +77,13 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Digest of all that tells tasks apart: tasks with equal keys are duplicates."""
+        """Digest of the fields that identify a task: tasks with equal keys are duplicates."""
         about = self.question, self.answer, self.system, self.domain, self.workflow, self.images, self.metadata
         return _digest(about)
 
     @property
     def dedup_key(self) -> str:
-        """What it shows: question text, image paths and its environment. Evaluation tasks share it with no others."""
+        """Question text, image paths and environment. No training task shares it with an evaluation task."""
         shown, episode = dedup_key(self.question, self.images), self.metadata.get("environment")
         return shown if episode is None else f"{shown}\n{json.dumps(episode, default=str)}"
 
@@ -156,7 +156,7 @@ class Experience:
     chosen: bool | None = None
     """Whether it is the preferred row of its pair; of a row in no pair, whether it is labelled good."""
     margin: float | None = None
-    """By how much the chosen row of its pair is the better one, as its annotators say, for reward models."""
+    """How much better the chosen row of its pair is, according to its annotators; for reward models."""
     teacher_logprobs: np.ndarray | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Experience:
 
     def with_fields(self, **fields: Any) -> Experience:
         """Return a copy with these fields, as `dataclasses.replace` does, in an eighth of its time. Raises TypeError
-        if there is none of a name."""
+        for an unknown name."""
         if unknown := fields.keys() - vars(self).keys():
             raise TypeError(f"an experience has no {', '.join(sorted(unknown))}")
         copy = object.__new__(Experience)
