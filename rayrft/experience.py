@@ -261,7 +261,7 @@ def _check_column(f: pa.Field, experiences: list[Experience]) -> None:
     try:
         pa.array([convert(getattr(experience, f.name)) for experience in experiences], f.type)
     except _MISFITS as error:
-        problem = f"a row holds what is no {f.type}: {str(error).splitlines()[0]}"
+        problem = f"a value is not of type {f.type}: {str(error).splitlines()[0]}"
         raise DataError(problem, "see the fields of Experience for its type", field=f.name) from None
 
 
@@ -332,7 +332,7 @@ def check_filled(batch: pa.RecordBatch) -> None:
     for index, name in _REQUIRED:
         if batch.column(index).null_count:
             raise DataError(
-                "a row has none", "give every row one: see the fields of Experience", field=name, value=None
+                "a row lacks a value", "set it on every row: see the fields of Experience", field=name, value=None
             )
 
 
