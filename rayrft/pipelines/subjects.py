@@ -31,13 +31,13 @@ async def scored(task: Task, responses: Sequence[str]) -> list[RewardResult]:
 
 
 def request_seed(row: str, seed: int, *place: object) -> int:
-    """Return the seed of a request about a row, of those of an operator with this seed."""
+    """Return the seed of a request of an operator with this seed about a row."""
     return int.from_bytes(digest(row, str(seed), *map(str, place))[:4]) >> 1
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A row as a task, with the answer that it holds, if it does, and what was said of that."""
+    """A row as a task, with the answer that it holds, and the reward and reason of that."""
 
     row: str
     task: Task
@@ -53,11 +53,11 @@ class SubjectOptions(Section):
     answer: str = "answer"
     """The right answer, as rewards take it."""
     domain: str = "domain"
-    """Says, where there is such a column, which reward checks answers."""
+    """The optional column with the domain, which selects the reward that checks answers."""
 
 
 def check_subjects(options: SubjectOptions, schema: pa.Schema, columns: Collection[str] = ()) -> None:
-    """Raise ConfigError if rows of this schema are no experiences, and have no tasks; ``columns`` are further options
+    """Raise ConfigError if rows of this schema are neither experiences nor tasks; ``columns`` are further options
     that name columns of texts."""
     if is_experience(schema):
         return

@@ -20,8 +20,8 @@ from rayrft.registry import Registry
 
 @dataclass(frozen=True)
 class StepReward:
-    """The reward of a step inside an answer, which ends before character ``end`` of the answer's text with its
-    reasoning: that of the ``turn``-th of `Transcript.answers`, from 0."""
+    """The reward of a step inside the ``turn``-th answer of `Transcript.answers`, from 0. The step ends before
+    character ``end`` of the answer's text, reasoning included."""
 
     turn: int
     end: int
@@ -38,18 +38,18 @@ class RewardResult:
     answer: str | None = None
     """The answer that was found in the response, for majority votes; by default the response without reasoning."""
     turns: tuple[float, ...] = ()
-    """Rewards of single turns of the model, in order, beside the value: none, or one for each of its answers."""
+    """Rewards of the model's answers, in order, in addition to the value: empty, or one for each answer."""
     steps: tuple[StepReward, ...] = field(default=(), kw_only=True)
-    """Rewards of steps inside answers, beside the value and those of turns, in the order in which the steps end. Each
-    is that of the token with which its step ends, also if the step ends inside it."""
+    """Rewards of steps inside answers, in addition to value and turns, in the order in which the steps end. Each
+    belongs to the token in which its step ends."""
     shaping: float = 0.0
     """Added to the value for training; filters and evaluations do not see it."""
     seconds: float = 0.0
-    """What scoring took."""
+    """Duration of scoring."""
     error: bool = False
-    """Whether it is unknown because scoring raised, was not done in time, or died."""
+    """Whether the value is unknown because scoring raised, missed the deadline, or died."""
     tries: int = 1
-    """How often scoring was begun: again where a process or an actor died of it."""
+    """How often scoring was started; again after the death of a process or actor."""
 
     @classmethod
     def of(cls, value: float, components: dict[str, float], reason: str | None, answer: str | None = None) -> Self:
@@ -61,7 +61,7 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class Transcript:
-    """What a reward sees of a trajectory: the whole conversation, and how it ended."""
+    """The whole conversation of a trajectory and its end, as rewards see it."""
 
     turns: tuple[Mapping[str, str], ...]
     """Messages with ``role`` and ``content``; the last one is the model's."""
@@ -74,7 +74,7 @@ class Transcript:
 
     @classmethod
     def of(cls, task: Task, response: str) -> Self:
-        """Return that of a task with one answer."""
+        """Return the transcript of a task with one answer."""
         given = sum(message["role"] == "assistant" for message in task.messages)
         return cls((*task.messages, {"role": "assistant", "content": response}), task.images, given=given)
 
@@ -106,7 +106,7 @@ class RewardModel(Protocol):
 
 
 class BatchRewardModel(RewardModel, Protocol):
-    """Scores several calls at a time, as that is faster: those that wait. A call has the same result alone."""
+    """Scores the calls that wait together, which is faster. The result of a call does not depend on the others."""
 
     max_batch: int
     """Most calls at a time."""
@@ -115,9 +115,9 @@ class BatchRewardModel(RewardModel, Protocol):
 
 
 Reward = RewardFunction | RewardModel
-"""What a factory makes. Of its attributes, where it has them, ``needs_auxiliary`` names auxiliary models that it asks,
-``longest_s`` is the time in seconds that it gives itself, which must be below its deadline, ``notice`` is a line that
-is printed before a run starts, and ``accepts_truth`` says that it gives 1 to a task's own answer, which is checked."""
+"""The product of a factory. Optional attributes: ``needs_auxiliary``, the names of auxiliary models that it asks;
+``longest_s``, its own time limit in seconds, which must be below its deadline; ``notice``, a line that is printed
+before a run starts; ``accepts_truth``, whether it gives 1 to the reference answer of a task, which is checked."""
 Factory = TypeVar("Factory", bound="Callable[..., Reward]")
 
 rewards: Registry[Callable[..., Reward]] = Registry("reward")
@@ -128,7 +128,7 @@ register_reward = rewards.register
 
 def inline(factory: Factory) -> Factory:
     """Decorator of a factory whose reward takes microseconds and cannot hang, whatever the response: it is called in
-    the Explorer's own process. Others run in workers, under a deadline, for these can be killed."""
+    the Explorer's process. Other rewards run under a deadline in processes that can be killed."""
     factory.inline = True  # type: ignore[attr-defined]
     return factory
 
@@ -145,21 +145,15 @@ def imports(*modules: str) -> Callable[[Factory], Factory]:
 
 
 def where(name: str) -> Literal["inline", "loop", "process"]:
-    """Where the reward of that name runs: in the caller, in its event loop as a coroutine, or in a process."""
+    """Return where the reward of that name runs: in the caller, in its event loop as a coroutine, or in a process."""
     factory = rewards.get(name, "reward.name")
     if getattr(factory, "inline", False):
         return "inline"
     return "loop" if inspect.iscoroutinefunction(getattr(factory, "score", None)) else "process"
 
 
-def needed_modules(name: str) -> tuple[str, ...]:
-    """The modules of `imports`."""
-    modules: tuple[str, ...] = getattr(rewards.get(name, "reward.name"), "imports", ())
-    return modules
-
-
 def checked(found: object, transcript: Transcript) -> RewardResult:
-    """Return a result whose numbers are finite, or an unknown one. Raises ValueError or TypeError if they are none."""
+    """Return a result whose numbers are finite, or an unknown one. Raises ValueError or TypeError for other values."""
     if not isinstance(found, RewardResult):
         return RewardResult.of(float(cast("float", found)), {}, None)
     if found.value is None:
@@ -181,7 +175,7 @@ def _checked_steps(steps: Sequence[StepReward], answers: Sequence[str]) -> tuple
     before = (0, -1)
     for number, step in enumerate(steps):
         if not isinstance(step, StepReward):
-            raise TypeError(f"steps[{number}] is no StepReward but {step!r}")
+            raise TypeError(f"steps[{number}] is not a StepReward but {step!r}")
         _check_index(f"steps[{number}].turn", step.turn, len(answers) - 1)
         _check_index(f"steps[{number}].end", step.end, len(answers[step.turn]))
         if (step.turn, step.end) <= before:
@@ -219,7 +213,7 @@ def invoke(
 
 
 def score_inline(reward: Reward, task: Task, transcript: Transcript) -> RewardResult:
-    """Return the result of a reward that is no coroutine; where it raises, or gives what is no number, an unknown with
+    """Return the result of a reward that is not a coroutine; if it raises, or returns no number, an unknown result with
     the error as its reason."""
     try:
         return checked(invoke(reward, task, transcript), transcript)
@@ -262,7 +256,7 @@ def _raised(error: BaseException) -> RewardResult:
 
 
 def combine(parts: Sequence[RewardPart], results: Sequence[RewardResult]) -> RewardResult:
-    """Return the reward of several parts: the sum of those that add, 0 where a gate is shut."""
+    """Return the reward of several parts: the sum of the parts that add, or 0 if a gate is shut."""
     pairs = list(zip(parts, results, strict=True))
     adding, gates, shaping = ([pair for pair in pairs if pair[0].role == role] for role in ("add", "gate", "shape"))
     shut = any(result.value is not None and result.value <= 0 for _, result in gates)

@@ -22,7 +22,7 @@ from rayrft.rewards.base import (
     Transcript,
     build_reward,
     combine,
-    needed_modules,
+    rewards,
     score,
     score_batch,
     score_inline,
@@ -55,13 +55,13 @@ class Scorer:
 
     async def open(self) -> None:
         """Start the processes. Raises ConfigError where a reward cannot be built."""
-        queues = (each for rewards in self._rewards.values() for each in rewards if isinstance(each, InProcesses))
+        queues = (each for several in self._rewards.values() for each in several if isinstance(each, InProcesses))
         await asyncio.gather(*(each.calls.open() for each in queues))
 
     async def close(self) -> None:
         """End the processes."""
-        for rewards in self._rewards.values():
-            for each in rewards:
+        for several in self._rewards.values():
+            for each in several:
                 if isinstance(each, InProcesses):
                     await each.calls.close()
                 elif isinstance(each, InLoop) and (close := getattr(each.reward, "close", None)):
@@ -70,10 +70,10 @@ class Scorer:
     async def score(self, task: Task, transcripts: Sequence[Transcript]) -> list[RewardResult]:
         """Return one result per transcript. Raises ConfigError if the task's domain has no reward."""
         domain = self._config.domain_of(task.domain)
-        rewards, parts = self._rewards[domain], self._config.models[domain].parts
+        several, parts = self._rewards[domain], self._config.models[domain].parts
         waiting = [
             asyncio.gather(*(each.score(task, transcript) for transcript in transcripts))
-            for each in rewards
+            for each in several
             if isinstance(each, InLoop | InProcesses)
         ]
         found = iter(await asyncio.gather(*waiting) if waiting else ())
@@ -81,7 +81,7 @@ class Scorer:
             next(found)
             if isinstance(each, InLoop | InProcesses)
             else [score_inline(each, task, transcript) for transcript in transcripts]
-            for each in rewards
+            for each in several
         ]
         return [combine(parts, results) for results in zip(*by_reward, strict=True)] if parts else by_reward[0]
 
@@ -188,6 +188,6 @@ def _failed(reason: str, seconds: float = 0.0) -> RewardResult:
 
 
 def _import(name: str) -> None:
-    """Import what the reward of that name needs, once for all processes that are forked from this one."""
-    for module in needed_modules(name):
+    """Import the modules of the reward's `imports`, once for all processes that are forked from this one."""
+    for module in getattr(rewards.get(name, "reward.name"), "imports", ()):
         importlib.import_module(module)

@@ -250,7 +250,7 @@ async def test_steps_that_end_in_order_inside_their_answers_are_kept_as_plain_nu
         ((StepReward(0, 1, 1.0), StepReward(0, 1, 2.0)), "steps[1].end is 1, not after"),
         ((StepReward(0, 2, 1.0), StepReward(0, 1, 2.0)), "steps[1].end is 1, not after"),
         ((StepReward(0, 1, 1.0), StepReward(0, 2, math.nan)), "steps[1].value is nan"),
-        (((0, 1, 1.0),), "steps[0] is no StepReward"),
+        (((0, 1, 1.0),), "steps[0] is not a StepReward"),
     ],
 )
 async def test_steps_that_are_none_make_the_reward_unknown_and_name_the_field(steps: Any, says: str) -> None:

@@ -42,7 +42,7 @@ _held: list[Any] = []
 
 
 class JuicerOptions(Section):
-    """Options of `Juicer`. All others are those of Data-Juicer's operator."""
+    """Options of `Juicer`. Other options are passed to Data-Juicer's operator."""
 
     model_config = ConfigDict(extra="allow", frozen=True, validate_default=True)
 
@@ -60,9 +60,9 @@ class JuicerOptions(Section):
 
 
 _OF_ALL = ("_deduplicator", "_selector")
-"""What the names of operators that need all rows end in."""
+"""Suffixes of the names of operators that need all rows."""
 _OTHER_ROWS = ("_grouper", "_aggregator", "_pipeline")
-"""And of those that give rows of another kind."""
+"""Suffixes of the names of operators that return other rows."""
 
 
 @register_operator("juicer")

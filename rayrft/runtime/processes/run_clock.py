@@ -1,4 +1,4 @@
-"""What processes use, and the time in which they could run."""
+"""Resources of processes, and the time in which they could run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process and its descendants use."""
+    """Resources of a process and its descendants."""
 
     processes: int = 0
     memory: int = 0
@@ -23,7 +23,7 @@ class Usage:
 
     @classmethod
     def of(cls, first: int, *, itself: bool = True) -> Usage:
-        """Measure the processes that descend from this one, and ``itself``; what ends meanwhile is left out."""
+        """Measure the descendants of a process, and ``itself``; processes that end meanwhile are left out."""
         todo, count, pages, ticks, waited = [first], 0, 0, 0, 0
         while todo:
             pid = todo.pop()
