@@ -58,13 +58,12 @@ class Retention:
                 await self._store.wait_for(lambda: self._excess(rows, nbytes) <= 0, deadline_s)
             except TimeoutError:
                 held = self._store.state.groups
-                raise RayrftError(
+                problem = (
                     f"waited {deadline_s:g} s for room for {rows} rows: {held.held_rows} rows and "
-                    f"{held.held_bytes} bytes are held",
-                    "train on the held rows, raise max_rows or max_bytes, or let when_full evict",
-                    field="buffer.max_rows",
-                    value=config.max_rows,
-                ) from None
+                    f"{held.held_bytes} bytes are held"
+                )
+                remedy = "train on the held rows, raise max_rows or max_bytes, or let when_full evict"
+                raise RayrftError(problem, remedy, field="buffer.max_rows", value=config.max_rows) from None
         elif self._excess(rows, nbytes) > 0:
             await self._evict(rows, nbytes)
 

@@ -160,10 +160,9 @@ class SharedBuffer(Buffer):
             if known.tokenizer != model.tokenizer
             else "vocabulary or model.max_length"
         )
-        raise ConfigError(
+        problem = (
             f"{what} differs from that of the Buffer {self._name!r}, of {known.vocabulary} tokens and rows of up to "
-            f"{known.max_length}",
-            "give the jobs that meet at a Buffer the same model, model.template and model.max_length",
-            field="model",
-            value=[model.vocabulary, model.max_length],
+            f"{known.max_length}"
         )
+        remedy = "give the jobs that meet at a Buffer the same model, model.template and model.max_length"
+        raise ConfigError(problem, remedy, field="model", value=[model.vocabulary, model.max_length])

@@ -120,12 +120,8 @@ class RewardEndpoint(HttpService):
         asked = parse(ScoreRequests, body).root if several else [parse(ScoreRequest, body)]
         for number, each in enumerate(asked):
             if self._reward.domains and each.domain not in self._reward.domains:
-                raise ApiError(
-                    404,
-                    f"No reward scores domain {each.domain!r}; known: {', '.join(sorted(self._reward.domains))}.",
-                    code="domain_not_found",
-                    param=f"{number}.domain" if several else "domain",
-                )
+                remedy = f"No reward scores domain {each.domain!r}; known: {', '.join(sorted(self._reward.domains))}."
+                raise ApiError(404, remedy, code="domain_not_found", param=f"{number}.domain" if several else "domain")
         async with asyncio.timeout(self._config.deadline_s):
             results = await unless_gone(request, self._results(asked))
         replies = [self._reply(each, result) for each, result in zip(asked, results, strict=True)]

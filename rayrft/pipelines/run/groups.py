@@ -89,12 +89,9 @@ class GroupChain:
         links = build_chain(self.operators, self.schema, field=self.field, origin=self.origin, context=self.context)
         for link in links:
             if link.operator.scope == "all" and not self.whole:
-                raise ConfigError(
-                    "looks at all rows, and sees one group at a time here",
-                    "use it in pipelines.tasks, in pipelines.batch, or with `rayrft data process` on the run",
-                    field=link.field,
-                    value=link.name,
-                )
+                problem = "looks at all rows, and sees one group at a time here"
+                remedy = "use it in pipelines.tasks, in pipelines.batch, or with `rayrft data process` on the run"
+                raise ConfigError(problem, remedy, field=link.field, value=link.name)
             for name in sorted(set(link.operator.writes) & {*self.fixed}):
                 raise ConfigError(
                     "would change what was sampled", "leave this operator out", field=link.field, value=name
