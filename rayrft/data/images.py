@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import io
 import re
-import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from rayrft.errors import DataError, ModelError
-from rayrft.files import sync
+from rayrft.files import atomic_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -141,10 +140,8 @@ def keep_image(image: Picture, folder: Path) -> str:
     path = folder / f"{hashlib.blake2b(image, digest_size=16).hexdigest()}.{kind}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{uuid.uuid4().hex}.partial"
-        partial.write_bytes(image)
-        sync(partial)
-        partial.replace(path)
+        with atomic_file(path, shared=True) as partial:
+            partial.write_bytes(image)
     return str(path)
 
 
