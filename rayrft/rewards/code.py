@@ -222,7 +222,7 @@ class TestRunner:
     def confirmed(
         self, task: Task, candidates: Sequence[Any], solutions: Sequence[str], language: Language = "python"
     ) -> list[Any]:
-        """Return those candidates for tests that every solution passes; none without solutions or that cannot run."""
+        """Return the candidates for tests that run and that every solution passes; without solutions, none."""
         kept = [test for test in candidates if solutions and _kind(test)]
         for solution in solutions:
             kept = [test for test in kept if self._passes(task, solution, test, language)]

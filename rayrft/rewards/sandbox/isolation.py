@@ -121,7 +121,7 @@ class Isolation(Protocol):
     description: str
 
     def missing(self) -> str | None:
-        """Return what the host lacks, as far as can be seen without running a program."""
+        """Return the tools that the host lacks, as far as can be seen without running a program."""
 
     def start(self, job: Job) -> Started: ...
 
