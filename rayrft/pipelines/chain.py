@@ -58,7 +58,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """An operator in its place: ``field`` names it in errors, and ``options`` are as they were given."""
 
     name: str
@@ -76,13 +76,13 @@ class Link:
 
 def build_chain(
     configs: Sequence[OperatorConfig], schema: pa.Schema, *, field: str, origin: str, context: Context
-) -> list[Link]:
+) -> list[ChainLink]:
     """Build operators for rows of this schema, which come from ``origin`` and have ids (`rows.Ids`).
 
     Raises ConfigError, below ``field``, for an unknown operator, a wrong option, or a column that what comes before
     does not give or that holds something else.
     """
-    links: list[Link] = []
+    links: list[ChainLink] = []
     before = origin
     for number, config in enumerate(configs):
         place = f"{field}.{number}"
@@ -109,12 +109,12 @@ def build_chain(
                 problem, remedy = "would take a column that a run needs", "use it with `rayrft data process`"
                 raise ConfigError(problem, remedy, field=named, value=column.name)
         options = json.dumps(config.options, sort_keys=True, default=str)
-        links.append(Link(config.name, named, options, operator, schema, gives))
+        links.append(ChainLink(config.name, named, options, operator, schema, gives))
         schema, before = gives, f"{config.name} (operator {number})"
     return links
 
 
-def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.RecordBatch, Outcome]:
+def apply_link(link: ChainLink, rows: pa.RecordBatch, samples: int) -> tuple[pa.RecordBatch, Outcome]:
     """Apply an operator to a batch and check its result; return the rows that stay, then the made ones.
 
     Raises OperatorFailed if rows or columns are not those that it was to return; what it raises itself passes through.
@@ -153,7 +153,7 @@ def apply_link(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.Recor
 _LISTS = ("left_out", "changes", "made_rows", "notes")
 
 
-def apply_each(link: Link, rows: pa.RecordBatch, samples: int) -> tuple[pa.RecordBatch, Outcome]:
+def apply_each(link: ChainLink, rows: pa.RecordBatch, samples: int) -> tuple[pa.RecordBatch, Outcome]:
     """Apply an operator that looks at single rows to each row by itself, and leave out those on which it raises.
 
     Raises OperatorFailed, as `apply_link` does.
@@ -208,7 +208,7 @@ _WANTED: dict[Wants, tuple[str, Callable[[pa.Field], bool]]] = {
 """The name of the values of a column, and whether it holds them."""
 
 
-def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
+def _check_applied(link: ChainLink, rows: pa.RecordBatch, applied: Applied) -> None:
     if not isinstance(applied, Applied):
         raise _wrong(link, f"it returned {type(applied).__name__}, and not Applied")
     if applied.rows.num_rows != rows.num_rows:
@@ -244,11 +244,11 @@ def _check_applied(link: Link, rows: pa.RecordBatch, applied: Applied) -> None:
         raise _wrong(link, f"it named the parents of {len(applied.parents)} rows, and made {made}")
 
 
-def _wrong(link: Link, problem: str) -> OperatorFailed:
+def _wrong(link: ChainLink, problem: str) -> OperatorFailed:
     return OperatorFailed(problem, "correct the operator", field=link.field)
 
 
-def _changes(link: Link, before: pa.RecordBatch, after: pa.RecordBatch, samples: int) -> tuple[int, list[Change]]:
+def _changes(link: ChainLink, before: pa.RecordBatch, after: pa.RecordBatch, samples: int) -> tuple[int, list[Change]]:
     """Return how many rows have other values than before, and a few of the changes."""
     changed, shown = None, list[Change]()
     ids = before.column(id_column(before.schema))

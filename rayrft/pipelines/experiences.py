@@ -18,7 +18,7 @@ from rayrft.config import RunConfig
 from rayrft.config.pipelines import PipelinesConfig
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.experience import SCHEMA, Experience, Task, field_values, to_batch
-from rayrft.pipelines.chain import Link
+from rayrft.pipelines.chain import ChainLink
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorLog, OperatorStats
 from rayrft.pipelines.rows import last_answer
@@ -96,7 +96,7 @@ def experience_chain(config: RunConfig, model: str | None) -> GroupChain:
 class ExperiencePipeline:
     """Sends the groups of an Explorer through the operators, wherever they are, and counts by operator."""
 
-    def __init__(self, config: PipelinesConfig, links: Sequence[Link], operators: Operators) -> None:
+    def __init__(self, config: PipelinesConfig, links: Sequence[ChainLink], operators: Operators) -> None:
         self._stops, self._operators = config.on_error == "stop", operators
         self._log = OperatorLog(links, "pipelines.experiences")
 

@@ -187,8 +187,8 @@ def register_operator(
     A function's parameters without a default are columns, those with one are options, whose types are checked. What it
     returns is, by kind: ``clean``: the value of the column in ``writes``, by default that of its first parameter;
     ``filter``: whether the row stays, or a text: why it does not; ``prioritise``: a number; ``synthesise``: a list of
-    dictionaries, rows that are added, with the columns that they do not share with the row. Raises ConfigError if it is
-    none of these, or another operator has the name.
+    dictionaries, rows that are added, with the columns that they do not share with the row. Raises ConfigError for
+    another kind of value, or if another operator has the name.
     """
 
     def decorate(piece: Any) -> Any:

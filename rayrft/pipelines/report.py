@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rayrft.errors import OperatorFailed, OperatorTimeout
-from rayrft.pipelines.chain import Change, LeftOut, Link, Outcome
+from rayrft.pipelines.chain import ChainLink, Change, LeftOut, Outcome
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -118,7 +118,7 @@ class OperatorStats:
 class OperatorLog:
     """Counts what operators did, and logs what they could not."""
 
-    def __init__(self, links: Sequence[Link], place: str) -> None:
+    def __init__(self, links: Sequence[ChainLink], place: str) -> None:
         self._links, self._place = links, place
         self._stats = [OperatorStats() for _ in links]
         self._logged = set[str]()

@@ -16,7 +16,7 @@ from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import TaskSplits, load_bench_tasks, load_tasks
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task, dedup_key
-from rayrft.pipelines.chain import LeftOut, Link, apply_link, build_chain
+from rayrft.pipelines.chain import ChainLink, LeftOut, apply_link, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.operator import operators as registered
 from rayrft.pipelines.report import OperatorReport
@@ -244,7 +244,7 @@ def process_added(
     return AddedTasks(new, left_out)
 
 
-def _links(operators: list[OperatorConfig], field: str, context: Context) -> list[Link]:
+def _links(operators: list[OperatorConfig], field: str, context: Context) -> list[ChainLink]:
     return build_chain(operators, SCHEMA, field=field, origin="tasks", context=context)
 
 

@@ -118,7 +118,7 @@ class NearDuplicates(_FirstOfEach[NearOptions]):
         words, offsets = hashing.words(joined)
         low, keys = hashing.signatures(words, offsets, self.options.ngram, self._band_rows)
         if self.options.same_numbers:  # rows with other numbers share no key then
-            numbers = (hashing.numbers(words, offsets) >> np.uint64(32)).astype(np.uint32)
+            numbers = (hashing.hash_numbers(words, offsets) >> np.uint64(32)).astype(np.uint32)
             keys = np.where(keys == 0, keys, np.maximum(keys ^ numbers[:, None], 1))
         self._low.append(low)
         self._keys.append(keys)

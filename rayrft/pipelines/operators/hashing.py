@@ -75,7 +75,7 @@ def signatures(hashes: U64, offsets: I64, length: int, band_rows: int) -> tuple[
     return low, keys
 
 
-def numbers(hashes: U64, offsets: I64) -> U64:
+def hash_numbers(hashes: U64, offsets: I64) -> U64:
     """Hash the words without a letter of each text together, ``[texts]``, in whatever order: its numbers and signs."""
     alone = hashes * np.uint64(0x2545F4914F6CDD1D) ^ (hashes >> np.uint64(17))
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.where(hashes & LETTER, np.uint64(0), alone))])

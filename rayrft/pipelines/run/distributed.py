@@ -17,7 +17,7 @@ from typing import TypeVar
 import pyarrow as pa
 
 from rayrft.errors import ActorDied, ActorUnreachable, CallFailed, ClusterError, OperatorFailed, OperatorTimeout
-from rayrft.pipelines.chain import Link, Outcome
+from rayrft.pipelines.chain import ChainLink, Outcome
 from rayrft.pipelines.run.host import START_S, OperatorHost, OperatorProcess, operator_failure, operator_pool, packed
 from rayrft.registry import load_plugins
 from rayrft.runtime.actor_pool import ActorPool
@@ -33,7 +33,7 @@ class Segment:
     """Operators by their numbers, through which batches go one after another."""
 
     numbers: tuple[int, ...]
-    build: Callable[[], list[Link]]
+    build: Callable[[], list[ChainLink]]
     create: Callable[[], OperatorHost]
     plugins: tuple[Path, ...]
     deadline_s: float

@@ -19,7 +19,7 @@ from rayrft.config.pipelines import OperatorConfig, PipelinesConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import ActorDied, ActorUnreachable, CallFailed, ConfigError, EndpointFailed, OperatorFailed
 from rayrft.experience import Task
-from rayrft.pipelines.chain import Link, Outcome, build_chain, same_values
+from rayrft.pipelines.chain import ChainLink, Outcome, build_chain, same_values
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.run.host import (
     START_S,
@@ -83,7 +83,7 @@ class GroupChain:
     fixed: tuple[str, ...] = ()
     whole: bool = False
 
-    def build(self) -> list[Link]:
+    def build(self) -> list[ChainLink]:
         """Build them. Raises ConfigError if one does not fit, or needs more than it sees."""
         load_plugins(self.plugins)
         links = build_chain(self.operators, self.schema, field=self.field, origin=self.origin, context=self.context)

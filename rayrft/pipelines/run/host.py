@@ -19,7 +19,7 @@ from rayrft.errors import (
     OperatorTimeout,
     ProcessDied,
 )
-from rayrft.pipelines.chain import Link, Outcome, apply_each, apply_link
+from rayrft.pipelines.chain import ChainLink, Outcome, apply_each, apply_link
 from rayrft.pipelines.run.models import ModelServer
 from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.worker import Worker
@@ -47,13 +47,13 @@ def operator_pool(
     )
 
 
-def asked_by(links: Sequence[Link]) -> tuple[list[str], bool]:
+def asked_by(links: Sequence[ChainLink]) -> tuple[list[str], bool]:
     """Return the names of the models that operators ask, and whether any has answers scored."""
     asks = sorted({name for link in links for name in link.operator.asks.values()})
     return asks, any(link.operator.scores for link in links)
 
 
-def segments(links: Sequence[Link], *, apart: bool = False) -> list[list[int]]:
+def segments(links: Sequence[ChainLink], *, apart: bool = False) -> list[list[int]]:
     """Return the numbers of operators that batches stream through, split before each that needs more than a row;
     ``apart``: also between distributable operators and others."""
     found: list[list[int]] = []
@@ -65,7 +65,7 @@ def segments(links: Sequence[Link], *, apart: bool = False) -> list[list[int]]:
     return found
 
 
-def is_distributable(link: Link) -> bool:
+def is_distributable(link: ChainLink) -> bool:
     """Return whether an operator works on each batch alone and asks nothing."""
     operator = link.operator
     return operator.scope == "row" and not operator.asks and not operator.scores
@@ -77,7 +77,7 @@ class OperatorHost:
 
     def __init__(
         self,
-        build: Callable[[], list[Link]],
+        build: Callable[[], list[ChainLink]],
         samples: int,
         leave_out: bool = False,
         numbers: Sequence[int] | None = None,
@@ -128,7 +128,7 @@ class OperatorProcess:
     """Calls of an `OperatorHost` in a process. ``models`` answers what the operators ask."""
 
     def __init__(
-        self, worker: Worker, links: Sequence[Link], deadline_s: float, models: ModelServer | None = None
+        self, worker: Worker, links: Sequence[ChainLink], deadline_s: float, models: ModelServer | None = None
     ) -> None:
         self._worker, self._links, self._deadline_s = worker, links, deadline_s
         self._serve = models.serve if models is not None else None

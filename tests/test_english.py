@@ -1,0 +1,60 @@
+"""The language of code, messages and pages: sentences that make a reader stop are found by their patterns."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+
+import pytest
+
+from tests.conftest import ROOT
+
+PATTERNS = [
+    r"\b(go|goes|gone|going) on\b",
+    r"\bunder way\b",
+    r"\banew\b",
+    r"\b(whoever|whichever)\b",
+    r"\b(is|are) none of\b",
+    r"\bthat (is|are) none\b",
+    r'"""Return (what|those|who|whom)\b',
+    r"\bfor ever\b",
+    r"\bof its own kind\b",
+    r"\bsigns? of life\b",
+]
+PAGES = sorted(
+    path
+    for folder in ("rayrft", "jobs", "notebooks", "cluster")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".py", ".md", ".yaml", ".ipynb", ".sh", ".js", ".html"}
+)
+PAGES += [ROOT / "README.md", ROOT / "tests" / "bench" / "README.md"]
+COMMANDS = {"main"}
+"""Entry points of programs, which share the name that such functions have everywhere."""
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_sentence_says_its_subject(pattern: str) -> None:
+    sentence = re.compile(pattern.replace(" ", r"\s+(?:#\s+)?"), re.IGNORECASE)
+    found = [
+        f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]}"
+        for path in PAGES
+        for text in [path.read_text()]
+        for match in sentence.finditer(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_no_public_name_stands_for_two_things() -> None:
+    """Commands of the command line are named as users type them, and often as the function that they call."""
+    homes = defaultdict[str, list[str]](list)
+    for path in sorted((ROOT / "rayrft").rglob("*.py")):
+        if "cli" in path.parts:
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
+                "_"
+            ):
+                homes[node.name].append(str(path.relative_to(ROOT)))
+    twice = {name: places for name, places in homes.items() if len(places) > 1 and name not in COMMANDS}
+    assert not twice, twice
