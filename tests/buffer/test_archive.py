@@ -248,4 +248,4 @@ def test_other_programs_read_the_log(log: Path) -> None:
     assert events["event"].value_counts()[kinds].tolist() == [6, 2, 1, 1]
     labelled = "select max(reward) from rows where labels['quality'] = 'good'"
     assert duckdb.from_arrow(table).query("rows", labelled).fetchall() == [(7.0,)]
-    assert duckdb.sql(f"select count(*) from read_json('{journal}') where event = 'stored'").fetchall() == [(6,)]
+    assert duckdb.sql(f"select count(*) from read_json('{journal}') where event = 'groups_stored'").fetchall() == [(6,)]
