@@ -82,9 +82,9 @@ class Buffer(Watched):
                 raise DataError(problem, remedy, field="demonstrations", value=plan.demonstrations)
             if cursor is not None:
                 check_kind(plan.demonstrations or "", cursor.kind, plan.kind)
-        bound = self._store.config.max_rows
-        if plan.groups * plan.group_size > bound:
-            problem = f"a step takes {plan.groups * plan.group_size} rows, more than the Buffer may hold"
+        bound, rows = self._store.config.max_rows, plan.groups * plan.group_size * (1 + plan.hold_steps)
+        if rows > bound:
+            problem = f"a step needs {rows} rows, more than the Buffer may hold"
             raise DataError(problem, "raise it, or lower the stage's batch_size", field="buffer.max_rows", value=bound)
         last = self._state.stage.plan
         if last is not None and last.name and (last.name, last.version) == (plan.name, plan.version):

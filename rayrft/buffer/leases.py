@@ -19,7 +19,7 @@ from rayrft.buffer.expert_rows import ExpertBlocks
 from rayrft.buffer.groups import group_key
 from rayrft.buffer.log.row_log import Ref
 from rayrft.buffer.samplers import draw, samplers
-from rayrft.buffer.schedule import Draw
+from rayrft.buffer.schedule import Draw, StagePlan
 from rayrft.buffer.scores import check_scores
 from rayrft.buffer.state import LeaseRecord
 from rayrft.buffer.store import Store
@@ -227,7 +227,8 @@ class Leasing:
         assert plan is not None  # checked by the caller
         slots, weights = list[int](), list[float]()
         if plan.groups:
-            if (drawn := stage.schedule.choose(step, partial(self._sample, plan.groups, step))) is None:
+            sample = partial(self._sample, plan.groups, step)
+            if self._holds(plan) or (drawn := stage.schedule.choose(step, sample)) is None:
                 return None
             slots, weights = drawn.slots.tolist(), drawn.weights.tolist()
         if self._lacks_demonstrations():
@@ -235,6 +236,14 @@ class Leasing:
         cursor = experts.get(plan.demonstrations or "")
         expert = [] if cursor is None else cursor.peek(plan.expert_rows)
         return e.BatchLeased(step, slots, weights, expert)
+
+    def _holds(self, plan: StagePlan) -> bool:
+        """Return whether the step waits until the groups of ``hold_steps`` further steps are ready, as long as more
+        can become ready."""
+        state, stage = self._store.state, self._store.state.stage
+        if not plan.hold_steps or self._ready() >= plan.groups * (1 + plan.hold_steps):
+            return False
+        return bool(stage.schedule.running or stage.parked or state.capacity)
 
     def _sample(self, count: int, step: int) -> Draw | None:
         """Draw groups from the pool; None if there are too few."""

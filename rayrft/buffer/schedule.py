@@ -56,6 +56,9 @@ class StagePlan:
     parks: Literal["train", "mask"] | None = None
     """Whether producers may park unfinished groups. Their tokens so far are masked when the group is resumed, or
     trained if they are not too old by then."""
+    hold_steps: int = 0
+    """Steps for which ready groups wait before they are trained, so that people can judge them. At most
+    ``max_staleness``."""
 
     @property
     def kind(self) -> tuple[bool, bool]:

@@ -218,6 +218,17 @@ def check_partial(config: RunConfig) -> None:
         raise invalid("explorer.partial.old_tokens", problem, "raise max_staleness, or use mask", value="train")
 
 
+def check_feedback(config: RunConfig) -> None:
+    """Check that groups can be held for people: within the bound of staleness, in a stage that issues tickets."""
+    held = config.feedback.hold_steps
+    if held > config.max_staleness:
+        problem = f"exceeds max_staleness, {config.max_staleness}"
+        raise invalid("feedback.hold_steps", problem, "raise max_staleness, or lower it", value=held)
+    if held and (config.mode not in ("both", "serve") or config.buffer.sampler.name != "fifo"):
+        problem = "needs mode 'both' or 'serve' and buffer.sampler fifo"
+        raise invalid("feedback.hold_steps", problem, "remove it", value=held)
+
+
 def check_devices(config: RunConfig) -> None:
     """Check the GPUs of engines and trainer, and options that depend on how they share them."""
     engine, trainer = config.explorer.engine, config.trainer
@@ -262,6 +273,7 @@ RULES = (
     check_derived,
     check_lengths,
     check_partial,
+    check_feedback,
     check_devices,
 )
 """All rules, in the order in which they are checked: later ones rely on earlier ones."""

@@ -17,7 +17,7 @@ from rayrft.config.model import ModelConfig
 from rayrft.config.pipelines import PipelinesConfig
 from rayrft.config.reward import RewardConfig
 from rayrft.config.rules import RULES
-from rayrft.config.serve import EDITED, ServeConfig
+from rayrft.config.serve import EDITED, JudgementConfig, ServeConfig
 from rayrft.config.stage import CheckpointConfig, EvaluationConfig, MonitorConfig, StageConfig
 from rayrft.config.tasks import TasksConfig
 from rayrft.config.trainer import ProbeBounds, TrainerConfig, WeightSyncConfig
@@ -56,6 +56,7 @@ class RunConfig(Section):
     bench: BenchConfig = BenchConfig()
     serve: ServeConfig | None = None
     """An endpoint for applications; mode ``serve`` always has one."""
+    feedback: JudgementConfig = JudgementConfig()
     monitor: MonitorConfig = MonitorConfig()
     plugins: list[LocalPath] = Field(default_factory=list)
     """Python files that register your own losses, advantages, rewards, workflows or weight transports, at paths that

@@ -94,6 +94,14 @@ class ServeConfig(HttpConfig):
     is dropped and counted."""
 
 
+class JudgementConfig(Section):
+    """What a run does for the people who judge its answers on the feedback page."""
+
+    hold_steps: int = Field(0, ge=0)
+    """Steps for which a group waits in the Buffer before it is trained, so that judgements arrive in time. At most
+    max_staleness; the first step waits until this many further batches are sampled."""
+
+
 class FeedbackConfig(HttpConfig):
     """The page on which people judge a run's answers: the options of `rayrft serve feedback`.
 

@@ -196,6 +196,7 @@ class TrainLoop:
             grows=self._config.grows(stage),
             mini_batches=stage.update.mini_batches,
             parks=partial.old_tokens if partial else None,
+            hold_steps=self._config.feedback.hold_steps,
         )
         await self._buffer.call(Buffer.open_stage, plan)
 

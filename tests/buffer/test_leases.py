@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,3 +180,29 @@ def test_a_trainer_that_starts_again_gets_the_same_batches_in_the_same_order(buf
     assert ledger(buffer).trained == 8
     with pytest.raises(RayrftError, match=r"deleted, because a checkpoint covers it .* of step 1 or later"):
         ray.get(buffer.lease.remote(0, 1, 0.1))
+
+
+@pytest.mark.parametrize("ends", ["its steps", "its producers"])
+def test_groups_are_held_for_people_as_long_as_more_can_come(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ObjectTable(monkeypatch)
+    buffer = LocalBuffer(tmp_path, small(max_rows=10_000, max_bytes=1 << 30, memory_bytes=1 << 30))
+    steps = 5 if ends == "its steps" else None
+    buffer.do("open_stage", plan(1, max_staleness=2, hold_steps=2, steps=steps))
+    waits, stale, calls = ("LeaseEnded", "deadline"), list[int](), itertools.count()
+    for step in range(5):
+        ended = ends == "its producers" and step == 3
+        tickets = [] if ended or not buffer.may_admit() else buffer.do("admit", "explorer", next(calls), 10)
+        if ended:
+            buffer.do("finish")
+        for ticket in tickets:
+            assert buffer.lease(step) == waits, "another group is running"
+            buffer.put([(group(ticket.sequence, version=ticket.version), ticket)])
+        leased = buffer.lease(step)
+        assert leased[2] == 2, leased
+        stale += leased[4]
+        buffer.do("ack", step)
+        buffer.do("advance", step + 1)
+    assert stale == [0, 1, 2, 2, 2], "each waits for two steps, and none is older than the bound"
+    buffer.kill()

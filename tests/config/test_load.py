@@ -152,6 +152,8 @@ def test_a_bad_value_is_named_with_its_remedy(override: dict[str, Any], message:
         ({"tasks": {"sources_": []}}, "tasks.sources_", ()),
         ({"explorer.sampling.top_k": 5}, "explorer.sampling.top_k", ()),
         ({"max_staleness": -1}, "max_staleness", ()),
+        ({"feedback.hold_steps": 1}, "feedback.hold_steps", (1,)),
+        ({"feedback.hold_steps": 1, "max_staleness": 1, "buffer.sampler.name": "uniform"}, "feedback.hold_steps", ()),
         ({"name": "a b"}, "name", ()),
         ({"stages.mix.expert_share": 0.21}, "stages.mix.expert_share", (0.21,)),
         ({"stages.mix.expert_share": None}, "stages.mix.expert_share", (None,)),
