@@ -168,7 +168,7 @@ def test_an_answer_that_repeats_itself_is_truncated_and_loses_the_penalty_but_no
 
 def test_a_buffer_for_overlong_answers_and_its_punishment_need_each_other() -> None:
     for values in ({"truncated": "soft"}, {"overlong_buffer": 4}, {"truncated": "mask", "overlong_buffer": 4}):
-        with pytest.raises(ValueError, match=r"[Gg]ive both or none"):
+        with pytest.raises(ValueError, match=r"[Gg]ive both or neither"):
             config(**values)
 
 
