@@ -289,6 +289,8 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
     from rayrft.trainer.export import export_checkpoint
 
     config = load_run_config(run_folder)
+    if not merged and config.trainer.lora is None:
+        raise ConfigError("the run trains a full model without an adapter", "omit it", field="merge", value=merged)
     checkpoints = Checkpoints(run_folder, config.checkpoint)
     stages = {progress.step: config.stages[progress.stage] for progress in checkpoints.all() if progress.step}
     step = max(stages, default=None) if step is None else step
@@ -296,9 +298,9 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
         remedy = f"choose one of the steps {[*stages]}" if stages else "the run has none yet"
         raise RunNotFound("no such checkpoint", remedy, field="step", value=step)
     reward_model = stages[step].algorithm.build().trains_reward_model
-    if not merged and (config.trainer.lora is None or reward_model):
-        kind = "a reward model, whose adapter needs its head" if reward_model else "a full model without an adapter"
-        raise ConfigError(f"the checkpoint is {kind}", "omit it", field="merge", value=merged)
+    if not merged and reward_model:
+        problem = "the checkpoint is a reward model, whose adapter needs its head"
+        raise ConfigError(problem, "omit it", field="merge", value=merged)
     if to.exists() and any(to.iterdir()):
         raise ConfigError("the folder is not empty", "give a new folder", field="to", value=str(to))
     model = str(run_folder / "model") if config.model.tiny is not None else str(config.model.path)

@@ -278,7 +278,7 @@ async def test_an_operator_that_fails_ends_the_run_at_once_if_that_is_wanted(tin
         (["near_duplicates"], None, "pipelines.experiences.0", "looks at all rows"),
         (["says_other_tokens"], None, "pipelines.experiences.0", "what was sampled"),
         (["worth", "mirrors"], None, "pipelines.experiences.1", "mirrors"),
-        (["expert_rows"], None, "pipelines.experiences.0", "what becomes of them"),
+        (["expert_rows"], None, "pipelines.experiences.0", "pipelines.made is missing"),
         (["worth"], "found", "pipelines.made", "no operator makes rows"),
     ],
 )

@@ -200,7 +200,12 @@ def test_an_endpoint_that_is_not_there_fails_the_operator() -> None:
         ("paraphrase", {"model": "a", "least": 5}, Context(models=["a"], scores=True), "operators.0.least"),
         ("paraphrase", {"model": "a", "answer": "mixed"}, Context(models=["a"], scores=True), "operators.0.answer"),
         ("paraphrase", {"model": "a", "question": "q"}, Context(models=["a"], scores=True), "operators.0.question"),
-        ("hinted_solutions", {"model": "a", "hint": "h"}, Context(models=["a"], scores=True), "operators.0.hinted_solutions"),
+        (
+            "hinted_solutions",
+            {"model": "a", "hint": "h"},
+            Context(models=["a"], scores=True),
+            "operators.0.hinted_solutions",
+        ),
         ("corrected_answers", {"model": "a"}, Context(models=["a"], scores=True), "operators.0.response"),
     ],
 )

@@ -1,10 +1,10 @@
-"""An environment of one's own: `explorer.environment: {name: counting, options: {turns: 3}}`."""
+"""An environment of one's own: `explorer.environment: {name: count_up, options: {turns: 3}}`."""
 
 import rayrft
 from rayrft import Step, Task
 
 
-@rayrft.register_environment("counting")
+@rayrft.register_environment("count_up")
 class Counting:
     """Asks for the next number, so many times; 1 for each right answer."""
 
