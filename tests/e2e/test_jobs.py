@@ -5,58 +5,69 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 
-import rayrft
-from rayrft.config import load_config
-from rayrft.core.parts.table import plan_placement
+from rayrft.monitor.summary import Summary, read_summary
 from tests.conftest import ROOT
+from tests.e2e.conftest import Call
 
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.yaml") if path.stem != "quickstart_controls")
 RUN = [name for name in JOBS if name not in ("bench", "gsm8k_grpo", "quickstart", "serve", "explore", "train")]
 """Those that run by themselves; the others need a GPU, the quickstart's model, requests, or each other."""
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_every_job_is_loaded_and_planned(name: str) -> None:
-    text = (ROOT / "jobs" / f"{name}.yaml").read_text()
-    assert len([line for line in text.splitlines() if line.startswith("#")]) >= 2 and f"jobs/{name}.yaml" in text
-    assert plan_placement(load_config(ROOT / "jobs" / f"{name}.yaml"))
+PLAN = """
+import sys
+from rayrft.config import load_config
+from rayrft.core.parts.table import plan_placement
+for path in sys.argv[1:]:
+    assert plan_placement(load_config(path)), path
+"""
 
 
-def smallest(name: str, storage: Path, model: Path) -> dict[str, Any]:
-    """Overrides with which a job takes seconds."""
-    config = load_config(ROOT / "jobs" / f"{name}.yaml")
-    changes: dict[str, Any] = {"storage": str(storage)}
-    changes |= {f"stages.{stage.name}.steps": 2 for stage in config.stages}
-    changes |= {"tasks.eval_size": 4} if config.tasks and config.tasks.eval_size else {}
-    if "grader" in config.auxiliary:
-        changes["auxiliary.grader.model"] = str(model)
-    if config.model.path:
-        changes["model.path"] = str(model)
-    if config.explorer.drop_zero_variance and config.tasks:
-        changes["explorer.drop_zero_variance"] = False  # after two steps of a warm-up nothing is right
-    return changes
+def test_every_job_is_loaded_and_planned() -> None:
+    """In a process of its own: the plug-ins of jobs register pieces."""
+    files = [ROOT / "jobs" / f"{name}.yaml" for name in JOBS]
+    for file in files:
+        text = file.read_text()
+        assert len([line for line in text.splitlines() if line.startswith("#")]) >= 2 and f"jobs/{file.name}" in text
+    done = subprocess.run([sys.executable, "-c", PLAN, *files], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def run(command: Call, name: str, storage: Path, model: Path, *more: str) -> Summary:
+    """Run a job at its smallest from the command line."""
+    file = ROOT / "jobs" / f"{name}.yaml"
+    config = yaml.safe_load(file.read_text())
+    stages = [f"stages.{stage['name']}.steps=2" for stage in config["stages"]]
+    tasks = ["tasks.eval_size=4"] if config.get("tasks", {}).get("eval_size") else []
+    # After two steps of a warm-up nothing is right.
+    groups = ["explorer.drop_zero_variance=false"] if config.get("tasks") else []
+    judge = [f"auxiliary.grader.model={model}"] if "auxiliary" in config else []
+    policy = [f"model.path={model}"] if "path" in config["model"] else []
+    done = command("run", str(file), f"storage={storage}", *stages, *tasks, *groups, *judge, *policy, *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_summary(storage / config["name"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
-def test_every_job_runs(ray_cluster: Any, name: str, tmp_path: Path, tiny_model: Path) -> None:
-    file = ROOT / "jobs" / f"{name}.yaml"
-    summary = rayrft.start(file, say=lambda _: None, **smallest(name, tmp_path, tiny_model)).result()
+def test_every_job_runs(other_process: Call, name: str, tmp_path: Path, tiny_model: Path) -> None:
+    summary = run(other_process, name, tmp_path, tiny_model)
     assert summary.status == "finished" and summary.ledger.closes
 
 
 @pytest.mark.slow
-def test_the_jobs_that_share_a_buffer_run(ray_cluster: Any, tmp_path: Path, tiny_model: Path) -> None:
-    runs = [
-        rayrft.start(ROOT / "jobs" / f"{name}.yaml", say=lambda _: None, **smallest(name, tmp_path, tiny_model), **more)
-        for name, more in (("explore", {"tasks.sources.0.size": 40}), ("train", {}))
-    ]
-    assert all(run.result().ledger.closes for run in reversed(runs))
+def test_the_jobs_that_share_a_buffer_run(other_process: Call, tmp_path: Path, tiny_model: Path) -> None:
+    with ThreadPoolExecutor() as both:
+        explore = both.submit(run, other_process, "explore", tmp_path, tiny_model, "tasks.sources.0.size=40")
+        train = both.submit(run, other_process, "train", tmp_path, tiny_model)
+    assert explore.result().status == "finished" and train.result().ledger.closes
 
 
 @pytest.mark.slow
