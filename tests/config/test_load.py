@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from rayrft.config import RunConfig, dump_config, load_config, parse_override, rules
+from rayrft.config import dump_config, load_config, parse_override, rules
 from rayrft.config.trainer import ProbeBounds
 from rayrft.errors import ConfigError
 from tests.errors import about
 
 SPELL = {"name": "spell", "source": "reasoning_gym", "dataset": "spell_backward", "size": 10}
-JOBS = Path(__file__).resolve().parents[2] / "jobs"
 
 
 def base() -> dict[str, Any]:
@@ -239,16 +238,6 @@ def test_how_closely_engine_and_trainer_must_agree_follows_from_the_precision(
     config = load_config(base(), {"model.dtype": dtype, "weight_sync.tolerance": given})
     found = config.probe_bounds
     assert (found.mean, found.most, found.share) == pytest.approx((bounds.mean, bounds.most, bounds.share))
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path for path in sorted(JOBS.glob("*.yaml")) if path.stem != "quickstart_controls"],
-    ids=lambda path: path.name,
-)
-def test_every_config_that_is_shipped_is_valid(path: Path) -> None:
-    config: RunConfig = load_config(path)
-    assert config.storage.is_absolute()
 
 
 @pytest.mark.parametrize("key", ["storage", "buffer.storage"])

@@ -17,10 +17,11 @@ from rayrft.core.run_folder import open_folder, write_config
 from rayrft.errors import ConfigError
 from rayrft.registry import Registry, load_plugins
 from tests.algorithms.flat import LOG2, leaf, make_batch, output
-from tests.config.test_load import JOBS, base
+from tests.config.test_load import base
+from tests.conftest import ROOT
 from tests.errors import about
 
-EXAMPLE = JOBS / "plugins" / "my_loss.py"
+EXAMPLE = ROOT / "jobs" / "plugins" / "my_loss.py"
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ LAPTOP = {"CPU": 2.0, "memory": 8.0 * GIB}
 
 
 def test_the_quickstart_fits_two_cores() -> None:
-    from tests.config.test_load import JOBS
+    from tests.conftest import ROOT
 
-    parts = plan_placement(load_config(JOBS / "quickstart.yaml"))
+    parts = plan_placement(load_config(ROOT / "jobs" / "quickstart.yaml"))
     check_placement(parts, [LAPTOP])
 
 

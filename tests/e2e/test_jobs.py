@@ -26,7 +26,8 @@ import sys
 from rayrft.config import load_config
 from rayrft.core.parts.table import plan_placement
 for path in sys.argv[1:]:
-    assert plan_placement(load_config(path)), path
+    config = load_config(path)
+    assert plan_placement(config) and config.storage.is_absolute(), path
 """
 
 
