@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,14 @@ def run(command: Call, name: str, storage: Path, model: Path, *more: str) -> Sum
 def test_every_job_runs(other_process: Call, name: str, tmp_path: Path, tiny_model: Path) -> None:
     summary = run(other_process, name, tmp_path, tiny_model)
     assert summary.status == "finished" and summary.ledger.closes
+
+
+@pytest.mark.slow
+def test_the_jobs_that_share_a_buffer_run(other_process: Call, tmp_path: Path, tiny_model: Path) -> None:
+    with ThreadPoolExecutor() as both:
+        explore = both.submit(run, other_process, "explore", tmp_path, tiny_model, "tasks.sources.0.size=40")
+        train = both.submit(run, other_process, "train", tmp_path, tiny_model)
+    assert explore.result().status == "finished" and train.result().ledger.closes
 
 
 @pytest.mark.slow
