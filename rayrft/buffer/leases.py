@@ -23,6 +23,7 @@ from rayrft.buffer.schedule import Draw, StagePlan
 from rayrft.buffer.scores import check_scores
 from rayrft.buffer.state import LeaseRecord
 from rayrft.buffer.store import Store
+from rayrft.config.seeds import generator
 from rayrft.errors import LeaseEnded, RayrftError
 from rayrft.runtime.waits import Waits
 
@@ -248,7 +249,7 @@ class Leasing:
     def _sample(self, count: int, step: int) -> Draw | None:
         """Draw groups from the pool; None if there are too few."""
         state = self._store.state
-        rng = np.random.default_rng([state.seed, state.training.draws])
+        rng = generator(state.seed, "batches", state.training.draws)
         return draw(self._sampler, state.groups, state.config, count, max(step, state.clock), rng)
 
     def _lacks_demonstrations(self) -> bool:

@@ -20,6 +20,7 @@ from rayrft.buffer.ledger import ExpertDraws, Ledger
 from rayrft.buffer.samplers import eligible
 from rayrft.buffer.schedule import AnySchedule, PoolSchedule, StagePlan, Ticket
 from rayrft.config.buffer import SamplerConfig
+from rayrft.config.seeds import generator
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import StorageError
 from rayrft.experience import Task
@@ -106,7 +107,7 @@ class ExpertCursor:
         epoch, cursor = self.epoch, self.cursor
         while len(rows) < count and len(self.excluded) < self.extent.rows:
             size = self.rows if epoch == self.epoch else self.extent.rows
-            units = np.random.default_rng([self.seed, epoch]).permutation(size // self.unit)
+            units = generator(self.seed, "demonstrations", epoch).permutation(size // self.unit)
             order = (units[:, None] * self.unit + np.arange(self.unit)).ravel()[cursor:]
             valid = np.flatnonzero(~np.isin(order, self.excluded))[: count - len(rows)]
             rows += order[valid].tolist()

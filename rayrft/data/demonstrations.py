@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
+from rayrft.config.seeds import generator
 from rayrft.data.formats import (
     Message,
     Row,
@@ -141,9 +142,8 @@ def from_tasks(
     name: str, tasks: list[Task], config: DemonstrationsConfig, tokenizer: ChatTokenizer, seed: int
 ) -> list[Experience]:
     """Create one demonstration per task; a fraction ``wrong_share``, drawn by seed, shows ``wrong_field`` as answer."""
-    wrong = set(
-        np.random.default_rng([seed, 1]).permutation(len(tasks))[: round(config.wrong_share * len(tasks))].tolist()
-    )
+    order = generator(seed, "wrong demonstrations").permutation(len(tasks))
+    wrong = set(order[: round(config.wrong_share * len(tasks))].tolist())
     rows = []
     for index, task in enumerate(tasks):
         answer = task.answer

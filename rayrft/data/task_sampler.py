@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rayrft.config.seeds import generator
 from rayrft.errors import ConfigError, DataError
 from rayrft.registry import Registry
 
@@ -127,7 +128,8 @@ class TaskView:
 class TaskSampler(Protocol):
     """A function that returns the task of a source's draw number ``k = 0, 1, …``: a position in ``range(len(view))``.
 
-    The result must depend only on the arguments; random numbers come from ``np.random.default_rng([seed, source, k])``.
+    The result must depend only on the arguments; random numbers come from
+    ``generator(view.seed, "my sampler", view.source, k)`` of `rayrft.config.seeds`.
     """
 
     def __call__(self, view: TaskView, k: int, /) -> int: ...
@@ -377,14 +379,14 @@ class TaskSet:
 
 def _choose(view: TaskView, k: int, weights: np.ndarray, floor: float = _FLOOR) -> int:
     ends = np.cumsum(np.maximum(weights, floor))
-    point = np.random.default_rng([view.seed, view.source, k]).random() * ends[-1]
+    point = generator(view.seed, "tasks", view.source, k).random() * ends[-1]
     return int(np.searchsorted(ends, point, side="right"))
 
 
 # One order per source is in use at a time.
 @lru_cache(maxsize=32)
 def _permutation(seed: int, source: int, epoch: int, size: int) -> np.ndarray:
-    return np.random.default_rng([seed, source, epoch]).permutation(size)
+    return generator(seed, "tasks", source, epoch).permutation(size)
 
 
 def _tasks(

@@ -11,6 +11,7 @@ import numpy as np
 
 from rayrft.config.bench import BenchConfig, TasksetConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
+from rayrft.config.seeds import generator
 from rayrft.config.tasks import TasksConfig
 from rayrft.data.task_sampler import Interleave
 from rayrft.data.task_sources import Note, RowsRead, read_held_out, read_source
@@ -72,7 +73,7 @@ def load_tasks(
     ]
     seen = set()
     pools = [
-        _Pool(_distinct(tasks, f"processed {field}", seen, note), [seed, number])
+        _Pool(_distinct(tasks, f"processed {field}", seen, note), generator(seed, "training tasks", number))
         for number, (tasks, field) in enumerate(zip(process(read), fields, strict=True))
     ]
     for source, pool, part, share in zip(config.sources, pools, held_out, shares, strict=True):
@@ -122,15 +123,15 @@ def load_taskset(config: TasksetConfig, field: str, seed: int, note: Note) -> li
         tasks += _distinct(read(source, place, note), place, seen, note)
     if config.size is None:
         return tasks
-    return _Pool(tasks, [seed]).cut(config.size, f"{field}.size")
+    return _Pool(tasks, generator(seed, "held-out tasks")).cut(config.size, f"{field}.size")
 
 
 class _Pool:
-    """The tasks of one source, taken in an order shuffled by seed."""
+    """The tasks of one source, taken in a shuffled order."""
 
-    def __init__(self, tasks: list[Task], seed: list[int]) -> None:
+    def __init__(self, tasks: list[Task], rng: np.random.Generator) -> None:
         self._tasks = tasks
-        self._left: list[int] = np.random.default_rng(seed).permutation(len(tasks)).tolist()
+        self._left: list[int] = rng.permutation(len(tasks)).tolist()
 
     def leave_out(self, shown: Set[str], origin: str, note: Note) -> None:
         """Leave out the tasks that show one of these; note how many."""

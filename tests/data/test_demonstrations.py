@@ -13,11 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rayrft.buffer.events import Extent
+from rayrft.buffer.state import ExpertCursor
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
-from rayrft.data.demonstrations import RowEncoder, from_dataset, from_file, hold_out
+from rayrft.data.demonstrations import RowEncoder, from_dataset, from_file, from_tasks, hold_out
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
-from rayrft.experience import Experience, from_batch, to_batch
+from rayrft.experience import Experience, Task, from_batch, to_batch
 from tests.data.expert_data import (
     MULTI_TURN,
     SHAPES,
@@ -287,3 +289,19 @@ def test_rows_that_are_no_pairs_cannot_be_held_out() -> None:
     for wrong in (rows[:3], [*rows[:2], replace(rows[2], pair_id=None), replace(rows[3], pair_id=None)], rows[1:3]):
         with pytest.raises(DataError, match="not preference pairs", check=about("demonstrations.gold.held_out")):
             hold_out("gold", wrong, 1, seed=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_wrong_demonstrations_are_spread_over_every_epoch(tokenizer: ChatTokenizer, seed: int) -> None:
+    """An order that is drawn from the same random numbers as the wrong ones shows all of these first."""
+    wrong = {"word": "wrong"}
+    tasks = [
+        Task(str(n), [{"role": "user", "content": f"say {n}"}], answer="right", metadata=wrong) for n in range(400)
+    ]
+    config = DemonstrationsConfig(size=400, wrong_share=0.5, wrong_field="word")
+    rows = from_tasks("warmup", tasks, config, tokenizer, seed)
+    cursor = ExpertCursor(Extent(0, len(rows)), seed)
+    for epoch in range(4):
+        half = [rows[index].turns[-1]["content"] for index in cursor.peek(200)]
+        assert 70 <= half.count("wrong") <= 130, f"of the 200 wrong ones, in the first half of epoch {epoch}"
+        cursor.advance(400)
