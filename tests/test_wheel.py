@@ -1,4 +1,4 @@
-"""The wheel has all that a user needs: the package is imported, its command runs and its page opens without the tree."""
+"""The wheel is whole: without the tree the package is imported, its command runs and its page opens."""
 
 from __future__ import annotations
 
