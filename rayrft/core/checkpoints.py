@@ -156,8 +156,7 @@ class Checkpoints:
             self.evaluating.discard(step)
             if not self.holds(step):
                 return
-            manifest = json.loads((self.at(step) / _MANIFEST).read_text())
-            progress = dataclasses.replace(_progress.validate_python(manifest["progress"]), accuracy=accuracy)
+            progress = dataclasses.replace(_read(self.at(step) / _MANIFEST), accuracy=accuracy)
             with storage_errors(self.at(step)):
                 self._write_manifest(progress, self.at(step))
             self._prune()
@@ -166,10 +165,9 @@ class Checkpoints:
         return self._folder / f"step-{step:06d}"
 
     def all(self) -> list[Progress]:
-        """Return all checkpoints, the oldest first."""
-        manifests = self._folder.glob(f"step-*/{_MANIFEST}")
-        found = [_progress.validate_python(json.loads(manifest.read_text())["progress"]) for manifest in manifests]
-        return sorted(found, key=lambda progress: progress.step)
+        """Return all checkpoints, the oldest first. Raises StorageError if a manifest is damaged or of another
+        version."""
+        return sorted(map(_read, self._folder.glob(f"step-*/{_MANIFEST}")), key=lambda progress: progress.step)
 
     def latest(self) -> Progress | None:
         return next(reversed(self.all()), None)
@@ -199,6 +197,15 @@ class Checkpoints:
         with atomic_file(folder / _MANIFEST) as draft:
             draft.write_text(json.dumps({"progress": dataclasses.asdict(progress), "files": files}, indent=2) + "\n")
         sync(folder)
+
+
+def _read(manifest: Path) -> Progress:
+    try:
+        return _progress.validate_python(json.loads(manifest.read_text())["progress"])
+    except (ValueError, KeyError, TypeError):
+        problem = "the checkpoint's manifest is damaged, or another version of rayrft wrote it"
+        remedy = "use the version that wrote it; if the manifest is damaged, delete the folder"
+        raise StorageError(problem, remedy, field="checkpoint", value=str(manifest.parent)) from None
 
 
 class Saver:
