@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 
 from rayrft.config.explorer import EngineConfig
 from rayrft.explorer.engines.engine import EngineWeights
 from rayrft.explorer.engines.exchange import Answering, Completion, Request, Sampling, Stream
+from rayrft.runtime.handle import Watched
 from rayrft.weights.messages import Link
 
 
-class ScriptedEngine(Answering):
+class ScriptedEngine(Answering, Watched):
     """Answers at once, with tokens of the prompt that are drawn by the request's seed, each with log-prob -1.
 
     It meets the trainer and receives every broadcast as a real engine does, digests it, and forgets it.
@@ -54,13 +54,6 @@ class ScriptedEngine(Answering):
 
     async def resume(self) -> None:
         pass
-
-    async def watch(self) -> None:
-        await asyncio.Event().wait()
-
-    async def pid(self) -> int:
-        return os.getpid()
-
     def _answer(self, prompt: list[int], sampling: Sampling, rng: random.Random) -> Completion:
         ordinary = sorted(set(prompt) - set(sampling.stop_token_ids))
         length = rng.randrange(1, sampling.max_tokens)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rayrft.runtime import ray_api
 from tests.conftest import ROOT
 
 SOURCES = sorted((ROOT / "rayrft").rglob("*.py"))
@@ -85,6 +87,13 @@ def test_imports_run_downhill(path: Path) -> None:
 def test_only_the_engine_and_its_plug_in_import_vllm() -> None:
     users = {path.name for path in SOURCES if any(name.split(".")[0] == "vllm" for name, _ in imports(path))}
     assert users == {"engine.py", "weight_plugin.py"}
+
+
+def test_private_modules_of_ray_are_imported_by_one_file_and_the_installed_release_has_them() -> None:
+    private = re.compile(r"ray\.(.*\.)?(_|private|generated\b)")
+    assert not [(path.name, name) for path in SOURCES for name, _ in imports(path) if private.match(name)]
+    for name, module in ray_api.PRIVATE.items():
+        assert private.match(module) and getattr(ray_api, name) is not None
 
 
 def test_algorithms_are_pure_torch() -> None:

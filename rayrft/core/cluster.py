@@ -12,14 +12,15 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayrft.core.placement import NAMESPACE
 from rayrft.errors import ClusterError
+from rayrft.runtime import ray_api
+from rayrft.runtime.ray_api import ray
 
 if TYPE_CHECKING:
     import grpc
-    from ray._private.worker import BaseContext
 
 _CONNECT_TIMEOUT_S = 5.0
 """Time for a cluster to answer; Ray itself tries for two minutes."""
@@ -34,8 +35,6 @@ def connect(*, start: bool = True) -> None:
     Raises ClusterError, within seconds, if nothing answers at RAY_ADDRESS, if cluster and process do not agree on a
     token, if Ray does not start, or if ``start=False`` and there is no cluster or more than one.
     """
-    import ray
-
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -56,18 +55,15 @@ def connect(*, start: bool = True) -> None:
         raise ClusterError("no Ray cluster runs on this machine", "set RAY_ADDRESS to the address of the run's cluster")
 
 
-def _init(address: str, mode: str) -> BaseContext:
-    """Call `ray.init` in this authentication mode; the variable of it and the handler of SIGTERM are as before then.
-    Raises ClusterError for any error of it."""
-    import ray
-    from ray._raylet import Config  # type: ignore[attr-defined]
-
+def _init(address: str, mode: str) -> Any:
+    """Call `ray.init` in this authentication mode, and restore its variable and the handler of SIGTERM. Raises
+    ClusterError for any error of it."""
     handler, asked = signal.getsignal(signal.SIGTERM), os.environ.get("RAY_AUTH_MODE")
     # Ray passes this to a shell unquoted, for workers with a runtime environment, such as Ray Train's.
     python = shlex.quote(sys.executable)
     environment = None if python == sys.executable else {"py_executable": python}
     os.environ["RAY_AUTH_MODE"] = mode
-    Config.initialize("")
+    ray_api.Config.initialize("")
     try:
         return ray.init(
             address=address, namespace=NAMESPACE, runtime_env=environment, log_to_driver=False, logging_level="ERROR"
@@ -126,20 +122,17 @@ def _mode_of(address: str) -> str:
 def _answer(address: str, token: str) -> grpc.StatusCode:
     """Ask the head at ``address`` whether it is alive: with a token, or "" for none, whatever this process' mode is."""
     import grpc
-    from ray._common.tls_utils import load_certs_from_env
-    from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
-    from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
     options = [("grpc.enable_http_proxy", 0)]
     channel = grpc.insecure_channel(address, options)
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-        chain, key, authority = load_certs_from_env()
+        chain, key, authority = ray_api.load_certs_from_env()
         channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, chain), options)
     header = [("authorization", f"Bearer {token}")] if token else None
     with channel:
         try:
-            check = NodeInfoGcsServiceStub(channel).CheckAlive
-            check(CheckAliveRequest(), timeout=_CONNECT_TIMEOUT_S, metadata=header)
+            check = ray_api.NodeInfoGcsServiceStub(channel).CheckAlive
+            check(ray_api.CheckAliveRequest(), timeout=_CONNECT_TIMEOUT_S, metadata=header)
         except grpc.RpcError as error:
             return error.code()
     return grpc.StatusCode.OK
@@ -148,8 +141,6 @@ def _answer(address: str, token: str) -> grpc.StatusCode:
 def _on_this_machine(*, any_one: bool) -> str:
     """Return the address of the latest `ray start` or, with ``any_one``, of the only other cluster that accepts this
     process; "" if there is none."""
-    from ray._private.services import find_gcs_addresses
-    from ray._private.utils import read_ray_address
 
     def accepts(address: str) -> bool:
         try:
@@ -157,9 +148,9 @@ def _on_this_machine(*, any_one: bool) -> str:
         except ClusterError:
             return False
 
-    if (latest := read_ray_address()) and accepts(latest):
+    if (latest := ray_api.read_ray_address()) and accepts(latest):
         return latest
-    found = list(filter(accepts, sorted(find_gcs_addresses()))) if any_one else []
+    found = list(filter(accepts, sorted(ray_api.find_gcs_addresses()))) if any_one else []
     if len(found) > 1:
         raise ClusterError("several Ray clusters run on this machine", "set RAY_ADDRESS to one", value=found)
     return found[0] if found else ""
@@ -192,9 +183,7 @@ def ensure_token() -> None:
 def use_token() -> None:
     """Send our token, if there is one, to a cluster that requires one; Ray does not do so when given an address."""
     if "RAY_AUTH_MODE" not in os.environ and _find_token():
-        from ray._private.authentication.authentication_token_setup import _enable_token_auth
-
-        _enable_token_auth()
+        ray_api._enable_token_auth()
 
 
 def _find_token() -> str:

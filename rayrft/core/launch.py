@@ -30,6 +30,7 @@ from rayrft.errors import ClusterError, ConfigError, PlacementError, RunNotFound
 from rayrft.monitor.records import read_records
 from rayrft.monitor.summary import RunStatus, read_summary, remove_summary, status_at_end, summarise_from_folder
 from rayrft.runtime.handle import Handle, fetch
+from rayrft.runtime.ray_api import ray
 
 
 def start(
@@ -76,8 +77,6 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
 
 def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], None]) -> Run:
     """Start a run, or resume one from ``progress``."""
-    import ray
-
     connect()
     _check_name(checked.name)
     remove_leftovers(checked.name)

@@ -10,7 +10,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from rayrft.errors import PlacementError
 from rayrft.monitor.report import format_table
+from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle
+from rayrft.runtime.ray_api import ray
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -99,16 +101,14 @@ def check_placement(parts: list[Bundles], resources: list[dict[str, float]], whi
 def check_room(parts: list[Bundles]) -> None:
     """Raise PlacementError unless the cluster has room. Ray reports the resources of an ended run as free only after a
     delay, so a plan that fits the cluster's total resources is retried for that long."""
-    from ray._private.state import available_resources_per_node, total_resources_per_node
-
     ends = time.monotonic() + _REPORTING_S
     while True:
         try:
-            return check_placement(parts, list(available_resources_per_node().values()))
+            return check_placement(parts, list(ray_api.available_resources_per_node().values()))
         except PlacementError:
             if time.monotonic() > ends:
                 raise
-        check_placement(parts, list(total_resources_per_node().values()), "in all")
+        check_placement(parts, list(ray_api.total_resources_per_node().values()), "in all")
         time.sleep(0.1)  # Ray has no event for it
 
 
@@ -119,16 +119,12 @@ def actor_name(run: str, part: str) -> str:
 
 def named_actors(prefix: str) -> list[str]:
     """Return the names of runs' actors on this cluster that start with ``prefix``."""
-    from ray.util import list_named_actors
-
-    actors = list_named_actors(all_namespaces=True)
+    actors = ray.util.list_named_actors(all_namespaces=True)
     return [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]
 
 
 def find_actor(name: str) -> Handle[Any] | None:
     """Return the handle of a living actor of that name; None if there is none."""
-    import ray
-
     try:
         return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=NAMESPACE))
     except ValueError:
@@ -182,22 +178,13 @@ class Placement:
     def reserve(self, names: list[str]) -> None:
         """Create the placement groups of these names; detached ones may exist. Raises PlacementError if one is not
         placed within 30 s, or if another run has one of that name."""
-        import ray
-        from ray.exceptions import GetTimeoutError, RaySystemError
-        from ray.util.placement_group import get_placement_group, placement_group
-
         for name in names:
-            part = self._parts[name]
+            bundles, full_name = [self._parts[name].bundle] * self._parts[name].count, actor_name(self._run, name)
             try:
-                self._groups[name] = placement_group(
-                    [part.bundle] * part.count,
-                    strategy="PACK",
-                    name=actor_name(self._run, name),
-                    lifetime=self._lifetime,
-                )
-            except RaySystemError:
+                self._groups[name] = ray.util.placement_group(bundles, "PACK", full_name, self._lifetime)
+            except ray.exceptions.RaySystemError:
                 if self._lifetime is not None:  # another job has made it
-                    self._groups[name] = get_placement_group(actor_name(self._run, name))
+                    self._groups[name] = ray.util.get_placement_group(full_name)
                     continue
                 problem = "a run of this name is starting or ending"
                 remedy = "choose another name (name=…), or wait until it has ended"
@@ -205,7 +192,7 @@ class Placement:
         for name in names:
             try:
                 ray.get(self._groups[name].ready(), timeout=30)
-            except GetTimeoutError:
+            except ray.exceptions.GetTimeoutError:
                 raise PlacementError(
                     f"placement group {actor_name(self._run, name)!r} could not be placed within 30 s",
                     "another job took resources meanwhile: stop it, or start the run again",
@@ -221,9 +208,6 @@ class Placement:
         The actor is named ``<run>:<name>``, or anonymous without ``name``. Bundle -1 is any of the part's. Ray restarts
         it up to ``restarts`` times when it dies (-1: no limit), and retries the calls in flight.
         """
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         resources = self._parts[part].actor_resources
         options: dict[str, Any] = {"name": actor_name(self._run, name), "namespace": NAMESPACE} if name else {}
         if self._lifetime is not None:
@@ -236,7 +220,7 @@ class Placement:
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
             memory=resources["memory"],
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
+            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 self._groups[part], placement_group_bundle_index=bundle
             ),
             **options,
@@ -245,22 +229,19 @@ class Placement:
 
     def remove(self) -> None:
         """Remove the placement groups; Ray kills the actors in them."""
-        from ray.util.placement_group import remove_placement_group
-
         for group in list(self._groups.values()):  # a run that is stopped may still be reserving
-            remove_placement_group(group)
+            ray.util.remove_placement_group(group)
         self._groups.clear()
 
 
 def remove_groups(run: str) -> None:
     """Remove all placement groups of a run by name: those of a dead Master stay while the process that started it is
     alive."""
-    from ray import PlacementGroupID
-    from ray.util.placement_group import PlacementGroup, remove_placement_group
+    from ray.util.placement_group import PlacementGroup
 
     for group in _groups(actor_name(run, "")):
         # By id: looking it up by name would fail if another process removes it meanwhile.
-        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group["placement_group_id"]))))
+        ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group["placement_group_id"])))
 
 
 def remove_leftovers(run: str) -> None:
@@ -272,9 +253,7 @@ def remove_leftovers(run: str) -> None:
 
 def _groups(prefix: str = "") -> list[dict[str, Any]]:
     """Return the placement groups on this cluster whose names start with ``prefix``."""
-    from ray.util.placement_group import placement_group_table
-
-    table = placement_group_table().values()
+    table = ray.util.placement_group_table().values()
     return [group for group in table if group["name"].startswith(prefix) and group["state"] != "REMOVED"]
 
 

@@ -29,11 +29,12 @@ from rayrft.monitor.summary import (
     write_summary,
 )
 from rayrft.runtime.handle import Handle, answer, death_reason, end, fetch, fetch_when_reachable, root_cause
+from rayrft.runtime.ray_api import ray
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
-    import ray.data
+    from ray.data import Dataset
 
     from rayrft.core.services import OpenService
     from rayrft.experience import Experience, Task
@@ -65,7 +66,7 @@ class Run:
 
     def dataset(
         self, store: str = "usual", *, columns: Sequence[str] | None = None, where: str | None = None
-    ) -> ray.data.Dataset:
+    ) -> Dataset:
         """Return the current rows of a store (``usual`` or ``expert/<name>``): see `rayrft.buffer.dataset`."""
         from rayrft.buffer.dataset import dataset
 
@@ -97,14 +98,14 @@ class Run:
             raise RunNotFound("the run is not running, or records no sessions", remedy, field="name", value=self.name)
         answer(keeper.call(SessionKeeper.feedback, session, reward, components or {}), "keeper")
 
-    def load(self, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
+    def load(self, rows: Dataset | pa.Table | list[Experience], name: str) -> int:
         """Replace the demonstrations ``name`` by ``rows``, which become expert rows; return their number. Raises
         DataError if a column is missing or a row is invalid."""
         from rayrft.buffer.dataset import load_dataset
 
         return load_dataset(self._buffer(), rows, name)
 
-    def extend(self, rows: ray.data.Dataset | pa.Table | list[Experience], name: str) -> int:
+    def extend(self, rows: Dataset | pa.Table | list[Experience], name: str) -> int:
         """Add ``rows`` to the demonstrations ``name``, which may not exist yet; return the number of rows with new
         experience ids. They are drawn from the next epoch on. Raises DataError as `load` does, and if the
         demonstrations are of another kind: pairs, labelled answers or conversations."""
@@ -174,8 +175,6 @@ class Run:
     def status(self) -> RunStatus:
         """Return status, step, version and the ledger ``sampled = trained + dropped + held``; if the run failed or was
         killed also the ``error``, root cause first."""
-        import ray
-
         try:
             return fetch(self._master.call(Master.status), self._master_name, ANSWER_S)
         except ray.exceptions.RayActorError:
@@ -184,8 +183,6 @@ class Run:
     def records(self, first: int = 0) -> Iterator[Record]:
         """Iterate over the records from number ``first``, waiting for new ones until the run ends. Raises ActorDied if
         the Master died and the run neither finished nor was stopped."""
-        import ray
-
         count = first
         while True:
             try:
@@ -228,8 +225,6 @@ class Run:
 
         Only for the process that started the run; also frees its resources.
         """
-        import ray
-
         if self._outcome is None:
             problem = "only the process that started a run can wait for its result"
             remedy = "follow it with watch(), and read summary.json once it has ended"
@@ -258,8 +253,6 @@ class Run:
     def stop(self) -> None:
         """Ask the run to finish its current operation, save its weights and end. The process that started the run
         waits for that before it exits."""
-        import ray
-
         if self._outcome is not None:
             atexit.register(self._wait)
         try:
@@ -269,8 +262,6 @@ class Run:
 
     def _wait(self) -> None:
         """Wait for the end of a run that was asked to stop."""
-        import ray
-
         if ray.is_initialized():
             with contextlib.suppress(RayrftError):
                 self.result()
@@ -317,8 +308,6 @@ class Run:
 
     def _death(self) -> tuple[str, str]:
         """Return the status and error of a run whose Master is dead."""
-        import ray
-
         try:
             fetch_when_reachable(lambda: self._master.call(Master.watch))
         except ray.exceptions.RayActorError as error:

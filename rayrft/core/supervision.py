@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from rayrft.errors import Stalled
 from rayrft.runtime.handle import root_cause
+from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import Wait, WaitReport, Waits
 
 _POLLS = 3
@@ -94,12 +95,10 @@ class StallMonitor:
         return reports
 
     async def _ping(self, name: str, ask: Callable[[], Awaitable[Any]]) -> Any:
-        from ray.exceptions import RayActorError
-
         with self._pings.on(name, "heartbeat"):
             try:
                 return await ask()
-            except RayActorError:  # `supervise` reports deaths
+            except ray.exceptions.RayActorError:  # `supervise` reports deaths
                 return None
 
     def _due(self, wait: Wait) -> float:

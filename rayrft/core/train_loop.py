@@ -28,6 +28,7 @@ from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import PairsRecord, StepRecord
 from rayrft.monitor.verdict import Bottleneck, check_gap, check_on_policy_step
 from rayrft.runtime.handle import Handle
+from rayrft.runtime.ray_api import ray
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.batch_pipeline import ProcessedLease
 from rayrft.trainer.result import StepResult, group_value_errors
@@ -119,10 +120,8 @@ class TrainLoop:
 
     async def blame(self, error: RowsFailed) -> None:
         """Tell the Buffer on which rows the current step failed, for the next attempt at it."""
-        from ray.exceptions import RayActorError
-
         # If the Buffer cannot be reached, the next attempt has the same batch.
-        with contextlib.suppress(RayActorError, TimeoutError, StorageError):
+        with contextlib.suppress(ray.exceptions.RayActorError, TimeoutError, StorageError):
             call = self._buffer.call(Buffer.blame, self.progress.step, self._attempt, error.value)
             await asyncio.wait_for(call, _BLAME_DEADLINE_S)
 

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from rayrft.errors import ActorDied, ActorUnreachable
 from rayrft.runtime.handle import Handle, death_reason
+from rayrft.runtime.ray_api import ray
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -21,13 +22,11 @@ TRIES = 2
 async def with_retry(call: Callable[[], Awaitable[R]], who: str) -> tuple[R, int]:
     """Make a call up to `TRIES` times while its actor dies or cannot be reached; return its result and the number of
     retries. Raises ActorDied or ActorUnreachable for ``who``, as the last try failed."""
-    from ray.exceptions import ActorDiedError, RayActorError
-
     for retries in range(TRIES):
         try:
             return await call(), retries
-        except RayActorError as error:
-            kind = ActorDied if isinstance(error, ActorDiedError) else ActorUnreachable
+        except ray.exceptions.RayActorError as error:
+            kind = ActorDied if isinstance(error, ray.exceptions.ActorDiedError) else ActorUnreachable
             failure = kind(death_reason(error), "see its log in the Ray dashboard", field=who)
     raise failure
 
@@ -64,7 +63,6 @@ class ActorPool(Generic[A]):
 
     async def call(self, ask: Callable[[Handle[A]], Awaitable[R]], *, load: int = 1) -> tuple[R, int]:
         """Make a call of this load; return its result, and the number of retries. Raises the errors of `with_retry`."""
-        from ray.exceptions import ActorDiedError, RayActorError
 
         async def call_one() -> R:
             while not (started := [actor for actor, start in self._starts.items() if start.done()]):
@@ -75,8 +73,8 @@ class ActorPool(Generic[A]):
             try:
                 start.result()
                 return await ask(actor)
-            except RayActorError as error:
-                died = isinstance(error, ActorDiedError) or start.exception() is not None
+            except ray.exceptions.RayActorError as error:
+                died = isinstance(error, ray.exceptions.ActorDiedError) or start.exception() is not None
                 if died and self._starts.pop(actor, None) is not None:
                     actor.kill()  # one whose start was not answered may be alive
                     self._add()

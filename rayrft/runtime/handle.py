@@ -7,13 +7,11 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from rayrft.errors import ActorDied, ActorUnreachable, RayrftError
-from rayrft.runtime.waits import Waits
-
-if TYPE_CHECKING:
-    from ray.exceptions import RayActorError
+from rayrft.runtime.ray_api import ray
+from rayrft.runtime.waits import WaitReport, Waits
 
 _RETRY_S = 1.0
 """Seconds between calls of an actor that cannot be reached: Ray has no event for its return."""
@@ -36,6 +34,10 @@ class Watched:
     async def pid(self) -> int:
         """Return the actor's process id."""
         return os.getpid()
+
+    async def waiting(self) -> WaitReport | None:
+        """Return the actor's waits at once, if it keeps any: a heartbeat."""
+        return None
 
 
 class Handle(Generic[T_co]):
@@ -73,8 +75,6 @@ class Handle(Generic[T_co]):
 
     def kill(self) -> None:
         """Kill the actor."""
-        import ray
-
         ray.kill(self.actor)
 
     def _start(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
@@ -126,30 +126,25 @@ def fetch(call: Awaitable[R], who: str = "", deadline_s: float | None = None) ->
     Raises the errors of ``ray.get``, and ActorUnreachable, which names ``who`` was called, if there is no answer within
     ``deadline_s``, or the actor cannot be reached.
     """
-    import ray
-    from ray.exceptions import ActorUnavailableError, GetTimeoutError
-
     try:
         return ray.get(call, timeout=deadline_s)
-    except (ActorUnavailableError, GetTimeoutError) as error:
-        problem = f"no answer for {deadline_s:g} s" if isinstance(error, GetTimeoutError) else "it cannot be reached"
-        raise ActorUnreachable(problem, "check it in the Ray dashboard, and try again", field=who) from None
+    except ray.exceptions.GetTimeoutError:
+        problem = f"no answer for {deadline_s:g} s"
+    except ray.exceptions.ActorUnavailableError:
+        problem = "it cannot be reached"
+    raise ActorUnreachable(problem, "check it in the Ray dashboard, and try again", field=who)
 
 
 def answer(call: Awaitable[R], who: str, deadline_s: float | None = None) -> R:
     """Block until a call has answered, as `fetch`, by default for `_ANSWER_S`. Raises its `root_cause` if it fails."""
-    from ray.exceptions import RayActorError, RayTaskError
-
     try:
         return fetch(call, who, _ANSWER_S if deadline_s is None else deadline_s)
-    except (RayActorError, RayTaskError) as error:
+    except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
         raise root_cause(error, who) from None
 
 
 def end(actors: Collection[Handle[Watched]]) -> None:
     """Kill actors, in this order; block until their names and memory are free for others."""
-    import ray
-
     watches = [actor.with_options(max_task_retries=0).call(Watched.watch) for actor in actors]
     for actor in actors:
         actor.kill()
@@ -158,9 +153,7 @@ def end(actors: Collection[Handle[Watched]]) -> None:
 
 def until_dead(actor: Handle[Watched]) -> None:
     """Block until an actor has died; outside of event loops."""
-    from ray.exceptions import RayActorError
-
-    with contextlib.suppress(RayActorError):
+    with contextlib.suppress(ray.exceptions.RayActorError):
         fetch_when_reachable(lambda: actor.call(Watched.watch))
 
 
@@ -181,30 +174,24 @@ async def until_failed(actor: Handle[Watched]) -> None:
 
 async def until_dead_for_good(actor: Handle[Watched]) -> None:
     """Return only by raising the error of an actor that Ray fails to restart."""
-    from ray.exceptions import ActorUnavailableError
-
     while True:
         await actor.untracked.call(Watched.pid)  # returns once it is up
-        with contextlib.suppress(ActorUnavailableError):
+        with contextlib.suppress(ray.exceptions.ActorUnavailableError):
             await actor.with_options(max_task_retries=0).call(Watched.watch)
 
 
 async def when_reachable(call: Callable[[], Awaitable[R]]) -> R:
     """Make a call, and make it again while its actor cannot be reached; return its result, in an event loop."""
-    from ray.exceptions import ActorUnavailableError
-
     while True:
         try:
             return await call()
-        except ActorUnavailableError:
+        except ray.exceptions.ActorUnavailableError:
             await asyncio.sleep(_RETRY_S)
 
 
-def death_reason(error: RayActorError) -> str:
-    """Return why an actor died, or that it cannot be reached, as one line, without Ray's ids and addresses."""
-    from ray.exceptions import ActorUnavailableError
-
-    if isinstance(error, ActorUnavailableError):
+def death_reason(error: Any) -> str:
+    """Return why an actor died, or that it cannot be reached, from Ray's RayActorError: one line without its ids."""
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
         return "it cannot be reached"
     lines = [line for line in str(error).splitlines() if line.strip()]
     if error.actor_init_failed:  # a traceback, which ends with what was raised
@@ -215,20 +202,15 @@ def death_reason(error: RayActorError) -> str:
 
 def root_cause(error: BaseException, actor: str = "master") -> RayrftError:
     """Unwrap Ray's wrappers of an error and return it as a RayrftError, about ``actor`` if it is not typed."""
-    from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
-
-    while True:
-        if isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        elif isinstance(error, RayTaskError) and error.cause is not None:
-            error = error.cause
-        else:
-            break
+    if isinstance(error, BaseExceptionGroup):
+        return root_cause(error.exceptions[0], actor)
     if isinstance(error, RayrftError):
         return error
-    if isinstance(error, ActorUnavailableError):
+    if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
+        return root_cause(error.cause, actor)
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
         return ActorUnreachable(death_reason(error), _REMEDY, field=actor)
-    if isinstance(error, RayActorError):
+    if isinstance(error, ray.exceptions.RayActorError):
         return ActorDied(f"the actor died: {death_reason(error)}", _REMEDY, field=actor)
     text = str(error).strip().splitlines() or ["no message"]
     return ActorDied(f"{type(error).__name__}: {text[0]}", _REMEDY, field=actor)

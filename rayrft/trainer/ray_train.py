@@ -13,16 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.train._internal.utils import get_address_and_port
 from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
-from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
-from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rayrft.runtime import ray_api
 from rayrft.weights.channel import open_store
 
 _SETTINGS = {
@@ -51,10 +46,10 @@ class RankTrainer(TorchTrainer):
                 num_cpus=0,
                 # In the starting actor's bundle, so that the controller ends with it.
                 scheduling_strategy=PlacementGroupSchedulingStrategy(get_current_placement_group()),
-                runtime_env={"env_vars": get_env_vars_to_propagate()},
+                runtime_env={"env_vars": ray_api.get_env_vars_to_propagate()},
             )
             .remote(
-                callbacks=[hook for hook in callbacks if not isinstance(hook, PlacementGroupCleanerCallback)],
+                callbacks=[hook for hook in callbacks if not isinstance(hook, ray_api.PlacementGroupCleanerCallback)],
                 **settings,
             )
         )
@@ -65,15 +60,16 @@ class RankTrainer(TorchTrainer):
 def _controller_on(group: Any) -> type:
     """Return Ray Train's controller class with its workers in ``group`` instead of a new placement group."""
 
-    class Workers(WorkerGroup):
+    class Workers(ray_api.WorkerGroup):
         def _create_placement_group(self, *_: Any) -> Any:
-            return DefaultPlacementGroupHandle(group)
+            return ray_api.DefaultPlacementGroupHandle(group)
 
         def execute_single(self, rank: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             # Ray Train looks for a free port and binds it later: meanwhile another process may take it.
-            return super().execute_single(rank, _rendezvous if fn is get_address_and_port else fn, *args, **kwargs)
+            fn = _rendezvous if fn is ray_api.get_address_and_port else fn
+            return super().execute_single(rank, fn, *args, **kwargs)
 
-    class Controller(TrainController):
+    class Controller(ray_api.TrainController):
         worker_group_cls = Workers
 
     return Controller

@@ -63,9 +63,10 @@ class Part(Generic[A]):
         """The actors that the run cannot do without."""
         return [] if self.on_death == "continue" else self.actors
 
-    def heartbeat(self) -> Callable[[Any], Awaitable[Any]]:
-        """Return a method that an actor answers at once, with its `WaitReport` if it keeps one."""
-        return Watched.pid
+    @property
+    def heartbeat(self) -> Any:
+        """The method that an actor answers at once, with its `WaitReport` if it keeps one."""
+        return Watched.waiting
 
     async def start(self) -> str | None:
         """Start its actors; return a warning for the user, if there is one."""
@@ -121,9 +122,7 @@ class RunParts:
 
     def heartbeats(self) -> dict[str, Callable[[], Awaitable[Any]]]:
         """Return the heartbeat of each supervised actor, which is no wait of the Master."""
-        return {
-            actor.name: partial(actor.untracked.call, part.heartbeat()) for part in self for actor in part.supervised
-        }
+        return {actor.name: partial(actor.untracked.call, part.heartbeat) for part in self for actor in part.supervised}
 
     async def start(self) -> list[str]:
         """Start all parts concurrently; return their warnings."""

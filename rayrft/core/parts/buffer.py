@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rayrft.buffer.buffer import Buffer
@@ -11,7 +10,8 @@ from rayrft.config import RunConfig
 from rayrft.core.parts.base import Part
 from rayrft.core.placement import Bundles
 from rayrft.experience import pack, to_batch
-from rayrft.runtime.handle import Handle
+from rayrft.runtime.handle import Handle, Watched
+from rayrft.runtime.ray_api import ray
 
 BUFFER = Bundles("buffer", 1, 0.1, 0, 0.25, "experiences")
 
@@ -53,17 +53,16 @@ class BufferPart(Part[Buffer]):
         return self.actors[0]
 
     async def start(self) -> None:
-        import ray
-
         demonstrations = self.run.prepared.demonstrations if self.config.trains else {}
         loads = [
             self.actor.call(Buffer.load, name, [ray.put(pack(to_batch(rows)))]) for name, rows in demonstrations.items()
         ]
         await asyncio.gather(*loads)
 
-    def heartbeat(self) -> Callable[[Buffer], Awaitable[Any]]:
+    @property
+    def heartbeat(self) -> Any:
         # The waits of a named Buffer are those of its train job, which may be another job than this one.
-        return Buffer.waiting if self.config.trains else Buffer.pid
+        return Watched.waiting if self.config.trains else Watched.pid
 
     def kill(self) -> None:
         if self.run.shared is None:

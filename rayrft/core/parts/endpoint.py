@@ -12,6 +12,7 @@ from rayrft.core.placement import NAMESPACE, Bundles, actor_name
 from rayrft.endpoint.keeper import SessionKeeper
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.runtime.handle import Handle
+from rayrft.runtime.ray_api import ray
 
 _CLOSE_S = 5.0
 
@@ -68,13 +69,11 @@ class KeeperPart(Part[SessionKeeper]):
 
     async def close(self) -> None:
         """Take no more requests, and let the Buffer count the rows that were not trained, if it is able to."""
-        from ray.exceptions import RayActorError
-
         if self.config.endpoint is None:
             return
         from rayrft.runtime.serving.applications import delete_applications
 
         await asyncio.to_thread(delete_applications, actor_name(self.config.name, "serve"))
         for keeper in self.actors:
-            with contextlib.suppress(RayActorError, TimeoutError):
+            with contextlib.suppress(ray.exceptions.RayActorError, TimeoutError):
                 await asyncio.wait_for(keeper.call(SessionKeeper.close), _CLOSE_S)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 from rayrft.config import RunConfig
 from rayrft.core.parts.base import Part, has_explorers
@@ -16,6 +14,7 @@ from rayrft.core.placement import Bundles
 from rayrft.explorer.explorer import Explorer
 from rayrft.rewards import where
 from rayrft.runtime.handle import Handle
+from rayrft.runtime.ray_api import ray
 
 
 class ExplorerPart(Part[Explorer]):
@@ -33,8 +32,6 @@ class ExplorerPart(Part[Explorer]):
         return [Bundles(cls.name, config.explorer.count, config.explorer.cpus, 0, 0.5, note)]
 
     def create(self) -> list[Handle[Explorer]]:
-        import ray
-
         config, run = self.config, self.run
         prepared, placement, pools = run.prepared, run.placement, run[AuxiliaryEngines].pools
         policy, evaluation = run[PolicyEngines].group, run[EvaluationEngines].group
@@ -62,6 +59,3 @@ class ExplorerPart(Part[Explorer]):
         if self.actors:
             await self.run[RewardsPart].deploy()
             await asyncio.gather(*(explorer.call(Explorer.start) for explorer in self.actors))
-
-    def heartbeat(self) -> Callable[[Explorer], Awaitable[Any]]:
-        return Explorer.waiting

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 from rayrft.config import RunConfig
 from rayrft.core.parts.base import Part
@@ -52,9 +50,6 @@ class TrainerPart(Part[Trainer]):
             if warning := await trainer.call(Trainer.start, config.folder, setup):
                 return f"trainer: {warning}"
         return None
-
-    def heartbeat(self) -> Callable[[Trainer], Awaitable[Any]]:
-        return Trainer.waiting
 
 
 def ranks_bundles(config: RunConfig, note: str) -> Bundles:

@@ -11,11 +11,11 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import ray
 from ray import serve
-from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.config import ProxyLocation
 
 from rayrft.errors import ConfigError
+from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched
 
 P = ParamSpec("P")
@@ -44,7 +44,7 @@ class Owner:
 def on_head(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Run a function on the head node, where Serve listens, even if that has no CPUs; block for its result. Its errors
     are raised without Ray's wrappers."""
-    options = {"num_cpus": 0, "resources": {HEAD_NODE_RESOURCE_NAME: 0.001}, "max_retries": 0}
+    options = {"num_cpus": 0, "resources": {ray_api.HEAD_NODE_RESOURCE_NAME: 0.001}, "max_retries": 0}
     try:
         return cast(R, ray.get(ray.remote(function).options(**options).remote(*args, **kwargs)))
     except RayTaskError as error:

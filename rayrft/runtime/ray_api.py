@@ -1,0 +1,49 @@
+"""Ray, imported at its first use; and the private names of Ray that rayrft uses, which any release may change."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+class _Lazy:
+    """The module ``ray``: importing rayrft must be quick, and needs no Ray."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("ray"), name)
+
+
+ray: Any = _Lazy()
+
+_GROUPS, _WORKERS = "ray.train.v2._internal.callbacks.placement_group_callback", "ray.train.v2._internal.execution"
+PRIVATE = {
+    # Resources of each node: the public functions return sums over the cluster.
+    "available_resources_per_node": "ray._private.state",
+    "total_resources_per_node": "ray._private.state",
+    # Clusters on this machine, and the latest `ray start`.
+    "find_gcs_addresses": "ray._private.services",
+    "read_ray_address": "ray._private.utils",
+    # Whether a cluster answers, and requires a token: `ray.init` tries for two minutes, and then fails in many ways.
+    "CheckAliveRequest": "ray.core.generated.gcs_service_pb2",
+    "NodeInfoGcsServiceStub": "ray.core.generated.gcs_service_pb2_grpc",
+    "load_certs_from_env": "ray._common.tls_utils",
+    # The authentication mode of this process, which Ray reads once.
+    "Config": "ray._raylet",
+    "_enable_token_auth": "ray._private.authentication.authentication_token_setup",
+    # The head node, where Ray Serve listens.
+    "HEAD_NODE_RESOURCE_NAME": "ray._common.constants",
+    # Ray Train in a placement group of the run: see `rayrft.trainer.ray_train`.
+    "PlacementGroupCleanerCallback": _GROUPS,
+    "TrainController": f"{_WORKERS}.controller",
+    "WorkerGroup": f"{_WORKERS}.worker_group.worker_group",
+    "DefaultPlacementGroupHandle": f"{_WORKERS}.worker_group.placement_group_handle",
+    "get_env_vars_to_propagate": "ray.train.v2._internal.constants",
+    "get_address_and_port": "ray.train._internal.utils",
+}
+"""Modules of the private names, which are attributes of this module."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PRIVATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(PRIVATE[name]), name)
