@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,32 +25,20 @@ if TYPE_CHECKING:
     from rayrft.rewards import RewardResult, StepReward, Transcript, register_reward
     from rayrft.weights import WeightTransport, register_transport
 
-_HOME = {
-    "Experience": "rayrft.experience",
-    "Task": "rayrft.experience",
-    "RunConfig": "rayrft.config",
-    "Run": "rayrft.core.run",
-    "attach": "rayrft.core.launch",
-    "bench": "rayrft.benchmark.bench",
-    "resume": "rayrft.core.launch",
-    "start": "rayrft.core.launch",
-    "RayrftError": "rayrft.errors",
-    "Environment": "rayrft.explorer.environments",
-    "Pictured": "rayrft.explorer.environments",
-    "Step": "rayrft.explorer.environments",
-    "register_environment": "rayrft.explorer.environments",
-    "register_tool": "rayrft.explorer.tools",
-    "Model": "rayrft.explorer.trajectory",
-    "Trajectory": "rayrft.explorer.trajectory",
-    "Workflow": "rayrft.explorer.workflows",
-    "register_workflow": "rayrft.explorer.workflows",
-    "register_operator": "rayrft.pipelines",
-    "RewardResult": "rayrft.rewards",
-    "StepReward": "rayrft.rewards",
-    "Transcript": "rayrft.rewards",
-    "register_reward": "rayrft.rewards",
-    "WeightTransport": "rayrft.weights",
-    "register_transport": "rayrft.weights",
+_MODULES = {
+    "rayrft.benchmark.bench": ("bench",),
+    "rayrft.config": ("RunConfig",),
+    "rayrft.core.launch": ("attach", "resume", "start"),
+    "rayrft.core.run": ("Run",),
+    "rayrft.errors": ("RayrftError",),
+    "rayrft.experience": ("Experience", "Task"),
+    "rayrft.explorer.environments": ("Environment", "Pictured", "Step", "register_environment"),
+    "rayrft.explorer.tools": ("register_tool",),
+    "rayrft.explorer.trajectory": ("Model", "Trajectory"),
+    "rayrft.explorer.workflows": ("Workflow", "register_workflow"),
+    "rayrft.pipelines": ("register_operator",),
+    "rayrft.rewards": ("RewardResult", "StepReward", "Transcript", "register_reward"),
+    "rayrft.weights": ("WeightTransport", "register_transport"),
 }
 __all__ = [
     "Environment",
@@ -82,8 +71,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use: `import rayrft` must be quick, and need neither torch nor Ray.
-    if name not in _HOME:
-        raise AttributeError(f"module 'rayrft' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_HOME[name]), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'rayrft' has no attribute {name!r}")

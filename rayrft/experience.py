@@ -66,7 +66,7 @@ class Task:
         for name, text in (("question", question), ("answer", answer)):
             if not isinstance(text, str):
                 problem = f"the {name} of a task is {type(text).__name__}, not a text"
-                raise DataError(problem, "give the text that stands for it", field=source, value=text)
+                raise DataError(problem, "give a text", field=source, value=text)
         task = cls("", question, answer, **rest)
         return replace(task, id=_digest([source, task.key]))
 
@@ -127,8 +127,8 @@ class Experience:
     """One trajectory segment of T tokens. Arrays have shape ``[T]``.
 
     ``action_mask`` is 1 on tokens that the model (or the expert) produced; ``logprobs`` (nats, of the behaviour policy
-    at sampling time) are 0 elsewhere. ``experience_id`` is determined by run, task, group, repeat,
-    attempt and segment, so that a retry is idempotent; it is the ``group_id``, optionally followed by ``/…``.
+    at sampling time) are 0 elsewhere. ``experience_id``, of run, task, group, repeat, attempt and segment, makes a
+    retry idempotent; it is the ``group_id``, optionally followed by ``/…``.
     """
 
     experience_id: str
@@ -180,6 +180,7 @@ class Experience:
         return self.experience_id.removeprefix(self.group_id).strip("/").partition("/")[0]
 
 
+_SPAN = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int64())])
 SCHEMA = pa.schema(
     [
         pa.field("experience_id", pa.string(), nullable=False),
@@ -190,10 +191,7 @@ SCHEMA = pa.schema(
         pa.field("action_mask", pa.list_(pa.uint8()), nullable=False),
         pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
         pa.field("source", pa.string(), nullable=False),
-        pa.field(
-            "weight_versions",
-            pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int64())])),
-        ),
+        pa.field("weight_versions", pa.list_(_SPAN)),
         pa.field("reward", pa.float32()),
         pa.field("reward_components", pa.map_(pa.string(), pa.float32())),
         pa.field("greedy_reward", pa.float32()),
@@ -292,14 +290,12 @@ def field_values(batch: pa.RecordBatch) -> dict[str, list[Any]]:
     """Return columns of :data:`SCHEMA` as the values of fields of experiences, by name."""
     columns: dict[str, list[Any]] = {}
     for name in batch.schema.names:
-        column = batch.column(name)
         if name in _LISTS:
-            columns[name] = list_column(column)
-            continue
-        values = column.to_pylist()
-        if (convert := _FIELDS.get(name)) is not None:
-            values = [convert(value or ()) for value in values]
-        columns[name] = values
+            columns[name] = list_column(batch.column(name))
+        elif (convert := _FIELDS.get(name)) is not None:
+            columns[name] = [convert(value or ()) for value in batch.column(name).to_pylist()]
+        else:
+            columns[name] = batch.column(name).to_pylist()
     return columns
 
 
@@ -331,16 +327,12 @@ def check_filled(batch: pa.RecordBatch) -> None:
     """Raise DataError if a required column of :data:`SCHEMA` has a null."""
     for index, name in _REQUIRED:
         if batch.column(index).null_count:
-            raise DataError(
-                "a row lacks a value", "set it on every row: see the fields of Experience", field=name, value=None
-            )
+            raise DataError("a row lacks a value", "set it on every row: see the fields of Experience", field=name)
 
 
 def pack(batch: pa.RecordBatch) -> pa.Buffer:
-    """Serialise rows to one Arrow IPC message, the form for actor calls, the object store and the disk.
-
-    One buffer costs a tenth of pickling every column. Raises DataError if the rows are not of :data:`SCHEMA`.
-    """
+    """Serialise rows to one Arrow IPC message, the form for actor calls, the object store and the disk; pickling every
+    column costs ten times as much. Raises DataError if the rows are not of :data:`SCHEMA`."""
     check_schema(batch.schema)
     return batch.serialize()
 

@@ -107,9 +107,9 @@ class JsonLines:
             lines = chain.from_iterable(lines for lines, _ in batch)
             try:
                 await asyncio.to_thread(self.append, *lines, durable=True)
-            except StorageError as error:
+            except StorageError as failure:
                 for _, done in batch:
-                    done.set_exception(error)
+                    done.set_exception(failure)
             else:
                 for _, done in batch:
                     done.set_result(None)

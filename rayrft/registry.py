@@ -32,9 +32,8 @@ class Registry(Generic[T]):
 
         def add(piece: T) -> T:
             if name in self._pieces and _origin(self._pieces[name]) != _origin(piece):
-                raise ConfigError(
-                    f"a {self.kind} of this name exists", "choose another name", field=self.kind, value=name
-                )
+                problem = f"a {self.kind} of this name exists"
+                raise ConfigError(problem, "choose another name", field=self.kind, value=name)
             self._pieces[name] = piece
             return piece
 
@@ -45,20 +44,19 @@ class Registry(Generic[T]):
 
         Raises ConfigError if it cannot be imported, or, with the nearest known name, if there is none.
         """
-        if ":" in name:
-            return self._import(name, field or self.kind)
-        if name not in self._pieces:
-            raise ConfigError(f"unknown {self.kind}", nearest(name, self._pieces), field=field or self.kind, value=name)
-        return self._pieces[name]
-
-    def _import(self, path: str, field: str) -> T:
-        module, _, attribute = path.partition(":")
-        try:
-            piece: T = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            remedy = "fix the module, or give package.module:attribute of one that can be imported"
-            raise ConfigError(f"cannot be imported: {error}", remedy, field=field, value=path) from None
-        return piece
+        module, colon, attribute = name.partition(":")
+        if not colon:
+            if name in self._pieces:
+                return self._pieces[name]
+            problem, remedy = f"unknown {self.kind}", nearest(name, self._pieces)
+        else:
+            try:
+                piece: T = getattr(importlib.import_module(module), attribute)
+                return piece
+            except (ImportError, AttributeError) as error:
+                problem = f"cannot be imported: {error}"
+                remedy = "fix the module, or give package.module:attribute of one that can be imported"
+        raise ConfigError(problem, remedy, field=field or self.kind, value=name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)

@@ -54,6 +54,7 @@ class ScriptedEngine(Answering, Watched):
 
     async def resume(self) -> None:
         pass
+
     def _answer(self, prompt: list[int], sampling: Sampling, rng: random.Random) -> Completion:
         ordinary = sorted(set(prompt) - set(sampling.stop_token_ids))
         length = rng.randrange(1, sampling.max_tokens)

@@ -12,8 +12,7 @@ from rayrft.config.tasks import TaskSourceConfig
 
 
 class TasksetConfig(Section):
-    """Tasks to evaluate on: the held-out tasks of a source, or all its tasks if it has none. A single source may stand
-    in place of the section."""
+    """Tasks to evaluate on: a source's held-out tasks, or all if it has none. One source may replace the section."""
 
     sources: list[TaskSourceConfig] = Field(min_length=1)
     size: int | None = Field(None, ge=1)
@@ -29,9 +28,8 @@ class BenchConfig(Section):
     """Evaluation of models on task sets (`rayrft bench`), by the run's workflow, environment, reward and engines."""
 
     models: dict[str, str] = Field(default_factory=dict)
-    """By name: a folder in Hugging Face format, an id on the hub, a run (its folder, or its name in ``storage``) for
-    its final or else latest weights, or ``RUN@WHICH``: a step of a checkpoint, a stage, or ``start``. By default
-    ``model``."""
+    """By name: a Hugging Face folder or hub id, a run (its folder, or its name in ``storage``) for its final or else
+    latest weights, or ``RUN@WHICH``: a checkpoint's step, a stage, or ``start``. By default ``model``."""
     tasksets: dict[str, TasksetConfig] = Field(default_factory=dict)
     """By name. The held-out tasks of ``tasks``, if any, are added as ``held_out``."""
     samples: int = Field(8, ge=1)
@@ -55,10 +53,9 @@ class BenchConfig(Section):
     @classmethod
     def _names(cls, named: dict[str, Any]) -> dict[str, Any]:
         for name in named:
-            if name == "held_out":
-                raise invalid(name, "is reserved for the held-out tasks of 'tasks'", "use another name", value=name)
-            if not re.fullmatch(NAME, name):
-                raise invalid(name, "must consist of letters, digits, '-' and '_'", "use another name", value=name)
+            if name == "held_out" or not re.fullmatch(NAME, name):
+                problem = "must consist of letters, digits, '-' and '_', and cannot be held_out"
+                raise invalid(name, problem, "use another name", value=name)
         return named
 
     @model_validator(mode="after")
@@ -66,6 +63,6 @@ class BenchConfig(Section):
         if min(self.k) < 1 or max(self.k) > self.samples:
             raise invalid("k", f"must lie in 1 to samples, {self.samples}", "raise samples", value=list(self.k))
         if self.temperature == 0 and self.samples > 1:
-            problem = "must be 1 at temperature 0, where all answers to a task are equal"
-            raise invalid("samples", problem, "set samples: 1 and k: [1], or raise the temperature", value=self.samples)
+            remedy = "set samples: 1 and k: [1], or raise the temperature"
+            raise invalid("samples", "must be 1 at temperature 0", remedy, value=self.samples)
         return self

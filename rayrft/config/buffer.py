@@ -15,8 +15,8 @@ class SamplerConfig(Section):
     name: str = "fifo"
     """fifo, uniform, priority, or ``package.module:attribute``."""
     score: str = "reward_deviation"
-    """priority: a group's base score: reward_deviation, failure, td_error (needs a critic, and is known after a group's
-    first training), priority (which operators of ``pipelines.experiences`` write), or ``package.module:attribute``."""
+    """priority: a group's base score: reward_deviation, failure, td_error (of a critic, after a first training),
+    priority (which operators of ``pipelines.experiences`` write), or ``package.module:attribute``."""
     alpha: float = Field(0.6, ge=0)
     """priority: exponent of the score; 0 draws uniformly."""
     tau: float | None = Field(None, gt=0)
@@ -50,11 +50,11 @@ class BufferConfig(Section):
     """Storage, capacity and durability of experiences."""
 
     name: Name | None = None
-    """Name of a Buffer that jobs of modes ``explore`` and ``train`` share. The first job starts it, and ``rayrft buffer
-    stop NAME`` ends it. All of its jobs need the same ``buffer`` section and model."""
+    """Name of a Buffer that jobs of modes ``explore`` and ``train`` share, with the same ``buffer`` section and model.
+    The first job starts it, and ``rayrft buffer stop NAME`` ends it."""
     storage: Folder | None = None
-    """A folder, local or mounted: the log is in ``<storage>/<run>``, by default in the run's folder. The log of a
-    Buffer with a ``name`` is in ``<storage>/buffer.<name>``; ``storage`` is by default the run's."""
+    """A folder, local or mounted, with the log: ``<storage>/<run>``, by default in the run's folder. The log of a
+    Buffer with a ``name`` is ``<storage>/buffer.<name>``, by default in the run's ``storage``."""
     max_age: int | None = Field(None, ge=0)
     """Mode ``train``: versions by which a group may be older than the trainer; older groups are dropped as ``stale``.
     By default no group is too old."""
@@ -72,9 +72,9 @@ class BufferConfig(Section):
     log_bytes: int = Field(64 << 30, ge=1 << 20)
     """Size of the log beyond which segments without held rows are deleted, oldest first, and sparse ones rewritten."""
     fsync: Literal["always", "interval", "never"] = "interval"
-    """When the log is synced to disk. A killed process never loses data. A power failure loses nothing acknowledged
-    with ``always``, at most the last ``fsync_s`` seconds with ``interval``, and what the operating system had not
-    written with ``never``. It never loses data that a checkpoint needs."""
+    """When the log is synced to disk. A killed process loses no data, and a power failure none that a checkpoint needs.
+    Of other data it loses none with ``always``, the last ``fsync_s`` seconds with ``interval``, and what the operating
+    system had not written with ``never``."""
     fsync_s: float = Field(1.0, gt=0)
 
     @property

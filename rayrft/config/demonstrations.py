@@ -47,8 +47,8 @@ class DemonstrationsConfig(RowFormat):
     path: Path | None = None
     """A JSONL or Parquet file, a folder of Parquet files, or a data set saved by ``datasets.Dataset.save_to_disk``."""
     held_out: float = Field(0.0, ge=0.0)
-    """Share (below 1) or number (from 1) of preference pairs that no stage trains on, chosen by ``seed``: all pairs of
-    a prompt, or none. A stage that trains on the other pairs ranks them when it evaluates, and at its end."""
+    """Share (below 1) or number (from 1) of preference pairs that no stage trains on: all pairs of a prompt, or none. A
+    stage that trains on the other pairs ranks them when it evaluates, and at its end."""
     wrong_share: float = Field(0.0, ge=0.0, le=1.0)
     """Fraction of rows with a wrong answer instead, to imitate a base model of mixed quality."""
     wrong_field: str | None = None
@@ -58,11 +58,9 @@ class DemonstrationsConfig(RowFormat):
     def _one_origin(self) -> DemonstrationsConfig:
         if self.path is None and self.size is None:
             raise invalid("path", "is required without 'size'", "give a file or folder, or size, a number of tasks")
-        if self.held_out >= 1 and self.held_out % 1:
-            remedy = f"give {round(self.held_out)}"
-            raise invalid(
-                "held_out", "must be a share below 1, or a whole number of pairs", remedy, value=self.held_out
-            )
+        if (pairs := self.held_out) >= 1 and pairs % 1:
+            problem = "must be a share below 1, or a whole number of pairs"
+            raise invalid("held_out", problem, f"give {round(pairs)}", value=pairs)
         if self.wrong_share and (self.wrong_field is None or self.path is not None):
             problem = "is only valid with wrong_field, for demonstrations made from tasks"
             raise invalid("wrong_share", problem, "set wrong_field and remove path", value=self.wrong_share)

@@ -49,12 +49,12 @@ class PartialConfig(Section):
     """Partial rollouts (Kimi k1.5, arXiv:2501.12599, 2.6.2): groups with unfinished answers are parked in the Buffer
     with their tokens, and continued under the next weights, before new groups are started.
 
-    A continued attempt runs its workflow again with the recorded answers, up to the point where it was parked. The
-    environment must answer as before; at the first difference the attempt samples again."""
+    A continued attempt runs its workflow again with the recorded answers. The environment must answer as before; at the
+    first difference the attempt samples again."""
 
     budget: int | None = Field(None, ge=1)
-    """Tokens that an attempt may sample until it is parked. By default only surplus groups of over-sampling are parked,
-    when a step is leased, instead of abandoned."""
+    """Tokens that an attempt may sample until it is parked. By default only surplus groups of over-sampling are
+    parked."""
     old_tokens: Literal["train", "mask"] = "mask"
     """Whether tokens from before a group was parked are trained, as far as ``max_staleness`` allows, or never."""
 
@@ -67,8 +67,7 @@ class SamplingConfig(Section):
     max_tokens: int = Field(32, ge=1)
     """Longest answer, in tokens."""
     seeded: bool | None = None
-    """Whether answers are determined by the run's seed, independent of batching in an engine. True by default on CPUs;
-    on a GPU it costs speed."""
+    """Whether the run's seed determines the answers. True by default on CPUs; on a GPU it costs speed."""
     max_prompt_tokens: int = Field(256, ge=1)
     """A task with a longer prompt is dropped with a reason and counted."""
     repetition: RepetitionConfig | None = None
@@ -83,15 +82,14 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Parameters of its class."""
     deadline_s: float = Field(30.0, gt=0)
-    """Seconds for ``reset`` and for each ``step``, from their start; a slower one fails the attempt, counted as
-    ``timeout``. The creation may take as long, and at least a minute in a process."""
+    """Seconds for the creation (in a process at least 60), ``reset`` and each ``step``, from their start; a slower one
+    fails the attempt, counted as ``timeout``."""
     observation_limit: int = Field(20_000, ge=1)
     """Longest observation, in characters; a longer one fails the attempt."""
     image_bytes: int = Field(8 << 20, ge=0)
     """Largest sum of the bytes of an observation's images, if it comes from a process; more fails the attempt."""
     same_episode: bool = True
-    """Whether all attempts of a group have the same seed, and so the same episode, as advantages that compare them
-    need. Seeds are derived from the run's."""
+    """Whether all attempts of a group have the same seed and so the same episode, as comparing advantages need."""
     processes: int = Field(64, ge=1)
     """Environments in processes at once, in each Explorer; further attempts wait for one to end."""
     spares: int = Field(2, ge=0)
@@ -110,11 +108,10 @@ class ExplorerConfig(Section):
     environment: EnvironmentConfig | None = None
     """The environment, for workflows that need one."""
     deadline_s: float = Field(600.0, gt=0)
-    """Seconds that one attempt at a task may take, without the time that its requests wait for an engine with room. A
-    slower attempt is dropped and counted as ``timeout``."""
+    """Seconds that an attempt may take, without waits for an engine with room. A slower one is dropped as
+    ``timeout``."""
     group_deadline_s: float | None = Field(None, gt=0)
-    """Seconds that a group may take, counted while any of its attempts runs. Then its unfinished attempts are dropped
-    and its finished ones kept."""
+    """Seconds that a group may take, counted while an attempt runs. Then its unfinished attempts are dropped."""
     count: int = Field(1, ge=1)
     """Explorer actors, each with its own event loop. They share the tasks; the first one evaluates."""
     cpus: float = Field(0.2, gt=0)
@@ -122,14 +119,14 @@ class ExplorerConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     drop_zero_variance: bool = True
-    """Drop a group whose advantages are all 0 (equal rewards, apart from an overlong punishment) and draw another task,
-    if the group has no gradient. With a KL, an entropy term, a critic, or advantages normalised over the batch it has
-    one, and is kept. (The dynamic sampling of other systems drops it also with a KL.)"""
+    """Drop a group without a gradient, whose advantages are all 0 (equal rewards, apart from an overlong punishment),
+    and draw another task. With a KL, an entropy term, a critic, or advantages normalised over the batch a group has a
+    gradient, and is kept. (The dynamic sampling of other systems drops it also with a KL.)"""
     max_tries: int = Field(1000, ge=1)
-    """Consecutive groups of one Explorer that may be dropped, for equal rewards or any other reason, before the run
-    ends with this cause. An explore job continues to the end of its tasks."""
+    """Consecutive groups of one Explorer that may be dropped before the run ends with this cause. An explore job
+    continues to the end of its tasks."""
     partial: PartialConfig | None = None
     """Park unfinished groups instead of waiting for them; by default a group is sampled without a pause."""
     over_sampling: float = Field(1.0, ge=1.0, le=8.0)
     """Ratio of groups in flight to groups needed. Above 1 a step does not wait for stragglers; once it is leased, its
-    surplus groups are abandoned (with ``partial``, parked), or dropped if they finish too late, and counted."""
+    surplus groups are abandoned (with ``partial``, parked), or dropped and counted."""

@@ -52,8 +52,7 @@ class TemplateConfig(Section):
 
 
 class ModelConfig(Section):
-    """Either a Hugging Face folder or hub id (``path``) or a generated ``tiny`` model. A bench that names its models
-    needs neither."""
+    """A Hugging Face folder or hub id (``path``), or a generated ``tiny`` model; neither in a bench of other models."""
 
     path: str | None = None
     tiny: TinyModelConfig | None = None

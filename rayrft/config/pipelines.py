@@ -60,20 +60,17 @@ class PipelineConfig(Section):
     reward: RewardModelsConfig | None = None
     """Rewards by which operators check answers again; by default those of the config that ``--config`` names."""
     answer_s: float = Field(300.0, gt=0)
-    """Seconds for an answer of a model, from the request. An operator's ``deadline_s`` does not count while it waits
-    for answers."""
+    """Seconds for an answer of a model. An operator's ``deadline_s`` does not count while it waits for answers."""
     batch_rows: int = Field(1000, ge=1)
     """Most rows that an operator gets at once; an operator on groups gets whole groups."""
     deadline_s: float = Field(60.0, gt=0)
     """Seconds that an operator may take for one batch."""
     workers: int = Field(1, ge=1)
-    """Processes of operators on single rows; Ray Data spreads more than one over the cluster. The result does not
-    depend on their number."""
+    """Processes of operators on single rows, which Ray Data spreads over the cluster. They do not change the result."""
     on_error: Literal["stop", "leave_out"] = "stop"
     """Policy for a row on which an operator on single rows raises: ``leave_out`` drops, counts and lists it."""
     on_broken: Literal["fail", "skip"] = "skip"
-    """Policy for rows that cannot be read, or hold a list or object where an operator reads text or numbers: ``skip``
-    drops, counts and lists them."""
+    """Policy for rows that cannot be read, or hold a list or object where an operator reads text or numbers."""
     samples: int = Field(3, ge=0)
     """Sample rows to show per operator, of the rows that it changed, made and dropped."""
     plugins: list[LocalPath] = Field(default_factory=list)
@@ -104,24 +101,21 @@ class PipelinesConfig(Section):
     """Operators on the tasks of all sources, after duplicates are removed and before tasks are held out. They see the
     columns id, source, question, answer, system, difficulty, tries, pass_rate, priority, and metadata as JSON."""
     task_workers: int = Field(1, ge=1)
-    """Processes of those operators of ``tasks`` that work on single rows; Ray Data spreads more than one over the
-    cluster."""
+    """Processes of operators of ``tasks`` on single rows, which Ray Data spreads over the cluster."""
     decontaminate: bool = True
     """Drop training and demonstrated tasks that show the question or answer of an evaluation task."""
     endpoints: dict[Name, EndpointConfig] = Field(default_factory=dict)
-    """Models elsewhere for operators, by name, besides the run's ``auxiliary`` models. Auxiliary models that ``tasks``
-    needs get engines before the run starts. Answers are kept in ``<storage>/answers.<name>.jsonl``, so that a resumed
-    run has the same tasks."""
+    """Models elsewhere for operators, by name, besides the run's ``auxiliary`` models. Answers for ``tasks`` are kept
+    in ``<storage>/answers.<name>.jsonl``, so that a resumed run has the same tasks."""
     answer_s: float = Field(300.0, gt=0)
-    """Seconds for an answer of a model, from the request. An operator's ``deadline_s`` does not count while it waits
-    for answers."""
+    """Seconds for an answer of a model. An operator's ``deadline_s`` does not count while it waits for answers."""
     experiences: list[OperatorConfig] = Field(default_factory=list)
     """Operators on each group of answers, after its rewards and before the Buffer. They see the columns of
-    ``experience.SCHEMA``, ``response`` (the last answer as a text), and the task's question, answer, domain and
-    difficulty. Rows that they drop are counted by operator and reason."""
+    ``experience.SCHEMA``, ``response`` (the last answer), and the task's question, answer, domain and difficulty. Rows
+    that they drop are counted by operator and reason."""
     made: Name | None = None
-    """Name of the demonstrations to which rows made by operators of ``experiences`` are added: expert rows or
-    preference pairs. A stage that also trains on groups may start while there are none."""
+    """Demonstrations to which rows made by operators of ``experiences`` are added: expert rows or preference pairs. A
+    stage that also trains on groups may start while there are none."""
     workers: int = Field(1, ge=1)
     """Processes for operators on groups, of each Explorer, or of each of the ``actors``."""
     actors: OperatorActorsConfig | None = None
@@ -132,8 +126,8 @@ class PipelinesConfig(Section):
     group's advantages), and ``weight`` in the loss. A row that they drop is not trained in this step; its group counts
     as used."""
     on_error: Literal["leave_out", "stop"] = "leave_out"
-    """Policy for a group on which an operator of ``experiences`` fails: ``leave_out`` drops and counts it; for an
-    operator on single rows, only the rows on which it raises. A batch on which an operator fails is trained unchanged.
-    Too many consecutive failures stop the run."""
+    """Policy for a group (of an operator on single rows: for a row) on which an operator of ``experiences`` fails:
+    ``leave_out`` drops and counts it. A batch on which an operator fails is trained unchanged. Too many consecutive
+    failures stop the run."""
     deadline_s: float = Field(60.0, gt=0)
     """Seconds that an operator may take for one batch of 1,000 tasks, for one group, or for one training batch."""

@@ -63,17 +63,15 @@ class RewardModelConfig(Section):
     """Parameters of the reward. Reward ``model`` takes ``stage`` instead of ``model``: an earlier stage of this run,
     which trains the reward model."""
     parts: list[RewardPart] = Field(default_factory=list)
-    """Instead of ``name`` and ``options``: several rewards. The value of each is a component of its name or label. If
-    one is unknown, so is the sum, unless a gate is 0 or below."""
+    """Several rewards instead of ``name`` and ``options``. If one is unknown, so is the sum, unless a gate is 0 or
+    below."""
     deadline_s: float = Field(10.0, gt=0)
     """Seconds for scoring one answer, from the start of execution, without waits of its process for a core."""
     workers: int = Field(1, ge=1)
-    """Processes that score answers, for each Explorer or reward actor and each part; none for a reward that runs inline
-    or is a coroutine."""
-
+    """Processes that score answers, for each Explorer or reward actor and each part that does not run inline."""
     spare_workers: int = Field(8, ge=0)
-    """Processes besides ``workers``, started when calls take far longer than usual, so that a hanging call does not
-    delay others. Use 0 for processes with much memory, such as a model's."""
+    """Further processes, started when calls take far longer than usual, so that a hanging call does not delay others.
+    Use 0 for processes with much memory, such as a model's."""
     replicas: ReplicasConfig = ReplicasConfig()
     """With ``placement: serve``, and for `rayrft serve rewards`."""
 
@@ -90,7 +88,7 @@ class RewardModelConfig(Section):
 
     @property
     def changed(self) -> set[str]:
-        """The keys of this section whose value is not the default. (A config that was written has all keys.)"""
+        """The keys whose value is not the default: a config that was written has all keys."""
         fields = RewardModelConfig.model_fields.items()
         return {name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)}
 
@@ -104,8 +102,7 @@ class RewardModelsConfig(RewardModelConfig):
     """Scoring of the tasks of all domains: by one reward, or by one per domain."""
 
     domains: dict[str, RewardModelConfig] = Field(default_factory=dict)
-    """Scoring by domain, instead of ``name`` or ``parts`` for all tasks. A domain has its own workers, so that a slow
-    one does not delay others."""
+    """Scoring by domain, instead of ``name`` or ``parts`` for all tasks. Each domain has its own workers."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -154,9 +151,8 @@ class RewardConfig(RewardModelsConfig):
     fallback: float = 0.0
     truncated: Literal["zero", "score", "mask", "soft"] = "zero"
     """Policy for an answer truncated at max_tokens or for repetition. ``zero``: its reward is at most 0. ``score``:
-    scored like others. ``mask``: scored and used in its group's statistics, but not trained on (overlong filtering).
-    ``soft``: scored, and every answer loses up to 1 over the last ``overlong_buffer`` tokens before max_tokens (soft
-    overlong punishment). The last two are DAPO's (arXiv:2503.14476)."""
+    scored like others. Of DAPO (arXiv:2503.14476), ``mask``: scored, but not trained on (overlong filtering); ``soft``:
+    every answer loses up to 1 over the last ``overlong_buffer`` tokens before max_tokens (overlong punishment)."""
     overlong_buffer: int | None = Field(None, ge=1)
     """Tokens over which ``truncated: soft`` grows from 0 to 1; a fifth of max_tokens in the paper."""
     repetition_penalty: float = Field(0.0, ge=0)
@@ -172,12 +168,10 @@ class RewardConfig(RewardModelsConfig):
         if self.actors > 1 and self.placement != "pool":
             remedy = "set placement: pool, or remove actors"
             raise invalid("actors", "is only valid with placement: pool", remedy, value=self.actors)
-        if self.placement != "serve":
-            for domain, model in self.models.items():
-                if model.replicas != ReplicasConfig():
-                    field = f"domains.{domain}.replicas" if domain else "replicas"
-                    remedy = "set placement: serve, or remove replicas"
-                    raise invalid(field, "is only valid with placement: serve", remedy)
+        for domain, model in self.models.items() if self.placement != "serve" else ():
+            if model.replicas != ReplicasConfig():
+                field, remedy = f"domains.{domain}.replicas", "set placement: serve, or remove replicas"
+                raise invalid(field if domain else "replicas", "is only valid with placement: serve", remedy)
         return self
 
     @property

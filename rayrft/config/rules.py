@@ -29,15 +29,14 @@ def check_required(config: RunConfig) -> None:
         raise invalid("model.path", "is required without 'model.tiny'", remedy)
     for name, demonstrations in config.demonstrations.items():
         if demonstrations.path is None and config.tasks is None:
-            problem = "is required: there are no tasks to make demonstrations from"
-            raise invalid(f"demonstrations.{name}.path", problem, "give a file or folder, or add tasks")
+            raise invalid(f"demonstrations.{name}.path", "is required without tasks", "give a file, or add tasks")
 
 
 def check_mode(config: RunConfig) -> None:
     """Check that no key is given which the mode does not use."""
     mode, name = config.mode, config.buffer.name
     if mode == "both" and name is not None:
-        remedy = "remove buffer.name, or use modes explore and train"
+        remedy = "remove it, or use modes explore and train"
         raise invalid("buffer.name", "is only valid in modes explore, train and serve", remedy, value=name)
     if mode == "both" and config.buffer.max_age is not None:
         raise invalid("buffer.max_age", "is only valid in mode 'train'", "use max_staleness")
@@ -46,20 +45,16 @@ def check_mode(config: RunConfig) -> None:
     sampled = [stage.name for stage in config.stages if stage.groups]
     for stage in config.stages:
         if mode not in ("both", "bench") and stage.evaluate_every:
-            problem = f"is only valid in mode 'both', not {mode!r}"
-            raise invalid(f"stages.{stage.name}.evaluate_every", problem, "remove it")
+            raise invalid(f"stages.{stage.name}.evaluate_every", "is only valid in mode 'both'", "remove it")
     if mode == "explore" and len(sampled) != 1:
         problem = "must contain exactly one stage that trains on usual rows in mode 'explore'"
         raise invalid("stages", problem, "remove the other stages", value=sampled)
     if config.pipelines.experiences and mode in ("train", "serve"):
-        problem = f"needs an Explorer, and mode {mode!r} has none"
         remedy = "remove it; `rayrft data process` works on the rows of a run"
-        raise invalid("pipelines.experiences", problem, remedy)
-    if not config.pipelines.experiences:
-        for key in ("made", "actors"):
-            if getattr(config.pipelines, key) is not None:
-                problem = "is not used: there are no operators on experiences"
-                raise invalid(f"pipelines.{key}", problem, "remove it, or add pipelines.experiences")
+        raise invalid("pipelines.experiences", f"needs an Explorer, and mode {mode!r} has none", remedy)
+    for key in ("made", "actors") if not config.pipelines.experiences else ():
+        if getattr(config.pipelines, key) is not None:
+            raise invalid(f"pipelines.{key}", "is only valid with pipelines.experiences", "remove it, or add them")
 
 
 def check_model_names(config: RunConfig) -> None:
@@ -88,9 +83,9 @@ def check_stages(config: RunConfig) -> None:
         if not (grows and stage.groups):  # else there may be none yet
             units += stage.expert_rows // (2 if "pairs" in stage.algorithm.build().needs else 1)
         if units // stage.update.mini_batches < config.trainer.ranks:
+            batch = f"{stage.groups} groups and {stage.expert_rows} expert rows"
             problem = (
-                f"gives {stage.update.mini_batches} mini-batches of {stage.groups} groups and {stage.expert_rows} "
-                f"expert rows, which cannot be dealt to {config.trainer.ranks} ranks"
+                f"is {batch} in {stage.update.mini_batches} mini-batches, too few for {config.trainer.ranks} ranks"
             )
             raise invalid(f"{field}.batch_size", problem, "raise it, or lower trainer.ranks", value=stage.batch_size)
         seen.append(name)
@@ -100,17 +95,16 @@ def check_expert_rows(config: RunConfig) -> None:
     """Check that each stage gets expert rows of the kind that its algorithm takes."""
     paired = {stage.demonstrations for stage in config.stages if "pairs" in stage.algorithm.build().needs}
     for name, demonstrations in config.demonstrations.items():
-        if demonstrations.held_out and name not in paired:
-            problem = "is not used: no stage trains on these demonstrations as preference pairs"
-            raise invalid(f"demonstrations.{name}.held_out", problem, "remove it", value=demonstrations.held_out)
+        if (held_out := demonstrations.held_out) and name not in paired:
+            problem = "is not used: no stage trains on these preference pairs"
+            raise invalid(f"demonstrations.{name}.held_out", problem, "remove it", value=held_out)
     for stage in config.stages:
         field, source = f"stages.{stage.name}.demonstrations", stage.demonstrations
         if not stage.expert_rows:
             continue
         if source == config.pipelines.made and stage.trains_reward_model:
-            problem = "must be a file of pairs, because a reward model needs the chat template's tokens"
             remedy = "export the pairs (rayrft data export) and name the file in 'demonstrations'"
-            raise invalid(field, problem, remedy, value=source)
+            raise invalid(field, "must be a file: a reward model needs the template's tokens", remedy, value=source)
         second = "give the file a second entry in 'demonstrations'"
         if source in config.scored_demonstrations and not stage.trains_reward_model:
             raise invalid(field, "is tokenised for a reward model, up to the end of the template", second, value=source)
@@ -124,13 +118,11 @@ def check_reward_models(config: RunConfig) -> None:
     for stage in config.stages:
         field = f"stages.{stage.name}"
         if stage.evaluate_every and trains[stage.name] and not config.holds_out(stage):
-            problem = f"is not used: {stage.algorithm.name} does not change the policy, and no pairs are held out"
             remedy = f"remove it, or set demonstrations.{stage.demonstrations}.held_out"
-            raise invalid(f"{field}.evaluate_every", problem, remedy)
+            raise invalid(f"{field}.evaluate_every", "is not used: no pairs are held out", remedy)
         if stage.start_from is not None and trains[stage.start_from]:
-            problem = "is a stage that trains a reward model, from which no stage can start"
             remedy = "remove it: a reward model's stage leaves the policy unchanged"
-            raise invalid(f"{field}.start_from", problem, remedy, value=stage.start_from)
+            raise invalid(f"{field}.start_from", "trains a reward model", remedy, value=stage.start_from)
     if not config.reward.stages:
         return
     field, give_model = "reward.options.stage", "set options.model to the folder of a trained reward model"
@@ -140,15 +132,14 @@ def check_reward_models(config: RunConfig) -> None:
         raise invalid(field, "is not a stage that trains a reward model", remedy, value=unknown[0])
     if config.mode not in ("both", "bench"):
         raise invalid(field, f"is only valid in mode 'both', not {config.mode!r}", give_model)
+    early = "needs rewards before the reward model is trained"
     if config.mode == "both" and config.reward.placement == "serve":
-        problem = "starts the rewards before the reward model is trained"
-        raise invalid("reward.placement", problem, "use beside or pool", value="serve")
+        raise invalid("reward.placement", early, "use beside or pool", value="serve")
     for stage in config.stages[: config.scored_after + 1]:
         if stage.groups or (stage.evaluate_every and not trains[stage.name]):
             key = "algorithm" if stage.groups else "evaluate_every"
             remedy = f"move it after stage {config.stages[config.scored_after].name!r}, or remove it"
-            problem = "needs rewards before the reward model is trained"
-            raise invalid(f"stages.{stage.name}.{key}", problem, remedy)
+            raise invalid(f"stages.{stage.name}.{key}", early, remedy)
 
 
 def check_sessions(config: RunConfig) -> None:
@@ -158,13 +149,12 @@ def check_sessions(config: RunConfig) -> None:
     if not config.records_sessions:
         return
     if config.max_staleness == 0:
-        problem = "drops every session that started before the latest step"
-        remedy = "raise it, because applications do not wait for the trainer; or set serve.record: false"
-        raise invalid("max_staleness", problem, remedy, value=0)
+        remedy = "raise it: applications do not wait for the trainer; or set serve.record: false"
+        raise invalid("max_staleness", "drops every session that started before the latest step", remedy, value=0)
     sizes = sorted({stage.group_size for stage in config.stages if stage.groups})
     if len(sizes) > 1:
-        problem = "must have one group_size, because sessions make groups of one size"
-        raise invalid("stages", problem, "use the same group_size in all stages", value=sizes)
+        remedy = "use the same group_size in all stages"
+        raise invalid("stages", "must have one group_size, that of all sessions", remedy, value=sizes)
 
 
 def check_derived(config: RunConfig) -> None:
@@ -172,12 +162,10 @@ def check_derived(config: RunConfig) -> None:
     for stage in config.stages:
         field = f"stages.{stage.name}"
         if config.trainer.lora is not None and stage.update.reference_refresh:
-            problem = "cannot be used with trainer.lora, where the reference is the model without its adapter"
             remedy = "remove it, or split the stage: each stage starts with the policy as its reference"
-            raise invalid(f"{field}.update.reference_refresh", problem, remedy)
+            raise invalid(f"{field}.update.reference_refresh", "cannot be used with trainer.lora", remedy)
         if config.mode == "train" and "answer_length" in stage.algorithm.build().needs:
-            problem = "is required by aggregation 'constant' in mode 'train', where nothing is sampled"
-            remedy = "give the length of the longest sampled answer, in tokens"
+            problem, remedy = "is required in mode 'train'", "give the length of the longest sampled answer, in tokens"
             raise invalid(f"{field}.algorithm.constant_length", problem, remedy)
     needed = config.buffer.needs_scores and config.buffer.sampler.score == "td_error"
     if needed and not any("critic" in stage.algorithm.build().needs for stage in config.stages):
@@ -199,8 +187,7 @@ def check_lengths(config: RunConfig) -> None:
             problem = f"plus explorer.sampling.max_prompt_tokens, {prompt}, exceeds model.max_length, {most}"
             raise invalid(f"{section}.max_tokens", problem, "lower it, or raise model.max_length", value=longest)
     if (overlong := config.reward.overlong_buffer or 0) > answer:
-        problem = f"exceeds explorer.sampling.max_tokens, {answer}, of which it is the last part"
-        raise invalid("reward.overlong_buffer", problem, "lower it", value=overlong)
+        raise invalid("reward.overlong_buffer", f"exceeds sampling.max_tokens, {answer}", "lower it", value=overlong)
 
 
 def check_partial(config: RunConfig) -> None:
@@ -211,19 +198,18 @@ def check_partial(config: RunConfig) -> None:
     if config.mode == "explore":
         raise invalid("explorer.partial", "is not valid in mode 'explore', whose weights are fixed", "remove it")
     if partial.budget is None and config.explorer.over_sampling == 1.0:
-        problem = "is required without over_sampling, or no group is ever parked"
-        raise invalid("explorer.partial.budget", problem, "give a number of tokens, or raise explorer.over_sampling")
+        remedy = "give a number of tokens, or raise explorer.over_sampling"
+        raise invalid("explorer.partial.budget", "is required without over_sampling", remedy)
     if partial.old_tokens == "train" and config.max_staleness == 0:
-        problem = "needs max_staleness above 0"
-        raise invalid("explorer.partial.old_tokens", problem, "raise max_staleness, or use mask", value="train")
+        remedy = "raise it, or use mask"
+        raise invalid("explorer.partial.old_tokens", "needs max_staleness above 0", remedy, value="train")
 
 
 def check_feedback(config: RunConfig) -> None:
     """Check that groups can be held for people: within the bound of staleness, in a stage that issues tickets."""
     held = config.feedback.hold_steps
     if held > config.max_staleness:
-        problem = f"exceeds max_staleness, {config.max_staleness}"
-        raise invalid("feedback.hold_steps", problem, "raise max_staleness, or lower it", value=held)
+        raise invalid("feedback.hold_steps", "exceeds max_staleness", "lower it, or raise max_staleness", value=held)
     if held and (config.mode not in ("both", "serve") or config.buffer.sampler.name != "fifo"):
         problem = "needs mode 'both' or 'serve' and buffer.sampler fifo"
         raise invalid("feedback.hold_steps", problem, "remove it", value=held)
@@ -234,7 +220,7 @@ def check_devices(config: RunConfig) -> None:
     engine, trainer = config.explorer.engine, config.trainer
     if config.mode != "bench":  # else nothing is trained
         if config.mode == "both" and (engine.gpus > 0) != (trainer.gpus > 0):
-            problem = f"is {engine.gpus:g} and trainer.gpus is {trainer.gpus:g}; both or neither must be above 0"
+            problem = f"and trainer.gpus, {trainer.gpus:g}, must both be above 0, or neither"
             raise invalid("explorer.engine.gpus", problem, "give GPUs to both or to neither", value=engine.gpus)
         for key, gpus in (("explorer.engine.gpus", engine.gpus), ("trainer.gpus", trainer.gpus)):
             if gpus > 1 and gpus % 1:
@@ -246,20 +232,19 @@ def check_devices(config: RunConfig) -> None:
         except ConfigError as error:
             raise ValueError(error) from None
         if engine.sleep and (not colocated or config.max_staleness or config.explorer.over_sampling > 1):
-            problem = "is only valid if engine and trainer take turns on one GPU"
             remedy = "set weight_sync.backend: ipc, max_staleness: 0 and explorer.over_sampling: 1, or remove it"
-            raise invalid("explorer.engine.sleep", problem, remedy)
+            raise invalid("explorer.engine.sleep", "needs an engine and trainer that take turns on one GPU", remedy)
         if config.evaluation_engines and colocated:
             problem = f"must be 0 with weights over {config.sync_backend}, which reach only engines beside a rank"
             remedy = "give engines and ranks whole GPUs, or let the rollout engines evaluate: 0"
             raise invalid("evaluation.engines", problem, remedy, value=config.evaluation_engines)
-    parallel = engine.tensor_parallel
-    if parallel > 1 and engine.gpus != parallel:
+    if (parallel := engine.tensor_parallel) > 1:
         if engine.gpus == 0:
-            field, problem = "explorer.engine.tensor_parallel", "needs GPUs if it is above 1"
-            raise invalid(field, problem, "use more engines on CPUs", value=parallel)
-        problem = f"must equal explorer.engine.tensor_parallel, {parallel}"
-        raise invalid("explorer.engine.gpus", problem, f"give {parallel}", value=engine.gpus)
+            remedy = "use more engines on CPUs"
+            raise invalid("explorer.engine.tensor_parallel", "needs GPUs above 1", remedy, value=parallel)
+        if engine.gpus != parallel:
+            problem = f"must equal tensor_parallel, {parallel}"
+            raise invalid("explorer.engine.gpus", problem, f"give {parallel}", value=engine.gpus)
 
 
 RULES = (

@@ -49,19 +49,17 @@ class HttpConfig(Section):
 
 def read_keys(config: HttpConfig) -> tuple[str, ...]:
     """Return the digests of a service's API keys. Raises ConfigError if they cannot be read, or there are none."""
-    keys, field, place = list[str](), "serve.keys_env", config.keys_env
+    keys = os.environ.get(config.keys_env or "", "").split(",")
+    field, place, problem = "serve.keys_env", config.keys_env, "contains no key"
     if config.keys_file is not None:
         field, place = "serve.keys_file", str(config.keys_file)
         try:
             keys += config.keys_file.read_text().splitlines()
         except OSError as error:
-            problem, remedy = f"cannot be read: {error.strerror}", "put the API keys there"
-            raise ConfigError(problem, remedy, field=field, value=place) from None
-    if config.keys_env is not None:
-        keys += os.environ.get(config.keys_env, "").split(",")
+            keys, problem = [], f"cannot be read: {error.strerror}"
     keys = [key.strip() for key in keys if key.strip()]
     if not keys and place is not None:
-        raise ConfigError("contains no key", "put the API keys there", field=field, value=place)
+        raise ConfigError(problem, "put the API keys there", field=field, value=place)
     return tuple(map(key_digest, keys))
 
 
@@ -73,9 +71,8 @@ class ServeConfig(HttpConfig):
     tool_calls: Literal["hermes", "json"] = "hermes"
     """The form of the model's tool calls: JSON between ``<tool_call>`` and ``</tool_call>``, or bare."""
     off_policy: Literal["untrained", "refuse", "ignore"] = "untrained"
-    """Policy for requests with another temperature, top_p or top_k than the run's, whose answers do not follow the
-    policy's distribution. ``untrained``: answered as requested, and masked in training. ``refuse``: status 400.
-    ``ignore``: answered with the run's values."""
+    """Policy for requests with another temperature, top_p or top_k than the run's. ``untrained``: answered as
+    requested, and masked in training. ``refuse``: status 400. ``ignore``: answered with the run's values."""
     record: bool = True
     """Whether sessions become groups to train on."""
     group_by: Literal["prompt", "any"] = "prompt"
@@ -87,19 +84,17 @@ class ServeConfig(HttpConfig):
     group_s: float = Field(3600.0, gt=0)
     """Seconds that a session with a reward waits until its group is complete."""
     keep_days: float | None = Field(None, gt=0)
-    """Days after which a running run erases rows of sessions from its log, trained or not; for an ended run see
-    ``rayrft data forget``."""
+    """Days after which a running run erases rows of sessions from its log (``rayrft data forget``: of an ended one)."""
     max_sessions: int = Field(10_000, ge=1)
-    """Most sessions that wait for their reward, and likewise for their group; beyond it the one that has waited longest
-    is dropped and counted."""
+    """Most sessions that wait for their reward, and for their group; beyond it the oldest is dropped and counted."""
 
 
 class JudgementConfig(Section):
     """What a run does for the people who judge its answers on the feedback page."""
 
     hold_steps: int = Field(0, ge=0)
-    """Steps for which a group waits in the Buffer before it is trained, so that judgements arrive in time. At most
-    max_staleness; the first step waits until this many further batches are sampled."""
+    """Steps, at most ``max_staleness``, for which a group waits in the Buffer before it is trained, so that judgements
+    arrive in time. The first step waits until this many further batches are sampled."""
 
 
 class FeedbackConfig(HttpConfig):
@@ -111,9 +106,8 @@ class FeedbackConfig(HttpConfig):
     replicas: int = Field(1, ge=1, le=1)
     """One, because it records which person has which item."""
     rule: Literal["random", "uncertain", "low_deviation", "disagreement"] = "random"
-    """Order of items: random; lowest mean log-prob of a token first; groups with the most equal rewards first; answers
-    first on which parts of the reward, the reward and people differ most. Rows that wait for training come before all
-    others."""
+    """Order of items, after rows that wait for training: random, or first the lowest mean log-prob of a token, groups
+    with the most equal rewards, or answers on which reward parts, reward and people differ most."""
     agreement: int = Field(1, ge=1)
     """People who see each item."""
     lease_s: float = Field(300.0, gt=0)
@@ -121,15 +115,14 @@ class FeedbackConfig(HttpConfig):
     levels: int = Field(5, ge=2, le=9)
     """The highest score; the lowest is 1."""
     reward_range: tuple[float, float] = (0.0, 1.0)
-    """Rewards of the lowest and the highest score, of thumbs down and up, and of the last and the first of a ranked
-    group; rewards in between are evenly spaced. Rewards by several people are averaged."""
+    """Rewards of the lowest and highest score, thumbs down and up, and the last and first of a ranked group; those in
+    between are evenly spaced. Rewards by several people are averaged."""
     set_rewards: bool = True
     """Whether people's rewards replace those of the rows; otherwise they are labels only."""
     labels: list[str] = Field(default_factory=list, max_length=9)
     """Labels to choose from."""
     demonstrations: Name = EDITED
-    """The run's demonstrations to which edited answers are added. A stage with groups that names ``human`` may start
-    while there are none."""
+    """The run's demonstrations to which edited answers are added. A stage that names ``human`` may start without."""
     max_groups: int = Field(2000, ge=1)
     """Most groups in the queue: groups that wait for training first, then the newest."""
 

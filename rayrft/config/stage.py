@@ -27,8 +27,7 @@ class AlgorithmConfig(Section):
     name: str
 
     def build(self) -> Algorithm:
-        """Return the algorithm, built once per process. Raises ConfigError on an unknown name or key, and on an invalid
-        value."""
+        """Return the algorithm, built once per process. Raises ConfigError for an unknown name or key, or its value."""
         key = repr((self.name, self.model_extra))
         if key not in _BUILT:
             # Imported here: actors that only pass the config on need not load torch.
@@ -50,8 +49,7 @@ class UpdateConfig(Section):
     mini_batches: int = Field(1, ge=1)
     """Parts of a batch, with nearly equal numbers of groups and expert rows and one update per part."""
     reference_refresh: int | None = Field(None, ge=1)
-    """Steps after which the reference is set to the current policy; by default it stays the policy at the stage's
-    start."""
+    """Steps after which the reference is set to the current policy; by default it stays that of the stage's start."""
     reset_optimizer: bool = False
     """Discard the optimiser's moments at every such refresh."""
     critic_warmup_steps: int = Field(0, ge=0)
@@ -82,8 +80,7 @@ class StageConfig(Section):
     """The critic's optimiser, for algorithms that have one."""
     update: UpdateConfig = UpdateConfig()
     teacher: ModelPath | None = None
-    """The teacher model for distillation: a Hugging Face folder or hub id, with the same tokenizer. Each rank holds a
-    shard of it."""
+    """The model to distil from, with the same tokenizer: a Hugging Face folder or hub id. Each rank holds a shard."""
     start_from: str | None = None
     """Earlier stage whose final weights this stage starts from; the previous one by default."""
     evaluate_every: int | None = Field(None, ge=1)
@@ -106,10 +103,7 @@ class StageConfig(Section):
         if not algorithm.mixes and share not in (None, self._fixed_share):
             raise invalid("expert_share", f"is {self._fixed_share:g} with {name!r}", "remove it", value=share)
         if {"expert", "pairs"} & needs.keys() and not self.demonstrations:
-            rows = (
-                "preference pairs" if "pairs" in needs else "labelled answers" if "labels" in needs else "expert rows"
-            )
-            raise invalid("demonstrations", f"is required by {name} for {rows}", "name an entry of 'demonstrations'")
+            raise invalid("demonstrations", f"is required by {name}", "name an entry of 'demonstrations'")
         if "pairs" in needs and self.batch_size % 2:
             raise invalid("batch_size", "must be even, to hold whole pairs", "raise it by 1", value=self.batch_size)
         rows_of_share = self.batch_size * self._share
@@ -122,15 +116,12 @@ class StageConfig(Section):
                 problem = f"leaves no {kind} rows in the batch, and mu is {algorithm.mu():g}"
                 raise invalid("expert_share", problem, "change it, or mu", value=self._share)
         if self.groups and self.group_size == 1 and algorithm.compares_answers:
-            problem = f"must be at least 2, because advantage {algorithm.advantage!r} compares the answers to a task"
+            problem = f"must be at least 2: advantage {algorithm.advantage!r} compares the answers to a task"
             remedy = "raise it, or use an advantage of single answers (remax, reinforce_pp, gae)"
             raise invalid("group_size", problem, remedy, value=1)
         if self.usual_rows % self.group_size:
             near = max(1, round(self.usual_rows / self.group_size)) * self.group_size
-            problem = (
-                f"is {self.expert_rows} expert rows and {self.usual_rows} usual rows, which are not whole groups of "
-                f"group_size {self.group_size}"
-            )
+            problem = f"has {self.usual_rows} usual rows, not whole groups of group_size {self.group_size}"
             remedy = f"give {near + self.expert_rows} with {self.expert_rows} expert rows"
             raise invalid("batch_size", problem, remedy, value=self.batch_size)
         return self
@@ -138,20 +129,19 @@ class StageConfig(Section):
     def _check_update(self, algorithm: Algorithm) -> None:
         """Check that options of the update have an effect."""
         update, name = self.update, self.algorithm.name
-        if "critic" not in algorithm.needs and (
-            update.critic_warmup_steps or self.critic_optimizer != OptimizerConfig()
-        ):
-            key = "update.critic_warmup_steps" if update.critic_warmup_steps else "critic_optimizer"
+        warmup, has_own_critic = update.critic_warmup_steps, self.critic_optimizer != OptimizerConfig()
+        if "critic" not in algorithm.needs and (warmup or has_own_critic):
+            key = "update.critic_warmup_steps" if warmup else "critic_optimizer"
             raise invalid(key, f"is not used: {name} has no critic", "remove it")
-        if update.critic_warmup_steps >= self.steps:
-            problem = f"must be less than steps, {self.steps}, or the policy is never trained"
-            raise invalid("update.critic_warmup_steps", problem, "lower it", value=update.critic_warmup_steps)
+        if warmup >= self.steps:
+            problem = f"must be less than steps, {self.steps}"
+            raise invalid("update.critic_warmup_steps", problem, "lower it", value=warmup)
         if update.reference_refresh and "reference" not in algorithm.needs:
-            problem = f"is not used: {name} has no reference"
-            raise invalid("update.reference_refresh", problem, "remove it, or add a KL term")
+            remedy = "remove it, or add a KL term"
+            raise invalid("update.reference_refresh", f"is not used: {name} has no reference", remedy)
         if update.reset_optimizer and not update.reference_refresh:
-            problem = "is not used without reference_refresh"
-            raise invalid("update.reset_optimizer", problem, "remove it, or set reference_refresh")
+            remedy = "remove it, or set reference_refresh"
+            raise invalid("update.reset_optimizer", "is not used without reference_refresh", remedy)
 
     @property
     def trains_reward_model(self) -> bool:
@@ -192,8 +182,7 @@ class CheckpointConfig(Section):
     keep_best: int = Field(0, ge=0)
     """Number of best checkpoints by ``best_by`` to keep besides the last; of equals, the earlier."""
     best_by: Literal["accuracy", "reward"] = "accuracy"
-    """Accuracy of an evaluation of the same step (so let ``every`` divide ``evaluate_every``), or mean reward of the
-    step's rollouts, in mode ``train`` of its usual rows."""
+    """Accuracy of an evaluation of the step (let ``every`` divide ``evaluate_every``), or mean reward of its rows."""
 
 
 class EvaluationConfig(Section):
@@ -206,8 +195,8 @@ class EvaluationConfig(Section):
     max_tokens: int | None = Field(None, ge=1)
     """Longest answer, in tokens; by default ``explorer.sampling.max_tokens``."""
     engines: int = Field(0, ge=0)
-    """Engines for evaluation alone, each like ``explorer.engine``; training continues meanwhile. 0, the default for the
-    memory of a laptop: the rollout engines evaluate between two steps, and training waits."""
+    """Engines for evaluation alone, each like ``explorer.engine``, during training. 0: training waits while the rollout
+    engines evaluate, which takes no more memory."""
     enabled: bool = True
 
 
@@ -218,8 +207,6 @@ class MonitorConfig(Section):
     project: str = "rayrft"
     tensorboard: bool = False
     stall_s: float = Field(1800.0, gt=0)
-    """Seconds without progress after which a wait ends the run: no group became ready for a step, or no rank answered.
-    It must exceed ``explorer.deadline_s``."""
+    """Seconds without progress after which a wait ends the run. It must exceed ``explorer.deadline_s``."""
     patience_s: float = Field(30.0, gt=0)
-    """Seconds without progress of an engine, a rank or another awaited part after which a note names it; four times
-    that while it starts."""
+    """Seconds without progress of an engine, a rank or another awaited part after which a note names it."""

@@ -30,30 +30,28 @@ class TaskSourceConfig(Section):
     source: str
     """reasoning_gym, datasets, file, ray, tasks, squares, gymnasium, verifiers, or ``package.module:attribute``."""
     dataset: str | None = None
-    """reasoning_gym: the name of the data set. datasets: its id on the Hugging Face hub, or a folder with a copy.
-    gymnasium, verifiers: the id of the environment."""
+    """reasoning_gym: the name of the data set. datasets: its hub id, or a folder. gymnasium, verifiers: the id of the
+    environment."""
     config: str | None = None
     """datasets: the config (subset), if it has several."""
     revision: str | None = None
     """datasets: a branch, tag or commit of the data set on the hub; the newest by default."""
     read: str | None = None
-    """ray: a function of ``ray.data`` by name, such as read_parquet, or ``package.module:function`` that gives a
-    Dataset; ``options`` are its arguments."""
+    """ray: a function of ``ray.data``, such as read_parquet, or ``package.module:function``, with ``options``."""
     split: str = "train"
     """datasets: the split to take tasks from."""
     eval_split: str | None = None
     """datasets: a split of held-out tasks, used like ``eval_path``."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """reasoning_gym: options of the data set. gymnasium: of random maps, or of the environment. verifiers: arguments of
-    the environment. ray: of ``read``."""
+    """Options of the data set (reasoning_gym), of random maps or the environment (gymnasium, verifiers), of ``read``
+    (ray)."""
     size: int | None = Field(None, ge=1)
     """Number of rows to take before duplicates are removed; all of a file or a split by default."""
     path: LocalPath | None = None
     """file: JSONL, JSON, CSV, TSV or Parquet, a file or a folder. tasks: JSONL or Parquet that ``rayrft data
     difficulty`` or ``rayrft data tasks`` wrote. squares: the folder to draw them in."""
     eval_path: LocalPath | None = None
-    """A separate file of held-out tasks, of the same kinds. The source's share of ``eval_size`` is its first rows, or
-    all if there are fewer."""
+    """A separate file of held-out tasks, of the same kinds, of which the source's share of ``eval_size`` is taken."""
     question: str = "question"
     answer: str = "answer"
     """file, datasets, ray: the fields that hold the question and the ground truth; ``a.b`` is field b of object a."""
@@ -97,8 +95,8 @@ class TaskSourceConfig(Section):
 
 
 class TasksConfig(Section):
-    """The task set. Of equal tasks, over all sources, the first is kept and the others are counted. No task shows the
-    question of a held-out task, in the same environment."""
+    """The task set. Of equal tasks, over all sources, the first is kept and the others are counted. No training task
+    shows the question of a held-out task in the same environment."""
 
     sources: list[TaskSourceConfig] = Field(min_length=1)
     sampler: str = "shuffled"
@@ -110,21 +108,13 @@ class TasksConfig(Section):
     """Number of held-out tasks to evaluate on, from the sources in proportion to their weights."""
 
     @model_validator(mode="after")
-    def _names(self) -> TasksConfig:
+    def _names_and_difficulties(self) -> TasksConfig:
         counts = Counter(source.name for source in self.sources if source.name is not None)
         if twice := [name for name, count in counts.items() if count > 1]:
             raise invalid("sources", "contains two sources of this name", "use different names", value=twice[0])
-        return self
-
-    @model_validator(mode="after")
-    def _difficulties(self) -> TasksConfig:
         # A custom reader may know difficulties without a field.
-        lacking = [
-            number
-            for number, source in enumerate(self.sources)
-            if source.source in ("reasoning_gym", "datasets", "file", "squares") and source.difficulty is None
-        ]
-        if self.sampler == "easy_to_hard" and lacking:
-            problem = "is required by sampler 'easy_to_hard'"
-            raise invalid(f"sources.{lacking[0]}.difficulty", problem, "name the field, or use another sampler")
+        for number, each in enumerate(self.sources) if self.sampler == "easy_to_hard" else ():
+            if each.difficulty is None and each.source in ("reasoning_gym", "datasets", "file", "squares"):
+                problem = "is required by sampler 'easy_to_hard'"
+                raise invalid(f"sources.{number}.difficulty", problem, "name the field, or use another sampler")
         return self

@@ -55,11 +55,9 @@ class TrainerConfig(Section):
 
 @dataclass(frozen=True)
 class ProbeBounds:
-    """Allowed difference of engine and trainer log-probs on the probe batch: ``mean`` over all tokens, and ``most`` for
-    this ``share`` of them.
+    """Allowed difference of engine and trainer log-probs: ``mean`` over all tokens, ``most`` for this ``share``.
 
-    The spacing of bfloat16 between 16 and 32 is 0.125, so log-probs of unlikely tokens may validly differ by several
-    tenths.
+    The spacing of bfloat16 between 16 and 32 is 0.125: log-probs of unlikely tokens validly differ by several tenths.
     """
 
     mean: float
@@ -71,16 +69,15 @@ class WeightSyncConfig(Section):
     """Transfer of new weights to the engines."""
 
     backend: str = "auto"
-    """A weight transport: gloo for CPU engines, nccl for whole GPUs, ipc if engine and trainer share a GPU, or a name
-    that a plugin registers; auto: the first that fits."""
+    """A weight transport: gloo for CPU engines, nccl for whole GPUs, ipc if engine and trainer share a GPU, or a
+    plug-in's; auto: the first that fits."""
     bucket_mib: float = Field(4.0, gt=0)
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """Policy for the KV cache of running requests. ``recompute``: it is computed again with the new weights. ``keep``:
-    requests continue on the cache of the old weights, so that later log-probs of the trainer differ from the engine's;
-    new requests never use it."""
+    """Policy for the KV cache of running requests: ``recompute`` it with the new weights, or ``keep`` it for them, so
+    that the trainer's log-probs of later tokens differ from the engine's."""
     probe_every: int = Field(50, ge=1)
-    """Compare engine and trainer log-probs on a probe batch at start, at the first sync after an optimiser update, at
-    the first after engines have joined or left, and at every n-th after that."""
+    """Compare engine and trainer log-probs on a probe batch at start, at the first sync of an update, at the first
+    after engines have joined or left, and at every n-th after that."""
     tolerance: float | None = Field(None, gt=0)
     """Accepted difference of log-probs. float32: for all tokens, default 1e-4. bfloat16: for 99 in 100 tokens, default
     0.2, with a mean of at most 0.15 times that."""

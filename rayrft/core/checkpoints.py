@@ -64,8 +64,7 @@ class Progress:
     """Mean reward of the latest step, see `StepRecord`, if any."""
 
     def needs(self, steps: int) -> bool:
-        """Return whether the current stage has more to do when configured with ``steps``, which may have been raised
-        since it ended."""
+        """Return whether the current stage is unfinished, or ``steps`` exceeds its number of steps when it ended."""
         return self.stage_asked is None or self.stage_asked < steps
 
     def begin(self, stage: int) -> None:
@@ -87,8 +86,7 @@ class Checkpoints:
     """The folders ``checkpoints/step-…`` of a run, created and deleted atomically."""
 
     def __init__(self, run_folder: Path, config: CheckpointConfig) -> None:
-        self._folder = run_folder / "checkpoints"
-        self._config = config
+        self.folder, self._config = run_folder / "checkpoints", config
         self.evaluating: set[int] = set()
         """Steps whose evaluation has not ended: their checkpoints are kept until it has."""
         self._begun: Path | None = None
@@ -119,9 +117,8 @@ class Checkpoints:
 
     def begin(self, step: int) -> Path:
         """Create an empty folder for the trainer to write to."""
-        partial = self._folder / f".step-{step:06d}.partial"
+        partial = self._begun = self.folder / f".step-{step:06d}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        self._begun = partial
         with storage_errors(partial):
             partial.mkdir(parents=True)
         return partial
@@ -139,7 +136,7 @@ class Checkpoints:
 
         Raises StorageError if it cannot be written; earlier checkpoints are then unchanged.
         """
-        partial = self._folder / f".step-{progress.step:06d}.partial"
+        partial = self.folder / f".step-{progress.step:06d}.partial"
         with self._changing:
             with storage_errors(partial):
                 self._write_manifest(progress, partial)
@@ -162,38 +159,35 @@ class Checkpoints:
             self._prune()
 
     def at(self, step: int) -> Path:
-        return self._folder / f"step-{step:06d}"
+        return self.folder / f"step-{step:06d}"
 
     def all(self) -> list[Progress]:
-        """Return all checkpoints, the oldest first. Raises StorageError if a manifest is damaged or of another
-        version."""
-        return sorted(map(_read, self._folder.glob(f"step-*/{_MANIFEST}")), key=lambda progress: progress.step)
+        """Return all checkpoints, the oldest first. Raises StorageError for a damaged or foreign manifest."""
+        return sorted(map(_read, self.folder.glob(f"step-*/{_MANIFEST}")), key=lambda progress: progress.step)
 
     def latest(self) -> Progress | None:
         return next(reversed(self.all()), None)
 
     def fallback(self) -> int:
-        """Return the step of the oldest of the ``keep_last`` checkpoints: the run can resume there if later ones are
-        damaged."""
+        """Return the step of the oldest of the ``keep_last`` checkpoints, from which the run can resume, too."""
         return self.all()[-self._config.keep_last :][0].step
 
     def _prune(self) -> None:
         kept = self.all()
         needed = {progress.step for progress in kept[-self._config.keep_last :]} | self.evaluating
-        metric = self._config.best_by
-        scored = [progress for progress in kept if getattr(progress, metric) is not None]
-        scored.sort(key=lambda progress: (-getattr(progress, metric), progress.step))
-        needed |= {progress.step for progress in scored[: self._config.keep_best]}
+        scores = ((getattr(progress, self._config.best_by), progress.step) for progress in kept)
+        best = sorted((-score, step) for score, step in scores if score is not None)
+        needed |= {step for _, step in best[: self._config.keep_best]}
         for step in sorted({progress.step for progress in kept} - needed):
             # Renamed first, so that a partly deleted folder is not taken for a checkpoint.
-            self.at(step).rename(self._folder / f".step-{step:06d}.gone")
-        for partial in self._folder.glob(".step-*"):  # also those of a run that was killed while writing or deleting
+            self.at(step).rename(self.folder / f".step-{step:06d}.gone")
+        for partial in self.folder.glob(".step-*"):  # also those of a run that was killed while writing or deleting
             if partial != self._begun:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _write_manifest(self, progress: Progress, folder: Path) -> None:
-        files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-        files = {name: size for name, size in files.items() if _MANIFEST not in name}
+        found = [path for path in folder.rglob("*") if path.is_file() and _MANIFEST not in path.name]
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in found}
         with atomic_file(folder / _MANIFEST) as draft:
             draft.write_text(json.dumps({"progress": dataclasses.asdict(progress), "files": files}, indent=2) + "\n")
         sync(folder)
@@ -212,9 +206,7 @@ class Saver:
     """Writes the checkpoint of the current ``progress``, one at a time, in the background."""
 
     def __init__(self, config: RunConfig, buffer: Handle[Buffer], trainer: Handle[Trainer], progress: Progress) -> None:
-        self._config = config
-        self._buffer, self._trainer, self._ranks = buffer, trainer, Ranks(trainer)
-        self._progress = progress
+        self._buffer, self._trainer, self._ranks, self._progress = buffer, trainer, Ranks(trainer), progress
         self._checkpoints = Checkpoints(config.folder, config.checkpoint)
         self._writing: asyncio.Future[None] | None = None
         self._judging: asyncio.Future[None] | None = None
@@ -269,7 +261,7 @@ class Saver:
 
     def exported(self, name: str) -> Path:
         """Return the folder of the weights exported under that name."""
-        return self._config.folder / "checkpoints" / name
+        return self._checkpoints.folder / name
 
     async def _judge(self, before: asyncio.Future[None] | None, step: int, accuracy: float | None) -> None:
         for earlier in (before, self._writing):  # the checkpoint of the step may be the one that is being written

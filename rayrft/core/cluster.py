@@ -49,10 +49,13 @@ def connect(*, start: bool = True) -> None:
                 "a token, stop it, run `ray get-auth-token --generate`, and start it again"
             )
         _init(address, mode)
-    elif start:
-        _start_local()
-    else:
+    elif not start:
         raise ClusterError("no Ray cluster runs on this machine", "set RAY_ADDRESS to the address of the run's cluster")
+    else:  # on free ports; it ends with this process
+        ensure_token()
+        context = _init("local", os.environ.get("RAY_AUTH_MODE", "token"))
+        gcs, dashboard = context.address_info["gcs_address"], context.dashboard_url
+        _say(f"started a Ray for this process: RAY_ADDRESS={gcs} for other terminals, dashboard {dashboard}")
 
 
 def _init(address: str, mode: str) -> Any:
@@ -82,16 +85,6 @@ def _init(address: str, mode: str) -> Any:
             os.environ["RAY_AUTH_MODE"] = asked
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)  # Ray's own dumps its C++ stack
-
-
-def _start_local() -> None:
-    """Start a cluster that ends with this process, on free ports. Raises ClusterError."""
-    ensure_token()
-    context = _init("local", os.environ.get("RAY_AUTH_MODE", "token"))
-    _say(
-        f"started a Ray for this process: RAY_ADDRESS={context.address_info['gcs_address']} for other terminals, "
-        f"dashboard {context.dashboard_url}"
-    )
 
 
 def _mode_of(address: str) -> str:
@@ -159,25 +152,20 @@ def _on_this_machine(*, any_one: bool) -> str:
 def ensure_token() -> None:
     """Create Ray's authentication token if authentication is on and there is none, and print its path.
 
-    Ray reads RAY_AUTH_TOKEN, else the file RAY_AUTH_TOKEN_PATH, else ``~/.ray/auth_token``; `ray.init` creates the last
-    one, `ray start` does not. If the home folder is not writable, the token is stored in a temporary folder of this
-    user, and RAY_AUTH_TOKEN_PATH is set to it for this process and its children.
-
-    Raises ClusterError if it cannot be written anywhere.
+    Ray reads RAY_AUTH_TOKEN, else the file RAY_AUTH_TOKEN_PATH, else ``~/.ray/auth_token``. If the home folder is not
+    writable, the token is stored in a temporary folder of this user, and RAY_AUTH_TOKEN_PATH is set to it for this
+    process and its children. Raises ClusterError if it cannot be written anywhere.
     """
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or _find_token():
         return
     for path in _token_files():
-        try:
+        with contextlib.suppress(OSError):
             _write_token(path)
-        except OSError:
-            continue
-        _say(f"created Ray's authentication token: {path}")
-        _find_token()
-        return
-    problem = "Ray's authentication token cannot be written"
-    remedy = "set it to a writable file, or set RAY_AUTH_MODE=disabled"
-    raise ClusterError(problem, remedy, field="RAY_AUTH_TOKEN_PATH", value=[str(path) for path in _token_files()])
+            _say(f"created Ray's authentication token: {path}")
+            _find_token()
+            return
+    remedy, files = "set it to a writable file, or set RAY_AUTH_MODE=disabled", list(map(str, _token_files()))
+    raise ClusterError("Ray's token cannot be written", remedy, field="RAY_AUTH_TOKEN_PATH", value=files)
 
 
 def use_token() -> None:
@@ -193,7 +181,7 @@ def _find_token() -> str:
     for path in _token_files():
         with contextlib.suppress(OSError):
             if token := path.read_text().strip():
-                if path != _home_file():
+                if path != Path(os.path.expanduser("~/.ray/auth_token")):
                     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
                 return token
     return ""
@@ -203,19 +191,14 @@ def _token_files() -> list[Path]:
     """Return the files that may hold a token, by precedence."""
     if named := os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return [Path(named)]
-    home, own = _home_file(), Path(tempfile.gettempdir(), f"rayrft-{os.getuid()}")
-    files = [] if home is None else [home]
+    home, own = Path(os.path.expanduser("~/.ray/auth_token")), Path(tempfile.gettempdir(), f"rayrft-{os.getuid()}")
+    files = [home] if home.is_absolute() else []
     # The temporary folder is shared: use a subfolder only if no other user can read it.
     with contextlib.suppress(FileNotFoundError):
         found = own.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
             return files
     return [*files, own / "auth_token"]
-
-
-def _home_file() -> Path | None:
-    home = os.path.expanduser("~")
-    return Path(home, ".ray", "auth_token") if os.path.isabs(home) else None
 
 
 def _write_token(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rayrft.config import RunConfig, StageConfig
@@ -19,31 +20,24 @@ from rayrft.monitor.records import EvaluationRecord
 from rayrft.runtime.handle import Handle, until_failed
 
 
+@dataclass
 class Evaluations:
     """Evaluates the current policy on the held-out tasks, at every temperature of the config."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        explorers: list[Handle[Explorer]],
-        engines: EngineGroup | None,
-        recorder: Recorder,
-        progress: Progress,
-        saving: Saver,
-        weight_sync: WeightSync | None,
-        publish: Callable[[], Awaitable[Any]],
-    ) -> None:
-        """The first of the ``explorers`` evaluates, on the rollout engines unless there are evaluation ``engines``.
-        ``publish`` gives the rollout engines the current weights."""
-        self._config = config
-        self._explorers = explorers
-        self._recorder = recorder
-        self._progress = progress
-        self._saving = saving
-        self._weight_sync = weight_sync
-        self._publish = publish
-        self._pool = engines.pool if engines is not None else None
-        self._engines = {engine.name: engine for engine in engines.engines} if engines is not None else {}
+    config: RunConfig
+    explorers: list[Handle[Explorer]]
+    """The first one evaluates."""
+    engines: EngineGroup | None
+    """Evaluation engines; else the rollout engines evaluate."""
+    recorder: Recorder
+    progress: Progress
+    saving: Saver
+    weight_sync: WeightSync | None
+    publish: Callable[[], Awaitable[Any]]
+    """Gives the rollout engines the current weights."""
+
+    def __post_init__(self) -> None:
+        self._engines = {engine.name: engine for engine in self.engines.engines} if self.engines is not None else {}
         """Evaluation engines that are alive, by name."""
         self._watching: dict[str, asyncio.Future[None]] = {}
         self._running: asyncio.Future[None] | None = None
@@ -56,20 +50,20 @@ class Evaluations:
 
         One that is due while the one before has not ended is skipped and counted.
         """
-        if not self._config.evaluation.enabled or not self._explorers:
+        if not self.config.evaluation.enabled or not self.explorers:
             return
         if self._running is not None and not self._running.done():
             self._skipped += 1
             text = f"no evaluation: that of step {self._step} has not ended"
-            return await self._recorder.note(text, stage.name, self._progress.step)
-        self._step = self._progress.step
+            return await self.recorder.note(text, stage.name, self.progress.step)
+        self._step = self.progress.step
         if await self._load():
-            self._saving.evaluating(self._step)
-            self._running = asyncio.ensure_future(self._beside(stage, self._step, self._progress.stage_step))
+            self.saving.evaluating(self._step)
+            self._running = asyncio.ensure_future(self._beside(stage, self._step, self.progress.stage_step))
         else:
             if not stage.groups:
-                await self._publish()
-            await self._evaluate(stage, self._step, self._progress.stage_step, beside=False)
+                await self.publish()
+            await self._evaluate(stage, self._step, self.progress.stage_step, beside=False)
 
     def check(self) -> None:
         """Raise the error that ended an evaluation, if one did."""
@@ -90,18 +84,19 @@ class Evaluations:
 
     async def _load(self) -> bool:
         """Give the current weights to the evaluation engines that are alive; return whether there are any."""
-        if (pool := self._pool) is None or self._weight_sync is None:
+        if self.engines is None or self.weight_sync is None:
             return False
+        pool = self.engines.pool
         if not self._watching:
             self._watching = {name: asyncio.ensure_future(until_failed(each)) for name, each in self._engines.items()}
         for name, watching in self._watching.items():
             if watching.done() and self._engines.pop(name, None) is not None:
                 await pool.call(EnginePool.leave, name, "it died")
                 left = f"{len(self._engines)} are left" if self._engines else "the rollout engines evaluate from now on"
-                await self._recorder.note(f"{name} died: {left}", step=self._step)
+                await self.recorder.note(f"{name} died: {left}", step=self._step)
         if not self._engines:
             return False
-        await self._weight_sync.load(list(self._engines.values()), self._step)
+        await self.weight_sync.load(list(self._engines.values()), self._step)
         members = (await pool.call(EnginePool.members)).names
         await pool.call(EnginePool.synced, members, self._step)
         new = [Member(engine, self._step) for name, engine in self._engines.items() if name not in members]
@@ -117,13 +112,13 @@ class Evaluations:
             if died.field not in self._watching:
                 raise
             self._skipped += 1
-            self._saving.evaluated(step, None)
-            await self._recorder.note(f"the evaluation of step {step} is lost: {died}", stage.name, step)
+            self.saving.evaluated(step, None)
+            await self.recorder.note(f"the evaluation of step {step} is lost: {died}", stage.name, step)
 
     async def _evaluate(self, stage: StageConfig, step: int, stage_step: int, *, beside: bool) -> None:
-        for number, temperature in enumerate(self._config.evaluation.temperatures):
+        for number, temperature in enumerate(self.config.evaluation.temperatures):
             started = time.perf_counter()
-            result = await self._explorers[0].call(Explorer.evaluate, temperature, beside)
+            result = await self.explorers[0].call(Explorer.evaluate, temperature, beside)
             seconds = time.perf_counter() - started
             if set(result.versions) - {step}:
                 raise WeightSyncError(
@@ -132,7 +127,7 @@ class Evaluations:
                     field="evaluation",
                 )
             if number == 0:
-                self._saving.evaluated(step, result.accuracy.value if result.count else None)
+                self.saving.evaluated(step, result.accuracy.value if result.count else None)
             skipped, self._skipped = self._skipped, 0
             record = EvaluationRecord.of(stage.name, step, stage_step, temperature, result, seconds, skipped)
-            await self._recorder.add(record)
+            await self.recorder.add(record)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
+from typing import ClassVar
 
 from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.shared import FeedProgress, SharedBuffer
-from rayrft.config import RunConfig
+from rayrft.config import StageConfig
 from rayrft.core.parts.engines import EngineGroup
 from rayrft.core.supervision import unless_stopped
 from rayrft.explorer.explorer import Explorer, explorer_timings
@@ -16,32 +18,26 @@ from rayrft.monitor.records import RolloutRecord
 from rayrft.runtime.handle import Handle
 
 
+@dataclass
 class ExploreLoop:
     """Explores until the tasks are exhausted, and records the groups. Nothing is lost when it is stopped or killed:
     groups in flight are restarted when the job resumes."""
 
-    published = 0
+    stage: StageConfig
+    explorers: list[Handle[Explorer]]
+    buffer: Handle[SharedBuffer]
+    feed: str
+    progress: FeedProgress
+    """Progress of the feed, in earlier attempts of the job too."""
+    recorder: Recorder
+    stop: asyncio.Event
+    published: ClassVar[int] = 0
     """The engines keep the weights that they were started with."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        explorers: list[Handle[Explorer]],
-        buffer: Handle[SharedBuffer],
-        feed: str,
-        before: FeedProgress,
-        recorder: Recorder,
-        stop: asyncio.Event,
-    ) -> None:
-        """``before`` is the progress of the feed in earlier attempts of the job."""
-        self._stage = config.explored_stage
-        self._explorers = explorers
-        self._buffer = buffer
-        self._feed = feed
-        self._progress = before
-        self._recorder = recorder
-        self._stop = stop
-        self.ledger: Ledger = before.ledger
+    @property
+    def ledger(self) -> Ledger:
+        """Ledger of rows at the last record."""
+        return self.progress.ledger
 
     async def admit(self, policy: EngineGroup | None) -> None:
         """Let the rollout engines take requests."""
@@ -50,10 +46,10 @@ class ExploreLoop:
 
     async def run(self) -> None:
         """Fill the Buffer. Raises Stopped if the user asked for it, and the error of an Explorer that fails."""
-        exploring = asyncio.gather(*(explorer.call(Explorer.explore, self._stage) for explorer in self._explorers))
+        exploring = asyncio.gather(*(explorer.call(Explorer.explore, self.stage) for explorer in self.explorers))
         recording = asyncio.ensure_future(self._record_all())
         try:
-            await unless_stopped(self._stop, asyncio.gather(exploring, recording))
+            await unless_stopped(self.stop, asyncio.gather(exploring, recording))
         finally:
             exploring.cancel()
             recording.cancel()
@@ -62,21 +58,20 @@ class ExploreLoop:
         """Write a record for each step's number of groups, and one for the rest."""
         ended = False
         while not ended:
-            started, wanted = time.perf_counter(), self._progress.groups + self._stage.groups
-            progress = await self._buffer.call(SharedBuffer.progress, self._feed, wanted)
+            started, wanted = time.perf_counter(), self.progress.groups + self.stage.groups
+            progress = await self.buffer.call(SharedBuffer.progress, self.feed, wanted)
             ended = progress.groups < wanted
             await self._record(progress, time.perf_counter() - started)
 
     async def _record(self, progress: FeedProgress, seconds: float) -> None:
         """Record the groups since the last record."""
-        new, before = progress.report, self._progress.report
-        groups, rows = progress.groups - self._progress.groups, new.rows - before.rows
+        new, before = progress.report, self.progress.report
+        groups, rows = progress.groups - self.progress.groups, new.rows - before.rows
         if not groups:
             return
         scored, tokens = new.scored - before.scored, new.tokens - before.tokens
-        timings = await explorer_timings(self._explorers)
         record = RolloutRecord(
-            stage=self._stage.name,
+            stage=self.stage.name,
             step=progress.groups,
             time=time.time(),
             groups=groups,
@@ -88,7 +83,7 @@ class ExploreLoop:
             held=progress.ledger.held,
             tokens_per_s=tokens / seconds,
             seconds=seconds,
-            timings=timings,
+            timings=await explorer_timings(self.explorers),
         )
-        self._progress, self.ledger = progress, progress.ledger
-        await self._recorder.add(record)
+        self.progress = progress
+        await self.recorder.add(record)

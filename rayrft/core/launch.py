@@ -55,8 +55,8 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
-        problem = "not a run folder (no config.yaml)"
-        raise ConfigError(problem, "give the folder of a run: <storage>/<name>", field="run", value=str(folder))
+        remedy = "give the folder of a run: <storage>/<name>"
+        raise ConfigError("not a run folder (no config.yaml)", remedy, field="run", value=str(folder))
     config = load_config(folder / "config.yaml", overrides)
     if config.folder != folder.absolute():  # it was moved, or the storage is mounted elsewhere
         config = load_config(config, {"storage": str(folder.absolute().parent), "name": folder.name})
@@ -122,8 +122,8 @@ def attach(name: str) -> Run:
 
 
 def find_status(run: str) -> RunStatus:
-    """Return the status of a run on this cluster by its name; else of an ended one, whose folder is ``run`` or of that
-    name in ``runs/``. Raises the errors of `attach` if there is neither."""
+    """Return the status of a run of this name on this cluster; else of an ended one, by its folder or its name in
+    ``runs/``. Raises the errors of `attach` if there is neither."""
     try:
         return attach(run).status()
     except (RunNotFound, ClusterError) as error:
@@ -138,10 +138,8 @@ def find_status(run: str) -> RunStatus:
 
 
 def _check_name(name: str) -> None:
-    for state, names, remedy in (
-        ("running", running_runs(), f"end it with: rayrft stop {name}"),
-        ("starting", starting_runs(), "wait until it has ended"),
-    ):
-        if name in names:
-            problem, remedy = f"a run of this name is {state}", f"choose another name (name=…), or {remedy}"
-            raise PlacementError(problem, remedy, field="name", value=name)
+    running, starting = name in running_runs(), name in starting_runs()
+    if running or starting:
+        problem = f"a run of this name is {'running' if running else 'starting'}"
+        remedy = f"choose another name (name=…), or {f'run: rayrft stop {name}' if running else 'wait for its end'}"
+        raise PlacementError(problem, remedy, field="name", value=name)

@@ -90,8 +90,7 @@ class Master(Watched):
         return self._summary
 
     async def records(self, count: int) -> list[Record]:
-        """Wait for records after the first ``count`` and return the next ones; an empty list once the run has ended and
-        all were returned."""
+        """Wait for records after the first ``count`` and return the next ones; an empty list once there are no more."""
         return await self._recorder.after(count)
 
     async def status(self) -> RunStatus:
@@ -99,17 +98,10 @@ class Master(Watched):
         if self._summary is not None:
             return status_at_end(self._summary, self._config.folder)
         stats = await self._stats() if self._status == "running" else None
-        known = self._loop.ledger if self._loop is not None else Ledger()
-        return RunStatus(
-            self._config.name,
-            self._status,
-            None,
-            self._progress.step,
-            self._loop.published if self._loop is not None else 0,
-            self._config.folder,
-            self._stalls.overdue if self._stalls is not None else [],
-            stats.ledger if stats is not None else known,
-        )
+        version, ledger = self._known
+        overdue, ledger = self._stalls.overdue if self._stalls is not None else [], stats.ledger if stats else ledger
+        counts = self._progress.step, version
+        return RunStatus(self._config.name, self._status, None, *counts, self._config.folder, overdue, ledger)
 
     async def stop(self) -> None:
         """Ask the run to end after its current operation, saving its weights.
@@ -118,11 +110,10 @@ class Master(Watched):
         """
         self._stop.set()
         if self._summary is None:
-            name = self._config.name
-            killed = ActorDied("the run was killed while it was stopping", field=actor_name(name, "master"))
-            rows = RowStats(self._loop.ledger if self._loop is not None else Ledger(), {})
+            field = actor_name(self._config.name, "master")
+            killed = ActorDied("the run was killed while it was stopping", field=field)
             with contextlib.suppress(StorageError):
-                await self._recorder.save(self._summarise("killed", killed, rows))
+                await self._recorder.save(self._summarise("killed", killed, RowStats(self._known[1], {})))
 
     async def pids(self) -> dict[str, int]:
         """Return the process ids of the Master and of the actors that it supervises."""
@@ -130,6 +121,11 @@ class Master(Watched):
         actors = [actor for part in self._parts for actor in part.supervised]
         pids = await asyncio.gather(*(actor.untracked.call(Watched.pid) for actor in actors))
         return {"master": os.getpid(), **{actor.name: pid for actor, pid in zip(actors, pids, strict=True)}}
+
+    @property
+    def _known(self) -> tuple[int, Ledger]:
+        """The version of the weights that the engines have, and the ledger of rows, as far as the Master knows."""
+        return (self._loop.published, self._loop.ledger) if self._loop is not None else (0, Ledger())
 
     async def _outcome(self, prepared: Prepared, placement: Placement) -> RayrftError | None:
         """Create the actors and run all stages; return why the run failed, or None if it finished or was stopped."""
@@ -167,7 +163,8 @@ class Master(Watched):
         if not config.trains:
             assert shared is not None  # the mode needs one
             before = await join_feed(shared, config, prepared)
-            return ExploreLoop(config, explorers, shared, prepared.run_id, before, recorder, self._stop)
+            feed, stage = prepared.run_id, config.explored_stage
+            return ExploreLoop(stage, explorers, shared, feed, before, recorder, self._stop)
         if shared is not None:
             await join_trainer(shared, config, prepared, progress.step)
         buffer, [trainer] = parts[BufferPart].actor, parts[TrainerPart].actors
@@ -228,7 +225,7 @@ class Master(Watched):
             rows or rows_in_log(folder),
             self._recorder.seconds,
             step=step,
-            version=self._loop.published if self._loop is not None else 0,
+            version=self._known[0],
             stages=self._progress.stages_done,
             checkpoint=str(weights) if saved else None,
         )

@@ -81,19 +81,14 @@ def check_placement(parts: list[Bundles], resources: list[dict[str, float]], whi
         available = sum(node.get(resource, 0.0) for node in resources)
         if need[resource] > available + _TOLERANCE:
             scale, unit = (_GIB, " GiB") if resource == "memory" else (1, "")
-            problem = (
-                f"the run needs {need[resource] / scale:.4g}{unit} {resource} and the cluster has "
-                f"{available / scale:.4g}{unit} {which}"
-            )
+            needed, there = (f"{amount / scale:.4g}{unit}" for amount in (need[resource], available))
+            problem = f"the run needs {needed} {resource} and the cluster has {there} {which}"
             raise PlacementError(problem, f"lower {keys}, stop other runs, or add nodes", field="placement")
     nodes = [_Node(dict(node)) for node in resources]
     for part in parts:
         placed = _pack(part, nodes)
         if placed < part.count:
-            problem = (
-                f"only {placed} of {part.count} bundles of {part.name!r} fit on a node and GPU beside the parts "
-                "placed before"
-            )
+            problem = f"only {placed} of {part.count} bundles fit on a node and GPU beside the parts placed before"
             remedy = "lower the resources of one bundle, stop other runs, or add nodes"
             raise PlacementError(problem, remedy, field=f"placement.{part.name}", value=part.bundle)
 
@@ -138,7 +133,7 @@ def running_runs() -> list[str]:
 
 
 def starting_runs() -> list[str]:
-    """Return the names of the runs that have reserved their name, and whose Master does not exist yet."""
+    """Return the names of the runs that have reserved their name and whose Master does not exist yet."""
     runs = {name.rpartition(":")[0]: name for name in sorted(group["name"] for group in _groups())}
     alone = [run for run, last in runs.items() if last == actor_name(run, "master")]
     return sorted({*alone} - {*running_runs()})
@@ -186,27 +181,25 @@ class Placement:
                 if self._lifetime is not None:  # another job has made it
                     self._groups[name] = ray.util.get_placement_group(full_name)
                     continue
-                problem = "a run of this name is starting or ending"
                 remedy = "choose another name (name=…), or wait until it has ended"
+                problem = "a run of this name is starting or ending"
                 raise PlacementError(problem, remedy, field="name", value=self._run) from None
         for name in names:
             try:
                 ray.get(self._groups[name].ready(), timeout=30)
             except ray.exceptions.GetTimeoutError:
-                raise PlacementError(
-                    f"placement group {actor_name(self._run, name)!r} could not be placed within 30 s",
-                    "another job took resources meanwhile: stop it, or start the run again",
-                    field="placement",
-                    value={"asked": self._parts[name].bundle, "free": ray.available_resources()},
-                ) from None
+                remedy = "another job took resources meanwhile: stop it, or start the run again"
+                problem = f"placement group {actor_name(self._run, name)!r} could not be placed within 30 s"
+                value = {"asked": self._parts[name].bundle, "free": ray.available_resources()}
+                raise PlacementError(problem, remedy, field="placement", value=value) from None
 
     def actor(
         self, cls: Callable[P, T], part: str, *, name: str | None = None, bundle: int = -1, restarts: int = 0
     ) -> PlacedClass[P, T]:
-        """Return an actor class placed in a bundle of its part.
+        """Return an actor class placed in a bundle of its part; bundle -1 is any.
 
-        The actor is named ``<run>:<name>``, or anonymous without ``name``. Bundle -1 is any of the part's. Ray restarts
-        it up to ``restarts`` times when it dies (-1: no limit), and retries the calls in flight.
+        The actor is named ``<run>:<name>``, or anonymous without ``name``. Ray restarts it up to ``restarts`` times
+        when it dies (-1: no limit), and retries the calls in flight.
         """
         resources = self._parts[part].actor_resources
         options: dict[str, Any] = {"name": actor_name(self._run, name), "namespace": NAMESPACE} if name else {}
@@ -235,8 +228,7 @@ class Placement:
 
 
 def remove_groups(run: str) -> None:
-    """Remove all placement groups of a run by name: those of a dead Master stay while the process that started it is
-    alive."""
+    """Remove all placement groups of a run: a dead Master's stay while the process that started it is alive."""
     from ray.util.placement_group import PlacementGroup
 
     for group in _groups(actor_name(run, "")):
@@ -262,9 +254,8 @@ def _row(name: str, count: str, cpus: float, gpus: float, memory_gib: float, not
 
 
 def _total(parts: list[Bundles]) -> dict[str, float]:
-    return {
-        key: round(sum(part.bundle.get(key, 0.0) * part.count for part in parts), 6) for key in ("CPU", "GPU", "memory")
-    }
+    keys = ("CPU", "GPU", "memory")
+    return {key: round(sum(part.bundle.get(key, 0.0) * part.count for part in parts), 6) for key in keys}
 
 
 @dataclass
@@ -285,15 +276,13 @@ class _Node:
         return -1.0 if any(rest < -_TOLERANCE for rest, _ in left) else sum(rest / free for rest, free in left)
 
     def take(self, bundle: dict[str, float]) -> bool:
-        """Place a bundle if it fits, a fraction on the fullest GPU that can hold it, as Ray does; return whether it
-        did."""
+        """Place a bundle if it fits, a fraction on the fullest GPU that can hold it, as Ray does; return whether."""
         gpus = bundle.get("GPU", 0.0)
-        share, count = (gpus, 1) if gpus < 1 else (1.0, int(gpus))
-        fitting = [index for index, room in enumerate(self.gpus) if room >= share - _TOLERANCE]
-        fitting.sort(key=lambda index: self.gpus[index])
-        if self.score(bundle) < 0 or (gpus and len(fitting) < count):
+        share, count = (gpus, 1 if gpus else 0) if gpus < 1 else (1.0, int(gpus))
+        fitting = sorted((room, index) for index, room in enumerate(self.gpus) if room >= share - _TOLERANCE)
+        if self.score(bundle) < 0 or len(fitting) < count:
             return False
-        for index in fitting[:count] if gpus else ():
+        for _, index in fitting[:count]:
             self.gpus[index] -= share
         for key, value in bundle.items():
             self.free[key] = self.free.get(key, 0.0) - value
@@ -301,8 +290,7 @@ class _Node:
 
 
 def _pack(part: Bundles, nodes: list[_Node]) -> int:
-    """Place the bundles of a part as Ray's strategy PACK does, filling nodes in order of free room; return how many
-    fit."""
+    """Place the bundles of a part as Ray's PACK does, filling nodes in order of free room; return how many fit."""
     placed = 0
     for node in sorted(nodes, key=lambda node: node.score(part.bundle), reverse=True):
         while placed < part.count and node.take(part.bundle):

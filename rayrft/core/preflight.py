@@ -97,7 +97,10 @@ def prepare(
             check_log(config)
 
     model = _model(config, tasks)
-    tokenizer, vocabulary, max_length = _tokenizer(config, model, tasks), vocabulary_of(model), config.model.max_length
+    tokenizer = ChatTokenizer(model, template=config.model.template)
+    vocabulary, max_length = vocabulary_of(model), config.model.max_length
+    if any(task.images for task in tasks):
+        _ = tokenizer.images  # raises ModelError if the model takes none
     for stage in config.stages:
         if stage.teacher is not None:
             check_teacher(stage.teacher, f"stages.{stage.name}.teacher", tokenizer, vocabulary)
@@ -136,11 +139,3 @@ def _model(config: RunConfig, tasks: list[Task]) -> str:
         answers = [task.answer for task in tasks] + demonstrated_text(config)
         make_tiny_model(tiny, prompts, answers, folder, max_length=config.model.max_length, seed=config.seed)
     return str(folder)
-
-
-def _tokenizer(config: RunConfig, model: str, tasks: list[Task]) -> ChatTokenizer:
-    """Load the model's tokenizer. Raises ModelError if tasks have images and the model takes none."""
-    tokenizer = ChatTokenizer(model, template=config.model.template)
-    if any(task.images for task in tasks):
-        _ = tokenizer.images
-    return tokenizer

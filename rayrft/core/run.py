@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 
 ANSWER_S = 60.0
-"""Deadline of calls that the Master answers at once. Calls that last as long as the run have none: the Master itself
-ends a run that has stalled, and its death is an error in them."""
+"""Deadline of calls that the Master answers at once; others have none, since the Master ends a run that has stalled."""
 
 
 class Run:
@@ -58,11 +57,9 @@ class Run:
         earlier: int = 0,
     ) -> None:
         """``earlier`` is the number of records of earlier attempts."""
-        self.name = name
-        self.folder = folder
-        self._master = master
-        self._outcome = outcome
-        self._earlier = earlier
+        self.name, self.folder = name, folder
+        self._master, self._master_name = master, actor_name(name, "master")
+        self._outcome, self._earlier = outcome, earlier
 
     def dataset(
         self, store: str = "usual", *, columns: Sequence[str] | None = None, where: str | None = None
@@ -155,8 +152,7 @@ class Run:
         if not stages:
             remedy = "give a stage an algorithm that trains on usual rows"
             raise ConfigError("no stage of the run takes groups", remedy, field="stages", value=self.name)
-        algorithms = [stage.algorithm.build() for stage in stages]
-        put_groups(self._buffer(), rows, algorithms, stages[0].group_size)
+        put_groups(self._buffer(), rows, [stage.algorithm.build() for stage in stages], stages[0].group_size)
 
     def finish(self) -> None:
         """Declare that no more groups will be put: a step that cannot be filled then ends the run's stage."""
@@ -210,15 +206,16 @@ class Run:
 
     def metrics(self) -> pd.DataFrame:
         """Return one row per optimiser step so far."""
-        import pandas as pd
-
-        return pd.DataFrame([flat(r) for r in read_records(self.folder) if isinstance(r, StepRecord)])
+        return self._frame("step")
 
     def evaluations(self) -> pd.DataFrame:
         """Return one row per evaluation so far."""
+        return self._frame("evaluation")
+
+    def _frame(self, kind: str) -> pd.DataFrame:
         import pandas as pd
 
-        return pd.DataFrame([flat(r) for r in read_records(self.folder) if r.kind == "evaluation"])
+        return pd.DataFrame([flat(record) for record in read_records(self.folder) if record.kind == kind])
 
     def result(self) -> Summary:
         """Wait for the end and return the summary. Raises the root cause if the run failed.
@@ -226,9 +223,8 @@ class Run:
         Only for the process that started the run; also frees its resources.
         """
         if self._outcome is None:
-            problem = "only the process that started a run can wait for its result"
             remedy = "follow it with watch(), and read summary.json once it has ended"
-            raise RunNotFound(problem, remedy, field="name", value=self.name)
+            raise RunNotFound("was started by another process", remedy, field="name", value=self.name)
         try:
             summary = fetch(self._outcome)
         except ray.exceptions.RayTaskError as error:
@@ -251,8 +247,8 @@ class Run:
         self._end()
 
     def stop(self) -> None:
-        """Ask the run to finish its current operation, save its weights and end. The process that started the run
-        waits for that before it exits."""
+        """Ask the run to end after its current operation, saving its weights; the process that started it waits for
+        that before it exits."""
         if self._outcome is not None:
             atexit.register(self._wait)
         try:
@@ -262,8 +258,8 @@ class Run:
 
     def _wait(self) -> None:
         """Wait for the end of a run that was asked to stop."""
-        if ray.is_initialized():
-            with contextlib.suppress(RayrftError):
+        with contextlib.suppress(RayrftError):
+            if ray.is_initialized():
                 self.result()
 
     def pids(self) -> dict[str, int]:
@@ -320,7 +316,3 @@ class Run:
         """Return the error of a run whose Master is dead, as its summary has it."""
         own = f"{self._master_name}: "
         return ActorDied(error.removeprefix(own), field=self._master_name if error.startswith(own) else "")
-
-    @property
-    def _master_name(self) -> str:
-        return actor_name(self.name, "master")

@@ -58,8 +58,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def check_same_tasks(config: RunConfig, splits: TaskSplits) -> None:
-    """Raise DataError at the first task that differs from the run's start: draws, statistics and held-out tasks go by
-    position."""
+    """Raise DataError at the first task that differs from the run's start: draws and statistics go by position."""
     file = config.folder / _TASKS
     try:
         before = json.loads(file.read_text())
@@ -71,12 +70,9 @@ def check_same_tasks(config: RunConfig, splits: TaskSplits) -> None:
             if old != new:
                 same = sorted(chain(*before.values())) == sorted(chain(*now.values()))
                 change = "the same tasks are in another order" if same else "the tasks are others"
-                problem = (
-                    f"{change} than when the run was started: {name} task {number} was {old} and is {new} "
-                    f"({questions.get(new)!r})"
-                )
+                found = f"{name} task {number} was {old} and is {new} ({questions.get(new)!r})"
                 remedy = "give the tasks that the run was started with, in their order, or start a new run"
-                raise DataError(problem, remedy, field="tasks.sources")
+                raise DataError(f"{change} than at the run's start: {found}", remedy, field="tasks.sources")
 
 
 def _task_ids(splits: TaskSplits) -> dict[str, list[str]]:

@@ -19,11 +19,8 @@ _PREFIX = "buffers/"
 
 def open_shared_buffer(config: RunConfig) -> Handle[SharedBuffer]:
     """Return the Buffer that the config names; start it if it is not running, in a placement group that no job's end
-    removes. Any number of jobs may do so at once.
-
-    Raises PlacementError if there is no room for it, ConfigError if the Buffer has other settings, and StorageError if
-    its log cannot be used.
-    """
+    removes. Any number of jobs may do so at once. Raises PlacementError if there is no room for it, ConfigError if it
+    has other settings, and StorageError if its log cannot be used."""
     name, folder = config.buffer.name, config.buffer_folder
     assert name is not None  # checked by the caller
     placement = Placement(_PREFIX + name, [BUFFER], detached=True)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from rayrft.errors import Stalled
 from rayrft.runtime.handle import root_cause
 from rayrft.runtime.ray_api import ray
-from rayrft.runtime.waits import Wait, WaitReport, Waits
+from rayrft.runtime.waits import Wait, WaitReport, Waits, unless
 
 _POLLS = 3
 """Polls per ``patience_s``, besides those at which a wait is due."""
 
 
+@dataclass
 class StallMonitor:
     """Watchdog for stalled waits of the Master (``waits``) and the other actors.
 
@@ -25,26 +26,20 @@ class StallMonitor:
     that time has doubled; after ``stall_s`` it ends the run.
     """
 
-    def __init__(
-        self,
-        waits: Waits,
-        heartbeats: Mapping[str, Callable[[], Awaitable[Any]]],
-        note: Callable[..., Awaitable[None]],
-        patience_s: float,
-        stall_s: float,
-    ) -> None:
-        self._waits = waits
+    waits: Waits
+    heartbeats: Mapping[str, Callable[[], Awaitable[Any]]]
+    note: Callable[..., Awaitable[None]]
+    patience_s: float
+    stall_s: float
+    overdue: list[str] = field(default_factory=list)
+    """Overdue waits, one line per wait."""
+    starting: bool = False
+    """Whether the actors load libraries and models: they may not answer then, and a note says what is loading."""
+
+    def __post_init__(self) -> None:
         self._pings = Waits("master")
-        self._heartbeats = heartbeats
-        self._note = note
-        self._patience = patience_s
-        self._stall = stall_s
         self._asking: dict[str, asyncio.Future[Any]] = {}
         self._next_note: dict[tuple[str, str], float] = {}
-        self.overdue: list[str] = []
-        """Overdue waits, one line per wait."""
-        self.starting = False
-        """Whether the actors load libraries and models: they may not answer then, and a note says what is loading."""
 
     async def watch(self) -> None:
         """Note overdue waits. Raises Stalled at a wait without progress for ``stall_s``, and StorageError if a note
@@ -60,8 +55,8 @@ class StallMonitor:
     async def _poll(self) -> float:
         """Note overdue waits; return the seconds until the next poll. Raises Stalled."""
         reports = await self._ask_all()
-        waits = quiet_waits([self._waits.report(), self._pings.report()], reports)
-        late = [wait for wait in waits if wait.quiet_s >= self._patience]
+        waits = quiet_waits([self.waits.report(), self._pings.report()], reports)
+        late = [wait for wait in waits if wait.quiet_s >= self.patience_s]
         self.overdue = [describe(wait) for wait in late]
         self._next_note = {key: self._next_note[key] for key in map(_key, late) if key in self._next_note}
         if news := [wait for wait in late if wait.quiet_s >= self._due(wait)]:
@@ -70,22 +65,22 @@ class StallMonitor:
             if self.starting:
                 phases = dict.fromkeys(f"{wait.target} ({wait.what})" for wait in news)
                 text = f"still starting after {max(wait.quiet_s for wait in news):.0f} s: {', '.join(phases)}"
-            await self._note(text, waiting=[asdict(wait) for wait in news])
+            await self.note(text, waiting=[asdict(wait) for wait in news])
         # A lease has the same deadline, and its error says more: it comes first.
-        if stalled := [wait for wait in late if wait.quiet_s >= self._stall + self._patience]:
+        if stalled := [wait for wait in late if wait.quiet_s >= self.stall_s + self.patience_s]:
             problem = f"no progress: {describe(stalled[0])}"
             remedy = "see its log in the Ray dashboard; if it only takes long, raise monitor.stall_s"
             raise Stalled(problem, remedy, field=stalled[0].target, value=stalled[0].what)
-        soonest = min((self._due(wait) - wait.quiet_s for wait in waits), default=self._patience)
-        return min(max(soonest, 0.01 * self._patience), self._patience / _POLLS)
+        soonest = min((self._due(wait) - wait.quiet_s for wait in waits), default=self.patience_s)
+        return min(max(soonest, 0.01 * self.patience_s), self.patience_s / _POLLS)
 
     async def _ask_all(self) -> dict[str, WaitReport]:
         """Return the reports of the actors that answer soon. The call to one that does not is kept for the next poll
         and counts as a wait itself."""
-        for name, ask in self._heartbeats.items():
+        for name, ask in self.heartbeats.items():
             if name not in self._asking:
                 self._asking[name] = asyncio.ensure_future(self._ping(name, ask))
-        await asyncio.wait(self._asking.values(), timeout=self._patience / (2 * _POLLS))
+        await asyncio.wait(self._asking.values(), timeout=self.patience_s / (2 * _POLLS))
         reports = {}
         for name, asking in list(self._asking.items()):
             if asking.done():
@@ -102,7 +97,7 @@ class StallMonitor:
                 return None
 
     def _due(self, wait: Wait) -> float:
-        return self._next_note.get(_key(wait), self._patience)
+        return self._next_note.get(_key(wait), self.patience_s)
 
 
 def quiet_waits(own: Iterable[WaitReport], parts: Mapping[str, WaitReport]) -> list[Wait]:
@@ -159,16 +154,7 @@ async def supervise(main: Coroutine[Any, Any, T], watches: dict[str, Awaitable[A
 
 async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
     """Return the result of ``work``; abandon it and raise Stopped as soon as ``stop`` is set."""
-    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise Stopped
-    finally:
-        working.cancel()
-        stopping.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
+    return await unless(stop.wait(), Stopped, work)
 
 
 async def _watch(name: str, watch: Awaitable[Any]) -> None:

@@ -8,7 +8,7 @@ import math
 import time
 import uuid
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
@@ -43,57 +43,51 @@ _ATTEMPTS = 5
 _BLAME_DEADLINE_S = 5.0
 
 
+@dataclass
 class TrainLoop:
     """Runs the stages that ``progress`` has not completed, on actors that are up."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        buffer: Handle[Buffer],
-        trainer: Handle[Trainer],
-        explorers: list[Handle[Explorer]],
-        recorder: Recorder,
-        progress: Progress,
-        stop: asyncio.Event,
-        weight_sync: WeightSync | None = None,
-        evaluation: EngineGroup | None = None,
-    ) -> None:
-        """``weight_sync`` is None where nothing is rolled out; ``evaluation``: the evaluation engines."""
-        self._config = config
-        self._buffer, self._explorers = buffer, explorers
-        self._trainer, self._ranks = trainer, Ranks(trainer)
-        self._weight_sync = weight_sync
-        self._recorder = recorder
-        self._stop = stop
+    config: RunConfig
+    buffer: Handle[Buffer]
+    trainer: Handle[Trainer]
+    explorers: list[Handle[Explorer]]
+    recorder: Recorder
+    progress: Progress
+    stop: asyncio.Event
+    weight_sync: WeightSync | None = None
+    """None where nothing is rolled out."""
+    evaluation: EngineGroup | None = None
+    """The evaluation engines."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """Ledger of rows after the latest step."""
+    published: int = 0
+    """Version of the weights that the engines have."""
+
+    def __post_init__(self) -> None:
+        self._ranks = Ranks(self.trainer)
         self._attempt = uuid.uuid4().hex
         """Distinguishes this attempt of the run from those before it was resumed."""
-        self._saving = Saver(config, buffer, trainer, progress)
-        self._evaluations = Evaluations(
-            config, explorers, evaluation, recorder, progress, self._saving, weight_sync, publish=self.publish
-        )
-        self.progress = progress
-        self.ledger = Ledger()
-        """Ledger of rows after the latest step."""
+        self._saving = Saver(self.config, self.buffer, self.trainer, self.progress)
+        shared = (self.recorder, self.progress, self._saving, self.weight_sync, self.publish)
+        self._evaluations = Evaluations(self.config, self.explorers, self.evaluation, *shared)
         self._bottleneck, self._gap_noted = Bottleneck(), False
         """Of the current stage."""
-        self.published = 0
-        """Version of the weights that the engines have."""
 
     async def run(self) -> None:
         """Run all remaining stages. Raises Stopped if the user asked for it, after saving."""
         progress = self.progress
-        resumed = await self._buffer.call(Buffer.resume, progress.step, self._attempt)
+        resumed = await self.buffer.call(Buffer.resume, progress.step, self._attempt)
         self.ledger = resumed.ledger
         if resumed.torn_bytes:
             message = f"a crash left {resumed.torn_bytes} bytes of unfinished writes in the Buffer's log: truncated"
-            await self._recorder.note(message, step=progress.step)
+            await self.recorder.note(message, step=progress.step)
         try:
-            for number, stage in enumerate(self._config.stages):
+            for number, stage in enumerate(self.config.stages):
                 if number > progress.stage or (number == progress.stage and progress.needs(stage.steps)):
                     progress.begin(number)
                     await self._stage(stage)
         except Stopped:
-            await self._saving.checkpoint(self._recorder.count)
+            await self._saving.checkpoint(self.recorder.count)
             await self._saving.export(f"stopped-{progress.step}")
             await self._saving.done()
             raise
@@ -104,14 +98,14 @@ class TrainLoop:
     async def publish(self) -> SyncReport | None:
         """Publish the trainer's weights to the engines; their version is the number of optimiser steps taken."""
         self.published = self.progress.step
-        return await self._weight_sync.publish(self.published) if self._weight_sync is not None else None
+        return await self.weight_sync.publish(self.published) if self.weight_sync is not None else None
 
     async def admit(self, policy: EngineGroup | None) -> SyncReport | None:
         """Let the rollout engines take requests once they hold the trainer's weights."""
         self.published = self.progress.step
-        if policy is None or self._weight_sync is None:
+        if policy is None or self.weight_sync is None:
             return None
-        return await self._weight_sync.admit(policy.engines, self.published)
+        return await self.weight_sync.admit(policy.engines, self.published)
 
     async def restore(self) -> None:
         """Restore the weights of the latest checkpoint; all other state is restored when the stage is open."""
@@ -122,7 +116,7 @@ class TrainLoop:
         """Tell the Buffer on which rows the current step failed, for the next attempt at it."""
         # If the Buffer cannot be reached, the next attempt has the same batch.
         with contextlib.suppress(ray.exceptions.RayActorError, TimeoutError, StorageError):
-            call = self._buffer.call(Buffer.blame, self.progress.step, self._attempt, error.value)
+            call = self.buffer.call(Buffer.blame, self.progress.step, self._attempt, error.value)
             await asyncio.wait_for(call, _BLAME_DEADLINE_S)
 
     async def _stage(self, stage: StageConfig) -> None:
@@ -137,23 +131,23 @@ class TrainLoop:
                     if ended.value != "end_of_data":
                         raise
                     taken = progress.stage_step
-                    await self._recorder.note(f"stage ends after {taken} steps: {ended}", stage.name, progress.step)
+                    await self.recorder.note(f"stage ends after {taken} steps: {ended}", stage.name, progress.step)
                     break
                 if progress.stage_step < stage.steps:
                     await self._between_steps(stage)
         finally:
-            await self._buffer.call(Buffer.close_stage, stage.name)
+            await self.buffer.call(Buffer.close_stage, stage.name)
             await self._end_exploring(exploring)
         if not stage.groups:
             await self.publish()
         await self._saving.export(stage.name)
         await self._rank_pairs(stage)
-        await unless_stopped(self._stop, self._evaluations.end())
+        await unless_stopped(self.stop, self._evaluations.end())
         await self._evaluate(stage, ended=True)
-        await unless_stopped(self._stop, self._evaluations.end())
+        await unless_stopped(self.stop, self._evaluations.end())
         progress.end(stage.name, stage.steps)
         await self._judge(stage)
-        await self._saving.checkpoint(self._recorder.count)
+        await self._saving.checkpoint(self.recorder.count)
         await self._saving.done()
 
     async def _open(self, stage: StageConfig) -> None:
@@ -161,9 +155,9 @@ class TrainLoop:
         progress, algorithm = self.progress, stage.algorithm.build()
         resumed = progress.stage_step > 0
         start_from = stage.start_from
-        if self._config.trainer.lora is not None and progress.stage:
+        if self.config.trainer.lora is not None and progress.stage:
             # The policy with its adapter merged: it is also the reference under a new adapter.
-            before = [each.name for each in self._config.stages[: progress.stage] if not each.trains_reward_model]
+            before = [each.name for each in self.config.stages[: progress.stage] if not each.trains_reward_model]
             start_from = start_from or next(reversed(before), None)
         weights = self._saving.exported(start_from) if start_from and not resumed else None
         await self._ranks.call(RankApi.open_stage, algorithm, stage, weights)
@@ -174,30 +168,30 @@ class TrainLoop:
             message = self._describe(stage)
         if weights is not None:
             await self.publish()
-        await self._recorder.note(f"stage {stage.name!r}: {message}", stage.name, progress.step)
+        await self.recorder.note(f"stage {stage.name!r}: {message}", stage.name, progress.step)
         if not resumed and (progress.step == 0 or stage.start_from):
             await self._evaluate(stage)
-        partial = self._config.explorer.partial
+        partial = self.config.explorer.partial
         plan = StagePlan(
             stage.groups,
             stage.group_size,
             stage.expert_rows,
             stage.demonstrations if stage.expert_rows else None,
-            self._config.max_staleness,
-            self._config.explorer.over_sampling,
+            self.config.max_staleness,
+            self.config.explorer.over_sampling,
             progress.stage_began,
             stage.steps,
-            scheduled=self._config.mode in ("both", "serve"),
-            max_age=self._config.buffer.max_age,
+            scheduled=self.config.mode in ("both", "serve"),
+            max_age=self.config.buffer.max_age,
             name=stage.name,
             pairs="pairs" in algorithm.needs,
             labelled="labels" in algorithm.needs,
-            grows=self._config.grows(stage),
+            grows=self.config.grows(stage),
             mini_batches=stage.update.mini_batches,
             parks=partial.old_tokens if partial else None,
-            hold_steps=self._config.feedback.hold_steps,
+            hold_steps=self.config.feedback.hold_steps,
         )
-        await self._buffer.call(Buffer.open_stage, plan)
+        await self.buffer.call(Buffer.open_stage, plan)
 
     async def _step(self, stage: StageConfig, exploring: asyncio.Future[None]) -> None:
         """Take one optimiser step: lease, train, acknowledge, publish, admit."""
@@ -207,11 +201,11 @@ class TrainLoop:
         self._evaluations.check()
         processed, results, waited_s = await self._train(step, exploring)
         lease = processed.lease
-        self.ledger = await self._buffer.call(Buffer.ack, step, group_value_errors(results))
+        self.ledger = await self.buffer.call(Buffer.ack, step, group_value_errors(results))
         trained_s = time.perf_counter() - started - waited_s
         progress.step += 1
         progress.stage_step += 1
-        report, timings = await asyncio.gather(self._publish_step(stage), explorer_timings(self._explorers))
+        report, timings = await asyncio.gather(self._publish_step(stage), explorer_timings(self.explorers))
         step_s = time.perf_counter() - started
         worked = {f"batch_{name}": stats for name, stats in processed.operators.items()}
         timings = replace(timings, operators=timings.operators | worked)
@@ -226,56 +220,56 @@ class TrainLoop:
             step_s=step_s,
             wait_s=waited_s,
             train_s=trained_s,
-            explores=self._config.mode != "train",
+            explores=self.config.mode != "train",
         )
         progress.accuracy, progress.reward = None, record.reward
         self._bottleneck.add(record)
         # The record is written while new groups are admitted.
-        await asyncio.gather(self._buffer.call(Buffer.advance, self.published), self._recorder.add(record))
+        await asyncio.gather(self.buffer.call(Buffer.advance, self.published), self.recorder.add(record))
         await self._doubt(stage, lease, results[0])
 
     async def _doubt(self, stage: StageConfig, lease: Lease, result: StepResult) -> None:
         """Note what looks wrong about a step; of gaps between engine and trainer, the first of a stage. Raises
         WeightSyncError, as `check_gap` does."""
-        taken, mean = self.progress.stage_step, self._config.probe_bounds.mean
+        taken, mean = self.progress.stage_step, self.config.probe_bounds.mean
         # Answers that keep the KV cache of old weights validly differ from the trainer's.
-        ends = self._weight_sync is not None and self._config.weight_sync.kv_cache == "recompute"
+        ends = self.weight_sync is not None and self.config.weight_sync.kv_cache == "recompute"
         gap = None if (found := check_gap(lease, result, mean, ends=ends)) and self._gap_noted else found
         first = check_on_policy_step(lease, result, mean) if taken == 1 else None
         for warning in filter(None, (gap, first)):
-            await self._recorder.note(f"step {taken} of {stage.name!r}: {warning}", stage.name, self.progress.step)
+            await self.recorder.note(f"step {taken} of {stage.name!r}: {warning}", stage.name, self.progress.step)
         self._gap_noted = self._gap_noted or gap is not None
 
     async def _train(
         self, step: int, exploring: asyncio.Future[None]
     ) -> tuple[ProcessedLease, list[StepResult], float]:
-        """Lease the batch of the step and train on it; return what was trained, the results by rank, and the seconds
-        spent waiting for the batch. A Buffer that died loses its blocks, and restores them when it is up again."""
-        ranks, waited_s = self._config.trainer.ranks, 0.0
+        """Lease the batch of the step and train on it; return the lease, the results by rank, and the seconds spent
+        waiting for the batch. A Buffer that died loses its blocks, and restores them when it is up again."""
+        ranks, waited_s = self.config.trainer.ranks, 0.0
         # Applications may be idle for as long as they like.
-        stall_s = math.inf if self._config.mode == "serve" else self._config.monitor.stall_s
+        stall_s = math.inf if self.config.mode == "serve" else self.config.monitor.stall_s
         for _ in range(_ATTEMPTS):
             asked = time.perf_counter()
-            leasing = asyncio.ensure_future(self._buffer.call(Buffer.lease, step, ranks, stall_s))
+            leasing = asyncio.ensure_future(self.buffer.call(Buffer.lease, step, ranks, stall_s))
             lease = await self._unless_ended(leasing, exploring)
             waited_s += time.perf_counter() - asked
             if (processed := await self._process(lease)) is None:
                 continue
             async with self._engines_asleep():
                 results = await self._ranks.call(RankApi.train, processed.lease)
-            if trained := [result for result in results if result is not None]:
+            if trained := list(filter(None, results)):
                 return processed, trained, waited_s
         remedy = "see why objects are lost (nodes that die, an object store that is too small), then: rayrft resume"
         raise RayrftError(f"blocks of the batch were lost {_ATTEMPTS} times", remedy, field="buffer.lease", value=step)
 
     async def _process(self, lease: Lease) -> ProcessedLease | None:
         """Send a batch through the operators on batches, if there are any; None if blocks of it are lost."""
-        if not self._config.pipelines.batch:
+        if not self.config.pipelines.batch:
             return ProcessedLease(lease)
-        processed = await self._trainer.call(Trainer.process, lease)
+        processed = await self.trainer.call(Trainer.process, lease)
         if processed is not None and processed.problem is not None:
             message = f"operators failed on the batch, or on rows of it: {processed.problem}"
-            await self._recorder.note(message, step=lease.step)
+            await self.recorder.note(message, step=lease.step)
         return processed
 
     async def _between_steps(self, stage: StageConfig) -> None:
@@ -287,45 +281,42 @@ class TrainLoop:
                 await self._evaluate(stage)
             await self._judge(stage)
         if self._saving.due():
-            await self._saving.checkpoint(self._recorder.count)
+            await self._saving.checkpoint(self.recorder.count)
 
     async def _evaluate(self, stage: StageConfig, *, ended: bool = False) -> None:
         """Evaluate, unless a reward model that scores is still to be trained, by this stage if it has not ``ended``;
-        raise Stopped if the run is stopped meanwhile. A resumed run repeats the evaluation if it is the stage's
-        last."""
-        if self.progress.stage + ended <= self._config.scored_after:
+        raise Stopped if the run is stopped meanwhile."""
+        if self.progress.stage + ended <= self.config.scored_after:
             return
-        await unless_stopped(self._stop, self._evaluations.begin(stage))
+        await unless_stopped(self.stop, self._evaluations.begin(stage))
 
     async def _rank_pairs(self, stage: StageConfig) -> None:
         """Rank the preference pairs that are held out from the stage, if there are any."""
-        if not self._config.holds_out(stage):
+        if not self.config.holds_out(stage):
             return
         started, store = time.perf_counter(), f"expert/{held_out_name(stage.demonstrations or '')}"
-        blocks = await self._buffer.call(Buffer.partition, store)
+        blocks = await self.buffer.call(Buffer.partition, store)
         found = (await self._ranks.call(RankApi.rank_pairs, blocks))[0]
         step, taken, seconds = self.progress.step, self.progress.stage_step, time.perf_counter() - started
-        await self._recorder.add(PairsRecord.of(stage.name, step, taken, found, seconds))
+        await self.recorder.add(PairsRecord.of(stage.name, step, taken, found, seconds))
 
     async def _judge(self, stage: StageConfig) -> None:
         """Note what bounds the stage."""
-        if message := self._bottleneck.verdict(self._config.max_staleness, explores=self._config.mode == "both"):
-            await self._recorder.note(message, stage.name, self.progress.step)
+        if message := self._bottleneck.verdict(self.config.max_staleness, explores=self.config.mode == "both"):
+            await self.recorder.note(message, stage.name, self.progress.step)
 
     def _engines_asleep(self) -> AbstractAsyncContextManager[None]:
-        """Free the engines' GPU memory for the trainer inside, if they share GPUs and ``explorer.engine.sleep`` is
-        set."""
-        if self._weight_sync is None or not self._config.explorer.engine.sleep:
+        """Free the engines' GPU memory for the trainer inside, if ``explorer.engine.sleep`` is set."""
+        if self.weight_sync is None or not self.config.explorer.engine.sleep:
             return contextlib.nullcontext()
-        return self._weight_sync.asleep()
+        return self.weight_sync.asleep()
 
     async def _unless_ended(self, work: asyncio.Future[R], exploring: asyncio.Future[None]) -> R:
-        """Return the result of ``work``. Raises Stopped if the run is stopped first, and the Explorer's error if it
-        failed."""
-        stop = asyncio.ensure_future(self._stop.wait())
+        """Return the result of ``work``. Raises Stopped if the run is stopped first, or the error of an Explorer."""
+        stop = asyncio.ensure_future(self.stop.wait())
         try:
             while True:
-                if self._stop.is_set():
+                if self.stop.is_set():
                     raise Stopped
                 if exploring.done():
                     exploring.result()
@@ -337,24 +328,23 @@ class TrainLoop:
             stop.cancel()
 
     async def _publish_step(self, stage: StageConfig) -> SyncReport | None:
-        """Publish after a step, unless no group of the stage would be sampled under the new weights."""
+        """Publish after a step, unless the stage samples no groups."""
         return await self.publish() if stage.groups else None
 
     async def _explore(self, stage: StageConfig) -> None:
         if stage.groups:
-            await asyncio.gather(*(explorer.call(Explorer.explore, stage) for explorer in self._explorers))
+            await asyncio.gather(*(explorer.call(Explorer.explore, stage) for explorer in self.explorers))
 
     async def _end_exploring(self, exploring: asyncio.Future[None]) -> None:
         """Wait until the Explorer has abandoned its groups, as it does once the stage is closed."""
+        stall_s = self.config.monitor.stall_s
         try:
-            async with asyncio.timeout(self._config.monitor.stall_s):
-                await exploring
+            await asyncio.wait_for(exploring, stall_s)
         except TimeoutError:
-            problem = f"groups were not abandoned within {self._config.monitor.stall_s:g} s of the end of the stage"
+            problem = f"groups were not abandoned within {stall_s:g} s of the end of the stage"
             raise Stalled(problem, "see its log in the Ray dashboard", field="explorer") from None
 
     def _describe(self, stage: StageConfig) -> str:
-        rows = f"{stage.groups} groups of {stage.group_size}" if stage.groups else ""
-        expert = f"{stage.expert_rows} expert rows" if stage.expert_rows else ""
-        batch = " + ".join(part for part in (rows, expert) if part)
-        return f"{stage.algorithm.name}, {stage.steps} steps of {batch}"
+        batch = [f"{stage.groups} groups of {stage.group_size}"] * bool(stage.groups)
+        batch += [f"{stage.expert_rows} expert rows"] * bool(stage.expert_rows)
+        return f"{stage.algorithm.name}, {stage.steps} steps of {' + '.join(batch)}"

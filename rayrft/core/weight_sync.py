@@ -12,6 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from rayrft.config import RunConfig
@@ -31,26 +32,21 @@ _RESUME_S = 10.0
 Engines = Sequence[Handle[RolloutEngine]]
 
 
+@dataclass
 class WeightSync:
     """Rounds of one run, one at a time. Calls of engines are tracked in ``waits``, as those of ``trainer`` and ``pool``
     should be."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        trainer: Handle[Trainer],
-        pool: Handle[EnginePool],
-        probe: list[Experience],
-        waits: Waits,
-    ) -> None:
-        """``probe`` are rows to score, after which engines may differ within ``config.probe_bounds``."""
-        self._config = config
-        self._settings = config.weight_sync
-        self._ranks = Ranks(trainer)
-        self._pool = pool
-        self._waits = waits
-        self._probe = [row.token_ids.tolist() for row in probe]
-        self._images = [row.images for row in probe]
+    config: RunConfig
+    trainer: Handle[Trainer]
+    pool: Handle[EnginePool]
+    probe: list[Experience]
+    """Rows to score: engine and trainer may differ within ``config.probe_bounds``."""
+    waits: Waits
+
+    def __post_init__(self) -> None:
+        self._settings, self._ranks = self.config.weight_sync, Ranks(self.trainer)
+        self._tokens, self._images = [row.token_ids.tolist() for row in self.probe], [row.images for row in self.probe]
         self._lock = asyncio.Lock()
         self._connected: int | None = None
         """The membership's generation that the present link was made under; None: under no membership."""
@@ -68,7 +64,7 @@ class WeightSync:
         Raises WeightSyncError if an engine then holds other weights, computes other log-probs, or exceeds the deadline.
         """
         async with self._lock:
-            membership = await self._pool.call(EnginePool.members)
+            membership = await self.pool.call(EnginePool.members)
             if not membership.members:
                 return SyncReport(version, 0.0, 0, None, None)
             engines = self._tracked(membership.engines)
@@ -78,7 +74,7 @@ class WeightSync:
             updated, proven = version != self._version, self._rounds_proven
             report = await self._round(engines, version, probe=not (proven or 0) % self._settings.probe_every)
             self._rounds_proven = proven + 1 if proven is not None else 1 if updated else None
-            await self._pool.call(EnginePool.synced, membership.names, version)
+            await self.pool.call(EnginePool.synced, membership.names, version)
             self._connected = membership.generation
             return report
 
@@ -90,7 +86,7 @@ class WeightSync:
         async with self._lock:
             report = await self._load(handles, version)
             members = [Member(handle, version) for handle in handles]
-            membership = await self._pool.call(EnginePool.join, members)
+            membership = await self.pool.call(EnginePool.join, members)
             if set(membership.names) == {handle.name for handle in handles}:
                 self._connected = membership.generation
             return report
@@ -104,7 +100,7 @@ class WeightSync:
     @contextlib.asynccontextmanager
     async def asleep(self) -> AsyncIterator[None]:
         """Let the members free their GPU memory for the trainer inside."""
-        engines = self._tracked((await self._pool.call(EnginePool.members)).engines)
+        engines = self._tracked((await self.pool.call(EnginePool.members)).engines)
         await asyncio.gather(*(engine.call(RolloutEngine.sleep) for engine in engines))
         yield
         await asyncio.gather(*(engine.call(RolloutEngine.wake_up) for engine in engines))
@@ -115,13 +111,13 @@ class WeightSync:
         return await self._round(engines, version, probe=True)
 
     def _tracked(self, handles: Engines) -> Engines:
-        return [TrackedHandle(handle, self._waits) for handle in handles]
+        return [TrackedHandle(handle, self.waits) for handle in handles]
 
     async def _connect(self, engines: Engines) -> None:
         """Link the trainer and engines."""
         self._links += 1
         self._rounds_proven = None
-        config, deadline_s = self._config, self._settings.deadline_s
+        config, deadline_s = self.config, self._settings.deadline_s
         workers = config.explorer.engine.tensor_parallel
         async with self._deadline("engines and trainer to connect"):
             located = (await self._ranks.call(RankApi.locate, deadline_s))[0]
@@ -165,13 +161,13 @@ class WeightSync:
 
     async def _compare(self, engines: Engines, version: int) -> float:
         """Return the largest log-prob difference on the probe. Raises WeightSyncError if an engine is out of bounds."""
-        bounds = self._config.probe_bounds
-        trainer = (await self._ranks.call(RankApi.score, self._probe, self._images))[0]
+        bounds = self.config.probe_bounds
+        trainer = (await self._ranks.call(RankApi.score, self._tokens, self._images))[0]
         worst = 0.0
         for engine in engines:
             score = partial(engine.call, RolloutEngine.score)
             async with self._deadline(f"{engine.name} to score the probe batch"):
-                scores = await asyncio.gather(*map(score, self._probe, self._images))
+                scores = await asyncio.gather(*map(score, self._tokens, self._images))
             pairs = [pair for a, b in zip(trainer, scores, strict=True) for pair in zip(a, b, strict=True)]
             pairs.sort(key=lambda pair: abs(pair[0] - pair[1]))
             gaps = [abs(ours - theirs) for ours, theirs in pairs]

@@ -32,9 +32,7 @@ class Recorder:
         late = [r for r in rest if isinstance(r, EvaluationRecord) and r.stage_step and r.step <= step]
         if kept + len(late) < len(self._file):
             self._file = self._file.cut(kept, late)
-        self.totals = Totals()
-        for record in self._file.read():
-            self.totals.add(record)
+        self.totals = Totals(self._file.read())
         self._sinks = open_sinks(config)
         reserve_space(config.folder)
         self._changed, self._saving = asyncio.Condition(), asyncio.Lock()
@@ -59,8 +57,7 @@ class Recorder:
         await self.add(NoteRecord(stage, step, time.time(), text, data))
 
     async def after(self, count: int) -> list[Record]:
-        """Wait for records after the first ``count`` and return the next ones; an empty list once the run has ended and
-        all were returned."""
+        """Wait for records after the first ``count`` and return the next ones; an empty list once there are no more."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.ended or self.count > count)
             return [*self._file.read(count, count + _PAGE)]

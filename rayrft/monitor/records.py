@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -194,8 +195,8 @@ class PairsRecord:
     @classmethod
     def of(cls, stage: str, step: int, stage_step: int, found: PairRanking, seconds: float) -> Self:
         """Build the record of a ranking after ``step``."""
-        accuracy, (low, high) = found.right / found.pairs, wilson_interval(found.right, found.pairs)
-        counts = accuracy, low, high, found.right, found.pairs
+        accuracy, interval = found.right / found.pairs, wilson_interval(found.right, found.pairs)
+        counts = accuracy, *interval, found.right, found.pairs
         return cls(stage, step, stage_step, time.time(), *counts, found.margin, seconds)
 
 
@@ -271,8 +272,7 @@ class RecordFile:
         which it is replaced atomically."""
         path = self._file.path
         with atomic_file(path) as partial, partial.open("wb") as file:
-            file.writelines(self._file.lines(0, count))
-            file.writelines(map(_to_line, others))
+            file.writelines(chain(self._file.lines(0, count), map(_to_line, others)))
             file.flush()
         self.close()
         return RecordFile(path.parent)

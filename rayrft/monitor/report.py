@@ -10,26 +10,20 @@ from rayrft.monitor.records import EvaluationRecord, PairsRecord, Record, StepRe
 
 
 def accuracy_table(records: Sequence[Record]) -> str:
-    """Format accuracies before the first stage and after every stage, by temperature, with counts and 95 % intervals;
-    and those on the held-out preference pairs after every stage that has some.
-
-    For a stage with several evaluations the best one is shown beside the last.
-    """
+    """Format accuracies before the first stage and after every stage, by temperature, with counts and 95 % intervals,
+    and those on held-out preference pairs. The best evaluation of a stage is shown beside its last."""
     evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
     pairs = _pairs([record for record in records if isinstance(record, PairsRecord)])
     if not evaluations:
         return "\n".join(pairs) or "no evaluation was made"
-    temperatures = sorted({record.temperature for record in evaluations})
-    rows = [["", *(f"{temperature_name(t)}" for t in temperatures)]]
-    first = evaluations[0]
-    names = [(first.stage, "untrained", [e for e in evaluations if e.stage == first.stage and e.stage_step == 0])]
-    for stage in dict.fromkeys(record.stage for record in evaluations):
-        after = [record for record in evaluations if record.stage == stage and record.stage_step > 0]
-        if after:
-            names.append((stage, f"after {stage}", after))
-    for _, label, part in names:
-        cells = [_cell([record for record in part if record.temperature == t]) for t in temperatures]
-        rows.append([label, *cells])
+    temperatures, first = sorted({record.temperature for record in evaluations}), evaluations[0].stage
+    parts = {"untrained": [e for e in evaluations if e.stage == first and e.stage_step == 0]}
+    for record in evaluations:
+        if record.stage_step > 0:
+            parts.setdefault(f"after {record.stage}", []).append(record)
+    rows = [["", *map(temperature_name, temperatures)]]
+    for label, part in parts.items():
+        rows.append([label, *(_cell([record for record in part if record.temperature == t]) for t in temperatures)])
     return "\n".join([format_table(rows), *([""] if pairs else []), *pairs])
 
 
@@ -42,11 +36,10 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 def _pairs(records: list[PairsRecord]) -> list[str]:
     """Format the rankings of held-out pairs, a line for each stage."""
-    lines = []
-    for stage in dict.fromkeys(record.stage for record in records):
-        of_stage = [record for record in records if record.stage == stage]
-        lines.append(f"held-out pairs after {stage}: {_cell(of_stage)}, by {of_stage[-1].margin:.3f}")
-    return lines
+    stages: dict[str, list[PairsRecord]] = {}
+    for record in records:
+        stages.setdefault(record.stage, []).append(record)
+    return [f"held-out pairs after {name}: {_cell(r)}, by {r[-1].margin:.3f}" for name, r in stages.items()]
 
 
 def _cell(points: Sequence[EvaluationRecord | PairsRecord]) -> str:

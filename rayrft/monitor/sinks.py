@@ -30,6 +30,9 @@ def open_sinks(config: RunConfig) -> list[Sink]:
     return sinks
 
 
+_COUNTS = ("errors", "retried", "slowest_s", "pending")
+
+
 def scalars(record: Record) -> dict[str, float]:
     """Return the numbers of a record by dashboard name."""
     if isinstance(record, EvaluationRecord):
@@ -43,11 +46,11 @@ def scalars(record: Record) -> dict[str, float]:
         values = {k: v for k, v in flat(record).items() if isinstance(v, int | float) and k not in ("step", "time")}
         part = "train" if isinstance(record, StepRecord) else "rollout"
         for domain, stats in record.timings.rewards.items():
-            scored = max(1, stats.scored)
-            shares = {"unknown_share": stats.unknown / scored, "mean_s": stats.seconds / scored}
-            counts = {name: getattr(stats, name) for name in ("errors", "retried", "slowest_s", "pending")}
-            for name, value in {**shares, **counts}.items():
-                values[f"reward_{domain}_{name}" if domain else f"reward_{name}"] = value
+            scored, prefix = max(1, stats.scored), f"reward_{domain}_" if domain else "reward_"
+            values |= {f"{prefix}unknown_share": stats.unknown / scored, f"{prefix}mean_s": stats.seconds / scored}
+            values |= {
+                f"{prefix}{name}": getattr(stats, name) for name in ("errors", "retried", "slowest_s", "pending")
+            }
         for operator, work in record.timings.operators.items():
             values |= {f"operator_{operator}_{name}": value for name, value in vars(work).items()}
         return {f"{part}/{name}": float(value) for name, value in values.items()}
@@ -72,10 +75,8 @@ class RayMetrics:
             self._gauges[metric].set(value, tags={"run": self._run})
             if name.endswith("_s"):
                 if metric not in self._histograms:
-                    boundaries = [0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300]
-                    self._histograms[metric] = Histogram(
-                        f"{metric}_seconds", f"rayrft: {name}", boundaries=boundaries, tag_keys=("run",)
-                    )
+                    bounds = [0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300]
+                    self._histograms[metric] = Histogram(f"{metric}_seconds", f"rayrft: {name}", bounds, ("run",))
                 self._histograms[metric].observe(max(value, 1e-9), tags={"run": self._run})
 
     def close(self) -> None:

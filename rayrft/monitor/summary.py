@@ -136,14 +136,13 @@ class Totals:
             self.step, self.version = record.step, record.version
             for part, seconds in record.seconds.items():
                 self.seconds[part] += seconds
-        elif isinstance(record, EvaluationRecord | PairsRecord):
+        elif isinstance(record, PairsRecord):
             self.seconds["evaluation"] += record.seconds
-            if isinstance(record, PairsRecord):
-                self.pairs[record.stage] = record
-            else:
-                temperature = f"{record.temperature:g}"
-                before = self.accuracy[temperature].before if temperature in self.accuracy else record
-                self.accuracy[temperature] = AccuracyChange(before, record)
+            self.pairs[record.stage] = record
+        elif isinstance(record, EvaluationRecord):
+            self.seconds["evaluation"] += record.seconds
+            known = self.accuracy.get(temperature := f"{record.temperature:g}")
+            self.accuracy[temperature] = AccuracyChange(known.before if known else record, record)
 
 
 def summarise(
@@ -159,8 +158,7 @@ def summarise(
     stages: Mapping[str, int] = MappingProxyType({}),
     checkpoint: str | None = None,
 ) -> Summary:
-    """Build the summary from the totals of a run's records and the Buffer's statistics; ``step`` and ``version`` are
-    those of the latest step record by default."""
+    """Build the summary from a run's records and rows; by default ``step`` and ``version`` are the latest recorded."""
     return Summary(
         name,
         status,
@@ -196,13 +194,5 @@ def rows_in_log(folder: Path) -> RowStats | None:
 
 def status_at_end(summary: Summary, folder: Path) -> RunStatus:
     """Return the status of a run that has ended."""
-    return RunStatus(
-        summary.name,
-        summary.status,
-        summary.error,
-        summary.steps,
-        summary.weight_version,
-        folder,
-        waiting=[],
-        ledger=summary.ledger,
-    )
+    counts = summary.steps, summary.weight_version
+    return RunStatus(summary.name, summary.status, summary.error, *counts, folder, [], summary.ledger)

@@ -21,7 +21,7 @@ TRIES = 2
 
 async def with_retry(call: Callable[[], Awaitable[R]], who: str) -> tuple[R, int]:
     """Make a call up to `TRIES` times while its actor dies or cannot be reached; return its result and the number of
-    retries. Raises ActorDied or ActorUnreachable for ``who``, as the last try failed."""
+    retries. Raises ActorDied or ActorUnreachable for ``who`` if the last try fails."""
     for retries in range(TRIES):
         try:
             return await call(), retries

@@ -16,7 +16,7 @@ from rayrft.runtime.waits import WaitReport, Waits
 _RETRY_S = 1.0
 """Seconds between calls of an actor that cannot be reached: Ray has no event for its return."""
 _ANSWER_S = 300.0
-"""Deadline of calls: long, because the Buffer may have to read freed blocks back from the log before it answers."""
+"""Deadline of calls: the Buffer may have to read freed blocks back from the log before it answers."""
 _REMEDY = "see its log in the Ray dashboard"
 
 T_co = TypeVar("T_co", covariant=True)
@@ -48,9 +48,7 @@ class Handle(Generic[T_co]):
     """
 
     def __init__(self, name: str, actor: Any, **options: Any) -> None:
-        self.name = name
-        self.actor = actor
-        self._options = options
+        self.name, self.actor, self._options = name, actor, options
 
     @overload
     def call(
@@ -86,10 +84,8 @@ class Handle(Generic[T_co]):
 
 class TrackedHandle(Handle[T_co]):
     """A handle whose calls are recorded as ``waits`` of the caller, for use in its event loop. Sent to another process
-    it becomes a plain handle.
-
-    ``endless`` calls are not recorded: they last as long as the run, or block while there is no work. ``labels`` name a
-    call from its arguments where the method's name is not enough.
+    it becomes a plain handle. ``endless`` calls, which last as long as the run or block while there is no work, are not
+    recorded. ``labels`` name a call from its arguments where the method's name is not enough.
     """
 
     def __init__(
@@ -101,9 +97,7 @@ class TrackedHandle(Handle[T_co]):
         labels: Mapping[Callable[Concatenate[T_co, ...], Any], Callable[..., str]] | None = None,
     ) -> None:
         super().__init__(handle.name, handle.actor)
-        self._waits = waits
-        self._endless = endless
-        self._labels = labels or {}
+        self._waits, self._endless, self._labels = waits, endless, labels or {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Handle, (self.name, self.actor)
@@ -121,11 +115,8 @@ class TrackedHandle(Handle[T_co]):
 
 
 def fetch(call: Awaitable[R], who: str = "", deadline_s: float | None = None) -> R:
-    """Block until a call of a `Handle`, or a task of Ray, has answered; outside of event loops.
-
-    Raises the errors of ``ray.get``, and ActorUnreachable, which names ``who`` was called, if there is no answer within
-    ``deadline_s``, or the actor cannot be reached.
-    """
+    """Block until a call of a `Handle`, or a task of Ray, has answered; outside of event loops. Raises the errors of
+    ``ray.get``, and ActorUnreachable for ``who`` if it cannot be reached, or does not answer within ``deadline_s``."""
     try:
         return ray.get(call, timeout=deadline_s)
     except ray.exceptions.GetTimeoutError:

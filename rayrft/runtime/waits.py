@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+
+
+async def unless(ends: Awaitable[Any], error: Callable[[], BaseException], work: Awaitable[R]) -> R:
+    """Return the result of ``work``; abandon it and raise ``error()`` as soon as ``ends`` has returned."""
+    working, ending = asyncio.ensure_future(work), asyncio.ensure_future(ends)
+    try:
+        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise error()
+        return working.result()
+    finally:
+        working.cancel()
+        ending.cancel()
+        await asyncio.gather(working, ending, return_exceptions=True)
 
 
 @dataclass(frozen=True)
@@ -32,9 +50,9 @@ class WaitReport:
 
 @dataclass
 class _Target:
-    began: dict[int, float]
-    what: dict[int, str | Callable[[], str]]
     internal: bool
+    waits: dict[int, tuple[float, str | Callable[[], str]]] = field(default_factory=dict)
+    """By number, the oldest first: when each began, and what for."""
     progressed: float = 0.0
 
 
@@ -60,16 +78,14 @@ class Waits:
     def begin(self, target: str, what: str | Callable[[], str], *, internal: bool = False) -> int:
         """Begin a wait; return its number, for `end`."""
         self._number += 1
-        entry = self._targets.setdefault(target, _Target({}, {}, internal))
-        entry.began[self._number], entry.what[self._number] = time.monotonic(), what
+        self._targets.setdefault(target, _Target(internal)).waits[self._number] = time.monotonic(), what
         return self._number
 
     def end(self, target: str, number: int) -> None:
         """End a wait, by a result or a failure; both count as progress of the target."""
-        entry = self._targets[target]
-        del entry.began[number], entry.what[number]
+        del self._targets[target].waits[number]
         self.progressed(target)
-        if not entry.began:
+        if not self._targets[target].waits:
             del self._targets[target]
 
     def progressed(self, target: str) -> None:
@@ -80,12 +96,10 @@ class Waits:
 
     def report(self) -> WaitReport:
         """Return the current waits, internal ones last."""
-        now = time.monotonic()
-        waits = []
+        now, waits = time.monotonic(), []
         for target, entry in sorted(self._targets.items(), key=lambda item: item[1].internal):
-            oldest = min(entry.began, key=entry.began.__getitem__)
-            what = entry.what[oldest]
-            latest = max(entry.began[oldest], entry.progressed, self._progressed if entry.internal else 0.0)
+            began, what = next(iter(entry.waits.values()))
+            latest = max(began, entry.progressed, self._progressed if entry.internal else 0.0)
             text = what if isinstance(what, str) else what()
-            waits.append(Wait(self._waiter, target, text, len(entry.began), now - latest))
+            waits.append(Wait(self._waiter, target, text, len(entry.waits), now - latest))
         return WaitReport(waits, now - self._progressed)

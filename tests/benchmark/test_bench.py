@@ -15,7 +15,7 @@ from rayrft.core.launch import start
 from rayrft.errors import ConfigError, ModelError
 from rayrft.experience import Task
 from rayrft.explorer.evaluation import Attempt
-from tests.config.test_bench import bench as bench_config
+from tests.config.given import bench as bench_config
 from tests.e2e.conftest import small_config
 from tests.errors import about
 

@@ -11,7 +11,7 @@ import yaml
 from rayrft.algorithms import build, presets
 from rayrft.config import StageConfig, dump_config, load_config
 from rayrft.errors import ConfigError
-from tests.config.test_load import base
+from tests.config.given import base
 from tests.errors import about
 
 STAGE = {"name": "s", "steps": 1, "batch_size": 40, "group_size": 8}
@@ -22,9 +22,8 @@ def stage(algorithm: dict[str, Any], **changes: Any) -> StageConfig:
 
 
 def test_every_piece_and_coefficient_can_be_given() -> None:
-    algorithm = stage(
-        {"name": "grpo", "policy_loss": "gspo", "clip_low": 0.01, "entropy": "bonus", "entropy_coef": 0.002}
-    ).algorithm.build()
+    pieces = {"policy_loss": "gspo", "clip_low": 0.01, "entropy": "bonus", "entropy_coef": 0.002}
+    algorithm = stage({"name": "grpo", **pieces}).algorithm.build()
     assert (algorithm.policy_loss, algorithm.entropy, algorithm.entropy_coef) == ("gspo", "bonus", 0.002)
     assert algorithm.coefficients == {"clip_low": 0.01}
 
@@ -38,12 +37,6 @@ def test_the_keys_of_an_algorithm_survive_being_written_and_read() -> None:
     config = load_config(base(), {"stages.mix.algorithm.policy_loss": "cispo", "stages.mix.algorithm.clip_high": 2.0})
     assert load_config(yaml.safe_load(dump_config(config))) == config
     assert config.stages[0].algorithm.build().coefficients == {"clip_high": 2.0, "mu": 0.1}
-
-
-@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "reinforce_pp", "kimi", "topr", "raft"])
-def test_own_rows_alone_take_the_whole_batch(name: str) -> None:
-    found = stage({"name": name})
-    assert (found.expert_rows, found.groups) == (0, 5)
 
 
 def test_chord_takes_its_share_of_expert_rows_as_mix_does() -> None:
@@ -102,13 +95,10 @@ def test_the_longest_answer_is_that_of_the_sampling() -> None:
 
 def test_a_teacher_is_given_where_there_is_distillation_and_nowhere_else(tmp_path: Path) -> None:
     assert stage({"name": "jsd", "teacher_candidates": 8}, teacher="some/model").teacher == "some/model"
-    with pytest.raises(ConfigError, check=about("stages.s.teacher", "some/model")):
-        stage({"name": "grpo"}, teacher="some/model")
-    with pytest.raises(ConfigError, check=about("stages.s.teacher", "some/model")):
-        stage(
-            {"name": "distill", "distillation_coef": 0.0, "advantage": "grpo", "policy_loss": "ppo"},
-            teacher="some/model",
-        )
+    undistilled = {"name": "distill", "distillation_coef": 0.0, "advantage": "grpo", "policy_loss": "ppo"}
+    for algorithm in ({"name": "grpo"}, undistilled):
+        with pytest.raises(ConfigError, check=about("stages.s.teacher", "some/model")):
+            stage(algorithm, teacher="some/model")
 
 
 def test_a_folder_with_a_teacher_is_found_from_any_working_directory(
@@ -120,9 +110,11 @@ def test_a_folder_with_a_teacher_is_found_from_any_working_directory(
 
 
 @pytest.mark.parametrize("name", [name for name in presets if name not in ("distill", "jsd")])
-def test_every_preset_can_be_a_stage(name: str) -> None:
+def test_every_preset_can_be_a_stage_and_own_rows_alone_take_the_whole_batch(name: str) -> None:
     expert = {"demonstrations": "expert", **({"expert_share": 0.2} if build(name).mixes else {})}
-    assert stage({"name": name}, **expert if {"expert", "pairs"} & build(name).needs.keys() else {}).steps == 1
+    needs_expert = {"expert", "pairs"} & build(name).needs.keys()
+    found = stage({"name": name}, **expert if needs_expert else {})
+    assert bool(found.expert_rows) == bool(needs_expert) and (needs_expert or found.groups == 5)
 
 
 def test_a_term_of_weight_0_is_served_by_any_run() -> None:

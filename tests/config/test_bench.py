@@ -9,34 +9,20 @@ import pytest
 from rayrft.config import load_config
 from rayrft.core.parts.table import plan_placement
 from rayrft.errors import ConfigError
-from tests.config.test_load import SPELL, base
+from tests.config.given import SPELL, base, bench
 from tests.errors import about
-
-
-def bench(**overrides: Any) -> dict[str, Any]:
-    return {
-        "name": "a",
-        "mode": "bench",
-        "model": {"max_length": 64},
-        "explorer": {"sampling": {"max_tokens": 8, "max_prompt_tokens": 40}},
-        "bench": {"models": {"one": "runs/one"}, "tasksets": {"words": SPELL}, **overrides},
-    }
 
 
 def test_a_bench_takes_no_stages_and_starts_no_trainer_or_buffer() -> None:
     config = load_config(bench(), {"explorer.engine.count": 3, "reward.name": "math"})
-    assert {part.name: part.count for part in plan_placement(config)} == {
-        "explorer": 1,
-        "engines": 3,
-        "engine_pool": 1,
-    }
+    counts = {part.name: part.count for part in plan_placement(config)}
+    assert counts == {"explorer": 1, "engines": 3, "engine_pool": 1}
     assert config.bench.tasksets["words"].sources[0].dataset == "spell_backward", "one source is a task set"
 
 
 def test_the_config_of_a_run_is_one_of_a_bench_too() -> None:
-    assert load_config(base(), {"mode": "bench", "bench.models.mine": "runs/mine"}).bench.models == {
-        "mine": "runs/mine"
-    }
+    config = load_config(base(), {"mode": "bench", "bench.models.mine": "runs/mine"})
+    assert config.bench.models == {"mine": "runs/mine"}
     with pytest.raises(ConfigError, check=about("bench.models")):
         load_config(base(), {"mode": "bench"})
 
@@ -82,11 +68,7 @@ def test_what_a_bench_cannot_do_is_refused_by_its_key(override: dict[str, Any], 
         ({"stages": []}, "stages", None),
         ({"model.tiny": None}, "model.path", None),
         ({"evaluation.max_tokens": 30}, "evaluation.max_tokens", 30),
-        (
-            {"evaluation.engines": 1, "explorer.engine.gpus": 0.4, "trainer.gpus": 0.6},
-            "evaluation.engines",
-            1,
-        ),
+        ({"evaluation.engines": 1, "explorer.engine.gpus": 0.4, "trainer.gpus": 0.6}, "evaluation.engines", 1),
     ],
 )
 def test_what_a_run_cannot_do_without_is_still_asked_for(override: dict[str, Any], field: str, value: Any) -> None:

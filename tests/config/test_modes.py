@@ -10,11 +10,10 @@ import pytest
 from rayrft.config import load_config
 from rayrft.core.parts.table import plan_placement
 from rayrft.errors import ConfigError
-from tests.config.test_load import base
+from tests.config.given import GRPO, base
 from tests.errors import about
 
 EXPLORE = {"mode": "explore", "buffer.name": "lake"}
-GRPO = {"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 8, "group_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -48,10 +47,7 @@ def test_two_jobs_share_one_config_and_neither_places_the_buffer(mode: str, part
 
 
 def test_every_explorer_has_its_reward_actors_if_they_are_asked_for() -> None:
-    config = load_config(base(), {"explorer.count": 3, "reward.name": "math", "reward.workers": 2})
-    assert {part.name: part.count for part in plan_placement(config)}.get("reward") is None
-    config = load_config(
-        base(), {"explorer.count": 3, "reward.name": "math", "reward.placement": "pool", "reward.actors": 2}
-    )
-    parts = {part.name: part.count for part in plan_placement(config)}
-    assert (parts["explorer"], parts["reward"]) == (3, 6)
+    beside = {"explorer.count": 3, "reward.name": "math", "reward.workers": 2}
+    for changes, actors in ((beside, None), ({**beside, "reward.placement": "pool", "reward.actors": 2}, 6)):
+        parts = {part.name: part.count for part in plan_placement(load_config(base(), changes))}
+        assert (parts["explorer"], parts.get("reward")) == (3, actors)

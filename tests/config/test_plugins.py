@@ -17,7 +17,7 @@ from rayrft.core.run_folder import open_folder, write_config
 from rayrft.errors import ConfigError
 from rayrft.registry import Registry, load_plugins
 from tests.algorithms.flat import LOG2, leaf, make_batch, output
-from tests.config.test_load import base
+from tests.config.given import base
 from tests.conftest import ROOT
 from tests.errors import about
 

@@ -9,29 +9,17 @@ import pytest
 
 from rayrft.config import RunConfig, load_config
 from rayrft.errors import ConfigError
-from tests.config.test_load import base
+from tests.config.given import GRPO, base
 from tests.errors import about
 
-GRPO = {"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 8, "group_size": 2}
-RM = {
-    "name": "rm",
-    "algorithm": {"name": "reward_model", "center": 0.01},
-    "demonstrations": "pairs",
-    "steps": 1,
-    "batch_size": 8,
-}
 SFT = {"name": "warmup", "algorithm": {"name": "sft"}, "demonstrations": "expert", "steps": 1, "batch_size": 8}
+RM = {**SFT, "name": "rm", "algorithm": {"name": "reward_model", "center": 0.01}, "demonstrations": "pairs"}
 
 
 def config(*stages: dict[str, Any], **overrides: Any) -> RunConfig:
-    raw = {
-        **base(),
-        "stages": list(stages),
-        "storage": "/runs",
-        "reward": {"name": "model", "options": {"stage": "rm"}},
-    }
-    raw["demonstrations"] = {"expert": {"size": 10}, "pairs": {"path": "pairs.jsonl"}}
-    return load_config(raw, overrides)
+    demonstrations = {"expert": {"size": 10}, "pairs": {"path": "pairs.jsonl"}}
+    raw = {**base(), "stages": list(stages), "storage": "/runs", "demonstrations": demonstrations}
+    return load_config({**raw, "reward": {"name": "model", "options": {"stage": "rm"}}}, overrides)
 
 
 def test_a_reward_names_the_stage_that_trains_it() -> None:

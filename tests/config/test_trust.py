@@ -28,7 +28,7 @@ from rayrft.errors import ConfigError, DataError, RayrftError
 from rayrft.explorer.environments import environment_factory, register_environment
 from rayrft.monitor.summary import rows_in_log
 from rayrft.rewards import build_reward, register_reward
-from tests.config.test_load import base
+from tests.config.given import base
 from tests.errors import about
 
 NOT_SAID = "a-secret-that-nobody-may-see"
@@ -47,14 +47,8 @@ def given(section: str, **values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        (
-            given("mcp", env={"SEARCH_API_KEY": NOT_SAID}),
-            f"{MCP}.env.SEARCH_API_KEY",
-        ),
-        (
-            given("mcp", env={"MAIL_PASSWORD": NOT_SAID}),
-            f"{MCP}.env.MAIL_PASSWORD",
-        ),
+        (given("mcp", env={"SEARCH_API_KEY": NOT_SAID}), f"{MCP}.env.SEARCH_API_KEY"),
+        (given("mcp", env={"MAIL_PASSWORD": NOT_SAID}), f"{MCP}.env.MAIL_PASSWORD"),
         (given("mcp", url=f"https://me:{NOT_SAID}@host/mcp"), f"{MCP}.url"),
         (given("reward", url=f"https://host/v1?api_key={NOT_SAID}"), "reward.options.url"),
         (given("reward", api_key=NOT_SAID), "reward.options.api_key"),
@@ -82,20 +76,10 @@ def test_a_reference_where_none_is_resolved_is_refused() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {
-            "token": "<|answer|>",
-            "eos_token": "</s>",
-            "pad_token": "[PADDING]",
-            "sort_key": "difficulty",
-            "api_key": "none",
-        },
-        {
-            "url": "http://127.0.0.1:8000/v1",
-            "path": "/data/sk-learn/hf_internal_testing",
-            "key": "question_text",
-            "api_key": "none",
-        },
+        {"token": "<|answer|>", "eos_token": "</s>", "pad_token": "[PADDING]", "sort_key": "difficulty"},
+        {"url": "http://127.0.0.1:8000/v1", "path": "/data/sk-learn/hf_internal_testing", "key": "question_text"},
         {"url": "https://host/a?page=12345678&keyword=algebraic", "api_key": "env:SEARCH_API_KEY"},
+        {"api_key": "none"},
     ],
 )
 def test_what_only_resembles_a_secret_is_taken(options: dict[str, Any]) -> None:
@@ -119,13 +103,9 @@ def test_a_reference_to_a_variable_is_resolved_where_an_object_is_made(monkeypat
 
     register_environment("a_test_keyed_environment")(Keyed)  # type: ignore[type-var]
     options = {"url": "env:A_TEST_SECRET", "nested": [{"key": "env:A_TEST_SECRET"}], "n": 3}
-    config = load_config(
-        given("reward", **options),
-        {
-            "reward.name": "a_test_keyed_reward",
-            "explorer.environment": {"name": "a_test_keyed_environment", "options": {"key": "env:A_TEST_SECRET"}},
-        },
-    )
+    environment = {"name": "a_test_keyed_environment", "options": {"key": "env:A_TEST_SECRET"}}
+    changes = {"reward.name": "a_test_keyed_reward", "explorer.environment": environment}
+    config = load_config(given("reward", **options), changes)
     assert NOT_SAID not in dump_config(config)
     build_reward(config.reward.name, config.reward.options)
     assert config.explorer.environment is not None

@@ -13,6 +13,7 @@ import pytest
 from rayrft.config.stage import CheckpointConfig
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.errors import StorageError
+from tests.core.given import write
 from tests.errors import about
 
 
@@ -49,12 +50,6 @@ class Mortal:
         if folder.exists():
             self._count()
             folder.rmdir()
-
-
-def write(checkpoints: Checkpoints, progress: Progress) -> None:
-    folder = checkpoints.begin(progress.step)
-    (folder / "weights").touch()
-    checkpoints.commit(progress)
 
 
 def go_on(checkpoints: Checkpoints, step: int) -> None:
@@ -100,8 +95,7 @@ def test_the_end_of_a_stage_is_noted_at_a_step_that_has_a_checkpoint(tmp_path: P
     assert checkpoints.holds(6) and not checkpoints.holds(7)
     progress.end("mix", asked=8)
     checkpoints.update_manifest(progress)
-    latest = checkpoints.latest()
-    assert latest == progress and latest.stage_asked == 8
+    assert checkpoints.latest() == progress
     assert (checkpoints.at(6) / "weights").is_file()
 
 
@@ -159,17 +153,13 @@ def test_a_full_disk_is_a_storage_error_and_leaves_the_earlier_checkpoint(
 def test_a_checkpoint_that_is_not_whole_is_found_by_its_manifest(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     for step in (3, 6):
-        folder = checkpoints.begin(step)
-        (folder / "ranks").mkdir()
-        (folder / "ranks" / "0").write_bytes(b"1234")
-        checkpoints.commit(Progress("run", step=step))
+        write(checkpoints, Progress("run", step=step), "ranks/0")
     checkpoints.update_manifest(Progress("run", step=6, stage_asked=6))
     checkpoints.check(3)
     checkpoints.check(6)
     damage(checkpoints.at(6) / "ranks" / "0")
-    with pytest.raises(StorageError) as error:
+    with pytest.raises(StorageError, check=about("checkpoint", str(checkpoints.at(6)))):
         checkpoints.check(6)
-    assert (error.value.field, error.value.value) == ("checkpoint", str(checkpoints.at(6)))
     checkpoints.check(3)
 
 

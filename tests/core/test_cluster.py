@@ -90,27 +90,31 @@ def head() -> Iterator[Head]:
         server.stop(None)
 
 
-@pytest.fixture
-def modes() -> list[str]:
-    """The authentication modes in which Ray was asked to join."""
-    return []
+class Joined(list[str]):
+    """Addresses that Ray was asked to join, and in which modes and environments."""
 
+    def __init__(self) -> None:
+        self.modes, self.environments = list[str](), list[Any]()
 
-@pytest.fixture
-def joined(home: Path, modes: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Addresses that Ray was asked to join. No other Ray is on this machine unless a test says so."""
-    addresses: list[str] = []
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "token")
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-
-    def init(address: str, **_: Any) -> Any:
-        addresses.append(address)
-        modes.append(os.environ["RAY_AUTH_MODE"])
+    def init(self, address: str, *, runtime_env: Any, **_: Any) -> Any:
+        self.append(address)
+        self.modes.append(os.environ["RAY_AUTH_MODE"])
+        self.environments.append(runtime_env)
+        signal.signal(signal.SIGTERM, lambda *_: None)
         return SimpleNamespace(address_info={"gcs_address": "127.0.0.1:1"}, dashboard_url="127.0.0.1:2")
 
-    monkeypatch.setattr(ray, "init", init)
+
+@pytest.fixture
+def joined(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Joined]:
+    """No other Ray is on this machine unless a test says so. A signal means after connecting what it meant before."""
+    joined, handler = Joined(), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "token")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", joined.init)
     on_this_machine(monkeypatch)
-    return addresses
+    yield joined
+    after = signal.signal(signal.SIGTERM, handler)
+    assert after == handler
 
 
 def on_this_machine(monkeypatch: pytest.MonkeyPatch, *running: str, latest: str | None = None) -> None:
@@ -119,7 +123,7 @@ def on_this_machine(monkeypatch: pytest.MonkeyPatch, *running: str, latest: str 
 
 
 def test_an_address_that_leads_nowhere_is_refused_at_once(
-    joined: list[str], closed: str, monkeypatch: pytest.MonkeyPatch
+    joined: Joined, closed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for address in (closed, f"http://{closed}", f"ray://{closed}"):
         monkeypatch.setenv("RAY_ADDRESS", address)
@@ -129,20 +133,11 @@ def test_an_address_that_leads_nowhere_is_refused_at_once(
     assert joined == []
 
 
-def test_a_cluster_that_refuses_the_token_is_named(
-    joined: list[str], head: Head, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", head(token="of others"))
-    with pytest.raises(ClusterError, check=about("RAY_ADDRESS")):
-        connect()
-
-
 @pytest.mark.parametrize("required", [None, "secret"])
 @pytest.mark.parametrize("found", [None, "secret", "of another cluster"])
 @pytest.mark.parametrize("asked", [None, "token", "disabled"])
 def test_authentication_follows_the_cluster_that_is_joined(
-    joined: list[str],
-    modes: list[str],
+    joined: Joined,
     home: Path,
     head: Head,
     monkeypatch: pytest.MonkeyPatch,
@@ -160,6 +155,7 @@ def test_authentication_follows_the_cluster_that_is_joined(
     seen: list[str | None] = []
     address = head(token=required, seen=seen)
     monkeypatch.setenv("RAY_ADDRESS", address)
+    on_this_machine(monkeypatch, "127.0.0.1:1", latest="127.0.0.1:1")
     works = asked != "disabled" and found == required if required else asked != "token"
     if works:
         connect()
@@ -167,36 +163,10 @@ def test_authentication_follows_the_cluster_that_is_joined(
     else:
         with pytest.raises(ClusterError, check=about("RAY_ADDRESS")):
             connect()
-    assert joined == [address] * works and modes == ["token" if required else "disabled"] * works
+    assert joined == [address] * works and joined.modes == ["token" if required else "disabled"] * works
     assert os.environ.get("RAY_AUTH_MODE") == asked, "of no meaning for the next cluster"
     if required is None or asked == "disabled":
         assert seen == [None], "a token goes to no cluster that works without one"
-
-
-def test_a_cluster_joined_later_does_not_get_the_mode_of_the_one_before(
-    joined: list[str], modes: list[str], head: Head, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for address in (head(token="token"), head(), "local", head()):
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        connect()
-    assert modes == ["token", "disabled", "token", "disabled"]
-
-
-def test_a_signal_means_after_connecting_what_it_meant_before(
-    joined: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-
-    def init(**_: Any) -> Any:
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        return SimpleNamespace(address_info={"gcs_address": "127.0.0.1:1"}, dashboard_url="127.0.0.1:2")
-
-    monkeypatch.setattr(ray, "init", init)
-    try:
-        connect()
-        assert signal.getsignal(signal.SIGTERM) == before
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +179,7 @@ def test_a_signal_means_after_connecting_what_it_meant_before(
     ],
 )
 def test_a_ray_that_does_not_start_is_one_line_with_field_and_remedy(
-    joined: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception, field: str
+    joined: Joined, monkeypatch: pytest.MonkeyPatch, error: Exception, field: str
 ) -> None:
     def init(**_: Any) -> None:
         raise error
@@ -221,16 +191,8 @@ def test_a_ray_that_does_not_start_is_one_line_with_field_and_remedy(
     assert caught.value.__suppress_context__
 
 
-def test_the_cluster_of_the_address_is_joined(joined: list[str], head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = head()
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    on_this_machine(monkeypatch, head(), latest=head())
-    connect()
-    assert joined == [address]
-
-
 def test_without_an_address_the_latest_that_answers_is_joined_or_one_is_started(
-    joined: list[str], head: Head, closed: str, monkeypatch: pytest.MonkeyPatch
+    joined: Joined, head: Head, closed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     latest = head()
     on_this_machine(monkeypatch, head(), latest, latest=latest)
@@ -243,19 +205,13 @@ def test_without_an_address_the_latest_that_answers_is_joined_or_one_is_started(
 
 
 def test_workers_find_a_python_whose_path_has_a_space(
-    joined: list[str], head: Head, monkeypatch: pytest.MonkeyPatch
+    joined: Joined, head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environments = []
-
-    def init(address: str, *, runtime_env: Any, **_: Any) -> None:
-        environments.append(runtime_env)
-
-    monkeypatch.setattr(ray, "init", init)
     monkeypatch.setenv("RAY_ADDRESS", head())
     for path in ("/opt/rayrft/python", "/home/my checkout/python"):
         monkeypatch.setattr(sys, "executable", path)
         connect()
-    assert environments == [None, {"py_executable": "'/home/my checkout/python'"}]
+    assert joined.environments == [None, {"py_executable": "'/home/my checkout/python'"}]
 
 
 def test_a_ray_of_its_own_ends_with_the_process_and_runs_beside_another(ray_cluster: Any, home: Path) -> None:
@@ -321,7 +277,7 @@ def marked(process: psutil.Process, mark: str) -> bool:
 
 
 def test_to_look_at_runs_no_cluster_is_started(
-    joined: list[str], head: Head, closed: str, monkeypatch: pytest.MonkeyPatch
+    joined: Joined, head: Head, closed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ClusterError, match="no Ray cluster runs"):
         connect(start=False)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from rayrft.config import load_config
 from rayrft.core.checkpoints import Checkpoints, Progress, Saver
 from rayrft.core.evaluations import Evaluations
 from rayrft.errors import ActorDied, WeightSyncError
@@ -21,8 +20,7 @@ from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import EvaluationRecord, NoteRecord
 from rayrft.runtime.handle import Handle
 from rayrft.weights.messages import SyncReport
-from tests.core.test_checkpoints import write
-from tests.e2e.conftest import small_config
+from tests.core.given import run_folder, write
 from tests.errors import about
 from tests.scripted import remote
 
@@ -69,8 +67,7 @@ class Subject:
 
     def __init__(self, folder: Path, engines: int) -> None:
         evaluation = {"engines": engines, "temperatures": [0.0]}
-        config = load_config(small_config(folder, "run", evaluation=evaluation, checkpoint={"keep_last": 1}))
-        config.folder.mkdir()
+        config = run_folder(folder, "run", evaluation=evaluation, checkpoint={"keep_last": 1})
         self.checkpoints = Checkpoints(config.folder, config.checkpoint)
         self.progress, self.recorder = Progress("run"), Recorder(config)
         self.explorer, self.sync, self.pool = ScriptedExplorer(), ScriptedSync(), EnginePool()
@@ -201,5 +198,5 @@ async def test_a_resumed_run_keeps_what_was_told_late_of_steps_before_its_checkp
     for step in (0, 2, 4, 6):
         made.explorer.answers.put_nowait(answer(step))
         await made.at(step)
-    resumed = Recorder(made.subject._config, kept=1, step=4)
+    resumed = Recorder(made.subject.config, kept=1, step=4)
     assert [record.step for record in resumed._file.read()] == [0, 2, 4]

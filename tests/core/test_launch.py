@@ -6,26 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from rayrft.config import RunConfig, dump_config, load_config
+from rayrft.config import RunConfig
 from rayrft.core import launch
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.placement import Bundles, check_room
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RayrftError, RunNotFound, StorageError
 from rayrft.monitor.summary import Totals, summarise, write_summary
-from tests.e2e.conftest import small_config
+from tests.core.given import run_folder, write
 
 
 @pytest.fixture
 def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A run that took its last step, stood at a checkpoint, and was killed before it wrote its summary."""
-    config = load_config(small_config(tmp_path, "run"))
-    config.folder.mkdir()
-    (config.folder / "config.yaml").write_text(dump_config(config))
-    progress = Progress("id", step=5, stage=1, stage_step=2, stage_began=3)
+    config, progress = run_folder(tmp_path, "run"), Progress("id", step=5, stage=1, stage_step=2, stage_began=3)
     progress.end("mix", asked=2)
-    checkpoints = Checkpoints(config.folder, config.checkpoint)
-    (checkpoints.begin(5) / "__0_0.distcp").write_text("weights")
-    checkpoints.commit(progress)
+    write(Checkpoints(config.folder, config.checkpoint), progress, "__0_0.distcp")
     monkeypatch.setattr(launch, "_start", lambda config, progress, say: (config, progress))
     return config
 
@@ -65,11 +60,9 @@ def test_a_folder_that_was_moved_is_gone_on_with_where_it_lies(ended: RunConfig,
 
 
 def test_a_run_that_did_not_begin_is_started_instead(tmp_path: Path) -> None:
-    config = load_config(small_config(tmp_path, "run"))
-    config.folder.mkdir()
     with pytest.raises(ConfigError, match="not a run folder"):
-        launch.resume(config.folder)
-    (config.folder / "config.yaml").write_text(dump_config(config))
+        launch.resume(tmp_path)
+    config = run_folder(tmp_path, "run")
     with pytest.raises(ConfigError, match=r"the run was never started .*[Ss]tart it instead"):
         launch.resume(config.folder)
 

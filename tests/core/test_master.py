@@ -11,7 +11,6 @@ import pytest
 
 from rayrft.buffer.events import ModelTerms
 from rayrft.buffer.ledger import Ledger, RowStats
-from rayrft.config import dump_config, load_config
 from rayrft.core import master as module
 from rayrft.core.checkpoints import Progress
 from rayrft.core.master import Master
@@ -25,23 +24,15 @@ from rayrft.errors import ActorDied, DataError, RayrftError, StorageError
 from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord, RecordFile
 from rayrft.monitor.summary import Summary, read_summary
-from rayrft.runtime.handle import Handle
+from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.waits import WaitReport
-from tests.e2e.conftest import small_config
+from tests.core.given import run_folder
 from tests.errors import about
 from tests.scripted import remote
 
 LEDGER = Ledger(sampled=3, trained=2, dropped={"late": 1})
-PREPARED = Prepared(
-    run_id="id",
-    model="model",
-    terms=ModelTerms(9, 9, "digest"),
-    tasks=[],
-    task_set=None,
-    held_out=[],
-    demonstrations={},
-    probe=[],
-)
+NOTHING: dict[str, Any] = {"tasks": [], "task_set": None, "held_out": [], "demonstrations": {}, "probe": []}
+PREPARED = Prepared(run_id="id", model="model", terms=ModelTerms(9, 9, "digest"), **NOTHING)
 
 
 class Groups:
@@ -54,7 +45,7 @@ class Groups:
     def remove(self) -> None: ...
 
 
-class Actor:
+class Actor(Watched):
     """Answers what every part is asked, but does not come up; with an error it says why."""
 
     def __init__(self, error: RayrftError | None = None) -> None:
@@ -75,16 +66,11 @@ class Actor:
     async def waiting(self) -> WaitReport:
         return WaitReport([], 3600.0)
 
-    async def watch(self) -> None:
-        await asyncio.Event().wait()
-
 
 @pytest.fixture
 def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Master, Actor]:
     """A Master whose trainer does not come up, and that trainer."""
-    config = load_config(small_config(tmp_path, "begins", evaluation={"enabled": False}, monitor={"patience_s": 0.1}))
-    config.folder.mkdir()
-    (config.folder / "config.yaml").write_text(dump_config(config))
+    config = run_folder(tmp_path, "begins", evaluation={"enabled": False}, monitor={"patience_s": 0.1})
     trainer, buffer = Actor(), Actor()
 
     class ScriptedTrainer(TrainerPart):

@@ -16,10 +16,8 @@ from rayrft.core.parts.table import KINDS, plan_placement
 from rayrft.core.placement import Bundles
 from rayrft.runtime.handle import Handle, TrackedHandle, Watched
 from rayrft.runtime.waits import Waits
-from tests.config.test_load import base
+from tests.config.given import GRPO, base
 from tests.scripted import remote
-
-STAGE = {"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 8, "group_size": 2}
 
 
 class Silent(Watched):
@@ -59,7 +57,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr("ray.put", lambda value: value)
 
     def parts(**overrides: Any) -> RunParts:
-        config = load_config({**base(), "stages": [STAGE], "storage": str(tmp_path), **overrides})
+        config = load_config({**base(), "stages": [GRPO], "storage": str(tmp_path), **overrides})
         prepared: Any = SimpleNamespace(
             run_id="id", model="m", tasks=[], task_set=None, held_out=[], limits=None, drop_equal=False
         )

@@ -10,7 +10,7 @@ from rayrft.config import load_config
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import Bundles, Placement, check_placement, show_plan
 from rayrft.errors import PlacementError
-from tests.config.test_load import base
+from tests.config.given import base
 
 GIB = 1 << 30
 LAPTOP = {"CPU": 2.0, "memory": 8.0 * GIB}
@@ -26,17 +26,8 @@ def test_the_quickstart_fits_two_cores() -> None:
 def test_the_plan_names_every_group_and_the_totals() -> None:
     config = load_config(base(), {"explorer.engine.count": 3, "explorer.engine.cpus": 0.5, "reward.placement": "pool"})
     text = show_plan("a", plan_placement(config))
-    for name in (
-        "a:master",
-        "a:explorer",
-        "a:engines",
-        "a:reward",
-        "a:buffer",
-        "a:engine_pool",
-        "a:trainer",
-        "a:ranks",
-    ):
-        assert name in text
+    for name in ("master", "explorer", "engines", "reward", "buffer", "engine_pool", "trainer", "ranks"):
+        assert f"a:{name}" in text
     assert "vLLM rollout engines, weights over gloo" in text
     total = next(line for line in text.splitlines() if line.startswith("total"))
     assert "2.75" in total  # 3 x 0.5 engines, 2 x 0.35 ranks, 0.2 explorer, 0.1 reward and buffer, 3 x 0.05
@@ -53,10 +44,6 @@ def test_the_plan_names_every_group_and_the_totals() -> None:
 def test_what_does_not_fit_is_an_error_with_the_numbers(override: dict[str, float], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         check_placement(plan_placement(load_config(base(), override)), [LAPTOP])
-
-
-def test_a_reward_that_runs_beside_the_workflows_takes_no_place() -> None:
-    assert "reward" not in {part.name for part in plan_placement(load_config(base()))}
 
 
 def test_a_bundle_that_no_single_node_can_hold_is_an_error() -> None:
@@ -119,19 +106,11 @@ def test_each_engine_is_on_the_gpu_of_its_rank_and_of_no_other(ray_cluster: Any)
     placement.reserve([part.name for part in parts if part.name in ("engines", "ranks")])
     try:
         engines = [placement.actor(Device, "engines", bundle=index).create() for index in range(2)]
-        ranks = [
-            ray.remote(Device)
-            .options(
-                num_cpus=config.trainer.cpus,
-                num_gpus=config.trainer.gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement.ranks, index),
-            )
-            .remote()
-            for index in range(2)
-        ]
-        first, second, *of_ranks = ray.get(
-            [*(engine.call(Device.gpus) for engine in engines), *(rank.gpus.remote() for rank in ranks)]
-        )
+        device = ray.remote(num_cpus=config.trainer.cpus, num_gpus=config.trainer.gpus)(Device)
+        bundles = [PlacementGroupSchedulingStrategy(placement.ranks, index) for index in range(2)]
+        ranks = [device.options(scheduling_strategy=bundle).remote() for bundle in bundles]
+        first, second = ray.get([engine.call(Device.gpus) for engine in engines])
+        of_ranks = ray.get([rank.gpus.remote() for rank in ranks])
     finally:
         placement.remove()
     assert [first, second] == of_ranks and first != second and len(first) == 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from rayrft.buffer.ledger import Ledger, RowStats
-from rayrft.config import dump_config, load_config
+from rayrft.config import load_config
 from rayrft.core.launch import attach, find_status, running_runs, start, starting_runs
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import Placement
@@ -24,6 +24,8 @@ from rayrft.core.run import Run
 from rayrft.errors import ActorDied, DataError, PlacementError, RunNotFound
 from rayrft.monitor.records import NoteRecord, RecordFile, read_records
 from rayrft.monitor.summary import RunStatus, Totals, read_summary, summarise, write_summary
+from rayrft.runtime.handle import Watched
+from tests.core.given import run_folder
 from tests.e2e.conftest import small_config
 from tests.scripted import handle
 
@@ -31,28 +33,24 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 NOTES = [NoteRecord("", 0, float(second), "hello") for second in range(3)]
 
 
-class ScriptedMaster:
+class ScriptedMaster(Watched):
     """Gives the first of the records, and then waits for ever."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     async def run(self) -> None:
-        await asyncio.Event().wait()
+        await self.watch()
 
     async def records(self, count: int) -> list[Any]:
-        return NOTES[:1] if count == 0 else await self.watch()
+        if count:
+            await self.watch()
+        return NOTES[:1]
 
     async def status(self) -> RunStatus:
         return RunStatus(self._folder.name, "running", None, 0, 0, self._folder, [], Ledger())
 
     async def stop(self) -> None: ...
-
-    async def watch(self) -> Any:
-        await asyncio.Event().wait()
-
-    async def pid(self) -> int:
-        return os.getpid()
 
 
 def begin(folder: Path) -> Run:
@@ -66,9 +64,7 @@ def begin(folder: Path) -> Run:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     """A run under way whose Master has said one of three things that are on the disk."""
-    config = load_config(small_config(tmp_path, "scripted"))
-    config.folder.mkdir()
-    (config.folder / "config.yaml").write_text(dump_config(config))
+    config = run_folder(tmp_path, "scripted")
     file = RecordFile(config.folder)
     for note in NOTES:
         file.append(note)
@@ -88,21 +84,17 @@ def groups_of(name: str) -> list[str]:
 
 def all_at_once(*calls: Callable[[], Any]) -> list[Any]:
     """What each call gave or raised, made from as many threads."""
-    together, came = threading.Barrier(len(calls)), [None] * len(calls)
+    together = threading.Barrier(len(calls))
 
-    def make(number: int, call: Callable[[], Any]) -> None:
+    def make(call: Callable[[], Any]) -> Any:
         together.wait()
         try:
-            came[number] = call()
+            return call()
         except BaseException as error:
-            came[number] = error  # type: ignore[call-overload]
+            return error
 
-    threads = [threading.Thread(target=make, args=each) for each in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return came
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(make, calls, timeout=60))
 
 
 def test_a_run_is_killed_from_many_threads_while_others_wait_for_it(run: Run) -> None:
@@ -170,9 +162,8 @@ def test_a_dead_master_is_told_with_why_it_died_by_whoever_asks(run: Run) -> Non
 def test_records_that_the_master_had_no_time_to_tell_are_read_from_the_disk(run: Run) -> None:
     follow = run.records()
     assert next(follow) == NOTES[0]
-    write_summary(
-        run.folder, summarise("scripted", "finished", None, Totals(NOTES), RowStats(Ledger(sampled=4), {}), 1.0)
-    )
+    rows = RowStats(Ledger(sampled=4), {})
+    write_summary(run.folder, summarise("scripted", "finished", None, Totals(NOTES), rows, 1.0))
     kill_master(run)
     assert [*follow] == NOTES[1:] == read_records(run.folder)[1:]
     assert run.result().status == "finished"

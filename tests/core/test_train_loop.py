@@ -10,7 +10,6 @@ import pytest
 
 from rayrft.buffer.ledger import Ledger, Resumed
 from rayrft.buffer.schedule import StagePlan
-from rayrft.config import load_config
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.supervision import Stopped
 from rayrft.core.train_loop import TrainLoop
@@ -20,9 +19,9 @@ from rayrft.monitor import sinks
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import NoteRecord
 from rayrft.trainer.api import RankCall
-from tests.e2e.conftest import small_config
+from tests.core.given import run_folder
 from tests.errors import about
-from tests.monitor.test_step_record import lease, result
+from tests.monitor.made import lease, result
 from tests.scripted import remote
 
 
@@ -55,15 +54,11 @@ class EvaluatesForEver:
         await asyncio.Event().wait()
 
 
-STALL_S = 0.05
-
-
 class Subject:
     """A train loop on scripted actors."""
 
     def __init__(self, folder: Path) -> None:
-        config = load_config(small_config(folder, "evaluates", monitor={"stall_s": STALL_S}))
-        config.folder.mkdir()
+        config = run_folder(folder, "evaluates", monitor={"stall_s": 0.05})
         progress, self.stop = Progress("id"), asyncio.Event()
         Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
         self.trainer, self.explorer = ScriptedTrainer(), EvaluatesForEver()
@@ -92,8 +87,8 @@ async def test_the_buffer_is_told_when_the_stage_ends(subject: Subject) -> None:
         async def open_stage(self, plan: StagePlan) -> None:
             self.plan = plan
 
-    buffer, stage = Plans(), subject.loop._config.stages[1]
-    subject.loop._buffer = remote(buffer)
+    buffer, stage = Plans(), subject.loop.config.stages[1]
+    subject.loop.buffer = remote(buffer)
     subject.loop.progress.step = subject.loop.progress.stage_began = 3
     await subject.loop._open(stage)
     assert (buffer.plan.version, buffer.plan.end) == (3, 3 + stage.steps)
@@ -112,12 +107,12 @@ async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_se
 async def test_a_gap_between_engine_and_trainer_is_noted_once_a_stage_and_ends_a_run_with_engines(
     subject: Subject,
 ) -> None:
-    stage, bound = subject.loop._config.stages[1], subject.loop._config.probe_bounds.mean
+    stage, bound = subject.loop.config.stages[1], subject.loop.config.probe_bounds.mean
     for _ in range(2):
         await subject.loop._doubt(stage, lease(0, 0), result(logprob_gap=4 * bound))
-    notes = [record for record in await subject.loop._recorder.after(0) if isinstance(record, NoteRecord)]
+    notes = [record for record in await subject.loop.recorder.after(0) if isinstance(record, NoteRecord)]
     assert len(notes) == 1 and "engine and trainer disagree" in notes[0].text
-    subject.loop._weight_sync = cast(WeightSync, object())
+    subject.loop.weight_sync = cast(WeightSync, object())
     with pytest.raises(WeightSyncError, check=about("weight_sync.tolerance")):
         await subject.loop._doubt(stage, lease(0, 0), result(logprob_gap=4 * bound))
 
@@ -135,7 +130,7 @@ async def test_blocks_that_are_lost_again_and_again_end_the_run(subject: Subject
             self.asked += 1
 
     buffer = Leases()
-    subject.loop._buffer = remote(buffer)
+    subject.loop.buffer = remote(buffer)
     with pytest.raises(RayrftError, check=about("buffer.lease", 0)):
         await subject.loop._train(0, asyncio.get_running_loop().create_future())
     assert buffer.asked == 5 and subject.trainer.calls == ["train"] * 5

@@ -18,7 +18,7 @@ from rayrft.runtime.handle import TrackedHandle
 from rayrft.runtime.waits import Waits
 from rayrft.trainer.api import RankCall
 from rayrft.weights.messages import Link, Sent
-from tests.config.test_load import base
+from tests.config.given import base
 from tests.errors import about
 from tests.scripted import remote
 

@@ -21,7 +21,7 @@ from rayrft.explorer.engines.exchange import Answering, Completion, Request
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.explorer.explorer import Explorer
 from rayrft.rewards import RewardResult, Transcript
-from tests.config.test_load import base
+from tests.config.given import base
 from tests.scripted import remote
 
 

@@ -2,55 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rayrft.errors import StorageError
-from rayrft.explorer.evaluation import wilson_interval
 from rayrft.explorer.explorer import Timings
 from rayrft.monitor.console import format_record
-from rayrft.monitor.records import (
-    EvaluationRecord,
-    NoteRecord,
-    Record,
-    RecordFile,
-    RolloutRecord,
-    StepRecord,
-    read_records,
-)
+from rayrft.monitor.records import NoteRecord, Record, RecordFile, RolloutRecord, read_records
 from rayrft.monitor.report import accuracy_table, save_plot
 from rayrft.monitor.sinks import scalars
 from rayrft.monitor.verdict import Bottleneck
 from rayrft.pipelines.report import OperatorStats
 from rayrft.rewards.stats import DomainStats
-from rayrft.trainer.result import StepMetrics
-
-
-def step(**changes: Any) -> StepRecord:
-    def made(kind: type, **values: Any) -> Any:
-        names = {field.name for field in dataclasses.fields(kind)}
-        return kind(**{**dict.fromkeys(names, 0), **values, **{name: changes[name] for name in changes.keys() & names}})
-
-    nested = {"metrics": made(StepMetrics), "timings": made(Timings, rewards={}, operators={})}
-    values = {"stage": "mix", "step": 3, "usual_rows": 8, "reward": 0.5, "staleness_mean": 0.0, "step_s": 10.0}
-    record: StepRecord = made(StepRecord, lost={}, **nested, **values)
-    return record
-
-
-def evaluation(stage: str, stage_step: int, right: int, temperature: float = 0.0, step: int = 0) -> EvaluationRecord:
-    low, high = wilson_interval(right, 100)
-    share = right / 100
-    measured = (share, low, high, right, 100, 0.5, 0, 1.0, 1, share, 4.0, 0.0, 0)
-    return EvaluationRecord(stage, step, stage_step, 0.0, step, temperature, *measured)
+from tests.monitor.made import evaluation, step
 
 
 def test_records_survive_the_file_and_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     records: list[Record] = [NoteRecord("mix", 1, 0.0, "hello", {"a": 1}), step(), evaluation("mix", 3, 50)]
+    assert read_records(tmp_path) == []
     file = RecordFile(tmp_path)
     for record in [*records, step()]:
         file.append(record)
@@ -92,17 +64,13 @@ def test_a_disk_that_takes_half_a_record_is_a_storage_error_and_leaves_whole_lin
     assert read_records(tmp_path) == [step(), step(step=5)]
 
 
-def test_a_folder_without_metrics_has_no_records(tmp_path: Path) -> None:
-    assert read_records(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("times", "staleness", "said"),
     [
         (
             {"wait_s": 6.1, "rollout_s": 6, "train_s": 3},
             0,
-            "waited 61% of the step: rollout-bound; add engines or raise max_staleness",
+            "waited 61% of the step: rollout-bound; add engines or raise",
         ),
         ({"wait_s": 6.1, "rollout_s": 6, "train_s": 3}, 2, "rollout-bound; add engines"),
         ({"wait_s": 6, "rollout_s": 1, "reward_s": 5, "train_s": 3}, 0, "reward-bound; raise reward.workers"),
@@ -118,39 +86,25 @@ def test_the_verdict_names_the_bottleneck_and_the_remedy(times: dict[str, float]
     assert said in bottleneck.verdict(staleness)
 
 
-def test_a_run_that_does_not_explore_is_not_told_to_add_engines() -> None:
+def test_a_run_that_does_not_explore_is_not_told_to_add_engines_and_nothing_is_said_without_rollouts() -> None:
     bottleneck = Bottleneck()
+    bottleneck.add(step(usual_rows=0))
+    assert bottleneck.verdict(0) == ""
     bottleneck.add(step(wait_s=6.1, train_s=3))
     said = bottleneck.verdict(0, explores=False)
     assert "short of groups" in said and "engines" not in said
 
 
-def test_there_is_no_verdict_without_rollouts() -> None:
-    bottleneck = Bottleneck()
-    bottleneck.add(step(usual_rows=0))
-    assert bottleneck.verdict(0) == ""
-
-
 def test_a_step_line_shows_losses_staleness_and_where_the_time_went() -> None:
-    text = format_record(
-        step(policy_loss=-0.5, expert_rows=2, sft_loss=0.25, wait_s=1, train_s=2, sync_s=3, staleness_max=1)
-    )
+    losses, seconds = {"policy_loss": -0.5, "sft_loss": 0.25}, {"wait_s": 1, "train_s": 2, "sync_s": 3}
+    text = format_record(step(expert_rows=2, staleness_max=1, **losses, **seconds))
     for part in ("[mix    3]", "reward 0.500", "policy -0.5000", "sft 0.2500", "stale 0.0/1", "wait 1.00", "sync 3.00"):
         assert part in text
 
 
 def test_the_table_shows_each_stage_with_counts_intervals_and_its_best_point() -> None:
-    table = accuracy_table(
-        [
-            evaluation("warmup", 0, 0),
-            evaluation("warmup", 400, 20),
-            evaluation("control", 0, 20),
-            evaluation("control", 20, 60),
-            evaluation("control", 40, 40),
-            evaluation("mix", 0, 20),
-            evaluation("mix", 10, 90),
-        ]
-    )
+    points = [("warmup", 0, 0), ("warmup", 400, 20), ("control", 0, 20), ("control", 20, 60), ("control", 40, 40)]
+    table = accuracy_table([evaluation(*point) for point in [*points, ("mix", 0, 20), ("mix", 10, 90)]])
     assert "untrained" in table
     assert "0.400 (40/100, 0.309-0.498), best 0.600 at step 20" in table
     assert "0.900 (90/100" in table
@@ -169,21 +123,9 @@ def test_a_step_line_counts_what_was_lost_by_mistake_and_not_what_is_dropped_by_
 
 
 def test_what_an_explore_job_put_is_a_line_and_numbers_on_the_dashboard() -> None:
-    record = RolloutRecord(
-        "live",
-        24,
-        1.0,
-        8,
-        64,
-        640,
-        0.25,
-        None,
-        {"zero_variance": 8, "reward_unknown": 2, "worth: too low": 3, "worth: timeout": 8},
-        96,
-        320.0,
-        2.0,
-        Timings(1.5, 0.25, operators={"worth": OperatorStats(64, 11, made=2, failed=8, seconds=0.5)}),
-    )
+    lost = {"zero_variance": 8, "reward_unknown": 2, "worth: too low": 3, "worth: timeout": 8}
+    timings = Timings(1.5, 0.25, operators={"worth": OperatorStats(64, 11, made=2, failed=8, seconds=0.5)})
+    record = RolloutRecord("live", 24, 1.0, 8, 64, 640, 0.25, None, lost, 96, 320.0, 2.0, timings)
     line = format_record(record)
     assert line.startswith("[live    24 groups]  reward 0.250  320 tok/s  held 96")
     said = "left out 3 worth  made 2 worth  lost 2 reward_unknown, 8 worth: timeout"
@@ -197,6 +139,5 @@ def test_what_an_explore_job_put_is_a_line_and_numbers_on_the_dashboard() -> Non
 def test_what_scoring_a_domain_is_like_is_a_number_each_on_the_dashboard(domain: str, name: str) -> None:
     stats = DomainStats(scored=8, unknown=2, errors=1, retried=4, seconds=4.0, slowest_s=1.5, pending=3)
     numbers = scalars(step(rewards={domain: stats}))
-    assert [
-        numbers[name + each] for each in ("unknown_share", "mean_s", "errors", "retried", "slowest_s", "pending")
-    ] == [0.25, 0.5, 1, 4, 1.5, 3]
+    said = {"unknown_share": 0.25, "mean_s": 0.5, "errors": 1, "retried": 4, "slowest_s": 1.5, "pending": 3}
+    assert {each: numbers[name + each] for each in said} == said

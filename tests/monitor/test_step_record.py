@@ -8,53 +8,14 @@ from typing import Any
 import pytest
 
 from rayrft.buffer.events import GroupReport
-from rayrft.buffer.leases import Lease
 from rayrft.buffer.ledger import Ledger
 from rayrft.errors import WeightSyncError
 from rayrft.explorer.explorer import Timings
 from rayrft.monitor.records import StepRecord
 from rayrft.monitor.verdict import check_gap, check_on_policy_step
-from rayrft.trainer.result import FirstUpdate, StepMetrics, StepResult
+from rayrft.trainer.result import FirstUpdate
 from tests.errors import about
-
-SOUND = StepMetrics(
-    loss=0.1,
-    policy_loss=0.1,
-    sft_loss=0.0,
-    preference_loss=0.0,
-    distillation_loss=0.0,
-    value_loss=0.0,
-    value_grad_norm=0.0,
-    kl=0.0,
-    kl_coef=0.0,
-    entropy_coef=0.0,
-    grad_norm=1.0,
-    lr=1e-4,
-    entropy=1.0,
-    clip_fraction=0.0,
-    ratio=1.0,
-    correction_weight=1.0,
-    logprob_gap=1e-6,
-    pair_accuracy=0.0,
-    pair_margin=0.0,
-    pair_score=0.0,
-    good_score=0.0,
-    bad_score=0.0,
-    label_margin=0.0,
-    good_logprob=0.0,
-    bad_logprob=0.0,
-    reference_kl=0.0,
-    policy_tokens=10,
-    expert_tokens=0,
-)
-
-
-def result(first_update: FirstUpdate | None = None, **changes: Any) -> StepResult:
-    return StepResult(replace(SOUND, **changes), first_update or FirstUpdate(0.0, 0.04), {})
-
-
-def lease(*staleness: int, rollouts: GroupReport | None = None) -> Lease:
-    return Lease(0, 0, (), 8, 0, staleness, rollouts or GroupReport(), 0.0)
+from tests.monitor.made import lease, result
 
 
 @pytest.mark.parametrize(("explores", "reward", "rate"), [(True, 0.75, 50.0), (False, 0.25, 5.0)])

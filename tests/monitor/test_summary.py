@@ -6,13 +6,13 @@ import errno
 import json
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayrft.buffer.ledger import Ledger
-from rayrft.config import dump_config, load_config
 from rayrft.errors import StorageError
 from rayrft.monitor.records import RecordFile
 from rayrft.monitor.summary import (
@@ -26,29 +26,23 @@ from rayrft.monitor.summary import (
 )
 from tests.buffer.in_process import LocalBuffer, ObjectTable
 from tests.buffer.rows import group, plan
-from tests.e2e.conftest import small_config
-from tests.monitor.test_monitor import evaluation, step
+from tests.core.given import run_folder
+from tests.monitor.made import evaluation, step
 
 ENDED = summarise("run", "failed", "why", Totals(), None, 0.0)
 
 
 def test_many_writers_leave_one_whole_summary_and_nothing_else(tmp_path: Path) -> None:
-    together, failures = threading.Barrier(8), []
+    together = threading.Barrier(8)
 
     def write(number: int) -> None:
         together.wait()
-        try:
-            for _ in range(50):
-                write_summary(tmp_path, summarise(str(number), "finished", None, Totals(), None, 0.0))
-        except (OSError, StorageError) as error:
-            failures.append(error)
+        for _ in range(50):
+            write_summary(tmp_path, summarise(str(number), "finished", None, Totals(), None, 0.0))
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and read_summary(tmp_path).name in "01234567"
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(write, range(8)))
+    assert read_summary(tmp_path).name in "01234567"
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 
@@ -79,9 +73,7 @@ def test_the_room_that_was_kept_for_the_summary_is_free_when_it_is_written(
 def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run whose processes are gone: three groups of two were put, the first was trained."""
     ObjectTable(monkeypatch)
-    config = load_config(small_config(tmp_path, "dead"))
-    config.folder.mkdir()
-    (config.folder / "config.yaml").write_text(dump_config(config))
+    config = run_folder(tmp_path, "dead")
     file = RecordFile(config.folder)
     for record in (evaluation("mix", 0, 10), step(step=4, version=4, train_s=2.0)):
         file.append(record)

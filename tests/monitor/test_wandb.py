@@ -12,10 +12,9 @@ import pytest
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-from rayrft.config import load_config
 from rayrft.monitor.sinks import Wandb
-from tests.e2e.conftest import small_config
-from tests.monitor.test_monitor import evaluation, step
+from tests.core.given import run_folder
+from tests.monitor.made import evaluation, step
 
 _BLOCK, _WHOLE, _LAST = 1 << 15, 1, 4
 """Of LevelDB's log: size of a block, and the types of chunks that end a record."""
@@ -39,8 +38,7 @@ def test_an_evaluation_that_ends_after_later_steps_arrives_and_a_resumed_run_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    config = load_config(small_config(tmp_path, "run"))
-    config.folder.mkdir()
+    config = run_folder(tmp_path, "run")
     sink = Wandb(config)
     for record in (step(step=1), step(step=5), evaluation("mix", 2, 50, step=2), step(step=6)):
         sink.write(record)

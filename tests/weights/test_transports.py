@@ -27,7 +27,7 @@ from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_bucke
 from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
 from rayrft.weights.transport import SignedStore
-from tests.config.test_load import base
+from tests.config.given import base
 from tests.conftest import ROOT
 from tests.errors import about
 

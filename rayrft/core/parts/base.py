@@ -22,15 +22,13 @@ K = TypeVar("K", bound="Part[Any]")
 class Part(Generic[A]):
     """One kind of actor: its resources, how its actors are created, started and closed, and what their death means.
 
-    A subclass in `KINDS` is the only place that names the kind: placement, start-up, supervision and the end of a run
-    loop over that table.
+    Placement, start-up, supervision and the end of a run loop over the subclasses in `KINDS`, and name no kind.
     """
 
     name: ClassVar[str]
     """Name of its placement group."""
     on_death: ClassVar[Literal["end", "restart", "continue"]] = "end"
-    """Effect of the death of an actor: the run ends; the actor is restarted, and the run ends if that fails; or the run
-    continues without it."""
+    """Effect of an actor's death: the run ends; it is restarted, or the run ends; the run continues without it."""
     budget: ClassVar[int] = 0
     """Number of times that an actor is restarted; -1: no limit."""
     loads: ClassVar[bool] = False

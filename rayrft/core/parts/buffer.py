@@ -29,17 +29,12 @@ class BufferPart(Part[Buffer]):
 
     def create(self) -> list[Handle[Buffer]]:
         config, prepared = self.config, self.run.prepared
-        buffer: Handle[Buffer] = self.run.shared or self.run.placement.actor(
-            Buffer, self.name, name=self.name, restarts=self.budget
-        ).create(
-            prepared.run_id,
-            config.buffer_folder,
-            config.buffer,
-            config.seed,
-            prepared.task_set,
-            prepared.limits,
-            self.run.logged,
-        )
+        buffer: Handle[Buffer] | None = self.run.shared
+        if buffer is None:
+            placed = self.run.placement.actor(Buffer, self.name, name=self.name, restarts=self.budget)
+            tasks, limits = prepared.task_set, prepared.limits
+            settings = config.buffer_folder, config.buffer, config.seed
+            buffer = placed.create(prepared.run_id, *settings, tasks, limits, self.run.logged)
         # Without an Explorer, groups come when they come.
         serving = config.mode == "serve" and config.records_sessions
         return [self.track(buffer, endless=[Buffer.lease] if serving else [])]
@@ -53,11 +48,9 @@ class BufferPart(Part[Buffer]):
         return self.actors[0]
 
     async def start(self) -> None:
-        demonstrations = self.run.prepared.demonstrations if self.config.trains else {}
-        loads = [
-            self.actor.call(Buffer.load, name, [ray.put(pack(to_batch(rows)))]) for name, rows in demonstrations.items()
-        ]
-        await asyncio.gather(*loads)
+        given = self.run.prepared.demonstrations if self.config.trains else {}
+        refs = {name: [ray.put(pack(to_batch(rows)))] for name, rows in given.items()}
+        await asyncio.gather(*(self.actor.call(Buffer.load, name, ref) for name, ref in refs.items()))
 
     @property
     def heartbeat(self) -> Any:

@@ -33,10 +33,9 @@ class EngineModel:
 
 
 class EngineGroup:
-    """The engines of a model, one per bundle of a placement ``group``, and the pool with their membership.
+    """The engines of a model, named ``<name>-<index>``, one per bundle of a placement ``group``, and their pool.
 
-    The engines are named ``<name>-<index>``. ``waits`` records the calls of the actors; ``expendable``: see
-    `EnginePool`.
+    ``waits`` records the calls of the actors; ``expendable``: see `EnginePool`.
     """
 
     def __init__(
@@ -173,8 +172,7 @@ class PolicyEngines(EngineRole):
         if not config.rolls_out:
             return []
         engine, weights = config.explorer.engine, f"weights over {config.sync_backend}"
-        # An engine and a rank on one GPU must share a bundle: in separate groups Ray may pack two engines on one GPU,
-        # or place them on another node than the ranks.
+        # In separate groups Ray may pack two engines on one GPU, or place them on another node than the ranks.
         ranks = ranks_bundles(config, "FSDP2 under Ray Train, each beside an engine")
         note = f"vLLM rollout engines, {weights if config.trains else 'fixed weights'}"
         return [_bundles(cls.name, engine.count, engine, note, ranks if shares_bundles(config) else None)]
@@ -196,9 +194,8 @@ class EvaluationEngines(EngineRole):
         return [_bundles(cls.name, count, config.explorer.engine, note)] if count else []
 
     def create_groups(self) -> dict[str, EngineGroup]:
-        run, config = self.run, self.config
-        model = _policy(config, run.prepared.model, config.seed + config.explorer.engine.count)
-        names = (self.name, self.name, "evaluation_pool")
+        run, seed = self.run, self.config.seed + self.config.explorer.engine.count
+        model, names = _policy(self.config, run.prepared.model, seed), (self.name, self.name, "evaluation_pool")
         return {"": EngineGroup(run.placement, model, *names, run.waits, expendable=True)}
 
     @property

@@ -48,17 +48,11 @@ class RewardsPart(Part[RewardActor]):
         from rayrft.rewards.service import deploy_rewards
         from rayrft.runtime.serving.applications import Owner, on_head
 
-        owner, address = Owner(NAMESPACE, actor_name(config.name, "master")), config.endpoint or ServeConfig()
+        owner, http = Owner(NAMESPACE, actor_name(config.name, "master")), config.endpoint or ServeConfig()
+        address, serves = (http.host, http.port), config.endpoint is not None
+        models = remote_models(config, self.run[AuxiliaryEngines].pools)
         with self.run.waits.on("rewards", "deployed"):
-            await asyncio.to_thread(
-                on_head,
-                deploy_rewards,
-                service,
-                owner,
-                (address.host, address.port),
-                config.endpoint is not None,
-                remote_models(config, self.run[AuxiliaryEngines].pools),
-            )
+            await asyncio.to_thread(on_head, deploy_rewards, service, owner, address, serves, models)
 
     async def close(self) -> None:
         if (service := reward_service(self.config)) is not None:
@@ -103,8 +97,7 @@ def remote_models(config: RunConfig, pools: Mapping[str, Handle[EnginePool]]) ->
 def remote_scoring(
     config: RunConfig, placement: Placement, pools: Mapping[str, Handle[EnginePool]]
 ) -> Callable[[], ScoringBackend] | None:
-    """Return a factory of an Explorer's remote scorers, which may ask the auxiliary models of ``pools``; None if the
-    Explorer scores."""
+    """Return a factory of an Explorer's remote scorers, which may ask these auxiliary models; None if it scores."""
     if config.reward.placement == "beside":
         return None
     if (service := reward_service(config)) is not None:

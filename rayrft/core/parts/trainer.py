@@ -35,18 +35,10 @@ class TrainerPart(Part[Trainer]):
         return [self.track(trainer, labels={Trainer.call_ranks: lambda call: call.method})]
 
     async def start(self) -> str | None:
-        config = self.config
+        config, model = self.config, self.config.model
         for trainer in self.actors:
-            setup = RankSetup(
-                trainer,
-                config.trainer,
-                self.run.prepared.model,
-                config.model.dtype,
-                config.explorer.sampling.temperature,
-                config.plugins,
-                config.seed,
-                config.model.template,
-            )
+            given = trainer, config.trainer, self.run.prepared.model, model.dtype, config.explorer.sampling.temperature
+            setup = RankSetup(*given, config.plugins, config.seed, model.template)
             if warning := await trainer.call(Trainer.start, config.folder, setup):
                 return f"trainer: {warning}"
         return None

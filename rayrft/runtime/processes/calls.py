@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rayrft.errors import CallFailed, CallTimeout, ProcessDied, RayrftError
 from rayrft.runtime.actor_pool import TRIES
@@ -39,13 +39,10 @@ class CallQueue(Generic[A, R]):
 
     A free process takes the calls that wait: at most ``max_batch()`` of its object, and no more than are expected to
     end within a fraction of the deadline. Calls of a batch that fails are each made again alone. A call that fails
-    alone with an error of type ``again`` is made again once.
+    alone with an error of type ``again`` is made again once. ``fresh``: each batch has a new object.
 
-    A call that hangs would delay others until its deadline: once it is slow, a spare process works beside it until it
-    ends. Its process stays if the call was only slow, like first calls and calls on a busy machine. ``fresh``: each
-    batch has a new object.
-
-    If no process can be started, all calls raise the error that ``failure`` returns, now and later.
+    While a call is slow, a spare process works beside it, since a call that hangs would delay others until its
+    deadline. If no process can be started, all calls raise the error that ``failure`` returns, now and later.
     """
 
     def __init__(
@@ -125,11 +122,11 @@ class CallQueue(Generic[A, R]):
                 if starts < _STARTS and isinstance(error, ProcessDied | CallTimeout):
                     continue
                 self._error = self._failure(error)
-                waiting: list[asyncio.Future[R] | asyncio.Future[None] | None] = [ready]
+                waiting: list[asyncio.Future[Any]] = [] if ready is None else [ready]
                 while not self._calls.empty():
                     waiting.append(self._calls.get_nowait().done)
                 for each in waiting:
-                    if each is not None and not each.done():
+                    if not each.done():
                         each.set_exception(self._error)
                 return
 

@@ -41,6 +41,7 @@ _PASSED = re.compile(
 )
 """Names of the variables that processes inherit: others may be keys, and a model may drive the code in a process."""
 
+_CLOSED = "the pool of processes is closed"
 _STARTING_AT_ONCE = 8
 """Processes between fork and readiness: more would only compete for the cores."""
 
@@ -57,10 +58,8 @@ class ProcessPool:
     ``create`` and the arguments and answers of calls are pickled; ``plugins`` are loaded before it. An answer has at
     most ``answer_limit`` bytes, and an object is created within ``start_s``. ``warm_up`` is called once, before
     processes are forked, for imports that all need. They inherit few environment variables (`environment`), or all if
-    ``inherit``, for code that no model drives.
-
-    After a lease the object is closed (``close()``, if there is one). If it leaves neither threads nor processes
-    behind, another object is created in its process; else the process is replaced.
+    ``inherit``, for code that no model drives. After a lease the object is closed (``close()``, if there is one). If it
+    leaves threads or processes behind, its process is replaced; else another object is created in it.
     """
 
     def __init__(
@@ -108,14 +107,14 @@ class ProcessPool:
         await asyncio.gather(*self._preparing, return_exceptions=True)
         while self._ready:
             self._ready.popleft().kill()
-        while self._fail(_closed()):
+        while self._fail(ProcessDied(_CLOSED)):
             pass
         if self._template is not None:
             await self._template.close()
 
     async def _take(self) -> Worker:
         if self._closed:
-            raise _closed()
+            raise ProcessDied(_CLOSED)
         waiter = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         self._balance()
@@ -166,23 +165,20 @@ class ProcessPool:
 
     def _fail(self, error: CallFailed) -> bool:
         """Raise the error in the lease that has waited longest; False if there is none."""
-        self._waiting = deque(waiter for waiter in self._waiting if not waiter.done())
-        if self._waiting:
-            self._waiting.popleft().set_exception(error)
-            return True
+        while self._waiting:
+            if not (waiter := self._waiting.popleft()).done():
+                waiter.set_exception(error)
+                return True
         return False
 
     async def _start(self) -> Worker:
         async with self._starts:
-            if self._template is None or self._template.ended:
-                try:
-                    self._template = _Template(self._blueprint, self._environment)
-                except OSError as error:  # no more processes or files
-                    raise ProcessDied(f"cannot be started: {error}", field="create") from None
-            await asyncio.shield(self._template.ready)
             try:
+                if self._template is None or self._template.ended:
+                    self._template = _Template(self._blueprint, self._environment)
+                await asyncio.shield(self._template.ready)
                 worker = await self._template.fork(self._answer_limit)
-            except OSError as error:
+            except OSError as error:  # no more processes or files
                 raise ProcessDied(f"cannot be started: {error}", field="create") from None
             await worker.start(self._start_s)
         return worker
@@ -195,10 +191,6 @@ class ProcessPool:
             worker.kill()
             return None
         return worker
-
-
-def _closed() -> ProcessDied:
-    return ProcessDied("the pool of processes is closed")
 
 
 _MAIN = """

@@ -48,8 +48,7 @@ class Worker:
 
         Raises CallFailed with the text of the error that the method raised; CallTimeout, ProcessDied or AnswerTooLarge:
         each of these, and cancellation, kills the process. The deadline is on the seconds in which the process could
-        run (`RunClock`), so that a busy machine makes no call late. It starts again whenever the object has waited for
-        ``serve``.
+        run (`RunClock`). It starts again whenever the object has waited for ``serve``.
         """
         if self._writer.is_closing():
             raise ProcessDied("its process was killed after an earlier call", field=method)

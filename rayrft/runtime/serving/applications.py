@@ -93,9 +93,8 @@ def create_anchor(owner: Owner) -> Handle[Watched]:
     try:
         actor = ray.remote(Watched).options(num_cpus=0, name=owner.name, namespace=owner.namespace).remote()
     except ValueError:
-        problem = "this name is served on the cluster already"
-        remedy = "choose another name (name=…), or end the other service"
-        raise ConfigError(problem, remedy, field="name", value=owner.name.partition(":")[0]) from None
+        remedy, name = "choose another name (name=…), or end the other service", owner.name.partition(":")[0]
+        raise ConfigError("is served on the cluster already", remedy, field="name", value=name) from None
     return Handle(owner.name, actor)
 
 
@@ -118,12 +117,8 @@ async def delete_with(owner: Owner, application: str) -> None:
 def _check_running(running: serve.HTTPOptions, location: ProxyLocation, host: str, port: int) -> None:
     """Raise ConfigError unless Serve runs at this address."""
     if location == ProxyLocation.Disabled:
-        raise ConfigError(
-            "Ray Serve is running on this cluster without HTTP: its port was taken when a run's rewards started it",
-            "end that run, then run: serve shutdown",
-            field="serve.port",
-            value=port,
-        )
+        problem = "Ray Serve is running without HTTP: its port was taken when a run's rewards started it"
+        raise ConfigError(problem, "end that run, then run: serve shutdown", field="serve.port", value=port)
     for field, theirs, ours in (("host", running.host, host), ("port", running.port, port)):
         if theirs != ours:
             problem = f"Ray Serve is running on this cluster at {running.host}:{running.port}, and has one address"

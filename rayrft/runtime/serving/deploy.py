@@ -56,9 +56,11 @@ class HttpReplica:
     def __init__(self, application: HttpApplication) -> None:
         name = application.name
         counter = Counter("rayrft_endpoint_requests", "Requests by how they ended", tag_keys=("app", "outcome"))
-        self._service = application.build(
-            lambda outcome: counter.inc(tags={"app": name, "outcome": outcome}), *application.arguments
-        )
+
+        def count(outcome: str) -> None:
+            counter.inc(tags={"app": name, "outcome": outcome})
+
+        self._service = application.build(count, *application.arguments)
         self._watching = asyncio.create_task(delete_with(application.owner, name))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -83,10 +85,7 @@ def _open(application: HttpApplication) -> str:
         direct.open(f"{url}/health", timeout=_ANSWER_S).close()
     except (urllib.error.URLError, TimeoutError) as error:
         delete_applications(name)
-        raise ConfigError(
-            f"the application does not answer at {url}: {error}",
-            "give the port of the run that started Ray Serve, which has one port in a cluster, or run: serve shutdown",
-            field="serve.port",
-            value=config.port,
-        ) from None
+        problem = f"the application does not answer at {url}: {error}"
+        remedy = "give the port of the run that started Ray Serve, which has one port, or run: serve shutdown"
+        raise ConfigError(problem, remedy, field="serve.port", value=config.port) from None
     return url

@@ -18,6 +18,7 @@ from starlette.datastructures import URL
 
 from rayrft.errors import ActorDied, DataError, EngineFailed, RequestRefused, StorageError
 from rayrft.runtime.serving import LOCAL, key_digest
+from rayrft.runtime.waits import unless
 
 log = logging.getLogger(__name__)
 
@@ -113,13 +114,8 @@ class HttpService:
                 self._check_key(request)
                 self._check_sender(request)
                 if self.open >= at_most:
-                    raise ApiError(
-                        429,
-                        f"The server has {self.open} open requests, which is its limit.",
-                        code="rate_limit_exceeded",
-                        kind="requests",
-                        headers={"Retry-After": "1"},
-                    )
+                    problem, retry = f"The server has {self.open} open requests, its limit.", {"Retry-After": "1"}
+                    raise ApiError(429, problem, code="rate_limit_exceeded", kind="requests", headers=retry)
                 self.open += 1
                 try:
                     response = await handle(request)
@@ -135,9 +131,9 @@ class HttpService:
                 self._end("499 client_gone")
                 raise
             except Exception as error:  # whatever went wrong is an answer to this request
-                problem = api_error(error)
-                self._end(f"{problem.status} {problem.code}")
-                return JSONResponse(problem.body, problem.status, problem.headers)
+                answer = api_error(error)
+                self._end(f"{answer.status} {answer.code}")
+                return JSONResponse(answer.body, answer.status, answer.headers)
 
         return route
 
@@ -150,12 +146,11 @@ class HttpService:
         self._count(outcome)
 
     def _check_key(self, request: Request) -> None:
-        digests = self._key_digests
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         given = key_digest(key.strip()) if scheme.lower() == "bearer" else ""
         # All are compared, each in constant time: the time tells nothing of the keys.
-        known = [hmac.compare_digest(given, digest) for digest in digests]
-        if digests and not any(known):
+        known = [hmac.compare_digest(given, digest) for digest in self._key_digests]
+        if known and not any(known):
             raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
 
     def _check_sender(self, request: Request) -> None:
@@ -264,16 +259,7 @@ async def _until_gone(receive: Any) -> None:
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R:
     """Return the result of ``work``; abandon it if the client goes away."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request.receive))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise client_gone()
-        return working.result()
-    finally:
-        working.cancel()
-        gone.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+    return await unless(_until_gone(request.receive), client_gone, work)
 
 
 def client_gone() -> ApiError:

@@ -1,0 +1,27 @@
+"""What tests of runs begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rayrft.config import RunConfig, dump_config, load_config
+from rayrft.core.checkpoints import Checkpoints, Progress
+from tests.e2e.conftest import small_config
+
+
+def run_folder(storage: Path, name: str, **changes: Any) -> RunConfig:
+    """The config of a run whose folder has nothing else."""
+    config = load_config(small_config(storage, name, **changes))
+    config.folder.mkdir()
+    (config.folder / "config.yaml").write_text(dump_config(config))
+    return config
+
+
+def write(checkpoints: Checkpoints, progress: Progress, *files: str) -> None:
+    """Write a checkpoint with these files, each with its name in it."""
+    folder = checkpoints.begin(progress.step)
+    for name in files or ("weights",):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(name.encode())
+    checkpoints.commit(progress)
