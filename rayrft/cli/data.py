@@ -14,17 +14,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rayrft.buffer.export import glance, read_file
+from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive, Found, log_folder
 from rayrft.cli import RUNS, Overrides, Storage, changes, say
 from rayrft.cli import Run as RunName
+from rayrft.config import PipelineConfig, load_run_config, read_config
+from rayrft.config.serve import FeedbackConfig
 from rayrft.core.checkpoints import find_folder
+from rayrft.core.cluster import connect
+from rayrft.core.launch import attach
+from rayrft.data.formats import ROW_SUFFIXES, row_kind
+from rayrft.data.selection import Selection
+from rayrft.data.tables import RowSource, open_table, write_table
 from rayrft.errors import RunNotFound
+from rayrft.experience import from_batch
 
 if TYPE_CHECKING:
     from rayrft.benchmark.difficulty import MeasuredTasks
-    from rayrft.buffer.reader import Archive, Found
-    from rayrft.config.serve import FeedbackConfig
     from rayrft.core.run import Run
-    from rayrft.data.tables import RowSource
 
 app = typer.Typer(
     no_args_is_help=True, help="Inspect, export, import and process the experiences of a run, and rows of files."
@@ -56,9 +63,6 @@ def head(
     storage: Storage = RUNS,
 ) -> None:
     """Print the first rows, one line per row."""
-    from rayrft.buffer.export import glance
-    from rayrft.experience import from_batch
-
     archive = _archive(run, storage)
     lines = [["id", "group_status", "reward", "tokens", "version", "uses", "answer"]]
     for batch in archive.rows(store, where=where, skip_damaged=skip_damaged):
@@ -98,10 +102,6 @@ def export_rows(
 
     A JSONL file can also be used as demonstrations: {path: OUT.jsonl, messages: turns} in a config.
     """
-    from rayrft.buffer.reader import ARCHIVE_SCHEMA
-    from rayrft.data.selection import Selection
-    from rayrft.data.tables import write_table
-
     archive = _archive(run, storage)
     names = columns.split(",") if columns else None
     rows = archive.rows(store, columns=names, where=where, skip_damaged=skip_damaged)
@@ -122,16 +122,13 @@ def import_rows(
     storage: Storage = RUNS,
 ) -> None:
     """Load the rows of a file as demonstrations into a running run."""
-    from rayrft.buffer.export import read_file
-
     rows = read_file(file, where)
     folder = find_folder(run, storage)
     if (live := _live(folder)) is None:
         remedy = f"start one with demonstrations.{name}: {{path: FILE.jsonl, messages: turns}} in its config"
         raise RunNotFound("the run is not running", remedy, field="run", value=str(folder))
-    if add:
-        return print(f"{live.extend(rows, name)} rows added to the demonstrations {name!r} of {live.name}")
-    print(f"{live.load(rows, name)} rows loaded as demonstrations {name!r} of {live.name}")
+    count, how = (live.extend(rows, name), "added to the") if add else (live.load(rows, name), "loaded as")
+    print(f"{count} rows {how} demonstrations {name!r} of {live.name}")
 
 
 @app.command()
@@ -147,10 +144,8 @@ def forget(
     import asyncio
 
     from rayrft.buffer.log.journal import Position
-    from rayrft.buffer.reader import log_folder
     from rayrft.buffer.retention import Retention
     from rayrft.buffer.store import Store
-    from rayrft.config import load_run_config
 
     before = 0.0 if days is None else time.time() - 86_400 * days
     archive, folder = _archive(run, storage), find_folder(run, storage)
@@ -188,14 +183,11 @@ def process_rows(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from rayrft.config import PipelineConfig, read_config
     from rayrft.core.services import pipeline_inputs
     from rayrft.pipelines.files import process
 
     loaded = read_config(PipelineConfig, pipeline)
     if loaded.workers > 1:
-        from rayrft.core.cluster import connect
-
         connect()
     sources = [_sources(name, storage)[0] for name in rows]
     journal = out.with_name(f"{out.name}.answers.jsonl")
@@ -212,8 +204,7 @@ def process_rows(
             sources, loaded, out, context=context, left_out=left_out, progress=advance, models=models, tasks=tasks
         )
     journal.unlink(missing_ok=True)
-    console = Console(highlight=False, markup=False)
-    console.print(done.report.table())
+    Console(highlight=False, markup=False).print(done.report.table())
     for line in done.report.examples():
         print(line)
     for name, broken in done.broken.items():
@@ -295,11 +286,9 @@ def export_feedback(
     from rayrft.feedback.journal import FILE, feedback_folder, read_journal
     from rayrft.feedback.judgements import Judgements
 
-    folder, checked = find_folder(run, storage), _feedback_settings(settings)
-    judgements = Judgements(checked)
-    for entry in read_journal(feedback_folder(folder) / FILE):
+    judgements, archive = Judgements(read_config(FeedbackConfig, {}, changes(settings))), _archive(run, storage)
+    for entry in read_journal(feedback_folder(find_folder(run, storage)) / FILE):
         judgements.add(entry)
-    archive = _archive(run, storage)
     answers = read_answers(archive, {row for each in judgements.all.values() for row in each.rows})
     done = write_feedback(judgements, answers, out, form)
     print(f"{done.rows} rows in {out}")
@@ -321,9 +310,9 @@ def import_feedback(
     from rayrft.feedback.journal import feedback_folder, open_journal
     from rayrft.feedback.judgements import JudgementAdded
 
-    folder, checked = find_folder(run, storage), _feedback_settings(settings)
+    checked = read_config(FeedbackConfig, {}, changes(settings))
     found = read_feedback(file, form, read_answers(_archive(run, storage)), checked)
-    journal, entries = open_journal(feedback_folder(folder), wait=False)
+    journal, entries = open_journal(feedback_folder(find_folder(run, storage)), wait=False)
     known = {entry.judgement.id for entry in entries if entry.kind == "judged"}
     new = [each for each in found if each.id not in known]
     journal.append(*map(JudgementAdded, new))
@@ -331,19 +320,8 @@ def import_feedback(
     print(f"{len(new)} judgements imported, {len(found) - len(new)} were there")
 
 
-def _feedback_settings(overrides: list[str] | None) -> FeedbackConfig:
-    from rayrft.config import read_config
-    from rayrft.config.serve import FeedbackConfig
-
-    return read_config(FeedbackConfig, {}, changes(overrides))
-
-
 def _sources(name: str, storage: Path) -> list[RowSource]:
     """Return the rows of a file or folder, or of a run's log: its usual rows, and then each of its demonstrations."""
-    from rayrft.buffer.reader import ARCHIVE_SCHEMA
-    from rayrft.data.formats import ROW_SUFFIXES, row_kind
-    from rayrft.data.tables import RowSource, open_table
-
     path, is_run = Path(name), any((folder / "config.yaml").is_file() for folder in (Path(name), storage / name))
     if not is_run and (path.exists() or row_kind(path) in ROW_SUFFIXES):
         return [open_table(path)]
@@ -358,9 +336,6 @@ def _sources(name: str, storage: Path) -> list[RowSource]:
 
 def _live(folder: Path) -> Run | None:
     """Return the run in a folder if it is running."""
-    from rayrft.config import load_run_config
-    from rayrft.core.launch import attach
-
     with contextlib.suppress(RunNotFound):
         live = attach(load_run_config(folder).name)
         return live if live.folder.resolve() == folder.resolve() else None
@@ -368,8 +343,6 @@ def _live(folder: Path) -> Run | None:
 
 
 def _archive(run: str, storage: Path) -> Archive:
-    from rayrft.buffer.reader import Archive
-
     return Archive.of_run(find_folder(run, storage))
 
 
@@ -402,12 +375,10 @@ def _described(found: Found) -> str:
         "logprobs": _spread(row.logprobs[actions]),
         "greedy reward": row.greedy_reward,
     }
-    lines = [
-        row.experience_id,
-        *(f"  {name:<20} {value}" for name, value in facts.items() if value not in (None, {}, "")),
-    ]
+    shown = [(name, value) for name, value in facts.items() if value not in (None, {}, "")]
     for late in found.late_feedback:
-        lines.append(f"  late feedback        reward {late.reward}, labels {late.labels}, after version {late.version}")
+        shown.append(("late feedback", f"reward {late.reward}, labels {late.labels}, after version {late.version}"))
+    lines = [row.experience_id, *(f"  {name:<20} {value}" for name, value in shown)]
     lines += chain.from_iterable((f"\n[{turn.get('role')}]", turn.get("content", "")) for turn in row.turns)
     return "\n".join(lines)
 

@@ -18,7 +18,12 @@ import typer
 from rayrft.cli import RUNS, ConfigFile, Overrides, Storage, changes, data, say
 from rayrft.cli import Run as RunName
 from rayrft.config import load_config, parse_override, read_config
-from rayrft.core.checkpoints import find_folder
+from rayrft.config.serve import FeedbackConfig, RewardServiceConfig
+from rayrft.core import launch
+from rayrft.core.checkpoints import export, find_folder
+from rayrft.core.cluster import connect
+from rayrft.core.placement import running_runs, starting_runs
+from rayrft.core.shared_buffer import buffer_status, buffers, stop_buffer
 from rayrft.errors import ActorDied, RayrftError
 from rayrft.runtime.handle import until_dead
 
@@ -41,12 +46,10 @@ _BufferName = Annotated[str, typer.Argument(help="a Buffer's name: buffer.name o
 @app.command()
 def run(config: ConfigFile, overrides: Overrides = None) -> None:
     """Run a config to its end."""
-    from rayrft.core.launch import start
-
     checked = load_config(config, changes(overrides))
     if checked.mode == "bench":
         return _bench(checked)
-    follow(start(checked, say=say))
+    follow(launch.start(checked, say=say))
 
 
 @app.command("bench")
@@ -67,9 +70,7 @@ def run_bench(
 @serve.command()
 def policy(config: ConfigFile, overrides: Overrides = None) -> None:
     """Serve a config's model to applications, and train it on their sessions."""
-    from rayrft.core.launch import start
-
-    follow(start(load_config(config, {"mode": "serve", **changes(overrides)}), say=say))
+    follow(launch.start(load_config(config, {"mode": "serve", **changes(overrides)}), say=say))
 
 
 @serve.command()
@@ -77,7 +78,6 @@ def rewards(
     config: Annotated[str, typer.Argument(help="YAML file with a reward section")], overrides: Overrides = None
 ) -> None:
     """Serve rewards over HTTP, for training elsewhere, until Ctrl-C."""
-    from rayrft.config.serve import RewardServiceConfig
     from rayrft.core.services import serve_rewards
 
     checked = read_config(RewardServiceConfig, config, changes(overrides))
@@ -93,7 +93,6 @@ def feedback(
     storage: Storage = RUNS,
 ) -> None:
     """Serve a page where people judge and edit a run's answers, while it is running or after its end, until Ctrl-C."""
-    from rayrft.config.serve import FeedbackConfig
     from rayrft.core.services import serve_feedback
 
     settings = read_config(FeedbackConfig, {}, changes(overrides))
@@ -125,9 +124,7 @@ def resume_run(
     run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")], overrides: Overrides = None
 ) -> None:
     """Resume a run that crashed or was stopped, from its latest checkpoint."""
-    from rayrft.core.launch import resume
-
-    follow(resume(find_folder(run), say=say, **changes(overrides)))
+    follow(launch.resume(find_folder(run), say=say, **changes(overrides)))
 
 
 @app.command("export")
@@ -138,8 +135,6 @@ def export_checkpoint(
     merge: Annotated[bool, typer.Option(help="LoRA: merge the adapter, or write it alone, for peft")] = True,
 ) -> None:
     """Write a checkpoint as a model that transformers and vLLM can load."""
-    from rayrft.core.checkpoints import export
-
     print(f"step {export(find_folder(run), to, step, merged=merge)} written to {to}")
 
 
@@ -148,27 +143,21 @@ def status(
     name: Annotated[str | None, typer.Argument(help="a run, or its folder; all on the cluster by default")] = None,
 ) -> None:
     """Print the status of runs, also of one that is starting or has ended."""
-    from rayrft.core.cluster import connect
-    from rayrft.core.launch import find_status
-    from rayrft.core.placement import running_runs, starting_runs
-
     if not name:
         connect(start=False)
     names = [name] if name else running_runs() + starting_runs()
     if not names:
         print("no run is running")
     for run_name in names:
-        print(find_status(run_name).to_json())
+        print(launch.find_status(run_name).to_json())
 
 
 @app.command()
 def watch(name: str) -> None:
     """Follow a run to its end from anywhere on its cluster; exit as its own command does."""
-    from rayrft.core.launch import attach, find_status
-
-    found = find_status(name)
+    found = launch.find_status(name)
     if not found.ended:
-        run = attach(name)
+        run = launch.attach(name)
         run.watch(say)
         found = run.status()
     say(_last_line(found))
@@ -178,22 +167,17 @@ def watch(name: str) -> None:
 @app.command()
 def stop(name: str) -> None:
     """Ask a run to save its weights and end. Exit status 1 if it has failed before."""
-    from rayrft.core.launch import attach, find_status
-
-    found = find_status(name)
+    found = launch.find_status(name)
     if found.ended:
         print(_last_line(found))
         raise SystemExit(_exit_status(found.status) == 1)
-    attach(name).stop()
+    launch.attach(name).stop()
     print(f"{name}: stopping")
 
 
 @buffer.command("list")
 def list_buffers() -> None:
     """Print a line per Buffer: its rows, and its jobs."""
-    from rayrft.core.cluster import connect
-    from rayrft.core.shared_buffer import buffer_status, buffers
-
     connect(start=False)
     for name in buffers():
         found = buffer_status(name)
@@ -203,9 +187,6 @@ def list_buffers() -> None:
 @buffer.command("status")
 def show_buffer(name: _BufferName) -> None:
     """Print a Buffer's ledger and jobs."""
-    from rayrft.core.cluster import connect
-    from rayrft.core.shared_buffer import buffer_status
-
     connect(start=False)
     found = buffer_status(name)
     print(json.dumps({**asdict(found), "folder": str(found.folder)}, indent=2))
@@ -216,9 +197,6 @@ def end_buffer(
     name: _BufferName, force: Annotated[bool, typer.Option(help="also while jobs use it, which then fail")] = False
 ) -> None:
     """End a Buffer. Its log stays, and the next job that names it continues it."""
-    from rayrft.core.cluster import connect
-    from rayrft.core.shared_buffer import stop_buffer
-
     connect(start=False)
     print(f"{name}: ended; its log is in {stop_buffer(name, force=force).folder}")
 
@@ -242,8 +220,7 @@ def _bench(
     if plot is not None:
         result.save_plot(plot)
     say(f"\n{result.table()}\n")
-    say(f"results     {scores or result.folder / 'results.json'}")
-    say(f"plot        {plot or result.folder / 'plot.png'}")
+    say(f"results     {scores or result.folder / 'results.json'}\nplot        {plot or result.folder / 'plot.png'}")
 
 
 def follow(handle: Run) -> Summary:
@@ -273,9 +250,7 @@ def follow(handle: Run) -> Summary:
             say(f"ended immediately; to resume: rayrft resume {handle.folder}")
             raise SystemExit(128 + received[0]) from None
     _report(handle, summary)
-    if received:
-        raise SystemExit(128 + received[0])
-    if status := _exit_status(summary.status):
+    if status := 128 + received[0] if received else _exit_status(summary.status):
         raise SystemExit(status)
     return summary
 

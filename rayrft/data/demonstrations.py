@@ -20,12 +20,11 @@ from rayrft.data.formats import (
     Message,
     Row,
     SkippedRows,
-    answer_label,
     as_text,
     broken_rows,
     conversations,
+    finite,
     open_rows,
-    pair_margin,
     tool_schemas,
     value_at,
 )
@@ -87,7 +86,9 @@ class RowEncoder:
         encode = self.tokenizer.whole if self.whole else self.tokenizer.chat
         sides = conversations(row, self.form)
         if self.labelled and len(sides) == 1:
-            sides = [(answer_label(value_at(row, self.form.label), self.form.label), sides[0][1])]
+            if not isinstance(label := value_at(row, self.form.label), bool):
+                raise DataError(f"needs true or false in {self.form.label!r}")
+            sides = [(label, sides[0][1])]
         for chosen, messages in sides:
             questions = [message["content"] for message in messages if message["role"] == "user"]
             if any(dedup_key(question, images) in self.held_out for question in questions):
@@ -97,9 +98,10 @@ class RowEncoder:
                 return "too long"
             made = expert_row(group, group, ids, mask, messages, images=images, chosen=chosen)
             if len(sides) == 2:
-                side = f"{group}/{'chosen' if chosen else 'rejected'}"
-                margin = pair_margin(value_at(row, self.form.margin), self.form.margin)
-                made = replace(made, experience_id=side, pair_id=group, margin=margin)
+                side, given = f"{group}/{'chosen' if chosen else 'rejected'}", value_at(row, self.form.margin)
+                if given is not None and finite(given) is None:
+                    raise DataError(f"{self.form.margin!r} is not a finite number")
+                made = replace(made, experience_id=side, pair_id=group, margin=finite(given))
             experiences.append(made)
         return experiences
 
@@ -255,23 +257,17 @@ def _numbered(dataset: ray.data.Dataset, config_key: str) -> tuple[ray.data.Data
         tables = dataset.to_arrow_refs()
     finally:
         options.preserve_order = before
-    count, number = ray.remote(_count), ray.remote(_number_block)
+    count = ray.remote(lambda table: len(table))
+    number = ray.remote(lambda table, numbers: table.append_column(_NUMBER, pa.array(numbers, pa.int64())))
     lengths = ray.get([count.remote(table) for table in tables])
     if not sum(lengths):
         raise DataError("the dataset holds no rows", "give a dataset that is not empty", field=config_key)
     firsts = accumulate(lengths, initial=1)
-    blocks = [number.remote(table, first) for table, first in zip(tables, firsts, strict=False)]
+    spans = (range(first, first + length) for first, length in zip(firsts, lengths, strict=False))
+    blocks = [number.remote(table, span) for table, span in zip(tables, spans, strict=True)]
     numbered = ray.data.from_arrow_refs(blocks)
     numbered.context.execution_options.preserve_order = True
     return numbered, sum(lengths)
-
-
-def _count(table: pa.Table) -> int:
-    return len(table)
-
-
-def _number_block(table: pa.Table, first: int) -> pa.Table:
-    return table.append_column(_NUMBER, pa.array(range(first, first + len(table)), pa.int64()))
 
 
 def _encode(table: pa.Table, encoder: RowEncoder) -> pa.Table:

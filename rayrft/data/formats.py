@@ -347,31 +347,15 @@ def conversations(row: dict[str, Any], form: RowFormat) -> list[tuple[bool | Non
     if messages is not None:
         return [(None, _checked(_messages(messages, "assistant", form.messages), form.messages))]
     if any(side is None or side in ("", []) for side in (prompt, response)):
-        raise DataError(
-            f"needs text in {form.prompt!r} and {form.response!r}, or messages in {form.messages!r}, "
-            f"or both {form.chosen!r} and {form.rejected!r}"
-        )
+        others = f"messages in {form.messages!r}, or both {form.chosen!r} and {form.rejected!r}"
+        raise DataError(f"needs text in {form.prompt!r} and {form.response!r}, or {others}")
     return [(None, _joined(prompt, response, form.prompt, form.response))]
-
-
-def answer_label(value: Any, field: str) -> bool:
-    """Return an answer's label. Raises DataError unless it is true or false."""
-    if not isinstance(value, bool):
-        raise DataError(f"needs true or false in {field!r}")
-    return value
 
 
 def finite(value: Any) -> float | None:
     """Return a finite number as float, and None for anything else."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if number and abs(value) <= sys.float_info.max else None
-
-
-def pair_margin(value: Any, field: str) -> float | None:
-    """Return a pair's margin, if it has one. Raises DataError unless it is a finite number."""
-    if value is not None and finite(value) is None:
-        raise DataError(f"{field!r} is not a finite number")
-    return finite(value)
 
 
 def tool_schemas(value: Any, field: str) -> tuple[dict[str, Any], ...]:
@@ -407,18 +391,16 @@ def _message(value: Any, path: str) -> Message:
     if not isinstance(value, dict):
         raise DataError(f"{path} is not a message with 'role' and 'content'")
     # Arrow gives every message the fields of all messages, null where it has none.
-    message = {key: _text(text, f"{path}.{key}") for key, text in value.items() if text is not None}
+    message = {key: text for key, text in value.items() if text is not None}
+    for key, text in message.items():
+        if not isinstance(text, str):
+            raise DataError(f"{path}.{key} is not text")
+        as_text(text, f"{path}.{key}")
     if not {"role", "content"} <= message.keys():
         raise DataError(f"{path} needs 'role' and 'content'")
     if message["role"] == "assistant" and not message["content"]:
         raise DataError(f"{path}: the assistant says nothing")
     return message
-
-
-def _text(value: Any, path: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"{path} is not text")
-    return as_text(value, path)
 
 
 def _checked(messages: list[Message], field: str) -> list[Message]:

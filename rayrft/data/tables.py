@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -89,11 +89,6 @@ def _convert(row: dict[str, Any], kinds: Mapping[str, str]) -> str | None:
     return None
 
 
-def to_columns(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
-    """Convert rows of text to a batch of the schema of `open_table`."""
-    return pa.RecordBatch.from_arrays([_column(rows, column) for column in schema], schema=schema)
-
-
 def is_json(column: pa.Field) -> bool:
     """Return whether a column's texts are JSON."""
     return column.metadata is not None and column.metadata.get(b"rayrft.json") == b"1"
@@ -116,8 +111,7 @@ class TableWriter:
         check_suffix(path)
         for column in schema:
             if path.suffix == ".jsonl" and _holds_bytes(column.type):
-                remedy = "write a Parquet file, or leave the column out"
-                problem = f"holds {column.type}, which JSONL cannot"
+                problem, remedy = f"holds {column.type}, which JSONL cannot", "write a Parquet file, or leave it out"
                 raise DataError(problem, remedy, field=f"column {column.name}", value=str(path))
         self.rows = 0
         self._path, self._schema = path, schema
@@ -130,22 +124,19 @@ class TableWriter:
         self._group_bytes = 0
 
     def __enter__(self) -> Self:
-        try:
-            with ExitStack() as stack:
-                partial = stack.enter_context(atomic_file(self._path))
-                if self._path.suffix == ".parquet":
-                    self._parquet = stack.enter_context(pq.ParquetWriter(partial, self._schema))
-                    stack.push(self._write_last)
-                else:
-                    self._lines = stack.enter_context(partial.open("w", encoding="utf-8"))
-                self._stack = stack.pop_all()
-        except OSError as error:
-            raise self._failed(error) from None
+        with self._writing(), ExitStack() as stack:
+            partial = stack.enter_context(atomic_file(self._path))
+            if self._path.suffix == ".parquet":
+                self._parquet = stack.enter_context(pq.ParquetWriter(partial, self._schema))
+                stack.push(self._write_last)
+            else:
+                self._lines = stack.enter_context(partial.open("w", encoding="utf-8"))
+            self._stack = stack.pop_all()
         return self
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Append rows."""
-        try:
+        with self._writing():
             if self._parquet is not None:
                 self._group.append(batch)
                 self._group_bytes += batch.nbytes
@@ -153,19 +144,25 @@ class TableWriter:
                     self._write_group()
             else:
                 self._write_lines(batch)
-        except OSError as error:
-            raise self._failed(error) from None
         self.rows += batch.num_rows
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with self._writing(error):
             self._stack.__exit__(kind, error, trace)
-        except OSError as problem:
-            if problem is error:
+
+    @contextmanager
+    def _writing(self, raised: BaseException | None = None) -> Iterator[None]:
+        """Raise DataError for an OSError inside other than the one that was ``raised`` before."""
+        try:
+            yield
+        except OSError as error:
+            if error is raised:
                 raise
-            raise self._failed(problem) from None
+            problem = f"cannot be written: {error.strerror or error}"
+            remedy = "choose another folder, or free disk space"
+            raise DataError(problem, remedy, field="file", value=str(self._path)) from None
 
     def _write_group(self) -> None:
         assert self._parquet is not None
@@ -188,10 +185,6 @@ class TableWriter:
                 line = json.dumps(json.loads(line, parse_constant=lambda _: None), ensure_ascii=False)
             self._lines.write(line + "\n")
 
-    def _failed(self, error: OSError) -> DataError:
-        remedy = "choose another folder, or free disk space"
-        return DataError(f"cannot be written: {error.strerror or error}", remedy, field="file", value=str(self._path))
-
 
 def _holds_bytes(kind: pa.DataType) -> bool:
     if pa.types.is_nested(kind):
@@ -210,9 +203,8 @@ def write_table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
 def check_suffix(path: Path) -> None:
     """Raise DataError unless the file's name is that of JSONL or Parquet."""
     if path.suffix not in _SUFFIXES:
-        raise DataError(
-            "unsupported file type", f"give a name that ends in {' or '.join(_SUFFIXES)}", field="file", value=str(path)
-        )
+        remedy = f"give a name that ends in {' or '.join(_SUFFIXES)}"
+        raise DataError("unsupported file type", remedy, field="file", value=str(path))
 
 
 def _open_text(files: RowFiles, kinds: Mapping[str, str]) -> RowSource:
@@ -226,11 +218,8 @@ def _open_text(files: RowFiles, kinds: Mapping[str, str]) -> RowSource:
         rows += 1
         for name, value in row.items():
             found.setdefault(name, set()).add(_kind(value))
-    if set(SCHEMA.names) <= found.keys():  # rows that `rayrft data export` wrote
-        fields = [*SCHEMA, *(_field(name, found[name]) for name in found if name not in SCHEMA.names)]
-    else:
-        fields = [_field(name, each) for name, each in found.items()]
-    schema = pa.schema(fields)
+    known = SCHEMA if set(SCHEMA.names) <= found.keys() else pa.schema([])  # of rows that `rayrft data export` wrote
+    schema = pa.schema([*known, *(_field(name, each) for name, each in found.items() if name not in known.names)])
 
     def batches(most: int) -> Iterator[pa.RecordBatch]:
         numbered = files.rows()
@@ -238,7 +227,7 @@ def _open_text(files: RowFiles, kinds: Mapping[str, str]) -> RowSource:
         while part := list(islice(whole, most)):
             for row in part:
                 _convert(row, kinds)
-            yield to_columns(part, schema)
+            yield pa.RecordBatch.from_arrays([_column(part, column) for column in schema], schema=schema)
 
     remedy = ", or convert the column with operator columns" if kinds else ""
     source = RowSource(str(files.path), schema, batches, rows, broken, partial(_open_text, files))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,20 +17,13 @@ from rayrft.data.tables import is_json, json_field, open_table, write_table
 from rayrft.errors import DataError
 from rayrft.experience import Task
 
+_TEXTS = ("id", "source", "question", "answer", "system", "domain", "workflow")
 SCHEMA = pa.schema(
     [
-        pa.field("id", pa.string()),
-        pa.field("source", pa.string()),
-        pa.field("question", pa.string()),
-        pa.field("answer", pa.string()),
-        pa.field("system", pa.string()),
-        pa.field("domain", pa.string()),
-        pa.field("workflow", pa.string()),
-        pa.field("tries", pa.int64()),
-        pa.field("pass_rate", pa.float64()),
-        pa.field("difficulty", pa.float64()),
-        pa.field("priority", pa.float64()),
-        pa.field("images", pa.list_(pa.string())),
+        *((name, pa.string()) for name in _TEXTS),
+        ("tries", pa.int64()),
+        *((name, pa.float64()) for name in ("pass_rate", "difficulty", "priority")),
+        ("images", pa.list_(pa.string())),
         json_field("metadata"),
     ]
 )
@@ -49,8 +42,9 @@ def measured(task: Task, tries: int, passes: float) -> Task:
 
 def write_tasks(path: Path, tasks: Iterable[tuple[str, Task]]) -> int:
     """Write tasks, each with the name of its source, to JSONL or Parquet; return their number. Raises DataError."""
-    rows = iter(tasks)
-    return write_table(path, SCHEMA, iter(lambda: _to_batch(list(islice(rows, _BATCH_ROWS))), None))
+    rows = (task_row(task, source) for source, task in tasks)
+    parts = iter(lambda: list(islice(rows, _BATCH_ROWS)), [])
+    return write_table(path, SCHEMA, (pa.RecordBatch.from_pylist(part, schema=SCHEMA) for part in parts))
 
 
 def read_tasks(config: TaskSourceConfig, field: str) -> list[Task]:
@@ -76,29 +70,14 @@ def read_tasks(config: TaskSourceConfig, field: str) -> list[Task]:
     return [_to_task(row, config.system) for row in islice(rows, config.size)]
 
 
-def _to_batch(tasks: Sequence[tuple[str, Task]]) -> pa.RecordBatch | None:
-    if not tasks:
-        return None
-    rows = [
-        {
-            **{name: getattr(task, name) for name in SCHEMA.names if name not in ("source", "metadata", "images")},
-            "source": source,
-            "images": list(task.images),
-            "metadata": json.dumps(task.metadata, ensure_ascii=False, default=str),
-        }
-        for source, task in tasks
-    ]
-    return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
+def task_row(task: Task, source: str) -> dict[str, Any]:
+    """Return a task of a source as a row of `SCHEMA`."""
+    metadata = json.dumps(task.metadata, ensure_ascii=False, default=str)
+    return {**vars(task), "source": source, "images": list(task.images), "metadata": metadata}
 
 
 def _to_task(row: dict[str, Any], system: str | None) -> Task:
     del row["source"]
-    return Task(
-        **{
-            **row,
-            "tries": row["tries"] or 0,
-            "system": system or row["system"],
-            "images": tuple(row["images"] or ()),
-            "metadata": json.loads(row["metadata"] or "{}"),
-        }
-    )
+    images, metadata = tuple(row["images"] or ()), json.loads(row["metadata"] or "{}")
+    filled = {"tries": row["tries"] or 0, "system": system or row["system"], "images": images, "metadata": metadata}
+    return Task(**row | filled)

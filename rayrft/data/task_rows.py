@@ -35,9 +35,11 @@ class TaskRows:
     rows: Generator[tuple[int, Row], None, None]
 
 
-def file_rows(path: Path, field: str) -> TaskRows:
-    """Return the rows of a JSONL, CSV or Parquet file, of a folder of such files, or of a saved data set."""
-    return TaskRows(path.name, str(path), field, path, open_rows(path, field).rows())
+def file_rows(config: TaskSourceConfig, field: str, key: str = "path") -> TaskRows:
+    """Return the rows of the JSONL, CSV or Parquet file, the folder of such files or the saved data set whose path the
+    config has at ``key``."""
+    path, place = getattr(config, key), f"{field}.{key}"
+    return TaskRows(path.name, str(path), place, path, open_rows(path, place).rows())
 
 
 def split_rows(config: TaskSourceConfig, field: str, key: str = "split") -> TaskRows:
@@ -126,11 +128,9 @@ def _rows_by_ray(name: str, config: TaskSourceConfig, field: str) -> Generator[t
         except TypeError as error:
             raise DataError(f"{name} refuses the options: {error}", field=f"{field}.options") from None
         except (RayError, ValueError, OSError) as error:
-            cause = getattr(error, "cause", None) or error
+            cause, remedy = getattr(error, "cause", None) or error, "check the arguments and what they name"
             problem = f"the rows cannot be read: {(str(cause).strip() or repr(cause)).splitlines()[-1]}"
-            raise DataError(
-                problem, "check the arguments and what they name", field=f"{field}.options", value=name
-            ) from None
+            raise DataError(problem, remedy, field=f"{field}.options", value=name) from None
 
 
 def _read_function(name: str, field: str) -> Any:
@@ -138,7 +138,7 @@ def _read_function(name: str, field: str) -> Any:
     import ray.data
 
     module, _, attribute = name.rpartition(":")
-    known = [each for each in dir(ray.data) if each.startswith(("read_", "from_")) or each in ("range",)]
+    known = [each for each in dir(ray.data) if each.startswith(("read_", "from_")) or each == "range"]
     if not module:
         if attribute not in known:
             raise DataError("ray.data has no such function", nearest(attribute, known), field=field, value=name)

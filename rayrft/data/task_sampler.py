@@ -108,10 +108,7 @@ class TaskView:
         if not np.isfinite(known).all() or (known < 0).any() or not known.any():
             bad = [value for value in known.tolist() if not 0 <= value < math.inf][:1]
             problem = "a priority is negative or infinite" if bad else "no task has a priority above 0"
-            remedy = (
-                "have an operator of pipelines.tasks write it (difficulty, uncertainty, novelty …), or choose "
-                "another tasks.sampler"
-            )
+            remedy = "write it by an operator of pipelines.tasks (such as difficulty), or choose another tasks.sampler"
             raise DataError(problem, remedy, field="tasks.sampler", value=bad[0] if bad else "priority")
         return np.where(np.isnan(self.priorities), known.mean(), self.priorities)
 
@@ -267,27 +264,21 @@ class TaskSet:
         source = self._sources[number]
         return self._ids[self._choose(source.view, self._turns.counts[number] - 1 - source.began)]
 
-    def check(self, source: int, difficulties: Sequence[float | None], priorities: Sequence[float | None] = ()) -> None:
+    def check(self, source: int, difficulties: Sequence[float | None], priorities: Sequence[float | None]) -> None:
         """Raise DataError if the sampler needs difficulties or priorities that are unknown."""
-        new = _tasks(range(len(difficulties)), difficulties, list(priorities) or [None] * len(difficulties))
+        new = _tasks(range(len(difficulties)), difficulties, priorities)
         self._choose(self._view(source, np.concatenate([self._sources[source].tasks, new])), 0)
 
     def add(
-        self,
-        ids: Sequence[str],
-        source: int,
-        difficulties: Sequence[float | None],
-        priorities: Sequence[float | None] = (),
+        self, ids: list[str], source: int, difficulties: list[float | None], priorities: list[float | None]
     ) -> None:
         """Add tasks to a source; their ids must be new, and the rest pass `check`. A new epoch of the source begins,
         over all of its tasks, in place of the running one."""
-        grown = self._sources[source]
-        drawn = self._turns.counts[source]
+        grown, drawn = self._sources[source], self._turns.counts[source]
         if grown.epochs is not None:
             grown.epochs = max(1, grown.epochs - (drawn - grown.began) // len(grown.tasks))
         grown.began = drawn
-        prior = list(priorities) or [None] * len(ids)
-        added = list(zip(ids, [source] * len(ids), difficulties, prior, strict=True))
+        added = list(zip(ids, [source] * len(ids), difficulties, priorities, strict=True))
         self._append(added)
         self._added += added
         self._turns.extend(source, None if grown.epochs is None else drawn + grown.epochs * len(grown.tasks))
@@ -336,11 +327,10 @@ class TaskSet:
         size = len(self._ids) - len(self._added)
         known = self._places.keys() | {id for id, *_ in state["added"]}
         if state["size"] != size or not {id for id, *_ in state["tried"]} <= known:
-            raise DataError(
-                f"the saved statistics are not of these tasks: of {state['size']}, where the task set holds {size}",
-                "resume with the tasks that the run was started with",
-                field="tasks.sources",
+            problem = (
+                f"the saved statistics are not of these tasks: of {state['size']}, where the task set holds {size}"
             )
+            raise DataError(problem, "resume with the tasks that the run was started with", field="tasks.sources")
         added = [(id, source, hard, prior) for id, source, hard, prior in state["added"] if id not in self]
         self._append(added)
         self._added += added
@@ -371,9 +361,8 @@ class TaskSet:
     def _choose(self, view: TaskView, k: int) -> int:
         position = self._pick(view, k)
         if not 0 <= position < len(view):
-            raise ConfigError(
-                f"the sampler chose position {position} of {len(view)} tasks", field="tasks.sampler", value=self._pick
-            )
+            problem = f"the sampler chose position {position} of {len(view)} tasks"
+            raise ConfigError(problem, field="tasks.sampler", value=self._pick)
         return int(view.indices[position])
 
 

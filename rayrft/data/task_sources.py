@@ -52,7 +52,7 @@ def read_source(config: TaskSourceConfig, field: str, note: Note = lambda read: 
 def read_held_out(config: TaskSourceConfig, field: str, note: Note = lambda read: None) -> list[Task]:
     """Read a source's held-out tasks from its file or split for them; none if it has neither."""
     if config.eval_path is not None:
-        rows = file_rows(config.eval_path, f"{field}.eval_path")
+        rows = file_rows(config, field, "eval_path")
     elif config.eval_split is not None:
         rows = split_rows(config, field, "eval_split")
     else:
@@ -74,24 +74,16 @@ def read_reasoning_gym(config: TaskSourceConfig, field: str) -> list[Task]:
     except (TypeError, AssertionError, ValueError) as error:
         remedy = "see the dataset's own options in reasoning-gym"
         raise DataError(f"reasoning-gym refuses the options: {error}", remedy, field=f"{field}.options") from None
-    return [
-        Task.create(
-            f"reasoning_gym/{config.dataset}",
-            entry["question"],
-            "" if entry["answer"] is None else as_text(entry["answer"], "answer"),
-            difficulty=_number(
-                entry["metadata"],
-                config.difficulty,
-                f"{field}.difficulty",
-                origin=f"task {number} of {config.dataset}",
-                required=True,
-            ),
-            system=config.system,
-            # Its place in the data set makes no task another one.
-            metadata={name: value for name, value in entry["metadata"].items() if name != "source_index"},
-        )
-        for number, entry in enumerate(entries, start=1)
-    ]
+    tasks = []
+    for number, entry in enumerate(entries, start=1):
+        about, origin = entry["metadata"], f"task {number} of {config.dataset}"
+        answer = "" if entry["answer"] is None else as_text(entry["answer"], "answer")
+        hard = _number(about, config.difficulty, f"{field}.difficulty", origin=origin, required=True)
+        # Its place in the data set makes no task another one.
+        metadata = {name: value for name, value in about.items() if name != "source_index"}
+        made = {"difficulty": hard, "system": config.system, "metadata": metadata}
+        tasks.append(Task.create(f"reasoning_gym/{config.dataset}", entry["question"], answer, **made))
+    return tasks
 
 
 task_sources.register("squares")(draw_squares)
@@ -99,13 +91,7 @@ task_sources.register("gymnasium")(read_gymnasium)
 task_sources.register("verifiers")(read_verifiers)
 
 
-@task_sources.register("file")
-def read_task_file(config: TaskSourceConfig, field: str) -> TaskRows:
-    """Read tasks from JSON, JSONL, CSV, TSV or Parquet."""
-    assert config.path is not None  # checked by the config
-    return file_rows(config.path, f"{field}.path")
-
-
+task_sources.register("file")(file_rows)
 task_sources.register("datasets")(split_rows)
 task_sources.register("ray")(ray_rows)
 task_sources.register("tasks")(read_tasks)
@@ -135,8 +121,8 @@ def _to_tasks(rows: TaskRows, config: TaskSourceConfig, field: str, note: Note, 
                 broken[number] = error
             if len(tasks) == size:
                 break
-    wanted = {key: getattr(config, key) for key in ("question", "answer", "difficulty", "tries", "pass_rate")}
-    for key, name in wanted.items():
+    for key in ("question", "answer", "difficulty", "tries", "pass_rate"):
+        name = getattr(config, key)
         if columns and name is not None and not {name, name.partition(".")[0]} & columns.keys():
             problem = f"no field {name!r} in {rows.origin}"
             raise DataError(problem, nearest(name, columns), field=f"{field}.{key}", value=name)

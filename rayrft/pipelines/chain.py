@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -131,8 +132,7 @@ def apply_link(link: ChainLink, rows: pa.RecordBatch, samples: int) -> tuple[pa.
         changed, changes = _changes(link, rows, after, samples)
     names = rows.column(id_column(rows.schema)).to_pylist()
     left_out: list[LeftOut] = []
-    if any(reason is not None for reason in applied.reasons):
-        gone = [(index, reason) for index, reason in enumerate(applied.reasons) if reason is not None]
+    if gone := [(index, reason) for index, reason in enumerate(applied.reasons) if reason is not None]:
         values = rows.take(pa.array([index for index, _ in gone])).to_pylist(maps_as_pydicts="lossy")
         left_out = [LeftOut(names[index], reason, row) for (index, reason), row in zip(gone, values, strict=True)]
         after = after.filter(pa.array([reason is None for reason in applied.reasons]))
@@ -140,9 +140,8 @@ def apply_link(link: ChainLink, rows: pa.RecordBatch, samples: int) -> tuple[pa.
     made_rows: list[dict[str, Any]] = []
     if applied.made is not None and made:
         parents = [tuple(names[index] for index in indices) for indices in applied.parents]
-        version = f"{link.name}/{link.operator.version}"
-        maker = f"{link.field} {link.options}"
-        added = mark_made(fit_columns(applied.made, link.gives, (PARENTS, MADE_BY)), parents, version, maker)
+        added = fit_columns(applied.made, link.gives, (PARENTS, MADE_BY))
+        added = mark_made(added, parents, f"{link.name}/{link.operator.version}", f"{link.field} {link.options}")
         made_rows = added.slice(0, samples).to_pylist(maps_as_pydicts="lossy")
         after = pa.concat_batches([after, added])
     return after, Outcome(
@@ -150,15 +149,12 @@ def apply_link(link: ChainLink, rows: pa.RecordBatch, samples: int) -> tuple[pa.
     )
 
 
-_LISTS = ("left_out", "changes", "made_rows", "notes")
-
-
 def apply_each(link: ChainLink, rows: pa.RecordBatch, samples: int) -> tuple[pa.RecordBatch, Outcome]:
     """Apply an operator that looks at single rows to each row by itself, and leave out those on which it raises.
 
     Raises OperatorFailed, as `apply_link` does.
     """
-    parts, outcomes = list[pa.RecordBatch](), list[Outcome]()
+    parts, outcomes = list[pa.RecordBatch](), [Outcome(0, 0, 0, 0, 0.0)]
     for index in range(rows.num_rows):
         row = rows.slice(index, 1)
         try:
@@ -168,15 +164,13 @@ def apply_each(link: ChainLink, rows: pa.RecordBatch, samples: int) -> tuple[pa.
         except Exception as error:  # an operator may raise anything; it becomes a reason
             [values] = row.to_pylist(maps_as_pydicts="lossy")
             reason = f"raised {type(error).__name__}: {error}"
-            outcomes.append(Outcome(1, 0, 0, 0, 0.0, [LeftOut(values[id_column(row.schema)], reason, values)]))
+            outcome = Outcome(1, 0, 0, 0, 0.0, [LeftOut(values[id_column(row.schema)], reason, values)])
         else:
             parts.append(after)
-            outcomes.append(outcome)
-    together = Outcome(
-        *(sum(getattr(each, name) for each in outcomes) for name in ("taken", "given", "changed", "made", "seconds")),
-        *([item for each in outcomes for item in getattr(each, name)] for name in _LISTS),
-    )
-    return pa.concat_batches(parts) if parts else fit_columns(rows.slice(0, 0), link.gives), together
+        outcomes.append(outcome)
+    fields = zip(*(vars(each).values() for each in outcomes), strict=True)
+    whole: list[Any] = [list(chain(*each)) if isinstance(each[0], list) else sum(each) for each in fields]
+    return pa.concat_batches(parts) if parts else fit_columns(rows.slice(0, 0), link.gives), Outcome(*whole)
 
 
 def _check_columns(operator: Operator[Any], schema: pa.Schema, field: str, before: str) -> None:
@@ -216,9 +210,8 @@ def _check_applied(link: ChainLink, rows: pa.RecordBatch, applied: Applied) -> N
     if len(applied.reasons) not in (0, rows.num_rows):
         raise _wrong(link, f"it returned {len(applied.reasons)} reasons for {rows.num_rows} rows")
     given = (reason for reason in applied.reasons if reason is not None)
-    for reason in (*given, *applied.notes):
-        if not isinstance(reason, str):
-            raise _wrong(link, f"it gave {reason!r} as a reason or note, which is not a text")
+    if wrong := [reason for reason in (*given, *applied.notes) if not isinstance(reason, str)]:
+        raise _wrong(link, f"it gave {wrong[0]!r} as a reason or note, which is not a text")
     for what, batch in (("rows", applied.rows), ("made rows", applied.made)):
         if batch is None or batch is rows:
             continue
@@ -227,8 +220,7 @@ def _check_applied(link: ChainLink, rows: pa.RecordBatch, applied: Applied) -> N
         if extra := sorted(set(batch.schema.names) - set(link.gives.names)):
             raise _wrong(link, f"its {what} have the column {extra[0]!r}, which it does not say that it writes")
         for column in batch.schema:
-            if column.type != link.gives.field(column.name).type:
-                said = link.gives.field(column.name).type
+            if column.type != (said := link.gives.field(column.name).type):
                 raise _wrong(link, f"its {what} have a column {column.name!r} of {column.type}, and not {said}")
             json_texts = batch.column(column.name).to_pylist() if is_json(link.gives.field(column.name)) else ()
             for row, text in enumerate(json_texts):

@@ -24,16 +24,8 @@ from rayrft.pipelines.report import OperatorLog, OperatorStats
 from rayrft.pipelines.rows import last_answer
 from rayrft.pipelines.run.groups import GroupChain, GroupResult, Operators
 
-EXPERIENCES = pa.schema(
-    [
-        *SCHEMA,
-        pa.field("response", pa.string()),
-        pa.field("question", pa.string()),
-        pa.field("answer", pa.string()),
-        pa.field("domain", pa.string()),
-        pa.field("difficulty", pa.float64()),
-    ]
-)
+_TEXTS = ("response", "question", "answer", "domain")
+EXPERIENCES = pa.schema([*SCHEMA, *(pa.field(name, pa.string()) for name in _TEXTS), ("difficulty", pa.float64())])
 """The columns that operators on experiences see: those of `experience.SCHEMA`, the model's last answer as a text, and
 what the task says."""
 
@@ -132,10 +124,8 @@ class ExperiencePipeline:
             raise self._log.wrong("rows that were sampled are in another order")
         names = [name for name in worked.changed.schema.names if name in _WRITABLE]
         columns = {**field_values(worked.changed.select(names)), "status": [VERIFIED] * len(worked.kept)}
-        kept = [
-            rows[place].with_fields(**{name: values[at] for name, values in columns.items()})
-            for at, place in enumerate(worked.kept)
-        ]
+        changes = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+        kept = [rows[place].with_fields(**each) for place, each in zip(worked.kept, changes, strict=True)]
         if worked.made is None:
             return kept, None
         if pc.any(pc.equal(worked.made.column("source"), "usual")).as_py():
@@ -150,8 +140,5 @@ def _seen(task: Task, rows: list[Experience]) -> pa.RecordBatch:
         "response": [last_answer(row.turns) for row in rows],
         **{name: [getattr(task, name)] * len(rows) for name in ("question", "answer", "domain", "difficulty")},
     }
-    columns = [
-        pa.array(more[column.name], column.type) if column.name in more else batch.column(column.name)
-        for column in EXPERIENCES
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=EXPERIENCES)
+    added = [pa.array(more[column.name], column.type) for column in EXPERIENCES if column.name in more]
+    return pa.RecordBatch.from_arrays([*batch.columns, *added], schema=EXPERIENCES)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,8 @@ def process(
     )
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for source in sources:
-            for batch in source.batches(config.batch_rows):
-                yield in_run.add(fit_columns(ids.add(batch, name), schema))
+        for batch in chain.from_iterable(source.batches(config.batch_rows) for source in sources):
+            yield in_run.add(fit_columns(ids.add(batch, name), schema))
 
     broken = {source.name: source.broken for source in sources if source.broken}
     with ExitStack() as stack:
@@ -116,11 +116,10 @@ def process(
 
 def _kinds(config: PipelineConfig, context: Context, sources: Sequence[RowSource]) -> dict[str, str]:
     """Return the kind that operators read, text or numbers, of columns whose files or values differ in kind."""
-    found: dict[str, set[tuple[pa.DataType, bool]]] = {}
+    found, wanted = dict[str, set[tuple[pa.DataType, bool]]](), dict[str, str]()
     for column in (column for source in sources for column in source.schema):
         found.setdefault(column.name, set()).add((column.type, is_json(column)))
     mixed = {name for name, kinds in found.items() if len(kinds) > 1 or any(json for _, json in kinds)}
-    wanted: dict[str, str] = {}
     for number, each in enumerate(config.operators):
         operator = build_operator(each, f"operators.{number}", context)
         for name, kind in operator.reads.items():
@@ -145,8 +144,8 @@ class _RunColumns:
 
     def add(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return rows with the columns."""
-        first, self._rows = self._rows, self._rows + batch.num_rows
-        columns = [pa.array(self._values(each.name, batch, first), each.type) for each in self._fields]
+        columns = [pa.array(self._values(each.name, batch, self._rows), each.type) for each in self._fields]
+        self._rows += batch.num_rows
         return pa.RecordBatch.from_arrays([*batch.columns, *columns], schema=self.schema)
 
     def _values(self, name: str, batch: pa.RecordBatch, first: int) -> Sequence[Any]:
@@ -155,14 +154,12 @@ class _RunColumns:
                 return [last_answer(turns) for turns in batch.column("turns").to_pylist(maps_as_pydicts="lossy")]
             case "place":
                 return range(first, first + batch.num_rows)
-            case "step":
-                known = "trained_step" in batch.schema.names
-                steps = batch.column("trained_step").to_pylist() if known else [None] * batch.num_rows
-                return [step or 0 for step in steps]
+            case "step" if "trained_step" in batch.schema.names:
+                return [step or 0 for step in batch.column("trained_step").to_pylist()]
             case "trained":
                 return [status != MASKED for status in batch.column("status").to_pylist()]
-            case "weight":
-                return [1.0] * batch.num_rows
+            case "step" | "weight":
+                return [float(name == "weight")] * batch.num_rows
         return [getattr(self._tasks.get(task), name, None) for task in batch.column("task_id").to_pylist()]
 
 
@@ -237,12 +234,9 @@ def walk_lineage(wanted: str, sources: Sequence[RowSource]) -> list[Ancestor]:
     return walked
 
 
-def _rows_of(names: Iterable[str], source: RowSource) -> Iterator[tuple[str, dict[str, Any]]]:
-    wanted = set(names)
+def _rows_of(names: Set[str], source: RowSource) -> Iterator[tuple[str, dict[str, Any]]]:
     ids = Ids()
-    for batch in source.batches(1000):
-        rows = ids.add(batch)
-        column = rows.column(id_column(rows.schema))
-        for index, name in enumerate(column.to_pylist()):
-            if name in wanted:
+    for rows in map(ids.add, source.batches(1000)):
+        for index, name in enumerate(rows.column(id_column(rows.schema)).to_pylist()):
+            if name in names:
                 yield name, rows.slice(index, 1).to_pylist(maps_as_pydicts="lossy")[0]

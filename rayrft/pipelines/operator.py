@@ -1,7 +1,7 @@
 """The interface of operators: a small class over Arrow batches, or a plain function of a row, under a name.
 
-The result of an operator depends on the rows and its options alone, so that the same rows give the same result again,
-in any batches and processes. Random numbers are drawn by the row's id (`rows.seeded`).
+The result of an operator depends on the rows and its options alone, in any batches and processes: random numbers are
+drawn by the row's id (`rows.seeded`).
 """
 
 from __future__ import annotations
@@ -139,9 +139,8 @@ class Operator(Generic[O]):
 
     def _marked(self, kind: type[M]) -> list[tuple[str, M, Any]]:
         """Return the options whose types have such a mark: their names, marks and values."""
-        fields = type(self.options).model_fields
-        marked = ((name, mark) for name, each in fields.items() for mark in each.metadata if isinstance(mark, kind))
-        return [(name, mark, getattr(self.options, name)) for name, mark in marked]
+        marks = ((name, mark) for name, each in type(self.options).model_fields.items() for mark in each.metadata)
+        return [(name, mark, getattr(self.options, name)) for name, mark in marks if isinstance(mark, kind)]
 
     def check(self, schema: pa.Schema) -> None:
         """Raise ConfigError if columns of this schema do not fit the options, beyond what ``reads`` says."""
@@ -236,7 +235,9 @@ class FunctionOperator(Operator[Section]):
         rowwise = zip(*(values_of(rows, name) for name in self.columns), strict=True)
         found = [self.function(*values, **options) for values in rowwise]
         if self.kind == "filter":
-            return Applied(rows, [_reason(each) for each in found])
+            if None in found:
+                raise TypeError("a filter returns whether the row stays, or a text, and not None")
+            return Applied(rows, [each if isinstance(each, str) else None if each else "refused" for each in found])
         if self.kind == "synthesise":
             return self._added(rows, found)
         name, kind = next(iter(self.writes.items()), (next(iter(self.columns)), None))
@@ -256,14 +257,6 @@ class FunctionOperator(Operator[Section]):
             merged = [each.get(name, old) for each, old in zip(values, kept, strict=True)]
             added = with_column(added, name, pa.array(merged, rows.schema.field(name).type))
         return Applied(rows, made=added, parents=[(row,) for row in parents])
-
-
-def _reason(found: Any) -> str | None:
-    if isinstance(found, str):
-        return found
-    if found is None:
-        raise TypeError("a filter returns whether the row stays, or a text, and not None")
-    return None if found else "refused"
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -47,8 +47,7 @@ class OperatorReport:
         self.changed += outcome.changed
         self.made += outcome.made
         self.seconds += outcome.seconds
-        for left_out in outcome.left_out:
-            self.reasons[reason_of(left_out.reason)] += 1
+        self.reasons.update(reason_of(each.reason) for each in outcome.left_out)
         self.changes = [*self.changes, *outcome.changes][:samples]
         self.left_out = [*self.left_out, *outcome.left_out[:samples]][:samples]
         self.made_rows = [*self.made_rows, *outcome.made_rows][:samples]
@@ -128,13 +127,13 @@ class OperatorLog:
         ``operator: reason``, and the last problem."""
         left_out, problem = Counter[str](), None
         for number, outcome in enumerate(outcomes):
-            link, reasons = self._links[number], [each.reason for each in outcome.left_out]
-            raised = [reason for reason in reasons if reason.startswith("raised ")]
+            link, gone = self._links[number], outcome.left_out
+            raised = [each.reason for each in gone if each.reason.startswith("raised ")]
             problem = f"{link.field} {raised[-1]}" if raised else problem
-            counted = [each.reason for each in outcome.left_out if among is None or each.row in among]
-            left_out.update(f"{link.name}: {reason_of(reason)}" for reason in counted)
+            counted = (reason_of(each.reason) for each in gone if among is None or each.row in among)
+            left_out.update(f"{link.name}: {reason}" for reason in counted)
             self._stats[number] += OperatorStats(
-                outcome.taken, len(reasons), outcome.changed, outcome.made, len(raised), outcome.seconds
+                outcome.taken, len(gone), outcome.changed, outcome.made, len(raised), outcome.seconds
             )
         if problem is not None:
             self._note(problem)
@@ -147,8 +146,8 @@ class OperatorLog:
         if number is not None:
             self._stats[number] += OperatorStats(rows, left_out, failed=left_out)
         self._note(str(error), *getattr(error, "__notes__", ()))
-        reason = "timeout" if isinstance(error, OperatorTimeout) else "failed"
-        return f"{'operators' if number is None else self._links[number].name}: {reason}"
+        name = "operators" if number is None else self._links[number].name
+        return f"{name}: {'timeout' if isinstance(error, OperatorTimeout) else 'failed'}"
 
     def wrong(self, problem: str) -> OperatorFailed:
         """Return the error of operators that together return what they may not."""
@@ -158,9 +157,8 @@ class OperatorLog:
         """Raise OperatorFailed if rows are there twice, or operators have changed one of the ``fixed`` columns."""
         if len(set(kept)) < len(kept):
             raise self.wrong("rows are there twice")
-        for name in changed:
-            if name in fixed:
-                raise self.wrong(f"column {name!r} of a row is another one after the operators")
+        if wrong := [name for name in changed if name in fixed]:
+            raise self.wrong(f"column {wrong[0]!r} of a row is another one after the operators")
 
     def take(self) -> dict[str, OperatorStats]:
         """Return the counts since the last call by operator; a second operator of one name has a number behind it."""

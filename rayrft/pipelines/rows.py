@@ -86,6 +86,11 @@ def texts(rows: pa.RecordBatch, column: str) -> list[str]:
     return [text or "" for text in rows.column(column).to_pylist()]
 
 
+def gone(reason: str, kept: np.ndarray) -> list[str | None]:
+    """Return the reasons of rows, of which those ``kept`` (booleans, ``[rows]``) have none."""
+    return [None if each else reason for each in kept.tolist()]
+
+
 def numbers(rows: pa.RecordBatch, column: str) -> np.ndarray:
     """Return the numbers of a column as float64 ``[rows]``, NaN where there is none."""
     values: np.ndarray = pc.cast(rows.column(column), pa.float64()).to_numpy(zero_copy_only=False)
@@ -105,13 +110,9 @@ def map_texts(rows: pa.RecordBatch, columns: Sequence[str], change: Callable[[st
     return rows
 
 
-def groups(rows: pa.RecordBatch, column: str) -> list[list[int]]:
-    """Return the indices of the rows of each group, in order of appearance; a row without a group is one of its own."""
-    return grouped(rows.column(column).to_pylist())
-
-
 def grouped(names: Iterable[Any]) -> list[list[int]]:
-    """Return the indices of the rows of each group, as `groups` does, by the names of the rows' groups."""
+    """Return the indices of the rows of each group, in order of appearance, by the names of the rows' groups; a row
+    without a group is one of its own."""
     found: dict[Any, list[int]] = {}
     for index, name in enumerate(names):
         found.setdefault(object() if name is None else name, []).append(index)
@@ -121,7 +122,7 @@ def grouped(names: Iterable[Any]) -> list[list[int]]:
 def of_groups(rows: pa.RecordBatch, by: str, column: str, compute: Callable[[np.ndarray], float]) -> np.ndarray:
     """Return for each row what is computed from the known numbers ``column`` of its group; NaN if there are none."""
     values, found = numbers(rows, column), np.full(rows.num_rows, np.nan)
-    for indices in groups(rows, by):
+    for indices in grouped(rows.column(by).to_pylist()):
         known = values[indices][~np.isnan(values[indices])]
         if len(known):
             found[indices] = compute(known)
@@ -203,9 +204,7 @@ def mark_made(made: pa.RecordBatch, parents: Sequence[tuple[str, ...]], operator
     """Return made rows, whose columns are those of `with_lineage`, with their parents and their own ids: a digest of
     parents, operator and place among the parents' rows; an experience's stay within its group. ``maker`` tells the
     operator from others of its name."""
-    column = id_column(made.schema)
-    count: Counter[tuple[str, ...]] = Counter()
-    names = []
+    column, count, names = id_column(made.schema), Counter[tuple[str, ...]](), list[str]()
     for ids in parents:
         names.append(_digest((operator, maker, ids, count[ids])))
         count[ids] += 1
@@ -213,10 +212,8 @@ def mark_made(made: pa.RecordBatch, parents: Sequence[tuple[str, ...]], operator
         names = [f"{group}/{name}" for group, name in zip(made.column("group_id").to_pylist(), names, strict=True)]
     made = with_column(made, column, pa.array(names, made.schema.field(column).type))
     if PARENTS in made.schema.names:
-        kinds = made.schema.field(PARENTS).type
-        made = with_column(made, PARENTS, pa.array([list(ids) for ids in parents], kinds))
+        made = with_column(made, PARENTS, pa.array(map(list, parents), made.schema.field(PARENTS).type))
         return with_column(made, MADE_BY, pa.array([operator] * made.num_rows, pa.string()))
-    labels = []
-    for old, ids in zip(made.column("labels").to_pylist(), parents, strict=True):
-        labels.append(list({**dict(old or ()), PARENTS: " ".join(ids), MADE_BY: operator}.items()))
+    pairs = zip(made.column("labels").to_pylist(), parents, strict=True)
+    labels = [list({**dict(old or ()), PARENTS: " ".join(ids), MADE_BY: operator}.items()) for old, ids in pairs]
     return with_column(made, "labels", pa.array(labels, made.schema.field("labels").type))

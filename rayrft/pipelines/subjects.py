@@ -15,7 +15,7 @@ from rayrft.data.tables import is_json
 from rayrft.errors import ConfigError, nearest
 from rayrft.experience import Task
 from rayrft.pipelines.operator import Applied, Operator, is_text
-from rayrft.pipelines.rows import id_column
+from rayrft.pipelines.rows import id_column, last_answer
 from rayrft.pipelines.run.models import RemoteModels
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.judge import digest
@@ -37,13 +37,12 @@ def request_seed(row: str, seed: int, *place: object) -> int:
 
 @dataclass(frozen=True)
 class Subject:
-    """A row as a task, with the answer that it holds, and the reward and reason of that."""
+    """A row as a task, with the answer that it holds and its reward."""
 
     row: str
     task: Task
     response: str | None = None
     reward: float | None = None
-    reason: str | None = None
 
 
 class SubjectOptions(Section):
@@ -85,10 +84,7 @@ async def subjects(rows: pa.RecordBatch, options: SubjectOptions, response: str 
 
 
 def _experienced(name: str, task: Task | None, row: dict[str, Any]) -> Subject | None:
-    said = [turn["content"] for turn in row["turns"] or () if turn.get("role") == "assistant"]
-    if task is None:
-        return None
-    return Subject(name, task, said[-1] if said else None, row["reward"], row.get("error"))
+    return None if task is None else Subject(name, task, last_answer(row["turns"]), row["reward"])
 
 
 def _subject(name: str, row: dict[str, Any], options: SubjectOptions, response: str | None) -> Subject | None:
@@ -107,14 +103,7 @@ def _subject(name: str, row: dict[str, Any], options: SubjectOptions, response: 
     task = Task(name, question, answer, domain, system=row.get("system"), metadata=metadata)
     reward = row.get("reward")
     known = isinstance(reward, int | float) and not isinstance(reward, bool)
-    reason = row.get("reason")
-    return Subject(
-        name,
-        task,
-        row[response] if response else None,
-        float(reward) if known else None,  # type: ignore[arg-type]
-        reason if isinstance(reason, str) else None,
-    )
+    return Subject(name, task, row[response] if response else None, reward if known else None)
 
 
 class AskingOperator(Operator[O]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +11,7 @@ import pyarrow as pa
 
 from rayrft.config import RunConfig
 from rayrft.config.pipelines import OperatorConfig
+from rayrft.data import task_files
 from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import TaskSplits, load_bench_tasks, load_tasks
 from rayrft.errors import ConfigError, DataError
@@ -24,21 +24,8 @@ from rayrft.pipelines.rows import lineage
 from rayrft.pipelines.run.models import Engines, no_engines, open_models
 from rayrft.pipelines.run.process import Pipeline
 
-SCHEMA = pa.schema(
-    {
-        "id": pa.string(),
-        "source": pa.string(),
-        "question": pa.string(),
-        "answer": pa.string(),
-        "system": pa.string(),
-        "domain": pa.string(),
-        "difficulty": pa.float64(),
-        "tries": pa.int64(),
-        "pass_rate": pa.float64(),
-        "priority": pa.float32(),
-        "metadata": pa.string(),
-    }
-)
+_IN_FILES = {each.name: each.type for each in task_files.SCHEMA if each.name not in ("workflow", "images")}
+SCHEMA = pa.schema({**_IN_FILES, "priority": pa.float32()})
 """The columns of tasks that operators see; ``source`` is the name of the source, or its number. That and the domain
 are only read."""
 _KEPT = ("question", "answer", "system", "difficulty", "tries", "pass_rate", "priority")
@@ -86,8 +73,6 @@ def load_splits(
     names = source_names(config)
 
     def process(sources: list[list[Task]]) -> list[list[Task]]:
-        if not config.pipelines.tasks:
-            return sources
         processed, found = _processed(sources, names, config, bench, engines)
         reports.extend(found)
         return [[task for task, _ in tasks] for tasks in processed]
@@ -123,6 +108,8 @@ def _processed(
     `Pipeline`.
     """
     pipelines = config.pipelines
+    if not pipelines.tasks:
+        return [[(task, task.id) for task in tasks] for tasks in sources], []
     _check_priorities(config)
     known = {(name, task.id): task for name, tasks in zip(names, sources, strict=True) for task in tasks}
     pipeline = Pipeline(
@@ -140,13 +127,9 @@ def _processed(
     made_of: dict[tuple[str, str], str] = {}
     """The first parent of each made row, of those that are left out, too: others may be made of these."""
 
-    def see(rows: list[dict[str, Any]]) -> None:
+    def see(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         made_of.update({(row["source"], row["id"]): lineage(row).parents[0] for row in rows if lineage(row).parents})
-
-    def take(batch: pa.RecordBatch) -> None:
-        rows = batch.to_pylist(maps_as_pydicts="lossy")
-        kept.extend(rows)
-        see(rows)
+        return rows
 
     def note(operator: str, rows: list[LeftOut]) -> None:
         see([each.values for each in rows])
@@ -166,7 +149,9 @@ def _processed(
         answer_s=pipelines.answer_s,
         journal=config.storage / f"answers.{config.name}.jsonl",
     )
-    report = pipeline.run(batches, take, left_out=note, models=models)
+    report = pipeline.run(
+        batches, lambda batch: kept.extend(see(batch.to_pylist(maps_as_pydicts="lossy"))), left_out=note, models=models
+    )
     found: dict[str, list[tuple[Task, str]]] = {name: [] for name in names}
     for row in kept:
         source, began = row["source"], row["id"]
@@ -209,15 +194,12 @@ def process_added(
 
     def process(sources: list[list[Task]]) -> list[list[Task]]:
         before.extend(sources)
-        if not config.pipelines.tasks:
-            return sources
         return [[task for task, _ in tasks] for tasks in _processed(sources, names, config, bench, engines)[0]]
 
     splits = load_tasks(config.tasks, config.demonstrations, config.seed, process)
     evaluation = (*splits.evaluation, *bench)
     there = {task.dedup_key for part in (*before, earlier, evaluation) for task in part}
-    left_out: dict[str, str] = {}
-    new: list[Task] = []
+    left_out, new = dict[str, str](), list[Task]()
     for task in tasks:
         if task.dedup_key in there:
             left_out[task.id] = "another task: the same question"
@@ -283,16 +265,16 @@ def _without_evaluation_tasks(
     def shown(task: Task) -> Task:
         text = dedup_key(task.question, task.images)
         # Episodes of one question are told apart by their environment: by `Task.dedup_key`.
-        return replace(task, question="" if text in episodes and "environment" in task.metadata else text)
+        text = "" if text in episodes and "environment" in task.metadata else text
+        return replace(task, question=text, metadata={})
 
     [link] = _links([OperatorConfig(name="decontaminate")], "pipelines", Context(evaluation))
-    batches = {name: _to_batch([*map(shown, tasks)], name, bare=True) for name, tasks in parts.items()}
+    batches = {name: _to_batch([*map(shown, tasks)], name) for name, tasks in parts.items()}
     link.operator.prepare()
     for batch in batches.values():
         link.operator.observe(batch)
     link.operator.settle()
-    report = OperatorReport("decontaminate")
-    kept: dict[str, list[int]] = {}
+    report, kept = OperatorReport("decontaminate"), dict[str, list[int]]()
     for name, batch in batches.items():
         numbered = batch.append_column("number", pa.array(range(batch.num_rows), pa.int64()))
         after, outcome = apply_link(replace(link, takes=numbered.schema, gives=numbered.schema), numbered, samples)
@@ -301,17 +283,8 @@ def _without_evaluation_tasks(
     return kept, report
 
 
-def _to_batch(tasks: Sequence[Task], source: str, *, bare: bool = False) -> pa.RecordBatch:
-    """Return tasks as rows; ``bare``: without their metadata."""
-    rows = [
-        {
-            **{name: getattr(task, name) for name in ("id", "domain", *_KEPT)},
-            "source": source,
-            "metadata": None if bare else json.dumps(task.metadata, ensure_ascii=False, default=str),
-        }
-        for task in tasks
-    ]
-    return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
+def _to_batch(tasks: Sequence[Task], source: str) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist([task_files.task_row(task, source) for task in tasks], schema=SCHEMA)
 
 
 _WITHOUT_PRIORITIES = ("sequential", "shuffled", "easy_to_hard", "failure", "near_half")
@@ -320,9 +293,7 @@ _WITHOUT_PRIORITIES = ("sequential", "shuffled", "easy_to_hard", "failure", "nea
 def _check_priorities(config: RunConfig) -> None:
     """Raise ConfigError if priorities are written that nothing reads: neither a filter nor the task sampler."""
     assert config.tasks is not None  # which are processed
-    if config.tasks.sampler not in _WITHOUT_PRIORITIES:
-        return
-    operators = config.pipelines.tasks
+    operators = config.pipelines.tasks if config.tasks.sampler in _WITHOUT_PRIORITIES else []
     kinds = [getattr(registered.get(each.name, "pipelines.tasks"), "kind", None) for each in operators]
     for number, kind in enumerate(kinds):
         if kind == "prioritise" and "filter" not in kinds[number:]:

@@ -120,12 +120,8 @@ def test_what_is_exported_is_read_by_pandas_and_imported_whole(live: Path, tmp_p
     out, again = tmp_path / f"out.{suffix}", tmp_path / "again.jsonl"
     assert f"13 rows in {out}" in call("export", live, out)
     frame = pd.read_parquet(out) if suffix == "parquet" else pd.read_json(out, lines=True, dtype={"group_id": str})
-    assert sorted(frame["group_status"].value_counts().to_dict().items()) == [
-        ("dropped", 2),
-        ("leased", 4),
-        ("ready", 3),
-        ("trained", 4),
-    ]
+    counts = frame["group_status"].value_counts().to_dict()
+    assert counts == {"dropped": 2, "leased": 4, "ready": 3, "trained": 4}
     assert "13 rows loaded as demonstrations 'found' of tool" in call("import", live, out, "--name", "found")
     call("export", live, again, "--store", "expert/found")
     before = {row["experience_id"]: row for row in read_jsonl_of(out, tmp_path)}
@@ -186,15 +182,13 @@ def test_a_jsonl_export_is_a_file_of_demonstrations(live: Path, tmp_path: Path, 
 def test_broken_files_are_not_imported(live: Path, tmp_path: Path) -> None:
     call("export", live, tmp_path / "good.jsonl", "--store", "expert/gold")
     first, *rest = (tmp_path / "good.jsonl").read_text().splitlines()
-    for broken, problem in (
-        ("{", "line 1: not JSON"),
-        (json.dumps({**json.loads(first), "token_ids": "x"}), "rows are not experiences"),
-        (json.dumps({**json.loads(first), "group_id": None}), "column 'group_id' has missing values"),
-        (
-            json.dumps({**json.loads(first), "prompt_length": 9}),
-            "row 0 is invalid: empty prompt or answer",
-        ),
+    for change, problem in (
+        (None, "line 1: not JSON"),
+        ({"token_ids": "x"}, "rows are not experiences"),
+        ({"group_id": None}, "column 'group_id' has missing values"),
+        ({"prompt_length": 9}, "row 0 is invalid: empty prompt or answer"),
     ):
+        broken = "{" if change is None else json.dumps({**json.loads(first), **change})
         (tmp_path / "bad.jsonl").write_text("\n".join([broken, *rest]))
         with pytest.raises(DataError, match=problem):
             call("import", live, tmp_path / "bad.jsonl", "--name", "bad")

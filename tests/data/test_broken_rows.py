@@ -19,6 +19,9 @@ def tokenizer(tiny_model: Path) -> ChatTokenizer:
 BROKEN: dict[str, tuple[str, str]] = {
     "no object": ("[1, 2]", "not a JSON object"),
     "a bare text": ('"prompt"', "not a JSON object"),
+    "nested too deeply": ("[" * 200_000, "not JSON"),
+    "objects nested too deeply": ('{"a": ' * 100_000, "not JSON"),
+    "too many digits": ('{"a": ' + "1" * 5000 + "}", "not JSON"),
     "cut off": ('{"prompt": "p", "resp', "not JSON"),
     "no response": ('{"prompt": "p"}', "needs text in 'prompt' and 'response'"),
     "an empty response": ('{"prompt": "p", "response": ""}', "needs text in 'prompt' and 'response'"),
@@ -76,19 +79,15 @@ def test_a_broken_row_is_named_by_its_line_or_skipped_and_counted(
     assert left_out.counts == {"broken (lines 3)": 1}
 
 
-def test_a_line_that_is_not_utf_8_is_broken_alone(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(GOOD.encode() + b'\n{"prompt": "\xff", "response": "r"}\n' + GOOD.encode())
-    rows, left_out = load(path, tokenizer, on_broken="skip")
-    assert len(rows) == 2 and left_out.broken == {2: "not UTF-8"}
-
-
-def test_line_numbers_are_those_of_an_editor(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+def test_line_numbers_are_those_of_an_editor_and_a_line_that_is_not_utf_8_is_broken_alone(
+    tokenizer: ChatTokenizer, tmp_path: Path
+) -> None:
     path = tmp_path / "rows.jsonl"
     # JSON may hold these two as they are; they end no line.
-    path.write_text('{"prompt": "a\u2028b\u0085c", "response": "r"}\nbroken\n', encoding="utf-8")
+    good = '{"prompt": "a\u2028b\u0085c", "response": "r"}'.encode()
+    path.write_bytes(good + b'\n{"prompt": "\xff", "response": "r"}\n' + good)
     rows, left_out = load(path, tokenizer, on_broken="skip")
-    assert len(rows) == 1 and list(left_out.broken) == [2]
+    assert len(rows) == 2 and left_out.broken == {2: "not UTF-8"}
 
 
 def test_only_the_first_broken_lines_are_told(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
@@ -104,10 +103,8 @@ def test_only_the_first_broken_lines_are_told(tokenizer: ChatTokenizer, tmp_path
 def test_a_template_that_cannot_hold_a_conversation_makes_the_row_broken_and_tells_the_remedy(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    strips = ChatTokenizer(tiny_model)
-    strips.hf.chat_template = (
-        "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
-    )
+    strips, shown = ChatTokenizer(tiny_model), "{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
+    strips.hf.chat_template = f"{{% for m in messages %}}{shown}{{% endfor %}}"
     with pytest.raises(DataError, match=r"line 1: message 5 does not continue .*give one row per turn"):
         load(jsonl([{"messages": MULTI_TURN}], tmp_path), strips)
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,19 +19,8 @@ from rayrft.data.demonstrations import RowEncoder, from_dataset, from_file, from
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
 from rayrft.experience import Experience, Task, from_batch, to_batch
-from tests.data.expert_data import (
-    MULTI_TURN,
-    SHAPES,
-    Rows,
-    described,
-    fetched,
-    jsonl,
-    load,
-    parquet,
-    parquet_folder,
-    saved_dataset,
-    spoken,
-)
+from tests.data import expert_data
+from tests.data.expert_data import MULTI_TURN, SHAPES, Rows, described, fetched, jsonl, load, spoken
 from tests.errors import about
 
 
@@ -41,29 +29,14 @@ def tokenizer(tiny_model: Path) -> ChatTokenizer:
     return ChatTokenizer(tiny_model)
 
 
-FORMATS = [jsonl, parquet, parquet_folder, saved_dataset]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("write", FORMATS)
+@pytest.mark.parametrize("write", [expert_data.parquet, expert_data.parquet_folder, expert_data.saved_dataset])
 def test_every_kind_of_file_gives_the_same_rows(
     tokenizer: ChatTokenizer, tmp_path: Path, write: Callable[[Rows, Path], Path], shape: str
 ) -> None:
     expected, _ = load(jsonl(SHAPES[shape], tmp_path), tokenizer)
     rows, left_out = load(write(SHAPES[shape], tmp_path), tokenizer)
     assert described(rows) == described(expected) and rows
-    assert len(left_out) == 0
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_ray_dataset_gives_the_same_rows(
-    tokenizer: ChatTokenizer, tmp_path: Path, ray_cluster: Any, shape: str
-) -> None:
-    import ray.data
-
-    expected, _ = load(jsonl(SHAPES[shape], tmp_path), tokenizer)
-    dataset, left_out = from_dataset(ray.data.from_items(SHAPES[shape]), RowEncoder("gold", RowFormat(), tokenizer, 64))
-    assert described(fetched(dataset)) == described(expected)
     assert len(left_out) == 0
 
 
@@ -101,19 +74,18 @@ def test_answers_have_labels_where_a_stage_needs_them(tokenizer: ChatTokenizer, 
         {"prompt": "one", "completion": "two", "label": True},
         {"prompt": chat, "completion": [{"role": "assistant", "content": "six"}], "label": False},
     ]
-    path, form = jsonl(rated, tmp_path), DemonstrationsConfig(path=tmp_path, response="completion")
-    rows, _ = from_file(RowEncoder("gold", form.model_copy(update={"path": path}), tokenizer, 64, labelled=True))
-    assert [(row.experience_id, row.pair_id, row.chosen) for row in rows] == [
-        ("gold/1", None, True),
-        ("gold/2", None, False),
-    ]
+    path = jsonl(rated, tmp_path)
+    encoder = RowEncoder("gold", DemonstrationsConfig(path=path, response="completion"), tokenizer, 64, labelled=True)
+    rows, _ = from_file(encoder)
+    found = [(row.experience_id, row.pair_id, row.chosen) for row in rows]
+    assert found == [("gold/1", None, True), ("gold/2", None, False)]
     described(rows)
     unlabelled, _ = load(path, tokenizer, response="completion")
     assert [row.chosen for row in unlabelled] == [None, None]
     for label in (None, 1, "good"):
-        path = jsonl([{**rated[0], "label": label}], tmp_path)
+        jsonl([{**rated[0], "label": label}], tmp_path)
         with pytest.raises(DataError, match="needs true or false in 'label'"):
-            from_file(RowEncoder("gold", form.model_copy(update={"path": path}), tokenizer, 64, labelled=True))
+            from_file(encoder)
 
 
 def test_a_side_that_holds_its_own_prompt_is_not_given_it_twice(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
@@ -131,11 +103,7 @@ def test_a_side_that_holds_its_own_prompt_is_not_given_it_twice(tokenizer: ChatT
 
 
 def test_fields_go_by_the_names_that_the_config_gives(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
-    rows: Rows = [
-        {"q": "one", "a": "two"},
-        {"chat": MULTI_TURN},
-        {"q": "one", "good": "two", "bad": "three"},
-    ]
+    rows: Rows = [{"q": "one", "a": "two"}, {"chat": MULTI_TURN}, {"q": "one", "good": "two", "bad": "three"}]
     names = {"prompt": "q", "response": "a", "messages": "chat", "chosen": "good", "rejected": "bad"}
     made, _ = load(jsonl(rows, tmp_path), tokenizer, **names)
     assert [row.experience_id for row in made] == ["gold/1", "gold/2", "gold/3/chosen", "gold/3/rejected"]
@@ -150,12 +118,13 @@ MIXED: Rows = [
     {"prompt": "fine", "chosen": "a", "rejected": "b" * 80},
     {"prompt": "fine", "chosen": "a", "rejected": "b"},
     {"prompt": "fine", "response": "again"},
+    {"messages": MULTI_TURN[1:3]},
 ]
 
 
 def test_held_out_and_too_long_rows_are_left_out_and_counted(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     rows, left_out = load(jsonl(MIXED, tmp_path), tokenizer, held_out={"held out?"}, on_broken="skip")
-    assert [row.experience_id for row in rows] == ["gold/2", "gold/7/chosen", "gold/7/rejected", "gold/8"]
+    assert [row.experience_id for row in rows] == ["gold/2", "gold/7/chosen", "gold/7/rejected", "gold/8", "gold/9"]
     assert left_out.excluded == {1: "held-out question", 3: "too long", 5: "held-out question", 6: "too long"}
     assert left_out.counts == {"held-out question": 2, "too long": 2, "broken (lines 4)": 1}
     described(rows)
@@ -189,13 +158,16 @@ class Gate:
 
 @pytest.mark.usefixtures("ray_cluster")
 class TestRayDataset:
-    def test_what_is_left_out_is_known_by_number(self, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("size", [2, None])
+    def test_it_gives_the_rows_of_a_file_and_what_is_left_out_is_known_by_number(
+        self, tokenizer: ChatTokenizer, tmp_path: Path, size: int | None
+    ) -> None:
         import ray.data
 
-        skip = RowFormat(on_broken="skip", size=2)
+        skip = RowFormat(on_broken="skip", size=size)
         dataset = ray.data.from_items(MIXED, override_num_blocks=3)
         rows, left_out = from_dataset(dataset, RowEncoder("gold", skip, tokenizer, 64, {"held out?"}))
-        config = DemonstrationsConfig(path=jsonl(MIXED, tmp_path), on_broken="skip", size=2)
+        config = DemonstrationsConfig(path=jsonl(MIXED, tmp_path), on_broken="skip", size=size)
         expected, expected_left_out = from_file(RowEncoder("gold", config, tokenizer, 64, {"held out?"}))
         assert left_out == expected_left_out
         assert described(fetched(rows)) == described(expected)
@@ -227,17 +199,12 @@ class TestRayDataset:
         assert said == [(f"gold/{i + 1}", f"{i}<|eos|>") for i in range(40) if i % 10 != 3]
         assert dataset.context.execution_options.preserve_order is False, "the caller's options were changed"
 
-    def test_broken_rows_are_refused_with_their_numbers(self, tokenizer: ChatTokenizer) -> None:
+    def test_broken_rows_are_refused_with_their_numbers_and_so_is_no_row(self, tokenizer: ChatTokenizer) -> None:
         import ray.data
 
-        with pytest.raises(
-            DataError, match=r"demonstrations\.gold: 1 broken rows of 8: line 4: needs text in 'prompt'"
-        ):
+        broken = r"demonstrations\.gold: 1 broken rows of 9: line 4: needs text in 'prompt'"
+        with pytest.raises(DataError, match=broken):
             from_dataset(ray.data.from_items(MIXED), RowEncoder("gold", RowFormat(), tokenizer, 64))
-
-    def test_a_dataset_without_rows_is_refused(self, tokenizer: ChatTokenizer) -> None:
-        import ray.data
-
         with pytest.raises(DataError, check=about("demonstrations.gold")):
             from_dataset(ray.data.from_items(MIXED).limit(0), RowEncoder("gold", RowFormat(), tokenizer, 64))
 
@@ -273,9 +240,8 @@ def test_all_pairs_of_a_prompt_are_held_out_or_none() -> None:
     rows = some_pairs(["a", "b", "c"] * 4)
     for seed in range(5):
         kept, out = hold_out("gold", rows, 2, seed)
-        assert len(out) == 8 and not {row.turns[0]["content"] for row in kept} & {
-            row.turns[0]["content"] for row in out
-        }
+        one, other = ({row.turns[0]["content"] for row in part} for part in (kept, out))
+        assert len(out) == 8 and not one & other
 
 
 @pytest.mark.parametrize(("prompts", "wanted"), [(["a", "b"], 2), (["a", "a"], 1), (["a", "b"], 9)])
@@ -294,10 +260,7 @@ def test_rows_that_are_no_pairs_cannot_be_held_out() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_wrong_demonstrations_are_spread_over_every_epoch(tokenizer: ChatTokenizer, seed: int) -> None:
     """An order that is drawn from the same random numbers as the wrong ones shows all of these first."""
-    wrong = {"word": "wrong"}
-    tasks = [
-        Task(str(n), [{"role": "user", "content": f"say {n}"}], answer="right", metadata=wrong) for n in range(400)
-    ]
+    tasks = [Task(str(n), f"say {n}", answer="right", metadata={"word": "wrong"}) for n in range(400)]
     config = DemonstrationsConfig(size=400, wrong_share=0.5, wrong_field="word")
     rows = from_tasks("warmup", tasks, config, tokenizer, seed)
     cursor = ExpertCursor(Extent(0, len(rows)), seed)

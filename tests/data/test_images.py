@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -20,7 +18,7 @@ from rayrft.data.task_splits import load_tasks
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, ModelError
 from rayrft.experience import Task, from_batch, to_batch
-from tests.data.expert_data import jsonl, load
+from tests.data.expert_data import jsonl, load, parquet
 from tests.errors import about
 
 ASK = [{"role": "user", "content": "Which colour is the square?"}]
@@ -137,27 +135,17 @@ def test_an_image_without_a_path_is_kept_once_by_what_it_holds(tmp_path: Path, p
         keep_image(b"not an image", folder)
 
 
-def test_pictures_of_pil_are_kept_in_the_folder_named_for_them(tmp_path: Path, pictures: tuple[str, ...]) -> None:
-    with Image.open(pictures[0]) as picture:
-        drawn = picture.convert("RGB")
-    [path, again] = image_paths([drawn, {"path": pictures[1]}], tmp_path, tmp_path / "kept")
-    with Image.open(path) as kept:
-        assert Path(path).parent == tmp_path / "kept" and kept.tobytes() == drawn.tobytes() and again == pictures[1]
+def test_pictures_of_pil_and_bytes_are_kept_in_the_folder_named_for_them(
+    tmp_path: Path, pictures: tuple[str, ...]
+) -> None:
+    drawn = Image.open(pictures[0]).convert("RGB")
+    [path] = image_paths([drawn], tmp_path, tmp_path / "kept")
+    assert Path(path).parent == tmp_path / "kept" and Image.open(path).tobytes() == drawn.tobytes()
     with pytest.raises(DataError, match="images_folder"):
         image_paths([drawn], tmp_path)
-
-
-def test_images_that_are_bytes_are_kept_in_the_folder_named_for_them(tmp_path: Path, pictures: tuple[str, ...]) -> None:
     data = Path(pictures[0]).read_bytes()
-    rows = [
-        {
-            "question": "q",
-            "answer": "a",
-            "images": [{"bytes": data, "path": None}, {"bytes": None, "path": pictures[1]}],
-        }
-    ]
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    images = [{"bytes": data, "path": None}, {"bytes": None, "path": pictures[1]}]
+    path = parquet([{"question": "q", "answer": "a", "images": images}], tmp_path)
     source = {"source": "file", "path": path}
     [task] = read_source(TaskSourceConfig(**source, images_folder=tmp_path / "kept"), "tasks.sources.0")
     assert Path(task.images[0]).parent == tmp_path / "kept" and Path(task.images[0]).read_bytes() == data
@@ -194,10 +182,8 @@ def test_demonstrations_keep_their_images(tokenizer: ChatTokenizer, tmp_path: Pa
     taken, _ = load(jsonl(rows, tmp_path), tokenizer)
     assert [row.images for row in taken] == [pictures[:1], (), pictures[:2], pictures[:2]]
     assert [row.images for row in from_batch(to_batch(taken))] == [row.images for row in taken]
-    held_out = {
-        Task.create("s", "q", "a", images=pictures[:2]).dedup_key,
-        Task.create("s", "the <image>?", "a").dedup_key,
-    }
+    held_out = {Task.create("s", "q", "a", images=pictures[:2]).dedup_key}
+    held_out.add(Task.create("s", "the <image>?", "a").dedup_key)
     taken, left_out = load(jsonl(rows, tmp_path), tokenizer, held_out=held_out)
     assert [row.group_id for row in taken] == ["gold/1", "gold/2"] and left_out.counts == {"held-out question": 1}
 

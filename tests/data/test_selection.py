@@ -47,6 +47,7 @@ def chosen(where: str, rewards: list[float | None]) -> list[int]:
         ("reward > 0.5 and stop_reason = 'stop' -- and no more", [1, 3]),
         ("source in ('usual', 'human') and experience_id like '%/4'", [4]),
         ("chosen", [1, 3, 5]),
+        ("true", [0, 1, 2, 3, 4, 5]),
         ("len(token_ids) > 3 and token_ids[1] % 10 < 2", [0, 1]),
         ("list_sum(action_mask) = 4", []),
         ("list_min(logprobs) = -1 and teacher_logprobs is null", [0, 2, 4]),
@@ -58,7 +59,7 @@ def chosen(where: str, rewards: list[float | None]) -> list[int]:
     ],
 )
 def test_a_condition_may_use_any_column(where: str, rows: list[int]) -> None:
-    assert chosen(where, [0.0, 1.0, 0.1, 2.0, -1.0, None]) == rows
+    assert chosen(where, [0.0, 1.0, 0.1, 2.0, -1.0, None]) == rows and chosen(where, []) == []
 
 
 def test_rows_are_those_that_meet_the_condition_among_those_asked_for_in_order() -> None:
@@ -73,54 +74,21 @@ def test_rows_are_those_that_meet_the_condition_among_those_asked_for_in_order()
         assert found.schema.equals(SCHEMA, check_metadata=True)
 
 
-@pytest.mark.parametrize("where", ["reward > 0", "true"])
-def test_a_batch_without_rows_has_none_that_meet_a_condition(where: str) -> None:
-    assert Selection(SCHEMA, ["labels"], where).apply(batch([])).num_rows == 0
+BAD = [
+    *("", " ", "-- reward > 1", "reward >"),
+    *("reward", "null", "*", "'true'", "reward > 0.5, true", "reward > 0.5) or (true"),
+    *("reward > 0.5 order by reward", "reward > 0.5 limit 1", "true from rows", "select 1", "select true"),
+    *("true; drop table x", "copy (select 1) to 'out.csv'", "set threads = 2"),
+    *("reward > 1 and rewards > 1", "stop_reason = stop", 'stop_reason = "stop"', "unknown(reward) > 1"),
+    *("source > 1", "labels > 1", "labels = 'good'", "labels['quality'] > 1", "reward like '1%'", "reward ~ 1"),
+    *("chosen = 'maybe'", "reward > 1 or uses = 'x'", "reward = $1", "reward = ?"),
+    *("avg(reward) > 1", "reward > (select avg(reward))", "row_number() over () < 3", "unnest(token_ids) > 1"),
+    "exists (from batch)",  # a variable of Python
+    "regexp_matches(source, '(')",
+]
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "",
-        " ",
-        "-- reward > 1",
-        "reward >",
-        "reward",
-        "null",
-        "*",
-        "'true'",
-        "reward > 0.5, true",
-        "reward > 0.5) or (true",
-        "reward > 0.5 order by reward",
-        "reward > 0.5 limit 1",
-        "true from rows",
-        "true; drop table x",
-        "select 1",
-        "select true",
-        "copy (select 1) to 'out.csv'",
-        "set threads = 2",
-        "reward > 1 and rewards > 1",
-        "stop_reason = stop",
-        'stop_reason = "stop"',
-        "unknown(reward) > 1",
-        "source > 1",
-        "labels > 1",
-        "labels = 'good'",
-        "labels['quality'] > 1",
-        "reward like '1%'",
-        "reward ~ 1",
-        "chosen = 'maybe'",
-        "reward > 1 or uses = 'x'",
-        "reward = $1",
-        "reward = ?",
-        "avg(reward) > 1",
-        "reward > (select avg(reward))",
-        "row_number() over () < 3",
-        "unnest(token_ids) > 1",
-        "exists (from batch)",  # a variable of Python
-        "regexp_matches(source, '(')",
-    ],
-)
+@pytest.mark.parametrize("where", BAD)
 def test_a_bad_condition_is_refused_before_a_row_is_read(where: str) -> None:
     with pytest.raises(DataError, check=about("where", where)) as caught:
         Selection(SCHEMA, where=where)
@@ -139,20 +107,16 @@ def test_the_remedy_names_columns_of_a_like_name_and_how_text_is_quoted(where: s
 
 @pytest.mark.parametrize("reads", ["(select content from read_text('{}')) = 'x'", "exists (from '{}')"])
 def test_a_condition_cannot_read_files(tmp_path: Path, reads: str) -> None:
-    file = tmp_path / "secret.csv"
-    file.write_text("x")
-    where = reads.format(file)
+    (tmp_path / "secret.csv").write_text("x")
+    where = reads.format(tmp_path / "secret.csv")
     with pytest.raises(DataError, check=about("where", where)):
         Selection(SCHEMA, where=where)
 
 
-def test_a_condition_that_fails_on_a_value_names_it() -> None:
+def test_a_condition_that_fails_on_a_value_names_it_and_an_unknown_column_is_refused() -> None:
     selection = Selection(SCHEMA, where="source::int > 1")
     with pytest.raises(DataError, match="usual", check=about("where", "source::int > 1")):
         selection.apply(batch([1.0]))
-
-
-def test_an_unknown_column_is_refused() -> None:
     with pytest.raises(DataError, match="token_ids", check=about("columns", "tokens_ids")):
         Selection(SCHEMA, ["reward", "tokens_ids"])
 

@@ -34,9 +34,8 @@ def read(path: Path, **more: object) -> list[Task]:
 def test_tasks_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
     assert write_tasks(tmp_path / name, (("one", task) for task in TASKS)) == 4
     assert read(tmp_path / name) == TASKS
-    assert read(tmp_path / name, size=1, system="Think.", workflow="w")[0] == replace(
-        TASKS[0], system="Think.", workflow="w"
-    )
+    changes = {"system": "Think.", "workflow": "w"}
+    assert read(tmp_path / name, size=1, **changes) == [replace(TASKS[0], **changes)]
 
 
 def test_more_tasks_than_a_batch_are_written(tmp_path: Path) -> None:

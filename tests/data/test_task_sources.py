@@ -34,6 +34,12 @@ def jsonl(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
+def load(*sources: Any, eval_size: int = 5, seed: int = 0, **demonstrated: int) -> TaskSplits:
+    """Splits of sources, or of a config; so many tasks are shown by each of the demonstrations."""
+    tasks = sources[0] if isinstance(sources[0], TasksConfig) else TasksConfig(sources=[*sources], eval_size=eval_size)
+    return load_tasks(tasks, {name: DemonstrationsConfig(size=size) for name, size in demonstrated.items()}, seed)
+
+
 def config(path: Path, *others: dict[str, Any], eval_size: int = 5, **changes: Any) -> TasksConfig:
     source = {"source": "file", "path": path, "question": "problem", "answer": "solution", **changes}
     return TasksConfig(sources=[source, *others], eval_size=eval_size)
@@ -56,7 +62,7 @@ def questions(splits: TaskSplits) -> list[str]:
 
 
 def test_parquet_rows_become_tasks_without_duplicates(parquet: Path) -> None:
-    splits = load_tasks(config(parquet, answer_after="####"), {"gold": DemonstrationsConfig(size=4)}, seed=0)
+    splits = load(config(parquet, answer_after="####"), gold=4)
     assert (len(splits.evaluation), len(splits.demonstrated["gold"]), len(splits.train)) == (5, 4, 11)
     assert splits.sources == [0] * 11
     tasks = [*splits.evaluation, *splits.demonstrated["gold"], *splits.train]
@@ -68,7 +74,7 @@ def test_parquet_rows_become_tasks_without_duplicates(parquet: Path) -> None:
 
 
 def test_splits_follow_from_the_seed_and_training_tasks_keep_their_order(parquet: Path) -> None:
-    first, again, other = (load_tasks(config(parquet), {}, seed) for seed in (1, 1, 2))
+    first, again, other = (load(config(parquet), seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first.train != other.train
     levels = [task.metadata["level"] for task in first.train]
@@ -76,12 +82,8 @@ def test_splits_follow_from_the_seed_and_training_tasks_keep_their_order(parquet
 
 
 def test_held_out_tasks_from_a_file_of_their_own_never_reach_training(parquet: Path, tmp_path: Path) -> None:
-    held_out = jsonl(
-        tmp_path / "test.jsonl",
-        {"problem": "What is 3 + 1?", "solution": "#### 4"},
-        {"problem": "new", "solution": "#### 1"},
-    )
-    splits = load_tasks(config(parquet, eval_path=held_out), {}, seed=0)
+    rows = [{"problem": "What is 3 + 1?", "solution": "#### 4"}, {"problem": "new", "solution": "#### 1"}]
+    splits = load(config(parquet, eval_path=jsonl(tmp_path / "test.jsonl", *rows)))
     assert {task.question for task in splits.evaluation} == {"What is 3 + 1?", "new"}
     assert "What is 3 + 1?" not in {task.question for task in splits.train}
     assert len(splits.train) == 19
@@ -89,11 +91,7 @@ def test_held_out_tasks_from_a_file_of_their_own_never_reach_training(parquet: P
 
 def test_a_held_out_file_keeps_its_questions_from_every_source(tmp_path: Path) -> None:
     held_out = jsonl(tmp_path / "test.jsonl", *({"question": str(i), "answer": "a"} for i in range(8, 12)))
-    splits = load_tasks(
-        TasksConfig(sources=[own(0, 10), own(10, 10, eval_path=held_out)], eval_size=4),
-        {},
-        seed=0,
-    )
+    splits = load(own(0, 10), own(10, 10, eval_path=held_out), eval_size=4)
     assert [task.question for task in splits.evaluation[2:]] == ["8", "9"]
     assert not {task.question for task in splits.train} & {task.question for task in splits.evaluation}
 
@@ -101,26 +99,6 @@ def test_a_held_out_file_keeps_its_questions_from_every_source(tmp_path: Path) -
 def hub(folder: Path, **changes: Any) -> dict[str, Any]:
     source = {"source": "datasets", "dataset": str(folder), "config": "main", "eval_split": "test"}
     return {**source, "answer_after": "####", **changes}
-
-
-def test_word_problems_load_from_a_copy_of_the_hub_as_from_their_files(gsm8k: Path) -> None:
-    train, test = (
-        [json.loads(line)["question"] for line in (gsm8k / f"main/{split}.jsonl").read_text().splitlines()]
-        for split in ("train", "test")
-    )
-    splits = load_tasks(TasksConfig(sources=[hub(gsm8k)], eval_size=len(test)), {}, seed=0)
-    assert [task.question for task in splits.evaluation] == test
-    assert [task.question for task in splits.train] == [each for each in train if each not in test]
-    natalia = splits.train[0]
-    assert natalia.question.startswith("Natalia sold clips to 48") and natalia.answer == "72"
-    files = {"source": "file", "path": gsm8k / "main/train.jsonl", "eval_path": gsm8k / "main/test.jsonl"}
-    same = load_tasks(TasksConfig(sources=[{**files, "answer_after": "####"}], eval_size=len(test)), {}, seed=0)
-    assert [(task.question, task.answer) for task in same.train] == [(t.question, t.answer) for t in splits.train]
-
-
-def test_a_split_gives_as_many_rows_as_are_asked_for(gsm8k: Path) -> None:
-    source = TaskSourceConfig(**hub(gsm8k, size=7))
-    assert len(read_source(source, "s")) == 7
 
 
 @pytest.mark.parametrize(
@@ -140,22 +118,20 @@ def test_a_split_gives_as_many_rows_as_are_asked_for(gsm8k: Path) -> None:
 def test_what_does_not_fit_a_data_set_is_named_with_its_remedy(
     gsm8k: Path, changes: dict[str, Any], field: str, remedy: str
 ) -> None:
-    with pytest.raises(DataError) as caught:
-        load_tasks(TasksConfig(sources=[hub(gsm8k, **changes)], eval_size=2), {}, seed=0)
-    assert caught.value.field == f"tasks.sources.0.{field}"
+    with pytest.raises(DataError, check=about(f"tasks.sources.0.{field}")) as caught:
+        load(hub(gsm8k, **changes), eval_size=2)
     assert remedy in caught.value.remedy
 
 
 def test_a_broken_file_of_a_data_set_is_named_with_its_cause(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": 1\nx')
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match="JSON", check=about("s.dataset")):
         read_source(TaskSourceConfig(**hub(tmp_path, config=None, eval_split=None)), "s")
-    assert caught.value.field == "s.dataset" and "JSON" in caught.value.problem
 
 
 def test_tasks_of_one_question_are_told_apart_by_all_they_have_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
     rows = [{"problem": f"question {i % 50}", "solution": f"answer {i % 100}"} for i in range(110)]
-    splits = load_tasks(config(jsonl(tmp_path / "tasks.jsonl", *rows)), {}, seed=0)
+    splits = load(config(jsonl(tmp_path / "tasks.jsonl", *rows)))
     held_out = {task.question for task in splits.evaluation}
     assert not held_out & {task.question for task in splits.train}
     other = [row for row in rows[:100] if row["problem"] not in held_out]
@@ -169,28 +145,26 @@ def test_tasks_of_one_question_are_told_apart_by_all_they_have_and_what_is_left_
 def test_one_question_for_all_tasks_is_refused_unless_their_environment_tells_them_apart(tmp_path: Path) -> None:
     rows = [{"problem": "Play.", "solution": "", "seed": i} for i in range(100)]
     with pytest.raises(DataError, match="metadata 'environment' say what differs", check=about("tasks.sources.0")):
-        load_tasks(config(jsonl(tmp_path / "tasks.jsonl", *rows)), {}, seed=0)
+        load(config(jsonl(tmp_path / "tasks.jsonl", *rows)))
 
 
 def test_a_procedural_question_that_comes_again_is_one_task() -> None:
     words = {"min_word_len": 3, "max_word_len": 3}
     source = {"source": "reasoning_gym", "dataset": "spell_backward", "options": words, "size": 1000}
-    splits = load_tasks(TasksConfig(sources=[source], eval_size=40), {"gold": DemonstrationsConfig(size=60)}, seed=0)
+    splits = load(source, eval_size=40, gold=60)
     asked = questions(splits)
     assert len(asked) == len(set(asked)) == 1000 - splits.skipped[0].left_out["the same task again"]
 
 
 def test_a_question_of_two_sources_stays_with_the_first() -> None:
-    tasks = TasksConfig(sources=[own(0, 60), own(40, 60)], eval_size=10)
-    splits = load_tasks(tasks, {"gold": DemonstrationsConfig(size=6)}, seed=3)
+    splits = load(own(0, 60), own(40, 60), eval_size=10, seed=3, gold=6)
     assert sorted(questions(splits), key=int) == [str(i) for i in range(100)]
     for task, source in zip(splits.train, splits.sources, strict=True):
         assert source == (int(task.question) >= 60)
 
 
 def test_held_out_and_demonstrated_tasks_are_shared_by_weight() -> None:
-    tasks = TasksConfig(sources=[own(0, 50, weight=3), own(100, 50), own(200, 50)], eval_size=12)
-    splits = load_tasks(tasks, {"gold": DemonstrationsConfig(size=10), "more": DemonstrationsConfig(size=5)}, seed=0)
+    splits = load(own(0, 50, weight=3), own(100, 50), own(200, 50), eval_size=12, gold=10, more=5)
     for part, shares in (
         (splits.evaluation, ((7, 8), (2, 3), (2, 3))),
         (splits.demonstrated["gold"], ((6,), (2,), (2,))),
@@ -201,43 +175,28 @@ def test_held_out_and_demonstrated_tasks_are_shared_by_weight() -> None:
     assert len(questions(splits)) == len(set(questions(splits))) == 150
 
 
-def test_a_source_that_others_leave_nothing_of_is_refused() -> None:
-    tasks = TasksConfig(sources=[own(0, 60), own(10, 20)], eval_size=1)
+def test_a_source_of_which_nothing_is_left_or_less_than_its_share_is_refused(parquet: Path) -> None:
     with pytest.raises(DataError, match=r"tasks\.sources\.1: no task is left to train on \(0 in the source"):
-        load_tasks(tasks, {}, seed=0)
-
-
-def test_a_source_too_small_for_its_share_is_refused() -> None:
-    tasks = TasksConfig(sources=[own(0, 60), own(100, 4)], eval_size=10)
+        load(own(0, 60), own(10, 20), eval_size=1)
     with pytest.raises(DataError, match=r"tasks\.eval_size: only 4 of 5 tasks are left \(4 distinct"):
-        load_tasks(tasks, {}, seed=0)
+        load(own(0, 60), own(100, 4), eval_size=10)
+    with pytest.raises(DataError, check=about("tasks.sources.0")):
+        load(config(parquet), gold=15)
 
 
 def test_difficulties_come_from_a_field_of_the_rows(parquet: Path) -> None:
-    splits = load_tasks(config(parquet, difficulty="level"), {}, seed=0)
+    splits = load(config(parquet, difficulty="level"))
     assert [task.difficulty for task in splits.train] == [task.metadata["level"] for task in splits.train]
 
 
-@pytest.mark.parametrize(
-    ("levels", "first"),
-    [
-        ([1.0, None], 2),
-        ([1.0, float("nan")], 2),
-        (["hard", "easy"], 1),
-        (["3", "4"], 1),
-        ([True, False], 1),
-        ([None, None], 1),
-    ],
-)
-def test_the_first_row_without_a_number_for_its_difficulty_is_named(
-    tmp_path: Path, levels: list[Any], first: int
-) -> None:
+@pytest.mark.parametrize("levels", [[1.0, None], [1.0, float("nan")], ["hard", "easy"], ["3", "4"], [True], [None]])
+def test_the_first_row_without_a_number_for_its_difficulty_is_named(tmp_path: Path, levels: list[Any]) -> None:
+    first = 2 if levels[0] == 1.0 and levels[0] is not True else 1
     rows = [{"problem": str(i), "solution": "a", "level": level} for i, level in enumerate(levels)]
     path = jsonl(tmp_path / "tasks.jsonl", *rows)
-    with pytest.raises(
-        DataError, match=rf"tasks\.sources\.0\.difficulty: .*: line {first}: it has no number in 'level'"
-    ):
-        load_tasks(config(path, difficulty="level"), {}, seed=0)
+    problem = f": line {first}: it has no number in 'level'"
+    with pytest.raises(DataError, match=problem, check=about("tasks.sources.0.difficulty")):
+        load(config(path, difficulty="level"))
 
 
 def test_the_files_of_a_folder_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -276,6 +235,8 @@ def test_the_type_of_a_value_decides_what_it_says(
     write(path, row)
     [read] = read_source(config(path, **names).sources[0], "tasks.sources.0")
     assert (read.question, read.answer, read.system) == task
+    path = jsonl(tmp_path / "large.jsonl", {"problem": "2 ** 2000?", "solution": 2**2000})
+    assert read_source(config(path).sources[0], "s")[0].answer == str(2**2000), "the digits that no float holds"
 
 
 @pytest.mark.parametrize(
@@ -285,12 +246,7 @@ def test_the_type_of_a_value_decides_what_it_says(
         ({"solution": {"style": "rule", "truth": "2"}}, "answer", "'solution' is an object", "such as solution.style"),
         ({"solution": float("inf")}, "answer", "not a finite number", "a text or a number"),
         ({"problem": {"text": "1 + 1?"}}, "question", "'problem' is an object", "such as problem.text"),
-        (
-            {"problem": [ASKED, {"role": "assistant", "content": "2"}, ASKED]},
-            "question",
-            "not one question",
-            "a message",
-        ),
+        ({"problem": [ASKED, {**ASKED, "role": "assistant"}, ASKED]}, "question", "not one question", "a message"),
         ({"problem": [{**ASKED, "name": "Ann"}]}, "question", "not one question", "a message"),
         ({"problem": ["1 + 1?"]}, "path", "problem[0] is not a message", "on_broken: skip"),
         ({"problem": [{"role": "system", "content": "Add."}, ASKED]}, "system", "has a system message", "leave one"),
@@ -305,30 +261,17 @@ def test_a_value_that_is_no_text_is_refused_by_row_and_field_or_skipped(
     path = jsonl(tmp_path / "rows.jsonl", sound, {"problem": "1 + 1?", "solution": "2", **row})
     system = {"system": "Count."} if key == "system" else {}
     source = config(path, **system).sources[0]
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, check=about(f"tasks.sources.0.{key}")) as caught:
         read_source(source, "tasks.sources.0")
-    assert caught.value.field == f"tasks.sources.0.{key}"
     assert "line 2: " in caught.value.problem and problem in caught.value.problem and remedy in caught.value.remedy
     [kept] = read_source(source.model_copy(update={"on_broken": "skip"}), "tasks.sources.0")
     assert kept.question == "2 + 2?"
 
 
-def test_a_number_that_no_float_holds_is_its_digits(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "rows.jsonl", {"problem": "2 ** 2000?", "solution": 2**2000})
-    assert read_source(config(path).sources[0], "s")[0].answer == str(2**2000)
-
-
-def test_a_procedural_task_without_an_answer_of_its_own_has_none() -> None:
-    source = TaskSourceConfig(source="reasoning_gym", dataset="rush_hour", size=1)
-    assert [task.answer for task in read_source(source, "tasks.sources.0")] == [""]
-
-
 def test_rows_of_compressed_files_arrays_and_tab_separated_values_are_those_of_lines(tmp_path: Path) -> None:
     rows = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(3)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    table = "".join(
-        f"{row['question']}\t{row['answer']}\n" for row in [{"question": "question", "answer": "answer"}, *rows]
-    )
+    table = "".join("\t".join(each) + "\n" for each in [["question", "answer"], *(row.values() for row in rows)])
     files = {
         "a.jsonl": lines,
         "a.json": json.dumps(rows, indent=1),
@@ -349,33 +292,35 @@ def test_rows_of_compressed_files_arrays_and_tab_separated_values_are_those_of_l
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
+        ("a.jsonl", b"these are not rows\n", "not JSON"),
         ("a.json", b'[{"question": 1},', "not JSON"),
         ("a.json", b'{\n "rows": []\n}', "one JSON object over several lines"),
         ("a.jsonl", b'[{"question": 1, "question": 2}]', "the key 'question' twice"),
         ("a.jsonl.gz", gzip.compress(b'{"question": 1}\n' * 1000)[:40], "cannot be read: Truncated"),
         ("a.jsonl.gz", b'{"question": 1}\n', "cannot be read: "),
     ],
-    ids=["part of a list", "one object", "a key twice", "cut off", "not compressed"],
+    ids=["no rows", "part of a list", "one object", "a key twice", "cut off", "not compressed"],
 )
 def test_a_file_that_cannot_be_read_says_what_it_is(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, check=about("tasks.sources.0.path")) as caught:
+    with pytest.raises(DataError, match=problem, check=about("tasks.sources.0.path")):
         read_source(TaskSourceConfig(source="file", path=tmp_path / name), "tasks.sources.0")
-    assert problem in caught.value.problem
 
 
 def test_rows_beyond_the_size_are_not_looked_at(tmp_path: Path) -> None:
     rows = [{"problem": str(i), "solution": "a"} for i in range(10)]
     path = jsonl(tmp_path / "tasks.jsonl", *rows, {"problem": "", "solution": "a"})
-    assert len(load_tasks(config(path, size=10), {}, seed=0).train) == 5
+    assert len(load(config(path, size=10)).train) == 5
     with pytest.raises(DataError, check=about("tasks.sources.0.path", 11)):
-        load_tasks(config(path), {}, seed=0)
+        load(config(path))
 
 
-def test_procedural_tasks_have_difficulties_from_their_metadata() -> None:
+def test_procedural_tasks_have_difficulties_from_their_metadata_and_no_answer_if_they_give_none() -> None:
     source = TaskSourceConfig(source="reasoning_gym", dataset="spell_backward", size=20, difficulty="word_len")
     for task in read_source(source, "tasks.sources.0"):
         assert task.difficulty == len(task.answer)
+    source = TaskSourceConfig(source="reasoning_gym", dataset="rush_hour", size=1)
+    assert [task.answer for task in read_source(source, "tasks.sources.0")] == [""]
 
 
 @pytest.mark.parametrize(
@@ -396,15 +341,3 @@ def test_a_wrong_key_of_a_procedural_source_is_named(changes: dict[str, Any], me
 def test_an_unknown_kind_of_source_is_named_with_the_nearest() -> None:
     with pytest.raises(ConfigError, check=about("tasks.sources.0.source", "files")):
         read_source(TaskSourceConfig(source="files", path=Path("x")), "tasks.sources.0")
-
-
-def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
-    path.write_text("these are not rows\n")
-    with pytest.raises(DataError, check=about("tasks.sources.0.path")):
-        load_tasks(config(path), {}, seed=0)
-
-
-def test_sizes_that_leave_nothing_to_train_on_are_refused(parquet: Path) -> None:
-    with pytest.raises(DataError, check=about("tasks.sources.0")):
-        load_tasks(config(parquet), {"gold": DemonstrationsConfig(size=15)}, seed=0)

@@ -13,8 +13,9 @@ from tokenizers.processors import TemplateProcessing
 from rayrft.config import load_config
 from rayrft.config.model import TemplateConfig
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ConfigError, DataError, ModelError
+from rayrft.errors import ConfigError, ModelError
 from rayrft.trainer.tiny import EOS, PAD, make_tokenizer
+from tests.e2e.conftest import small_config
 from tests.errors import about
 
 _QWEN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -187,15 +188,7 @@ def test_reasoning_that_the_prompt_opens_is_continued_by_demonstrations(family: 
 
 
 def config(tmp_path: Path, **template: Any) -> TemplateConfig:
-    loaded = load_config(
-        {
-            "name": "t",
-            "storage": str(tmp_path),
-            "model": {"tiny": {}, "template": template},
-            "tasks": {"sources": [{"name": "s", "source": "reasoning_gym", "dataset": "spell_backward", "size": 40}]},
-            "stages": [{"name": "a", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 8, "group_size": 4}],
-        }
-    )
+    loaded = load_config(small_config(tmp_path, "t", model={"tiny": {}, "template": template}))
     return loaded.model.template
 
 
@@ -230,10 +223,3 @@ def test_a_template_that_cannot_be_used_is_refused_at_its_key(make: Make, tmp_pa
     broken = config(tmp_path, file=str(tmp_path / "own.jinja"))
     with pytest.raises(ModelError, match="line 2", check=about("model.template.file")):
         ChatTokenizer(make("qwen"), template=broken).prompt(CHAT)
-
-
-def test_messages_that_a_template_cannot_show_are_a_data_error(make: Make) -> None:
-    tokenizer = ChatTokenizer(make("qwen"))
-    tokenizer.hf.chat_template = "{% for m in messages %}{{ m.content + 1 }}{% endfor %}"
-    with pytest.raises(DataError, match="rejects the messages: TypeError"):
-        tokenizer.prompt(CHAT)

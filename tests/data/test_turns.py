@@ -86,10 +86,8 @@ def test_of_one_turn_each_gigpo_is_grpo_twice_over() -> None:
 
 @pytest.mark.parametrize("name", [name for name in presets if "rollouts" in build(name).needs and name != "ppo"])
 def test_every_algorithm_computes_advantages_on_action_tokens_alone(name: str) -> None:
-    rows = [
-        replace(row(str(number)), reward=reward, greedy_reward=0.25, reward_components={"right": reward})
-        for number, reward in enumerate([1.0, 0.5])
-    ]
+    rows = [replace(each, greedy_reward=0.25) for each in scored({"right": 1.0}, {"right": 0.5})]
+    rows = [replace(each, reward=reward) for each, reward in zip(rows, [1.0, 0.5], strict=True)]
     found = group_advantages(rows, build(name))
     assert all(values.dtype == np.float32 and not values[MASK == 0].any() for values in found)
     assert any(values.any() for values in found) == (name not in ("distill", "jsd"))
@@ -125,10 +123,11 @@ def test_a_row_without_a_component_of_its_reward_is_refused(
         group_advantages(scored(*components), algorithm)
 
 
-def test_rewards_of_turns_are_on_their_last_tokens() -> None:
+def test_rewards_of_turns_are_on_their_last_tokens_and_those_of_steps_at_theirs() -> None:
     found = turn_rewards(MASK, {"turn_reward_0": 0.5, "turn_reward_1": -1.0, "turn_reward_2": 9.0, "other": 9.0})
     assert found.tolist() == [0, 0, 0, 0.5, 0, 0, 0, -1.0] and found.dtype == np.float32
-    assert turn_rewards(MASK, {"turn_reward_1": 2.0}).tolist() == [0] * 7 + [2.0]
+    steps = {"token_reward_2": 2.0, "token_reward_3": 1.0, "token_reward_x": 9}
+    assert turn_rewards(MASK, {"turn_reward_0": 0.5, **steps}).tolist() == [0, 0, 2.0, 1.5, 0, 0, 0, 0]
 
 
 def test_remax_compares_with_the_greedy_answer() -> None:
@@ -167,8 +166,8 @@ def test_steps_have_advantages_of_their_own_by_hand() -> None:
     # A^E = +-0.25. Returns to go at discount 0.5: (1 + 0, 0) and (0 + 0.25, 0.5). First steps: one state,
     # A^S = +-0.375. Second steps: one state, since the text so far is the same, A^S = -+0.25.
     mask = np.array([0, 0, 1, 1, 1], np.uint8)
-    rows = [row("0", mask=mask, token_reward_2=1.0, token_reward_3=0.0), row("1", mask=mask, token_reward_2=0.0)]
-    rows[1] = replace(rows[1], metrics={"token_reward_2": 0.0, "token_reward_4": 0.0})
+    first = row("0", mask=mask, token_reward_2=1.0, token_reward_3=0.0)
+    rows = [first, row("1", mask=mask, token_reward_2=0.0, token_reward_4=0.0)]
     found = advantages(rows, [0.0, 0.5], "gigpo", discount=0.5, deviation=False)
     assert found[0] == pytest.approx([0, 0, 0.25 + 0.375, 0.25 - 0.25, 0.25 - 0.25])
     assert found[1] == pytest.approx([0, 0, -0.25 - 0.375, -0.25 + 0.25, -0.25 + 0.25])
@@ -180,10 +179,3 @@ def test_steps_have_advantages_of_their_own_by_hand() -> None:
     # Of all steps together the trajectory is compared: 1 and 0.5.
     both = advantages(rows, [0.0, 0.5], "step_wise")
     assert both[0][2:] == pytest.approx([0.5**0.5] * 3, abs=1e-5)
-
-
-def test_rewards_of_steps_stand_at_their_tokens_beside_those_of_turns() -> None:
-    found = turn_rewards(
-        MASK, {"turn_reward_0": 0.5, "token_reward_2": 2.0, "token_reward_3": 1.0, "token_reward_x": 9}
-    )
-    assert found.tolist() == [0, 0, 2.0, 1.5, 0, 0, 0, 0]

@@ -19,7 +19,7 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.explorer.scoring import ScoredGroup, with_verified
 from rayrft.pipelines.experiences import VERIFIED, Verified, _seen, experience_chain
 from rayrft.pipelines.report import OperatorStats
-from rayrft.pipelines.run.groups import GroupHost, ModelAccess, OperatorActor
+from rayrft.pipelines.run.groups import GroupHost, OperatorActor
 from rayrft.rewards import RewardResult
 from tests.buffer.rows import group
 from tests.errors import about
@@ -123,9 +123,9 @@ async def test_operators_in_an_actor_ask_the_models_that_it_is_given_and_know_th
             "reward.name": "exact",
         }
     )
-    access = ModelAccess(lambda: {"judge": judge}, settings.auxiliary, settings.scoring)
+    access = lambda: {"judge": judge}, settings.auxiliary, settings.scoring
     chain = experience_chain(settings, str(tiny_model))
-    actor = OperatorActor(chain, settings.pipelines, access)
+    actor = OperatorActor(chain, settings.pipelines, *access)
     await actor.start()
     task = Task.create("test", "Spell cat backward", "tac")
     rows = [

@@ -22,9 +22,10 @@ import pyarrow as pa
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.experience import Task
 from rayrft.pipelines import Context
-from rayrft.pipelines.chain import LeftOut, apply_link, build_chain
+from rayrft.pipelines.chain import LeftOut, apply_link
 from rayrft.pipelines.operators.synthesis import Problem
 from tests.conftest import ROOT
+from tests.pipelines.small import linked
 
 DATA = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "samples"))
 
@@ -89,11 +90,9 @@ def _turned(text: str, rng: random.Random) -> str:
 def _renamed(text: str, rng: random.Random) -> str:
     """The most frequent name is another one throughout."""
     names = Counter(re.findall(r"(?<=[a-z,] )[A-Z][a-z]+", text))
-    return (
-        re.sub(rf"\b{names.most_common(1)[0][0]}\b", rng.choice(["Xanthe", "Quirin"]), text)
-        if names
-        else _words(text, 1, rng)
-    )
+    if not names:
+        return _words(text, 1, rng)
+    return re.sub(rf"\b{names.most_common(1)[0][0]}\b", rng.choice(["Xanthe", "Quirin"]), text)
 
 
 def _marked(text: str, rng: random.Random) -> str:
@@ -155,7 +154,7 @@ def left_out(rows: list[Row], *configs: OperatorConfig, evaluation: list[Row] = 
     batch = pa.RecordBatch.from_pylist([vars(row) for row in rows])
     tasks = tuple(Task(row.id, row.question, row.answer) for row in evaluation)
     found: dict[str, list[LeftOut]] = {}
-    for link in build_chain(configs, batch.schema, field="operators", origin="rows", context=Context(tasks)):
+    for link in linked(batch, *configs, context=Context(tasks)):
         link.operator.prepare()
         if link.operator.scope == "all":
             link.operator.observe(batch)
@@ -168,12 +167,8 @@ def left_out(rows: list[Row], *configs: OperatorConfig, evaluation: list[Row] = 
 def duplicates(train: list[Row], count: int, seed: int = 0) -> tuple[list[Row], dict[str, list[LeftOut]]]:
     """Rows with planted duplicates after them, and what is left out."""
     rows = [*train, *planted_duplicates(train, count, random.Random(seed))]
-    configs = (
-        OperatorConfig(name="normalise"),
-        OperatorConfig(name="exact_duplicates"),
-        OperatorConfig(name="near_duplicates"),
-    )
-    return rows, left_out(rows, *configs)
+    names = ("normalise", "exact_duplicates", "near_duplicates")
+    return rows, left_out(rows, *(OperatorConfig(name=name) for name in names))
 
 
 def leaks(train: list[Row], test: list[Row], seed: int = 0) -> tuple[list[Row], dict[str, list[LeftOut]]]:

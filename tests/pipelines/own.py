@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -93,77 +94,29 @@ def other_ids(id: str) -> str:
     return f"other {id}"
 
 
-class _Wrong(Operator[Any]):
-    kind = "clean"
+WRONG: dict[str, Callable[[pa.RecordBatch], Any]] = {
+    "loses_rows": lambda rows: Applied(rows.slice(1)),
+    "loses_columns": lambda rows: Applied(rows.drop_columns(["question"])),
+    "adds_columns": lambda rows: Applied(rows.append_column("extra", pa.nulls(rows.num_rows))),
+    "changes_types": lambda rows: Applied(rows.set_column(1, "question", pa.array(range(rows.num_rows)))),
+    "few_reasons": lambda rows: Applied(rows, ["gone"]),
+    "true_reasons": lambda rows: Applied(rows, [True] * rows.num_rows),  # type: ignore[list-item]
+    "no_notes": lambda rows: Applied(rows, notes=[None]),  # type: ignore[list-item]
+    "makes_rows": lambda rows: Applied(rows, made=rows.slice(0, 1), parents=[(0,)]),
+    "no_parents": lambda rows: Applied(rows, made=rows.slice(0, 1)),
+    "returns_rows": lambda rows: rows,
+}
+"""What operators return by mistake, by their names."""
+for name, wrong in WRONG.items():
+    kind = "synthesise" if name == "no_parents" else "clean"
+    members = {"kind": kind, "apply": lambda self, rows, wrong=wrong: wrong(rows)}
+    rayrft.register_operator(name)(type(name, (Operator,), members))
 
 
 @rayrft.register_operator("cannot_prepare")
-class CannotPrepare(_Wrong):
+class CannotPrepare(Copies):
     def prepare(self) -> None:
         raise OSError("no such model")
-
-
-@rayrft.register_operator("loses_rows")
-class LosesRows(_Wrong):
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows.slice(1))
-
-
-@rayrft.register_operator("loses_columns")
-class LosesColumns(_Wrong):
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows.drop_columns(["question"]))
-
-
-@rayrft.register_operator("adds_columns")
-class AddsColumns(_Wrong):
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows.append_column("extra", pa.nulls(rows.num_rows)))
-
-
-@rayrft.register_operator("changes_types")
-class ChangesTypes(_Wrong):
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        index = rows.schema.get_field_index("question")
-        return Applied(rows.set_column(index, "question", pa.array(range(rows.num_rows))))
-
-
-@rayrft.register_operator("few_reasons")
-class FewReasons(_Wrong):
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows, ["gone"])
-
-
-@rayrft.register_operator("true_reasons")
-class TrueReasons(_Wrong):
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows, [True] * rows.num_rows)  # type: ignore[list-item]
-
-
-@rayrft.register_operator("no_notes")
-class NoNotes(_Wrong):
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows, notes=[None])  # type: ignore[list-item]
-
-
-@rayrft.register_operator("makes_rows")
-class MakesRows(_Wrong):
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows, made=rows.slice(0, 1), parents=[(0,)])
-
-
-@rayrft.register_operator("no_parents")
-class NoParents(_Wrong):
-    kind = "synthesise"
-
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows, made=rows.slice(0, 1))
-
-
-@rayrft.register_operator("returns_rows")
-class ReturnsRows(_Wrong):
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return rows  # type: ignore[return-value]
 
 
 @rayrft.register_operator("asks_and_hangs")

@@ -19,13 +19,17 @@ from rayrft.config.pipelines import EndpointConfig
 from rayrft.data.tables import json_field
 from rayrft.errors import ActorDied, ConfigError, OperatorFailed, OperatorTimeout, RequestRefused
 from rayrft.pipelines import Context
-from rayrft.pipelines.chain import build_chain
-from rayrft.pipelines.run.models import AnswerJournal, AskedModel, ModelServer, _at_endpoint
+from rayrft.pipelines.run.models import AnswerJournal, AskedModel, ModelServer
 from tests.errors import about
 from tests.pipelines.asked import Scripted, ran, says
-from tests.pipelines.small import OWN, operator, rows
+from tests.pipelines.small import OWN, linked, operator, rows
 
 GRADE = '{"reason": "", "grade": 7}'
+
+
+async def hang() -> str:
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 def texts(count: int) -> pa.RecordBatch:
@@ -78,16 +82,14 @@ def test_a_failed_request_is_its_rows_problem(error: Exception | None, reason: s
     async def fail() -> str:
         if error is not None:
             raise error
-        await asyncio.Event().wait()
-        raise AssertionError
+        return await hang()
 
     model = Scripted(lambda messages, seed: fail() if "answer 1\n" in messages[1]["content"] else GRADE)
     settings = {"answer_s": 0.2}
-    found, report, gone = ran("judged", texts(3), {"judge": model}, settings=settings, model="judge", least=0)
+    options = {"settings": settings, "model": "judge", "least": 0}
+    found, report, gone = ran("judged", texts(3), {"judge": model}, **options)
     assert [row["answer"] for row in found] == ["answer 0", "answer 2"] and [why for _, why in gone] == [reason]
-    found, report, gone = ran(
-        "judged", texts(3), {"judge": model}, settings=settings, model="judge", least=0, without="keep"
-    )
+    found, report, gone = ran("judged", texts(3), {"judge": model}, **options, without="keep")
     assert [row["grade"] for row in found] == [7.0, None, 7.0] and not gone
     assert report.notes == {"no answer of the judge": 1} and report.noted == [reason]
 
@@ -102,10 +104,6 @@ def test_a_dead_engine_fails_the_operator_and_is_named() -> None:
 
 
 def test_a_model_that_answers_nothing_any_more_counts_as_dead_and_what_it_answered_is_kept(tmp_path: Path) -> None:
-    async def hang() -> str:
-        await asyncio.Event().wait()
-        raise AssertionError
-
     answered = 40
     model: Scripted = Scripted(lambda m, s: GRADE if len(model.asked) <= answered else hang())
     settings = {"answer_s": 0.05, "journal": tmp_path / "answers.jsonl"}
@@ -117,10 +115,6 @@ def test_a_model_that_answers_nothing_any_more_counts_as_dead_and_what_it_answer
 
 
 def test_a_few_failures_between_answers_do_not_count_as_death() -> None:
-    async def hang() -> str:
-        await asyncio.Event().wait()
-        raise AssertionError
-
     model: Scripted = Scripted(lambda m, s: GRADE if len(model.asked) % 10 == 0 else hang())
     settings = {"answer_s": 0.01}
     _, _, gone = ran("judged", texts(60), {"judge": model}, calls=1, settings=settings, model="judge", least=5)
@@ -163,9 +157,8 @@ async def test_an_endpoint_is_asked_again_and_what_it_does_not_answer_is_counted
     app.router.add_post("/v1/chat/completions", complete)
     given = rows(answer=["fine", "busy", "broken", "html", "null", "list", *["long"] * 40])
     async with TestServer(app) as server:
-        endpoint = EndpointConfig(
-            url=str(server.make_url("/v1")), model="m", key_variable="WRITER_KEY", retries=2, calls=2
-        )
+        url = str(server.make_url("/v1"))
+        endpoint = EndpointConfig(url=url, model="m", key_variable="WRITER_KEY", retries=2, calls=2)
         settings = {"endpoints": {"judge": endpoint}}
         found, _, gone = await asyncio.to_thread(ran, "judged", given, {}, settings=settings, model="judge", least=5)
     assert [row["answer"] for row in found] == ["fine", "busy"] and tries["busy"] == tries["broken"] == 3
@@ -182,51 +175,40 @@ def test_an_endpoint_that_is_not_there_fails_the_operator() -> None:
         ran("judged", texts(40), {}, settings={"endpoints": {"judge": endpoint}}, model="judge", least=5)
 
 
+SCORED = Context(models=["a"], scores=True)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "context", "field"),
     [
-        ("judged", {"model": "judg", "least": 5}, Context(models=["judge"]), "operators.0.model"),
-        ("judged", {"model": "judge", "least": 5}, Context(), "operators.0.model"),
-        ("judged", {"model": "judge", "least": 50}, Context(models=["judge"]), "operators.0.least"),
-        ("judged", {"model": "judge", "least": 5, "votes": 3}, Context(models=["judge"]), "operators.0.temperature"),
-        (
-            "judged",
-            {"model": "judge", "least": 5, "template": "{x}"},
-            Context(models=["judge"]),
-            "operators.0.template",
-        ),
-        ("paraphrase", {"model": "a"}, Context(models=["a"]), "operators.0"),
-        ("paraphrase", {"model": "a", "solver": "b"}, Context(models=["a"], scores=True), "operators.0.solver"),
-        ("paraphrase", {"model": "a", "least": 5}, Context(models=["a"], scores=True), "operators.0.least"),
-        ("paraphrase", {"model": "a", "answer": "mixed"}, Context(models=["a"], scores=True), "operators.0.answer"),
-        ("paraphrase", {"model": "a", "question": "q"}, Context(models=["a"], scores=True), "operators.0.question"),
-        (
-            "hinted_solutions",
-            {"model": "a", "hint": "h"},
-            Context(models=["a"], scores=True),
-            "operators.0.hinted_solutions",
-        ),
-        ("corrected_answers", {"model": "a"}, Context(models=["a"], scores=True), "operators.0.response"),
+        ("judged", {"model": "b", "least": 5}, Context(models=["a"]), ".model"),
+        ("judged", {"least": 5}, Context(), ".model"),
+        ("judged", {"least": 50}, Context(models=["a"]), ".least"),
+        ("judged", {"least": 5, "votes": 3}, Context(models=["a"]), ".temperature"),
+        ("judged", {"least": 5, "template": "{x}"}, Context(models=["a"]), ".template"),
+        ("paraphrase", {}, Context(models=["a"]), ""),
+        ("paraphrase", {"solver": "b"}, SCORED, ".solver"),
+        ("paraphrase", {"least": 5}, SCORED, ".least"),
+        ("paraphrase", {"answer": "mixed"}, SCORED, ".answer"),
+        ("paraphrase", {"question": "q"}, SCORED, ".question"),
+        ("hinted_solutions", {"hint": "h"}, SCORED, ".hinted_solutions"),
+        ("corrected_answers", {}, SCORED, ".response"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_anything_starts(
     name: str, options: dict[str, Any], context: Context, field: str
 ) -> None:
-    mixed = json_field("mixed")
-    batch = rows(question=["q"], answer=["a"]).append_column(mixed, pa.array(['"London"']))
-    with pytest.raises(ConfigError, check=about(field)):
-        build_chain([operator(name, **options)], batch.schema, field="operators", origin="test", context=context)
+    batch = rows(question=["q"], answer=["a"]).append_column(json_field("mixed"), pa.array(['"London"']))
+    with pytest.raises(ConfigError, check=about(f"operators.0{field}")):
+        linked(batch, operator(name, **{"model": "a", **options}), context=context)
+
+
+SAMPLING = ({"max_tokens": 9}, {"temperature": 0.5})
 
 
 @pytest.mark.parametrize(
     ("at_endpoint", "changed"),
-    [
-        (True, {"max_tokens": 9}),
-        (True, {"temperature": 0.5}),
-        (False, {"max_tokens": 9}),
-        (False, {"temperature": 0.5}),
-        (False, {"max_length": 900}),
-    ],
+    [*((there, changed) for there in (True, False) for changed in SAMPLING), (False, {"max_length": 900})],
 )
 async def test_a_model_is_asked_again_once_it_is_to_answer_otherwise(
     at_endpoint: bool, changed: dict[str, Any], tmp_path: Path
@@ -236,7 +218,7 @@ async def test_a_model_is_asked_again_once_it_is_to_answer_otherwise(
     async def asked(**settings: Any) -> int:
         model = says("an answer")
         if at_endpoint:
-            known = _at_endpoint(EndpointConfig(url="http://127.0.0.1:9/v1", model="m", **settings))
+            known = AskedModel.at_endpoint(EndpointConfig(url="http://127.0.0.1:9/v1", model="m", **settings))
             given = replace(known, chat=model)
         else:
             given = AskedModel.on_engines(model, AuxiliaryConfig(model="m", **settings))

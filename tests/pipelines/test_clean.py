@@ -29,10 +29,7 @@ from tests.pipelines.small import applied, reasons, rows, texts
 )
 def test_text_is_normalised(given: str | None, expected: str | None) -> None:
     assert texts("normalise", [given, "x"], columns=["question"]) == [expected, "x"]
-
-
-def test_compatibility_characters_are_replaced_if_asked_for() -> None:
-    assert texts("normalise", ["３ ﬁ x²"], columns=["question"], form="NFKC") == ["3 fi x2"]
+    assert texts("normalise", ["３ ﬁ x²"], columns=["question"], form="NFKC") == ["3 fi x2"], "if it is asked for"
 
 
 @pytest.mark.parametrize(
@@ -84,14 +81,11 @@ def test_rows_without_text_and_garbled_ones_are_left_out() -> None:
     assert reasons(outcome)[:4] == ["no question", "no question", "garbled question", "garbled question"]
 
 
-def test_lengths_are_counted_in_tokens(tiny_model: Path) -> None:
+def test_lengths_are_those_of_lists_or_counted_in_tokens(tiny_model: Path) -> None:
     batch = rows(question=["1", "1 + 1 = 2", "1 + " * 50])
     found, outcome = applied("length", batch, tokenizer=str(tiny_model), min_tokens=2, max_tokens=20)
     assert [row["question"] for row in found] == ["1 + 1 = 2"]
     assert [reason.partition(":")[0] for reason in reasons(outcome)] == ["too short", "too long"]
-
-
-def test_lists_have_lengths_without_a_tokenizer() -> None:
     found, outcome = applied("length", rows(token_ids=[[1], [1, 2, 3], None]), column="token_ids", max_tokens=2)
     assert [row["token_ids"] for row in found] == [[1]]
     assert reasons(outcome) == ["too long: 3 tokens", "too short: 0 tokens"]
@@ -132,11 +126,8 @@ def test_other_languages_are_left_out() -> None:
 )
 def test_personal_data_is_masked_and_numbers_of_problems_are_not(given: str, expected: str) -> None:
     assert texts("mask_personal", [given], columns=["question"]) == [expected]
-
-
-def test_only_the_kinds_asked_for_are_masked() -> None:
-    given = ["a@b.org 192.168.0.1"]
-    assert texts("mask_personal", given, columns=["question"], kinds=["ip"]) == ["a@b.org [ip]"]
+    kinds = texts("mask_personal", ["a@b.org 192.168.0.1"], columns=["question"], kinds=["ip"])
+    assert kinds == ["a@b.org [ip]"], "only those that are asked for"
 
 
 def test_pass_rates_are_those_of_tasks() -> None:

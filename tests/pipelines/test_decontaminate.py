@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ import pytest
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task
 from rayrft.pipelines import Context
-from rayrft.pipelines.chain import apply_link, build_chain
+from rayrft.pipelines.chain import apply_link
 from tests.errors import about
-from tests.pipelines.small import applied, operator, reasons, rows
+from tests.pipelines.small import applied, linked, operator, reasons, rows, write
 
 QUESTION = (
     "Janet's ducks lay 16 eggs per day. She eats three for breakfast every morning and bakes muffins for her friends "
@@ -102,7 +101,7 @@ def test_many_copies_of_one_leak_do_not_make_it_a_template() -> None:
     assert kept == []
     batch = rows(question=[leak] * 30, answer=["none"] * 30)
     context = Context((Task.create("test", QUESTION, SOLUTION),))
-    [link] = build_chain([operator("decontaminate")], batch.schema, field="operators", origin="test", context=context)
+    [link] = linked(batch, operator("decontaminate"), context=context)
     link.operator.prepare()
     for start in range(30):
         link.operator.observe(batch.slice(start, 1))
@@ -111,8 +110,7 @@ def test_many_copies_of_one_leak_do_not_make_it_a_template() -> None:
 
 
 def test_evaluation_tasks_come_from_files_too(tmp_path: Path) -> None:
-    file = tmp_path / "test.jsonl"
-    file.write_text(json.dumps({"problem": QUESTION, "solution": SOLUTION}) + "\n")
+    file = write(tmp_path / "test.jsonl", [{"problem": QUESTION, "solution": SOLUTION}])
     against = [{"path": str(file), "question": "problem", "answer": "solution"}]
     found, outcome = applied("decontaminate", rows(question=[QUESTION, "Other?"], answer=["1", "2"]), against=against)
     assert [row["question"] for row in found] == ["Other?"]
@@ -120,17 +118,15 @@ def test_evaluation_tasks_come_from_files_too(tmp_path: Path) -> None:
 
 
 def test_answers_of_a_file_are_compared_whatever_their_kinds(tmp_path: Path) -> None:
-    file = tmp_path / "test.jsonl"
     rows_of_file = [{"question": SHORT, "answer": "Paris"}, {"question": QUESTION, "answer": 18}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows_of_file))
+    file = write(tmp_path / "test.jsonl", rows_of_file)
     given = [f"Tell me: {SHORT}", "She bakes muffins for her friends every day with joy."]
     batch = rows(question=given, answer=["Paris", "18"])
     assert applied("decontaminate", batch, against=[{"path": str(file)}])[0] == []
 
 
 def test_an_evaluation_file_with_a_broken_row_is_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "test.jsonl"
-    file.write_text(json.dumps({"question": QUESTION, "answer": SOLUTION}) + "\n{broken\n")
+    file = write(tmp_path / "test.jsonl", [{"question": QUESTION, "answer": SOLUTION}, "{broken"])
     with pytest.raises(DataError, match="line 2: not JSON", check=about("against", str(file))):
         applied("decontaminate", rows(question=["a"], answer=["b"]), against=[{"path": str(file)}])
 
@@ -147,6 +143,5 @@ def test_questions_of_signs_that_are_the_same_words_are_not_the_same() -> None:
     tasks = (Task.create("test", "Is this balanced: (()", "no"), Task.create("test", "12", "12"))
     given = ["Is this balanced: ()()", "is this balanced: (() ", "13"]
     assert check(given, ["yes", "no", "12"], tasks)[0] == [given[0], given[2]]
-    assert check(["is this balanced: (()", "IS THIS BALANCED: (()"], ["no", "NO"], tasks)[0] == [
-        "IS THIS BALANCED: (()"
-    ]
+    given = ["is this balanced: (()", "IS THIS BALANCED: (()"]
+    assert check(given, ["no", "NO"], tasks)[0] == given[1:]

@@ -10,7 +10,6 @@ import pytest
 
 from rayrft.errors import ConfigError
 from rayrft.pipelines import Context
-from rayrft.pipelines.chain import build_chain
 from rayrft.pipelines.operators.embeddings import (
     Embedder,
     EmbeddingOptions,
@@ -20,7 +19,7 @@ from rayrft.pipelines.operators.embeddings import (
     nearest_other,
 )
 from tests.errors import about
-from tests.pipelines.small import applied, operator, reasons, rows
+from tests.pipelines.small import applied, linked, operator, reasons, rows
 
 
 def around(*angles: float, each: int, spread: float = 1.0) -> np.ndarray:
@@ -73,8 +72,7 @@ def test_novelty_is_the_distance_to_the_most_similar_other_one() -> None:
 def test_embeddings_do_not_depend_on_who_is_beside_whom(tiny_model: Path) -> None:
     texts = ["Spell this word backward: cat", "", "horse", "a", "Spell this word backward: cat", "bird " * 50]
     for dimensions in (256, 8):
-        embed = Embedder(EmbeddingOptions(model=str(tiny_model), batch=3, dimensions=dimensions), Context())
-        embed.load()
+        embed = Embedder(EmbeddingOptions(batch=3, dimensions=dimensions), str(tiny_model))
         together, alone = embed(texts), np.concatenate([embed([text]) for text in texts])
         assert together.dtype == np.float16 and together.shape == (6, min(dimensions, 64))
         assert together == pytest.approx(alone, abs=2e-3)
@@ -108,13 +106,5 @@ def test_rows_like_others_are_left_out_and_those_unlike_others_come_first(tiny_m
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, check=about(field)):
-        build_chain(
-            [operator("diverse", **options)],
-            rows(question=["q"]).schema,
-            field="operators",
-            origin="test",
-            context=Context(),
-        )
-    assert build_chain(
-        [operator("diverse", rows=1)], rows(question=["q"]).schema, field="o", origin="t", context=Context((), "model")
-    )
+        linked(rows(question=["q"]), operator("diverse", **options))
+    assert linked(rows(question=["q"]), operator("diverse", rows=1), context=Context((), "model"))

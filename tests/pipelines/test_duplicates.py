@@ -13,11 +13,10 @@ import pyarrow as pa
 import pytest
 
 from rayrft.config.pipelines import OperatorConfig
-from rayrft.pipelines import Context
-from rayrft.pipelines.chain import apply_link, build_chain
+from rayrft.pipelines.chain import apply_link
 from rayrft.pipelines.operators import hashing
 from rayrft.pipelines.run.host import OperatorHost, packed
-from tests.pipelines.small import applied, reasons, rows, texts
+from tests.pipelines.small import applied, linked, reasons, rows, texts
 
 WORDS = [f"word{number}" for number in range(3000)]
 
@@ -30,8 +29,7 @@ def made_up(count: int, length: int = 40, seed: int = 0) -> list[str]:
 def in_batches(name: str, given: list[str], size: int, **options: object) -> list[str | None]:
     """The reasons for all rows, observed and applied in batches of this size."""
     batch = rows(question=given)
-    config = OperatorConfig(name=name, **options)
-    [link] = build_chain([config], batch.schema, field="operators", origin="test", context=Context())
+    [link] = linked(batch, OperatorConfig(name=name, **options))
     parts = [batch.slice(start, size) for start in range(0, len(given), size)]
     for part in parts:
         link.operator.observe(part)
@@ -100,20 +98,13 @@ def test_batches_make_no_difference(name: str) -> None:
 
 def test_case_punctuation_and_white_space_do_not_count() -> None:
     base = "Natalia sold 1,000 well-known clips in May. How many did she sell?"
-    assert texts("near_duplicates", [base, "natalia sold 1000 well known  clips in may -- how many did she sell"]) == [
-        base
-    ]
+    other = "natalia sold 1000 well known  clips in may -- how many did she sell"
+    assert texts("near_duplicates", [base, other]) == [base]
 
 
 def test_short_texts_are_compared_by_all_their_words() -> None:
-    assert texts("near_duplicates", ["2 + 2", "2 + 3", "2 - 2", "2 +  2", "", "", None]) == [
-        "2 + 2",
-        "2 + 3",
-        "2 - 2",
-        "",
-        "",
-        None,
-    ]
+    found = texts("near_duplicates", ["2 + 2", "2 + 3", "2 - 2", "2 +  2", "", "", None])
+    assert found == ["2 + 2", "2 + 3", "2 - 2", "", "", None]
 
 
 def test_chinese_is_compared_by_characters() -> None:
@@ -154,8 +145,7 @@ def test_what_is_kept_of_all_rows_does_not_keep_their_texts(name: str, options: 
     def batch(number: int) -> pa.RecordBatch:
         return rows(question=[f"{number} {row} " + "x" * 100_000 for row in range(10)], score=[float(number)] * 10)
 
-    configs = [OperatorConfig(name=name, **options)]
-    build = partial(build_chain, configs, batch(0).schema, field="operators", origin="test", context=Context())
+    build = partial(linked, batch(0), OperatorConfig(name=name, **options))
     host, messages = OperatorHost(build, 0), map(packed, map(batch, range(21)))
     host.load(next(messages))
     host.observe(0)  # compiles

@@ -12,18 +12,12 @@ from typing import Any
 
 import pytest
 
-from rayrft.config import PipelineConfig
 from rayrft.config.pipelines import OperatorConfig
-from rayrft.data.tables import open_table
 from rayrft.errors import ConfigError, OperatorFailed
-from rayrft.pipelines import Context
-from rayrft.pipelines.chain import build_chain
-from rayrft.pipelines.files import process
 from rayrft.pipelines.operators.juicer import PACKAGES, PYTHON
 from rayrft.pipelines.rows import lineage
 from tests.errors import about
-from tests.pipelines.small import rows
-from tests.pipelines.test_process import run, write
+from tests.pipelines.small import linked, rows, run
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +39,9 @@ def there(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.slow(pytest.mark.usefixtures("data_juicer")(test))
 
 
-LINKED = [
-    {"question": "see https://a.b/c now", "answer": "1", "more": {"a": [1]}},
-    {"question": "the same", "answer": "2", "more": None},
-    {"question": "short", "answer": "3", "more": None},
-    {"question": "the same", "answer": "4", "more": None},
-]
+LINKED: list[dict[str, Any]] = [{"question": "see https://a.b/c now", "answer": "1", "more": {"a": [1]}}]
+for number, text in enumerate(["the same", "short", "the same"], start=2):
+    LINKED.append({"question": text, "answer": str(number), "more": None})
 
 
 @there
@@ -82,11 +73,7 @@ def test_rows_that_a_mapper_makes_have_their_parents(tmp_path: Path) -> None:
     chunks = {"juicer": "text_chunk_mapper", "max_len": 12, "overlap_len": 0}
     found, _ = run(LINKED, tmp_path, [{**chunks, "makes_rows": True}])
     made = [row for row in found if row["made_by"]]
-    assert (
-        "".join(row["question"] for row in made) == LINKED[0]["question"]
-        and len(made) > 1
-        and len(found) == 3 + len(made)
-    )
+    assert "".join(row["question"] for row in made) == LINKED[0]["question"] and len(found) == 3 + len(made) > 4
     assert {row["answer"] for row in made} == {"1"} and len({row["id"] for row in made}) == len(made)
     assert {lineage(row).made_by for row in made} == {"juicer/text_chunk_mapper"}
     with pytest.raises(OperatorFailed, match="makes_rows: true"):
@@ -118,10 +105,8 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     monkeypatch.delenv(PYTHON, raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    config = OperatorConfig.model_validate({"juicer": "clean_links_mapper", **options})
-    batch = rows(question=["q"])
     with pytest.raises(ConfigError, check=about(field)):
-        build_chain([config], batch.schema, field="operators", origin="test", context=Context())
+        linked(rows(question=["q"]), OperatorConfig.model_validate({"juicer": "clean_links_mapper", **options}))
 
 
 @pytest.mark.slow
@@ -148,27 +133,15 @@ def test_an_environment_that_ray_cannot_make_is_an_error(ray_cluster: Any, monke
     monkeypatch.setattr("rayrft.pipelines.operators.juicer.PACKAGES", [])
     monkeypatch.setattr("rayrft.pipelines.operators.juicer._Inside", _Without)
     with pytest.raises(ConfigError, match="no space left", check=about("operators.0.juicer")):
-        build_chain(
-            [OperatorConfig.model_validate({"juicer": "clean_links_mapper"})],
-            rows(question=["q"]).schema,
-            field="operators",
-            origin="test",
-            context=Context(),
-        )
+        linked(rows(question=["q"]), OperatorConfig.model_validate({"juicer": "clean_links_mapper"}))
 
 
 def test_an_interpreter_without_data_juicer_says_so(tmp_path: Path) -> None:
-    config = PipelineConfig.model_validate(
-        {"operators": [{"juicer": "clean_links_mapper", "juicer_python": sys.executable}]}
-    )
-    with pytest.raises(OperatorFailed, match="No module named 'data_juicer'"):
-        process([open_table(write(tmp_path / "in.jsonl", LINKED))], config, tmp_path / "out.jsonl")
     stub = tmp_path / "python"
     stub.write_text("#!/bin/sh\necho it is broken >&2\nexit 3\n")
     stub.chmod(0o755)
-    config = PipelineConfig.model_validate(
-        {"operators": [{"juicer": "clean_links_mapper", "juicer_python": str(stub)}]}
-    )
-    with pytest.raises(OperatorFailed, match="ended with code 3, and said: it is broken"):
-        process([open_table(tmp_path / "in.jsonl")], config, tmp_path / "out.jsonl")
+    said = {sys.executable: "No module named 'data_juicer'", str(stub): "ended with code 3, and said: it is broken"}
+    for python, words in said.items():
+        with pytest.raises(OperatorFailed, match=words):
+            run(LINKED, tmp_path, [{"juicer": "clean_links_mapper", "juicer_python": python}])
     assert not (tmp_path / "out.jsonl").exists()

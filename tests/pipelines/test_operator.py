@@ -13,51 +13,32 @@ from rayrft.config.pipelines import OperatorConfig
 from rayrft.errors import ConfigError, DataError, OperatorFailed
 from rayrft.experience import Task
 from rayrft.pipelines import Context
-from rayrft.pipelines.chain import apply_link, build_chain
+from rayrft.pipelines.chain import apply_link
 from rayrft.pipelines.operator import operators
 from rayrft.pipelines.rows import Ids
 from rayrft.pipelines.run.groups import _difference
 from rayrft.pipelines.run.host import packed, unpacked
 from rayrft.registry import load_plugins
 from tests.errors import about
-from tests.pipelines.small import OWN, applied, operator, reasons, rows
+from tests.pipelines.small import OWN, applied, linked, operator, reasons, rows
 
 load_plugins([OWN])
 
 FOX = rows(question=["fox", "a long question"], answer=["fox", "b"])
 
 
-def chain(*configs: OperatorConfig, batch: pa.RecordBatch = FOX) -> pa.Schema:
-    links = build_chain(configs, batch.schema, field="operators", origin="my.jsonl", context=Context())
-    return links[-1].gives
-
-
-def test_a_function_that_cleans_sets_its_first_column() -> None:
+def test_a_function_of_a_row_cleans_filters_or_prioritises() -> None:
     found, outcome = applied("shout", FOX, mark="?")
     assert [row["question"] for row in found] == ["FOX?", "A LONG QUESTION?"]
     assert (outcome.changed, outcome.taken, outcome.given) == (2, 2, 2)
-    assert [(change.before, change.after) for change in outcome.changes] == [
-        ("fox", "FOX?"),
-        ("a long question", "A LONG QUESTION?"),
-    ]
-
-
-def test_a_function_may_write_another_column() -> None:
-    found, _ = applied("size", FOX)
-    assert [row["size"] for row in found] == [3, 15]
-    assert chain(operator("size")).field("size").type == pa.int32()
-
-
-def test_a_function_that_filters_says_why() -> None:
+    changes = [("fox", "FOX?"), ("a long question", "A LONG QUESTION?")]
+    assert [(each.before, each.after) for each in outcome.changes] == changes
+    assert [row["size"] for row in applied("size", FOX)[0]] == [3, 15]
+    assert linked(FOX, operator("size"))[-1].gives.field("size").type == pa.int32()
     found, outcome = applied("brief", FOX)
-    assert [row["question"] for row in found] == ["fox"]
-    assert reasons(outcome) == ["too long: 15"]
+    assert [row["question"] for row in found] == ["fox"] and reasons(outcome) == ["too long: 15"]
     assert outcome.left_out[0].values["question"] == "a long question"
-
-
-def test_a_function_that_prioritises_writes_priority() -> None:
-    found, _ = applied("vowels", FOX)
-    assert [row["priority"] for row in found] == [1, 6]
+    assert [row["priority"] for row in applied("vowels", FOX)[0]] == [1, 6]
 
 
 def test_made_rows_carry_their_parents_and_the_operator_with_its_version() -> None:
@@ -91,7 +72,7 @@ def test_no_two_rows_have_one_id(operators: list[OperatorConfig], files: list[li
             "answer": [f"{each} * 2 = <<{each}*2={2 * each}>>{2 * each} #### {2 * each}" for each in eggs],
         }
         batch = ids.add(pa.RecordBatch.from_pydict(columns))
-        for link in build_chain(operators, batch.schema, field="operators", origin="test", context=Context()):
+        for link in linked(batch, *operators):
             batch, _ = apply_link(link, batch, 0)
         found += batch.to_pylist()
     assert len(found) == sum(map(len, files)) * 2 ** len(operators)
@@ -102,9 +83,7 @@ def test_no_two_rows_have_one_id(operators: list[OperatorConfig], files: list[li
 @pytest.mark.parametrize(
     "parents", [pa.array([None, None], pa.string()), pa.array([["x"], None], pa.large_list(pa.string()))]
 )
-def test_rows_are_made_beside_those_of_a_file_that_does_not_tell_the_kind_of_its_lineage(
-    parents: pa.Array,
-) -> None:
+def test_rows_are_made_where_a_file_does_not_tell_the_kind_of_its_lineage(parents: pa.Array) -> None:
     found, _ = applied("mirror", FOX.append_column("parents", parents).append_column("made_by", pa.nulls(2)))
     assert [row["parents"] for row in found] == [*parents.to_pylist(), [found[1]["id"]]]
 
@@ -119,7 +98,7 @@ def test_operators_on_all_rows_settle_though_there_is_none(name: str) -> None:
     options = {"share": 0.5, "column": "size"} if name == "top_share" else {}
     context = Context([Task.create("test", "a question", "1")])
     batch = FOX.append_column("size", pa.array([1, 2]))
-    [link] = build_chain([operator(name, **options)], batch.schema, field="operators", origin="test", context=context)
+    [link] = linked(batch, operator(name, **options), context=context)
     link.operator.prepare()
     link.operator.settle()
 
@@ -172,16 +151,15 @@ def test_no_number_is_no_other_value_than_no_number(column: pa.Array) -> None:
 
 
 def test_operators_are_named_by_module_too() -> None:
-    found, _ = applied("tests.pipelines.by_name:whisper", rows(question=["FOX"]))
+    found, _ = applied("tests.pipelines.small:whisper", rows(question=["FOX"]))
     assert found[0]["question"] == "fox"
     with pytest.raises(ConfigError, check=about("operators.0.name", "tests.pipelines.small:rows")):
-        chain(operator("tests.pipelines.small:rows"))
+        linked(FOX, operator("tests.pipelines.small:rows"))
 
 
 def test_an_unknown_name_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'near_duplicates'") as raised:
-        chain(operator("near_duplicate"))
-    assert raised.value.field == "operators.0.name"
+    with pytest.raises(ConfigError, match="Did you mean 'near_duplicates'", check=about("operators.0.name")):
+        linked(FOX, operator("near_duplicate"))
 
 
 @pytest.mark.parametrize(
@@ -199,28 +177,26 @@ def test_an_unknown_name_names_the_nearest() -> None:
         (operator("decontaminate", against=[{"path": "nowhere.jsonl"}]), "operators.0.against.0.path"),
     ],
 )
-def test_options_are_checked_before_anything_starts(
-    config: rayrft.pipelines.operator.OperatorConfig, field: str
-) -> None:
+def test_options_are_checked_before_anything_starts(config: OperatorConfig, field: str) -> None:
     with pytest.raises(ConfigError, check=about(field)):
-        chain(config)
+        linked(FOX, config)
 
 
 def test_a_missing_column_names_the_operator_before_it_and_what_that_gives() -> None:
     with pytest.raises(ConfigError, check=about("operators.0.top_share", "priority")) as raised:
-        chain(operator("top_share", share=0.5))
-    assert "my.jsonl" in raised.value.problem and "id, question, answer" in raised.value.problem
+        linked(FOX, operator("top_share", share=0.5))
+    assert "test does not give" in raised.value.problem and "id, question, answer" in raised.value.problem
     with pytest.raises(ConfigError, check=about("operators.1.top_share", "priorty")) as raised:
-        chain(operator("vowels"), operator("top_share", share=0.5, column="priorty"))
+        linked(FOX, operator("vowels"), operator("top_share", share=0.5, column="priorty"))
     assert "vowels (operator 0)" in raised.value.problem and "priority" in raised.value.problem
-    chain(operator("vowels"), operator("top_share", share=0.5))
+    linked(FOX, operator("vowels"), operator("top_share", share=0.5))
 
 
 def test_a_column_of_another_type_is_an_error() -> None:
     with pytest.raises(ConfigError, check=about("operators.0.difficulty", "question")):
-        chain(operator("difficulty", column="question"))
+        linked(FOX, operator("difficulty", column="question"))
     with pytest.raises(ConfigError, check=about("operators.0.normalise", "question")):
-        chain(operator("normalise"), batch=rows(question=[1], answer=["x"]))
+        linked(rows(question=[1], answer=["x"]), operator("normalise"))
 
 
 def test_a_second_operator_of_a_name_is_refused_and_the_same_one_is_not() -> None:
@@ -235,16 +211,8 @@ def test_a_second_operator_of_a_name_is_refused_and_the_same_one_is_not() -> Non
 @pytest.mark.parametrize(
     "name",
     [
-        "loses_rows",
-        "loses_columns",
-        "adds_columns",
-        "changes_types",
-        "few_reasons",
-        "true_reasons",
-        "no_notes",
-        "makes_rows",
-        "no_parents",
-        "returns_rows",
+        *("loses_rows", "loses_columns", "adds_columns", "changes_types", "few_reasons"),
+        *("true_reasons", "no_notes", "makes_rows", "no_parents", "returns_rows"),
     ],
 )
 def test_what_an_operator_may_not_return_is_an_error_that_names_it(name: str) -> None:

@@ -13,7 +13,6 @@ import pytest
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.pipelines import Context
-from rayrft.pipelines.chain import build_chain
 from rayrft.pipelines.rows import lineage
 from rayrft.pipelines.run.models import AskedModel, ModelServer
 from rayrft.pipelines.run.process import Pipeline
@@ -21,8 +20,7 @@ from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.judge import Messages
 from tests.errors import about
 from tests.pipelines.asked import Scripted, ran
-from tests.pipelines.small import operator, rows
-from tests.pipelines.test_synthesis import experiences
+from tests.pipelines.small import experiences, linked, operator, rows
 
 TASKS = rows(question=["What is 2 + 3?", "What is 4 + 4?"], answer=["5", "8"], level=["easy", "hard"])
 
@@ -107,16 +105,13 @@ def test_what_is_no_paraphrase_makes_no_row() -> None:
 
 
 def test_several_are_asked_for_and_those_alike_kept_once() -> None:
-    models = {
-        "writer": Scripted(lambda m, seed: json.dumps({"question": f"{seed % 3} + {5 - seed % 3} = ?"})),
-        "solver": Scripted(adds),
-    }
-    found, report, _ = ran("paraphrase", TASKS.slice(0, 1), models, model="writer", solver="solver", count=12)
+    writer = Scripted(lambda m, seed: json.dumps({"question": f"{seed % 3} + {5 - seed % 3} = ?"}))
+    asked = {"models": {"w": writer, "s": Scripted(adds)}, "model": "w", "solver": "s", "count": 12}
+    found, report, _ = ran("paraphrase", TASKS.slice(0, 1), **asked)
     made = [row["question"] for row in found[1:]]
     assert len(made) == len(set(made)) == 3 and report.notes["the same as another"] == 9
     assert len({row["id"] for row in found}) == 4
-    again, _, _ = ran("paraphrase", TASKS.slice(0, 1), models, model="writer", solver="solver", count=12)
-    assert again == found
+    assert ran("paraphrase", TASKS.slice(0, 1), **asked)[0] == found
 
 
 def test_a_row_that_gives_orders_stays_between_tags_that_it_cannot_close() -> None:
@@ -146,13 +141,8 @@ def test_rows_without_an_answer_are_counted_and_not_asked_about() -> None:
 
 
 def test_a_task_is_scored_as_its_domain_and_metadata_say() -> None:
-    batch = rows(
-        question=["What is 2 + 3?"] * 2,
-        answer=["5", "5"],
-        domain=["sums", None],
-        metadata=['{"unit": "eggs"}', "no JSON"],
-        other=["x", None],
-    )
+    more = {"domain": ["sums", None], "metadata": ['{"unit": "eggs"}', "no JSON"], "other": ["x", None]}
+    batch = rows(question=["What is 2 + 3?"] * 2, answer=["5", "5"], **more)
     tasks = list[Task]()
 
     @asynccontextmanager
@@ -173,12 +163,6 @@ def test_a_task_is_scored_as_its_domain_and_metadata_say() -> None:
 
 
 def test_experiences_are_no_tasks() -> None:
-    batch = experiences([0.0, 1.0])
+    context = Context(models=["m"], scores=True)
     with pytest.raises(ConfigError, check=about("operators.0")):
-        build_chain(
-            [operator("paraphrase", model="m")],
-            batch.schema,
-            field="operators",
-            origin="test",
-            context=Context(models=["m"], scores=True),
-        )
+        linked(experiences([0.0, 1.0]), operator("paraphrase", model="m"), context=context)

@@ -14,17 +14,16 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task, to_batch
 from rayrft.pipelines import Context
-from rayrft.pipelines.chain import build_chain
 from rayrft.pipelines.operators.solving import CheckedAnswer
 from rayrft.pipelines.rows import lineage
 from rayrft.rewards.judge import Messages
 from tests.buffer.rows import group
 from tests.errors import about
 from tests.pipelines.asked import Scripted, ran, says
-from tests.pipelines.small import operator, rows
-from tests.pipelines.test_synthesis import experience_of
+from tests.pipelines.small import experience_of, linked, operator, rows
 
 WAY = "We add the parts one after another and come to"
+NONE = "no right answer that could be stored was found"
 COPIED = "first take all seven of the  eggs and then"
 TASKS = rows(question=["easy: 1?", "hard: 2?", "never: 3?"], answer=["1", "2", "3"], level=[1, 2, 3])
 
@@ -44,11 +43,7 @@ def test_hard_tasks_give_expert_rows_without_the_hint() -> None:
     assert (made["question"], made["answer"], made["response"], made["level"]) == ("hard: 2?", "2", f"{WAY} 2", 2)
     ids = TASKS.column("id").to_pylist()
     assert lineage(made).parents == (ids[1],) and lineage(made).made_by == "hinted_solutions/1"
-    assert dict(gone) == {
-        ids[0]: "not hard",
-        ids[1]: "replaced by a derived row",
-        ids[2]: "no right answer that could be stored was found",
-    }
+    assert dict(gone) == dict(zip(ids, ["not hard", "replaced by a derived row", NONE], strict=True))
     assert len(model.asked) == 3 + 5 + 5, "an easy one is not asked about with a hint"
     hinted = [messages for messages, _, _ in model.asked if len(messages) == 2]
     assert len(hinted) == 4 and all(re.search(r"<hint-(\w{12})>\n[23]\n</hint-\1>$", m[0]["content"]) for m in hinted)
@@ -61,7 +56,7 @@ def test_full_marks_up_to_rounding_are_a_right_answer() -> None:
 def test_tasks_may_go_on_and_then_failures_are_noted() -> None:
     found, report, gone = ran("hinted_solutions", TASKS, {"m": Scripted(solver)}, model="m", keep=True)
     assert [row["response"] for row in found] == [None, None, None, f"{WAY} 2"] and not gone
-    assert report.notes == {"not hard": 1, "no right answer that could be stored was found": 1}
+    assert report.notes == {"not hard": 1, NONE: 1}
 
 
 def test_an_answer_that_shows_the_hint_or_no_way_is_not_stored() -> None:
@@ -79,11 +74,7 @@ def test_an_answer_that_shows_the_hint_or_no_way_is_not_stored() -> None:
     found, _, gone = ran("hinted_solutions", tasks, {"m": model}, model="m", hint="way")
     assert [row["response"] for row in found] == [f"{WAY} 2"]
     reasons = [reason.partition(": ")[0] for _, reason in gone]
-    assert reasons == [
-        "replaced by a derived row",
-        *["no right answer that could be stored was found"] * 4,
-        "not checked",
-    ]
+    assert reasons == ["replaced by a derived row", *[NONE] * 4, "not checked"]
 
 
 def test_answers_found_without_a_hint_come_first_and_then_the_shortest() -> None:
@@ -125,11 +116,8 @@ def test_a_wrong_answer_is_corrected_with_its_verdict_and_right_ones_stay() -> N
     ids = batch.column("id").to_pylist()
     assert [row["response"] for row in found] == ["It is 1", f"{WAY} 2"]
     assert lineage(found[1]).parents == (ids[1],) and lineage(found[1]).made_by == "corrected_answers/1"
-    assert dict(gone) == {
-        ids[1]: "replaced by a derived row",
-        ids[2]: "no right answer that could be stored was found",
-        ids[3]: "the task is not known, or nothing was answered",
-    }
+    expected = ["replaced by a derived row", NONE, "the task is not known, or nothing was answered"]
+    assert dict(gone) == dict(zip(ids[1:], expected, strict=True))
     system = model.asked[0][0][0]["content"]
     [mark] = set(re.findall(r"tags that end in (\w{12})", system))
     assert f"<wrong-answer-{mark}>\n{batch.column('response')[1]}\n</wrong-answer-{mark}>" in system
@@ -147,20 +135,10 @@ def attempts() -> tuple[pa.RecordBatch, dict[str, Task]]:
     for task, rewards in zip(tasks, ([0.0, 0.0, 1.0, 1.0], [0.0, 0.0]), strict=True):
         for index, reward in enumerate(rewards):
             [row] = group(len(made), 1)
-            turns = (
-                {"role": "user", "content": task.question},
-                {"role": "assistant", "content": f"It is {int(reward)}"},
-            )
-            made.append(
-                row.with_fields(
-                    experience_id=f"{task.id}/{index}",
-                    group_id=task.id,
-                    task_id=task.id,
-                    reward=reward,
-                    turns=turns,
-                    labels={"quality": "good"},
-                )
-            )
+            said = {"role": "assistant", "content": f"It is {int(reward)}"}
+            about = {"turns": ({"role": "user", "content": task.question}, said), "labels": {"quality": "good"}}
+            ids = {"experience_id": f"{task.id}/{index}", "group_id": task.id, "task_id": task.id}
+            made.append(row.with_fields(**ids, reward=reward, **about))
     return to_batch(made), {task.id: task for task in tasks}
 
 
@@ -194,12 +172,6 @@ def test_an_experience_whose_task_is_not_known_is_noted(tiny_model: Path) -> Non
 
 
 def test_experiences_need_the_model_that_they_are_tokenised_for() -> None:
-    batch, _ = attempts()
+    context = Context(models=["m"], scores=True)
     with pytest.raises(ConfigError, check=about("operators.0")):
-        build_chain(
-            [operator("corrected_answers", model="m")],
-            batch.schema,
-            field="operators",
-            origin="test",
-            context=Context(models=["m"], scores=True),
-        )
+        linked(attempts()[0], operator("corrected_answers", model="m"), context=context)

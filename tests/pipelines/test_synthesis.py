@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from rayrft.buffer.expert_rows import are_pairs
-from rayrft.experience import SCHEMA, check_schema, from_batch, to_batch
+from rayrft.experience import check_schema, from_batch, to_batch
 from rayrft.pipelines.operators.synthesis import Problem, evaluate
 from rayrft.pipelines.rows import lineage
-from tests.buffer.rows import group
-from tests.pipelines.small import applied, rows
+from tests.pipelines.small import applied, experience_of, experiences, rows
 
 GOOD = (
     "Maisie dropped off 33 flyers. Jim dropped off five more than twice as many as Maisie. How many did Jim drop off?",
@@ -77,9 +74,8 @@ def test_a_sum_without_an_end_is_read_in_time_proportional_to_its_length() -> No
 def test_a_variation_has_no_more_decimals_than_its_original(calculation: str, decimals: int) -> None:
     expression, result = calculation.split("=")
     given = " and ".join(re.findall(r"\d+\.?\d*", expression))
-    batch = rows(
-        question=[f"Ann has {given}."] * 20, answer=[f"{expression} = <<{calculation}>>{result} m. #### {result}"] * 20
-    )
+    answer = f"{expression} = <<{calculation}>>{result} m. #### {result}"
+    batch = rows(question=[f"Ann has {given}."] * 20, answer=[answer] * 20)
     made = applied("numeric_variation", batch, variations=3)[0][20:]
     assert len(made) > 20
     for row in made:
@@ -95,41 +91,19 @@ def test_prose_that_would_become_wrong_makes_no_row() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("2*(3+4)/7", 2),
-        (".5*20", 10),
-        ("-3+5", 2),
-        ("1/0", None),
-        ("2**9", None),
-        ("x", None),
-        ("1e999", 10**999),
-        ("", None),
-        ("True+1", None),
-        ("(" * 500, None),
+        *[("2*(3+4)/7", 2), (".5*20", 10), ("-3+5", 2), ("1e999", 10**999)],
+        *((text, None) for text in ("1/0", "2**9", "x", "", "True+1", "(" * 500)),
     ],
 )
 def test_only_arithmetic_is_evaluated(text: str, value: int | None) -> None:
     assert evaluate(text) == value
 
 
-def experiences(*rewards: list[float | None]) -> pa.RecordBatch:
-    """Groups with these rewards; row r of a group has r + 2 tokens."""
-    made = []
-    for number, values in enumerate(rewards):
-        for index, reward in enumerate(values):
-            [row] = group(number, 1, length=index + 2)
-            made.append(row.with_fields(experience_id=f"{number}/{index}", reward=reward, labels={"quality": "good"}))
-    return to_batch(made)
-
-
 def test_the_best_and_the_worst_of_a_group_are_a_pair() -> None:
     batch = experiences([0.0, 1.0, 1.0, 0.0], [1.0, 1.0], [0.2, None, 0.9], [None, None])
     found, outcome = applied("best_against_worst", batch)
-    assert [(row["group_id"], row["chosen"], row["reward"]) for row in found] == [
-        ("0", True, 1.0),
-        ("0", False, 0.0),
-        ("2", True, pytest.approx(0.9)),
-        ("2", False, pytest.approx(0.2)),
-    ]
+    sides = [(row["group_id"], row["chosen"], round(row["reward"], 4)) for row in found]
+    assert sides == [("0", True, 1.0), ("0", False, 0.0), ("2", True, 0.9), ("2", False, 0.2)]
     assert [lineage(row).parents for row in found] == [("0/1",), ("0/0",), ("2/2",), ("2/0",)]
     assert all(row["source"] == "expert" and row["labels"]["quality"] == "good" for row in found)
     reasons = {each.row: each.reason for each in outcome.left_out}
@@ -152,22 +126,6 @@ def test_pairs_are_such_as_the_buffer_takes() -> None:
     assert are_pairs(made)
     assert len({row.experience_id for row in from_batch(made)}) == 4
     assert all(row.experience_id.startswith(f"{row.group_id}/") for row in from_batch(made))
-
-
-def experience_of(row: dict[str, Any]) -> Any:
-    table = pa.Table.from_pylist(
-        [
-            {
-                **row,
-                **{
-                    field.name: list((row[field.name] or {}).items()) for field in SCHEMA if pa.types.is_map(field.type)
-                },
-                "turns": [list(turn.items()) for turn in row["turns"] or ()],
-            }
-        ],
-        schema=SCHEMA,
-    )
-    return from_batch(table.to_batches()[0])[0]
 
 
 def test_right_answers_to_hard_tasks_become_expert_rows() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rayrft.pipelines.run.process import Pipeline
 from rayrft.pipelines.tasks import load_processed, load_splits, process_added
 from tests.e2e.conftest import small_config
 from tests.errors import about
-from tests.pipelines.small import OWN
+from tests.pipelines.small import OWN, write
 
 LEAK = "Ann bakes muffins for all of her friends every single day with four of the eggs that her ducks lay."
 
@@ -35,17 +34,9 @@ def config(
     tmp_path: Path, *sources: dict[str, Any], eval_size: int = 1, sampler: str = "shuffled", **more: Any
 ) -> RunConfig:
     tasks = {"sources": list(sources), "eval_size": eval_size, "sampler": sampler}
-    return load_config(
-        small_config(
-            tmp_path,
-            "tasks",
-            tasks=tasks,
-            demonstrations={},
-            plugins=[str(OWN)],
-            stages=[{"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 4, "group_size": 2}],
-            **more,
-        )
-    )
+    stage = {"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 4, "group_size": 2}
+    more |= {"tasks": tasks, "demonstrations": {}, "plugins": [str(OWN)], "stages": [stage]}
+    return load_config(small_config(tmp_path, "tasks", **more))
 
 
 def numbered(count: int) -> list[tuple[str, str]]:
@@ -53,9 +44,8 @@ def numbered(count: int) -> list[tuple[str, str]]:
 
 
 def test_episodes_of_one_question_are_tasks_of_their_own(tmp_path: Path) -> None:
-    path = tmp_path / "episodes.jsonl"
     rows = [{"question": "Play. " * 30, "answer": "", "environment": {"seed": i}} for i in range(100)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    path = write(tmp_path / "episodes.jsonl", [*rows, rows[0]])
     found = load_processed(config(tmp_path, {"source": "file", "path": str(path)}, eval_size=5))
     assert (len(found.splits.train), len(found.splits.evaluation)) == (95, 5)
     assert len({task.id for task in (*found.splits.train, *found.splits.evaluation)}) == 100
@@ -79,10 +69,8 @@ def test_operators_work_on_the_tasks_of_all_sources(tmp_path: Path) -> None:
     found = load_processed(given)
     tasks = {task.question: task for task in (*found.splits.train, *found.splits.evaluation)}
     assert len(tasks) == 12
-    assert (
-        tasks["NEW!"].answer == "y"
-        and tasks["NEW!"].id == Task.create("tasks.sources.0", "<i>new</i>", "y", metadata={"level": 3}).id
-    )
+    new = Task.create("tasks.sources.0", "<i>new</i>", "y", metadata={"level": 3})
+    assert (tasks["NEW!"].answer, tasks["NEW!"].id) == ("y", new.id)
     assert tasks["QUESTION 3!"].answer == "x", "the first one stays"
     assert tasks["!0 NOITSEUQ"].workflow == "math_qa" and tasks["!0 NOITSEUQ"].metadata == {"level": 3}
     assert len({task.id for task in tasks.values()}) == 12
@@ -94,11 +82,8 @@ def test_operators_work_on_the_tasks_of_all_sources(tmp_path: Path) -> None:
 
 
 def test_what_is_made_of_a_row_that_is_left_out_is_still_a_task_of_its_source(tmp_path: Path) -> None:
-    operators = [
-        {"name": "mirror"},
-        {"name": "echo"},
-        {"name": "expression", "where": "question not in ('0 noitseuq', '1 noitseuq')"},
-    ]
+    where = "question not in ('0 noitseuq', '1 noitseuq')"
+    operators = [{"name": "mirror"}, {"name": "echo"}, {"name": "expression", "where": where}]
     given = config(tmp_path, source(numbered(2), workflow="math_qa"), pipelines={"tasks": operators})
     found = load_splits(given, [])[0]
     tasks = [*found.train, *found.evaluation]
@@ -131,14 +116,11 @@ def test_operators_are_checked_with_the_config_key(tmp_path: Path) -> None:
 def test_a_source_that_is_left_with_nothing_is_an_error(tmp_path: Path) -> None:
     nothing = {"pipelines": {"tasks": [{"name": "expression", "where": "source = '0'"}]}}
     with pytest.raises(DataError, check=about("tasks.eval_size")):
-        load_processed(
-            config(tmp_path, source(numbered(3)), source([("other", "1")], weight=5), eval_size=2, **nothing)
-        )
+        other = source([("other", "1")], weight=5)
+        load_processed(config(tmp_path, source(numbered(3)), other, eval_size=2, **nothing))
 
 
 def test_what_is_evaluated_on_is_not_trained_on_unless_asked_for(tmp_path: Path) -> None:
-    test = tmp_path / "test.jsonl"
-    test.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in [(f"{LEAK} How many?", "4")]))
     rows = [*numbered(30), (f"Think about this one: {LEAK} What does she earn?", "9")]
     taskset = {"tasksets": {"bench": source([(f"{LEAK} How many?", "4")])}, "samples": 1, "k": [1]}
     clean = load_processed(config(tmp_path, source(rows), bench=taskset))

@@ -11,7 +11,7 @@ from rayrft.core.placement import Bundles, Placement
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.pipelines.experiences import experience_chain
-from rayrft.pipelines.run.groups import ActorOperators, ModelAccess, OperatorActor, Operators
+from rayrft.pipelines.run.groups import ActorOperators, OperatorActor, Operators
 from rayrft.runtime.handle import Handle
 
 
@@ -41,7 +41,6 @@ def remote_operators(
         return None
     share = 1 / (config.explorer.count * pipelines.actors.count)
     models = partial(auxiliary_models, config.auxiliary, dict(pools), share=share) if pools else None
-    asked = ModelAccess(models, config.auxiliary, config.scoring)
-    placed = placement.actor(OperatorActor, OperatorsPart.name)
-    create = partial(placed.create, experience_chain(config, model), pipelines, asked)
+    placed, chain = placement.actor(OperatorActor, OperatorsPart.name), experience_chain(config, model)
+    create = partial(placed.create, chain, pipelines, models, config.auxiliary, config.scoring)
     return partial(ActorOperators, create, pipelines.actors.count)

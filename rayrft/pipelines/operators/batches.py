@@ -18,15 +18,8 @@ from rayrft.pipelines.operator import Applied, Operator, Reads, Wants, register_
 from rayrft.pipelines.operators.filters import Conditional, ConditionalOperator
 from rayrft.pipelines.rows import numbers
 
-BATCHES = pa.schema(
-    [
-        *SCHEMA,
-        pa.field("place", pa.int64()),
-        pa.field("step", pa.int64()),
-        pa.field("trained", pa.bool_()),
-        pa.field("weight", pa.float32()),
-    ]
-)
+_ADDED = {"place": pa.int64(), "step": pa.int64(), "trained": pa.bool_(), "weight": pa.float32()}
+BATCHES = pa.schema([*SCHEMA, *_ADDED.items()])
 """The columns that operators on batches see: those of `experience.SCHEMA`, the row's place in the batch, the optimiser
 step, whether the row is trained (else its reward alone counts, in its group's advantages), and its weight in the loss.
 """
@@ -58,12 +51,11 @@ class Rebalance(Operator[RebalanceOptions]):
         self._gone = set[int]()
 
     def observe(self, rows: pa.RecordBatch) -> None:
-        trained = rows.column("trained").to_pylist()
         if rows.column("pair_id").null_count < rows.num_rows:
             raise ValueError("the batch has preference pairs, which are not expert rows to imitate")
-        columns = (rows.column(name).to_pylist() for name in ("step", "place", "source"))
-        for (step, place, source), is_trained in zip(zip(*columns, strict=True), trained, strict=True):
-            if is_trained:
+        columns = (rows.column(name).to_pylist() for name in ("step", "place", "source", "trained"))
+        for step, place, source, trained in zip(*columns, strict=True):
+            if trained:
                 self._places[step][source == "expert"].append(place)
 
     def settle(self) -> None:
@@ -78,9 +70,9 @@ class Rebalance(Operator[RebalanceOptions]):
             self._gone.update(rng.sample(many, max(0, len(many) - max(1, most))))
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        kinds = ["expert" if source == "expert" else "usual" for source in rows.column("source").to_pylist()]
-        places = zip(rows.column("place").to_pylist(), kinds, strict=True)
-        return Applied(rows, [f"over the share of {kind} rows" if at in self._gone else None for at, kind in places])
+        places = zip(rows.column("place").to_pylist(), rows.column("source").to_pylist(), strict=True)
+        kinds = [(at, "expert" if source == "expert" else "usual") for at, source in places]
+        return Applied(rows, [f"over the share of {kind} rows" if at in self._gone else None for at, kind in kinds])
 
 
 class TruncateOptions(Section):
@@ -127,18 +119,16 @@ class MaskTurns(ConditionalOperator[MaskOptions]):
     columns: ClassVar[Mapping[str, Wants]] = {"action_mask": "list", "logprobs": "list", "metrics": "map"}
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        met = self.met(rows)
         masks, logprobs = list_column(rows.column("action_mask")), list_column(rows.column("logprobs"))
         spans, metrics = rows.column("weight_versions").to_pylist(), rows.column("metrics").to_pylist()
         reasons: list[str | None] = [None] * rows.num_rows
-        for row in np.flatnonzero(met).tolist():
+        for row in np.flatnonzero(self.met(rows)).tolist():
             before, values = masks[row], logprobs[row]
             assert before is not None and values is not None  # not nullable in the schema
             starts, ends = np.flatnonzero(np.diff(before.astype(np.int8), prepend=0, append=0)).reshape(-1, 2).T
             mask, turns = before.copy(), len(starts)
-            for turn in self.options.turns:
-                if -turns <= turn < turns:
-                    mask[starts[turn] : ends[turn]] = 0
+            for turn in (each for each in self.options.turns if -turns <= each < turns):
+                mask[starts[turn] : ends[turn]] = 0
             if (mask == before).all():
                 continue
             if any(name.startswith("turn_") for name, _ in metrics[row] or ()):
@@ -169,7 +159,6 @@ class Reweight(ConditionalOperator[ReweightOptions]):
     columns: ClassVar[Mapping[str, Wants]] = {"weight": "number"}
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        by = self.options.by
-        factor = numbers(rows, by) if isinstance(by, str) else by
-        weights = np.where(self.met(rows), numbers(rows, "weight") * factor, numbers(rows, "weight"))
+        by, before = self.options.by, numbers(rows, "weight")
+        weights = np.where(self.met(rows), before * (numbers(rows, by) if isinstance(by, str) else by), before)
         return Applied(with_column(rows, "weight", pa.array(weights, rows.schema.field("weight").type)))

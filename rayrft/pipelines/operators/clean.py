@@ -6,7 +6,8 @@ import html.entities
 import ipaddress
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
@@ -21,6 +22,7 @@ from rayrft.pipelines.operator import (
     Applied,
     Kind,
     NumberColumn,
+    O,
     Operator,
     TextColumn,
     TextColumns,
@@ -40,7 +42,6 @@ class OneColumn(Section):
 
 
 C = TypeVar("C", bound=Columns)
-T = TypeVar("T", bound=OneColumn)
 
 
 class TextCleaner(Operator[C]):
@@ -56,16 +57,21 @@ class TextCleaner(Operator[C]):
         raise NotImplementedError
 
 
-class TextFilter(Operator[T]):
-    """An operator that leaves out rows by the text of a column: a subclass implements `reason` instead of `apply`."""
+class RowFilter(Operator[O]):
+    """An operator that leaves out rows by a value of each: a subclass implements `reason`, and `values` unless that is
+    the text of a column."""
 
     kind: ClassVar[Kind] = "filter"
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows, [self.reason(text) for text in texts(rows, self.options.column)])
+        return Applied(rows, [self.reason(value) for value in self.values(rows)])
 
-    def reason(self, text: str) -> str | None:
-        """Return why a row with this text is left out; None if it stays."""
+    def values(self, rows: pa.RecordBatch) -> Iterable[Any]:
+        """Return the value of each row."""
+        return texts(rows, self.options.column)  # type: ignore[attr-defined]
+
+    def reason(self, value: Any) -> str | None:
+        """Return why a row with this value is left out; None if it stays."""
         raise NotImplementedError
 
 
@@ -163,16 +169,16 @@ class BrokenOptions(Columns):
 
 
 @register_operator("drop_broken")
-class DropBroken(Operator[BrokenOptions]):
+class DropBroken(RowFilter[BrokenOptions]):
     """Leave out rows of which a column is missing or blank, or garbled."""
 
     kind = "clean"
 
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows, list(map(self._reason, rows.select(list(self.options.columns)).to_pylist())))
+    def values(self, rows: pa.RecordBatch) -> list[dict[str, str | None]]:
+        return rows.select(list(self.options.columns)).to_pylist()
 
-    def _reason(self, row: dict[str, str | None]) -> str | None:
-        for name, text in row.items():
+    def reason(self, value: dict[str, str | None]) -> str | None:
+        for name, text in value.items():
             if text is None or not text.strip():
                 return f"no {name}"
             if not text.isascii() and len(_MOJIBAKE.findall(text)) > self.options.max_garbled * len(text):
@@ -190,7 +196,7 @@ class LengthOptions(Section):
 
 
 @register_operator("length")
-class Length(Operator[LengthOptions]):
+class Length(RowFilter[LengthOptions]):
     """Leave out rows with fewer or more tokens in a column than the bounds."""
 
     kind = "clean"
@@ -211,26 +217,23 @@ class Length(Operator[LengthOptions]):
 
             self._tokenizer = AutoTokenizer.from_pretrained(self._path)
 
-    def apply(self, rows: pa.RecordBatch) -> Applied:
+    def values(self, rows: pa.RecordBatch) -> list[int]:
         column = rows.column(self.options.column)
         if is_list(column.type):
-            counts = [len(each or ()) for each in column.to_pylist()]
-        else:
-            assert self._tokenizer is not None
-            found = self._tokenizer([text or "" for text in column.to_pylist()], add_special_tokens=False)
-            counts = [len(ids) for ids in found["input_ids"]]
-        return Applied(rows, [self._reason(count) for count in counts])
+            return [len(each or ()) for each in column.to_pylist()]
+        assert self._tokenizer is not None
+        found = self._tokenizer(texts(rows, self.options.column), add_special_tokens=False)
+        return list(map(len, found["input_ids"]))
 
     @property
     def _path(self) -> str | None:
         return self.options.tokenizer or self.context.tokenizer
 
-    def _reason(self, count: int) -> str | None:
-        if count < self.options.min_tokens:
-            return f"too short: {count} tokens"
-        if self.options.max_tokens is not None and count > self.options.max_tokens:
-            return f"too long: {count} tokens"
-        return None
+    def reason(self, value: int) -> str | None:
+        if value < self.options.min_tokens:
+            return f"too short: {value} tokens"
+        most = self.options.max_tokens
+        return f"too long: {value} tokens" if most is not None and value > most else None
 
 
 class LanguageOptions(OneColumn):
@@ -255,7 +258,7 @@ _FORMULA = re.compile(rf"{FORMULA}|[^\W\d_]?\d\w*", re.DOTALL)
 
 
 @register_operator("language")
-class Language(TextFilter[LanguageOptions]):
+class Language(RowFilter[LanguageOptions]):
     """Leave out texts in other languages, which lingua detects by their letters outside formulas.
 
     Needs the extra ``data`` of rayrft.
@@ -282,15 +285,14 @@ class Language(TextFilter[LanguageOptions]):
 
         self._detector = LanguageDetectorBuilder.from_languages(*self._languages).build()
 
-    def reason(self, text: str) -> str | None:
-        text = _FORMULA.sub(" ", text)
+    def reason(self, value: str) -> str | None:
+        text = _FORMULA.sub(" ", value)
         if sum(map(str.isalpha, text)) < self.options.min_letters:
             return None
         likely = self._detector.compute_language_confidence_values(text)[0]
         code = likely.language.iso_code_639_1.name.lower()
-        if code in self.options.keep or likely.value < self.options.min_confidence:
-            return None
-        return f"language {code}"
+        kept = code in self.options.keep or likely.value < self.options.min_confidence
+        return None if kept else f"language {code}"
 
 
 PersonalKind = Literal["email", "phone", "card", "iban", "ip", "ssn"]
@@ -335,13 +337,12 @@ def _iban(text: str) -> bool:
 
 def _address(text: str) -> bool:
     try:
-        ipaddress.ip_address(text)
+        return bool(ipaddress.ip_address(text))
     except ValueError:
         return False
-    return True
 
 
-_VALID = {
+_VALID: dict[str, Callable[[str], bool]] = {
     "card": _luhn,
     "iban": _iban,
     "ip": _address,
@@ -357,14 +358,13 @@ class MaskPersonal(TextCleaner[PersonalOptions]):
     def change(self, text: str) -> str:
         possible = {"email": "@" in text, "iban": True, "ip": text.count(".") > 2 or text.count(":") > 6}
         numbers = _LONG_NUMBER.search(text) is not None
-        for kind, pattern in _PERSONAL.items():
-            if kind in self.options.kinds and possible.get(kind, numbers):
-                valid = _VALID.get(kind, lambda _: True)
-                text = pattern.sub(
-                    lambda found, kind=kind, valid=valid: f"[{kind}]" if valid(found[0]) else found[0],  # type: ignore[misc]
-                    text,
-                )
+        for kind in (each for each in _PERSONAL if each in self.options.kinds and possible.get(each, numbers)):
+            text = _PERSONAL[kind].sub(partial(_masked, kind), text)
         return text
+
+
+def _masked(kind: str, found: re.Match[str]) -> str:
+    return f"[{kind}]" if kind not in _VALID or _VALID[kind](found[0]) else found[0]
 
 
 class PassRateOptions(Section):

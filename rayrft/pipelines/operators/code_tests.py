@@ -41,10 +41,8 @@ class CheckedTests(Operator[CheckedTestsOptions]):
 
     def prepare(self) -> None:
         options = self.options
-        sandbox = Sandbox(options.isolation, packages=options.packages)
-        self._runner = TestRunner(
-            sandbox, SandboxLimits(options.test_s, options.test_s, options.memory_mib), options.budget_s
-        )
+        limits = SandboxLimits(options.test_s, options.test_s, options.memory_mib)
+        self._runner = TestRunner(Sandbox(options.isolation, packages=options.packages), limits, options.budget_s)
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         kept = [self._kept(row) for row in rows.to_pylist()]

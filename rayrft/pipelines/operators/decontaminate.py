@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from rayrft.pipelines.rows import texts
 _SHORTEST = 8
 """Words in a row that are a hit if the answer is the same."""
 _SHOWN = 80
+Words = tuple[hashing.U64, hashing.I64]
 
 
 class EvaluationFile(Section):
@@ -82,30 +83,49 @@ class Decontaminate(Operator[DecontaminateOptions]):
         for file in self.options.against:
             tasks += _read(file)
         self._shown = [f"{name} {question[:_SHOWN]!r}" for question, _, name in tasks]
-        self._index = _Index(tasks, self.options.ngram, self.options.common)
-        self._wholes: dict[object, int] = {}
-        for task, (question, answer, _) in enumerate(tasks):
-            self._wholes |= dict.fromkeys(_forms(question, _answer(answer)), task)
+        self._answers = [_answer(answer) for _, answer, _ in tasks]
+        texts = [hashing.words(pa.array([task[at] for task in tasks], pa.string())) for at in (0, 1)]
+        lengths = sorted({_SHORTEST, self.options.ngram}, reverse=True)
+        self._indices = [_Index(texts[: 1 + (each == lengths[0])], each, self.options.common) for each in lengths]
+        self._seen, self._wholes = set[int](), dict[object, int]()
+        for task, (question, _, _) in enumerate(tasks):
+            self._wholes |= dict.fromkeys(_forms(question, self._answers[task]), task)
 
     def observe(self, rows: pa.RecordBatch) -> None:
         self._rows += rows.num_rows
-        for column in self.options.columns:
-            self._index.count(*hashing.words(rows.column(column)))
+        for words in (hashing.words(rows.column(column)) for column in self.options.columns):
+            texts, fresh = hashing.whole(*words), set[int]()  # rows with the same words count once
+            found = [index.find(words) for index in self._indices]
+            for row in sorted({row for _, rows in found for row in rows.tolist()}):
+                if (text := int(texts[row])) not in self._seen:
+                    self._seen.add(text)
+                    fresh.add(row)
+            for index, (places, having) in zip(self._indices, found, strict=True):
+                new = np.array([row in fresh for row in having.tolist()], bool)
+                index.count(places[new], having[new])
 
     def settle(self) -> None:
-        self._index.drop_common(self._rows)
+        for index in self._indices:
+            index.drop_common(min(self.options.common, max(2, self._rows // 10)))
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        answers = [""] * rows.num_rows
-        if self.options.answer is not None and self.options.answer in rows.schema.names:
-            answers = [_answer(value) for value in values_of(rows, self.options.answer)]
-        reasons: list[str | None] = []
+        column, reasons = self.options.answer, list[str | None]()
+        given = values_of(rows, column) if column is not None and column in rows.schema.names else [""] * rows.num_rows
+        answers = list(map(_answer, given))
         for text, answer in zip(texts(rows, self.options.columns[0]), answers, strict=True):
             whole = next((self._wholes[form] for form in _forms(text, answer) if form in self._wholes), None)
             reasons.append(None if whole is None else f"is an evaluation task: {self._shown[whole]}")
-        for column in self.options.columns:
-            for row, why, task in self._index.hits(*hashing.words(rows.column(column)), answers):
-                reasons[row] = reasons[row] or f"{why}: {self._shown[task]}"
+        for words in (hashing.words(rows.column(column)) for column in self.options.columns):
+            for index in self._indices:
+                same = "" if index.length == self.options.ngram else " and the answer"
+                for row, tasks in index.hits(words):
+                    if same:
+                        tasks = [
+                            each for each in tasks if len(answers[row]) > 1 and answers[row] == self._answers[each]
+                        ]
+                    if tasks and reasons[row] is None:
+                        why = f"shares {index.length} words{same} with an evaluation task"
+                        reasons[row] = f"{why}: {self._shown[tasks[0]]}"
         return Applied(rows, reasons)
 
 
@@ -123,69 +143,47 @@ def _forms(question: str, answer: str) -> Iterator[object]:
 
 
 class _Index:
-    """n-grams of the evaluation tasks, in sorted arrays, and how many different rows have each."""
+    """n-grams of one length of the evaluation tasks, in a sorted array, and how many different rows have each."""
 
-    def __init__(self, tasks: Sequence[tuple[str, str, str]], ngram: int, common: int) -> None:
-        self._ngram, self._common = ngram, common
-        questions = hashing.words(pa.array([task[0] for task in tasks], pa.string()))
-        answers = hashing.words(pa.array([task[1] for task in tasks], pa.string()))
-        self._answers = [_answer(task[1]) for task in tasks]
-        self._grams: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        """n-grams, and of each where in ``_owners`` the tasks that have it begin and end."""
-        self._owners: dict[int, np.ndarray] = {}
-        for length in sorted({_SHORTEST, ngram}):
-            found, owners = _informative_ngrams(*questions, length)
-            if length == ngram:
-                more, more_owners = _informative_ngrams(*answers, length)
-                found, owners = np.concatenate([found, more]), np.concatenate([owners, more_owners])
-            self._grams[length], self._owners[length] = _rare(found, owners, common)
-        self._rows = {length: np.zeros(len(grams), np.int64) for length, (grams, _, _) in self._grams.items()}
-        self._seen: set[int] = set()
+    def __init__(self, texts: list[Words], length: int, common: int) -> None:
+        """n-grams of more than ``common`` evaluation tasks are not kept."""
+        self.length = length
+        found, owners = zip(*(_informative_ngrams(*each, length) for each in texts), strict=True)
+        grams, tasks = np.concatenate(found), np.concatenate(owners)
+        order = np.lexsort((tasks, grams))
+        grams, tasks = grams[order], tasks[order]
+        fresh = np.ones(len(grams), bool)  # not the same n-gram of the same task again
+        fresh[1:] = (grams[1:] != grams[:-1]) | (tasks[1:] != tasks[:-1])
+        self._owners = tasks[fresh]
+        self._grams, self._starts, counts = np.unique(grams[fresh], return_index=True, return_counts=True)
+        self._ends, self._rows = self._starts + counts, np.zeros(len(counts), np.int64)
+        self._keep(counts <= common)
 
-    def count(self, hashes: np.ndarray, offsets: np.ndarray) -> None:
-        """Count the n-grams of rows, those of rows with the same words once."""
-        found = {length: self._places(hashes, offsets, length) for length in self._grams}
-        texts = hashing.whole(hashes, offsets)
-        fresh = {row: int(texts[row]) not in self._seen for _, rows in found.values() for row in set(rows.tolist())}
-        distinct: set[int] = set()
-        for row in sorted(fresh):
-            fresh[row] = fresh[row] and int(texts[row]) not in distinct
-            distinct.add(int(texts[row]))
-        self._seen |= distinct
-        for length, (places, rows) in found.items():
-            new = np.array([fresh[row] for row in rows.tolist()], bool)
-            pairs = np.unique(np.stack([places[new], rows[new]]), axis=1)
-            np.add.at(self._rows[length], pairs[0], 1)
+    def count(self, places: np.ndarray, rows: np.ndarray) -> None:
+        """Count rows by the places of the n-grams that they have."""
+        pairs = np.unique(np.stack([places, rows]), axis=1)
+        np.add.at(self._rows, pairs[0], 1)
 
-    def drop_common(self, rows: int) -> None:
-        """Forget n-grams that too many of so many rows have."""
-        most = min(self._common, max(2, rows // 10))
-        for length, (grams, starts, ends) in self._grams.items():
-            keep = self._rows[length] <= most
-            self._grams[length] = grams[keep], starts[keep], ends[keep]
+    def drop_common(self, most: int) -> None:
+        """Forget n-grams that more rows have."""
+        self._keep(self._rows <= most)
 
-    def hits(self, hashes: np.ndarray, offsets: np.ndarray, answers: Sequence[str]) -> Iterator[tuple[int, str, int]]:
-        """Iterate over hits: the row, why, and the evaluation task."""
-        for length in sorted(self._grams, reverse=True):
-            _, starts, ends = self._grams[length]
-            found, rows = self._places(hashes, offsets, length)
-            for place, row in zip(found.tolist(), rows.tolist(), strict=True):
-                tasks = self._owners[length][starts[place] : ends[place]].tolist()
-                if length == self._ngram:
-                    yield row, f"shares {length} words with an evaluation task", tasks[0]
-                    continue
-                same = [task for task in tasks if len(answers[row]) > 1 and answers[row] == self._answers[task]]
-                if same:
-                    yield row, f"shares {length} words and the answer with an evaluation task", same[0]
+    def _keep(self, kept: np.ndarray) -> None:
+        self._grams, self._starts, self._ends = self._grams[kept], self._starts[kept], self._ends[kept]
+        self._rows = self._rows[kept]
 
-    def _places(self, hashes: np.ndarray, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def hits(self, words: Words) -> Iterator[tuple[int, list[int]]]:
+        """Iterate over the n-grams of rows that evaluation tasks have, too: the row, and the tasks."""
+        for place, row in zip(*(each.tolist() for each in self.find(words)), strict=True):
+            yield row, self._owners[self._starts[place] : self._ends[place]].tolist()
+
+    def find(self, words: Words) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of n-grams of rows in the sorted ones, and the rows."""
-        grams = self._grams[length][0]
-        found, rows = _informative_ngrams(hashes, offsets, length)
-        if not len(grams):
+        found, rows = _informative_ngrams(*words, self.length)
+        if not len(self._grams):
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        places = np.clip(np.searchsorted(grams, found), 0, len(grams) - 1)
-        there = grams[places] == found
+        places = np.clip(np.searchsorted(self._grams, found), 0, len(self._grams) - 1)
+        there = self._grams[places] == found
         return places[there], rows[there]
 
 
@@ -202,20 +200,6 @@ def _informative_ngrams(hashes: np.ndarray, offsets: np.ndarray, length: int) ->
     return np.concatenate([grams for grams, _ in found]), np.concatenate([texts for _, texts in found])
 
 
-def _rare(
-    grams: np.ndarray, owners: np.ndarray, common: int
-) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
-    """Return n-grams of at most ``common`` evaluation tasks, each once, with the start and end of these among the
-    owners, which are returned, too."""
-    order = np.lexsort((owners, grams))
-    grams, owners = grams[order], owners[order]
-    fresh = np.ones(len(grams), bool)  # not the same n-gram of the same task again
-    fresh[1:] = (grams[1:] != grams[:-1]) | (owners[1:] != owners[:-1])
-    found, first, counts = np.unique(grams[fresh], return_index=True, return_counts=True)
-    rare = counts <= common
-    return (found[rare], first[rare], (first + counts)[rare]), owners[fresh]
-
-
 def _read(file: EvaluationFile) -> list[tuple[str, str, str]]:
     table = open_table(file.path)
     if table.broken:
@@ -225,17 +209,15 @@ def _read(file: EvaluationFile) -> list[tuple[str, str, str]]:
         if name not in table.schema.names:
             remedy = nearest(name, table.schema.names)
             raise DataError("no such column in the evaluation file", remedy, field=str(file.path), value=name)
-    tasks, number = [], 0
+    tasks = list[tuple[str, str, str]]()
     for batch in table.batches(10_000):
         questions = values_of(batch, file.question)
         answers = values_of(batch, file.answer) if file.answer is not None else [""] * len(questions)
-        for question, answer in zip(questions, answers, strict=True):
-            number += 1
+        for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=len(tasks) + 1):
             try:
                 shown = "" if question is None else as_text(question, file.question)
                 truth = "" if answer is None else as_text(answer, str(file.answer))
             except DataError as error:
-                problem = f"row {number}: {error.problem}"
-                raise DataError(problem, error.remedy, field=str(file.path)) from None
+                raise DataError(f"row {number}: {error.problem}", error.remedy, field=str(file.path)) from None
             tasks.append((shown, truth, f"{file.path.name} {number}"))
     return tasks

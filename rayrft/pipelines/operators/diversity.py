@@ -9,17 +9,12 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from rayrft.config.base import invalid
+from rayrft.errors import ConfigError
 from rayrft.pipelines.operator import Applied, Context, Operator, register_operator
-from rayrft.pipelines.operators.embeddings import (
-    Embedder,
-    EmbeddingOptions,
-    centred,
-    clustered,
-    farthest,
-    nearest_other,
-)
+from rayrft.pipelines.operators import embeddings
+from rayrft.pipelines.operators.embeddings import EmbeddingOptions
 from rayrft.pipelines.operators.priorities import PriorityOperator
-from rayrft.pipelines.rows import share_of, texts
+from rayrft.pipelines.rows import gone, share_of, texts
 
 E = TypeVar("E", bound=EmbeddingOptions)
 
@@ -31,18 +26,20 @@ class _EmbeddingOperator(Operator[E]):
 
     def __init__(self, options: E, context: Context) -> None:
         super().__init__(options, context)
-        self._embed = Embedder(options, context)
-        self._points: list[np.ndarray] = []
+        path = options.model or context.tokenizer
+        if path is None:
+            raise ConfigError("there is no model to embed with", "name one, or give --config", field="model")
+        self._path, self._points = path, list[np.ndarray]()
 
     def prepare(self) -> None:
-        self._embed.load()
+        self._embed = embeddings.Embedder(self.options, self._path)
 
     def observe(self, rows: pa.RecordBatch) -> None:
         self._points.append(self._embed(texts(rows, self.options.column)))
 
     def points(self) -> np.ndarray:
         """Return the embeddings of all rows, and forget them."""
-        found = centred(np.concatenate(self._points)) if self._points else np.empty((0, 1), np.float16)
+        found = embeddings.centred(np.concatenate(self._points or [np.empty((0, 1), np.float16)]))
         self._points.clear()
         return found
 
@@ -77,16 +74,14 @@ class Diverse(_EmbeddingOperator[DiverseOptions]):
     def settle(self) -> None:
         options, points = self.options, self.points()
         count = min(options.rows or share_of(options.share or 1, len(points)), len(points))
-        if options.method == "farthest":
-            chosen = farthest(points, count)
-        else:
-            chosen = clustered(points, count, options.clusters or min(count, 256))
         self._kept = np.zeros(len(points), bool)
-        self._kept[chosen] = True
+        if options.method == "farthest":
+            self._kept[embeddings.farthest(points, count)] = True
+        else:
+            self._kept[embeddings.clustered(points, count, options.clusters or min(count, 256))] = True
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        kept = self.take_next(self._kept, rows).tolist()
-        return Applied(rows, [None if each else "similar row kept" for each in kept])
+        return Applied(rows, gone("similar row kept", self.take_next(self._kept, rows)))
 
 
 @register_operator("embedding_novelty")
@@ -95,7 +90,7 @@ class EmbeddingNovelty(_EmbeddingOperator[EmbeddingOptions], PriorityOperator[Em
     to 1; none for an empty text. Work grows with the square of the rows: a minute or so for 1e5."""
 
     def settle(self) -> None:
-        self._novelty = (1 - nearest_other(self.points())) / 2
+        self._novelty = (1 - embeddings.nearest_other(self.points())) / 2
 
     def priorities(self, rows: pa.RecordBatch) -> np.ndarray:
         values = self.take_next(self._novelty, rows).astype(np.float64)

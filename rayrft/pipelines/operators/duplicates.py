@@ -71,9 +71,8 @@ class ExactDuplicates(_FirstOfEach[Columns]):
         self._digests: list[bytes] = []
 
     def _note(self, columns: Sequence[pa.Array]) -> None:
-        texts = (column.to_pylist() for column in columns)
         made = bytearray()
-        for row in zip(*texts, strict=True):
+        for row in zip(*(column.to_pylist() for column in columns), strict=True):
             plain = repr(tuple(None if text is None else text.strip() for text in row))
             made += hashlib.blake2b(plain.encode(), digest_size=16).digest()
         self._digests.append(bytes(made))
@@ -109,24 +108,22 @@ class NearDuplicates(_FirstOfEach[NearOptions]):
     def __init__(self, options: NearOptions, context: Context) -> None:
         super().__init__(options, context)
         self._band_rows = hashing.band_rows(options.threshold)
-        self._low: list[np.ndarray] = []
-        self._keys: list[np.ndarray] = []
+        self._low, self._keys = list[np.ndarray](), list[np.ndarray]()
 
     def _note(self, columns: Sequence[pa.Array]) -> None:
         filled = [pc.fill_null(column.cast(pa.large_string()), "") for column in columns]
         joined = pc.binary_join_element_wise(*filled, pa.scalar("\n", pa.large_string()))
-        words, offsets = hashing.words(joined)
-        low, keys = hashing.signatures(words, offsets, self.options.ngram, self._band_rows)
+        words = hashing.words(joined)
+        low, keys = hashing.signatures(*words, self.options.ngram, self._band_rows)
         if self.options.same_numbers:  # rows with other numbers share no key then
-            numbers = (hashing.hash_numbers(words, offsets) >> np.uint64(32)).astype(np.uint32)
+            numbers = (hashing.hash_numbers(*words) >> np.uint64(32)).astype(np.uint32)
             keys = np.where(keys == 0, keys, np.maximum(keys ^ numbers[:, None], 1))
         self._low.append(low)
         self._keys.append(keys)
 
     def _roots(self) -> np.ndarray:
-        count = sum(map(len, self._low))
-        root = np.arange(count)
-        if not count:
+        root = np.arange(sum(map(len, self._low)))
+        if not len(root):
             return root
         low = np.concatenate(self._low)
         self._low.clear()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from pydantic import Field
 
 from rayrft.config.base import Section
 from rayrft.errors import ConfigError
-from rayrft.pipelines.operator import Context, TextColumn
+from rayrft.pipelines.operator import TextColumn
 
 _ROWS = 4096
 """Rows whose distances to others are computed at a time."""
@@ -34,62 +33,41 @@ class EmbeddingOptions(Section):
 
 
 class Embedder:
-    """Embeds texts. Raises ConfigError if no model is given."""
+    """Embeds texts by the model of this path or hub id, which it loads. Raises ConfigError if there is none."""
 
-    def __init__(self, options: EmbeddingOptions, context: Context) -> None:
-        self._options = options
-        path = options.model or context.tokenizer
-        if path is None:
-            raise ConfigError("there is no model to embed with", "name one, or give --config", field="model")
-        self._path = path
-        self._model: Any = None
-
-    def load(self) -> None:
-        """Load the model. Raises ConfigError if there is none."""
+    def __init__(self, options: EmbeddingOptions, path: str) -> None:
         import torch
         from transformers import AutoModel, AutoTokenizer
 
-        device = self._options.device
+        self._options, device = options, options.device
         self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._path)
-            self._model = AutoModel.from_pretrained(self._path).eval().to(self._device)
+            self._tokenizer = AutoTokenizer.from_pretrained(path)
+            self._model = AutoModel.from_pretrained(path).eval().to(self._device)
         except (OSError, ValueError) as error:
             problem = f"cannot be loaded: {str(error).strip().splitlines()[0]}"
-            raise ConfigError(problem, field="model", value=self._path) from None
-        size, wanted = self._model.config.get_text_config().hidden_size, self._options.dimensions
-        rng = np.random.default_rng(0)
-        self._projection = (
-            None if size <= wanted else (rng.standard_normal((size, wanted)) / np.sqrt(wanted)).astype(np.float32)
-        )
+            raise ConfigError(problem, field="model", value=path) from None
+        size, wanted = self._model.config.get_text_config().hidden_size, options.dimensions
+        drawn = np.random.default_rng(0).standard_normal((size, wanted)) if size > wanted else None
+        self._projection = None if drawn is None else (drawn / np.sqrt(wanted)).astype(np.float32)
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         """Return a unit vector for each text, float16 ``[texts, dimensions]``, 0 for an empty one. It does not depend
         on the other texts but for rounding."""
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
-        ids = [
-            self._tokenizer(text, truncation=True, max_length=self._options.max_tokens)["input_ids"] for text in texts
-        ]
-        found = list[Any]([None] * len(texts))
-        order = sorted((index for index in range(len(texts)) if ids[index]), key=lambda index: len(ids[index]))
+        limits = {"truncation": True, "max_length": self._options.max_tokens}
+        ids = [torch.tensor(self._tokenizer(text, **limits)["input_ids"]) for text in texts]
+        points = np.zeros((len(texts), self._model.config.get_text_config().hidden_size), np.float32)
+        order = sorted((index for index in range(len(texts)) if len(ids[index])), key=lambda index: len(ids[index]))
         with torch.inference_mode():
             for start in range(0, len(order), self._options.batch):
                 part = order[start : start + self._options.batch]
-                longest = max(len(ids[index]) for index in part)
-                tokens = torch.zeros(len(part), longest, dtype=torch.long)
-                mask = torch.zeros(len(part), longest, dtype=torch.long)
-                for place, index in enumerate(part):
-                    tokens[place, : len(ids[index])] = torch.tensor(ids[index])
-                    mask[place, : len(ids[index])] = 1
-                tokens, mask = tokens.to(self._device), mask.to(self._device)
+                tokens = pad_sequence([ids[index] for index in part], batch_first=True).to(self._device)
+                mask = pad_sequence([torch.ones_like(ids[index]) for index in part], batch_first=True).to(self._device)
                 states = self._model(input_ids=tokens, attention_mask=mask).last_hidden_state.float()
-                means = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-                for place, index in enumerate(part):
-                    found[index] = means[place].cpu().numpy()
-        width = self._model.config.get_text_config().hidden_size
-        points = np.array([np.zeros(width, np.float32) if each is None else each for each in found], np.float32)
-        points = points.reshape(len(texts), width)
+                points[part] = ((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)).cpu().numpy()
         return _unit(points if self._projection is None else points @ self._projection).astype(np.float16)
 
 
@@ -104,9 +82,7 @@ def centred(points: np.ndarray) -> np.ndarray:
     if not len(points):
         return points
     mean = np.mean(points, axis=0, dtype=np.float32)
-    return np.concatenate(
-        [points[:0], *(_unit(part.astype(np.float32) - mean).astype(np.float16) for part in _parts(points))]
-    )
+    return np.concatenate([_unit(part.astype(np.float32) - mean).astype(np.float16) for part in _parts(points)])
 
 
 def _parts(points: np.ndarray) -> list[np.ndarray]:
@@ -153,12 +129,8 @@ def clustered(points: np.ndarray, count: int, clusters: int, rounds: int = 20) -
         sums = np.zeros_like(centres)
         np.add.at(sums, member, points.astype(np.float32))
         centres = _unit(sums)
-    closeness = np.concatenate(
-        [
-            (part.astype(np.float32) * centres[member[start : start + len(part)]]).sum(1)
-            for start, part in zip(range(0, len(points), _ROWS), _parts(points), strict=True)
-        ]
-    )
+    pairs = zip(_parts(points), _parts(member), strict=True)
+    closeness = np.concatenate([(part.astype(np.float32) * centres[own]).sum(1) for part, own in pairs])
     order = np.lexsort((-closeness, member))
     starts = np.searchsorted(member[order], member[order])
     turn = np.empty(len(points), np.int64)

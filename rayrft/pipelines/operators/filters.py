@@ -15,19 +15,10 @@ from rayrft.config.base import Section, invalid
 from rayrft.data.selection import Selection
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import ROUNDING, reaches
-from rayrft.pipelines.operator import (
-    AnyColumn,
-    Applied,
-    Context,
-    NumberColumn,
-    Operator,
-    Reads,
-    is_list,
-    is_text,
-    register_operator,
-)
-from rayrft.pipelines.operators.clean import OneColumn, TextFilter
-from rayrft.pipelines.rows import FORMULA, grouped, groups, numbers, seeded, share_of
+from rayrft.pipelines import operator
+from rayrft.pipelines.operator import AnyColumn, Applied, Context, NumberColumn, Operator, register_operator
+from rayrft.pipelines.operators.clean import OneColumn, RowFilter
+from rayrft.pipelines.rows import FORMULA, gone, grouped, numbers, seeded, share_of
 
 
 class Conditional(Section):
@@ -64,7 +55,7 @@ class Expression(ConditionalOperator[ExpressionOptions]):
     kind = "filter"
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows, [None if each else f"not {self.options.where}" for each in self.met(rows).tolist()])
+        return Applied(rows, gone(f"not {self.options.where}", self.met(rows)))
 
 
 class BandOptions(Section):
@@ -83,15 +74,13 @@ class BandOptions(Section):
 
 
 @register_operator("difficulty_band")
-class DifficultyBand(Operator[BandOptions]):
+class DifficultyBand(RowFilter[BandOptions]):
     """Leave out rows whose measured pass rate (operator ``pass_rate``, or a column of yours) is outside a band."""
 
-    kind = "filter"
+    def values(self, rows: pa.RecordBatch) -> list[float]:
+        return numbers(rows, self.options.column).tolist()
 
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows, [self._reason(value) for value in numbers(rows, self.options.column).tolist()])
-
-    def _reason(self, value: float) -> str | None:
+    def reason(self, value: float) -> str | None:
         if value != value:
             return "unknown difficulty" if self.options.unknown == "drop" else None
         if not reaches(value, self.options.min):
@@ -122,17 +111,17 @@ class Outliers(Operator[OutlierOptions]):
     def check(self, schema: pa.Schema) -> None:
         kind = schema.field(self.options.column).type
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        if not (number or is_list(kind) or is_text(kind)):
+        if not (number or operator.is_list(kind) or operator.is_text(kind)):
             raise ConfigError("holds neither numbers nor lists nor texts", field="column", value=self.options.column)
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         column = rows.column(self.options.column)
-        if is_list(column.type) or is_text(column.type):
+        if operator.is_list(column.type) or operator.is_text(column.type):
             values = np.array([np.nan if each is None else len(each) for each in column.to_pylist()], np.float64)
         else:
             values = numbers(rows, self.options.column)
         reasons: list[str | None] = [None] * rows.num_rows
-        for indices in groups(rows, self.options.by):
+        for indices in grouped(rows.column(self.options.by).to_pylist()):
             known = np.array([index for index in indices if values[index] == values[index]], np.int64)
             if len(known) < self.options.min_rows:
                 continue
@@ -163,14 +152,14 @@ _RUN = re.compile(r"(\S)\1+")
 
 
 @register_operator("repetition")
-class Repetition(TextFilter[RepetitionOptions]):
+class Repetition(RowFilter[RepetitionOptions]):
     """Leave out texts that repeat themselves (after Rae et al. 2021, A.1.1, who count n-grams likewise)."""
 
-    def reason(self, text: str) -> str | None:
-        run = max((len(found[0]) for found in _RUN.finditer(text)), default=0)
+    def reason(self, value: str) -> str | None:
+        run = max((len(found[0]) for found in _RUN.finditer(value)), default=0)
         if run > self.options.max_run:
             return f"a character is repeated: {run} times"
-        words, n = text.lower().split(), self.options.ngram
+        words, n = value.lower().split(), self.options.ngram
         grams = list(zip(*(words[start:] for start in range(n)), strict=False))
         if len(words) < self.options.min_words or not grams:
             return None
@@ -191,13 +180,13 @@ _JAPANESE = {"HIRAGANA", "KATAKANA"}
 
 
 @register_operator("language_mixing")
-class LanguageMixing(TextFilter[MixingOptions]):
+class LanguageMixing(RowFilter[MixingOptions]):
     """Leave out texts that mix scripts, such as English and Chinese; formulas and blocks of code do not count."""
 
-    def reason(self, text: str) -> str | None:
-        if text.isascii():
+    def reason(self, value: str) -> str | None:
+        if value.isascii():
             return None
-        scripts = Counter(_script(letter) for word in _WORD.findall(_FORMULA.sub(" ", text)) for letter in word)
+        scripts = Counter(_script(letter) for word in _WORD.findall(_FORMULA.sub(" ", value)) for letter in word)
         if not _JAPANESE.isdisjoint(scripts):  # which is written with Chinese characters, too
             scripts["CJK"] += sum(scripts.pop(name, 0) for name in _JAPANESE)
         letters = scripts.total()
@@ -228,12 +217,12 @@ class FormatOptions(OneColumn):
 
 
 @register_operator("format")
-class Format(TextFilter[FormatOptions]):
+class Format(RowFilter[FormatOptions]):
     """Leave out texts without a form, or with one."""
 
-    def reason(self, text: str) -> str | None:
+    def reason(self, value: str) -> str | None:
         pattern, must = re.compile(self.options.pattern, re.DOTALL), self.options.must
-        found = pattern.fullmatch(text) if must == "be" else pattern.search(text)
+        found = pattern.fullmatch(value) if must == "be" else pattern.search(value)
         fits = (found is None) == (must == "lack")
         return None if fits else f"{self.options.column} must {must} {self.options.pattern}"
 
@@ -243,7 +232,7 @@ class TopOptions(Section):
     """The score."""
     share: float = Field(gt=0, le=1)
     """Share of the rows to keep, rounded up."""
-    by: Annotated[str | None, Reads("any")] = None
+    by: Annotated[str | None, operator.Reads("any")] = None
     """Take the share of each group apart; a row without a group is one of its own."""
 
 
@@ -277,8 +266,7 @@ class TopShare(Operator[TopOptions]):
         self._kept &= ~np.isnan(scores)
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        kept = self.take_next(self._kept, rows).tolist()
-        return Applied(rows, [None if each else "below the top share" for each in kept])
+        return Applied(rows, gone("below the top share", self.take_next(self._kept, rows)))
 
 
 @register_operator("sample", "filter")

@@ -38,8 +38,7 @@ def words(texts: pa.Array) -> tuple[U64, I64]:
 def ngrams(hashes: U64, offsets: I64, length: int) -> tuple[U64, I64]:
     """Hash all n-grams of ``length`` words of each text, whose words and offsets these are; return them likewise. A
     text of fewer words has none."""
-    sizes = np.maximum(np.diff(offsets) - length + 1, 0)
-    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    bounds = _bounds(offsets, length)
     found = np.empty(int(bounds[-1]), np.uint64)
     kernels().hash_ngrams(hashes, offsets, length, bounds, found)
     return found, bounds
@@ -47,11 +46,14 @@ def ngrams(hashes: U64, offsets: I64, length: int) -> tuple[U64, I64]:
 
 def count_words(hashes: U64, offsets: I64, length: int, kind: np.uint64) -> I64:
     """Count the words of a kind (`LETTER` or `IDEOGRAPH`) in each n-gram of `ngrams`."""
-    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum((hashes & kind) != 0)])
-    sizes = np.maximum(np.diff(offsets) - length + 1, 0)
-    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    starts = np.arange(bounds[-1]) + np.repeat(offsets[:-1] - bounds[:-1], sizes)
+    counts, bounds = np.append(0, np.cumsum((hashes & kind) != 0)), _bounds(offsets, length)
+    starts = np.arange(bounds[-1]) + np.repeat(offsets[:-1] - bounds[:-1], np.diff(bounds))
     return counts[starts + length] - counts[starts]
+
+
+def _bounds(offsets: I64, length: int) -> I64:
+    """Return the offsets ``[texts + 1]`` of each text's n-grams."""
+    return np.append(0, np.cumsum(np.maximum(np.diff(offsets) - length + 1, 0)))
 
 
 def whole(hashes: U64, offsets: I64) -> U64:
@@ -78,9 +80,8 @@ def signatures(hashes: U64, offsets: I64, length: int, band_rows: int) -> tuple[
 def hash_numbers(hashes: U64, offsets: I64) -> U64:
     """Hash the words without a letter of each text together, ``[texts]``, in whatever order: its numbers and signs."""
     alone = hashes * np.uint64(0x2545F4914F6CDD1D) ^ (hashes >> np.uint64(17))
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.where(hashes & LETTER, np.uint64(0), alone))])
-    found: U64 = sums[offsets[1:]] - sums[offsets[:-1]]
-    return found
+    sums = np.append(np.uint64(0), np.cumsum(np.where(hashes & LETTER, np.uint64(0), alone)))
+    return sums[offsets[1:]] - sums[offsets[:-1]]
 
 
 def band_rows(threshold: float, recall: float = 0.999) -> int:

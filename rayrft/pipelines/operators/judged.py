@@ -63,10 +63,9 @@ class Judged(AskingOperator[JudgedOptions]):
 
     def __init__(self, options: JudgedOptions, context: Context) -> None:
         super().__init__(options, context)
-        names = ("template", "low", "high", "votes", "temperature", "max_tokens", "longest")
-        given: dict[str, Any] = {name: getattr(options, name) for name in names}
-        if options.rubric is not None:
-            given["rubric"] = options.rubric
+        names = {"template", "low", "high", "votes", "temperature", "max_tokens", "longest"}
+        names |= {"rubric"} if options.rubric is not None else set()
+        given = options.model_dump(include=names)
         try:
             self._judge = Judge(auxiliary=options.model, show_reference=options.reference is not None, **given)
         except ConfigError as error:
@@ -78,8 +77,7 @@ class Judged(AskingOperator[JudgedOptions]):
 
     async def work(self, rows: pa.RecordBatch) -> Applied:
         names = rows.column(id_column(rows.schema)).to_pylist()
-        given = rows.to_pylist(maps_as_pydicts="lossy")
-        found = await asyncio.gather(*map(self._grade, names, given))
+        found = await asyncio.gather(*map(self._grade, names, rows.to_pylist(maps_as_pydicts="lossy")))
         grades = np.array([np.nan if isinstance(each, str) else each for each in found], np.float64)
         reasons = [self._reason(each) for each in found]
         notes = [each for each in found if isinstance(each, str)] if self.options.without == "keep" else []

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from rayrft.config.base import Section
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.pipelines.operator import Applied, Context, Operator, Wants, register_operator, with_column
 from rayrft.pipelines.operators import juicer_worker
+from rayrft.pipelines.rows import gone
 
 log = logging.getLogger(__name__)
 PYTHON = "RAYRFT_JUICER_PYTHON"
@@ -86,7 +87,6 @@ class Juicer(Operator[JuicerOptions]):
         self._names = list(dict.fromkeys([options.column, *options.columns]))
         self._python = _interpreter(options.juicer_python)
         self._seen: list[pa.RecordBatch] = []
-        self._at = 0
 
     @property
     def reads(self) -> Mapping[str, Wants]:
@@ -95,12 +95,8 @@ class Juicer(Operator[JuicerOptions]):
     def prepare(self) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  it is open as long as the process
         # Isolated: neither this folder, whose modules have names of the standard library's, nor PYTHONPATH is for it.
-        self._process = subprocess.Popen(
-            [self._python, "-I", juicer_worker.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-        )
+        command, pipe = [self._python, "-I", juicer_worker.__file__], subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._log)
         given = {"text_key": self.options.column, **(self.options.model_extra or {})}
         self._ask({"do": "start", "op": self.options.juicer, "options": given})
 
@@ -108,18 +104,16 @@ class Juicer(Operator[JuicerOptions]):
         self._seen.append(rows.select(self._names))
 
     def settle(self) -> None:
-        kept = self._applied(pa.Table.from_batches(self._seen)) if self._seen else None
         self._kept = np.zeros(sum(map(len, self._seen)), bool)
-        if kept is not None:
-            self._kept[kept.column(juicer_worker.ROW).to_numpy()] = True
+        if self._seen:
+            self._kept[self._applied(self._seen).column(juicer_worker.ROW).to_numpy()] = True
         self._seen.clear()
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         out = f"{self.options.juicer} leaves it out"
         if self.scope == "all":
-            self._at += rows.num_rows
-            return Applied(rows, [None if each else out for each in self._kept[self._at - rows.num_rows : self._at]])
-        found = self._applied(pa.Table.from_batches([rows.select(self._names)]))
+            return Applied(rows, gone(out, self.take_next(self._kept, rows)))
+        found = self._applied([rows.select(self._names)])
         indices = found.column(juicer_worker.ROW).to_numpy()
         counts = np.bincount(indices, minlength=rows.num_rows)
         if counts.max(initial=0) > 1 and not self.options.makes_rows:
@@ -131,24 +125,21 @@ class Juicer(Operator[JuicerOptions]):
         reasons = [None if count == 1 else out if not count else "several rows are made of it" for count in counts]
         split = np.flatnonzero(counts[indices] > 1)
         made = self._with(rows.take(pa.array(indices[split])), found.take(split)) if len(split) else None
-        back = np.arange(rows.num_rows)
-        changed = rows
+        changed, back = rows, np.arange(rows.num_rows)
         if len(single):
-            merged = pa.concat_tables([pa.Table.from_batches([rows.select(self._names)]), self._cast(found, rows)])
+            before = pa.Table.from_batches([rows.select(self._names)])
             back[single] = rows.num_rows + first[single]
+            merged = pa.concat_tables([before, found.select(self._names).cast(before.schema)])
             changed = self._with(rows, merged.take(back))
         return Applied(changed, reasons, made, [(int(index),) for index in indices[split]])
 
     def _with(self, rows: pa.RecordBatch, values: pa.Table) -> pa.RecordBatch:
         for name in self._names:
-            column = values.column(name).combine_chunks().cast(rows.schema.field(name).type)
-            rows = with_column(rows, name, column)
+            rows = with_column(rows, name, values.column(name).combine_chunks().cast(rows.schema.field(name).type))
         return rows
 
-    def _cast(self, found: pa.Table, rows: pa.RecordBatch) -> pa.Table:
-        return found.select(self._names).cast(pa.schema([rows.schema.field(name) for name in self._names]))
-
-    def _applied(self, table: pa.Table) -> pa.Table:
+    def _applied(self, batches: Sequence[pa.RecordBatch]) -> pa.Table:
+        table = pa.Table.from_batches(batches)
         numbered = table.append_column(juicer_worker.ROW, pa.array(np.arange(table.num_rows)))
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, numbered.schema) as writer:

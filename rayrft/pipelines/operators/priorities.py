@@ -15,14 +15,12 @@ from rayrft.pipelines.operator import Applied, Context, NumberColumn, O, Operato
 from rayrft.pipelines.operators import hashing
 from rayrft.pipelines.rows import numbers, of_groups, with_numbers
 
-PRIORITY = {"priority": pa.float32()}
-
 
 class PriorityOperator(Operator[O]):
     """An operator that writes priorities: a subclass implements `priorities` instead of `apply`."""
 
     kind = "prioritise"
-    writes = PRIORITY
+    writes: ClassVar[Mapping[str, pa.DataType]] = {"priority": pa.float32()}
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         return Applied(with_numbers(rows, "priority", self.priorities(rows), pa.float32()))

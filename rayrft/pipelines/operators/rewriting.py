@@ -66,11 +66,8 @@ class _Rewriting(SolvingOperator[RewriteOptions]):
         found = await asyncio.gather(*map(self._rewritten, given))
         kept = [(index, each) for index, proposals in enumerate(found) for each in proposals if each.problem is None]
         made = rows.take(pa.array([index for index, _ in kept], pa.int64()))
-        texts = {
-            self.options.question: [each.question for _, each in kept],
-            self.options.answer: [each.answer for _, each in kept],
-        }
-        for name, values in texts.items():
+        texts = [each.question for _, each in kept], [each.answer for _, each in kept]
+        for name, values in zip((self.options.question, self.options.answer), texts, strict=True):
             made = with_column(made, name, pa.array(values, rows.schema.field(name).type))
         notes = [each.problem for proposals in found for each in proposals if each.problem is not None]
         return Applied(rows, made=made, parents=[(index,) for index, _ in kept], notes=notes)
@@ -104,27 +101,24 @@ class _Rewriting(SolvingOperator[RewriteOptions]):
         if problem is not None:
             return _Proposal(problem=f"no answer: {problem}")
         found = last_object(text)
-        values = {name: found.get(name) for name in self.gives}
-        if not all(isinstance(each, str) and each.strip() for each in values.values()):
+        values = [found.get(name) for name in self.gives]
+        if not all(isinstance(each, str) and each.strip() for each in values):
             return _Proposal(problem="not in the form that was asked for")
-        if any(mark in str(each) for each in values.values()):
+        if any(mark in str(each) for each in values):
             return _Proposal(problem="with the tags of what it was made of")
-        return _Proposal(str(values["question"]), str(values.get("answer", task.answer)))
+        return _Proposal(found["question"], found["answer"] if "answer" in self.gives else task.answer)
 
     async def _checked(self, subject: Subject, proposal: _Proposal, number: int) -> _Proposal:
         """Return a proposal if its answer is reached by so many tries."""
         if proposal.problem is not None:
             return proposal
-        options = self.options
+        options, solver = self.options, self.options.solver or self.options.model
         task = replace(subject.task, question=proposal.question, answer=proposal.answer)
         at = replace(subject, task=task)
-        messages = self.asked(task)
-        attempts = await self.attempts(options.solver or options.model, at, messages, options.tries, f"solve {number}")
+        attempts = await self.attempts(solver, at, self.asked(task), options.tries, f"solve {number}")
         right = sum(each.right(options.right) for each in attempts)
-        if right >= options.least:
-            return proposal
-        problem = first_problem(attempts)
-        return _Proposal(problem=problem or f"its answer is not reached: {right} of {options.tries} tries")
+        problem = first_problem(attempts) or f"its answer is not reached: {right} of {options.tries} tries"
+        return proposal if right >= options.least else _Proposal(problem=problem)
 
 
 def _plain(text: str) -> str:

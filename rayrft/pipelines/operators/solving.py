@@ -16,9 +16,9 @@ from rayrft.data.demonstrations import expert_row
 from rayrft.data.reasoning import split_reasoning
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RequestRefused
-from rayrft.experience import Task, reaches, to_batch
+from rayrft.experience import Experience, Task, reaches, to_batch
 from rayrft.pipelines.operator import Applied, Context, ModelName, Reads, register_operator, with_column
-from rayrft.pipelines.rows import DERIVED, groups
+from rayrft.pipelines.rows import DERIVED, grouped
 from rayrft.pipelines.run.models import RemoteChat
 from rayrft.pipelines.subjects import (
     AskingOperator,
@@ -78,22 +78,17 @@ class SolvingOperator(AskingOperator[S]):
     ) -> list[CheckedAnswer]:
         """Let a model answer a conversation ``tries`` times, and check the answers as those to the row's task. Seeds
         follow from the row, ``what`` this is for, and the number of the try."""
-        replies = await asyncio.gather(
-            *(
-                self.ask(model, request_seed(subject.row, self.options.seed, what, each), messages)
-                for each in range(tries)
-            )
-        )
+        seeds = [request_seed(subject.row, self.options.seed, what, each) for each in range(tries)]
+        replies = await asyncio.gather(*(self.ask(model, seed, messages) for seed in seeds))
         texts = [reply for reply, problem in replies if problem is None]
-        results = iter(await scored(subject.task, texts) if texts else ())
-        found = []
+        results, found = iter(await scored(subject.task, texts) if texts else ()), list[CheckedAnswer]()
         for text, problem in replies:
-            if problem is not None:
+            if problem is None:
+                result = next(results)
+                unknown = f"not checked: {result.reason}" if result.value is None else None
+                found.append(CheckedAnswer(text, result.value, unknown))
+            else:
                 found.append(CheckedAnswer(problem=f"no answer: {problem}"))
-                continue
-            result = next(results)
-            unknown = f"not checked: {result.reason}" if result.value is None else None
-            found.append(CheckedAnswer(text, result.value, unknown))
         return found
 
     async def ask(
@@ -175,10 +170,11 @@ class SolutionOperator(SolvingOperator[F]):
     async def work(self, rows: pa.RecordBatch) -> Applied:
         response, keep = self.options.response, self.options.keep
         given = await subjects(rows, self.options, None if self._lacks_response else response)
-        members = groups(rows, self.group_by) if self.scope == "group" else [[row] for row in range(rows.num_rows)]
+        alone = [[row] for row in range(rows.num_rows)]
+        members = grouped(rows.column(self.group_by).to_pylist()) if self.scope == "group" else alone
         work = [self.find(rows, indices, [given[index] for index in indices]) for indices in members]
-        found, reasons = list[tuple[int, Subject, CheckedAnswer]](), list[str | None]([None] * rows.num_rows)
-        notes = list[str]()
+        found, notes = list[tuple[int, Subject, CheckedAnswer]](), list[str]()
+        reasons: list[str | None] = [None] * rows.num_rows
         for indices, (answers, problem) in zip(members, await asyncio.gather(*work), strict=True):
             subject = given[indices[0]]
             found += [(indices[0], subject, answer) for answer in answers if subject is not None]
@@ -194,14 +190,16 @@ class SolutionOperator(SolvingOperator[F]):
         self, attempts: Sequence[CheckedAnswer], refused: Callable[[str], bool] = lambda text: False
     ) -> list[CheckedAnswer]:
         """Return the right answers that show a way and are not refused, each once and the shortest first."""
-        fitting = {
-            text: each
-            for each in attempts
-            if each.right(self.options.right)
-            and len((text := answer_of(each.text)).split()) >= self.options.least_words
-            and not refused(text)
-        }
-        return [fitting[text] for text in sorted(fitting, key=lambda text: (len(text), text))]
+        right = {answer_of(each.text): each for each in attempts if each.right(self.options.right)}
+        fitting = [text for text in right if len(text.split()) >= self.options.least_words and not refused(text)]
+        return [right[text] for text in sorted(fitting, key=lambda text: (len(text), text))]
+
+    def chosen(
+        self, stored: list[CheckedAnswer], most: int, attempts: Sequence[CheckedAnswer]
+    ) -> tuple[list[CheckedAnswer], str | None]:
+        """Return the first ``most`` of the answers that could be stored, or the reason why no attempt could be."""
+        problem = first_problem(attempts) or "no right answer that could be stored was found"
+        return stored[:most], None if stored else problem
 
     def _made(self, rows: pa.RecordBatch, found: Sequence[tuple[int, Subject, CheckedAnswer]]) -> pa.RecordBatch:
         """Return expert rows: each of the row with an index, with an answer to its task. No hint is in them."""
@@ -212,19 +210,16 @@ class SolutionOperator(SolvingOperator[F]):
             return with_column(made, self.options.response, pa.array(texts, kind))
         if not found:
             return made
-        experiences = []
-        for place, (group, (_, subject, attempt), text) in enumerate(
-            zip(made.column("group_id").to_pylist(), found, texts, strict=True)
-        ):
+        experiences, groups = list[Experience](), made.column("group_id").to_pylist()
+        for place, (group, (_, subject, attempt), text) in enumerate(zip(groups, found, texts, strict=True)):
             task = subject.task
             turns = [*task.messages, {"role": "assistant", "content": text}]
             ids, mask = self._tokenizer.chat(turns, task.images)
             row = expert_row(f"{group}/{place}", group, ids, mask, turns, task_id=task.id, images=task.images)
             experiences.append(row.with_fields(reward=attempt.reward))
-        batch = to_batch(experiences)
+        batch = to_batch(experiences).drop_columns(["labels"])  # those of the row stay, and get the lineage
         for name in batch.schema.names:
-            if name != "labels":  # those of the row stay, and the lineage is added to them
-                made = with_column(made, name, batch.column(name))
+            made = with_column(made, name, batch.column(name))
         return made
 
 
@@ -291,23 +286,18 @@ class HintedSolutions(SolutionOperator[HintedOptions]):
             hinted = await self.attempts(options.model, subject, messages, options.hinted_tries, "hinted")
             unmarked = [each for each in hinted if mark not in each.text]
             stored += self.stored(unmarked, lambda answer: _shows(answer, text, subject.task.question))
-        if stored:
-            return stored[: options.per_task], None
-        return [], first_problem([*plain, *hinted]) or "no right answer that could be stored was found"
+        return self.chosen(stored, options.per_task, [*plain, *hinted])
 
 
 def _shows(answer: str, hint: str, question: str) -> bool:
     """Return whether an answer speaks of the hint or copies it."""
     speaks = bool(hint and _BETRAYS.search(answer) and not _BETRAYS.search(question))
-    return speaks or (len(hint.split()) >= _COPIED and _plain(hint) in _plain(answer))
+    plain, within = (" ".join(text.lower().split()) for text in (hint, answer))
+    return speaks or (len(hint.split()) >= _COPIED and plain in within)
 
 
 _COPIED = 8
 """Words of a hint, from which on an answer that has them all in their order is its copy."""
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.lower().split())
 
 
 class CorrectedOptions(FoundOptions):
@@ -361,6 +351,4 @@ class CorrectedAnswers(SolutionOperator[CorrectedOptions]):
         mark, messages = self.shown(subject.task, options.instructions or _CORRECT, _WRONG_IS_DATA, parts)
         attempts = await self.attempts(options.model, subject, messages, options.tries, "corrected")
         stored = self.stored(attempts, lambda answer: mark in answer or bool(_REFERS.search(answer)))
-        if stored:
-            return stored[: options.per_answer], None
-        return [], first_problem(attempts) or "no right answer that could be stored was found"
+        return self.chosen(stored, options.per_answer, attempts)

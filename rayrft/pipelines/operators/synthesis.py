@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 from random import Random
 from typing import ClassVar, TypeVar
 
@@ -19,7 +20,7 @@ from pydantic import Field
 from rayrft.config.base import Section
 from rayrft.experience import SCHEMA, reaches
 from rayrft.pipelines.operator import Applied, Operator, TextColumn, Wants, register_operator, with_column
-from rayrft.pipelines.rows import DERIVED, groups, id_column, numbers, seeded
+from rayrft.pipelines.rows import DERIVED, grouped, id_column, numbers, seeded
 
 _UNUSED = "nothing was made of its group"
 
@@ -53,16 +54,14 @@ class NumericVariation(Operator[VariationOptions]):
         for index, (name, question, answer) in enumerate(zip(*(each.to_pylist() for each in columns), strict=True)):
             problem = Problem.read(question or "", answer or "")
             found = set[tuple[str, str]]()
-            rng = seeded(name, self.options.seed)
-            for _ in range(self.options.variations * self.options.tries if problem is not None else 0):
-                assert problem is not None
+            rng, tries = seeded(name, self.options.seed), self.options.variations * self.options.tries
+            while problem is not None and tries and len(found) < self.options.variations:
+                tries -= 1
                 varied = problem.vary(rng)
                 if varied is not None and varied not in found:
                     found.add(varied)
                     made.append(varied)
                     parents.append(index)
-                if len(found) == self.options.variations:
-                    break
         added = rows.take(pa.array(parents, pa.int64()))
         for column, values in zip((self.options.question, self.options.answer), zip(*made, strict=True), strict=False):
             added = with_column(added, column, pa.array(values, rows.schema.field(column).type))
@@ -98,14 +97,14 @@ class Problem:
         """Read a problem; None if it has no calculations, one of them is wrong, or no number may be varied."""
         steps = []
         for expression, printed in _CALCULATION.findall(answer):
-            value, said = evaluate(expression), evaluate(printed)
-            if value is None or value != said:
+            value = evaluate(expression)
+            if value is None or value != evaluate(printed):
                 return None
             steps.append((expression, value))
-        final = evaluate(answer.rpartition("####")[2].strip().replace(",", ""))
-        if not steps or "####" not in answer or final is None or final != steps[-1][1]:
+        if not steps or "####" not in answer or _final(answer) != steps[-1][1]:
             return None
-        operands = Counter(Fraction(number) for expression, _ in steps for number in _OPERAND.findall(expression))
+        used = [[Fraction(number) for number in _OPERAND.findall(expression)] for expression, _ in steps]
+        operands = Counter(chain(*used))
         results = Counter(value for _, value in steps)
         asked = Counter(_value(number) for number in _NUMBER.findall(question))
         free = tuple(
@@ -124,11 +123,8 @@ class Problem:
         sources = known | _AMBIGUOUS | {value / 100 for value in known} | set(results)
         if not operands.keys() <= sources:  # a number that was calculated between the lines
             return None
-        for place, (_, value) in enumerate(steps):
-            later = [
-                Fraction(number) for expression, _ in steps[place + 1 :] for number in _OPERAND.findall(expression)
-            ]
-            if value in later and (value in known or value in _AMBIGUOUS or results[value] > 1):
+        for place, (_, value) in enumerate(steps, start=1):
+            if value in chain(*used[place:]) and (value in known or value in _AMBIGUOUS or results[value] > 1):
                 return None
         return cls(question, answer, tuple(steps), free) if free else None
 
@@ -162,7 +158,12 @@ def _holds(answer: str, values: Mapping[Fraction, Fraction], steps: tuple[tuple[
     for expression, printed in _EQUATION.findall(re.sub("<<[^<>]*>>|[$,]", "", answer)):
         if printed and evaluate(expression.replace("x", "*")) != evaluate(printed):
             return False
-    return evaluate(answer.rpartition("####")[2].strip().replace(",", "")) == values[steps[-1][1]]
+    return _final(answer) == values[steps[-1][1]]
+
+
+def _final(answer: str) -> Fraction | None:
+    """Return the result that a solution names after ####."""
+    return evaluate(answer.rpartition("####")[2].strip().replace(",", ""))
 
 
 def evaluate(expression: str) -> Fraction | None:
@@ -225,22 +226,16 @@ class GroupSynthesis(Operator[G]):
     kind = "synthesise"
     scope = "group"
     columns: ClassVar[Mapping[str, Wants]] = {
-        "experience_id": "text",
-        "group_id": "text",
-        "reward": "number",
-        "token_ids": "list",
-        "source": "text",
-        "logprobs": "list",
-        "labels": "map",
-        "pair_id": "text",
-        "chosen": "any",
+        **dict.fromkeys(("experience_id", "group_id", "source", "pair_id"), "text"),
+        **dict.fromkeys(("token_ids", "logprobs"), "list"),
+        **{"reward": "number", "labels": "map", "chosen": "any"},
     }
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         rewards = numbers(rows, "reward")
         lengths = np.array([len(ids or ()) for ids in rows.column("token_ids").to_pylist()])
         chosen, used = list[int](), set[int]()
-        for indices in groups(rows, "group_id"):
+        for indices in grouped(rows.column("group_id").to_pylist()):
             known = [index for index in indices if rewards[index] == rewards[index]]
             if known and (found := self.choose(known, rewards, lengths)):
                 chosen += found
@@ -277,10 +272,8 @@ class BestAgainstWorst(GroupSynthesis[PairOptions]):
 
     def fields(self, made: pa.RecordBatch) -> Mapping[str, pa.Array]:
         pairs = [f"{group}/pair" for group in made.column("group_id").to_pylist()]
-        return {
-            "pair_id": pa.array(pairs, pa.string()),
-            "chosen": pa.array([place % 2 == 0 for place in range(len(pairs))], pa.bool_()),
-        }
+        chosen = [place % 2 == 0 for place in range(len(pairs))]
+        return {"pair_id": pa.array(pairs, pa.string()), "chosen": pa.array(chosen, pa.bool_())}
 
 
 class ExpertOptions(GroupOptions):

@@ -1,7 +1,6 @@
 """Batches distributed over actors of a cluster, and back in their order.
 
-Each actor applies operators in a process that can be killed. Failures travel as values, so that the first failure in
-the order of the batches is raised, as in one process.
+Failures travel as values, so that the first failure in the order of the batches is raised, as in one process.
 """
 
 from __future__ import annotations
@@ -120,14 +119,10 @@ class OperatorWorker:
     async def apply(self, message: bytes) -> BatchResult:
         """Apply the operators to a batch; the first time, start their process."""
         outcomes = list[tuple[int, Outcome]]()
-
-        def note(number: int, outcome: Outcome) -> None:
-            outcomes.append((number, outcome))
-
         try:
             async with self._busy:
                 self._process = self._process or await self._start_process()
-                rows = await self._process.apply(self._segment.numbers, message, note)
+                rows = await self._process.apply(self._segment.numbers, message, outcomes.append)
         except OperatorFailed as failure:
             return BatchResult(outcomes, failure=failure)
         return BatchResult(outcomes, rows)

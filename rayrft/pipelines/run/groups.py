@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,16 +20,8 @@ from rayrft.errors import ActorDied, ActorUnreachable, CallFailed, ConfigError, 
 from rayrft.experience import Task
 from rayrft.pipelines.chain import ChainLink, Outcome, build_chain, same_values
 from rayrft.pipelines.operator import Context
-from rayrft.pipelines.run.host import (
-    START_S,
-    OperatorHost,
-    OperatorProcess,
-    asked_by,
-    operator_pool,
-    packed,
-    segments,
-    unpacked,
-)
+from rayrft.pipelines.run import host
+from rayrft.pipelines.run.host import START_S, OperatorHost, OperatorProcess, asked_by, operator_pool, packed, unpacked
 from rayrft.pipelines.run.models import ModelServer, OpenModels, open_models, running_engines
 from rayrft.registry import load_plugins
 from rayrft.rewards.pool import Models
@@ -52,17 +43,6 @@ class GroupResult:
     changed: pa.RecordBatch
     made: pa.RecordBatch | None
     outcomes: list[Outcome]
-
-
-class Operators(Protocol):
-    """Operators on groups, in this process or actors."""
-
-    async def open(self) -> None:
-        """Start them. Raises ConfigError if they cannot be started."""
-
-    async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:
-        """Process a group of answers to a task. Raises OperatorFailed."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -93,9 +73,8 @@ class GroupChain:
                 remedy = "use it in pipelines.tasks, in pipelines.batch, or with `rayrft data process` on the run"
                 raise ConfigError(problem, remedy, field=link.field, value=link.name)
             for name in sorted(set(link.operator.writes) & {*self.fixed}):
-                raise ConfigError(
-                    "would change what was sampled", "leave this operator out", field=link.field, value=name
-                )
+                problem = "would change what was sampled"
+                raise ConfigError(problem, "leave this operator out", field=link.field, value=name)
         return links
 
 
@@ -144,22 +123,14 @@ def _split_by_group(together: GroupResult, groups: list[pa.RecordBatch], key: st
     found = []
     for number, rows in enumerate(groups):
         mine, new = np.flatnonzero(of_row == number), np.flatnonzero(of_made == number)
-        outcomes = [_share(outcome, number, row_of) for outcome in together.outcomes]
-        found.append(
-            GroupResult(
-                (kept[mine] - (ends[number] - rows.num_rows)).tolist(),
-                together.changed.take(pa.array(mine)),
-                made.take(pa.array(new)) if made is not None and len(new) else None,
-                outcomes,
-            )
-        )
+        outcomes = []
+        for each in together.outcomes:  # all counts are the first group's
+            left_out = [gone for gone in each.left_out if row_of.get(gone.row, 0) == number]
+            outcomes.append(replace(each, left_out=left_out) if not number else Outcome(0, 0, 0, 0, 0.0, left_out))
+        places, changed = kept[mine] - (ends[number] - rows.num_rows), together.changed.take(pa.array(mine))
+        added = made.take(pa.array(new)) if made is not None and len(new) else None
+        found.append(GroupResult(places.tolist(), changed, added, outcomes))
     return found
-
-
-def _share(outcome: Outcome, number: int, row_of: Mapping[str, int]) -> Outcome:
-    """Return the outcome of a group: its rows that are left out, and for the first group all counts."""
-    mine = [each for each in outcome.left_out if row_of.get(each.row, 0) == number]
-    return replace(outcome, left_out=mine) if not number else Outcome(0, 0, 0, 0, 0.0, mine)
 
 
 def _difference(
@@ -240,48 +211,44 @@ class LocalOperators:
 
     async def _one_by_one(self, worker: Worker, rows: pa.RecordBatch) -> GroupResult:
         """Apply each operator in another call. Raises OperatorFailed, which names the one that fails."""
-        process, outcomes = OperatorProcess(worker, self._links, self._deadline_s, self._models), list[Outcome]()
-        message: bytes | None = packed(rows)
-
-        def note(number: int, outcome: Outcome) -> None:
-            outcomes.append(outcome)
-
-        for numbers in segments(self._links):
-            if message is not None and self._links[numbers[0]].operator.scope == "all":
+        process = OperatorProcess(worker, self._links, self._deadline_s, self._models)
+        outcomes, message = list[tuple[int, Outcome]](), packed(rows)
+        for numbers in host.segments(self._links):
+            if self._links[numbers[0]].operator.scope == "all":
                 await process.observe(numbers[0], message)
                 await process.finish(numbers[0], 1)
-            if message is not None:
-                message = await process.apply(numbers, message, note)
-        after = pa.RecordBatch.from_pylist([], self._links[-1].gives) if message is None else unpacked(message)
-        return GroupResult(*_difference(rows, after, self._key), outcomes)
-
-
-@dataclass(frozen=True)
-class ModelAccess:
-    """The auxiliary ``models`` and rewards of the run, for operators in an actor."""
-
-    models: Models | None
-    auxiliary: Mapping[str, AuxiliaryConfig]
-    reward: RewardModelsConfig
+            left = await process.apply(numbers, message, outcomes.append)
+            message = packed(pa.RecordBatch.from_pylist([], self._links[-1].gives)) if left is None else left
+            if left is None:
+                break
+        return GroupResult(*_difference(rows, unpacked(message), self._key), [each for _, each in outcomes])
 
 
 class OperatorActor:
-    """The actor: operators with their processes, on any node."""
+    """The actor: operators with their processes, on any node. They may ask the ``auxiliary`` models that ``models``
+    opens, and have answers scored by ``reward``."""
 
-    def __init__(self, chain: GroupChain, config: PipelinesConfig, access: ModelAccess) -> None:
+    def __init__(
+        self,
+        chain: GroupChain,
+        config: PipelinesConfig,
+        models: Models | None,
+        auxiliary: Mapping[str, AuxiliaryConfig],
+        reward: RewardModelsConfig,
+    ) -> None:
         self._tasks: dict[str, Task] = {}
         """Of the groups in flight."""
         self._groups = Counter[str]()
-        models = partial(
+        opened = partial(
             open_models,
-            engines=running_engines(access.models() if access.models is not None else {}, access.auxiliary),
+            engines=running_engines(models() if models is not None else {}, auxiliary),
             endpoints=config.endpoints,
-            reward=access.reward,
+            reward=reward,
             plugins=chain.plugins,
             tasks=self._tasks.get,
             answer_s=config.answer_s,
         )
-        self._operators = LocalOperators(chain, config, models)
+        self._operators = LocalOperators(chain, config, opened)
 
     async def start(self) -> None:
         """Start the processes. Raises ConfigError if they cannot be started."""
@@ -319,3 +286,7 @@ class ActorOperators:
             problem = f"its actors failed: {error.problem}"
             raise OperatorFailed(problem, error.remedy, field="pipelines.experiences") from error
         return result
+
+
+Operators = LocalOperators | ActorOperators
+"""Operators on groups, in this process or in actors."""

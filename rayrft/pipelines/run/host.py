@@ -28,7 +28,7 @@ START_S = 300.0
 """Operators load models and compile as they start."""
 _ANSWER_BYTES = 1 << 31
 
-Note = Callable[[int, Outcome], None]
+Note = Callable[[tuple[int, Outcome]], None]
 """Takes the number of an operator, and what it did with a batch."""
 
 
@@ -138,7 +138,7 @@ class OperatorProcess:
         await self._call(numbers[0], message, "load", message)
         for number in numbers:
             outcome: Outcome = await self._call(number, message, "apply", number)
-            note(number, outcome)
+            note((number, outcome))
             if not outcome.given:
                 return None
         result: bytes = await self._call(numbers[-1], message, "result")

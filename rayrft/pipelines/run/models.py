@@ -48,6 +48,14 @@ class AskedModel:
         identity = f"{config.model} {config.temperature} {config.max_tokens} {config.max_length}"
         return cls(chat, config.engine.count * config.engine.max_running, identity)
 
+    @classmethod
+    def at_endpoint(cls, config: EndpointConfig) -> AskedModel:
+        """Return a model at an endpoint, to be closed."""
+        sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+        url, key = resolved(config.url), config.key_variable
+        identity = f"{config.model} {config.url} {config.temperature} {config.max_tokens}"
+        return cls(OpenAIModel(url, config.model, key, retries=config.retries, **sampling), config.calls, identity)
+
 
 class AnswerJournal:
     """Answers of models in a JSONL file, by request: resumed work does not ask again.
@@ -210,7 +218,7 @@ async def open_models(
     async with AsyncExitStack() as stack:
         models = dict[str, AskedModel]()
         for name in endpoints.keys() & {*names, *judges}:
-            models[name] = _at_endpoint(endpoints[name])
+            models[name] = AskedModel.at_endpoint(endpoints[name])
             stack.push_async_callback(models[name].chat.close)  # type: ignore[attr-defined]
         models |= await stack.enter_async_context(engines({*names, *judges} - models.keys()))
         if built is not None:
@@ -226,10 +234,3 @@ def needed_models(config: RewardModelsConfig) -> set[str]:
     """Return the names of the models that judges of a reward ask."""
     parts = [part for model in config.models.values() for part in model.scored_by if where(part.name) == "loop"]
     return {name for part in parts for name in getattr(build_reward(part.name, part.options), "needs_auxiliary", ())}
-
-
-def _at_endpoint(config: EndpointConfig) -> AskedModel:
-    sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-    model = OpenAIModel(resolved(config.url), config.model, config.key_variable, retries=config.retries, **sampling)
-    identity = f"{config.model} {config.url} {config.temperature} {config.max_tokens}"
-    return AskedModel(model, config.calls, identity)

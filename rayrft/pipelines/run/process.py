@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rayrft.errors import CallFailed
 from rayrft.pipelines.chain import LeftOut, Outcome, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorReport, Report
+from rayrft.pipelines.rows import grouped
 from rayrft.pipelines.run.distributed import Segment, distribute
 from rayrft.pipelines.run.host import (
     Note,
@@ -113,24 +114,24 @@ class Pipeline:
     ) -> Report:
         pool = operator_pool(self._create, self._plugins)
 
-        def note(number: int, outcome: Outcome) -> None:
+        def note(done: tuple[int, Outcome]) -> None:
+            number, outcome = done
             self.report.operators[number].add(outcome, self._samples)
             if outcome.left_out:
                 left_out(self.links[number].name, outcome.left_out)
             progress(number, outcome.taken)
 
-        try:
-            with tempfile.TemporaryDirectory(prefix="rayrft-pipeline-") as folder:
-                try:
-                    async with models as server, pool.lease() as worker:
-                        process = OperatorProcess(worker, self.links, self._deadline_s, server)
-                        async with aclosing(self._stream(process, batches, Path(folder), note)) as stream:
-                            async for batch in stream:
-                                take(batch)
-                except CallFailed as error:  # of the lease itself
-                    raise operator_failure(error, "the operators could not be started", "operators") from error
-        finally:
-            await pool.close()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(pool.close)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rayrft-pipeline-")))
+            try:
+                async with models as server, pool.lease() as worker:
+                    process = OperatorProcess(worker, self.links, self._deadline_s, server)
+                    async with aclosing(self._stream(process, batches, folder, note)) as stream:
+                        async for batch in stream:
+                            take(batch)
+            except CallFailed as error:  # of the lease itself
+                raise operator_failure(error, "the operators could not be started", "operators") from error
         return self.report
 
     async def _stream(
@@ -176,8 +177,8 @@ class Pipeline:
         segment = Segment(tuple(numbers), self._build, create, self._plugins, self._deadline_s)
         async with aclosing(distribute(segment, stream, self._workers)) as results:
             async for result in results:
-                for number, outcome in result.outcomes:
-                    note(number, outcome)
+                for each in result.outcomes:
+                    note(each)
                 if result.failure is not None:
                     raise result.failure
                 if result.rows is not None:
@@ -207,28 +208,17 @@ class _Spool:
     def read_groups(self, column: str, rows: int) -> Iterator[pa.RecordBatch]:
         """Iterate over whole groups, in order of appearance, about ``rows`` rows at a time; a row without a group is a
         group."""
-        sizes, codes = [], []
-        known: dict[Any, int] = {}
-        for batch in self.read():
-            sizes.append(batch.num_rows)
-            for name in batch.column(column).to_pylist():
-                codes.append(len(known) if name is None else known.setdefault(name, len(known)))
-                if name is None:
-                    known[object()] = codes[-1]
-        if not codes:
-            return
-        group = np.array(codes)
-        order = np.argsort(group, kind="stable")
-        starts = np.flatnonzero(np.diff(group[order], prepend=-1))
-        first_rows = np.concatenate([[0], np.cumsum(sizes)])
-        ends = np.append(starts[1:], len(order))
-        begin = 0
+        members = grouped(name for batch in self.read() for name in batch.column(column).to_pylist())
+        first_rows = np.cumsum([0, *(batch.num_rows for batch in self.read())])
+        part = list[int]()
         with pa.memory_map(str(self.path)) as source, pa.ipc.open_file(source) as file:
-            for end, following in zip(ends, np.append(ends[1:], len(order)), strict=True):
-                if following - begin > rows or end == len(order):
-                    if end > begin:
-                        yield self._taken(file, order[begin:end], first_rows)
-                    begin = int(end)
+            for group in members:
+                if part and len(part) + len(group) > rows:
+                    yield self._taken(file, np.array(part), first_rows)
+                    part = []
+                part += group
+            if part:
+                yield self._taken(file, np.array(part), first_rows)
 
     def _taken(self, file: Any, wanted: np.ndarray, first_rows: np.ndarray) -> pa.RecordBatch:
         where = np.searchsorted(first_rows, wanted, side="right") - 1
