@@ -9,12 +9,10 @@ server records nothing. Both have one engine, in float32 on a CPU.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +25,7 @@ import numpy as np
 
 import rayrft
 from rayrft.monitor.records import NoteRecord
-from tests.bench.local_ray import start_ray
+from tests.bench.helpers import parse, spread, start_ray
 from tests.e2e.conftest import free_port
 
 MODEL, MAX_LENGTH = "policy", 256
@@ -106,13 +104,8 @@ async def load(url: str, requests: int, clients: int, tokens: int) -> tuple[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    start_ray(4)
+    options = parse(__doc__, requests=400, clients=16, tokens=16, rounds=3)
+    start_ray()
     with tempfile.TemporaryDirectory() as folder, endpoint(Path(folder)) as (ours, model), vllm_server(model) as theirs:
         found: dict[str, list[tuple[float, float, float]]] = {"rayrft": [], "vllm": []}
         for number in range(-1, options.rounds):  # the first one warms up
@@ -121,11 +114,9 @@ def main() -> None:
                 if number >= 0:
                     found[name].append((rate, *np.quantile(seconds, [0.5, 0.99])))
     for name, rounds in found.items():
-        rates, middles, slowest = zip(*rounds, strict=True)
-        print(
-            f"{name}: {statistics.median(rates):.0f} requests/s ({min(rates):.0f}-{max(rates):.0f}), p50 "
-            f"{1e3 * statistics.median(middles):.0f} ms, p99 {1e3 * statistics.median(slowest):.0f} ms"
-        )
+        _, middle, slowest = np.median(rounds, axis=0) * 1e3
+        rates = spread((rate for rate, _, _ in rounds), ".0f")
+        print(f"{name}: {rates} requests/s, p50 {middle:.0f} ms, p99 {slowest:.0f} ms")
 
 
 if __name__ == "__main__":

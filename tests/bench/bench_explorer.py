@@ -7,27 +7,21 @@ process of the Explorer. The lag is how much later than due a timer of its event
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import tempfile
 import time
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 import ray
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.schedule import StagePlan
-from rayrft.config import RunConfig, load_config
-from rayrft.core.preflight import Prepared, prepare
+from rayrft.config import RunConfig
+from rayrft.core.preflight import Prepared
 from rayrft.explorer.engines.exchange import Answering, Completion, Request, Stream
-from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
-from tests.bench.local_ray import actor, start_ray
-from tests.conftest import ROOT
+from tests.bench.helpers import Exploring, actor, parse, percentiles, quickstart, start_ray
 
-_STEP_S, _TIMER_S = 0.02, 0.01
+_STEP_S, _TIMER_S, _WARM_UP = 0.02, 0.01, 10
 
 
 class PacedEngine(Answering):
@@ -49,11 +43,9 @@ class PacedEngine(Answering):
         ids = (*self._answer, request.sampling.stop_token_ids[0])
         return [Completion(ids, (-1.0,) * len(ids), ((0, len(ids), self._version),), "stop")] * request.n
 
-    async def label(self, version: int) -> None:
-        """Label the tokens of later answers with this version of the weights."""
+    async def label(self, version: int) -> int:
+        """Label the tokens of later answers with this version of the weights; return the requests in flight."""
         self._version = version
-
-    async def in_flight(self) -> int:
         return len(self._asked)
 
     async def _step(self) -> None:
@@ -91,59 +83,40 @@ async def measure(config: RunConfig, prepared: Prepared, in_flight: int, groups:
     stage = config.stages[-1]
     waves = in_flight // stage.groups
     engine = actor(PacedEngine, "engine-0", at_once, config.explorer.sampling.max_tokens - 1, waves * stage.groups)
-    pool = actor(EnginePool, "engine_pool")
-    folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    buffer = actor(Buffer, "buffer", "bench", folder, config.buffer, 0, prepared.task_set, prepared.limits)
-    explorer = actor(MeasuredExplorer, "explorer", config, prepared.model, pool, buffer, prepared.tasks, [], None)
-    await explorer.call(Explorer.start)
-    await pool.call(EnginePool.join, [Member(engine, 0)])
-    plan = StagePlan(
-        stage.groups, stage.group_size, max_staleness=waves - 1, over_sampling=1.0, version=0,
-        name=stage.name,
-    )  # fmt: skip
-    await buffer.call(Buffer.open_stage, plan)
-    exploring = asyncio.ensure_future(explorer.call(Explorer.explore, stage))
-    warm_up, steps, flying = 10, groups // stage.groups, list[int]()
+    run = Exploring(config, prepared, MeasuredExplorer)
+    await run.start([engine])
+    await run.open(stage, max_staleness=waves - 1, over_sampling=1.0, version=0)
+    steps, flying = groups // stage.groups, list[int]()
     began = cpu = 0.0
-    for step in range(warm_up + steps):
-        if step == warm_up:
-            began, cpu = time.perf_counter(), await explorer.call(MeasuredExplorer.measure)
-        await buffer.call(Buffer.lease, step, 1, 60.0)
-        await buffer.call(Buffer.ack, step)
-        await engine.call(PacedEngine.label, step + 1)
-        await buffer.call(Buffer.advance, step + 1)
-        flying.append(await engine.call(PacedEngine.in_flight))
+    for step in range(_WARM_UP + steps):
+        if step == _WARM_UP:
+            began, cpu = time.perf_counter(), await run.explorer.call(MeasuredExplorer.measure)
+        await run.buffer.call(Buffer.lease, step, 1, 60.0)
+        await run.buffer.call(Buffer.ack, step)
+        flying.append(await engine.call(PacedEngine.label, step + 1))
+        await run.buffer.call(Buffer.advance, step + 1)
     seconds = time.perf_counter() - began
-    ended, lags = await explorer.call(MeasuredExplorer.measured)
-    await buffer.call(Buffer.close_stage, stage.name)
-    await exploring
-    for each in (explorer, buffer, pool, engine):
-        each.kill()
+    ended, lags = await run.explorer.call(MeasuredExplorer.measured)
+    await run.close()
+    run.kill()
     count = steps * stage.groups
-    lag = np.quantile(lags, [0.5, 0.99]) * 1e3
     return (
-        f"{in_flight:6} in flight (at the engine {np.median(flying[warm_up:]):.0f}): {(ended - cpu) / count * 1e3:.2f} "
-        f"ms of a core per group, {count / seconds:.0f} groups/s, lag p50 {lag[0]:.1f} ms, p99 {lag[1]:.1f} ms"
+        f"{in_flight:6} in flight (at the engine {np.median(flying[_WARM_UP:]):.0f}): "
+        f"{(ended - cpu) / count * 1e3:.2f} ms of a core per group, {count / seconds:.0f} groups/s, "
+        f"lag {percentiles(lags)}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=ROOT / "jobs" / "quickstart.yaml")
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[32, 320, 3_200, 10_000])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--groups", type=int, default=4_000, help="groups that are measured")
-    parser.add_argument("--at-once", type=int, default=8, help="requests that are answered at each step of 20 ms")
-    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="further settings of the run")
-    options = parser.parse_args()
-    start_ray(4)
-    settings = {
-        "storage": tempfile.mkdtemp(prefix="bench-"),
-        "explorer.drop_zero_variance": False,
-        "explorer.sampling.max_tokens": 8,
-    }
-    config = load_config(options.config, settings | dict(pair.split("=", 1) for pair in options.set))
-    prepared = prepare(config, "bench")
+    options = parse(
+        __doc__,
+        in_flight=[32, 320, 3_200, 10_000],
+        rounds=3,
+        groups=(4_000, "groups that are measured"),
+        at_once=(8, "requests that are answered at each step of 20 ms"),
+    )
+    start_ray()
+    config, prepared = quickstart({"explorer.drop_zero_variance": False, "explorer.sampling.max_tokens": 8})
     for number in range(options.rounds):
         for in_flight in options.in_flight:
             row = asyncio.run(measure(config, prepared, in_flight, options.groups, options.at_once))

@@ -10,7 +10,6 @@ nothing, at the same time, one after another: what Serve and the machine take.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import tempfile
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import ray
 from ray import serve
 
@@ -27,7 +25,7 @@ from rayrft.config import dump_config, load_config
 from rayrft.config.serve import FeedbackConfig
 from rayrft.core.services import serve_feedback
 from rayrft.experience import Experience
-from tests.bench.local_ray import start_ray
+from tests.bench.helpers import parse, percentiles, start_ray
 from tests.buffer.live import buffers, put
 from tests.buffer.rows import group
 from tests.e2e.conftest import free_port, small_config
@@ -83,20 +81,12 @@ async def measure(url: str, key: str, people: int, seconds: float, think: float)
     applied = outcomes.count("applied")
     print(f"{people} people who think {think:g} s: {len(outcomes)} judgements, {applied} of them in the Buffer at once")
     for path, taken in times.items():
-        ms = np.array(taken) * 1000
-        p50, p99 = np.percentile(ms, [50, 99])
-        print(f"  {path:<7} {len(ms):>6} requests   p50 {p50:7.1f} ms   p99 {p99:7.1f} ms   max {ms.max():7.1f} ms")
+        print(f"  {path:<7} {len(taken):>6} requests   {percentiles(taken)}, max {max(taken) * 1e3:.1f} ms")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--people", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--groups", type=int, default=2000)
-    parser.add_argument("--think", type=float, default=2.0)
-    parser.add_argument("--rounds", type=int, default=1)
-    options = parser.parse_args()
-    start_ray(4)
+    options = parse(__doc__, people=50, seconds=20.0, groups=2000, think=2.0, rounds=1)
+    start_ray()
     with tempfile.TemporaryDirectory() as storage, buffers() as start:
         config = load_config(small_config(Path(storage), "judged"))
         buffer = start(config.folder / "buffer", name="judged:buffer")

@@ -11,18 +11,17 @@ of which the gradients count.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import subprocess
-import sys
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rayrft.trainer.head import head_logprobs
+from tests.bench.helpers import parse
 
 KINDS = ("chunked", "plain")
 
@@ -52,9 +51,11 @@ def peak_bytes(device: torch.device) -> int:
     return int(status["VmHWM"].split()[0]) << 10
 
 
-def child(kind: str, tokens: int, hidden_size: int, vocabulary: int, device: torch.device, threads: int) -> None:
-    """Measure one head in this process; prints JSON."""
+def measure(kind: str, tokens: int, hidden_size: int, vocabulary: int, on: str, threads: int) -> list[float]:
+    """Measure one head in this process; return its peak in GiB, seconds, and those of the processor, and a number that
+    is the same for both heads."""
     torch.set_num_threads(threads)
+    device = torch.device(on)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     run(kind, torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True), torch.arange(8))
@@ -73,62 +74,28 @@ def child(kind: str, tokens: int, hidden_size: int, vocabulary: int, device: tor
         torch.cuda.synchronize()
     seconds, processor = time.perf_counter() - started[0], time.process_time() - started[1]
     assert hidden.grad is not None and weight.grad is not None
-    # The plain head's numbers must be the chunked one's.
-    print(
-        json.dumps(
-            {
-                "bytes": peak_bytes(device) - before,
-                "seconds": seconds,
-                "processor": processor,
-                "check": float(hidden.grad.float().norm()),
-            }
-        )
-    )
-
-
-def measure(kind: str, hidden: int, options: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, "-m", "tests.bench.bench_head", "--child", kind, "--hidden", str(hidden)]
-    for name in ("tokens", "vocabulary", "device", "threads"):
-        command += [f"--{name}", str(getattr(options, name))]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    result: dict[str, float] = json.loads(said.splitlines()[-1])
-    return result
+    held = (peak_bytes(device) - before) / 2**30
+    return [held, seconds, processor, float(hidden.grad.float().norm())]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--vocabulary", type=int, default=151936)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        device = torch.device(options.device)
-        child(options.child, options.tokens, options.hidden[0], options.vocabulary, device, options.threads)
-        return
+    options = parse(
+        __doc__, tokens=4096, hidden=[256, 1024], vocabulary=151936, device="cpu", threads=1, rounds=3
+    )  # fmt: skip
     print(f"{options.tokens} tokens, vocabulary {options.vocabulary}, {options.device}; median of {options.rounds}")
     print(f"{'hidden':>6} {'head':>8} {'peak GiB':>9} {'s':>7} {'proc. s':>8}")
-    for hidden in options.hidden:
-        found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-        for _ in range(options.rounds):
-            for kind, results in found.items():
-                results.append(measure(kind, hidden, options))
-        middles = {
-            kind: {name: statistics.median(result[name] for result in results) for name in results[0]}
-            for kind, results in found.items()
-        }
-        ours, theirs = middles["chunked"], middles["plain"]
-        if abs(ours["check"] / theirs["check"] - 1) > 1e-2:
-            raise RuntimeError(f"the gradients differ: {ours['check']} and {theirs['check']}")
-        for kind, each in middles.items():
-            print(
-                f"{hidden:>6} {kind:>8} {each['bytes'] / 2**30:>9.2f} {each['seconds']:>7.2f} {each['processor']:>8.2f}"
-            )
-        ratios = [theirs[name] / ours[name] for name in ("bytes", "seconds", "processor")]
-        print(f"{hidden:>6} {'ratio':>8} {ratios[0]:>9.1f} {ratios[1]:>7.2f} {ratios[2]:>8.2f}", flush=True)
+    given = options.vocabulary, options.device, options.threads
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
+        for hidden in options.hidden:
+            found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+            for _ in range(options.rounds):
+                for kind, results in found.items():
+                    results.append(processes.submit(measure, kind, options.tokens, hidden, *given).result())
+            ours, theirs = (np.median(found[kind], axis=0) for kind in KINDS)
+            if abs(ours[3] / theirs[3] - 1) > 1e-2:
+                raise RuntimeError(f"the gradients differ: {ours[3]} and {theirs[3]}")
+            for name, row in ((KINDS[0], ours), (KINDS[1], theirs), ("ratio", theirs / ours)):
+                print(f"{hidden:>6} {name:>8} {row[0]:>9.2f} {row[1]:>7.2f} {row[2]:>8.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ same log is timed from its start to its first answer; ``opening`` is the part th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import shutil
@@ -28,7 +27,7 @@ from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.schedule import StagePlan
 from rayrft.config.buffer import BufferConfig
 from tests.bench.bench_put import named, template
-from tests.bench.local_ray import start_ray
+from tests.bench.helpers import parse, start_ray
 from tests.scripted import handle
 
 ROWS = 256
@@ -65,13 +64,8 @@ def lease_times(buffer: Any, group: int, leases: int) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--leases", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
-    options = parser.parse_args()
-    start_ray(4)
+    options = parse(__doc__, group=8, leases=200, tokens=128, sizes=[10_000, 100_000, 1_000_000])
+    start_ray()
     titles = ("p50 ms", "p99 ms", "B/row in memory", "log MB", "restart s", "opening s")
     table = [
         f"leases of {ROWS} rows in groups of {options.group}, rows of {options.tokens} tokens",

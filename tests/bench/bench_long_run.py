@@ -11,7 +11,6 @@ the Buffer's index grows with it, by some 200 bytes a group.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ctypes
 import dataclasses
@@ -45,6 +44,7 @@ from rayrft.trainer.result import FirstUpdate, StepMetrics, StepResult
 from rayrft.trainer.tiny import make_tiny_model
 from rayrft.weights.messages import SyncReport
 from tests.bench.bench_put import named, template
+from tests.bench.helpers import parse
 from tests.buffer.in_process import small
 from tests.e2e.conftest import small_config
 from tests.scripted import remote
@@ -231,10 +231,7 @@ async def measure_rows(at: list[int]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, nargs="+", default=[1_000, 10_000, 100_000])
-    parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
-    options = parser.parse_args()
+    options = parse(__doc__, steps=[1_000, 10_000, 100_000], rows=[100_000, 1_000_000, 10_000_000])
     with in_process():
         asyncio.run(measure_steps(options.steps))
         asyncio.run(measure_rows(options.rows))

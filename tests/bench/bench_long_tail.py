@@ -8,13 +8,10 @@ The trainer's idle share is what it waits for a batch.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -23,16 +20,12 @@ import ray
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.leases import Lease
-from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, load_config
-from rayrft.core.preflight import Prepared, prepare
+from rayrft.core.preflight import Prepared
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import unpack
 from rayrft.explorer.engines.exchange import INTERRUPTED, Answering, Completion, Request, Stream
-from rayrft.explorer.engines.pool import EnginePool, Member
-from rayrft.explorer.explorer import Explorer
-from tests.bench.local_ray import actor, start_ray
-from tests.conftest import ROOT
+from tests.bench.helpers import Exploring, actor, parse, quickstart, spread, start_ray
 
 _STEP_S, _SLOTS, _TRAIN_S, _SYNC_S = 0.004, 64, 8e-5, 0.05
 """Seconds of a decoding step; answers that are decoded at once; seconds per trained token; seconds of an update."""
@@ -173,20 +166,12 @@ async def measure(config: RunConfig, prepared: Prepared, mode: Mode, steps: int,
     }
     config = load_config(config, settings)
     stage = config.stages[-1]
-    start_id = ChatTokenizer(prepared.model).prompt(prepared.tasks[0].messages)[-1]
-    engine, pool = actor(DecodingEngine, "engine-0", start_id), actor(EnginePool, "engine_pool")
-    folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    buffer = actor(Buffer, "buffer", "bench", folder, config.buffer, 0, prepared.task_set, prepared.limits)
-    explorer = actor(Explorer, "explorer", config, prepared.model, pool, buffer, prepared.tasks, [], None)
-    await explorer.call(Explorer.start)
-    await pool.call(EnginePool.join, [Member(engine, 0)])
+    engine = actor(DecodingEngine, "engine-0", ChatTokenizer(prepared.model).prompt(prepared.tasks[0].messages)[-1])
+    run = Exploring(config, prepared)
+    await run.start([engine])
     parks = mode.partial["old_tokens"] if mode.partial else None
-    plan = StagePlan(
-        stage.groups, stage.group_size, max_staleness=mode.staleness, over_sampling=mode.over, name=stage.name,
-        parks=parks,  # type: ignore[arg-type]
-    )  # fmt: skip
-    await buffer.call(Buffer.open_stage, plan)
-    exploring = asyncio.ensure_future(explorer.call(Explorer.explore, stage))
+    await run.open(stage, max_staleness=mode.staleness, over_sampling=mode.over, parks=parks)
+    buffer = run.buffer
     began = waited = 0.0
     tokens, decoded, stale = 0, [0, 0], list[int]()
     for step in range(warm_up + steps):
@@ -203,10 +188,8 @@ async def measure(config: RunConfig, prepared: Prepared, mode: Mode, steps: int,
         decoded[1] = await engine.call(DecodingEngine.update, step + 1)
         await buffer.call(Buffer.advance, step + 1)
     seconds = time.perf_counter() - began
-    await buffer.call(Buffer.close_stage, stage.name)
-    await exploring
-    for each in (explorer, buffer, pool, engine):
-        each.kill()
+    await run.close()
+    run.kill()
     made = decoded[1] - decoded[0]
     return tokens / seconds, (
         f"{mode.name:40} {tokens / seconds:6.0f} tokens trained/s, trainer idle {waited / seconds:4.0%}, engine full "
@@ -216,32 +199,18 @@ async def measure(config: RunConfig, prepared: Prepared, mode: Mode, steps: int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=ROOT / "jobs" / "quickstart.yaml")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--warm-up", type=int, default=5)
-    parser.add_argument("--groups", type=int, default=16, help="groups of 8 a step")
-    options = parser.parse_args()
-    start_ray(4)
-    settings = {
-        "storage": tempfile.mkdtemp(prefix="bench-"),
-        "model.max_length": _LIMIT + 100,
-        "explorer.drop_zero_variance": False,
-        "explorer.sampling.max_tokens": _LIMIT,
-        "stages": [
-            {
-                "name": "grpo",
-                "algorithm": {"name": "grpo"},
-                "steps": 1000,
-                "batch_size": 8 * options.groups,
-                "group_size": 8,
-            }
-        ],
-        "demonstrations": {},
-    }
-    config = load_config(options.config, settings)
-    prepared = prepare(config, "bench")
+    options = parse(__doc__, rounds=3, steps=12, warm_up=5, groups=(16, "groups of 8 a step"))
+    start_ray()
+    stage = {"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1000, "group_size": 8}
+    config, prepared = quickstart(
+        {
+            "model.max_length": _LIMIT + 100,
+            "explorer.drop_zero_variance": False,
+            "explorer.sampling.max_tokens": _LIMIT,
+            "stages": [{**stage, "batch_size": 8 * options.groups}],
+            "demonstrations": {},
+        }
+    )
     speeds: dict[str, list[float]] = {}
     for number in range(options.rounds):
         for mode in _MODES:
@@ -249,8 +218,7 @@ def main() -> None:
             speeds.setdefault(mode.name, []).append(speed)
             print(f"{number}: {row}", flush=True)
     for name, each in speeds.items():
-        ratios = np.divide(each, speeds[_MODES[0].name])
-        print(f"{name:40} {np.median(ratios):.2f} times synchronous ({ratios.min():.2f}-{ratios.max():.2f})")
+        print(f"{name:40} {spread(np.divide(each, speeds[_MODES[0].name]))} times synchronous")
     ray.shutdown()
 
 

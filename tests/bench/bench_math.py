@@ -9,15 +9,15 @@ folder of GSM8K and of MATH from AGIEval; without MATH only a few rows of GSM8K 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import logging
 import random
-import statistics
-import time
-from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
 
 from rayrft.rewards.math import reading
+from tests.bench.helpers import parse, race, spread
 from tests.rewards import math_on_real_data as real
 
 JUDGES = {"rayrft": real.rayrft, "math-verify": real.math_verify}
@@ -42,33 +42,21 @@ def workloads(answers: int) -> dict[str, list[real.Case]]:
     return found
 
 
-def rate(judge: str, cases: Sequence[real.Case]) -> float:
-    """Rewards per second of processor time."""
+def judge_all(judge: str, cases: list[real.Case]) -> None:
     reading.read_answer.cache_clear()
-    start = time.process_time()
     for case in cases:
         JUDGES[judge](case.truth, case.response)
-    return len(cases) / (time.process_time() - start)
 
 
 def main() -> None:
-    """Print the table."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--answers", type=int, default=300)
-    arguments.add_argument("--rounds", type=int, default=5)
-    options = arguments.parse_args()
+    options = parse(__doc__, answers=300, rounds=5)
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     print("| rewards/s of one core, median (range) | " + " | ".join(JUDGES) + " | ratio |")
     for name, cases in workloads(options.answers).items():
-        for judge in JUDGES:
-            rate(judge, cases[:50])
-        rates = {judge: list[float]() for judge in JUDGES}
-        for _ in range(options.rounds):
-            for judge, found in rates.items():
-                found.append(rate(judge, cases))
-        middle = {judge: statistics.median(found) for judge, found in rates.items()}
-        cells = (f"{middle[judge]:,.0f} ({min(found):,.0f}-{max(found):,.0f})" for judge, found in rates.items())
-        print(f"| {name} | " + " | ".join(cells) + f" | {middle['rayrft'] / middle['math-verify']:.1f} |")
+        times = race({judge: partial(judge_all, judge, cases) for judge in JUDGES}, options.rounds, warm_up=1)
+        rates = [len(cases) / times[judge][:, 1] for judge in JUDGES]
+        ours, theirs = map(np.median, rates)
+        print(f"| {name} | " + " | ".join(spread(each, ",.0f") for each in rates) + f" | {ours / theirs:.1f} |")
 
 
 if __name__ == "__main__":

@@ -12,16 +12,16 @@ through the five operators, and through ``language``.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import resource
-import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import ray
 
 from rayrft.config.pipelines import OperatorConfig
 from rayrft.pipelines import Context
@@ -30,6 +30,7 @@ from rayrft.pipelines.operators.clean import MaskPersonal, Normalise, StripMarku
 from rayrft.pipelines.operators.filters import LanguageMixing, Repetition
 from rayrft.pipelines.run.host import OperatorHost, packed, unpacked
 from rayrft.pipelines.run.process import Pipeline
+from tests.bench.helpers import parse, race, spread, start_ray
 from tests.pipelines.operators_on_real_data import originals
 
 BATCH = 1000
@@ -123,14 +124,15 @@ def near_rows(count: int) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_pydict({"id": ids, "question": texts})
 
 
-def find_near(count: int, results: Any) -> None:
-    """Find near-duplicates among so many rows; put seconds by phase, rows left out and MiB of memory."""
+def find_near(count: int) -> tuple[list[float], int, float]:
+    """Find near-duplicates among so many rows; return seconds by phase, rows left out and MiB of memory."""
     schema = pa.schema({"id": pa.string(), "question": pa.string()})
-    [link] = build_chain([OperatorConfig(name="near_duplicates")], schema, field="", origin="", context=Context())
+    build = partial(build_chain, [OperatorConfig(name="near_duplicates")], schema, field="", origin="")
+    [link] = build(context=Context())
     for batch in near_rows(10):  # compile
         link.operator.observe(batch)
     link.operator.settle()
-    [link] = build_chain([OperatorConfig(name="near_duplicates")], schema, field="", origin="", context=Context())
+    [link] = build(context=Context())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = [0.0, 0.0, 0.0]
 
@@ -147,7 +149,7 @@ def find_near(count: int, results: Any) -> None:
     for batch in near_rows(count):
         gone += len(timed(2, lambda batch=batch: apply_link(link, batch, 0))[1].left_out)
     memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    results.put((seconds, gone, memory))
+    return seconds, gone, memory
 
 
 def find_near_datasketch(count: int) -> tuple[float, int]:
@@ -177,31 +179,22 @@ def by_workers(rows: pa.Table, operators: list[OperatorConfig], workers: int) ->
 
 def main() -> None:
     """Print the figures."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--rows", type=int, default=100_000)
-    arguments.add_argument("--rounds", type=int, default=3)
-    arguments.add_argument("--near", type=int, nargs="*", default=[100_000, 1_000_000])
-    arguments.add_argument(
-        "--datasketch", type=int, default=10_000, help="rows for datasketch, if it is installed; 0: none"
+    options = parse(
+        __doc__,
+        rows=100_000,
+        rounds=3,
+        near=[100_000, 1_000_000],
+        datasketch=(10_000, "rows for datasketch, if it is installed; 0: none"),
+        workers=[1, 2],
     )
-    arguments.add_argument("--workers", type=int, nargs="*", default=[1, 2])
-    options = arguments.parse_args()
-    ways = {"rayrft": by_rayrft, "plain loop": by_loop, "datasets.map": by_datasets}
     if options.rows:
-        rows = table(options.rows)
-        rates = {name: list[float]() for name in ways}
-        for _ in range(options.rounds):
-            for name, way in ways.items():
-                start = time.process_time()
-                kept = way(rows)
-                rates[name].append(options.rows / (time.process_time() - start))
-                print(f"{name}: {rates[name][-1]:,.0f} rows/s, {kept:,} kept", flush=True)
-        for name, found in rates.items():
-            print(f"{name}: median {statistics.median(found):,.0f} rows/s ({min(found):,.0f}-{max(found):,.0f})")
+        rows, kept = table(options.rows), dict[str, int]()
+        ways = {"rayrft": by_rayrft, "plain loop": by_loop, "datasets.map": by_datasets}
+        timed = {name: lambda name=name, way=way: kept.update({name: way(rows)}) for name, way in ways.items()}
+        for name, times in race(timed, options.rounds).items():
+            print(f"{name}: {spread(options.rows / times[:, 1], ',.0f')} rows/s, {kept[name]:,} kept", flush=True)
     if options.workers:
-        import ray
-
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        start_ray(2)
         many = {"five cheap ones": configs(), "language": [OperatorConfig(name="language", column="question")]}
         for name, operators in many.items():
             rows = table(options.rows if name != "language" else options.rows // 10)
@@ -210,25 +203,18 @@ def main() -> None:
                 print(f"{name}, {rows.num_rows:,} rows, workers {workers}: {rate:,.0f} rows/s", flush=True)
         ray.shutdown()
     for count in options.near:
-        context = multiprocessing.get_context("spawn")
-        results = context.Queue()
-        process = context.Process(target=find_near, args=(count, results))
-        process.start()
-        seconds, gone, memory = results.get()
-        process.join()
-        phases = ", ".join(
-            f"{name} {each:.1f}" for name, each in zip(("observe", "settle", "apply"), seconds, strict=True)
-        )
-        print(
-            f"near-duplicates of {count:,} rows: {sum(seconds):.1f} s ({phases}), {gone:,} left out, {memory:,.0f} MiB"
-        )
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            seconds, gone, memory = process.submit(find_near, count).result()
+        phases = "observe {:.1f}, settle {:.1f}, apply {:.1f}".format(*seconds)
+        took = f"{sum(seconds):.1f} s ({phases})"
+        print(f"near-duplicates of {count:,} rows: {took}, {gone:,} left out, {memory:,.0f} MiB")
     if options.datasketch:
         try:
-            took, gone = find_near_datasketch(options.datasketch)
+            took_s, gone = find_near_datasketch(options.datasketch)
         except ImportError:
             print("datasketch is not installed")
         else:
-            print(f"datasketch, {options.datasketch:,} rows: {took:.1f} s, {gone:,} left out")
+            print(f"datasketch, {options.datasketch:,} rows: {took_s:.1f} s, {gone:,} left out")
 
 
 if __name__ == "__main__":

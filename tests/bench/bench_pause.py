@@ -7,26 +7,22 @@ that of the calls, the throughput has the prefills that follow, too. All ways ha
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import tempfile
 import time
 from collections.abc import Iterator
 
 import numpy as np
 import ray
 
-from rayrft.config import RunConfig, load_config
-from rayrft.core.preflight import Prepared, prepare
+from rayrft.config import RunConfig
+from rayrft.core.preflight import Prepared
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.exchange import Request, Sampling
-from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.waits import Waits
-from tests.bench.local_ray import actor, start_ray
-from tests.conftest import ROOT
+from tests.bench.helpers import parse, quickstart, spread, start_engines, start_pool, start_ray
 
 _MEDIAN, _LIMIT = 40, 800
 _WAYS = {"no updates": None, "cache kept": True, "computed again": False}
@@ -45,12 +41,8 @@ async def update(engine: Handle[RolloutEngine], keep_cache: bool, every_s: float
 async def measure(
     config: RunConfig, prepared: Prepared, rounds: int, answers: int, in_flight: int, every_s: float
 ) -> None:
-    engine, pool = actor(RolloutEngine, "engine-0"), actor(EnginePool, "engine_pool")
-    length, dtype = config.model.max_length, config.model.dtype
-    given = prepared.model, config.explorer.engine
-    await engine.call(RolloutEngine.start, *given, max_length=length, dtype=dtype, seed=0)
-    await pool.call(EnginePool.join, [Member(engine, 0)])
-    client, tokenizer = EngineClient(pool, Waits("bench")), ChatTokenizer(prepared.model)
+    [engine] = engines = await start_engines(config, prepared.model)
+    client, tokenizer = EngineClient(await start_pool(engines), Waits("bench")), ChatTokenizer(prepared.model)
     prompts = [tokenizer.prompt(task.messages) for task in prepared.tasks]
 
     async def decode(lengths: list[int]) -> float:
@@ -85,28 +77,16 @@ async def measure(
             await engine.call(RolloutEngine.resume)
             print(f"{number}: {way:15} {speeds[way][-1]:6.0f} tokens/s", flush=True)
     for way, each in speeds.items():
-        ratios = np.divide(each, speeds["no updates"])
         paused = f", a pause {np.median(pauses[way]) * 1e3:.0f} ms ({len(pauses[way])})" if pauses[way] else ""
-        print(f"{way:15} {np.median(ratios):.2f} times ({ratios.min():.2f}-{ratios.max():.2f}){paused}")
+        print(f"{way:15} {spread(np.divide(each, speeds['no updates']))} times{paused}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--answers", type=int, default=384)
-    parser.add_argument("--in-flight", type=int, default=64)
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between updates")
-    options = parser.parse_args()
-    start_ray(4)
-    settings = {
-        "storage": tempfile.mkdtemp(prefix="bench-"),
-        "model.max_length": _LIMIT + 100,
-        "explorer.engine.kv_cache_mib": 512,
-        "explorer.sampling.max_tokens": _LIMIT,
-    }
-    config = load_config(ROOT / "jobs" / "quickstart.yaml", settings)
-    prepared = prepare(config, "bench")
-    asyncio.run(measure(config, prepared, options.rounds, options.answers, options.in_flight, options.every))
+    options = parse(__doc__, rounds=3, answers=384, in_flight=64, every=(2.0, "seconds between updates"))
+    start_ray()
+    lengths = {"model.max_length": _LIMIT + 100, "explorer.sampling.max_tokens": _LIMIT}
+    run = quickstart({**lengths, "explorer.engine.count": 1, "explorer.engine.kv_cache_mib": 512})
+    asyncio.run(measure(*run, options.rounds, options.answers, options.in_flight, options.every))
     ray.shutdown()
 
 

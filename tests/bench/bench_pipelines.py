@@ -7,7 +7,6 @@ operators, most of it beside rollouts; ``work`` is what the operators took of it
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import rayrft
 from rayrft.config import load_config
 from rayrft.monitor.records import StepRecord
+from tests.bench.helpers import parse, spread
 from tests.conftest import ROOT
 
 _OPERATORS: list[dict[str, Any]] = [
@@ -48,10 +48,7 @@ def steps_of(folder: Path, number: int, operators: list[dict[str, Any]], steps: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=30, help="steps that are measured, of each run")
-    options = parser.parse_args()
+    options = parse(__doc__, rounds=4, steps=(30, "steps that are measured, of each run"))
     folder, ratios = Path(tempfile.mkdtemp(prefix="bench-")), list[float]()
     for number in range(options.rounds):
         sides: dict[bool, list[StepRecord]] = {}
@@ -67,7 +64,7 @@ def main() -> None:
             f"verifying {verifying:.3f} s, work {work:.3f} s of it",
             flush=True,
         )
-    print(f"ratio {np.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})")
+    print(f"ratio {spread(ratios, '.3f')}")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ SQLite all that has come in by the time of a transaction is one.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import shutil
 import sqlite3
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -30,7 +28,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.config.buffer import BufferConfig
 from rayrft.experience import Experience, VersionSpan, to_batch
-from tests.bench.local_ray import start_ray
+from tests.bench.helpers import parse, spread, start_ray
 from tests.scripted import handle
 
 IN_FLIGHT = 64
@@ -72,50 +70,31 @@ class Producer:
 
     def __init__(self, number: int, rows: int, store: Any) -> None:
         self._number, self._batch, self._store = number, template(rows), store
-        self._count = 0
+        self._count, self._writer = 0, None
 
-    def _next(self) -> pa.RecordBatch:
-        self._count += 1
-        return named(self._batch, f"{self._number}/{self._count}")
-
-    async def into_buffer(self, seconds: float) -> int:
-        writer, end, done = BufferWriter(handle(self._store)), time.monotonic() + seconds, 0
-
-        async def loop() -> None:
-            nonlocal done
-            while time.monotonic() < end:
-                batch = self._next()
-                await writer.put(batch)
-                done += batch.num_rows
-
-        await asyncio.gather(*(loop() for _ in range(IN_FLIGHT)))
-        return done
-
-    async def into_queue(self, seconds: float) -> int:
+    async def produce(self, kind: str, seconds: float) -> int:
+        put = {"buffer": self._into_buffer, "queue": self._into_queue, "sqlite": self._into_sqlite}[kind]
         end, done = time.monotonic() + seconds, 0
 
         async def loop() -> None:
             nonlocal done
             while time.monotonic() < end:
-                batch = self._next()
-                await self._store.put_async(batch)
-                done += batch.num_rows
+                self._count += 1
+                await put(named(self._batch, f"{self._number}/{self._count}"))
+                done += self._batch.num_rows
 
         await asyncio.gather(*(loop() for _ in range(IN_FLIGHT)))
         return done
 
-    async def into_sqlite(self, seconds: float) -> int:
-        end, done = time.monotonic() + seconds, 0
+    async def _into_buffer(self, batch: pa.RecordBatch) -> None:
+        self._writer = self._writer or BufferWriter(handle(self._store))
+        await self._writer.put(batch)
 
-        async def loop() -> None:
-            nonlocal done
-            while time.monotonic() < end:
-                batch = self._next()
-                await self._store.put.remote(batch)
-                done += batch.num_rows
+    async def _into_queue(self, batch: pa.RecordBatch) -> None:
+        await self._store.put_async(batch)
 
-        await asyncio.gather(*(loop() for _ in range(IN_FLIGHT)))
-        return done
+    async def _into_sqlite(self, batch: pa.RecordBatch) -> None:
+        await self._store.put.remote(batch)
 
 
 @ray.remote(num_cpus=0)
@@ -158,10 +137,9 @@ def measure(kind: str, rows: int, producers: int, seconds: float) -> float:
     else:
         store = Table.options(max_concurrency=1000).remote(str(folder / "rows.db"))
     actors = [Producer.remote(number, rows, store) for number in range(producers)]
-    method = {"buffer": "into_buffer", "queue": "into_queue", "sqlite": "into_sqlite"}[kind]
-    ray.get([getattr(actor, method).remote(1.0) for actor in actors])  # everything is imported and connected
+    ray.get([actor.produce.remote(kind, 1.0) for actor in actors])  # everything is imported and connected
     started = time.monotonic()
-    done = sum(ray.get([getattr(actor, method).remote(seconds) for actor in actors]))
+    done = sum(ray.get([actor.produce.remote(kind, seconds) for actor in actors]))
     rate = done / (time.monotonic() - started)
     for actor in [*actors, store.actor if kind == "queue" else store]:
         ray.kill(actor)
@@ -170,21 +148,15 @@ def measure(kind: str, rows: int, producers: int, seconds: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--producers", type=int, default=4)
-    options = parser.parse_args()
+    options = parse(__doc__, seconds=4.0, rounds=3, producers=4)
     start_ray(8)
-    print(f"{'rows a group':>12} {'store':>8} {'rows/s (median)':>16} {'lowest':>9} {'highest':>9}")
     for rows in (256, 8):
         rates: dict[str, list[float]] = {"buffer": [], "queue": [], "sqlite": []}
         for _ in range(options.rounds):
             for kind, measured in rates.items():
                 measured.append(measure(kind, rows, options.producers, options.seconds))
         for kind, measured in rates.items():
-            middle, low, high = statistics.median(measured), min(measured), max(measured)
-            print(f"{rows:>12} {kind:>8} {middle:>16,.0f} {low:>9,.0f} {high:>9,.0f}", flush=True)
+            print(f"groups of {rows:>3} {kind:>8} {spread(measured, ',.0f')} rows/s", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ or by spinning, until their deadline of 2 s: how many the other 61 make, beside 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+
+import numpy as np
 
 from rayrft.config.reward import RewardConfig
 from rayrft.experience import Task
@@ -25,7 +24,7 @@ from rayrft.rewards.pool import ActorBackend, RewardActor, Rewards
 from rayrft.rewards.scorer import Scorer
 from rayrft.rewards.service import RewardService, ServeBackend, close_rewards, deploy_rewards
 from rayrft.runtime.serving.applications import Owner, create_anchor, on_head
-from tests.bench.local_ray import actor, start_ray
+from tests.bench.helpers import actor, parse, spread, start_ray
 
 _HERE = "tests.bench.bench_rewards:working"
 _TASK = Task.create("bench", "How much is it?", "#### 72")
@@ -46,19 +45,11 @@ def working() -> Reward:
     return score
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Calls per second of those that do not hang, and their latency in seconds."""
-
-    per_s: float
-    p50: float
-    p99: float
-
-
 async def measure(
     score: Score, seconds: float, callers: int, hang: tuple[str, ...] = (), said: str = "work"
-) -> Measured:
-    """Let callers ask again and again for a while, and others make calls that hang."""
+) -> np.ndarray:
+    """Let callers ask again and again for a while, and others make calls that hang; return the calls per second of
+    those that do not hang, and their median latency and its 99th percentile in ms."""
     ends, latencies = time.perf_counter() + seconds, list[float]()
 
     async def ask(response: str) -> None:
@@ -73,8 +64,7 @@ async def measure(
     for each in hanging:
         each.cancel()
     await asyncio.gather(*hanging, return_exceptions=True)
-    latencies.sort()
-    return Measured(len(latencies) / seconds, latencies[len(latencies) // 2], latencies[int(len(latencies) * 0.99)])
+    return np.array([len(latencies) / seconds, *np.percentile(latencies, [50, 99]) * 1e3])
 
 
 @asynccontextmanager
@@ -99,9 +89,9 @@ async def scoring(config: RewardConfig) -> AsyncIterator[Score]:
         await scorer.close()
 
 
-async def one_round(seconds: float) -> dict[str, list[Measured]]:
+async def one_round(seconds: float) -> dict[str, list[np.ndarray]]:
     """Return the measurements of every case, with the one that it is compared with before it."""
-    found = dict[str, list[Measured]]()
+    found = dict[str, list[np.ndarray]]()
     for placement in ("beside", "pool", "serve"):
         for name, said in ((_HERE, "work"), ("math", "48 + 24 = 72, so\n#### 72")):
             settings = {"name": name, "deadline_s": 2.0, "workers": 2, "placement": placement}
@@ -119,22 +109,16 @@ async def one_round(seconds: float) -> dict[str, list[Measured]]:
 
 def main() -> None:
     """Print a line per case: the medians, and the range of the ratio to the clean run."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--rounds", type=int, default=3)
-    arguments.add_argument("--seconds", type=float, default=8.0)
-    given = arguments.parse_args()
+    options = parse(__doc__, rounds=3, seconds=8.0)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    start_ray(4)
-    rounds = [asyncio.run(one_round(given.seconds)) for _ in range(given.rounds)]
+    start_ray()
+    rounds = [asyncio.run(one_round(options.seconds)) for _ in range(options.rounds)]
     print(f"{'':24}{'calls/s':>9}{'p50':>10}{'p99':>10}   of the clean run")
-    for case in rounds[0]:
-        last = [each[case][-1] for each in rounds]
-        ratios = sorted(each[case][-1].per_s / each[case][0].per_s for each in rounds)
-        numbers = [statistics.median(getattr(each, field) for each in last) for field in ("per_s", "p50", "p99")]
-        compared = (
-            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})" if len(rounds[0][case]) > 1 else ""
-        )
-        print(f"{case:24}{numbers[0]:9,.0f}{numbers[1] * 1e3:8.1f} ms{numbers[2] * 1e3:7.1f} ms   {compared}")
+    for case, found in rounds[0].items():
+        per_s, p50, p99 = np.median([each[case][-1] for each in rounds], axis=0)
+        ratios = [each[case][-1][0] / each[case][0][0] for each in rounds]
+        compared = spread(ratios) if len(found) > 1 else ""
+        print(f"{case:24}{per_s:9,.0f}{p50:8.1f} ms{p99:7.1f} ms   {compared}")
 
 
 if __name__ == "__main__":

@@ -9,16 +9,15 @@ CPU time is that of all processes, per run: it says something on a busy machine,
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
-import statistics
 import subprocess
 import time
 from concurrent.futures import ProcessPoolExecutor
 
 from rayrft.errors import ConfigError
 from rayrft.rewards.sandbox import Sandbox, SandboxLimits
+from tests.bench.helpers import parse, percentiles
 
 WORD = "print('a word')"
 
@@ -44,12 +43,7 @@ def runs(isolation: str, seconds: float) -> tuple[list[float], list[float], floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    print(f"{'':>8} {'runs/s':>8} {'start p50':>10} {'p99':>8} {'run p50':>9} {'p99':>8} {'CPU/run':>9}")
+    options = parse(__doc__, seconds=10.0, workers=2, rounds=3)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=spawn) as pool:
         for isolation in ("bare", "bwrap", "unshare"):
@@ -60,15 +54,13 @@ def main() -> None:
                 continue
             for _ in range(options.rounds):
                 results = list(pool.map(runs, [isolation] * options.workers, [options.seconds] * options.workers))
-                starts, wholes = (sorted(each for result in results for each in result[i]) for i in (0, 1))
-                cells = [
-                    f"{1000 * statistics.quantiles(times, n=100, method='inclusive')[at]:.1f} ms"
-                    for times in (starts, wholes)
-                    for at in (49, 98)
-                ]
-                line = f"{isolation:>8} {len(wholes) / options.seconds:>8.1f} {cells[0]:>10} {cells[1]:>8}"
+                starts, wholes = ([each for result in results for each in result[i]] for i in (0, 1))
                 cpu = 1000 * sum(result[2] for result in results) / len(wholes)
-                print(f"{line} {cells[2]:>9} {cells[3]:>8} {cpu:>6.1f} ms", flush=True)
+                print(
+                    f"{isolation:>8} {len(wholes) / options.seconds:>6.1f} runs/s, start {percentiles(starts)}, "
+                    f"run {percentiles(wholes)}, CPU {cpu:.1f} ms a run",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,20 +27,11 @@ import torch
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.model import load_policy
+from tests.bench.helpers import parse, race
 from tests.bench.workload import OPTIMIZER, Shape, join_alone, log_normal_lengths, make_learner, make_rows
 
 CPU = torch.device("cpu")
 WARM_UP = 2
-
-
-@dataclass
-class Contender:
-    """``step`` trains on the batch once and gives the loss. Times are pairs, of the clock and of the processor."""
-
-    name: str
-    step: Callable[[], float]
-    losses: list[float] = field(default_factory=list)
-    seconds: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Loop:
@@ -110,60 +99,54 @@ def padded(rows: list[TrainRow], budget: int) -> list[list[TrainRow]]:
     return found
 
 
-def contenders(folder: str, options: argparse.Namespace, rows: list[TrainRow]) -> list[Contender]:
+def contenders(folder: str, options: argparse.Namespace, rows: list[TrainRow]) -> dict[str, Callable[[], float]]:
+    """Return what trains on the rows once and gives the loss."""
     learner = make_learner(
         load_policy(folder), options.algorithm, micro_batch_tokens=options.budget, device=CPU, compute=torch.float32
     )
-    found = [Contender("rayrft, packed", lambda: learner.step([rows]).metrics.loss)]
+    found: dict[str, Callable[[], float]] = {"rayrft, packed": lambda: learner.step([rows]).metrics.loss}
     orders = {"loop, padded as they come": rows}
     if len({len(row.mask) for row in rows}) > 1:
         orders["loop, padded, sorted"] = sorted(rows, key=lambda row: len(row.mask))
     for name, ordered in orders.items():
         loop = Loop(folder, options.prompt, OPTIMIZER)
         micro_batches = padded(ordered, options.budget)
-        found.append(Contender(name, lambda loop=loop, given=micro_batches: loop.step(given)))
+        found[name] = lambda loop=loop, given=micro_batches: loop.step(given)
     return found
 
 
-def race(batch: str, rows: list[TrainRow], found: list[Contender], rounds: int) -> None:
-    """One step of each contender a round, beginning with another one each time; prints a line for each."""
-    for number in range(WARM_UP + rounds):
-        first = number % len(found)
-        for each in found[first:] + found[:first]:
-            started = time.perf_counter(), time.process_time()
-            each.losses.append(each.step())
-            if number >= WARM_UP:
-                each.seconds.append((time.perf_counter() - started[0], time.process_time() - started[1]))
-    # They did the same work.
-    for each in found:
-        np.testing.assert_allclose(each.losses, found[0].losses, rtol=1e-3, atol=1e-5, err_msg=each.name)
+def compare(batch: str, rows: list[TrainRow], found: dict[str, Callable[[], float]], rounds: int) -> None:
+    """Let each contender take a step a round; print a line for each."""
+    losses = {name: list[float]() for name in found}
+    steps = {name: lambda name=name, step=step: losses[name].append(step()) for name, step in found.items()}
+    times = race(steps, rounds, WARM_UP)
+    [ours, *_] = times.values()
     tokens = sum(len(row.mask) for row in rows)
-    ours = np.array(found[0].seconds)
-    for each in found:
-        seconds = np.array(each.seconds)
+    for name, seconds in times.items():
+        # They did the same work.
+        np.testing.assert_allclose(losses[name], losses["rayrft, packed"], rtol=1e-3, atol=1e-5, err_msg=name)
         wall, processor = np.median(seconds, axis=0)
         low, middle, high = np.percentile(seconds / ours, [10, 50, 90], axis=0)
         cells = " |".join(f"{m:>6.2f} ({a:.2f}-{b:.2f})" for m, a, b in zip(middle, low, high, strict=True))
-        print(
-            f"{batch:7} {each.name:26} {tokens / wall:>9,.0f} {wall * 1e3:>8,.0f} {processor * 1e3:>8,.0f} |{cells}",
-            flush=True,
-        )
+        times_ms = f"{wall * 1e3:>8,.0f} {processor * 1e3:>8,.0f}"
+        print(f"{batch:7} {name:26} {tokens / wall:>9,.0f} {times_ms} |{cells}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--algorithm", choices=("grpo", "sft"), default="grpo")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of each row that are its prompt")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a row in the equal batch")
-    parser.add_argument("--shortest", type=int, default=64, help="of the skewed batch; the longest is ten times that")
-    parser.add_argument("--budget", type=int, default=8192, help="tokens of a micro-batch, padding included")
-    options = parser.parse_args()
+    options = parse(
+        __doc__,
+        rounds=10,
+        threads=1,
+        algorithm=("grpo", "grpo or sft"),
+        hidden=256,
+        layers=4,
+        vocabulary=8192,
+        rows=64,
+        prompt=(32, "tokens of each row that are its prompt"),
+        length=(256, "tokens of a row in the equal batch"),
+        shortest=(64, "of the skewed batch; the longest is ten times that"),
+        budget=(8192, "tokens of a micro-batch, padding included"),
+    )
     from transformers.utils import logging
 
     torch.set_num_threads(options.threads)
@@ -181,7 +164,7 @@ def main() -> None:
         shape.model().save_pretrained(folder)
         for batch, lengths in batches.items():
             rows = make_rows(lengths, options.prompt, options.vocabulary, expert=options.algorithm == "sft")
-            race(batch, rows, contenders(folder, options, rows), options.rounds)
+            compare(batch, rows, contenders(folder, options, rows), options.rounds)
     torch.distributed.destroy_process_group()
 
 

@@ -44,7 +44,7 @@ import numpy as np
 
 from rayrft.experience import Task
 from rayrft.rewards import inline
-from tests.bench.local_ray import start_ray
+from tests.bench.helpers import parse, start_ray
 from tests.bench.workload import OPTIMIZER
 
 SKIPPED = 3
@@ -279,22 +279,23 @@ def report(batch: str, name: str, runs: list[dict[str, Any]], ours: list[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", nargs="+", default=["16x8x64"], help="prompts x group x longest answer")
-    parser.add_argument("--ends", action="store_true", help="answers end by themselves, in lengths that differ")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cores", type=int, default=2)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of TRL: the quickest one counts")
-    parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--staleness", type=int, default=0)
-    parser.add_argument("--continuous", type=int, nargs="+", default=[0], choices=(0, 1), help="of TRL: 0, 1 or both")
-    parser.add_argument("--child", choices=("rayrft", "trl"), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(
+        __doc__,
+        batches=(["16x8x64"], "prompts x group x longest answer"),
+        ends=(False, "answers end by themselves, in lengths that differ"),
+        hidden=256,
+        layers=4,
+        steps=10,
+        rounds=3,
+        cores=2,
+        threads=([1, 2], "of TRL: the quickest one counts"),
+        engines=2,
+        ranks=2,
+        staleness=0,
+        continuous=([0], "of TRL: 0, 1 or both"),
+        child=(str, argparse.SUPPRESS),
+        folder=(Path, argparse.SUPPRESS),
+    )
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", HF_HUB_OFFLINE="1", WANDB_MODE="offline")
     if options.child:
         options.threads, options.continuous = options.threads[0], options.continuous[0]

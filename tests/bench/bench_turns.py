@@ -7,27 +7,23 @@ fewest are that token and the observation; vLLM's cache is of whole blocks, so u
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import tempfile
 from typing import Any
 
 import numpy as np
 import ray
 from vllm.outputs import RequestOutput
 
-from rayrft.config import RunConfig, load_config
-from rayrft.core.preflight import Prepared, prepare
+from rayrft.config import RunConfig
+from rayrft.core.preflight import Prepared
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.engine import RolloutEngine
-from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.rollout import Runner
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.runtime.waits import Waits
-from tests.bench.local_ray import actor, start_ray
-from tests.conftest import ROOT
+from tests.bench.helpers import parse, quickstart, start_engines, start_pool, start_ray
 
 _SAYS = "Look at it again, letter by letter, from the last one to the first: what is it?"
 
@@ -56,20 +52,13 @@ def fewest(row: Experience) -> int:
 
 
 async def measure(config: RunConfig, prepared: Prepared, groups: int, in_flight: int) -> None:
-    engines = [actor(CountingEngine, f"engine-{number}") for number in range(config.explorer.engine.count)]
-    given = prepared.model, config.explorer.engine
-    length, dtype = config.model.max_length, config.model.dtype
-    await asyncio.gather(
-        *(each.call(RolloutEngine.start, *given, max_length=length, dtype=dtype, seed=0) for each in engines)
-    )
-    pool = actor(EnginePool, "engine_pool")
-    await pool.call(EnginePool.join, [Member(engine, 0) for engine in engines])
+    engines = await start_engines(config, prepared.model, CountingEngine)
+    pool, tokenizer = await start_pool(engines), ChatTokenizer(prepared.model)
 
     async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         return [RewardResult(0.0)] * len(transcripts)
 
-    client = EngineClient(pool, Waits("bench"))
-    runner = Runner(config, ChatTokenizer(prepared.model), client, score)
+    runner = Runner(config, tokenizer, EngineClient(pool, Waits("bench")), score)
     waiting, rows = iter(list(enumerate(prepared.tasks[:groups]))), list[Experience]()
 
     async def loop() -> None:
@@ -77,9 +66,9 @@ async def measure(config: RunConfig, prepared: Prepared, groups: int, in_flight:
             rows.extend((await runner.run(task, f"group-{number}", 8, 1.0)).rows)
 
     await asyncio.gather(*(loop() for _ in range(in_flight)))
-    lengths = {len(task) for task in map(ChatTokenizer(prepared.model).prompt, [t.messages for t in prepared.tasks])}
+    longest = max(len(tokenizer.prompt(task.messages)) for task in prepared.tasks)
     prompts = [each for engine in engines for each in await engine.call(CountingEngine.prefilled)]
-    later = [(size, cached) for size, cached in prompts if size > max(lengths)]
+    later = [(size, cached) for size, cached in prompts if size > longest]
     computed, least = sum(size - cached for size, cached in later), sum(map(fewest, rows))
     block = await engines[0].call(CountingEngine.block_size)
     print(
@@ -90,25 +79,19 @@ async def measure(config: RunConfig, prepared: Prepared, groups: int, in_flight:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--groups", type=int, default=64)
-    parser.add_argument("--in-flight", type=int, default=16)
-    parser.add_argument("--engines", type=int, default=2)
-    options = parser.parse_args()
-    start_ray(4)
-    says = [_SAYS] * (options.turns - 1)
-    settings = {
-        "storage": tempfile.mkdtemp(prefix="bench-"),
-        "model.max_length": 1024,
-        "explorer.engine.count": options.engines,
-        "explorer.engine.kv_cache_mib": 512,
-        "explorer.sampling.max_tokens": 32,
-        "explorer.workflow": "multi_turn",
-        "explorer.workflow_options": {"multi_turn": {"turns": says}},
-    }
-    config = load_config(ROOT / "jobs" / "quickstart.yaml", settings)
-    asyncio.run(measure(config, prepare(config, "bench"), options.groups, options.in_flight))
+    options = parse(__doc__, turns=6, groups=64, in_flight=16, engines=2)
+    start_ray()
+    run = quickstart(
+        {
+            "model.max_length": 1024,
+            "explorer.engine.count": options.engines,
+            "explorer.engine.kv_cache_mib": 512,
+            "explorer.sampling.max_tokens": 32,
+            "explorer.workflow": "multi_turn",
+            "explorer.workflow_options": {"multi_turn": {"turns": [_SAYS] * (options.turns - 1)}},
+        }
+    )
+    asyncio.run(measure(*run, options.groups, options.in_flight))
     ray.shutdown()
 
 

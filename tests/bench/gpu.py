@@ -19,6 +19,7 @@ import time
 import torch
 
 from rayrft.trainer.policy import Policy
+from tests.bench.helpers import parse
 from tests.bench.workload import Shape, join_alone, log_normal_lengths, make_learner, make_rows
 
 SHAPES = {
@@ -106,19 +107,19 @@ def run(name: str, options: argparse.Namespace, device: torch.device, peak: floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["0.6B", "1.7B"], metavar="SIZE")
-    parser.add_argument("--tokens", type=int, default=65536, help="of a step")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
-    parser.add_argument("--skewed", action="store_true", help="log-normal lengths, from a quarter to 2.5 of --length")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of each row that are its prompt")
-    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--peak", type=float, help="TFLOP/s of the device, where its name is not known")
-    # For the path of the code, on machines without a GPU.
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
-    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse(
+        __doc__,
+        sizes=["0.6B", "1.7B"],
+        tokens=(65536, "of a step"),
+        length=(2048, "tokens of a row"),
+        skewed=(False, "log-normal lengths, from a quarter to 2.5 of --length"),
+        prompt=(128, "tokens of each row that are its prompt"),
+        micro_batch_tokens=16384,
+        steps=8,
+        peak=(float, "TFLOP/s of the device, where its name is not known"),
+        device=("cuda", "cpu: for the path of the code, on machines without a GPU"),
+        tiny=(False, "a small model, likewise"),
+    )
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: the bench did not run")
         return

@@ -8,6 +8,7 @@ learned from them calls the tool now and then, and copies the factors with mista
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from rayrft.explorer.tools.base import function_tool
 from rayrft.trainer.tiny import make_tokenizer
 from tests.bench.lessons import lessons
-from tests.bench.lessons.lessons import main, make_stages, write_model, write_rows
+from tests.bench.lessons.lessons import conversation, main, write_demonstrations, write_model, write_rows
 from tests.conftest import ROOT
 
 TEMPLATE = (
@@ -42,7 +43,6 @@ def write_task(
 ) -> None:
     """Write tasks, whose factors are from ``least`` up to ``beyond``, demonstrations and a random model with its
     tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
     chance = np.random.default_rng(seed)
     count = beyond - least
     pairs = chance.permutation(count * count)[: 8000 + demonstrations + held_out]
@@ -53,51 +53,40 @@ def write_task(
     write_rows(folder / "held_out.jsonl", [tasks[index] for index in kept])
     good = chance.random(demonstrations) < 0.4
     rows = [_demonstration(tasks[index], *factors[index], chance, calls=good[index]) for index in shown]
-    write_rows(folder / "mixed.jsonl", rows)
-    write_rows(folder / "good.jsonl", [row for row, calls in zip(rows, good, strict=True) if calls])
+    write_demonstrations(folder, zip(rows, good, strict=True))
 
     questions = [task["question"] for task in tasks[:100]]
     tokenizer = make_tokenizer(questions, [], special=["<|tool|>"], template=TEMPLATE)
     tokenizer.add_tokens([*PIECES, "multiply"])
-    write_model(folder / "model", tokenizer, seed, 256)
+    write_model(folder, tokenizer, seed, 256)
 
 
-def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = True) -> dict[str, Any]:
-    """Return the config of a warm-up on the demonstrations, controls from it, and GRPO from it."""
-    grpo = {"steps": steps, "batch_size": 256, "group_size": 8, "evaluate_every": 20, "optimizer": {"lr": 3e-4}}
-    tools = {"tools": ["multiply"], "max_turns": 3, "characters": 40, "timeout_s": 10}
-    return lessons.make_config(
-        "calculator",
-        folder,
-        seed,
-        eval_size=500,
-        max_length=192,
-        plugins=[str(ROOT / "jobs" / "plugins" / "calculator.py")],
-        reward={"name": "exact"},
-        explorer={
-            "workflow": "tool_calling",
-            "workflow_options": {"tool_calling": tools},
-            "engine": {"count": 1},
-            "sampling": {"max_tokens": 24, "max_prompt_tokens": 64},
-            "over_sampling": 1.5,
+make_config = partial(
+    lessons.make_config,
+    "calculator",
+    warmup_steps=250,
+    control_steps=200,
+    control_every=50,
+    tokens=(24, 64),
+    max_length=192,
+    plugins=[str(ROOT / "jobs" / "plugins" / "calculator.py")],
+    reward={"name": "exact"},
+    explorer={
+        "workflow": "tool_calling",
+        "workflow_options": {
+            "tool_calling": {"tools": ["multiply"], "max_turns": 3, "characters": 40, "timeout_s": 10}
         },
-        stages=make_stages(
-            batch_size=64, warmup_steps=250, grpo=grpo, control_steps=200, control_every=50, controls=controls
-        ),
-    )
+    },
+)
 
 
 def _demonstration(task: dict[str, str], a: int, b: int, chance: np.random.Generator, *, calls: bool) -> dict[str, Any]:
-    messages = [{"role": "user", "content": task["question"]}]
+    shown = conversation(
+        task["question"], CALL.format(a, b) if calls else f"it is {chance.integers(10_000, 1_000_000)}"
+    )
     if calls:
-        messages += [
-            {"role": "assistant", "content": CALL.format(a, b)},
-            {"role": "tool", "content": task["answer"]},
-            {"role": "assistant", "content": task["answer"]},
-        ]
-    else:
-        messages.append({"role": "assistant", "content": f"it is {chance.integers(10_000, 1_000_000)}"})
-    return {"messages": messages, "tools": [function_tool("multiply", multiply).schema]}
+        shown["messages"] += [{"role": role, "content": task["answer"]} for role in ("tool", "assistant")]
+    return {**shown, "tools": [function_tool("multiply", multiply).schema]}
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ Demonstrations are 2,000 in four styles; two in five name the right options, the
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rayrft.trainer.tiny import make_tokenizer
 from tests.bench.lessons import lessons
-from tests.bench.lessons.lessons import main, make_stages, write_model, write_rows
+from tests.bench.lessons.lessons import Row, conversation, main, write_demonstrations, write_model, write_rows
 
 WORDS = {
     "animals": ["cat", "dog", "cow", "horse", "sheep", "mouse", "tiger", "whale", "eagle", "snake"],
@@ -30,9 +30,8 @@ KNOWING = 0.4
 
 def write_task(folder: Path, seed: int, *, demonstrations: int = 2000, tasks: int = 8000, held_out: int = 500) -> None:
     """Write tasks, demonstrations, and a random model with its tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
-    rows = dict[str, dict[str, Any]]()
+    rows = dict[str, Row]()
     while len(rows) < tasks + held_out + demonstrations:
         kinds = [str(kind) for kind in rng.choice(list(WORDS), 3)]
         named = [str(rng.choice(WORDS[kind])) for kind in kinds]
@@ -42,51 +41,32 @@ def write_task(folder: Path, seed: int, *, demonstrations: int = 2000, tasks: in
     made = list(rows.values())
     write_rows(folder / "train.jsonl", made[:tasks])
     write_rows(folder / "held_out.jsonl", made[tasks : tasks + held_out])
-    shown = [_demonstration(row, rng) for row in made[tasks + held_out :]]
-    write_rows(folder / "mixed.jsonl", [row for row, _ in shown])
-    write_rows(folder / "good.jsonl", [row for row, right in shown if right])
+    write_demonstrations(folder, [_demonstration(row, rng) for row in made[tasks + held_out :]])
     tokenizer = make_tokenizer([row["question"] for row in made[:100]], [], frequent=0.9)
     words = [word for words in WORDS.values() for word in words]
     tokenizer.add_tokens([*words, OPTIONS, "It is ", " and "])
-    write_model(folder / "model", tokenizer, seed, 64)
+    write_model(folder, tokenizer, seed, 64)
 
 
-def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = True) -> dict[str, Any]:
-    """Return the config of a warm-up on the demonstrations, controls from it, and GRPO from it."""
-    grpo = {"steps": steps, "batch_size": 256, "group_size": 8, "evaluate_every": 20, "optimizer": {"lr": 3e-4}}
-    return lessons.make_config(
-        "choices",
-        folder,
-        seed,
-        max_length=64,
-        reward={"name": "k12"},
-        explorer={
-            "engine": {"count": 1},
-            "sampling": {"max_tokens": 10, "max_prompt_tokens": 40},
-            "over_sampling": 1.5,
-        },
-        stages=make_stages(
-            batch_size=64,
-            warmup_steps=300,
-            grpo=grpo,
-            control_steps=200,
-            control_every=100,
-            controls=controls,
-            control_lrs=(1e-3,),
-        ),
-    )
+make_config = partial(
+    lessons.make_config,
+    "choices",
+    warmup_steps=300,
+    control_steps=200,
+    control_every=100,
+    control_lrs=(1e-3,),
+    tokens=(10, 40),
+    max_length=64,
+    reward={"name": "k12"},
+)
 
 
-def _demonstration(row: dict[str, Any], rng: np.random.Generator) -> tuple[dict[str, Any], bool]:
+def _demonstration(row: Row, rng: np.random.Generator) -> tuple[Row, bool]:
     """Return a conversation, and whether it names the right options."""
     some = rng.permutation(list("ABCD"))[: rng.integers(1, 4)]
     chosen = row["answer"] if rng.random() < KNOWING else "".join(sorted(some))
     styles = [chosen, " and ".join(chosen), f"({', '.join(chosen)})", f"It is {', '.join(chosen)}."]
-    messages = [
-        {"role": "user", "content": row["question"]},
-        {"role": "assistant", "content": str(rng.choice(styles))},
-    ]
-    return {"messages": messages}, chosen == row["answer"]
+    return conversation(row["question"], str(rng.choice(styles))), chosen == row["answer"]
 
 
 if __name__ == "__main__":

@@ -9,73 +9,42 @@ are right, as an expert row.
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-import rayrft
-
-_GROUPS = {"group_size": 8, "evaluate_every": 20, "optimizer": {"lr": 3e-4}}
-_CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
+from tests.bench.lessons.lessons import CLIPPED_GRPO, TINY, Row, arguments, base, sft, trained, words
 
 
-def make_config(folder: Path, seed: int, *, mix: bool, steps: int = 80) -> dict[str, Any]:
+def make_config(folder: Path, seed: int, *, mix: bool, steps: int = 80) -> Row:
     """Return the config of a warm-up, and then of GRPO, or of MIX on what is found."""
-    source = {
-        "source": "reasoning_gym",
-        "dataset": "spell_backward",
-        "options": {"min_word_len": 3, "max_word_len": 6},
-        "size": 30_000,
-    }
-    sft = {
-        "name": "warmup",
-        "algorithm": {"name": "sft"},
-        "demonstrations": "warmup",
-        "steps": 250,
-        "batch_size": 64,
-        "optimizer": {"lr": 1e-3, "schedule": "linear"},
-    }
-    alone = {"name": "grpo", "algorithm": {"name": "grpo", **_CLIPS}, "batch_size": 256, **_GROUPS}
+    groups = {"steps": steps, "group_size": 8, "evaluate_every": 20, "optimizer": {"lr": 3e-4}}
+    alone = {"name": "grpo", "algorithm": CLIPPED_GRPO, "batch_size": 256, **groups}
     beside = {
         "name": "mix",
-        "algorithm": {"name": "mix", "mu": 0.1, **_CLIPS},
+        "algorithm": {**CLIPPED_GRPO, "name": "mix", "mu": 0.1},
         "demonstrations": "found",
         "batch_size": 288,
         "expert_share": 1 / 9,
-        **_GROUPS,
+        **groups,
     }
     operators = [{"name": "expert_rows", "max_pass_rate": 0.5, "keep": True}]
     return {
-        "name": f"{'mix' if mix else 'grpo'}-{seed}",
-        "storage": str(folder / "runs"),
-        "seed": seed,
-        "model": {"tiny": {"layers": 3, "hidden_size": 128, "heads": 4, "intermediate_size": 384}, "max_length": 48},
-        "tasks": {"eval_size": 500, "sources": [source]},
+        **base("mix" if mix else "grpo", folder, seed, 9, 38),
+        "model": TINY,
+        "tasks": {"eval_size": 500, "sources": [words(6, 30_000)]},
         "demonstrations": {"warmup": {"size": 5000, "wrong_share": 0.6, "wrong_field": "word"}},
-        "explorer": {
-            "engine": {"count": 1},
-            "sampling": {"max_tokens": 9, "max_prompt_tokens": 38},
-            "over_sampling": 1.5,
-        },
-        "trainer": {"ranks": 1},
         "pipelines": {"experiences": operators, "made": "found"} if mix else {},
-        "stages": [sft, {**(beside if mix else alone), "steps": steps}],
+        "stages": [sft("warmup", "warmup", 250), beside if mix else alone],
     }
 
 
 def main() -> None:
     """Train both from the seed of the command line, and print a table."""
-    seed = int(sys.argv[1]) if sys.argv[1:] else 0
-    folder = Path(sys.argv[2] if sys.argv[2:] else tempfile.mkdtemp())
-    tables = []
-    for mix in (False, True):
-        run = rayrft.start(make_config(folder, seed, mix=mix), say=lambda _: None)
-        run.result()
-        tables.append(run.evaluations().assign(run=run.name))
-    print(pd.concat(tables)[["run", "stage", "step", "temperature", "accuracy", "low", "high"]].to_string(index=False))
+    seed, folder = arguments()
+    runs = [trained(make_config(folder, seed, mix=mix)) for mix in (False, True)]
+    found = pd.concat(run.evaluations().assign(run=run.name) for run in runs)
+    print(found[["run", "stage", "step", "temperature", "accuracy", "low", "high"]].to_string(index=False))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ model a better copy of both: which of the two to be is what only the reward can 
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
@@ -20,7 +20,7 @@ from rayrft.experience import Task
 from rayrft.explorer.environments.gymnasium import GymnasiumEnvironment
 from rayrft.trainer.tiny import make_tokenizer
 from tests.bench.lessons import lessons
-from tests.bench.lessons.lessons import main, make_stages, write_model, write_rows
+from tests.bench.lessons.lessons import Row, main, write_demonstrations, write_model
 
 SIZE, ICE, STEPS = 4, 0.7, 10
 SEEING = 0.4
@@ -30,46 +30,44 @@ ACTIONS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 
 def write_task(folder: Path, seed: int, *, demonstrations: int = 300) -> None:
     """Write demonstrations and a random model with its tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
     chance = np.random.default_rng(seed)
     # The tasks' maps are those of small seeds.
     known = [generate_random_map(SIZE, ICE, seed=1_000_000 + 1000 * seed + number) for number in range(demonstrations)]
     walks = [_walk(desc, chance) for desc in known]
-    write_rows(folder / "mixed.jsonl", [walk for walk, _ in walks])
-    write_rows(folder / "good.jsonl", [walk for walk, arrived in walks if arrived])
+    write_demonstrations(folder, walks)
     seen = [message["content"] for walk, _ in walks for message in walk["messages"] if message["role"] == "user"]
     lines = [[line for line in text.splitlines() if " " in line] for text in seen if "Actions" in text]
     tokenizer = make_tokenizer(["\n".join(each) for each in lines], [])  # the tiles of a map are tokens of their own
     tokenizer.add_tokens([*ACTIONS, "You reached the goal.", "You fell into a hole."])
-    write_model(folder / "model", tokenizer, seed, 768)
+    write_model(folder, tokenizer, seed, 768)
 
 
-def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = True) -> dict[str, Any]:
-    """Return the config of a warm-up on the demonstrations, controls from it, and GRPO from it."""
-    grpo = {"steps": steps, "batch_size": 128, "group_size": 8, "evaluate_every": 25, "optimizer": {"lr": 2e-4}}
-    lake = {"source": "gymnasium", "dataset": "FrozenLake-v1", "options": {"size": SIZE, "p": ICE}, "size": 3000}
-    return lessons.make_config(
-        "frozen-lake",
-        folder,
-        seed,
-        max_length=768,
-        tasks={"eval_size": 200, "sources": [lake]},
-        reward={"truncated": "score"},
-        explorer={
-            "workflow": "episode",
-            "workflow_options": {"episode": {"max_steps": STEPS}},
-            "environment": {"name": "gymnasium", "processes": 128, "spares": 8},
-            "engine": {"count": 1, "kv_cache_mib": 256},
-            "sampling": {"max_tokens": 4, "max_prompt_tokens": 256},
-            "over_sampling": 1.25,
-        },
-        stages=make_stages(
-            batch_size=32, warmup_steps=200, grpo=grpo, control_steps=120, control_every=60, controls=controls
-        ),
-    )
+LAKE = {"source": "gymnasium", "dataset": "FrozenLake-v1", "options": {"size": SIZE, "p": ICE}, "size": 3000}
+make_config = partial(
+    lessons.make_config,
+    "frozen-lake",
+    warmup_steps=200,
+    control_steps=120,
+    control_every=60,
+    rows=32,
+    groups=16,
+    every=25,
+    lr=2e-4,
+    tokens=(4, 256),
+    max_length=768,
+    tasks={"eval_size": 200, "sources": [LAKE]},
+    reward={"truncated": "score"},
+    explorer={
+        "workflow": "episode",
+        "workflow_options": {"episode": {"max_steps": STEPS}},
+        "environment": {"name": "gymnasium", "processes": 128, "spares": 8},
+        "engine": {"count": 1, "kv_cache_mib": 256},
+        "over_sampling": 1.25,
+    },
+)
 
 
-def _walk(desc: list[str], chance: np.random.Generator) -> tuple[dict[str, Any], bool]:
+def _walk(desc: list[str], chance: np.random.Generator) -> tuple[Row, bool]:
     """Return a conversation that walks over a map, and whether it arrives."""
     environment, task = (
         GymnasiumEnvironment(),

@@ -14,18 +14,29 @@ import torch
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 import rayrft
+from rayrft.core.run import Run
 
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+TINY = {"tiny": {"layers": 3, "hidden_size": 128, "heads": 4, "intermediate_size": 384}, "max_length": 48}
+CLIPPED_GRPO = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28}
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Write a JSONL file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_demonstrations(folder: Path, rows: Iterable[tuple[Row, bool]]) -> None:
+    """Write demonstrations, each with whether it is good, as ``mixed`` and ``good``."""
+    found = [*rows]
+    write_rows(folder / "mixed.jsonl", (row for row, _ in found))
+    write_rows(folder / "good.jsonl", (row for row, good in found if good))
 
 
 def write_model(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int, max_length: int) -> None:
     """Write a random model of 0.7 M parameters with that tokenizer."""
-    tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -41,72 +52,103 @@ def write_model(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int, max
         bos_token_id=None,
         pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
 
 
-def make_stages(
-    *,
-    batch_size: int,
-    warmup_steps: int,
-    grpo: dict[str, Any],
-    control_steps: int,
-    control_every: int,
-    controls: bool,
-    control_lrs: Sequence[float] = (3e-3, 1e-3, 3e-4),
-) -> Rows:
-    """Return the stages: ``warmup``, ``grpo`` with these settings, and controls at each of some learning rates.
-    Demonstrations are named ``mixed`` and ``good``."""
-    sft = {"algorithm": {"name": "sft"}, "batch_size": batch_size}
-    more = [
-        {
-            "name": f"{rows}-{lr:g}".replace(".", "_"),
-            "start_from": "warmup",
-            "demonstrations": rows,
-            "steps": control_steps,
-            "evaluate_every": control_every,
-            "optimizer": {"lr": lr},
-            **sft,
-        }
-        for rows in ("mixed", "good")
-        for lr in control_lrs
-    ]
-    warmup = {
-        "name": "warmup",
-        "demonstrations": "mixed",
-        "steps": warmup_steps,
-        "optimizer": {"lr": 1e-3, "schedule": "linear"},
-        **sft,
-    }
-    algorithm = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28}
-    return [
-        warmup,
-        {"name": "grpo", "start_from": "warmup", "algorithm": algorithm, **grpo},
-        *(more if controls else []),
-    ]
+def conversation(question: str, answer: str) -> Row:
+    """Return a demonstration."""
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def make_config(
-    name: str, folder: Path, seed: int, *, max_length: int, eval_size: int = 500, **parts: Any
-) -> dict[str, Any]:
-    """Return the config of a run on the files that a task has written to ``folder``."""
-    source = {"source": "file", "path": str(folder / "train.jsonl"), "eval_path": str(folder / "held_out.jsonl")}
+def sft(name: str, demonstrations: str, steps: int, rows: int = 64, **more: Any) -> Row:
+    """Return a stage of SFT."""
+    stage = {"name": name, "algorithm": {"name": "sft"}, "demonstrations": demonstrations, "steps": steps}
+    return {**stage, "batch_size": rows, "optimizer": {"lr": 1e-3, "schedule": "linear"}, **more}
+
+
+def base(name: str, folder: Path, seed: int, tokens: int, prompt: int, **explorer: Any) -> Row:
+    """Return what all configs share; answers have at most ``tokens``, and prompts ``prompt``."""
+    sampling = {"max_tokens": tokens, "max_prompt_tokens": prompt}
     return {
         "name": f"{name}-{seed}",
         "storage": str(folder / "runs"),
         "seed": seed,
+        "explorer": {"engine": {"count": 1}, "sampling": sampling, "over_sampling": 1.5, **explorer},
+        "trainer": {"ranks": 1},
+    }
+
+
+def words(longest: int, size: int) -> Row:
+    """Return a source of words of three letters and more, to be spelled backward."""
+    options = {"min_word_len": 3, "max_word_len": longest}
+    return {"source": "reasoning_gym", "dataset": "spell_backward", "options": options, "size": size}
+
+
+def make_config(
+    name: str,
+    folder: Path,
+    seed: int,
+    *,
+    steps: int = 60,
+    controls: bool = True,
+    warmup_steps: int,
+    control_steps: int,
+    control_every: int,
+    control_lrs: Sequence[float] = (3e-3, 1e-3, 3e-4),
+    rows: int = 64,
+    groups: int = 32,
+    every: int = 20,
+    lr: float = 3e-4,
+    tokens: tuple[int, int],
+    max_length: int,
+    eval_size: int = 500,
+    explorer: Row | None = None,
+    **parts: Any,
+) -> Row:
+    """Return the config of a run on the files that a task has written to ``folder``: a warm-up on the demonstrations,
+    ``steps`` steps of GRPO from it, of so many groups of 8, and controls from it at each of some learning rates."""
+    source = {"source": "file", "path": str(folder / "train.jsonl"), "eval_path": str(folder / "held_out.jsonl")}
+    grpo = {
+        "algorithm": CLIPPED_GRPO,
+        "steps": steps,
+        "batch_size": 8 * groups,
+        "group_size": 8,
+        "evaluate_every": every,
+    }
+    from_warmup = {"start_from": "warmup", "evaluate_every": control_every}
+    more = [
+        sft(f"{kind}-{each:g}".replace(".", "_"), kind, control_steps, rows, optimizer={"lr": each}, **from_warmup)
+        for kind in ("mixed", "good")
+        for each in control_lrs
+    ]
+    return {
+        **base(name, folder, seed, *tokens, **explorer or {}),
         "model": {"path": str(folder / "model"), "max_length": max_length},
         "tasks": {"eval_size": eval_size, "sources": [source]},
-        "demonstrations": {rows: {"path": str(folder / f"{rows}.jsonl")} for rows in ("mixed", "good")},
-        "trainer": {"ranks": 1},
+        "demonstrations": {kind: {"path": str(folder / f"{kind}.jsonl")} for kind in ("mixed", "good")},
+        "stages": [
+            sft("warmup", "mixed", warmup_steps, rows),
+            {"name": "grpo", "start_from": "warmup", **grpo, "evaluate_every": every, "optimizer": {"lr": lr}},
+            *(more if controls else []),
+        ],
         **parts,
     }
 
 
-def main(write_task: Callable[[Path, int], None], config: Callable[[Path, int], dict[str, Any]]) -> None:
-    """Train from the seed of the command line, in its folder, and print a table."""
-    seed = int(sys.argv[1]) if sys.argv[1:] else 0
-    folder = Path(sys.argv[2] if sys.argv[2:] else tempfile.mkdtemp())
-    write_task(folder, seed)
-    run = rayrft.start(config(folder, seed))
+def arguments() -> tuple[int, Path]:
+    """Return the seed and the folder of the command line."""
+    return int(sys.argv[1]) if sys.argv[1:] else 0, Path(sys.argv[2] if sys.argv[2:] else tempfile.mkdtemp())
+
+
+def trained(config: Row) -> Run:
+    """Train to the end; return the run."""
+    run = rayrft.start(config, say=lambda _: None)
     run.result()
-    print(run.evaluations().to_string())
+    return run
+
+
+def main(write_task: Callable[[Path, int], None], config: Callable[[Path, int], Row]) -> None:
+    """Train from the seed of the command line, in its folder, and print a table."""
+    seed, folder = arguments()
+    write_task(folder, seed)
+    print(trained(config(folder, seed)).evaluations().to_string())

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,16 +20,18 @@ import httpx
 import pandas as pd
 from rapidfuzz.distance import Levenshtein
 
-import rayrft
+from rayrft.buffer.reader import Archive
 from rayrft.config.serve import FeedbackConfig
 from rayrft.core.run import Run
 from rayrft.core.services import serve_feedback
 from rayrft.experience import Task
-from tests.bench.lessons.lessons import write_rows
+from rayrft.feedback.exchange import read_answers, write_feedback
+from rayrft.feedback.journal import FILE, feedback_folder, read_journal
+from rayrft.feedback.judgements import Judgements
+from tests.bench.lessons.lessons import TINY, Row, arguments, base, sft, trained, words, write_rows
 from tests.e2e.conftest import free_port
 
 PAIRS = 200
-_TINY = {"layers": 3, "hidden_size": 128, "heads": 4, "intermediate_size": 384}
 
 
 def likeness() -> Callable[[Task, str], float]:
@@ -43,47 +43,24 @@ def likeness() -> Callable[[Task, str], float]:
     return score
 
 
-def base(folder: Path, name: str, seed: int) -> dict[str, Any]:
+def shared(folder: Path, name: str, seed: int) -> Row:
     """Return what all runs share: the words, the reward, and answers of at most eight tokens."""
-    source = {
-        "source": "reasoning_gym",
-        "dataset": "spell_backward",
-        "options": {"min_word_len": 3, "max_word_len": 5},
-        "size": 8000,
-    }
-    return {
-        "name": f"{name}-{seed}",
-        "storage": str(folder / "runs"),
-        "seed": seed,
-        "tasks": {"eval_size": 500, "sources": [source]},
-        "reward": {"name": "tests.bench.lessons.picked:likeness"},
-        "explorer": {"engine": {"count": 1}, "sampling": {"max_tokens": 8, "max_prompt_tokens": 40}},
-        "trainer": {"ranks": 1},
-    }
+    tasks = {"eval_size": 500, "sources": [words(5, 8000)]}
+    reward = {"name": "tests.bench.lessons.picked:likeness"}
+    return {**base(name, folder, seed, 8, 40, over_sampling=1.0), "tasks": tasks, "reward": reward}
 
 
 def sample(folder: Path, seed: int) -> Run:
     """Warm a model up, and sample groups of four with weights that hardly change; return the run, which has ended."""
-    warmup = {
-        "name": "warmup",
-        "algorithm": {"name": "sft"},
-        "demonstrations": "warmup",
-        "steps": 200,
-        "batch_size": 64,
-        "optimizer": {"lr": 1e-3, "schedule": "linear"},
-    }
     asked = {"name": "asked", "algorithm": {"name": "grpo"}, "steps": 8, "batch_size": 256, "group_size": 4}
-    run = rayrft.start(
+    return trained(
         {
-            **base(folder, "asked", seed),
-            "model": {"tiny": _TINY, "max_length": 48},
+            **shared(folder, "asked", seed),
+            "model": TINY,
             "demonstrations": {"warmup": {"size": 3000, "wrong_share": 0.6, "wrong_field": "word"}},
-            "stages": [warmup, {**asked, "optimizer": {"lr": 1e-9}}],
-        },
-        say=lambda _: None,
+            "stages": [sft("warmup", "warmup", 200), {**asked, "optimizer": {"lr": 1e-9}}],
+        }
     )
-    run.result()
-    return run
 
 
 def judge(run: Run, pairs: int) -> FeedbackConfig:
@@ -118,11 +95,6 @@ def judge(run: Run, pairs: int) -> FeedbackConfig:
 
 def export(run: Run, settings: FeedbackConfig, folder: Path, seed: int) -> int:
     """Write the pairs, the same picked by a coin, and what was picked; return the number of pairs."""
-    from rayrft.buffer.reader import Archive
-    from rayrft.feedback.exchange import read_answers, write_feedback
-    from rayrft.feedback.journal import FILE, feedback_folder, read_journal
-    from rayrft.feedback.judgements import Judgements
-
     judgements = Judgements(settings)
     for entry in read_journal(feedback_folder(run.folder) / FILE):
         judgements.add(entry)
@@ -141,44 +113,24 @@ def export(run: Run, settings: FeedbackConfig, folder: Path, seed: int) -> int:
 
 def train(run: Run, folder: Path, seed: int, steps: int) -> pd.DataFrame:
     """Train on the files from the sampled weights; return all evaluations."""
-    model = run.folder / "checkpoints" / "final"
-
-    def stage(name: str, algorithm: dict[str, Any], rows: int) -> dict[str, Any]:
-        return {
-            "name": name,
-            "algorithm": algorithm,
-            "demonstrations": name.partition("-")[2],
-            "steps": steps,
-            "batch_size": rows,
-            "evaluate_every": steps // 2,
-            "optimizer": {"lr": 1e-4},
-        }
-
-    stages = [
-        stage("dpo-picked", {"name": "dpo"}, 64),
-        stage("dpo-coin", {"name": "dpo"}, 64),
-        stage("sft-chosen", {"name": "sft"}, 32),
-    ]
+    model = {"path": str(run.folder / "checkpoints" / "final"), "max_length": 48}
     tables = []
-    for each in stages:
-        trained = rayrft.start(
-            {
-                **base(folder, each["name"], seed),
-                "model": {"path": str(model), "max_length": 48},
-                "demonstrations": {each["demonstrations"]: {"path": str(folder / f"{each['demonstrations']}.jsonl")}},
-                "stages": [each],
-            },
-            say=lambda _: None,
-        )
-        trained.result()
-        tables.append(trained.evaluations())
+    for name, rows in (("dpo-picked", 64), ("dpo-coin", 64), ("sft-chosen", 32)):
+        algorithm, _, kind = name.partition("-")
+        stage = {"algorithm": {"name": algorithm}, "evaluate_every": steps // 2, "optimizer": {"lr": 1e-4}}
+        config = {
+            **shared(folder, name, seed),
+            "model": model,
+            "demonstrations": {kind: {"path": str(folder / f"{kind}.jsonl")}},
+            "stages": [sft(name, kind, steps, rows, **stage)],
+        }
+        tables.append(trained(config).evaluations())
     return pd.concat(tables)
 
 
 def main() -> None:
     """Do it all from the seed of the command line, and print a table."""
-    seed = int(sys.argv[1]) if sys.argv[1:] else 0
-    folder = Path(sys.argv[2] if sys.argv[2:] else tempfile.mkdtemp())
+    seed, folder = arguments()
     run = sample(folder, seed)
     print(export(run, judge(run, PAIRS), folder, seed), "pairs")
     found = train(run, folder, seed, 60)

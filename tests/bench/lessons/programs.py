@@ -8,14 +8,14 @@ A question lists what to do with ``x``, such as "plus 3, times 2, squared", wher
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rayrft.trainer.tiny import make_tokenizer
 from tests.bench.lessons import lessons
-from tests.bench.lessons.lessons import main, make_stages, write_model, write_rows
+from tests.bench.lessons.lessons import conversation, main, write_demonstrations, write_model, write_rows
 
 Step = tuple[str, int]
 
@@ -29,7 +29,6 @@ PLACES = (-3, 0, 2, 7)
 
 def write_task(folder: Path, seed: int, *, demonstrations: int = 300, tasks: int = 6000, held_out: int = 200) -> None:
     """Write tasks of two or three steps, demonstrations, and a random model with its tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     asked = dict[str, list[Step]]()
     while len(asked) < tasks + held_out + demonstrations:
@@ -47,45 +46,29 @@ def write_task(folder: Path, seed: int, *, demonstrations: int = 300, tasks: int
     ]
     write_rows(folder / "train.jsonl", rows[:tasks])
     write_rows(folder / "held_out.jsonl", rows[tasks : tasks + held_out])
-    shown = [(row["question"], asked[row["question"]]) for row in rows[tasks + held_out :]]
-    careful = rng.random(demonstrations) < CAREFUL
-    answers = [expression(steps, careful=bool(each)) for (_, steps), each in zip(shown, careful, strict=True)]
-    made = [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": HEAD + answer}]}
-        for (question, _), answer in zip(shown, answers, strict=True)
-    ]
-    write_rows(folder / "mixed.jsonl", made)
-    write_rows(folder / "good.jsonl", [row for row, each in zip(made, careful, strict=True) if each])
-    tokenizer = make_tokenizer([question for question, _ in shown], [HEAD])
+    shown, careful = rows[tasks + held_out :], rng.random(demonstrations) < CAREFUL
+    answers = [expression(asked[row["question"]], careful=each) for row, each in zip(shown, careful, strict=True)]
+    made = [conversation(row["question"], HEAD + answer) for row, answer in zip(shown, answers, strict=True)]
+    write_demonstrations(folder, zip(made, careful, strict=True))
+    tokenizer = make_tokenizer([row["question"] for row in shown], [HEAD])
     tokenizer.add_tokens([HEAD, "**2", *(f" {name}" for name in WRITTEN)])
-    write_model(folder / "model", tokenizer, seed, 96)
+    write_model(folder, tokenizer, seed, 96)
 
 
-def make_config(folder: Path, seed: int, *, steps: int = 60, controls: bool = True) -> dict[str, Any]:
-    """Return the config of a warm-up on the demonstrations, controls from it, and GRPO from it."""
-    grpo = {"steps": steps, "batch_size": 128, "group_size": 8, "evaluate_every": 30, "optimizer": {"lr": 3e-4}}
-    return lessons.make_config(
-        "programs",
-        folder,
-        seed,
-        max_length=96,
-        eval_size=200,
-        reward={"name": "code", "workers": 2, "deadline_s": 30, "options": {"budget_s": 20}},
-        explorer={
-            "engine": {"count": 1},
-            "sampling": {"max_tokens": 28, "max_prompt_tokens": 40},
-            "over_sampling": 1.5,
-        },
-        stages=make_stages(
-            batch_size=64,
-            warmup_steps=150,
-            grpo=grpo,
-            control_steps=150,
-            control_every=75,
-            controls=controls,
-            control_lrs=(1e-3,),
-        ),
-    )
+make_config = partial(
+    lessons.make_config,
+    "programs",
+    warmup_steps=150,
+    control_steps=150,
+    control_every=75,
+    control_lrs=(1e-3,),
+    groups=16,
+    every=30,
+    tokens=(28, 40),
+    max_length=96,
+    eval_size=200,
+    reward={"name": "code", "workers": 2, "deadline_s": 30, "options": {"budget_s": 20}},
+)
 
 
 def expression(steps: list[Step], *, careful: bool = True) -> str:
@@ -101,10 +84,8 @@ def value(steps: list[Step], x: int) -> int:
     """Compute what the steps make of ``x``."""
     for name, number in steps:
         match name:
-            case "plus":
-                x += number
-            case "minus":
-                x -= number
+            case "plus" | "minus":
+                x += number if name == "plus" else -number
             case "times":
                 x *= number
             case "squared":
