@@ -286,9 +286,9 @@ def export_feedback(
     from rayrft.feedback.journal import FILE, feedback_folder, read_journal
     from rayrft.feedback.judgements import Judgements
 
-    judgements, archive = Judgements(read_config(FeedbackConfig, {}, changes(settings))), _archive(run, storage)
-    for entry in read_journal(feedback_folder(find_folder(run, storage)) / FILE):
-        judgements.add(entry)
+    entries = read_journal(feedback_folder(find_folder(run, storage)) / FILE)
+    judgements = Judgements(read_config(FeedbackConfig, {}, changes(settings)), entries)
+    archive = _archive(run, storage)
     answers = read_answers(archive, {row for each in judgements.all.values() for row in each.rows})
     done = write_feedback(judgements, answers, out, form)
     print(f"{done.rows} rows in {out}")
@@ -307,7 +307,7 @@ def import_feedback(
 ) -> None:
     """Take what people said elsewhere of a run's answers; the page tells the run of it when it is opened."""
     from rayrft.feedback.exchange import read_answers, read_feedback
-    from rayrft.feedback.journal import feedback_folder, open_journal
+    from rayrft.feedback.journal import entry_line, feedback_folder, open_journal
     from rayrft.feedback.judgements import JudgementAdded
 
     checked = read_config(FeedbackConfig, {}, changes(settings))
@@ -315,7 +315,7 @@ def import_feedback(
     journal, entries = open_journal(feedback_folder(find_folder(run, storage)), wait=False)
     known = {entry.judgement.id for entry in entries if entry.kind == "judged"}
     new = [each for each in found if each.id not in known]
-    journal.append(*map(JudgementAdded, new))
+    journal.append(*map(entry_line, map(JudgementAdded, new)), durable=True)
     journal.close()
     print(f"{len(new)} judgements imported, {len(found) - len(new)} were there")
 

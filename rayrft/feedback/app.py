@@ -22,7 +22,7 @@ from rayrft.errors import DataError, RayrftError
 from rayrft.feedback.agreement import measure_agreement
 from rayrft.feedback.delivery import Delivery
 from rayrft.feedback.items import Item, Queue, item_json
-from rayrft.feedback.journal import FeedbackJournal, feedback_folder, open_journal
+from rayrft.feedback.journal import feedback_folder, open_journal
 from rayrft.feedback.judgements import (
     ROWS,
     Judgement,
@@ -35,6 +35,7 @@ from rayrft.feedback.judgements import (
     judgement_type,
 )
 from rayrft.feedback.run_rows import RunRows
+from rayrft.json_lines import JsonLines
 from rayrft.registry import load_plugins
 from rayrft.runtime.serving.http import ApiError, Body, HttpService, Route, parse
 
@@ -60,7 +61,9 @@ _HEADERS = {
 }
 
 
-class _Body(BaseModel):
+class PersonRequest(BaseModel):
+    """The body of ``/v1/me`` and ``/v1/leave``, and the base of the others."""
+
     model_config = ConfigDict(extra="forbid")
 
     person: str = Field(min_length=1, max_length=64)
@@ -73,29 +76,25 @@ class _Body(BaseModel):
         return name.strip()
 
 
-class PersonRequest(_Body):
-    """The body of ``/v1/me`` and ``/v1/leave``."""
-
-
-class NextRequest(_Body):
+class NextRequest(PersonRequest):
     """The body of ``/v1/next``."""
 
     view: View
 
 
-class KeepRequest(_Body):
+class KeepRequest(PersonRequest):
     """The body of ``/v1/keep``."""
 
     item: str = Field(max_length=1024)
 
 
-class UndoRequest(_Body):
+class UndoRequest(PersonRequest):
     """The body of ``/v1/undo``: without an id, the person's latest judgement."""
 
     id: str | None = Field(None, max_length=64)
 
 
-class JudgeRequest(_Body):
+class JudgeRequest(PersonRequest):
     """The body of ``/v1/judge``. ``rows`` are the experience ids of the item, as they were shown; for the rules see
     `check_judgement`."""
 
@@ -136,7 +135,7 @@ class FeedbackPage(HttpService):
         self._notice: str | None = None
         self._read_at = 0.0
         self._reading: asyncio.Task[None] | None = None
-        self._journal: FeedbackJournal | None = None
+        self._journal: JsonLines | None = None
         self._referring: asyncio.Task[None] | None = None
         self._started: asyncio.Task[None] | None = None
         self._delivery: Delivery | None = None
@@ -175,8 +174,7 @@ class FeedbackPage(HttpService):
 
     async def _begin(self) -> None:
         if self._journal is None:
-            opened, entries = await asyncio.to_thread(open_journal, self._folder)
-            self._journal = opened
+            self._journal, entries = await asyncio.to_thread(open_journal, self._folder)
             for entry in entries:
                 self._judgements.add(entry)
         await self._read()

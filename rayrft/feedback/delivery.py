@@ -11,9 +11,10 @@ from functools import partial
 from typing import ParamSpec
 
 from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
-from rayrft.feedback.journal import FeedbackJournal
+from rayrft.feedback.journal import entry_line
 from rayrft.feedback.judgements import EditSent, Entry, Judgement, Judgements, Outcome, RowSent
 from rayrft.feedback.run_rows import RunRows
+from rayrft.json_lines import JsonLines
 
 P = ParamSpec("P")
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Delivery:
     """
 
     def __init__(
-        self, rows: RunRows, judgements: Judgements, journal: FeedbackJournal, before: dict[str, float | None]
+        self, rows: RunRows, judgements: Judgements, journal: JsonLines, before: dict[str, float | None]
     ) -> None:
         self._rows, self._judgements, self._journal, self._before = rows, judgements, journal, before
         self._wake = asyncio.Event()
@@ -126,7 +127,7 @@ class Delivery:
 
     async def record(self, entry: Entry) -> None:
         """Write an entry to the journal and add it to the judgements. Raises StorageError."""
-        await self._journal.write(entry)
+        await self._journal.append_durably(entry_line(entry))
         self._judgements.add(entry)
 
 

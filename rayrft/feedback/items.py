@@ -72,10 +72,6 @@ class Item:
     task_id: str
     answers: tuple[ShownAnswer, ...]
 
-    @property
-    def waiting(self) -> bool:
-        return self.answers[0].waiting
-
 
 def items_of(group: ShownGroup) -> list[Item]:
     """Return the items of a group: each answer; two different ones, in an order that says nothing; and, if there are
@@ -104,7 +100,7 @@ def order_of(item: Item, rule: str, judgements: Judgements) -> tuple[bool, float
         "low_deviation": lambda: float(np.std([answer.reward or 0.0 for answer in item.answers])),
         "disagreement": lambda: -_disagreement(item, judgements),
     }[rule]()
-    return not item.waiting, value, _draw(item.key)
+    return not item.answers[0].waiting, value, _draw(item.key)
 
 
 def _disagreement(item: Item, judgements: Judgements) -> float:
@@ -244,7 +240,7 @@ def item_json(item: Item, reference: str | None) -> dict[str, Any]:
     return {
         "key": item.key,
         "view": item.view,
-        "waiting": item.waiting,
+        "waiting": item.answers[0].waiting,
         "reference": reference,
         "images": len(item.answers[0].images),
         "context": [_turn(turn) for turn in turns[0][:common]],

@@ -27,36 +27,17 @@ def read_journal(path: Path) -> list[Entry]:
     return [entry for _, entry in read_lines(path, _entry)]
 
 
-class FeedbackJournal:
-    """The writer of a journal: see `open_journal`."""
-
-    def __init__(self, file: JsonLines) -> None:
-        self._file = file
-
-    async def write(self, *added: Entry) -> None:
-        """Write entries; return when they are on disk. Raises StorageError; then the journal has none of them."""
-        await self._file.append_durably(*map(_line, added))
-
-    def append(self, *added: Entry) -> None:
-        """Write entries, outside of event loops. Raises StorageError."""
-        self._file.append(*map(_line, added), durable=True)
-
-    def close(self) -> None:
-        """Release the lock."""
-        self._file.close()
-
-
-def open_journal(folder: Path, *, wait: bool = True) -> tuple[FeedbackJournal, list[Entry]]:
-    """Open the journal in a folder, cut off a torn line, and return it with its entries.
+def open_journal(folder: Path, *, wait: bool = True) -> tuple[JsonLines, list[Entry]]:
+    """Open the journal in a folder, cut off a torn line, and return it with its entries; `entry_line` is a line of it.
 
     Waits for the lock until its holder has ended. Raises StorageError if the file cannot be used or is damaged and,
     without ``wait``, if another process holds the lock.
     """
-    file, found = open_lines(folder / FILE, _entry, locked=True, wait=wait)
-    return FeedbackJournal(file), found
+    return open_lines(folder / FILE, _entry, locked=True, wait=wait)
 
 
-def _line(entry: Entry) -> bytes:
+def entry_line(entry: Entry) -> bytes:
+    """Return an entry as a line of the journal."""
     text = json.dumps(entries.dump_python(entry, mode="json"), separators=(",", ":"))
     return f'{{"crc":{zlib.crc32(text.encode())},"entry":{text}}}\n'.encode()
 

@@ -152,7 +152,7 @@ class TargetFeedback:
 class Judgements:
     """The judgements of a run, built entry by entry; of a person's judgements of an item the latest counts."""
 
-    def __init__(self, config: FeedbackConfig) -> None:
+    def __init__(self, config: FeedbackConfig, entries: Iterable[Entry] = ()) -> None:
         self._config = config
         self.all: dict[str, Judgement] = {}
         """By id; without the ones that were undone, or replaced by the same person's later ones."""
@@ -169,6 +169,8 @@ class Judgements:
         self._changed: dict[str, None] = {}
         """Rows with changes that the run does not have yet, in order."""
         self._before: dict[str, float | None] = {}
+        for entry in entries:
+            self.add(entry)
 
     def add(self, entry: Entry) -> None:
         """Take the next entry of the journal."""

@@ -36,10 +36,7 @@ SAID = [
 
 
 def known(given: Sequence[Judgement] = SAID) -> Judgements:
-    judgements = Judgements(SETTINGS)
-    for each in given:
-        judgements.add(JudgementAdded(each))
-    return judgements
+    return Judgements(SETTINGS, map(JudgementAdded, given))
 
 
 def exported(path: Path, form: str, given: Sequence[Judgement] = SAID) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rayrft.errors import StorageError
-from rayrft.feedback.journal import FILE, open_journal, read_journal
+from rayrft.feedback.journal import FILE, entry_line, open_journal, read_journal
 from rayrft.feedback.judgements import EditSent, Entry, Judgement, JudgementAdded, JudgementUndone, RowSent
 from tests.errors import about
 
@@ -29,7 +29,7 @@ ENTRIES: list[Entry] = [
 def written(folder: Path) -> Path:
     journal, entries = open_journal(folder)
     assert entries == []
-    journal.append(*ENTRIES)
+    journal.append(*map(entry_line, ENTRIES), durable=True)
     journal.close()
     return folder / FILE
 
@@ -55,7 +55,7 @@ def test_any_tail_that_a_crash_cut_is_left_out_and_the_next_entry_follows_the_la
         journal, entries = open_journal(tmp_path)
         assert entries == ENTRIES[:whole]
         assert path.stat().st_size == starts[whole]
-        journal.append(ENTRIES[-1])
+        journal.append(entry_line(ENTRIES[-1]))
         journal.close()
         assert read_journal(path) == [*ENTRIES[:whole], ENTRIES[-1]]
 
@@ -77,7 +77,7 @@ def test_a_last_line_of_wrong_bytes_is_left_out_and_any_other_is_damage(tmp_path
 
 async def test_what_is_written_at_once_is_all_there_in_order(tmp_path: Path) -> None:
     journal, _ = open_journal(tmp_path)
-    await asyncio.gather(*(journal.write(JudgementUndone(str(number))) for number in range(200)))
+    await asyncio.gather(*(journal.append_durably(entry_line(JudgementUndone(str(number)))) for number in range(200)))
     assert [entry.id for entry in read_journal(tmp_path / FILE)] == [str(number) for number in range(200)]  # type: ignore[union-attr]
     journal.close()
 
@@ -86,7 +86,7 @@ async def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal, _ = open_journal(tmp_path)
-    await journal.write(JudgementUndone("first"))
+    await journal.append_durably(entry_line(JudgementUndone("first")))
     write = os.write
 
     def full(descriptor: int, data: bytes) -> int:
@@ -95,9 +95,9 @@ async def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(
 
     monkeypatch.setattr("rayrft.json_lines.os.write", full)
     with pytest.raises(StorageError, match="No space left"):
-        await journal.write(JudgementUndone("lost"))
+        await journal.append_durably(entry_line(JudgementUndone("lost")))
     monkeypatch.undo()
-    await journal.write(JudgementUndone("second"))
+    await journal.append_durably(entry_line(JudgementUndone("second")))
     assert read_journal(tmp_path / FILE) == [JudgementUndone("first"), JudgementUndone("second")]
     journal.close()
 

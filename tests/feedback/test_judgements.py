@@ -26,10 +26,7 @@ def said(number: str, person: str = "Ann", *, view: View = "one", item: str = ""
 
 
 def known(*given: Judgement, **settings: Any) -> Judgements:
-    judgements = Judgements(FeedbackConfig(**settings))
-    for each in given:
-        judgements.add(JudgementAdded(each))
-    return judgements
+    return Judgements(FeedbackConfig(**settings), map(JudgementAdded, given))
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,7 @@ def judge(run: Run, pairs: int) -> FeedbackConfig:
 
 def export(run: Run, settings: FeedbackConfig, folder: Path, seed: int) -> int:
     """Write the pairs, the same picked by a coin, and what was picked; return the number of pairs."""
-    judgements = Judgements(settings)
-    for entry in read_journal(feedback_folder(run.folder) / FILE):
-        judgements.add(entry)
+    judgements = Judgements(settings, read_journal(feedback_folder(run.folder) / FILE))
     answers = read_answers(Archive.of_run(run.folder), {row for each in judgements.all.values() for row in each.rows})
     write_feedback(judgements, answers, folder / "picked.jsonl", "pairs")
     pairs = [json.loads(line) for line in (folder / "picked.jsonl").read_text().splitlines()]
