@@ -24,13 +24,7 @@ from rayrft.config.serve import FeedbackConfig
 from rayrft.data.formats import open_rows
 from rayrft.errors import DataError
 from rayrft.feedback.items import ShownAnswer
-from rayrft.feedback.judgements import (
-    Judgement,
-    Judgements,
-    View,
-    check_judgement,
-    judgement_type,
-)
+from rayrft.feedback.judgements import Judgement, Judgements, View, check_judgement, judgement_type
 from rayrft.feedback.run_rows import read_shown
 from rayrft.files import atomic_file
 

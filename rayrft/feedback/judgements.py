@@ -68,11 +68,7 @@ def check_judgement(given: Judgement, settings: FeedbackConfig) -> Judgement:
     said = any(of_one.values()) or given.ranking or given.tie or given.labels or given.comment.strip()
     rules: list[tuple[str, object, str]] = [
         ("rows", len(set(given.rows)) < len(given.rows), "must not name a row twice"),
-        (
-            "rows",
-            not least <= len(given.rows) <= most,
-            f"must be {least} to {most} for the view {given.view!r}",
-        ),
+        ("rows", not least <= len(given.rows) <= most, f"must be {least} to {most} for the view {given.view!r}"),
         ("score", score is not None and not 1 <= score <= levels, f"must be 1 to {levels}"),
         ("ranking", given.ranking and sorted(given.ranking) != sorted(given.rows), "must name each answer once"),
         *((name, not single and value is not None, "is only for a single answer") for name, value in of_one.items()),

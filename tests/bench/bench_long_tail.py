@@ -159,11 +159,7 @@ async def trained_tokens(lease: Lease) -> int:
 
 async def measure(config: RunConfig, prepared: Prepared, mode: Mode, steps: int, warm_up: int) -> tuple[float, str]:
     """Return the tokens that are trained per second, and a row of the table."""
-    settings = {
-        "explorer.partial": mode.partial,
-        "explorer.over_sampling": mode.over,
-        "max_staleness": mode.staleness,
-    }
+    settings = {"explorer.partial": mode.partial, "explorer.over_sampling": mode.over, "max_staleness": mode.staleness}
     config = load_config(config, settings)
     stage = config.stages[-1]
     engine = actor(DecodingEngine, "engine-0", ChatTokenizer(prepared.model).prompt(prepared.tasks[0].messages)[-1])

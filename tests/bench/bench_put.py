@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import ray
 from ray.util.queue import Queue
@@ -27,41 +26,24 @@ from ray.util.queue import Queue
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.config.buffer import BufferConfig
-from rayrft.experience import Experience, VersionSpan, to_batch
+from rayrft.experience import to_batch
 from tests.bench.helpers import parse, spread, start_ray
+from tests.buffer.rows import group
 from tests.scripted import handle
 
 IN_FLIGHT = 64
 
 
 def template(rows: int, tokens: int = 128) -> pa.RecordBatch:
-    """One group of own rows."""
-    mask = np.zeros(tokens, np.uint8)
-    mask[tokens // 4 :] = 1
-    logprobs = -np.random.default_rng(0).random((rows, tokens)).astype(np.float32) * mask
-    return to_batch(
-        [
-            Experience(
-                experience_id=f"g/{row}",
-                group_id="g",
-                task_id="t",
-                token_ids=np.arange(tokens, dtype=np.int32),
-                prompt_length=tokens // 4,
-                action_mask=mask,
-                logprobs=logprobs[row],
-                weight_versions=(VersionSpan(tokens // 4, tokens, 0),),
-                reward=float(row % 2),
-            )
-            for row in range(rows)
-        ]
-    )
+    """One group of usual rows."""
+    return to_batch(group(0, rows=rows, length=tokens))
 
 
-def named(batch: pa.RecordBatch, group: str) -> pa.RecordBatch:
+def named(batch: pa.RecordBatch, name: str) -> pa.RecordBatch:
     """The same rows under another group's name."""
-    ids = pa.array([f"{group}/{row}" for row in range(batch.num_rows)])
+    ids = pa.array([f"{name}/{row}" for row in range(batch.num_rows)])
     batch = batch.set_column(0, batch.schema.field(0), ids)
-    return batch.set_column(1, batch.schema.field(1), pa.array([group] * batch.num_rows))
+    return batch.set_column(1, batch.schema.field(1), pa.array([name] * batch.num_rows))
 
 
 @ray.remote(num_cpus=0)

@@ -30,12 +30,12 @@ import argparse
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -191,22 +191,15 @@ def run_trl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(kind: str, folder: Path, batch: str, options: argparse.Namespace, **more: int) -> dict[str, Any]:
     """One run in a process of its own."""
-    given = {name: getattr(options, name) for name in ("steps", "engines", "ranks", "staleness", "cores")} | more
-    command = [sys.executable, "-m", "tests.bench.bench_trl", "--child", kind, "--folder", str(folder)]
-    command += ["--batches", batch, *(f"--{name}={value}" for name, value in given.items())]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{kind} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"seconds')))
-    return result
+    given = argparse.Namespace(**{**vars(options), **more, "batch": _batch(batch)})
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(run, kind, folder, given).result()
 
 
-def child(options: argparse.Namespace) -> None:
-    """One run in this process; prints JSON."""
+def run(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One run in this process."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    options.batch = _batch(options.batches[0])
-    found = (run_rayrft if options.child == "rayrft" else run_trl)(options.folder, options)
-    print(f"\n{json.dumps(found)}", flush=True)
+    return (run_rayrft if kind == "rayrft" else run_trl)(folder, options)
 
 
 def _batch(text: str) -> tuple[int, int, int]:
@@ -293,14 +286,8 @@ def main() -> None:
         ranks=2,
         staleness=0,
         continuous=([0], "of TRL: 0, 1 or both"),
-        child=(str, argparse.SUPPRESS),
-        folder=(Path, argparse.SUPPRESS),
     )
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", HF_HUB_OFFLINE="1", WANDB_MODE="offline")
-    if options.child:
-        options.threads, options.continuous = options.threads[0], options.continuous[0]
-        child(options)
-        return
     print(
         f"hidden {options.hidden}, {options.layers} layers; {options.cores} cores, {options.engines} engines,", end=" "
     )

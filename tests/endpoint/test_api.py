@@ -216,102 +216,70 @@ async def test_a_call_that_cannot_be_read_is_shown_as_it_is(tiny_model: Path) ->
 CHAT: dict[str, Any] = {"model": MODEL, "messages": USER}
 
 
+def _said(**message: Any) -> dict[str, Any]:
+    return {"messages": [*USER, {"role": "assistant", **message}]}
+
+
+def _called(function: Any) -> dict[str, Any]:
+    return _said(tool_calls=[{"function": function}])
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+CHATS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "invalid_value": [
+        ({"temperature": "hot"}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 257}, "stop"),
+        ({"stop": ["x" * 257]}, "stop.0"),
+        ({"chat_template_kwargs": {"enable_thinking": []}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type"),
+        ({"messages": USER * 4097}, "messages"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"model": "x" * 257}, "model"),
+    ],
+    "unsupported_parameter": [
+        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"function": 5}]}, "tools"),
+        (_called("x"), "messages.1.tool_calls"),
+        (_called({"name": "f", "arguments": "[1]"}), "messages.1.tool_calls.arguments"),
+        (_called({"name": "f", "arguments": "oops"}), "messages.1.tool_calls.arguments"),
+        ({"messages": [{**USER[0], "reasoning_content": "hm"}]}, "messages.0.reasoning_content"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ],
+    "context_length_exceeded": [({"messages": [{"role": "user", "content": "x" * 200}]}, "messages")],
+}
+"""What is refused of chat completions, and the field."""
+TEXT = {"model": MODEL, "prompt": "hi"}
+MANY = {str(number): 0 for number in range(65)}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "code", "param"),
     [
+        *(("chat/completions", {**CHAT, **more}, 400, code, param)
+          for code, bodies in CHATS.items() for more, param in bodies),
         ("chat/completions", "{not json", 400, "invalid_json", None),
         ("chat/completions", {"model": MODEL}, 400, "missing_required_parameter", "messages"),
-        ("chat/completions", {**CHAT, "temperature": "hot"}, 400, "invalid_value", "temperature"),
-        ("chat/completions", {**CHAT, "n": 0}, 400, "invalid_value", "n"),
-        ("chat/completions", {**CHAT, "max_tokens": -1}, 400, "invalid_value", "max_tokens"),
-        ("chat/completions", {**CHAT, "presence_penalty": 1}, 400, "unsupported_parameter", "presence_penalty"),
-        ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "unsupported_parameter", "tool_choice"),
         ("chat/completions", {**CHAT, "model": "gpt-5"}, 404, "model_not_found", "model"),
-        (
-            "chat/completions",
-            {**CHAT, "messages": [{"role": "user", "content": "x" * 200}]},
-            400,
-            "context_length_exceeded",
-            "messages",
-        ),
-        ("completions", {"model": MODEL, "prompt": "x" * 1_000_000}, 400, "context_length_exceeded", "prompt"),
-        ("chat/completions", {**CHAT, "tools": [{"function": 5}]}, 400, "unsupported_parameter", "tools"),
-        ("chat/completions", {**CHAT, "stop": 5}, 400, "invalid_value", "stop"),
-        (
-            "chat/completions",
-            {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{"function": "x"}]}]},
-            400,
-            "unsupported_parameter",
-            "messages.0.tool_calls",
-        ),
-        *(
-            (
-                "chat/completions",
-                {**CHAT, "messages": [*USER, {"role": "assistant", "tool_calls": [{"function": function}]}]},
-                400,
-                "unsupported_parameter",
-                "messages.1.tool_calls.arguments",
-            )
-            for function in ({"name": "f", "arguments": "[1]"}, {"name": "f", "arguments": "oops"})
-        ),
-        (
-            "chat/completions",
-            {**CHAT, "messages": [{**USER[0], "reasoning_content": "hm"}]},
-            400,
-            "unsupported_parameter",
-            "messages.0.reasoning_content",
-        ),
-        *(
-            ("chat/completions", {**CHAT, "chat_template_kwargs": {name: []}}, 400, "invalid_value", param)
-            for name, param in [
-                ("enable_thinking", "chat_template_kwargs.enable_thinking"),
-                ("messages", "chat_template_kwargs.messages"),
-            ]
-        ),
-        *(
-            ("chat/completions", {**CHAT, **more}, 400, "unsupported_parameter", param)
-            for more, param in [
-                ({"chat_template": "{{ messages }}"}, "chat_template"),
-                ({"reasoning_effort": "low"}, "reasoning_effort"),
-            ]
-        ),
-        (
-            "completions",
-            {"model": MODEL, "prompt": "hi", "chat_template_kwargs": {}},
-            400,
-            "unsupported_parameter",
-            "chat_template_kwargs",
-        ),
-        (
-            "chat/completions",
-            {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            400,
-            "invalid_value",
-            "messages.0.content.0.type",
-        ),
-        ("chat/completions", {**CHAT, "stop": ["x"] * 17}, 400, "invalid_value", "stop"),
-        ("chat/completions", {**CHAT, "stop": "x" * 257}, 400, "invalid_value", "stop"),
-        ("chat/completions", {**CHAT, "stop": ["x" * 257]}, 400, "invalid_value", "stop.0"),
-        ("chat/completions", {**CHAT, "messages": USER * 4097}, 400, "invalid_value", "messages"),
-        ("chat/completions", {**CHAT, "tools": [TOOL] * 129}, 400, "invalid_value", "tools"),
-        ("chat/completions", {**CHAT, "model": "x" * 257}, 400, "invalid_value", "model"),
+        ("completions", {**TEXT, "prompt": "x" * 1_000_000}, 400, "context_length_exceeded", "prompt"),
+        ("completions", {**TEXT, "chat_template_kwargs": {}}, 400, "unsupported_parameter", "chat_template_kwargs"),
+        ("completions", {**TEXT, "prompt": [10**6]}, 400, "invalid_value", "request"),
+        ("completions", {**TEXT, "prompt": [1 << 32]}, 400, "invalid_value", "prompt.0"),
+        ("completions", {**TEXT, "prompt": []}, 400, "invalid_value", None),
         ("responses", {"model": MODEL, "input": "x", "include": ["x"] * 17}, 400, "invalid_value", "include"),
         ("feedback", {"id": "x" * 257, "reward": 1.0}, 400, "invalid_value", "id"),
-        (
-            "feedback",
-            {"id": "x", "reward": 1.0, "components": {str(n): 0 for n in range(65)}},
-            400,
-            "invalid_value",
-            "components",
-        ),
-        ("completions", {"model": MODEL, "prompt": [10**6]}, 400, "invalid_value", "request"),
-        ("completions", {"model": MODEL, "prompt": [1 << 32]}, 400, "invalid_value", "prompt.0"),
-        ("completions", {"model": MODEL, "prompt": []}, 400, "invalid_value", None),
+        ("feedback", {"id": "x", "reward": 1.0, "components": MANY}, 400, "invalid_value", "components"),
         ("feedback", {"id": "nobody", "reward": 1.0}, 404, "session_not_found", "id"),
         ("feedback", {"id": "nobody"}, 400, "missing_required_parameter", "reward"),
         ("feedback", '{"id": "nobody", "reward": NaN}', 400, "invalid_value", "reward"),
     ],
-)
+)  # fmt: skip
 async def test_bad_requests_are_refused_with_their_field_and_counted(
     tiny_model: Path, path: str, body: Any, status: int, code: str, param: str | None
 ) -> None:

@@ -171,16 +171,6 @@ async def test_only_a_right_key_opens_and_the_health_check_needs_none() -> None:
     assert not scripted.asked
 
 
-async def test_without_keys_a_web_page_scores_nothing() -> None:
-    http, scripted = served(keys=())
-    for headers in ({"Host": "evil.example"}, {"Host": "localhost", "Origin": "https://evil.example"}):
-        assert (await http.post("/v1/score", json=MATH, headers=headers)).status_code == 403
-    plain = {"Host": "localhost", "Content-Type": "text/plain"}
-    assert (await http.post("/v1/score", content=json.dumps(MATH), headers=plain)).status_code == 415
-    assert not scripted.asked
-    assert (await http.post("/v1/score", json=MATH, headers={"Host": "localhost"})).status_code == 200
-
-
 async def test_what_takes_too_long_or_is_too_much_is_told_so_and_others_are_served() -> None:
     http, scripted = served(max_requests=1, deadline_s=0.2)
     scripted.holding.clear()

@@ -110,6 +110,9 @@ class Person:
         assert self.errors == []
 
 
+Serve, Arrive = Callable[..., str], Callable[..., Person]
+
+
 @pytest.fixture
 def arrive(browser: Any) -> Iterator[Callable[..., Person]]:
     people: list[Person] = []
@@ -131,64 +134,39 @@ def spoken(count: int) -> list[ShownGroup]:
     return [group(f"g{number}", f"First {number}.", f"Second {number}.", f"Third {number}.") for number in range(count)]
 
 
-CLICKS = {
-    "score": '[data-choice="score:4"]',
-    "thumb": '[data-choice="thumb:down"]',
-    "label": '[data-label="wrong"]',
-    "comment": "#comment",
-    "edit": "#edit",
-    "save": "#save",
-    "skip": "#skip",
-    "undo": "#undo",
-    "reference": "#reference-open",
-    "verdict": "#verdict-open",
-    "left": '[data-choice="pick:0"]',
-    "right": '[data-choice="pick:1"]',
-    "tie": '[data-choice="tie:true"]',
-    "second": '[data-choice="rank:1"]',
-    "third": '[data-choice="rank:2"]',
-    "clear": '[data-choice="clear:true"]',
-    "pairs": '[data-view="pair"]',
-    "groups": '[data-view="group"]',
-    "statistics": "#person",
-    "help": "#help-open",
-    "close help": "#help button",
-    "close statistics": "#stats button.primary",
+ACTIONS = {
+    "score": ('[data-choice="score:4"]', "4"),
+    "thumb": ('[data-choice="thumb:down"]', "-"),
+    "label": ('[data-label="wrong"]', "Shift+Digit2"),
+    "comment": ("#comment", "c"),
+    "edit": ("#edit", "e"),
+    "save": ("#save", "Enter"),
+    "skip": ("#skip", "s"),
+    "undo": ("#undo", "z"),
+    "reference": ("#reference-open", "r"),
+    "verdict": ("#verdict-open", "v"),
+    "left": ('[data-choice="pick:0"]', "ArrowLeft"),
+    "right": ('[data-choice="pick:1"]', "ArrowRight"),
+    "tie": ('[data-choice="tie:true"]', "0"),
+    "second": ('[data-choice="rank:1"]', "2"),
+    "third": ('[data-choice="rank:2"]', "3"),
+    "clear": ('[data-choice="clear:true"]', "Backspace"),
+    "pairs": ('[data-view="pair"]', "]"),
+    "groups": ('[data-view="group"]', "]"),
+    "statistics": ("#person", "i"),
+    "help": ("#help-open", "?"),
+    "close help": ("#help button", "Escape"),
+    "close statistics": ("#stats button.primary", "Escape"),
 }
-KEYS = {
-    "score": "4",
-    "thumb": "-",
-    "label": "Shift+Digit2",
-    "comment": "c",
-    "edit": "e",
-    "save": "Enter",
-    "skip": "s",
-    "undo": "z",
-    "reference": "r",
-    "verdict": "v",
-    "left": "ArrowLeft",
-    "right": "ArrowRight",
-    "tie": "0",
-    "second": "2",
-    "third": "3",
-    "clear": "Backspace",
-    "pairs": "]",
-    "groups": "]",
-    "statistics": "i",
-    "help": "?",
-    "close help": "Escape",
-    "close statistics": "Escape",
-}
+"""What is clicked, and the key."""
 
 
 @pytest.mark.parametrize("by", ["mouse", "keyboard"])
-def test_every_action_by_mouse_and_by_keyboard(
-    by: str, serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
-) -> None:
+def test_every_action_by_mouse_and_by_keyboard(by: str, serve: Serve, arrive: Arrive, tmp_path: Path) -> None:
     person = arrive(serve(*spoken(4)))
 
     def do(action: str) -> None:
-        person.click(CLICKS[action]) if by == "mouse" else person.key(KEYS[action])
+        person.click(ACTIONS[action][0]) if by == "mouse" else person.key(ACTIONS[action][1])
 
     def write(text: str) -> None:
         """Type into the text that has the focus, and leave it."""
@@ -287,9 +265,7 @@ def test_every_action_by_mouse_and_by_keyboard(
     assert [each["reward"] for each in told if each.get("row") == first][:3] == [0.75, 0.5, 0.0]
 
 
-def test_answers_themselves_can_be_clicked(
-    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
-) -> None:
+def test_answers_themselves_can_be_clicked(serve: Serve, arrive: Arrive, tmp_path: Path) -> None:
     person = arrive(serve(*spoken(2)))
     person.click('[data-view="pair"]')
     person.see("main.pair[aria-busy=false]").to_be_visible()
@@ -300,14 +276,12 @@ def test_answers_themselves_can_be_clicked(
     assert said(tmp_path)[-1].ranking == (right, left)
 
 
-def test_enter_saves_whatever_was_clicked_before(
-    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
-) -> None:
+def test_enter_saves_whatever_was_clicked_before(serve: Serve, arrive: Arrive, tmp_path: Path) -> None:
     person = arrive(serve(*spoken(4)))
     for count, clicked in enumerate((["score"], ["thumb"], ["label"], ["score", "verdict", "reference"]), start=1):
         person.ready()
         for each in clicked:
-            person.click(CLICKS[each])
+            person.click(ACTIONS[each][0])
         person.key("Enter")
         person.saved(count)
     assert [(each.score, each.thumb, each.labels) for each in said(tmp_path)] == [
@@ -318,15 +292,13 @@ def test_enter_saves_whatever_was_clicked_before(
     ]
     person.key("a")
     person.ready()
-    person.click(CLICKS["score"])
+    person.click(ACTIONS["score"][0])
     person.saved(5)
     person.see("#hint").to_contain_text("1 is 0, 5 is 1")
     expect(person.window.get_by_role("button", name="Pair 4", exact=True)).to_be_visible()
 
 
-def test_a_server_that_does_not_answer_is_said_and_asked_again(
-    browser: Any, serve: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_server_that_does_not_answer_is_said_and_asked_again(browser: Any, serve: Serve, tmp_path: Path) -> None:
     person = Person(browser, serve(*spoken(2)))
     person.window.clock.install()
     person.window.reload()
@@ -354,7 +326,7 @@ def test_a_server_that_does_not_answer_is_said_and_asked_again(
 
 
 def test_keys_in_a_text_are_text_and_a_button_that_has_the_focus_does_what_it_says(
-    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
+    serve: Serve, arrive: Arrive, tmp_path: Path
 ) -> None:
     person = arrive(serve(*spoken(2)))
     person.ready()
@@ -377,7 +349,7 @@ def test_keys_in_a_text_are_text_and_a_button_that_has_the_focus_does_what_it_sa
 
 
 def test_two_people_see_different_answers_and_the_second_on_one_is_told(
-    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
+    serve: Serve, arrive: Arrive, tmp_path: Path
 ) -> None:
     url = serve(group("g", "only one"), group("h", "and one more"), lease_s=1.0)
     ann = arrive(url, "Ann")
@@ -403,7 +375,7 @@ def test_two_people_see_different_answers_and_the_second_on_one_is_told(
     ann.see("#stats-body").to_contain_text("Cohen's kappa")
 
 
-def test_what_is_typed_is_there_after_a_reload(serve: Callable[..., str], arrive: Callable[..., Person]) -> None:
+def test_what_is_typed_is_there_after_a_reload(serve: Serve, arrive: Arrive) -> None:
     person = arrive(serve(*spoken(5)))
     before = person.shown
     person.key("2", "Shift+Digit1", "c")
@@ -474,7 +446,7 @@ def test_a_server_that_is_killed_takes_nothing_with_it(browser: Any, tmp_path: P
 
 @pytest.mark.parametrize("way", ["the server is away", "the answer is late", "the answer is lost"])
 def test_what_is_taken_back_before_the_server_has_answered_is_not_said_and_what_is_typed_then_stays(
-    way: str, browser: Any, serve: Callable[..., str], tmp_path: Path
+    way: str, browser: Any, serve: Serve, tmp_path: Path
 ) -> None:
     person = Person(browser, serve(*spoken(3)))
     first = person.shown
@@ -518,9 +490,7 @@ def test_what_is_taken_back_before_the_server_has_answered_is_not_said_and_what_
     person.context.close()
 
 
-def test_an_undo_that_is_asked_for_twice_takes_one_judgement_back(
-    browser: Any, serve: Callable[..., str], tmp_path: Path
-) -> None:
+def test_an_undo_that_is_asked_for_twice_takes_one_judgement_back(browser: Any, serve: Serve, tmp_path: Path) -> None:
     person = Person(browser, serve(*spoken(3)))
     person.ready()
     for count in (1, 2):
@@ -544,7 +514,7 @@ def test_an_undo_that_is_asked_for_twice_takes_one_judgement_back(
 
 
 def test_a_run_that_is_away_gets_what_was_said_when_it_is_back(
-    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, arrive: Arrive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rayrft.feedback.delivery._AGAIN_S", 0.05)
     person = arrive(serve(*spoken(3), group("late", "x", stop_reason="late", waiting=False)))
@@ -559,7 +529,7 @@ def test_a_run_that_is_away_gets_what_was_said_when_it_is_back(
     assert {each["reward"] for each in ScriptedRows(tmp_path, []).told()} == {1.0, 0.0}
 
 
-def test_what_comes_too_late_for_training_is_said(serve: Callable[..., str], arrive: Callable[..., Person]) -> None:
+def test_what_comes_too_late_for_training_is_said(serve: Serve, arrive: Arrive) -> None:
     person = arrive(serve(group("late", "x", stop_reason="late", waiting=False)))
     person.ready()
     person.key("5", "Enter")
@@ -568,7 +538,7 @@ def test_what_comes_too_late_for_training_is_said(serve: Callable[..., str], arr
     )
 
 
-def test_text_of_a_model_is_never_run(serve: Callable[..., str], arrive: Callable[..., Person]) -> None:
+def test_text_of_a_model_is_never_run(serve: Serve, arrive: Arrive) -> None:
     evil = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>"
     turns = ({"role": "user", "content": f"Q {evil}"}, {"role": evil, "content": evil},
              {"role": "assistant", "content": f"A\n```{evil}\n{evil}\n```\n{evil}"})  # fmt: skip
@@ -593,7 +563,7 @@ def test_text_of_a_model_is_never_run(serve: Callable[..., str], arrive: Callabl
     person.errors.clear()
 
 
-def test_a_wrong_key_is_said_and_the_right_one_opens(serve: Callable[..., str], arrive: Callable[..., Person]) -> None:
+def test_a_wrong_key_is_said_and_the_right_one_opens(serve: Serve, arrive: Arrive) -> None:
     person = arrive(serve(*spoken(1)), key="sk-wrong")
     person.see("#login-problem").to_have_text("Incorrect API key provided.")
     assert person.window.locator("#answers .answer").count() == 0
@@ -603,14 +573,11 @@ def test_a_wrong_key_is_said_and_the_right_one_opens(serve: Callable[..., str], 
     person.errors.clear()  # the browser writes each 401 to its console
 
 
-def test_what_the_server_does_not_take_is_not_lost(
-    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
-) -> None:
+def test_what_the_server_does_not_take_is_not_lost(serve: Serve, arrive: Arrive, tmp_path: Path) -> None:
     person = arrive(serve(*spoken(2)))
     [shown] = person.shown
     person.window.route(
-        "**/v1/judge",
-        lambda route: route.fulfill(status=404, body=json.dumps({"error": {"message": "It is gone."}})),
+        "**/v1/judge", lambda route: route.fulfill(status=404, body=json.dumps({"error": {"message": "It is gone."}}))
     )
     person.key("c")
     person.window.keyboard.insert_text("a long thought")
@@ -625,16 +592,14 @@ def test_what_the_server_does_not_take_is_not_lost(
     person.errors.clear()
 
 
-def test_the_images_of_a_question_are_shown(
-    serve: Callable[..., str], arrive: Callable[..., Person], tmp_path: Path
-) -> None:
+def test_the_images_of_a_question_are_shown(serve: Serve, arrive: Arrive, tmp_path: Path) -> None:
     pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
     (tmp_path / "a.png").write_bytes(base64.b64decode(pixel))
     person = arrive(serve(group("g", "x", images=(str(tmp_path / "a.png"),))))
     person.see("#context img").to_have_js_property("naturalWidth", 1)
 
 
-def test_on_a_phone_everything_is_in_reach_of_a_thumb(serve: Callable[..., str], arrive: Callable[..., Person]) -> None:
+def test_on_a_phone_everything_is_in_reach_of_a_thumb(serve: Serve, arrive: Arrive) -> None:
     phone = {"viewport": {"width": 390, "height": 780}, "is_mobile": True, "has_touch": True}
     person = arrive(
         serve(group("g", "x" * 300, "```\n" + "y" * 300 + "\n```", "third"), *spoken(1200), levels=9), **phone

@@ -137,8 +137,7 @@ def test_what_is_judged_already_is_not_in_the_queue_after_a_restart_and_stays_kn
 
 
 @pytest.mark.parametrize(
-    ("rule", "first"),
-    [("uncertain", "unsure"), ("low_deviation", "flat"), ("disagreement", "split")],
+    ("rule", "first"), [("uncertain", "unsure"), ("low_deviation", "flat"), ("disagreement", "split")]
 )
 def test_the_rule_says_what_comes_first(rule: str, first: str) -> None:
     def three(name: str, rewards: list[float], logprob: float, part: float) -> ShownGroup:

@@ -69,10 +69,7 @@ make_config = partial(
 
 def _walk(desc: list[str], chance: np.random.Generator) -> tuple[Row, bool]:
     """Return a conversation that walks over a map, and whether it arrives."""
-    environment, task = (
-        GymnasiumEnvironment(),
-        Task.create("walk", "", "", metadata={"environment": {"desc": desc}}),
-    )
+    environment, task = (GymnasiumEnvironment(), Task.create("walk", "", "", metadata={"environment": {"desc": desc}}))
     messages = [{"role": "user", "content": environment.reset(task, 0)}]
     place, best, seeing = (0, 0), _best_actions(desc), chance.random() < SEEING
     for _ in range(STEPS):
