@@ -190,7 +190,11 @@ def main() -> None:
     if options.rows:
         rows, kept = table(options.rows), dict[str, int]()
         ways = {"rayrft": by_rayrft, "plain loop": by_loop, "datasets.map": by_datasets}
-        timed = {name: lambda name=name, way=way: kept.update({name: way(rows)}) for name, way in ways.items()}
+
+        def apply(name: str) -> None:
+            kept[name] = ways[name](rows)
+
+        timed = {name: partial(apply, name) for name in ways}
         for name, times in race(timed, options.rounds).items():
             print(f"{name}: {spread(options.rows / times[:, 1], ',.0f')} rows/s, {kept[name]:,} kept", flush=True)
     if options.workers:

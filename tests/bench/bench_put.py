@@ -52,10 +52,12 @@ class Producer:
 
     def __init__(self, number: int, rows: int, store: Any) -> None:
         self._number, self._batch, self._store = number, template(rows), store
-        self._count, self._writer = 0, None
+        self._count = 0
 
     async def produce(self, kind: str, seconds: float) -> int:
-        put = {"buffer": self._into_buffer, "queue": self._into_queue, "sqlite": self._into_sqlite}[kind]
+        store = self._store
+        put: Any = store.put.remote if kind == "sqlite" else store.put_async if kind == "queue" else None
+        put = put or BufferWriter(handle(store)).put
         end, done = time.monotonic() + seconds, 0
 
         async def loop() -> None:
@@ -67,16 +69,6 @@ class Producer:
 
         await asyncio.gather(*(loop() for _ in range(IN_FLIGHT)))
         return done
-
-    async def _into_buffer(self, batch: pa.RecordBatch) -> None:
-        self._writer = self._writer or BufferWriter(handle(self._store))
-        await self._writer.put(batch)
-
-    async def _into_queue(self, batch: pa.RecordBatch) -> None:
-        await self._store.put_async(batch)
-
-    async def _into_sqlite(self, batch: pa.RecordBatch) -> None:
-        await self._store.put.remote(batch)
 
 
 @ray.remote(num_cpus=0)

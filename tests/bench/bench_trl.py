@@ -254,7 +254,7 @@ def teach_lengths(fresh: Path, taught: Path, asked: list[str], longest: int, ste
             nothing = np.zeros(len(ids), dtype=np.float32)
             batch.append(TrainRow(ids, mask.astype(np.uint8), nothing, nothing, True))
         learner.step([batch])
-    save_hf(policy, str(fresh), taught, writer=True)
+    save_hf(policy, tokenizer, taught, writer=True)
     torch.distributed.destroy_process_group()
 
 

@@ -7,7 +7,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,13 @@ def spread(values: Iterable[float], form: str = ".2f") -> str:
     return f"{np.median(found):{form}} ({found.min():{form}}-{found.max():{form}})"
 
 
-def percentiles(seconds: Sequence[float], form: str = ".1f") -> str:
+def percentiles(seconds: Sequence[float] | np.ndarray, form: str = ".1f") -> str:
     """Write the median and the 99th percentile of times, in milliseconds."""
     p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
     return f"p50 {p50:{form}} ms, p99 {p99:{form}} ms"
 
 
-def race(contenders: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[str, np.ndarray]:
+def race(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[str, np.ndarray]:
     """Call every contender once a round, beginning with another one each time; return its seconds by the clock and of
     the processor, a row for each round after the first ``warm_up``."""
     seconds, order = {name: list[tuple[float, float]]() for name in contenders}, list(contenders)
@@ -98,9 +98,11 @@ def quickstart(settings: dict[str, Any]) -> tuple[RunConfig, Prepared]:
 async def start_engines(config: RunConfig, model: str, cls: type[RolloutEngine] = RolloutEngine) -> list[Handle[Any]]:
     """Start the engines of a config."""
     engines = [actor(cls, f"engine-{number}") for number in range(config.explorer.engine.count)]
-    given = model, config.explorer.engine
-    shape = {"max_length": config.model.max_length, "dtype": config.model.dtype}
-    starts = (each.call(RolloutEngine.start, *given, **shape, seed=seed) for seed, each in enumerate(engines))
+    given, length, dtype = (model, config.explorer.engine), config.model.max_length, config.model.dtype
+    starts = (
+        each.call(RolloutEngine.start, *given, max_length=length, dtype=dtype, seed=seed)
+        for seed, each in enumerate(engines)
+    )
     await asyncio.gather(*starts)
     return engines
 
@@ -122,7 +124,7 @@ class Exploring:
         config, prepared, folder = self._config, self._prepared, Path(tempfile.mkdtemp(prefix="bench-"))
         self.pool = await start_pool(engines)
         self.buffer = actor(Buffer, "buffer", "bench", folder, config.buffer, 0, prepared.task_set, prepared.limits)
-        given = config, prepared.model, self.pool, self.buffer, prepared.tasks, [], None
+        given: Any = config, prepared.model, self.pool, self.buffer, prepared.tasks, [], None
         self.explorer = actor(self._class, "explorer", *given)
         await self.explorer.call(Explorer.start)
         self._actors = [self.explorer, self.buffer, self.pool, *engines]
