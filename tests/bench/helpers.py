@@ -26,8 +26,8 @@ from tests.conftest import ROOT
 
 
 def parse(doc: str | None, **options: Any) -> argparse.Namespace:
-    """Parse the command line. An option is its default, or a pair of it and its help; of False it is a switch, of a
-    list it takes several values, and of a type it is None by default."""
+    """Parse the command line. An option is given by its default, or by a pair (default, help): False makes a switch, a
+    list takes several values, and a type is that of the value, which is None by default."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, given in options.items():
         default, about = given if isinstance(given, tuple) else (given, None)
@@ -55,8 +55,8 @@ def percentiles(seconds: Sequence[float] | np.ndarray, form: str = ".1f") -> str
 
 
 def race(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[str, np.ndarray]:
-    """Call every contender once a round, beginning with another one each time; return its seconds by the clock and of
-    the processor, a row for each round after the first ``warm_up``."""
+    """Call every contender once a round, in an order that rotates. Return the seconds of each by the clock and of the
+    processor: a row for each round after the first ``warm_up``."""
     seconds, order = {name: list[tuple[float, float]]() for name in contenders}, list(contenders)
     for number in range(warm_up + rounds):
         first = number % len(order)
