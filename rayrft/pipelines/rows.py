@@ -102,14 +102,6 @@ def with_numbers(rows: pa.RecordBatch, name: str, values: np.ndarray, kind: pa.D
     return with_column(rows, name, pa.array(values, mask=np.isnan(values)).cast(kind))
 
 
-def map_texts(rows: pa.RecordBatch, columns: Sequence[str], change: Callable[[str], str]) -> pa.RecordBatch:
-    """Return rows with texts changed, in each of the columns; null stays null."""
-    for name in columns:
-        changed = [None if text is None else change(text) for text in rows.column(name).to_pylist()]
-        rows = with_column(rows, name, pa.array(changed, rows.schema.field(name).type))
-    return rows
-
-
 def grouped(names: Iterable[Any]) -> list[list[int]]:
     """Return the indices of the rows of each group, in order of appearance, by the names of the rows' groups; a row
     without a group is one of its own."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,16 +80,9 @@ def ran(
     async def engines(names: Collection[str]) -> AsyncIterator[Mapping[str, AskedModel]]:
         yield {name: AskedModel(models[name], calls) for name in names}
 
-    @asynccontextmanager
-    async def opened(names: Collection[str], scores: bool) -> AsyncIterator[Any]:
-        config = RewardModelsConfig(name=reward)
-        known = (tasks or {}).get
-        given: dict[str, Any] = {"engines": engines, "endpoints": {}, **(settings or {})}
-        async with open_models(names, scores, reward=config, tasks=known, **given) as server:
-            yield server
-
-    endpoints = (settings or {}).get("endpoints", {})
-    context = Context(tokenizer=tokenizer, models={*models, *endpoints}, scores=True)
+    given: dict[str, Any] = {"engines": engines, "endpoints": {}, "tasks": (tasks or {}).get, **(settings or {})}
+    opened = partial(open_models, reward=RewardModelsConfig(name=reward), **given)
+    context = Context(tokenizer=tokenizer, models={*models, *given["endpoints"]}, scores=True)
     pipeline = Pipeline(
         [operator(name, **options)],
         batch.schema,

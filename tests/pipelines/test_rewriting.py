@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.pipelines import Context
 from rayrft.pipelines.rows import lineage
-from rayrft.pipelines.run.models import AskedModel, ModelServer
-from rayrft.pipelines.run.process import Pipeline
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.judge import Messages
 from tests.errors import about
@@ -145,17 +142,12 @@ def test_a_task_is_scored_as_its_domain_and_metadata_say() -> None:
     batch = rows(question=["What is 2 + 3?"] * 2, answer=["5", "5"], **more)
     tasks = list[Task]()
 
-    @asynccontextmanager
-    async def models(names: Collection[str], scores: bool) -> AsyncIterator[ModelServer]:
-        async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-            tasks.append(task)
-            return [RewardResult(1.0)] * len(transcripts)
+    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        tasks.append(task)
+        return [RewardResult(1.0)] * len(transcripts)
 
-        yield ModelServer({"w": AskedModel(Scripted(writes(reworded))), "s": AskedModel(Scripted(adds))}, score)
-
-    context = Context(models=["w", "s"], scores=True)
-    pipeline = Pipeline([operator("paraphrase", model="w", solver="s")], batch.schema, context=context)
-    pipeline.run([batch], lambda rows: None, models=models)
+    models = {"w": Scripted(writes(reworded)), "s": Scripted(adds)}
+    ran("paraphrase", batch, models, model="w", solver="s", settings={"score": score})
     first, second = sorted(tasks, key=lambda task: task.domain, reverse=True)
     assert (first.domain, first.metadata["unit"], first.metadata["other"]) == ("sums", "eggs", "x")
     assert (second.domain, second.metadata["metadata"]) == ("own", "no JSON") and "other" not in second.metadata

@@ -29,8 +29,9 @@ from rayrft.pipelines.operator import (
     is_list,
     is_text,
     register_operator,
+    with_column,
 )
-from rayrft.pipelines.rows import FORMULA, map_texts, of_groups, texts, with_numbers
+from rayrft.pipelines.rows import FORMULA, of_groups, texts, with_numbers
 
 
 class Columns(Section):
@@ -50,7 +51,10 @@ class TextCleaner(Operator[C]):
     kind = "clean"
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(map_texts(rows, self.options.columns, self.change))
+        for name in self.options.columns:
+            changed = [None if text is None else self.change(text) for text in rows.column(name).to_pylist()]
+            rows = with_column(rows, name, pa.array(changed, rows.schema.field(name).type))
+        return Applied(rows)
 
     def change(self, text: str) -> str:
         """Return the text that takes the place of this one."""

@@ -60,12 +60,6 @@ class JuicerOptions(Section):
     runtime environment that Ray makes."""
 
 
-_OF_ALL = ("_deduplicator", "_selector")
-"""Suffixes of the names of operators that need all rows."""
-_OTHER_ROWS = ("_grouper", "_aggregator", "_pipeline")
-"""Suffixes of the names of operators that return other rows."""
-
-
 @register_operator("juicer")
 class Juicer(Operator[JuicerOptions]):
     """An operator of Data-Juicer: mappers change texts, or make rows of one; filters, deduplicators and selectors leave
@@ -79,10 +73,10 @@ class Juicer(Operator[JuicerOptions]):
     def __init__(self, options: JuicerOptions, context: Context) -> None:
         super().__init__(options, context)
         name = options.juicer
-        if name.endswith(_OTHER_ROWS):
+        if name.endswith(("_grouper", "_aggregator", "_pipeline")):
             raise ConfigError("gives other rows than it takes, which no operator here may", field="juicer", value=name)
         self.kind = "synthesise" if options.makes_rows else "clean"  # type: ignore[misc,assignment]
-        self.scope = "all" if name.endswith(_OF_ALL) else "row"  # type: ignore[misc]
+        self.scope = "all" if name.endswith(("_deduplicator", "_selector")) else "row"  # type: ignore[misc]
         self.version = name  # type: ignore[misc]
         self._names = list(dict.fromkeys([options.column, *options.columns]))
         self._python = _interpreter(options.juicer_python)

@@ -22,8 +22,6 @@ from rayrft.experience import SCHEMA, reaches
 from rayrft.pipelines.operator import Applied, Operator, TextColumn, Wants, register_operator, with_column
 from rayrft.pipelines.rows import DERIVED, grouped, id_column, numbers, seeded
 
-_UNUSED = "nothing was made of its group"
-
 
 class VariationOptions(Section):
     question: TextColumn = "question"
@@ -243,7 +241,7 @@ class GroupSynthesis(Operator[G]):
         made = rows.take(pa.array(chosen, pa.int64()))
         for name, values in {"source": pa.array(["expert"] * len(chosen), pa.string()), **self.fields(made)}.items():
             made = with_column(made, name, values.cast(SCHEMA.field(name).type))
-        reasons = [DERIVED if index in used else _UNUSED for index in range(rows.num_rows)]
+        reasons = [DERIVED if index in used else "nothing was made of its group" for index in range(rows.num_rows)]
         return Applied(rows, [] if self.options.keep else reasons, made, [(index,) for index in chosen])
 
     def choose(self, known: list[int], rewards: np.ndarray, lengths: np.ndarray) -> list[int]:
