@@ -66,8 +66,7 @@ class JsonLines:
             yield os.pread(self._file.fileno(), stop - start, start)
 
     def append(self, *lines: bytes, durable: bool = False) -> None:
-        """Append lines, which end with newlines; if ``durable``, they are on disk then. Raises StorageError; then the
-        file has none of them."""
+        """Append lines with their newlines, to disk if ``durable``: all or, if it raises StorageError, none of them."""
         with storage_errors(self.path, self._remedy):
             if self._torn:
                 self._cut()
@@ -85,8 +84,7 @@ class JsonLines:
             self._ends.append(self._ends[-1] + len(line))
 
     async def append_durably(self, *lines: bytes) -> None:
-        """Append lines, on disk, in a thread; calls at the same time share one sync. Raises StorageError like
-        `append`."""
+        """Append lines, on disk, in a thread; concurrent calls share a sync. Raises StorageError like `append`."""
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((lines, done))
         if self._flusher is None or self._flusher.done():
@@ -123,11 +121,9 @@ def open_lines(
     locked: bool = False,
     wait: bool = True,
 ) -> tuple[JsonLines, list[T]]:
-    """Open a file for appending, cut off a torn line, and return the file with its parsed lines; see `read_lines`.
-
-    If ``locked``, it is created for its owner alone, and this process holds a lock on it until it is closed; with
-    ``wait``, waits for the lock. ``remedy`` is for a file that cannot be written. Raises StorageError.
-    """
+    """Open a file for appending, cut off a torn line, and return the file with its parsed lines; see `read_lines`. If
+    ``locked``, it is created for its owner alone, and this process holds a lock on it until it is closed; with
+    ``wait``, waits for the lock. ``remedy`` is for a file that cannot be written. Raises StorageError."""
     mode = 0o600 if locked else 0o666
     with storage_errors(path, remedy), contextlib.ExitStack() as closing:
         path.parent.mkdir(parents=True, exist_ok=True)

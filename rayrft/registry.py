@@ -40,10 +40,8 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str, field: str | None = None) -> T:
-        """Return the piece of this name, or the one at ``package.module:attribute``.
-
-        Raises ConfigError if it cannot be imported, or, with the nearest known name, if there is none.
-        """
+        """Return the piece of this name, or the one at ``package.module:attribute``. Raises ConfigError if it cannot be
+        imported, or, with the nearest known name, if there is none."""
         module, colon, attribute = name.partition(":")
         if not colon:
             if name in self._pieces:
@@ -75,11 +73,8 @@ def loaded_plugins() -> tuple[Path, ...]:
 
 
 def load_plugins(paths: Iterable[Path]) -> None:
-    """Run Python files that register pieces. An unchanged file is not run again. They can import each other, and the
-    files beside them, by name.
-
-    Every process that looks up pieces by name must load them. Raises ConfigError with the path and the cause.
-    """
+    """Run Python files that register pieces, in every process that looks these up. An unchanged file is not run again.
+    They can import each other, and the files beside them, by name. Raises ConfigError with the path and the cause."""
     for path in paths:
         try:
             source = path.read_bytes()

@@ -22,18 +22,13 @@ class Section(BaseModel):
 
 
 def invalid(field: str, problem: str, remedy: str = "", *, value: Any = None) -> ValueError:
-    """Create the error that a validator raises for ``field``, a dotted key relative to its section.
-
-    `load_config` prepends the path of the section and raises ConfigError.
-    """
+    """Create the error that a validator raises for ``field``, a dotted key relative to its section, whose path
+    `load_config` prepends."""
     return ValueError(ConfigError(problem, remedy, field=field, value=value))
 
 
 def resolved(value: Any) -> Any:
-    """Replace each text ``env:NAME`` in options by that environment variable of this process.
-
-    Raises ConfigError if there is no such variable.
-    """
+    """Replace each text ``env:NAME`` in options by that environment variable. Raises ConfigError if it is not set."""
     if isinstance(value, dict):
         return {key: resolved(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -48,12 +43,10 @@ def resolved(value: Any) -> Any:
 
 def _local_folder(value: Any) -> Any:
     """Return the absolute path of a folder; refuse a URI."""
-    if not isinstance(value, str | Path):
-        return value
-    if "://" in str(value):
+    if isinstance(value, str | Path) and "://" in str(value):
         remedy = "give a folder, local or mounted on every node, such as /mnt/runs"
         raise invalid("", "must be a folder, not a URI", remedy, value=value)
-    return _absolute(Path(value))
+    return _absolute(Path(value)) if isinstance(value, str | Path) else value
 
 
 def _absolute(path: Path) -> Path:

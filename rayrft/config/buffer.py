@@ -56,8 +56,7 @@ class BufferConfig(Section):
     """A folder, local or mounted, with the log: ``<storage>/<run>``, by default in the run's folder. The log of a
     Buffer with a ``name`` is ``<storage>/buffer.<name>``, by default in the run's ``storage``."""
     max_age: int | None = Field(None, ge=0)
-    """Mode ``train``: versions by which a group may be older than the trainer; older groups are dropped as ``stale``.
-    By default no group is too old."""
+    """Mode ``train``: versions by which a group may be older than the trainer, else it is dropped as ``stale``."""
     sampler: SamplerConfig = SamplerConfig()
     max_rows: int = Field(1_000_000, ge=1)
     max_bytes: int = Field(32 << 30, ge=1 << 20)

@@ -53,15 +53,13 @@ class PartialConfig(Section):
     first difference the attempt samples again."""
 
     budget: int | None = Field(None, ge=1)
-    """Tokens that an attempt may sample until it is parked. By default only surplus groups of over-sampling are
-    parked."""
+    """Tokens that an attempt may sample until it is parked; by default only surplus groups of over-sampling are."""
     old_tokens: Literal["train", "mask"] = "mask"
     """Whether tokens from before a group was parked are trained, as far as ``max_staleness`` allows, or never."""
 
 
 class SamplingConfig(Section):
-    """Sampling for training. No top-k or top-p: they truncate the support, so that log-probs would not be those of the
-    trained policy."""
+    """Sampling for training. Top-k and top-p would truncate the support, and change the policy's log-probs."""
 
     temperature: float = Field(1.0, gt=0)
     max_tokens: int = Field(32, ge=1)
@@ -82,8 +80,7 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Parameters of its class."""
     deadline_s: float = Field(30.0, gt=0)
-    """Seconds for the creation (in a process at least 60), ``reset`` and each ``step``, from their start; a slower one
-    fails the attempt, counted as ``timeout``."""
+    """Seconds for creation (in a process at least 60), ``reset`` or ``step``; else the attempt is a ``timeout``."""
     observation_limit: int = Field(20_000, ge=1)
     """Longest observation, in characters; a longer one fails the attempt."""
     image_bytes: int = Field(8 << 20, ge=0)
@@ -108,8 +105,7 @@ class ExplorerConfig(Section):
     environment: EnvironmentConfig | None = None
     """The environment, for workflows that need one."""
     deadline_s: float = Field(600.0, gt=0)
-    """Seconds that an attempt may take, without waits for an engine with room. A slower one is dropped as
-    ``timeout``."""
+    """Seconds that an attempt may take, without waits for an engine with room; else it is dropped as ``timeout``."""
     group_deadline_s: float | None = Field(None, gt=0)
     """Seconds that a group may take, counted while an attempt runs. Then its unfinished attempts are dropped."""
     count: int = Field(1, ge=1)
@@ -123,8 +119,7 @@ class ExplorerConfig(Section):
     and draw another task. With a KL, an entropy term, a critic, or advantages normalised over the batch a group has a
     gradient, and is kept. (The dynamic sampling of other systems drops it also with a KL.)"""
     max_tries: int = Field(1000, ge=1)
-    """Consecutive groups of one Explorer that may be dropped before the run ends with this cause. An explore job
-    continues to the end of its tasks."""
+    """Consecutive dropped groups of one Explorer after which the run ends; an explore job continues."""
     partial: PartialConfig | None = None
     """Park unfinished groups instead of waiting for them; by default a group is sampled without a pause."""
     over_sampling: float = Field(1.0, ge=1.0, le=8.0)

@@ -74,11 +74,9 @@ def read_config(
 
 
 def load_run_config(folder: Path) -> RunConfig:
-    """Read the config of a run folder, which somebody else may have made, without running its plug-ins.
-
-    Plug-ins run only if this process has loaded them before, or its environment has RAYRFT_TRUST_PLUGINS=1. Raises
-    ConfigError, also if the config is not valid without them.
-    """
+    """Read the config of a run folder, which somebody else may have made, without running its plug-ins, unless this
+    process has loaded them before, or its environment has RAYRFT_TRUST_PLUGINS=1. Raises ConfigError, also if the
+    config is not valid without them."""
     raw = _read(folder / "config.yaml")
     plugins = [Path(str(path)) for path in raw.get("plugins") or ()]
     if os.environ.get(TRUST) == "1" or set(plugins) <= set(loaded_plugins()):
@@ -183,8 +181,7 @@ def _entry(entries: list[Any], part: str, dotted: str) -> Any:
 
 
 def explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel]) -> ConfigError:
-    """Convert the first problem to a ConfigError: the others often follow from it. An unknown key next to a missing one
-    is taken for its misspelt name."""
+    """Convert the first problem to a ConfigError. An unknown key beside a missing one is taken for its misspelling."""
     first, *others = error.errors()
     beside = [each for each in others if each["type"] == "extra_forbidden" and each["loc"][:-1] == first["loc"][:-1]]
     problem = beside[0] if beside and first["type"] == "missing" else first
@@ -222,7 +219,6 @@ def _named(path: list[str], raw: Any) -> list[str]:
 
 
 def _section_at(model: type[BaseModel], path: list[str]) -> type[BaseModel]:
-    """Return the section at a path of keys."""
     section: Any = model
     for part in path:
         if isinstance(section, type) and issubclass(section, BaseModel) and part in section.model_fields:

@@ -12,9 +12,7 @@ from rayrft.config.reward import RewardModelsConfig
 
 
 class OperatorConfig(Section):
-    """An operator by name, with its options beside it: ``{name: near_duplicates, threshold: 0.8}``.
-
-    pipelines/README.md lists all operators."""
+    """An operator of pipelines/README.md, with its options beside it: ``{name: near_duplicates, threshold: 0.8}``."""
 
     model_config = ConfigDict(extra="allow", frozen=True, validate_default=True)
 

@@ -60,11 +60,9 @@ class RewardModelConfig(Section):
 
     name: str = "exact"
     options: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the reward. Reward ``model`` takes ``stage`` instead of ``model``: an earlier stage of this run,
-    which trains the reward model."""
+    """Parameters of the reward. Reward ``model`` takes ``model``, or ``stage``: an earlier one that trains it."""
     parts: list[RewardPart] = Field(default_factory=list)
-    """Several rewards instead of ``name`` and ``options``. If one is unknown, so is the sum, unless a gate is 0 or
-    below."""
+    """Several rewards instead of one. If one is unknown, so is the sum, unless a gate is 0 or below."""
     deadline_s: float = Field(10.0, gt=0)
     """Seconds for scoring one answer, from the start of execution, without waits of its process for a core."""
     workers: int = Field(1, ge=1)

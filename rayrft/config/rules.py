@@ -83,10 +83,8 @@ def check_stages(config: RunConfig) -> None:
         if not (grows and stage.groups):  # else there may be none yet
             units += stage.expert_rows // (2 if "pairs" in stage.algorithm.build().needs else 1)
         if units // stage.update.mini_batches < config.trainer.ranks:
-            batch = f"{stage.groups} groups and {stage.expert_rows} expert rows"
-            problem = (
-                f"is {batch} in {stage.update.mini_batches} mini-batches, too few for {config.trainer.ranks} ranks"
-            )
+            mini_batches, ranks = stage.update.mini_batches, config.trainer.ranks
+            problem = f"gives {units} groups, pairs or expert rows in {mini_batches} mini-batches to {ranks} ranks"
             raise invalid(f"{field}.batch_size", problem, "raise it, or lower trainer.ranks", value=stage.batch_size)
         seen.append(name)
 

@@ -107,8 +107,7 @@ class RunConfig(Section):
         return {stage.demonstrations or "" for stage in self.stages if stage.trains_reward_model}
 
     def grows(self, stage: StageConfig) -> bool:
-        """Return whether the demonstrations of a stage come during the run: rows made by operators on experiences, or
-        answers edited on the feedback page."""
+        """Return whether a stage's demonstrations come during the run: from operators, or people's edits."""
         return bool(stage.expert_rows) and stage.demonstrations in (self.pipelines.made, EDITED)
 
     def holds_out(self, stage: StageConfig) -> bool:

@@ -195,8 +195,7 @@ class EvaluationConfig(Section):
     max_tokens: int | None = Field(None, ge=1)
     """Longest answer, in tokens; by default ``explorer.sampling.max_tokens``."""
     engines: int = Field(0, ge=0)
-    """Engines for evaluation alone, each like ``explorer.engine``, during training. 0: training waits while the rollout
-    engines evaluate, which takes no more memory."""
+    """Engines like ``explorer.engine`` that evaluate during training. 0: rollout engines evaluate between steps."""
     enabled: bool = True
 
 

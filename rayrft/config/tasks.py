@@ -30,8 +30,7 @@ class TaskSourceConfig(Section):
     source: str
     """reasoning_gym, datasets, file, ray, tasks, squares, gymnasium, verifiers, or ``package.module:attribute``."""
     dataset: str | None = None
-    """reasoning_gym: the name of the data set. datasets: its hub id, or a folder. gymnasium, verifiers: the id of the
-    environment."""
+    """A data set's name (reasoning_gym), hub id or folder (datasets), or an environment's id (gymnasium, verifiers)."""
     config: str | None = None
     """datasets: the config (subset), if it has several."""
     revision: str | None = None
@@ -43,8 +42,7 @@ class TaskSourceConfig(Section):
     eval_split: str | None = None
     """datasets: a split of held-out tasks, used like ``eval_path``."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the data set (reasoning_gym), of random maps or the environment (gymnasium, verifiers), of ``read``
-    (ray)."""
+    """Options of the data set (reasoning_gym), random maps or environment (gymnasium, verifiers), or ``read`` (ray)."""
     size: int | None = Field(None, ge=1)
     """Number of rows to take before duplicates are removed; all of a file or a split by default."""
     path: LocalPath | None = None
@@ -100,8 +98,7 @@ class TasksConfig(Section):
 
     sources: list[TaskSourceConfig] = Field(min_length=1)
     sampler: str = "shuffled"
-    """The order within a source: sequential, shuffled, easy_to_hard, failure, near_half, priority, or
-    ``package.module:attribute``."""
+    """Order in a source: sequential, shuffled, easy_to_hard, failure, near_half, priority, or ``module:attribute``."""
     epochs: int | None = Field(None, ge=1)
     """Number of passes over a source before it ends; none: unlimited."""
     eval_size: int = Field(500, ge=1)

@@ -69,8 +69,7 @@ class WeightSyncConfig(Section):
     """Transfer of new weights to the engines."""
 
     backend: str = "auto"
-    """A weight transport: gloo for CPU engines, nccl for whole GPUs, ipc if engine and trainer share a GPU, or a
-    plug-in's; auto: the first that fits."""
+    """gloo for CPU engines, nccl for whole GPUs, ipc for shared GPUs, or a plug-in's; auto: the first that fits."""
     bucket_mib: float = Field(4.0, gt=0)
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """Policy for the KV cache of running requests: ``recompute`` it with the new weights, or ``keep`` it for them, so

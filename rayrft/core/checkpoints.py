@@ -40,7 +40,7 @@ _MANIFEST = "manifest.json"
 
 @dataclass
 class Progress:
-    """Run state in a checkpoint's manifest: with the trainer's state and the Buffer's log, a run resumes from it."""
+    """Run state in a checkpoint's manifest, from which a run resumes with the trainer's state and the Buffer's log."""
 
     run_id: str
     step: int = 0
@@ -111,7 +111,7 @@ class Checkpoints:
         for name, size in json.loads((folder / _MANIFEST).read_text())["files"].items():
             file = folder / name
             if not file.is_file() or file.stat().st_size != size:
-                problem = f"the checkpoint is incomplete: {name} is {'truncated' if file.is_file() else 'missing'}"
+                problem = f"is incomplete: {name} is {'truncated' if file.is_file() else 'missing'}"
                 remedy = "delete the folder: the run then resumes from the previous checkpoint"
                 raise StorageError(problem, remedy, field="checkpoint", value=str(folder))
 
@@ -124,18 +124,13 @@ class Checkpoints:
         return partial
 
     def update_manifest(self, progress: Progress) -> None:
-        """Rewrite the manifest of an existing checkpoint (same step, new run state).
-
-        Raises StorageError if it cannot be written; the checkpoint is then unchanged.
-        """
+        """Rewrite a checkpoint's manifest, for a new state at its step. Raises StorageError, and changes nothing."""
         with self._changing, storage_errors(self.at(progress.step)):
             self._write_manifest(progress, self.at(progress.step))
 
     def commit(self, progress: Progress) -> None:
-        """Publish the folder from `begin` as the checkpoint of ``progress.step``, and prune old checkpoints.
-
-        Raises StorageError if it cannot be written; earlier checkpoints are then unchanged.
-        """
+        """Publish the folder from `begin` as the checkpoint of ``progress.step``, and prune old checkpoints. Raises
+        StorageError if it cannot be written; earlier checkpoints are then unchanged."""
         partial = self.folder / f".step-{progress.step:06d}.partial"
         with self._changing:
             with storage_errors(partial):
@@ -145,10 +140,8 @@ class Checkpoints:
             self._prune()
 
     def judge(self, step: int, accuracy: float | None) -> None:
-        """End the evaluation of a step: write its accuracy to its checkpoint's manifest, if there is one, and prune.
-
-        Raises StorageError if it cannot be written.
-        """
+        """End the evaluation of a step: write its accuracy to its checkpoint, if there is one, and prune. Raises
+        StorageError if it cannot be written."""
         with self._changing:
             self.evaluating.discard(step)
             if not self.holds(step):
@@ -221,9 +214,7 @@ class Saver:
 
     async def checkpoint(self, records: int) -> None:
         """Start writing a checkpoint in the background; ``records`` is the number of records a resumed run keeps.
-
-        Raises StorageError if the previous checkpoint could not be written.
-        """
+        Raises StorageError if the previous checkpoint could not be written."""
         await self.done()
         self._progress.records = records
         self._progress.logged = await self._buffer.call(Buffer.flush)
@@ -245,15 +236,14 @@ class Saver:
 
     def check(self) -> None:
         """Raise StorageError if a checkpoint could not be written."""
-        for future in (self._writing, self._judging):
-            if future is not None and future.done():
+        for future in filter(None, (self._writing, self._judging)):
+            if future.done():
                 future.result()
 
     async def done(self) -> None:
         """Wait until the checkpoint in progress is written and judged. Raises StorageError if it cannot be."""
-        for future in (self._writing, self._judging):
-            if future is not None:
-                await future
+        for future in filter(None, (self._writing, self._judging)):
+            await future
 
     async def export(self, name: str) -> None:
         """Write the weights in Hugging Face format."""
@@ -264,9 +254,8 @@ class Saver:
         return self._checkpoints.folder / name
 
     async def _judge(self, before: asyncio.Future[None] | None, step: int, accuracy: float | None) -> None:
-        for earlier in (before, self._writing):  # the checkpoint of the step may be the one that is being written
-            if earlier is not None:
-                await earlier
+        for earlier in filter(None, (before, self._writing)):  # the step's checkpoint may be the one being written
+            await earlier
         await asyncio.to_thread(self._checkpoints.judge, step, accuracy)
 
     async def _commit(self, folder: Path, progress: Progress) -> None:
@@ -298,8 +287,7 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
         raise RunNotFound("no such checkpoint", remedy, field="step", value=step)
     reward_model = stages[step].algorithm.build().trains_reward_model
     if not merged and reward_model:
-        problem = "the checkpoint is a reward model, whose adapter needs its head"
-        raise ConfigError(problem, "omit it", field="merge", value=merged)
+        raise ConfigError("a reward model's adapter needs its head", "omit it", field="merge", value=merged)
     if to.exists() and any(to.iterdir()):
         raise ConfigError("the folder is not empty", "give a new folder", field="to", value=str(to))
     model = str(run_folder / "model") if config.model.tiny is not None else str(config.model.path)

@@ -59,8 +59,7 @@ def connect(*, start: bool = True) -> None:
 
 
 def _init(address: str, mode: str) -> Any:
-    """Call `ray.init` in this authentication mode, and restore its variable and the handler of SIGTERM. Raises
-    ClusterError for any error of it."""
+    """Call `ray.init` in this mode, and restore mode and SIGTERM's handler. Raises ClusterError for its errors."""
     handler, asked = signal.getsignal(signal.SIGTERM), os.environ.get("RAY_AUTH_MODE")
     # Ray passes this to a shell unquoted, for workers with a runtime environment, such as Ray Train's.
     python = shlex.quote(sys.executable)
@@ -88,10 +87,8 @@ def _init(address: str, mode: str) -> Any:
 
 
 def _mode_of(address: str) -> str:
-    """Return the authentication mode of the cluster with its head at ``host:port``: ``token`` or ``disabled``.
-
-    Raises ClusterError, within seconds, unless the cluster accepts this process in that mode.
-    """
+    """Return the authentication mode of the cluster with its head at ``host:port``: ``token`` or ``disabled``. Raises
+    ClusterError, within seconds, unless the cluster accepts this process in that mode."""
     from grpc import StatusCode
 
     asked = os.environ.get("RAY_AUTH_MODE", "").lower()
@@ -132,8 +129,7 @@ def _answer(address: str, token: str) -> grpc.StatusCode:
 
 
 def _on_this_machine(*, any_one: bool) -> str:
-    """Return the address of the latest `ray start` or, with ``any_one``, of the only other cluster that accepts this
-    process; "" if there is none."""
+    """Return the address of the latest `ray start`, or (``any_one``) of the only cluster that accepts us; else ""."""
 
     def accepts(address: str) -> bool:
         try:
@@ -188,7 +184,6 @@ def _find_token() -> str:
 
 
 def _token_files() -> list[Path]:
-    """Return the files that may hold a token, by precedence."""
     if named := os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return [Path(named)]
     home, own = Path(os.path.expanduser("~/.ray/auth_token")), Path(tempfile.gettempdir(), f"rayrft-{os.getuid()}")

@@ -64,7 +64,6 @@ class ExploreLoop:
             await self._record(progress, time.perf_counter() - started)
 
     async def _record(self, progress: FeedProgress, seconds: float) -> None:
-        """Record the groups since the last record."""
         new, before = progress.report, self.progress.report
         groups, rows = progress.groups - self.progress.groups, new.rows - before.rows
         if not groups:

@@ -36,11 +36,9 @@ from rayrft.runtime.ray_api import ray
 def start(
     config: str | Path | dict[str, Any] | RunConfig, *, say: Callable[[str], None] = print, **overrides: Any
 ) -> Run:
-    """Check a config, place the run on the cluster and start it; return while it is running.
-
-    ``overrides`` are dotted keys: ``start("run.yaml", **{"trainer.ranks": 1})``. ``say`` receives the placement plan.
-    Raises a RayrftError, before any actor starts, if config, data, model or cluster are unsuitable.
-    """
+    """Check a config, place the run on the cluster and start it; return while it is running. ``overrides`` are dotted
+    keys: ``start("run.yaml", **{"trainer.ranks": 1})``. ``say`` receives the placement plan. Raises a RayrftError,
+    before any actor starts, if config, data, model or cluster are unsuitable."""
     checked = load_config(config, overrides)
     if checked.mode == "bench":
         raise ConfigError("a bench is not a run", "use rayrft.bench, or: rayrft bench", field="mode", value="bench")
@@ -106,8 +104,7 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
 
 
 def attach(name: str) -> Run:
-    """Return the running run of that name, started by any process on this cluster. Raises RunNotFound, and ClusterError
-    if no cluster is found."""
+    """Return the running run of that name, from any process. Raises RunNotFound, and ClusterError without a cluster."""
     connect(start=False)
     master: Handle[Master] | None = find_actor(actor_name(name, "master"))
     if master is None:

@@ -237,8 +237,7 @@ def remove_groups(run: str) -> None:
 
 
 def remove_leftovers(run: str) -> None:
-    """Remove the placement groups of a run without a Master. A run that has only the Master's group is starting now,
-    and keeps it."""
+    """Remove the placement groups of a run without a Master; one that has only the Master's group is starting now."""
     if any(group["name"] != actor_name(run, "master") for group in _groups(actor_name(run, ""))):
         remove_groups(run)
 
@@ -270,8 +269,7 @@ class _Node:
         self.gpus = [1.0] * int(whole) + ([rest] if rest > 2 * _TOLERANCE else [])
 
     def score(self, bundle: dict[str, float]) -> float:
-        """Return the share of the requested resources that would remain, as Ray's scheduler scores nodes; -1 if the
-        bundle does not fit."""
+        """Return the share of the resources that would remain, as Ray scores nodes; -1 if the bundle does not fit."""
         left = [(self.free.get(key, 0.0) - value, self.free.get(key, 0.0)) for key, value in bundle.items() if value]
         return -1.0 if any(rest < -_TOLERANCE for rest, _ in left) else sum(rest / free for rest, free in left)
 

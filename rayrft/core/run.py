@@ -83,10 +83,8 @@ class Run:
         answer(self._buffer().call(Buffer.feedback, experience_id, reward, labels), "buffer")
 
     def reward(self, session: str, reward: float, components: dict[str, float] | None = None) -> None:
-        """Give a session of the endpoint its reward, by its id or that of one of its responses.
-
-        Raises DataError for an unknown id, and FeedbackRefused if the session has a reward or has ended.
-        """
+        """Give a session of the endpoint its reward, by its id or that of one of its responses. Raises DataError for an
+        unknown id, and FeedbackRefused if the session has a reward or has ended."""
         from rayrft.endpoint.keeper import SessionKeeper
 
         keeper = find_actor(actor_name(self.name, "keeper"))
@@ -137,11 +135,8 @@ class Run:
         return AddedTasks(processed.tasks, {**processed.left_out, **twice})
 
     def put(self, rows: list[Experience]) -> None:
-        """Put whole groups of usual rows into a run in mode ``train``; return when they are in its log.
-
-        Their advantages are computed from the rewards when they are trained. Groups that were put before are skipped.
-        Raises DataError if rows are invalid, with what was rejected and why; see `rayrft.buffer.client.put_groups`.
-        """
+        """Put whole groups of usual rows into a run in mode ``train``; return when they are in its log. Groups that
+        were put before are skipped. Raises DataError for invalid rows: see `rayrft.buffer.client.put_groups`."""
         from rayrft.buffer.client import put_groups
 
         config = load_config(self.folder / "config.yaml")
@@ -169,8 +164,7 @@ class Run:
         raise RunNotFound(problem, f"read its log with: rayrft data head {self.folder}", field="name", value=self.name)
 
     def status(self) -> RunStatus:
-        """Return status, step, version and the ledger ``sampled = trained + dropped + held``; if the run failed or was
-        killed also the ``error``, root cause first."""
+        """Return status, step, version and ledger; of a run that failed or was killed also the root cause."""
         try:
             return fetch(self._master.call(Master.status), self._master_name, ANSWER_S)
         except ray.exceptions.RayActorError:
@@ -195,8 +189,7 @@ class Run:
             yield from new
 
     def watch(self, say: Callable[[str], None] = print) -> None:
-        """Print a line per record until the run ends, without those before it was resumed by this process; for steps
-        without rollouts at most two lines a second."""
+        """Print a line per record of this attempt until the run ends; without rollouts at most two lines a second."""
         last = 0.0
         for record in self.records(self._earlier):
             quick = isinstance(record, StepRecord) and not record.usual_rows
@@ -218,10 +211,8 @@ class Run:
         return pd.DataFrame([flat(record) for record in read_records(self.folder) if record.kind == kind])
 
     def result(self) -> Summary:
-        """Wait for the end and return the summary. Raises the root cause if the run failed.
-
-        Only for the process that started the run; also frees its resources.
-        """
+        """Wait for the end, free the run's resources, and return the summary; for the process that started the run
+        alone. Raises the root cause if the run failed."""
         if self._outcome is None:
             remedy = "follow it with watch(), and read summary.json once it has ended"
             raise RunNotFound("was started by another process", remedy, field="name", value=self.name)
@@ -240,15 +231,12 @@ class Run:
         return summary
 
     def kill(self) -> None:
-        """Kill the run without saving; return when its name and resources are free again.
-
-        Also removes the remains of an ended run. Any number of callers may do so concurrently.
-        """
+        """Kill the run without saving, or remove the remains of an ended one; return when its name and resources are
+        free again. Any number of callers may do so concurrently."""
         self._end()
 
     def stop(self) -> None:
-        """Ask the run to end after its current operation, saving its weights; the process that started it waits for
-        that before it exits."""
+        """Ask the run to save its weights and end; the process that started it waits for that before it exits."""
         if self._outcome is not None:
             atexit.register(self._wait)
         try:
@@ -257,7 +245,6 @@ class Run:
             self._end()
 
     def _wait(self) -> None:
-        """Wait for the end of a run that was asked to stop."""
         with contextlib.suppress(RayrftError):
             if ray.is_initialized():
                 self.result()
@@ -276,10 +263,8 @@ class Run:
         return serve_feedback(self.folder, read_config(FeedbackConfig, {}, settings))
 
     def _end(self, cause: RayrftError | None = None) -> Summary:
-        """Kill the actors of the run and return its summary, written here if the Master did not.
-
-        ``cause`` is why the run failed, if known. Safe to call concurrently.
-        """
+        """Kill the actors of the run and return its summary, written here if the Master did not. ``cause`` is why the
+        run failed, if known. Safe to call concurrently."""
         atexit.unregister(self._wait)
         if not self._owns_name():
             return summarise(self.name, *self._death(), Totals(), None, 0.0)

@@ -21,8 +21,7 @@ _TASKS = "tasks.json"
 
 
 def open_folder(config: RunConfig, splits: TaskSplits | None = None) -> None:
-    """Create the run folder and write ``config.yaml`` and ``tasks.json``. An older run's folder of that name is renamed
-    by the date of its end."""
+    """Create the run folder with its config and tasks; an older run's folder of that name is renamed by its date."""
     folder = config.folder
     with _writing(folder):
         if folder.exists():

@@ -64,10 +64,8 @@ class OpenService:
 
 
 def serve_rewards(config: RewardServiceConfig, say: Callable[[str], None] = print) -> OpenService:
-    """Serve rewards over HTTP. ``say`` receives the placement plan.
-
-    Raises a RayrftError, before anything starts, if config or cluster are unsuitable.
-    """
+    """Serve rewards over HTTP. ``say`` receives the placement plan. Raises a RayrftError, before anything starts, if
+    config or cluster are unsuitable."""
     for model in config.reward.models.values():
         for part in model.scored_by:
             check_reward(part, model)
@@ -92,11 +90,8 @@ def serve_rewards(config: RewardServiceConfig, say: Callable[[str], None] = prin
 
 
 def serve_feedback(folder: Path, settings: FeedbackConfig) -> OpenService:
-    """Serve the feedback page of the run in a folder, which is running or has ended.
-
-    Raises ConfigError for keys that cannot be read, if the run has a page already, and as `HttpApplication.open`;
-    PlacementError if there is no room.
-    """
+    """Serve the feedback page of the run in a folder, which is running or has ended. Raises ConfigError for keys that
+    cannot be read, if the run has a page already, and as `HttpApplication.open`; PlacementError without room."""
     folder = folder.absolute()
     config = load_run_config(folder)
     digests, key = read_keys(settings), secrets.token_urlsafe(24)
@@ -146,10 +141,7 @@ def pipeline_engines(
     run: str, models: Mapping[str, AuxiliaryConfig], seed: int, say: Callable[[str], None] = print
 ) -> Engines:
     """Return a context manager that runs engines for the requested ``models``, in placement groups named after ``run``.
-    ``say`` receives the placement plan.
-
-    It raises PlacementError if they do not fit, and the root cause if one does not start.
-    """
+    ``say`` receives the plan. It raises PlacementError if they do not fit, and the root cause if one does not start."""
 
     @contextlib.asynccontextmanager
     async def engines(names: Collection[str]) -> AsyncIterator[dict[str, AskedModel]]:

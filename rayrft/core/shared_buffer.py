@@ -81,10 +81,8 @@ def buffer_status(name: str) -> SharedStatus:
 
 
 def stop_buffer(name: str, *, force: bool = False) -> SharedStatus:
-    """End a named Buffer; return its last status. Its log stays: the next job that names it resumes it.
-
-    Raises RunNotFound, and PlacementError while a job uses it, which would fail, unless ``force``.
-    """
+    """End a named Buffer; return its last status. Its log stays: the next job that names it resumes it. Raises
+    RunNotFound, and PlacementError while a job uses it, which would fail, unless ``force``."""
     buffer, status = find_buffer(name), buffer_status(name)
     if (using := sorted(status.jobs & set(running_runs()))) and not force:
         remedy = "stop them first, or give --force"

@@ -42,8 +42,7 @@ class StallMonitor:
         self._next_note: dict[tuple[str, str], float] = {}
 
     async def watch(self) -> None:
-        """Note overdue waits. Raises Stalled at a wait without progress for ``stall_s``, and StorageError if a note
-        cannot be written."""
+        """Note overdue waits. Raises Stalled after ``stall_s`` without progress, and StorageError for a lost note."""
         try:
             while True:
                 pause_s = await self._poll()
@@ -75,8 +74,7 @@ class StallMonitor:
         return min(max(soonest, 0.01 * self.patience_s), self.patience_s / _POLLS)
 
     async def _ask_all(self) -> dict[str, WaitReport]:
-        """Return the reports of the actors that answer soon. The call to one that does not is kept for the next poll
-        and counts as a wait itself."""
+        """Return the reports of the actors that answer soon. A call without an answer is kept, and counts as a wait."""
         for name, ask in self.heartbeats.items():
             if name not in self._asking:
                 self._asking[name] = asyncio.ensure_future(self._ping(name, ask))

@@ -229,8 +229,7 @@ class TrainLoop:
         await self._doubt(stage, lease, results[0])
 
     async def _doubt(self, stage: StageConfig, lease: Lease, result: StepResult) -> None:
-        """Note what looks wrong about a step; of gaps between engine and trainer, the first of a stage. Raises
-        WeightSyncError, as `check_gap` does."""
+        """Note what looks wrong about a first step, and a stage's first gap. Raises WeightSyncError (`check_gap`)."""
         taken, mean = self.progress.stage_step, self.config.probe_bounds.mean
         # Answers that keep the KV cache of old weights validly differ from the trainer's.
         ends = self.weight_sync is not None and self.config.weight_sync.kv_cache == "recompute"
@@ -273,7 +272,6 @@ class TrainLoop:
         return processed
 
     async def _between_steps(self, stage: StageConfig) -> None:
-        """Evaluate and write a checkpoint if they are due."""
         taken = self.progress.stage_step
         if stage.evaluate_every and taken % stage.evaluate_every == 0:
             await self._rank_pairs(stage)

@@ -34,8 +34,7 @@ Engines = Sequence[Handle[RolloutEngine]]
 
 @dataclass
 class WeightSync:
-    """Rounds of one run, one at a time. Calls of engines are tracked in ``waits``, as those of ``trainer`` and ``pool``
-    should be."""
+    """Rounds of one run, one at a time. Calls are noted in ``waits``, as those of ``trainer`` and ``pool`` must."""
 
     config: RunConfig
     trainer: Handle[Trainer]
@@ -59,10 +58,8 @@ class WeightSync:
         agree on the weights that they have loaded. None: there was no such probe."""
 
     async def publish(self, version: int) -> SyncReport:
-        """Send the trainer's current weights to every member of the pool, labelled ``version``.
-
-        Raises WeightSyncError if an engine then holds other weights, computes other log-probs, or exceeds the deadline.
-        """
+        """Send the trainer's current weights, labelled ``version``, to every member of the pool. Raises WeightSyncError
+        if an engine then holds other weights, computes other log-probs, or exceeds the deadline."""
         async with self._lock:
             membership = await self.pool.call(EnginePool.members)
             if not membership.members:
@@ -79,10 +76,8 @@ class WeightSync:
             return report
 
     async def admit(self, handles: Engines, version: int) -> SyncReport:
-        """Send the current weights, labelled ``version``, to new engines, which then become members of the pool.
-
-        Raises WeightSyncError, as `publish` does; the engines are not members then.
-        """
+        """Send the current weights, labelled ``version``, to new engines, which then become members of the pool. Raises
+        WeightSyncError, as `publish` does; the engines are not members then."""
         async with self._lock:
             report = await self._load(handles, version)
             members = [Member(handle, version) for handle in handles]
@@ -92,8 +87,7 @@ class WeightSync:
             return report
 
     async def load(self, handles: Engines, version: int) -> SyncReport:
-        """Send the current weights, labelled ``version``, to engines that are not members. Raises
-        WeightSyncError, as `publish` does."""
+        """Send the current weights to engines that are not members. Raises WeightSyncError, as `publish` does."""
         async with self._lock:
             return await self._load(handles, version)
 
@@ -114,7 +108,6 @@ class WeightSync:
         return [TrackedHandle(handle, self.waits) for handle in handles]
 
     async def _connect(self, engines: Engines) -> None:
-        """Link the trainer and engines."""
         self._links += 1
         self._rounds_proven = None
         config, deadline_s = self.config, self._settings.deadline_s

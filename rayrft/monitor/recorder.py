@@ -18,11 +18,8 @@ _PAGE = 200
 
 
 class Recorder:
-    """Writes every record to the run's file and to every sink, and wakes the followers.
-
-    A resumed run keeps its first ``kept`` records and the later evaluations of steps up to ``step``; the steps after
-    ``step`` are repeated. None keeps all.
-    """
+    """Writes every record to the run's file and to every sink, and wakes the followers. A resumed run, which repeats
+    the steps after ``step``, keeps its first ``kept`` records (None: all) and later evaluations of earlier steps."""
 
     def __init__(self, config: RunConfig, kept: int | None = 0, step: int = 0) -> None:
         self._config = config
@@ -63,10 +60,8 @@ class Recorder:
             return [*self._file.read(count, count + _PAGE)]
 
     async def close(self, summary: Summary) -> None:
-        """Write ``summary.json`` and the plot, close the sinks, and always release the followers.
-
-        Raises StorageError if the summary cannot be written.
-        """
+        """Write ``summary.json`` and the plot, close the sinks, and always release the followers. Raises StorageError
+        if the summary cannot be written."""
         try:
             await self.save(summary)
             for sink in self._sinks:

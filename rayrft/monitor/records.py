@@ -268,8 +268,7 @@ class RecordFile:
         return map(_from_json, self._file.lines(first, end))
 
     def cut(self, count: int, others: Iterable[Record]) -> RecordFile:
-        """Close this object and return that of the file with the first ``count`` records and then ``others`` only, by
-        which it is replaced atomically."""
+        """Replace the file by its first ``count`` records and ``others``; close this object and return the new one."""
         path = self._file.path
         with atomic_file(path) as partial, partial.open("wb") as file:
             file.writelines(chain(self._file.lines(0, count), map(_to_line, others)))

@@ -47,8 +47,7 @@ class ActorPool(Generic[A]):
         return bool(self._starts)
 
     async def open(self, *, any_started: bool = False) -> None:
-        """Start the actors; raises the errors of their start. ``any_started``: return once one has started or failed,
-        which the calls then raise."""
+        """Start the actors; raises their errors. ``any_started``: return once one has started or failed."""
         for _ in range(self._count):
             self._add()
         if any_started:

@@ -149,8 +149,7 @@ def until_dead(actor: Handle[Watched]) -> None:
 
 
 def fetch_when_reachable(call: Callable[[], Awaitable[R]]) -> R:
-    """Make a call, and make it again while its actor cannot be reached; block for its result, outside of event loops.
-    Raises the errors of ``ray.get``."""
+    """Make a call again while its actor cannot be reached; block for its result. Raises the errors of ``ray.get``."""
     while True:
         try:
             return fetch(call())

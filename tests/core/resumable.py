@@ -136,19 +136,9 @@ class ScriptedExplorer:
             mask[0] = 0
             if ticket.sequence == self._poisoned and number == 1:
                 row[-1] = VOCABULARY  # this Buffer knows of no limits, and the model has no such token
-            group.append(
-                Experience(
-                    f"{name}/{number}",
-                    name,
-                    str(ticket.task),
-                    row.astype(np.int32),
-                    1,
-                    mask,
-                    np.array([0.0, *score], np.float32),
-                    weight_versions=(VersionSpan(1, len(row), ticket.version),),
-                    reward=means[number],
-                )
-            )
+            logprobs, spans = np.array([0.0, *score], np.float32), (VersionSpan(1, len(row), ticket.version),)
+            tokens, more = row.astype(np.int32), {"weight_versions": spans, "reward": means[number]}
+            group.append(Experience(f"{name}/{number}", name, str(ticket.task), tokens, 1, mask, logprobs, **more))
         report = GroupReport(rows=2, reward_sum=sum(means), scored=2)
         await self._writer.put(to_batch(group), report, ticket=ticket)
         self._pipe.send("put")

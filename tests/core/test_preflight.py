@@ -100,11 +100,8 @@ def test_each_reward_is_built_once_tried_on_every_source_and_says_how_it_scores_
     SCORED.clear()
     name = f"{__name__}:Telling"
     config = RewardConfig(domains={d: {"name": name, "options": {"name": d}} for d in "ab"})  # type: ignore[dict-item]
-    tasks = [
-        (Task.create("t", f"{domain}{number}", "x", domain=domain), number // 2)
-        for domain in "ab"
-        for number in range(4)
-    ]
+    numbers = [(domain, number) for domain in "ab" for number in range(4)]
+    tasks = [(Task.create("t", f"{domain}{n}", "x", domain=domain), n // 2) for domain, n in numbers]
     assert check_rewards(config, tasks, ["grader"]) == [f"reward {name!r}: {domain} scores" for domain in "ab"]
     assert BUILT == {"a": 1, "b": 1} and SCORED == ["a0", "a2", "b0", "b2"]
 

@@ -18,44 +18,18 @@ from rayrft.core.checkpoints import Checkpoints
 from rayrft.errors import StorageError
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.core.resumable import run
+from tests.e2e.conftest import small_config
 from tests.runtime.forks import FORKS
 
 
 def make_config(storage: Path, model: Path, name: str, **overrides: Any) -> RunConfig:
-    config = load_config(
-        {
-            "name": name,
-            "storage": str(storage),
-            "model": {"path": str(model)},
-            "tasks": {"sources": [{"source": "reasoning_gym", "dataset": "spell_backward", "size": 10}]},
-            "demonstrations": {"gold": {"size": 5}},
-            "trainer": {"ranks": 1, "micro_batch_tokens": 40},
-            "evaluation": {"enabled": False},
-            "checkpoint": {"every": 3},
-            "stages": [
-                {
-                    "name": "warmup",
-                    "algorithm": {"name": "sft"},
-                    "demonstrations": "gold",
-                    "steps": 5,
-                    "batch_size": 4,
-                    "optimizer": {"lr": 1e-3},
-                },
-                {
-                    "name": "mix",
-                    "algorithm": {"name": "mix", "mu": 0.3, "kl": "k3", "kl_coef": 0.1},
-                    "demonstrations": "gold",
-                    "steps": 10,
-                    "batch_size": 10,
-                    "group_size": 2,
-                    "expert_share": 0.2,
-                    "update": {"mini_batches": 2, "reference_refresh": 4},
-                    "optimizer": {"lr": 1e-3, "schedule": "cosine"},
-                },
-            ],
-        },
-        overrides,
-    )
+    raw = small_config(storage, name, model={"path": str(model)}, evaluation={"enabled": False})
+    warmup, mix = raw["stages"]
+    warmup |= {"steps": 5, "batch_size": 4}
+    mix |= {"algorithm": {"name": "mix", "mu": 0.3, "kl": "k3", "kl_coef": 0.1}, "steps": 10, "batch_size": 10}
+    mix |= {"group_size": 2, "optimizer": {"lr": 1e-3, "schedule": "cosine"}}
+    mix["update"] = {"mini_batches": 2, "reference_refresh": 4}
+    config = load_config(raw, {"trainer.micro_batch_tokens": 40, "checkpoint.every": 3, **overrides})
     (config.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     return config
 
@@ -66,16 +40,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    config = Qwen3Config(**sizes, **heads, tie_word_embeddings=True)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -93,6 +60,11 @@ class Process:
         with contextlib.suppress(EOFError):
             while True:
                 yield self._receiving.recv()
+
+    def kill_at(self, event: str) -> None:
+        """Kill it as soon as it says that."""
+        assert event in self.events()
+        self.kill()
 
     def kill(self) -> None:
         self._process.kill()
@@ -112,17 +84,17 @@ def trained(config: RunConfig) -> dict[int, list[str]]:
     return rows
 
 
-def go_through(config: RunConfig) -> list[str]:
-    """Run to the end without a kill; gives the events."""
-    events = until_end(config)
-    assert events[-1] == "end"
-    return events
-
-
 def until_end(config: RunConfig, poisoned: int | None = None) -> list[Any]:
     process = Process(config, poisoned)
     events = list(process.events())
     process.end()
+    return events
+
+
+def go_through(config: RunConfig) -> list[str]:
+    """Run to the end without a kill; gives the events."""
+    events = until_end(config)
+    assert events[-1] == "end"
     return events
 
 
@@ -137,10 +109,16 @@ def assert_same(config: RunConfig, reference: RunConfig) -> None:
     assert trained(config) == trained(reference)
     weights = [torch.load(each.folder / "weights.pt") for each in (config, reference)]
     torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
-    ends = [json.loads((each.folder / "end.json").read_text()) for each in (config, reference)]
-    assert ends[0] == ends[1]
-    steps = [record.step for record in read_records(config.folder) if isinstance(record, StepRecord)]
-    assert steps == list(range(1, 16)), "a step was counted twice, or not at all"
+    assert end_of(config) == end_of(reference)
+    assert steps(config) == list(range(1, 16)), "a step was counted twice, or not at all"
+
+
+def end_of(config: RunConfig) -> Any:
+    return json.loads((config.folder / "end.json").read_text())
+
+
+def steps(config: RunConfig) -> list[int]:
+    return [record.step for record in read_records(config.folder) if isinstance(record, StepRecord)]
 
 
 @pytest.mark.parametrize("most", [8, pytest.param(20, marks=pytest.mark.slow)])
@@ -168,11 +146,7 @@ def test_a_run_begins_again_where_no_checkpoint_was_written(
     model: Path, tmp_path: Path, whole: tuple[RunConfig, list[str]]
 ) -> None:
     config = make_config(tmp_path, model, "early")
-    process = Process(config)
-    for event in process.events():
-        if event == "train":
-            process.kill()
-            break
+    Process(config).kill_at("train")
     go_through(config)
     assert_same(config, whole[0])
 
@@ -181,11 +155,7 @@ def test_a_checkpoint_that_was_being_written_is_not_taken_for_one(
     model: Path, tmp_path: Path, whole: tuple[RunConfig, list[str]]
 ) -> None:
     config = make_config(tmp_path, model, "torn")
-    process = Process(config)
-    for event in process.events():
-        if event == "checkpoint":
-            process.kill()
-            break
+    Process(config).kill_at("checkpoint")
     [journal] = (config.folder / "buffer").glob("journal*")
     with journal.open("ab") as file:
         file.write(b'{"event":"half')
@@ -215,9 +185,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_when_the_newest_is_gone(
     whole_journal = journal.read_bytes()
     journal.write_bytes(whole_journal[: len(whole_journal) // 4])
     (config.folder / "buffer" / "synced").unlink()
-    process = Process(config)
-    assert list(process.events()) == [StorageError.__name__], "it lacks steps that the checkpoint holds"
-    process.end()
+    assert until_end(config) == [StorageError.__name__], "it lacks steps that the checkpoint holds"
     journal.write_bytes(whole_journal)
     go_through(config)
     assert_same(config, whole[0])
@@ -230,10 +198,8 @@ def test_a_row_that_steps_fail_on_is_left_out_after_the_second_time(
     first, second, third = (until_end(config, poisoned=9)[-1] for _ in range(3))
     [row] = second
     assert row in first and "/9/" in row and third == "end"
-    steps = [record.step for record in read_records(config.folder) if isinstance(record, StepRecord)]
-    assert steps == list(range(1, 16))
-    ends = [json.loads((each.folder / "end.json").read_text()) for each in (config, whole[0])]
-    assert ends[0]["trained"] == ends[1]["trained"] - 2, "the row and the other one of its group"
+    assert steps(config) == list(range(1, 16))
+    assert end_of(config)["trained"] == end_of(whole[0])["trained"] - 2, "the row and the other one of its group"
 
 
 def test_a_run_that_took_its_last_step_only_saves_its_weights(whole: tuple[RunConfig, list[str]]) -> None:
@@ -247,8 +213,7 @@ def test_a_finished_stage_takes_more_steps_when_it_is_told_to(model: Path, tmp_p
     go_through(config)
     longer = make_config(tmp_path, model, "longer", **{"stages.mix.steps": 12})
     go_through(longer)
-    steps = [record.step for record in read_records(longer.folder) if isinstance(record, StepRecord)]
-    assert steps == list(range(1, 18))
+    assert steps(longer) == list(range(1, 18))
 
 
 def test_the_last_and_the_best_checkpoints_are_kept(model: Path, tmp_path: Path) -> None:

@@ -72,9 +72,8 @@ def test_a_task_that_no_reward_scores_is_not_added(tmp_path: Path) -> None:
 
 
 def test_what_becomes_of_tasks_that_are_added_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = small_config(
-        tmp_path, "grows", pipelines={"tasks": [{"name": "format", "column": "question", "pattern": "^Spell"}]}
-    )
+    operators = [{"name": "format", "column": "question", "pattern": "^Spell"}]
+    settings = small_config(tmp_path, "grows", pipelines={"tasks": operators})
     settings["tasks"]["sources"][0]["size"] = 200
     (tmp_path / "config.yaml").write_text(dump_config(load_config(settings)))
     earlier, good, bad = (Task.create("new", text, "x") for text in ("Spell earlier", "Spell: new", "Say: new"))

@@ -16,6 +16,7 @@ from rayrft.core.services import task_engines
 from rayrft.errors import ConfigError, OperatorFailed, PlacementError
 from rayrft.experience import Task
 from rayrft.pipelines.tasks import load_processed
+from tests.config.given import GRPO
 from tests.e2e.conftest import small_config
 from tests.errors import about
 from tests.pipelines.test_process import read, write
@@ -104,18 +105,13 @@ def test_tasks_of_a_run_may_be_worked_on_by_its_auxiliary_models_and_are_the_sam
     tiny_model: Path, tmp_path: Path
 ) -> None:
     auxiliary = {"m": {"model": str(tiny_model), "engine": {"count": 1, "memory_gib": 0.3}}}
-    config = load_config(
-        small_config(
-            tmp_path,
-            "asks",
-            tasks={"sources": [{"source": f"{__name__}:source"}], "eval_size": 1},
-            demonstrations={},
-            auxiliary=auxiliary,
-            reward={"name": f"{__name__}:anything"},
-            pipelines={"tasks": [{"name": "hinted_solutions", **OPTIONS, "keep": True}]},
-            stages=[{"name": "grpo", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 4, "group_size": 2}],
-        )
-    )
+    sections: dict[str, Any] = {
+        "tasks": {"sources": [{"source": f"{__name__}:source"}], "eval_size": 1},
+        "reward": {"name": f"{__name__}:anything"},
+        "pipelines": {"tasks": [{"name": "hinted_solutions", **OPTIONS, "keep": True}]},
+    }
+    raw = small_config(tmp_path, "asks", demonstrations={}, auxiliary=auxiliary, stages=[GRPO], **sections)
+    config = load_config(raw)
     with pytest.raises(ConfigError, check=about("pipelines.tasks.0.model", "m")):
         load_processed(config)
     said: list[str] = []
@@ -128,8 +124,6 @@ def test_tasks_of_a_run_may_be_worked_on_by_its_auxiliary_models_and_are_the_sam
 
 
 def test_names_of_models_and_endpoints_are_told_apart() -> None:
-    endpoint = {"url": "http://a/v1", "model": "m"}
+    models = {"models": {"m": {"model": "a"}}, "endpoints": {"m": {"url": "http://a/v1", "model": "m"}}}
     with pytest.raises(ValueError, match="is also the name of one of 'models'"):
-        PipelineConfig.model_validate(
-            {"operators": [{"name": "judged"}], "models": {"m": {"model": "a"}}, "endpoints": {"m": endpoint}}
-        )
+        PipelineConfig.model_validate({"operators": [{"name": "judged"}], **models})

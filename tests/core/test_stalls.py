@@ -122,9 +122,8 @@ def test_what_comes_of_a_target_moves_it_and_no_other(clock: list[float]) -> Non
     clock[0] = 10.0
     waits.end("a", first)
     clock[0] = 15.0
-    assert waits.report() == WaitReport(
-        [Wait("explorer", "a", "2", 1, 5.0), Wait("explorer", "b", "one of two", 1, 15.0)], 5.0
-    )
+    expected = [Wait("explorer", "a", "2", 1, 5.0), Wait("explorer", "b", "one of two", 1, 15.0)]
+    assert waits.report() == WaitReport(expected, 5.0)
     waits.progressed("b")
     assert [wait.quiet_s for wait in waits.report().waits] == [5.0, 0.0]
 

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 
 from rayrft.core.supervision import Stopped, supervise, unless_stopped
 from rayrft.errors import ActorDied, DataError, RayrftError, StorageError
-from rayrft.runtime.handle import root_cause
+from rayrft.runtime.handle import Watched, root_cause
 from tests.errors import about
 
 
@@ -73,11 +73,6 @@ class Damaged:
     async def watch(self) -> None: ...
 
 
-class Healthy:
-    async def watch(self) -> None:
-        await asyncio.Event().wait()
-
-
 async def test_what_kept_an_actor_from_starting_is_told_and_not_rays_words_around_it(ray_cluster: Any) -> None:
     actor = ray.remote(Damaged).options(num_cpus=0).remote()
     with pytest.raises(ActorDied) as error:
@@ -90,7 +85,7 @@ async def test_what_kept_an_actor_from_starting_is_told_and_not_rays_words_aroun
 
 
 async def test_why_an_actor_died_is_told_wherever_its_death_is_met(ray_cluster: Any) -> None:
-    actor = ray.remote(Healthy).options(num_cpus=0).remote()
+    actor = ray.remote(Watched).options(num_cpus=0).remote()
     watch = actor.watch.remote()
     ray.kill(actor)
     with pytest.raises(RayActorError) as died:

@@ -94,9 +94,7 @@ async def test_the_buffer_is_told_when_the_stage_ends(subject: Subject) -> None:
     assert (buffer.plan.version, buffer.plan.end) == (3, 3 + stage.steps)
 
 
-async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_second(
-    subject: Subject,
-) -> None:
+async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_second(subject: Subject) -> None:
     loop = asyncio.get_running_loop()
     lease, exploring = loop.create_future(), loop.create_future()
     exploring.set_exception(StorageError("No space left on device", field="journal"))

@@ -34,8 +34,7 @@ class OperatorsPart(Part[OperatorActor]):
 def remote_operators(
     config: RunConfig, model: str, placement: Placement, pools: Mapping[str, Handle[EnginePool]]
 ) -> Callable[[], Operators] | None:
-    """Return a factory of an Explorer's remote operators, which may ask the auxiliary models of ``pools``; None if the
-    operators run in the Explorer."""
+    """Return a factory of an Explorer's remote operators, which may ask these models; None if they are not remote."""
     pipelines = config.pipelines
     if not pipelines.experiences or pipelines.actors is None:
         return None

@@ -46,10 +46,8 @@ class Usage:
 
 
 class RunClock:
-    """Seconds in which a process and its descendants could run: wall time without their waits for a core.
-
-    Processor time always counts, so that many processes that compete with each other run out of time, too.
-    """
+    """Seconds in which a process and its descendants could run: wall time without their waits for a core. Processor
+    time always counts, so that many processes that compete with each other run out of time, too."""
 
     def __init__(self, pid: int, *, itself: bool = True, seconds: float = 0.0) -> None:
         self._pid, self._itself = pid, itself

@@ -8,6 +8,7 @@ parent dies, its end of the control socket closes, and the template kills everyt
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import inspect
@@ -70,8 +71,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Reply:
-    """The parent's reply to the request of that number, pickled separately: an unpickling error is raised in the code
-    that asked."""
+    """The reply to the request of that number, pickled: an unpickling error is raised in the code that asked."""
 
     number: int
     value: bytes
@@ -104,10 +104,9 @@ def main(control_fd: int, blueprint_fd: int) -> None:
     gc.collect()
     gc.freeze()  # collecting would copy the pages that the forks share
     try:
-        control.send(RECORD.pack(b"r", os.getpid()))
-        _Template(control, create).run()
-    except ConnectionError:
-        pass  # the parent has died
+        with contextlib.suppress(ConnectionError):  # the parent has died
+            control.send(RECORD.pack(b"r", os.getpid()))
+            _Template(control, create).run()
     finally:
         _kill_children()
 
@@ -312,18 +311,11 @@ def _serve(connection: socket.socket, create: Callable[[], Any]) -> None:
 
 def _leaks() -> str:
     """Return a description of the threads and processes that a closed object left behind."""
-    _reap_all()
-    threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
-    children = _children()
-    return ", ".join([f"thread {name}" for name in threads] + [f"process {pid}" for pid in children])
-
-
-def _reap_all() -> None:
-    try:
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
-        pass
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    return ", ".join([f"thread {name}" for name in threads] + [f"process {pid}" for pid in _children()])
 
 
 def _children() -> list[int]:

@@ -87,8 +87,7 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def _limit_of(self, seconds: float) -> AsyncIterator[Callable[[], None]]:
-        """Raise TimeoutError in the block once the process could have run for so long since its start, or since the
-        call of the function that is yielded."""
+        """Raise TimeoutError in the block once the process could have run so long; the yielded function restarts it."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         clock: RunClock | None = None

@@ -27,8 +27,7 @@ WATCHED_CLOSELY: dict[str, Any] = {
     "graceful_shutdown_timeout_s": 2.0,
     "graceful_shutdown_wait_loop_s": 0.1,
 }
-"""Serve's options of a deployment: a dead replica is replaced at the next health check, and replicas stop without
-waiting for requests."""
+"""Serve's options of a deployment: dead replicas are replaced at once, and replicas stop without waiting."""
 _LOOK_S = 0.5
 """Seconds between looks at whether the name of a dead actor is free: Ray has no event for it."""
 
@@ -42,8 +41,7 @@ class Owner:
 
 
 def on_head(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run a function on the head node, where Serve listens, even if that has no CPUs; block for its result. Its errors
-    are raised without Ray's wrappers."""
+    """Run a function on the head node, where Serve listens, and block. Raises its errors without Ray's wrappers."""
     options = {"num_cpus": 0, "resources": {ray_api.HEAD_NODE_RESOURCE_NAME: 0.001}, "max_retries": 0}
     try:
         return cast(R, ray.get(ray.remote(function).options(**options).remote(*args, **kwargs)))
@@ -88,8 +86,7 @@ def delete_applications(prefix: str) -> None:
 
 
 def create_anchor(owner: Owner) -> Handle[Watched]:
-    """Create the owner of applications for a process that is not an actor; it ends with that process. Raises
-    ConfigError if an actor has its name."""
+    """Create an owner for a process that is not an actor; it ends with it. Raises ConfigError for a taken name."""
     try:
         actor = ray.remote(Watched).options(num_cpus=0, name=owner.name, namespace=owner.namespace).remote()
     except ValueError:

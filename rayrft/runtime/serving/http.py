@@ -77,8 +77,7 @@ class UnsupportedParameter(ValueError):
 
 
 class HttpService:
-    """The base of services over HTTP. Without ``key_digests``, requests need no key; ``count`` receives each outcome: a
-    status and its code."""
+    """The base of services over HTTP. No ``key_digests``: no key is needed. ``count`` receives status and code."""
 
     def __init__(
         self, config: HttpSettings, key_digests: tuple[str, ...], count: Callable[[str], None] = lambda outcome: None
