@@ -16,7 +16,7 @@ from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt
 from rayrft.explorer.evaluator import TaskActor
 from rayrft.json_lines import JsonLines, open_lines, read_lines
-from rayrft.rewards.pool import ScoringBackend
+from rayrft.rewards.scorer import ScoringBackend
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.waits import Waits
 

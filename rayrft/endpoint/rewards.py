@@ -15,9 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel, model_validator
 from rayrft.config.serve import RewardServiceConfig
 from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, Transcript
-from rayrft.rewards.pool import Rewards
+from rayrft.rewards.scorer import DomainStats, Rewards
 from rayrft.rewards.service import RewardService, ServeBackend
-from rayrft.rewards.stats import DomainStats
 from rayrft.runtime.serving.http import ApiError, HttpService, Route, parse, unless_gone
 
 _MOST = 1024

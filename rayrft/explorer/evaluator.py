@@ -17,7 +17,7 @@ from rayrft.explorer.rollout import Runner
 from rayrft.explorer.scoring import reward_after_truncation
 from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult, Transcript
-from rayrft.rewards.pool import Rewards, ScoringBackend
+from rayrft.rewards.scorer import Rewards, ScoringBackend
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.waits import Waits
 

@@ -24,8 +24,7 @@ from rayrft.pipelines.experiences import ExperiencePipeline, experience_chain
 from rayrft.pipelines.report import OperatorStats
 from rayrft.pipelines.run.groups import LocalOperators, Operators
 from rayrft.pipelines.run.models import open_models, running_engines
-from rayrft.rewards.pool import ScoringBackend
-from rayrft.rewards.stats import DomainStats
+from rayrft.rewards.scorer import DomainStats, ScoringBackend
 from rayrft.runtime.handle import Handle, TrackedHandle
 from rayrft.runtime.waits import WaitReport, Waits
 

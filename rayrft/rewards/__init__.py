@@ -1,6 +1,6 @@
 """Reward models by name, and what they are made of."""
 
-from rayrft.rewards import code, judge, k12, math, models, simple, vision
+from rayrft.rewards import code, judge, k12, math, models, simple, vision  # noqa: F401 - each registers its rewards
 from rayrft.rewards.base import (
     Reward,
     RewardResult,
@@ -14,22 +14,5 @@ from rayrft.rewards.base import (
     where,
 )
 
-__all__ = [
-    "Reward",
-    "RewardResult",
-    "StepReward",
-    "Transcript",
-    "build_reward",
-    "code",
-    "imports",
-    "inline",
-    "judge",
-    "k12",
-    "math",
-    "models",
-    "register_reward",
-    "rewards",
-    "simple",
-    "vision",
-    "where",
-]
+__all__ = ["Reward", "RewardResult", "StepReward", "Transcript", "build_reward", "imports", "inline"]
+__all__ += ["register_reward", "rewards", "where"]

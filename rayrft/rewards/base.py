@@ -51,13 +51,6 @@ class RewardResult:
     tries: int = 1
     """How often scoring was started; again after the death of a process or actor."""
 
-    @classmethod
-    def of(cls, value: float, components: dict[str, float], reason: str | None, answer: str | None = None) -> Self:
-        """Create a result; a value that is not finite makes it unknown."""
-        if math.isfinite(value):
-            return cls(value, components, reason, answer)
-        return cls(None, components, reason or f"the reward is {value}", answer)
-
 
 @dataclass(frozen=True)
 class Transcript:
@@ -69,8 +62,7 @@ class Transcript:
     """Paths of all images in the conversation, in order."""
     stop_reason: str | None = None
     given: int = 0
-    """Number of the assistant's messages that the model did not write, such as examples in the prompt; they come
-    first."""
+    """Number of the first assistant messages that the model did not write, such as examples in the prompt."""
 
     @classmethod
     def of(cls, task: Task, response: str) -> Self:
@@ -85,24 +77,24 @@ class Transcript:
 
     @property
     def answers(self) -> list[str]:
-        """The model's answers with their reasoning, in order, which begins with ``<think>`` also where the prompt has
-        opened it."""
+        """The model's answers with their reasoning, which begins with ``<think>`` even if the prompt has opened it."""
         return [turn["content"] for turn in self.turns if turn["role"] == "assistant"][self.given :]
 
 
-class RewardFunction(Protocol):
-    """Scores a last answer without its reasoning; a plain number is a result without components. Raising makes the
-    reward unknown."""
+Scored = RewardResult | float
+"""A plain number is a result without components."""
 
-    def __call__(self, task: Task, response: str, /) -> RewardResult | float: ...
+
+class RewardFunction(Protocol):
+    """Scores a last answer without its reasoning. Raising makes the reward unknown."""
+
+    def __call__(self, task: Task, response: str, /) -> Scored: ...
 
 
 class RewardModel(Protocol):
     """Scores a whole transcript, likewise."""
 
-    def score(
-        self, task: Task, transcript: Transcript, /
-    ) -> RewardResult | float | Awaitable[RewardResult | float]: ...
+    def score(self, task: Task, transcript: Transcript, /) -> Scored | Awaitable[Scored]: ...
 
 
 class BatchRewardModel(RewardModel, Protocol):
@@ -111,7 +103,7 @@ class BatchRewardModel(RewardModel, Protocol):
     max_batch: int
     """Most calls at a time."""
 
-    def score_batch(self, calls: Sequence[tuple[Task, Transcript]], /) -> Sequence[RewardResult | float]: ...
+    def score_batch(self, calls: Sequence[tuple[Task, Transcript]], /) -> Sequence[Scored]: ...
 
 
 Reward = RewardFunction | RewardModel
@@ -155,7 +147,7 @@ def where(name: str) -> Literal["inline", "loop", "process"]:
 def checked(found: object, transcript: Transcript) -> RewardResult:
     """Return a result whose numbers are finite, or an unknown one. Raises ValueError or TypeError for other values."""
     if not isinstance(found, RewardResult):
-        return RewardResult.of(float(cast("float", found)), {}, None)
+        found = RewardResult(float(cast("float", found)))
     if found.value is None:
         return _unknown(found, found.reason)
     if len(found.turns) not in (0, len(transcript.answers)):
@@ -170,8 +162,7 @@ def checked(found: object, transcript: Transcript) -> RewardResult:
 
 
 def _checked_steps(steps: Sequence[StepReward], answers: Sequence[str]) -> tuple[StepReward, ...]:
-    """Return steps as plain numbers. Raises TypeError or ValueError, which names the field, unless they are in order,
-    end inside an answer and have finite values."""
+    """Return steps as plain numbers. Raises TypeError or ValueError unless they are in order, inside and finite."""
     before = (0, -1)
     for number, step in enumerate(steps):
         if not isinstance(step, StepReward):
@@ -198,9 +189,7 @@ def _unknown(found: RewardResult, reason: str | None) -> RewardResult:
     return RewardResult(None, components, reason, found.answer)
 
 
-def invoke(
-    reward: Reward, task: Task, transcript: Transcript
-) -> RewardResult | float | Awaitable[RewardResult | float]:
+def invoke(reward: Reward, task: Task, transcript: Transcript) -> Scored | Awaitable[Scored]:
     """Call a reward, whatever its kind."""
     if hasattr(reward, "score"):
         return cast("RewardModel", reward).score(task, transcript)
@@ -213,8 +202,7 @@ def invoke(
 
 
 def score_inline(reward: Reward, task: Task, transcript: Transcript) -> RewardResult:
-    """Return the result of a reward that is not a coroutine; if it raises, or returns no number, an unknown result with
-    the error as its reason."""
+    """Return the result of a reward that is not a coroutine, which is unknown if it raises or returns no number."""
     try:
         return checked(invoke(reward, task, transcript), transcript)
     except (Exception, SystemExit) as error:  # user code may raise anything; it becomes data
@@ -262,9 +250,7 @@ def combine(parts: Sequence[RewardPart], results: Sequence[RewardResult]) -> Rew
     shut = any(result.value is not None and result.value <= 0 for _, result in gates)
     counted = shaping if shut else pairs
     unknown = [f"{part.component}: {result.reason}" for part, result in counted if result.value is None]
-    known = [
-        f"{part.component}: {result.reason}" for part, result in pairs if result.value is not None and result.reason
-    ]
+    known = [f"{part.component}: {each.reason}" for part, each in pairs if each.value is not None and each.reason]
     components: dict[str, float] = {}
     for part, result in pairs:
         components |= {f"{part.component}.{name}": value for name, value in result.components.items()}
@@ -295,14 +281,11 @@ def _weighted(pairs: Sequence[tuple[RewardPart, RewardResult]]) -> float:
 
 
 def build_reward(name: str, options: dict[str, Any]) -> Reward:
-    """Build the reward of this registered name, or with the factory at ``package.module:attribute``.
-
-    Raises ConfigError if there is none, or it does not accept the options.
-    """
+    """Build the reward of this registered name, or with the factory at ``package.module:attribute``. Raises ConfigError
+    if there is none, or it does not accept the options."""
     factory = rewards.get(name, "reward.name")
     try:
         return factory(**resolved(options))
     except TypeError as error:
-        raise ConfigError(
-            f"refused by {name!r}: {error}", "see the reward's own parameters", field="reward.options", value=options
-        ) from None
+        remedy = "see the reward's own parameters"
+        raise ConfigError(f"refused by {name!r}: {error}", remedy, field="reward.options", value=options) from None

@@ -23,13 +23,12 @@ _TRIED, _SHOWN = 200, 3
 def check_rewards(
     config: RewardConfig, tasks: Iterable[tuple[Task, int]], auxiliary: Collection[str] = ()
 ) -> list[str]:
-    """Build all rewards of tasks, each with the number of its source, and return the rewards' notices. Rewards that
-    need no running model score reference answers of each domain and source.
+    """Build all rewards of tasks, each with the number of its source, and return the rewards' notices.
 
-    A reward that accepts the truth as an answer scores up to 200 answers; the wrong ones are in a notice. Other rewards
-    score one. A reward that a stage trains is not built. Raises ConfigError if a task's domain has no reward, or if a
-    reward cannot be built, needs an unknown auxiliary model or more time than its deadline, fails on an answer, or
-    accepts no reference answer of a source.
+    A reward that needs no running model scores a reference answer of each domain and source; if it accepts the truth as
+    an answer, up to 200 of them, of which the wrong ones are in a notice. A reward that a stage trains is not built.
+    Raises ConfigError if a task's domain has no reward, or if a reward cannot be built, needs an unknown auxiliary
+    model or more time than its deadline, fails on an answer, or accepts no reference answer of a source.
     """
     examples: dict[str, dict[int, list[Task]]] = {}
     for task, source in tasks:
@@ -62,18 +61,14 @@ def _check_one(reward: Reward, name: str, tasks: Sequence[Task], source: int) ->
 
 
 def _check_truths(reward: Reward, name: str, tasks: Sequence[Task], source: int) -> str | None:
-    """Score the answers of up to 200 tasks, evenly spread; return a notice if some do not get full marks. Raises
-    ConfigError if none does."""
+    """Return a notice if some of up to 200 answers do not get full marks. Raises ConfigError if none does."""
     tried = [task for task in tasks if not _ELSEWHERE & task.metadata.keys()]
     tried = tried[:: -(-len(tried) // _TRIED) or 1]
-    wrong = [(task, result) for task in tried if (result := _not_full(reward, task)) is not None]
-    if not wrong:
+    if not (wrong := [(task, result) for task in tried if (result := _not_full(reward, task)) is not None]):
         return None
-    unknown = sum(result.value is None for _, result in wrong)
-    problem = (
-        f"{len(wrong)} of {len(tried)} reference answers of {f'source {source}' if source >= 0 else 'held-out tasks'} "
-        f"do not get full marks ({unknown} unknown): {'; '.join(_shown(*each) for each in wrong[:_SHOWN])}"
-    )
+    unknown, whose = sum(result.value is None for _, result in wrong), f"source {source}"
+    problem = f"{len(wrong)} of {len(tried)} reference answers of {whose if source >= 0 else 'held-out tasks'} "
+    problem += f"do not get full marks ({unknown} unknown): {'; '.join(_shown(*each) for each in wrong[:_SHOWN])}"
     if len(wrong) == len(tried):
         remedy = "name the column of the answers in tasks.sources (answer, answer_after), or choose another reward"
         raise ConfigError(problem, remedy, field="reward.name", value=name)
@@ -82,9 +77,8 @@ def _check_truths(reward: Reward, name: str, tasks: Sequence[Task], source: int)
 
 def _not_full(reward: Reward, task: Task) -> RewardResult | None:
     """Return the result of a task's own answer, plain and in a box, unless one of them gets full marks."""
-    results = [
-        score_inline(reward, task, Transcript.of(task, text)) for text in (task.answer, f"\\boxed{{{task.answer}}}")
-    ]
+    texts = (task.answer, f"\\boxed{{{task.answer}}}")
+    results = [score_inline(reward, task, Transcript.of(task, text)) for text in texts]
     full = any(result.value is not None and result.value > 1 - 1e-6 for result in results)
     return None if full else results[0]
 

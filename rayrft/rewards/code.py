@@ -3,18 +3,16 @@
 A solution is a Python function that tests call, or a program in Python or C++ that reads stdin and writes stdout. The
 task's metadata has its tests:
 
-* ``tests``: a list, or JSON of it, of one of these kinds:
-    ``{"args": [3, 4], "expected": 7}``, also with ``kwargs``: calls of the function ``entry_point``;
-    ``{"stdin": "3 4", "stdout": "7"}``: runs of the program;
-    ``"assert add(3, 4) == 7"``: statements that call ``entry_point`` (MBPP).
+* ``tests``: a list, or JSON of it, of one of these kinds: calls of the function ``entry_point``, ``{"args": [3, 4],
+  "expected": 7}``, also with ``kwargs``; runs of the program, ``{"stdin": "3 4", "stdout": "7"}``; or statements that
+  call the function, ``"assert add(3, 4) == 7"`` (MBPP).
 * ``test``: source that defines ``check(candidate)``, which is the only test (HumanEval); with statements in ``tests``,
   it runs before them.
-* ``prompt``: source that a function continues or may use, such as imports and helpers; it runs before both solution
-  and tests.
+* ``prompt``: source that a function continues or may use; it runs before both solution and tests.
 * ``language``: ``python`` or, for programs, ``cpp``; by default the option's.
 
-``entry_point`` names a function, a class, or a method of class ``Solution``, as ``add`` or ``Solution().add``. Each
-call of a method has a new object.
+``entry_point`` names a function, a class, or a method of class ``Solution`` (``add`` or ``Solution().add``), each call
+of which has a new object.
 
 Expected values never enter the sandbox of the solution. Calls are sent there one by one, and their values are compared
 outside. Statements run in another sandbox, where the function that they call stands for the solution. So a solution
@@ -40,7 +38,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -52,7 +50,7 @@ from rayrft.experience import Task
 from rayrft.rewards import code_runner
 from rayrft.rewards.base import RewardResult, register_reward
 from rayrft.rewards.code_values import literal, same_text, same_value
-from rayrft.rewards.sandbox import Process, ProgramOutcome, Sandbox, SandboxLimits, bytecode
+from rayrft.rewards.sandbox import Files, Process, ProgramOutcome, Sandbox, SandboxLimits, bytecode
 
 Language = Literal["python", "cpp"]
 
@@ -63,8 +61,7 @@ _FENCE = re.compile(
 _TAGS = {"python": {"python", "py", "python3"}, "cpp": {"cpp", "c++", "cc", "cxx"}}
 _CPP = ("-O2", "-std=c++17")
 _BINARY_MIB = 32
-_CONVERSATION_BYTES = 8 << 20
-"""All answers of a function, or of its tests."""
+_CONVERSATION_BYTES = 8 << 20  # all answers of a function, or of its tests
 _ANSWER_BYTES = 1 << 20
 
 
@@ -72,14 +69,9 @@ _ANSWER_BYTES = 1 << 20
 class Verdict:
     """The result of a solution: for each test that ran, None if it passed, else why it failed."""
 
-    compiled: bool
     failures: list[str | None]
     problem: str | None = None
-    """Why the solution did not compile or load."""
-
-    def passed(self, index: int) -> bool:
-        """Whether the test ran and passed."""
-        return index < len(self.failures) and self.failures[index] is None
+    """Why the solution did not compile or load, if it did not."""
 
 
 @register_reward("code")
@@ -115,17 +107,15 @@ class Code:
         self.longest_s, self.notice = budget_s, sandbox.describe()
 
     def __call__(self, task: Task, response: str) -> RewardResult:
-        language: Language = task.metadata.get("language", self._language)
-        tests = tests_of(task)
+        language, tests = task.metadata.get("language", self._language), tests_of(task)
         function = re.sub(r"^Solution(?:\(\))?\.", "", str(task.metadata.get("entry_point", "")))
-        verdict = self._runner(
-            task, extract(response, language, re.escape(function)), tests, language, until_failure=not self._partial
-        )
-        share = sum(map(verdict.passed, range(len(tests)))) / len(tests)
-        components = {"passed": share, "compiled": float(verdict.compiled)}
+        source = extract(response, language, re.escape(function))
+        verdict = self._runner(task, source, tests, language, until_failure=not self._partial)
+        share = verdict.failures.count(None) / len(tests)
+        components = {"passed": share, "compiled": float(verdict.problem is None)}
         reasons = [verdict.problem, *(why and f"test {number}: {why}" for number, why in enumerate(verdict.failures))]
         reason = next((why for why in reasons if why), None)
-        return RewardResult.of(share if self._partial else float(share == 1), components, reason)
+        return RewardResult(share if self._partial else float(share == 1), components, reason)
 
 
 def extract(response: str, language: Language, function: str = "") -> str:
@@ -161,10 +151,13 @@ def tests_of(task: Task) -> list[Any]:
 
 
 def _kind(test: Any) -> str | None:
-    if isinstance(test, str):
-        return "statement"
-    if isinstance(test, Mapping):
-        return "call" if {"args", "expected"} <= test.keys() else "run" if {"stdin", "stdout"} <= test.keys() else None
+    match test:
+        case str():
+            return "statement"
+        case {"args": _, "expected": _}:
+            return "call"
+        case {"stdin": _, "stdout": _}:
+            return "run"
     return None
 
 
@@ -191,33 +184,28 @@ class TestRunner:
         until_failure: bool = False,
     ) -> Verdict:
         """Run the tests, or up to the first failure. Raises DataError or SandboxFailed if that does not judge the
-        solution.
-        """
+        solution."""
         kind = _kind(tests[0])
         if language == "cpp" and kind != "run":
             raise DataError("C++ is tested by stdin and stdout", field="metadata.tests", value=kind)
         trial = _Trial(self, task, source, time.monotonic() + self.budget_s)
-        run = {"call": trial.calls, "statement": trial.statements, "run": trial.runs}[str(kind)]
         failures: list[str | None] = []
         try:
-            with contextlib.closing(run(tests, language)) as results:
+            with contextlib.closing(trial.results(tests, language)) as results:
                 for failure in results:
                     failures.append(failure)
                     if failure and until_failure:
                         break
         except _NotLoaded as problem:
-            return Verdict(False, failures, str(problem))
+            return Verdict(failures, str(problem))
         except _OutOfTime:
             mean = self.budget_s / (len(failures) + 1)
             if failures and not any(failures) and mean < self.limits.wall_s / 4:
-                raise DataError(
-                    "the tests do not fit the budget",
-                    "raise reward.options.budget_s and reward.deadline_s, or take fewer tests",
-                    field="metadata.tests",
-                    value=f"{len(failures)} of {len(tests)} in {self.budget_s:g} s",
-                ) from None
+                remedy = "raise reward.options.budget_s and reward.deadline_s, or take fewer tests"
+                ran = f"{len(failures)} of {len(tests)} in {self.budget_s:g} s"
+                raise DataError("the tests do not fit the budget", remedy, field="metadata.tests", value=ran) from None
             failures.append(f"time: {self.budget_s:g} s are over after {len(failures)} of {len(tests)} tests")
-        return Verdict(True, failures)
+        return Verdict(failures)
 
     def confirmed(
         self, task: Task, candidates: Sequence[Any], solutions: Sequence[str], language: Language = "python"
@@ -229,10 +217,9 @@ class TestRunner:
         return kept
 
     def _passes(self, task: Task, solution: str, test: Any, language: Language) -> bool:
-        try:
-            return self(task, solution, [test], language).passed(0)
-        except DataError:
-            return False
+        with contextlib.suppress(DataError):
+            return self(task, solution, [test], language) == Verdict([None])
+        return False
 
 
 class _NotLoaded(Exception):
@@ -240,7 +227,7 @@ class _NotLoaded(Exception):
 
 
 class _Trial:
-    """One solution and its tests. Each kind of test yields, test by test, None or why the solution failed it."""
+    """One solution and its tests."""
 
     def __init__(self, runner: TestRunner, task: Task, source: str, deadline: float) -> None:
         self._sandbox, self.limits, self._tolerance = runner.sandbox, runner.limits, runner.tolerance
@@ -253,12 +240,21 @@ class _Trial:
             raise _OutOfTime
         return min(left, at_most)
 
+    def results(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
+        """Yield for each test None, or why the solution failed it."""
+        if _kind(tests[0]) == "run":
+            yield from self._runs(tests, language)
+            return
+        with contextlib.closing(_Solution(self)) as solution:
+            solution.load()
+            yield from (self._statements if _kind(tests[0]) == "statement" else self._calls)(tests, solution)
+
     # Programs
 
-    def runs(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
+    def _runs(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
         files, command = self._compiled(language)
         for test in tests:
-            outcome = self._run(files, command, str(test["stdin"]).encode())
+            outcome = self._run(files, command, self.limits, str(test["stdin"]).encode())
             if outcome.ended == "wall":
                 self.left()  # raises if the budget is spent, not the test's time
             if not outcome.succeeded:
@@ -267,16 +263,15 @@ class _Trial:
                 same = same_text(str(test["stdout"]), outcome.stdout.decode(errors="replace"), self._tolerance)
                 yield None if same else f"it wrote {outcome.stdout[:100].decode(errors='replace')!r}"
 
-    def _run(self, files: Mapping[str, str | bytes], command: list[str], stdin: bytes) -> ProgramOutcome:
-        limits = replace(self.limits, wall_s=self.left(self.limits.wall_s))
-        outcome = self._sandbox.run(files, command, stdin, limits)
+    def _run(self, files: Files, command: list[str], limits: SandboxLimits, stdin: bytes = b"") -> ProgramOutcome:
+        outcome = self._sandbox.run(files, command, stdin, replace(limits, wall_s=self.left(limits.wall_s)))
         self._deadline += outcome.waited_s
         return outcome
 
-    def _compiled(self, language: Language) -> tuple[dict[str, str | bytes], list[str]]:
+    def _compiled(self, language: Language) -> tuple[Files, list[str]]:
         """Compile the solution in a sandbox; return the files and the command that run it in another."""
         if language == "python":
-            files: dict[str, str | bytes] = {_RUNNER: bytecode(code_runner.__file__), "solution.py": self._source}
+            files: Files = {_RUNNER: bytecode(code_runner.__file__), "solution.py": self._source}
             python = [*self._sandbox.python, _RUNNER]
             self._compile(files, [*python, "compile", "solution.py"], self.limits)
             return files, [*python, "program", "solution.py", *self._sandbox.paths]
@@ -286,9 +281,8 @@ class _Trial:
         program = self._compile({"solution.cpp": self._source}, ["/bin/sh", "-c", command], more).stdout
         return {"program": program}, ["./program"]
 
-    def _compile(self, files: Mapping[str, str | bytes], command: list[str], limits: SandboxLimits) -> ProgramOutcome:
-        outcome = self._sandbox.run(files, command, limits=replace(limits, wall_s=self.left()))
-        self._deadline += outcome.waited_s
+    def _compile(self, files: Files, command: list[str], limits: SandboxLimits) -> ProgramOutcome:
+        outcome = self._run(files, command, replace(limits, wall_s=math.inf))
         if outcome.ended == "wall":
             raise SandboxFailed("the solution was not compiled in time", value=f"{outcome.seconds:.1f} s")
         if not outcome.succeeded:
@@ -298,25 +292,21 @@ class _Trial:
 
     # Functions
 
-    def calls(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
-        with _Solution(self) as solution:
-            solution.load()
-            for test in tests:
-                wanted = json.loads(_encoded(test["expected"]))
-                arguments = _encoded(tuple(test["args"])), _encoded(dict(test.get("kwargs", {})))
-                answer = solution.call(None, "", *(json.loads(each) for each in arguments))
-                if "value" in answer:
-                    same = same_value(wanted, answer["value"], self._tolerance)
-                    yield None if same else f"it returned {literal(answer['value'])[:100]}"
-                else:
-                    yield _describe(answer)
+    def _calls(self, tests: Sequence[Any], solution: _Solution) -> Generator[str | None]:
+        for test in tests:
+            wanted, args, kwargs = map(_tree, (test["expected"], tuple(test["args"]), dict(test.get("kwargs", {}))))
+            match solution.call(None, "", args, kwargs):
+                case {"value": value}:
+                    same = same_value(wanted, value, self._tolerance)
+                    yield None if same else f"it returned {literal(value)[:100]}"
+                case {"object": [_, kind]}:
+                    yield f"it returned a {kind}"
+                case {"raised": [kind, message]}:
+                    yield f"{kind}: {message}"
+                case {"wrong": why}:
+                    yield why
 
-    def statements(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
-        with _Solution(self) as solution:
-            solution.load()
-            yield from self._checked(tests, solution)
-
-    def _checked(self, tests: Sequence[str], solution: _Solution) -> Generator[str | None]:
+    def _statements(self, tests: Sequence[str], solution: _Solution) -> Generator[str | None]:
         """Run statements whose calls the solution answers."""
         with self.start("check", tests) as tester:
             for _ in tests:
@@ -330,24 +320,20 @@ class _Trial:
 
     def start(self, mode: Literal["check", "solve"], tests: Sequence[str] = ()) -> Process:
         """Start the tests, or the solution, with the time of all tests together."""
+        if not isinstance(name := self._task.metadata.get("entry_point"), str):
+            raise DataError("the task does not name its function", field="metadata.entry_point", value=name)
         before, source = str(self._task.metadata.get("prompt", "")), str(self._task.metadata.get("test", ""))
         if mode == "solve":
             source = self._source
             if re.match(r"(?:[ \t]*\n)*[ \t]+\S", source):  # it continues the prompt in the middle of a function
                 before, source = "", f"{before}\n{source}"
-        orders = {"before": before, "source": source, "name": self._entry_point(), "statements": list(tests)}
+        orders = {"before": before, "source": source, "name": name, "statements": list(tests)}
         command = [*self._sandbox.python, _RUNNER, mode, *self._sandbox.paths]
         limits = replace(self.limits, wall_s=self.left(), cpu_s=self.left(), output_bytes=_CONVERSATION_BYTES)
         process = self._sandbox.start({_RUNNER: bytecode(code_runner.__file__)}, command, limits)
         process.send(repr(orders).encode() + b"\n")
         self._conversations.append(process)
         return process
-
-    def _entry_point(self) -> str:
-        name = self._task.metadata.get("entry_point")
-        if not isinstance(name, str):
-            raise DataError("the task does not name its function", field="metadata.entry_point", value=name)
-        return name
 
     def _next(self, tester: Process, solution: _Solution) -> dict[str, Any]:
         """Return the next message of the tests, which are trusted except for the solution's values."""
@@ -365,10 +351,7 @@ class _Solution:
         self._trial = trial
         self.process: Process | None = None
 
-    def __enter__(self) -> _Solution:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self.process is not None:
             self.process.kill()
 
@@ -422,15 +405,10 @@ def _parsed(line: bytes | None) -> dict[str, Any]:
     return message
 
 
-def _describe(answer: Mapping[str, Any]) -> str:
-    if "object" in answer:
-        return f"it returned a {answer['object'][1]}"
-    return answer["wrong"] if "wrong" in answer else ": ".join(answer["raised"])
-
-
-def _encoded(value: Any) -> str:
+def _tree(value: Any) -> Any:
+    """Return a value of a test in the form of `code_runner`."""
     try:
-        return code_runner.encode_value(value)
+        return json.loads(code_runner.encode_value(value))
     except code_runner.NotPlain as error:
         raise DataError("a test has a value that cannot be sent", field="metadata.tests", value=str(error)) from None
 

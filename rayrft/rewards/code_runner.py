@@ -47,9 +47,7 @@ def encode_value(value: Any, depth: int = _DEEPEST) -> str:
     if isinstance(value, bytes):
         return f'{{"bytes": "{bytes.hex(value)}"}}'
     if isinstance(value, dict):
-        pairs = (
-            f"[{encode_value(key, depth - 1)}, {encode_value(each, depth - 1)}]" for key, each in dict.items(value)
-        )
+        pairs = [f"[{', '.join(encode_value(each, depth - 1) for each in pair)}]" for pair in dict.items(value)]
         return f'{{"dict": [{", ".join(pairs)}]}}'
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
@@ -61,12 +59,8 @@ def encode_value(value: Any, depth: int = _DEEPEST) -> str:
     raise NotPlain(f"a {type(value).__name__}")
 
 
-_NAMES: dict[str, Any] = {
-    "__builtins__": {},
-    **{kind.__name__: kind for kind in (set, frozenset, dict, complex)},
-    "nan": float("nan"),
-    "inf": float("inf"),
-}
+_NAMES: dict[str, Any] = {"__builtins__": {}, "nan": float("nan"), "inf": float("inf")}
+_NAMES |= {kind.__name__: kind for kind in (set, frozenset, dict, complex)}
 
 
 def _conversation() -> tuple[Iterator[Any], Callable[[str], None]]:
@@ -90,15 +84,10 @@ def _module(name: str) -> dict[str, Any]:
     """Return the names of a new module, in which classes can be pickled and dataclasses find their names."""
     import builtins
 
-    builtins.exit = builtins.quit = _leave  # type: ignore[assignment]
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as `site` does
     module = type(sys)(name)
     sys.modules[name] = module
     return module.__dict__
-
-
-def _leave(code: Any = None) -> None:
-    """The ``exit`` and ``quit`` of `site`."""
-    raise SystemExit(code)
 
 
 def _run(source: str, names: dict[str, Any], title: str) -> None:
@@ -143,8 +132,7 @@ def solve() -> None:
 def _function(name: str, names: dict[str, Any]) -> Callable[..., Any]:
     """Return the function or class of this name, or a function that calls the method of a new ``Solution``."""
     if name in names:
-        function: Callable[..., Any] = names[name]
-        return function
+        return names[name]
     method = name.removeprefix("Solution").removeprefix("()").removeprefix(".")
     if not hasattr(names.get("Solution"), method):
         raise NameError(f"name {name!r} is not defined")

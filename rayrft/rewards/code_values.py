@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from typing import Any
 
 
@@ -15,10 +16,11 @@ def literal(tree: Any, *, key: bool = False, depth: int = 50) -> str:
     """Return an encoded value as a literal of Python. Raises ValueError if it is not one."""
     if depth == 0:
         raise ValueError("nested too deep")
+    inner = partial(literal, depth=depth - 1)
     if tree is None or isinstance(tree, bool | int | float | str):
         return repr(tree)
     if isinstance(tree, list) and not key:
-        return f"[{', '.join(literal(each, depth=depth - 1) for each in tree)}]"
+        return f"[{', '.join(map(inner, tree))}]"
     if isinstance(tree, dict) and len(tree) == 1:
         [(kind, content)] = tree.items()
         if kind == "int" and isinstance(content, str):
@@ -27,21 +29,15 @@ def literal(tree: Any, *, key: bool = False, depth: int = 50) -> str:
             return repr(bytes.fromhex(content))
         if kind == "complex" and isinstance(content, list) and len(content) == 2:
             return f"complex({float(content[0])!r}, {float(content[1])!r})"
-        if kind == "dict" and isinstance(content, list) and not key and all(_is_pair(each) for each in content):
-            pairs = (
-                f"({literal(name, key=True, depth=depth - 1)}, {literal(each, depth=depth - 1)})"
-                for name, each in content
-            )
-            return f"dict([{', '.join(pairs)}])"
+        of_pairs = isinstance(content, list) and all(isinstance(each, list) and len(each) == 2 for each in content)
+        if kind == "dict" and of_pairs and not key:
+            pairs = [(inner(name, key=True), inner(each)) for name, each in content]
+            return f"dict([{', '.join(f'({name}, {each})' for name, each in pairs)}])"
         if kind in ("tuple", "set", "frozenset") and isinstance(content, list) and not (key and kind == "set"):
             hashed = key or kind != "tuple"
-            items = "".join(literal(each, key=hashed, depth=depth - 1) + ", " for each in content)
+            items = "".join(inner(each, key=hashed) + ", " for each in content)
             return f"({items})" if kind == "tuple" else f"{kind}([{items}])"
     raise ValueError("not a value")
-
-
-def _is_pair(tree: Any) -> bool:
-    return isinstance(tree, list) and len(tree) == 2
 
 
 def same_value(wanted: Any, found: Any, tolerance: float = 0.0) -> bool:
@@ -85,10 +81,8 @@ def _ordered(tree: Any) -> Any:
     if isinstance(tree, list):
         return [_ordered(each) for each in tree]
     if isinstance(tree, dict):
-        return {
-            kind: _sorted(each) if kind in ("set", "frozenset", "dict") else _ordered(each)
-            for kind, each in tree.items()
-        }
+        [(kind, content)] = tree.items()
+        return {kind: (_sorted if kind in ("set", "frozenset", "dict") else _ordered)(content)}
     return tree
 
 
@@ -98,16 +92,11 @@ def same_text(wanted: str, found: str, tolerance: float = 0.0) -> bool:
     lines, others = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (wanted, found))
     if lines == others or not tolerance or len(lines) != len(others):
         return lines == others
-    for line, other in zip(lines, others, strict=True):
-        words, found_words = line.split(), other.split()
-        if len(words) != len(found_words):
-            return False
-        if not all(_near(*pair, tolerance) for pair in zip(words, found_words, strict=True)):
-            return False
-    return True
+    words = [(line.split(), other.split()) for line, other in zip(lines, others, strict=True)]
+    return all(len(line) == len(other) and all(map(partial(_near, tolerance), line, other)) for line, other in words)
 
 
-def _near(wanted: str, found: str, tolerance: float) -> bool:
+def _near(tolerance: float, wanted: str, found: str) -> bool:
     if wanted == found or re.fullmatch(r"[+-]?\d+", wanted):
         return wanted == found
     try:

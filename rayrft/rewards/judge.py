@@ -119,12 +119,8 @@ class Judge:
             raise _invalid(f"the template has another place or brace: {error}", "template", template) from None
         grade = {"type": "integer", "enum": list(range(low, high + 1))}
         verdict: dict[str, Any] = {"grade": grade} if compare == "none" else {"better": {"enum": ["A", "B", "tie"]}}
-        schema = {
-            "type": "object",
-            "properties": {"reason": {"type": "string"}, **verdict},
-            "required": ["reason", *verdict],
-            "additionalProperties": False,
-        }
+        properties = {"reason": {"type": "string"}, **verdict}
+        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         self._sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "json_schema": schema}
         self._model: ChatModel | None = OpenAIModel(url, model, key_variable) if url and model else None
 
@@ -200,8 +196,7 @@ def digest(*texts: str) -> bytes:
 
 
 def tagged(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Return the end of all tags, a digest of the texts, and the texts between tags of their names, which no text can
-    close."""
+    """Return a digest of the texts, and the texts between tags that end in it, which no text can close."""
     mark = digest(*(text for _, text in parts)).hex()[:12]
     return mark, "\n\n".join(f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in parts)
 
@@ -248,7 +243,7 @@ class OpenAIModel:
 
     def with_seed(self, seed: int | None) -> Self:
         model = copy.copy(self)
-        model._request = {**self._request, **({} if seed is None else {"seed": seed})}
+        model._request = self._request | ({} if seed is None else {"seed": seed})
         return model
 
     async def chat(
@@ -263,9 +258,8 @@ class OpenAIModel:
         or its answer is not a chat completion."""
         from openai import APIStatusError, OpenAIError
 
-        request = dict(self._request)
-        request |= {"max_tokens": max_tokens} if max_tokens is not None else {}
-        request |= {"temperature": temperature} if temperature is not None else {}
+        given = {"max_tokens": max_tokens, "temperature": temperature}
+        request = self._request | {name: value for name, value in given.items() if value is not None}
         if json_schema:
             schema = {"name": "verdict", "schema": json_schema, "strict": True}
             request["response_format"] = {"type": "json_schema", "json_schema": schema}

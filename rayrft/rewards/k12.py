@@ -47,21 +47,17 @@ def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, to
     def score(task: Task, response: str) -> RewardResult:
         asked = task.metadata.get("kind", "choice" if task.metadata.get("options") else kind)
         found = statements(response, strict=strict)
-        match asked:
-            case "choice":
-                return choice(task, found, partial)
-            case "true_false":
-                return _true_false(task, found)
-            case "blanks":
-                return _blanks(task, found, partial)
-            case "number":
-                return _number(task, found, task.metadata.get("tolerance", tolerance))
+        if asked == "choice":
+            return choice(task, found, partial)
+        if asked == "true_false":
+            return _true_false(task, found)
+        if asked == "blanks":
+            return _blanks(task, found, partial)
+        if asked == "number":
+            return _number(task, found, task.metadata.get("tolerance", tolerance))
         return RewardResult(None, reason=f"unknown kind of school question: {asked!r}")
 
     return score
-
-
-# True or false
 
 
 def _true_false(task: Task, found: Sequence[Statement]) -> RewardResult:
@@ -74,8 +70,6 @@ def _true_false(task: Task, found: Sequence[Statement]) -> RewardResult:
             return RewardResult(float(said == right), {"parsed": 1.0}, answer=str(said))
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
 
-
-# Blanks
 
 _SENTENCE = re.compile(r"(?<=[^\s.])(?:[.!?](?:\s|$)|。)|\s+\(?(?:because|since|where)\b|,?\s*因为")
 
@@ -98,8 +92,7 @@ def _blanks(task: Task, found: Sequence[Statement], partial: float) -> RewardRes
 
 
 _NUMBERED = re.compile(
-    rf"\((\d)\)|第\s*([\d{''.join(HAN_DIGITS)}])\s*空\s*:?|\bblank\s*(\d)\s*:|(?:^|(?<=\s))(\d)[.)、](?=\s)",
-    re.IGNORECASE,
+    rf"(?i)\((\d)\)|第\s*([\d{''.join(HAN_DIGITS)}])\s*空\s*:?|\bblank\s*(\d)\s*:|(?:^|(?<=\s))(\d)[.)、](?=\s)"
 )
 _BLANK = re.compile(r"(?:\\?_){2,}|\(\s*\)|\\underline\s*\{(?:[^{}\w]|\\\w+)*\}")
 
@@ -130,8 +123,7 @@ def _filled(text: str, question: str, count: int) -> list[str]:
 
 
 def _split(text: str, count: int, question: str) -> list[str]:
-    """Return the parts for ``count`` blanks: of the question's sentence, by number, or by the first separator that
-    fits."""
+    """Return the parts for blanks: of the question's sentence, by number, or by the first separator that fits."""
     if parts := _filled(text, question, count) or _numbered(text, count):
         return parts
     if count > 1:
@@ -149,12 +141,8 @@ def _fills(text: str, variants: Sequence[str]) -> bool:
     return said is not None and any(_is_same(said, quantity) for quantity in map(_quantity, variants) if quantity)
 
 
-# Numbers
-
 _NAMED = re.compile(r"^\s*\\?[A-Za-zα-ωΔ]\w{0,5}\s*[=≈]\s*")
-_ABOUT = re.compile(
-    r"^\s*(?:about|approximately|around|roughly|约为?|大约|\\approx|≈)\s*|(?:左右|上下)$", re.IGNORECASE
-)
+_ABOUT = re.compile(r"(?i)^\s*(?:about|approximately|around|roughly|约为?|大约|\\approx|≈)\s*|(?:左右|上下)$")
 _LONGEST, _LARGEST = 200, 10**200
 
 
@@ -173,14 +161,15 @@ def _quantity(text: str) -> Number | None:
 
 
 def _number(task: Task, found: Sequence[Statement], tolerance: float) -> RewardResult:
-    right = _quantity(task.answer)
+    right, share = _quantity(task.answer), max(tolerance, 1e-9)
     if right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is not a number")
     for statement in found:
         texts = [_SENTENCE.split(text, maxsplit=1)[0] for text in statement.readings]
         tries = (_quantity(text) or _quantity(_result(text)) or _quantity(_stated(text)) for text in texts)
         if (quantity := next(filter(None, tries), None)) is not None:
-            close = _is_close(right, quantity, max(tolerance, 1e-9))
+            factor, offset = conversion(quantity.unit, right.unit, unknown_fits=False) or (math.nan, math.nan)
+            close = math.isclose(quantity.value * factor + offset, right.value, rel_tol=share, abs_tol=1e-12)
             answer = f"{float(quantity.value):g} {parse_unit(quantity.unit) or quantity.unit}".strip()
             return RewardResult(float(close), {"parsed": 1.0}, answer=answer)
     return RewardResult(0.0, {"parsed": 0.0}, answer="")
@@ -212,13 +201,5 @@ def _stated(text: str) -> str:
 
 def _is_same(one: Number, other: Number) -> bool:
     """Whether two numbers have the same value and unit."""
-    converted = conversion(one.unit, other.unit, unknown_fits=False)
-    return one.value == other.value and bool(one.unit) == bool(other.unit) and converted == (Fraction(1), Fraction(0))
-
-
-def _is_close(right: Number, quantity: Number, tolerance: float) -> bool:
-    """Whether a number, in the unit of the right one, differs from it by no more than this share."""
-    if (converted := conversion(quantity.unit, right.unit, unknown_fits=False)) is None:
-        return False
-    factor, offset = converted
-    return math.isclose(quantity.value * factor + offset, right.value, rel_tol=tolerance, abs_tol=1e-12)
+    same = one.value == other.value and bool(one.unit) == bool(other.unit)
+    return same and conversion(one.unit, other.unit, unknown_fits=False) == (Fraction(1), Fraction(0))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from rayrft.errors import ConfigError, ModelError
@@ -19,9 +22,88 @@ Dtype = Literal["float32", "bfloat16"]
 Tokens = list[int]
 
 
+class _Classifier(ABC):
+    """A frozen classifier with its tokenizer, which scores several calls at a time."""
+
+    def __init__(
+        self,
+        of: Literal["Sequence", "Token"],
+        model: str,
+        revision: str | None,
+        device: str,
+        dtype: Dtype,
+        max_batch: int,
+        batch_tokens: int,
+    ) -> None:
+        import torch
+        import transformers
+
+        labels = {"Sequence": 1, "Token": 2}[of]
+        path = str(Path(model).expanduser().absolute()) if Path(model).expanduser().is_dir() else model
+        classifier: Any = getattr(transformers, f"AutoModelFor{of}Classification")
+        try:
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, revision=revision)
+            loaded = classifier.from_pretrained(path, revision=revision, dtype=getattr(torch, dtype))
+        except (OSError, ValueError) as error:
+            raise _refused(model, labels, f"cannot be loaded as a {of.lower()} classifier: {error}") from None
+        if loaded.config.num_labels != labels:
+            raise _refused(model, labels, f"has {loaded.config.num_labels} outputs instead of {labels}")
+        if not self._tokenizer.chat_template:
+            raise _refused(model, labels, "has no chat template")
+        self._model: Any = loaded.to(device).eval().requires_grad_(False)
+        self._device, self._batch_tokens = device, batch_tokens
+        self._padding: int | None = loaded.config.get_text_config().pad_token_id
+        self._positions: int | None = getattr(loaded.config, "max_position_embeddings", None)
+        self.max_batch = 1 if self._padding is None else max_batch
+
+    def score(self, task: Task, transcript: Transcript) -> RewardResult:
+        """See `RewardModel`."""
+        return self.score_batch([(task, transcript)])[0]
+
+    @abstractmethod
+    def score_batch(self, calls: Sequence[tuple[Task, Transcript]]) -> list[RewardResult]:
+        """See `BatchRewardModel`."""
+
+    def _tokens(self, turns: Sequence[Any], *, answering: bool = False) -> Tokens:
+        """Return the tokens of a conversation, with the template's beginning of an answer if ``answering``."""
+        messages = [dict(turn) for turn in turns]
+        options = {"tokenize": True, "return_dict": True, "add_generation_prompt": answering}
+        return list(self._tokenizer.apply_chat_template(messages, **options)["input_ids"])
+
+    def _text(self, text: str) -> Tokens:
+        """Return the tokens of a text alone."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _outputs(self, rows: Sequence[Tokens]) -> list[Tensor]:
+        """Return the outputs of each row on the CPU, ``[labels]``, or ``[tokens, labels]`` of a token classifier."""
+        batches = list[list[int]]()
+        for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
+            # Rows are sorted by length: with padding, all of a batch are as long as the next one.
+            alone = not batches or self._padding is None
+            if alone or (len(batches[-1]) + 1) * len(rows[index]) > self._batch_tokens:
+                batches.append([])
+            batches[-1].append(index)
+        found = dict[int, "Tensor"]()
+        for batch in batches:
+            found |= zip(batch, self._forward([rows[index] for index in batch]), strict=True)
+        return [found[index] for index in range(len(rows))]
+
+    def _forward(self, rows: list[Tokens]) -> Sequence[Tensor]:
+        """Compute rows of tokens, which are padded on the right to the longest of them."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        texts = [torch.tensor(row, dtype=torch.long, device=self._device) for row in rows]
+        tokens = pad_sequence(texts, batch_first=True, padding_value=self._padding or 0)
+        mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+        with torch.inference_mode():
+            logits: Tensor = self._model(tokens, attention_mask=mask).logits
+        return list(logits.float().cpu())
+
+
 @register_reward("model")
 @imports("torch", "transformers")
-class ScalarModel:
+class ScalarModel(_Classifier):
     """The output of a frozen `AutoModelForSequenceClassification` on the whole conversation.
 
     ``model`` is a folder or hub id with a tokenizer and its chat template, at the hub's ``revision``. A conversation
@@ -49,37 +131,26 @@ class ScalarModel:
         device: str = "cpu",
         dtype: Dtype = "float32",
     ) -> None:
-        self._network = _Network("Sequence", 1, model, revision, device, dtype, batch_tokens)
+        super().__init__("Sequence", model, revision, device, dtype, max_batch, batch_tokens)
         self._sigmoid, self._scale, self._shift = sigmoid, scale, shift
-        self._max_length = max_length or self._network.positions
-        self.max_batch = max_batch if self._network.pads else 1
-
-    def score(self, task: Task, transcript: Transcript) -> RewardResult:
-        return self.score_batch([(task, transcript)])[0]
+        self._max_length = max_length or self._positions
 
     def score_batch(self, calls: Sequence[tuple[Task, Transcript]]) -> list[RewardResult]:
-        rows = [self._network.tokens(transcript.turns) for _, transcript in calls]
-        outputs = self._network.outputs([row[-self._max_length :] if self._max_length else row for row in rows])
+        rows = [self._tokens(transcript.turns) for _, transcript in calls]
+        outputs = self._outputs([row[-self._max_length :] if self._max_length else row for row in rows])
         logits = [float(output) for output in outputs]
         squashed = [1 / (1 + math.exp(-logit)) if self._sigmoid else logit for logit in logits]
-        return [
-            RewardResult.of(self._scale * value + self._shift, {"logit": logit}, None)
-            for value, logit in zip(squashed, logits, strict=True)
-        ]
+        values = [self._scale * value + self._shift for value in squashed]
+        return [RewardResult(value, {"logit": logit}) for value, logit in zip(values, logits, strict=True)]
 
 
-_REDUCED: dict[str, Callable[[Sequence[float]], float]] = {
-    "min": min,
-    "product": math.prod,
-    "mean": lambda steps: sum(steps) / len(steps),
-    "last": lambda steps: steps[-1],
-}
-_PER = ("answer", "turn", "step")
+_REDUCED: dict[str, Callable[[Sequence[float]], float]]
+_REDUCED = {"min": min, "product": math.prod, "mean": fmean, "last": itemgetter(-1)}
 
 
 @register_reward("process_model")
 @imports("torch", "transformers")
-class ProcessModel:
+class ProcessModel(_Classifier):
     """The probability that the steps of the answers are right, by a frozen `AutoModelForTokenClassification` with two
     labels, of which label 1 is right: a process reward model (Lightman et al. 2023, "Let's Verify Step by Step",
     arXiv:2305.20050) in the form of TRL's PRMTrainer.
@@ -107,25 +178,21 @@ class ProcessModel:
         device: str = "cpu",
         dtype: Dtype = "float32",
     ) -> None:
-        for name, value, known in (("reduce", reduce, (*_REDUCED,)), ("per", per, _PER)):
+        for name, value, known in (("reduce", reduce, [*_REDUCED]), ("per", per, ["answer", "turn", "step"])):
             if value not in known:
-                field, remedy = f"reward.options.{name}", f"choose one of {', '.join(known)}"
-                raise ConfigError("unknown value", remedy, field=field, value=value)
+                remedy = f"choose one of {', '.join(known)}"
+                raise ConfigError("unknown value", remedy, field=f"reward.options.{name}", value=value)
         if not separator:
             raise ConfigError("is empty", "leave it out", field="reward.options.separator", value=separator)
-        self._network = _Network("Token", 2, model, revision, device, dtype, batch_tokens)
+        super().__init__("Token", model, revision, device, dtype, max_batch, batch_tokens)
         self._separator, self._reduced, self._per = separator, _REDUCED[reduce], per
-        self.max_batch = max_batch if self._network.pads else 1
-
-    def score(self, task: Task, transcript: Transcript) -> RewardResult:
-        return self.score_batch([(task, transcript)])[0]
 
     def score_batch(self, calls: Sequence[tuple[Task, Transcript]]) -> list[RewardResult]:
         answers = [self._answers(transcript) for _, transcript in calls]
-        limit = self._network.positions or math.inf
+        limit = self._positions or math.inf
         fitting = [all(len(answer.row) <= limit for answer in each) for each in answers]
         rows = [answer.row for each, fits in zip(answers, fitting, strict=True) if fits for answer in each]
-        outputs = iter(self._network.outputs(rows))
+        outputs = iter(self._outputs(rows))
         return [
             self._result(each, [next(outputs)[answer.places].softmax(-1)[:, 1].tolist() for answer in each])
             if fits
@@ -152,12 +219,12 @@ class ProcessModel:
 
     def _steps(self, transcript: Transcript, at: int) -> _Answer:
         answer = transcript.turns[at]["content"]
-        read = _Answer(self._network.tokens(transcript.turns[:at], answering=True))
-        closing, end = self._network.text(self._separator), 0
+        read = _Answer(self._tokens(transcript.turns[:at], answering=True))
+        closing, end = self._text(self._separator), 0
         for step in answer.split(self._separator):
             end = min(end + len(step) + len(self._separator), len(answer))
             if step.strip():
-                read.add(self._network.text(step) + closing, end)
+                read.add(self._text(step) + closing, end)
         if not read.ends:  # an answer without anything but separators is one step
             read.add(closing, len(answer))
         return read
@@ -177,79 +244,6 @@ class _Answer:
         self.row.extend(step)
         self.places.append(len(self.row) - 1)
         self.ends.append(end)
-
-
-class _Network:
-    """A frozen classifier with its tokenizer."""
-
-    def __init__(
-        self,
-        of: Literal["Sequence", "Token"],
-        labels: int,
-        model: str,
-        revision: str | None,
-        device: str,
-        dtype: Dtype,
-        batch_tokens: int,
-    ) -> None:
-        import torch
-        import transformers
-
-        path = str(Path(model).expanduser().absolute()) if Path(model).expanduser().is_dir() else model
-        classifier: Any = getattr(transformers, f"AutoModelFor{of}Classification")
-        try:
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, revision=revision)
-            loaded = classifier.from_pretrained(path, revision=revision, dtype=getattr(torch, dtype))
-        except (OSError, ValueError) as error:
-            raise _refused(model, labels, f"cannot be loaded as a {of.lower()} classifier: {error}") from None
-        if loaded.config.num_labels != labels:
-            raise _refused(model, labels, f"has {loaded.config.num_labels} outputs instead of {labels}")
-        if not self._tokenizer.chat_template:
-            raise _refused(model, labels, "has no chat template")
-        self._model: Any = loaded.to(device).eval().requires_grad_(False)
-        self._device, self._batch_tokens = device, batch_tokens
-        self._padding: int | None = loaded.config.get_text_config().pad_token_id
-        self.positions: int | None = getattr(loaded.config, "max_position_embeddings", None)
-        self.pads = self._padding is not None
-        """Whether several rows may be in one forward."""
-
-    def tokens(self, turns: Sequence[Any], *, answering: bool = False) -> Tokens:
-        """Return the tokens of a conversation, with the template's beginning of an answer if ``answering``."""
-        messages = [dict(turn) for turn in turns]
-        encoded = self._tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, add_generation_prompt=answering
-        )
-        return list(encoded["input_ids"])
-
-    def text(self, text: str) -> Tokens:
-        """Return the tokens of a text alone."""
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def outputs(self, rows: Sequence[Tokens]) -> list[Tensor]:
-        """Return the outputs of each row on the CPU, ``[labels]``, or ``[tokens, labels]`` of a token classifier."""
-        batches = list[list[int]]()
-        for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
-            # Rows are sorted by length: with padding, all of a batch are as long as the next one.
-            full = not batches or not self.pads or (len(batches[-1]) + 1) * len(rows[index]) > self._batch_tokens
-            if full:
-                batches.append([])
-            batches[-1].append(index)
-        found = dict[int, "Tensor"]()
-        for batch in batches:
-            found |= zip(batch, self._forward([rows[index] for index in batch]), strict=True)
-        return [found[index] for index in range(len(rows))]
-
-    def _forward(self, rows: list[Tokens]) -> Sequence[Tensor]:
-        """Compute rows of tokens, which are padded on the right to the longest of them."""
-        import torch
-
-        longest = max(map(len, rows))
-        padding = [0 if self._padding is None else self._padding]
-        tokens = torch.tensor([row + padding * (longest - len(row)) for row in rows], device=self._device)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self._device)
-        with torch.inference_mode():
-            logits: Tensor = self._model(tokens, attention_mask=mask).logits
-        return list(logits.float().cpu())
 
 
 def _refused(model: str, labels: int, problem: str) -> ModelError:

@@ -1,4 +1,5 @@
-"""Scoring by the rewards of a config: each call by itself, under a deadline, in a process that can be killed."""
+"""Scoring by the rewards of a config: each call by itself, under a deadline, in a process that can be killed; in the
+process of an Explorer, or in reward actors on any node (on Ray Serve: `rayrft.rewards.service`)."""
 
 from __future__ import annotations
 
@@ -6,34 +7,29 @@ import asyncio
 import contextlib
 import importlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rayrft.config.base import resolved
 from rayrft.config.reward import RewardModelConfig, RewardModelsConfig, RewardPart
-from rayrft.errors import CallFailed, CallTimeout, ConfigError, ProcessDied
+from rayrft.errors import ActorDied, ActorUnreachable, CallFailed, CallTimeout, ConfigError, ProcessDied
 from rayrft.experience import Task
-from rayrft.rewards.base import (
-    Reward,
-    RewardResult,
-    Transcript,
-    build_reward,
-    combine,
-    rewards,
-    score,
-    score_batch,
-    score_inline,
-    where,
-)
+from rayrft.registry import load_plugins
+from rayrft.rewards import base
+from rayrft.rewards.base import Reward, RewardResult, Transcript, build_reward
 from rayrft.rewards.judge import ChatModel
+from rayrft.runtime.actor_pool import TRIES, ActorPool
+from rayrft.runtime.handle import Handle
 from rayrft.runtime.processes.calls import CallQueue, QueuedCall
 from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.worker import Worker
 
 _START_S = 120.0
+Models = Callable[[], Mapping[str, ChatModel]]
+"""Returns the models that judges in another process may ask, by name."""
 
 
 class Scorer:
@@ -48,10 +44,9 @@ class Scorer:
     ) -> None:
         """``models`` are those that judges may ask, by name."""
         self._config = config
-        self._rewards: dict[str, list[Reward | InLoop | InProcesses]] = {
-            domain: [_reward(part, each, plugins, models or {}) for part in each.scored_by]
-            for domain, each in config.models.items()
-        }
+        self._rewards: dict[str, list[Reward | InLoop | InProcesses]] = {}
+        for domain, each in config.models.items():
+            self._rewards[domain] = [_reward(part, each, plugins, models or {}) for part in each.scored_by]
 
     async def open(self) -> None:
         """Start the processes. Raises ConfigError where a reward cannot be built."""
@@ -71,31 +66,23 @@ class Scorer:
         """Return one result per transcript. Raises ConfigError if the task's domain has no reward."""
         domain = self._config.domain_of(task.domain)
         several, parts = self._rewards[domain], self._config.models[domain].parts
-        waiting = [
-            asyncio.gather(*(each.score(task, transcript) for transcript in transcripts))
-            for each in several
-            if isinstance(each, InLoop | InProcesses)
-        ]
-        found = iter(await asyncio.gather(*waiting) if waiting else ())
-        by_reward = [
-            next(found)
-            if isinstance(each, InLoop | InProcesses)
-            else [score_inline(each, task, transcript) for transcript in transcripts]
-            for each in several
-        ]
-        return [combine(parts, results) for results in zip(*by_reward, strict=True)] if parts else by_reward[0]
+
+        async def score_by(each: Reward | InLoop | InProcesses) -> list[RewardResult]:
+            if isinstance(each, InLoop | InProcesses):
+                return await asyncio.gather(*(each.score(task, transcript) for transcript in transcripts))
+            return [base.score_inline(each, task, transcript) for transcript in transcripts]
+
+        by_reward = await asyncio.gather(*map(score_by, several))
+        return [base.combine(parts, results) for results in zip(*by_reward, strict=True)] if parts else by_reward[0]
 
 
 def _reward(
     part: RewardPart, config: RewardModelConfig, plugins: Sequence[Path], models: Mapping[str, ChatModel]
 ) -> Reward | InLoop | InProcesses:
-    match where(part.name):
-        case "inline":
-            return build_reward(part.name, part.options)
-        case "loop":
-            return InLoop(build_reward(part.name, part.options), config.deadline_s, models)
-        case "process":
-            return InProcesses(part, config, plugins)
+    if (where := base.where(part.name)) == "process":
+        return InProcesses(part, config, plugins)
+    reward = build_reward(part.name, part.options)
+    return reward if where == "inline" else InLoop(reward, config.deadline_s, models)
 
 
 class InLoop:
@@ -114,7 +101,7 @@ class InLoop:
             started = time.perf_counter()
             try:
                 async with asyncio.timeout(self._deadline_s):
-                    return await score(self.reward, task, transcript)
+                    return await base.score(self.reward, task, transcript)
             except TimeoutError:  # `score` turns a timeout of the reward itself into an unknown result
                 return _failed(f"timeout: no reward within {self._deadline_s:g} s", time.perf_counter() - started)
 
@@ -131,14 +118,14 @@ class HostedReward:
 
     async def score(self, calls: list[tuple[Task, Transcript]]) -> list[RewardResult]:
         """Return the results of calls."""
-        return await score_batch(self._reward, calls)
+        return await base.score_batch(self._reward, calls)
 
 
 class InProcesses:
     """Scoring in processes, each of which keeps its reward for as long as it runs."""
 
     def __init__(self, part: RewardPart, config: RewardModelConfig, plugins: Sequence[Path]) -> None:
-        self._deadline_s = config.deadline_s
+        self._deadline_s, remedy = config.deadline_s, "see the cause, and the reward's own options"
         pool = ProcessPool(
             partial(HostedReward, part.name, resolved(part.options)),  # its processes lack the variables
             processes=config.workers + config.spare_workers,
@@ -154,12 +141,7 @@ class InProcesses:
             spare=config.spare_workers,
             deadline_s=config.deadline_s,
             start_s=_START_S,
-            failure=lambda error: ConfigError(
-                f"cannot be built: {error}",
-                "see the cause, and the reward's own options",
-                field="reward.name",
-                value=part.name,
-            ),
+            failure=lambda why: ConfigError(f"cannot be built: {why}", remedy, field="reward.name", value=part.name),
         )
 
     async def score(self, task: Task, transcript: Transcript) -> RewardResult:
@@ -189,5 +171,121 @@ def _failed(reason: str, seconds: float = 0.0) -> RewardResult:
 
 def _import(name: str) -> None:
     """Import the modules of the reward's `imports`, once for all processes that are forked from this one."""
-    for module in getattr(rewards.get(name, "reward.name"), "imports", ()):
+    for module in getattr(base.rewards.get(name, "reward.name"), "imports", ()):
         importlib.import_module(module)
+
+
+class ScoringBackend(Protocol):
+    """Scores transcripts outside of the Explorer."""
+
+    async def open(self) -> None:
+        """Start it. Raises ConfigError where a reward cannot be built."""
+
+    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        """Return one result per transcript. Raises ConfigError if the task's domain has no reward, and ActorDied or
+        ActorUnreachable if every try failed."""
+        ...
+
+
+def with_retries(results: list[RewardResult], retries: int) -> list[RewardResult]:
+    """Return the results of a call with its retries counted as tries of each."""
+    return [replace(each, tries=each.tries + retries) for each in results]
+
+
+@dataclass
+class DomainStats:
+    """The scoring of a domain in some period."""
+
+    scored: int = 0
+    unknown: int = 0
+    errors: int = 0
+    """Unknown rewards of calls that raised, missed the deadline, or died."""
+    retried: int = 0
+    """How often a call was made again because a process or an actor died."""
+    seconds: float = 0.0
+    """Of all calls together, from the start of execution."""
+    slowest_s: float = 0.0
+    pending: int = 0
+    """Transcripts that wait for their reward now."""
+
+    @classmethod
+    def of(cls, several: Iterable[DomainStats | None]) -> DomainStats:
+        """Join statistics of several Explorers, or periods."""
+        known = [each for each in several if each is not None]
+        sums = {field.name: sum(getattr(each, field.name) for each in known) for field in fields(cls)}
+        return cls(**{**sums, "slowest_s": max((each.slowest_s for each in known), default=0.0)})
+
+    def add(self, results: Sequence[RewardResult]) -> None:
+        """Count the results of a call."""
+        self.scored += len(results)
+        for result in results:
+            self.unknown += result.value is None
+            self.errors += result.error
+            self.retried += result.tries - 1
+            self.seconds += result.seconds
+            self.slowest_s = max(self.slowest_s, result.seconds)
+
+
+class Rewards:
+    """Scores, in this process or by a backend, and counts by domain."""
+
+    def __init__(
+        self,
+        config: RewardModelsConfig,
+        plugins: Sequence[Path],
+        backend: Callable[[], ScoringBackend] | None,
+        models: Mapping[str, ChatModel] | None = None,
+    ) -> None:
+        """Without ``backend`` a `Scorer` of this process scores; ``models`` are those that its judges may ask."""
+        self._config = config
+        self._backend: ScoringBackend = Scorer(config, plugins, models) if backend is None else backend()
+        self._stats = {domain: DomainStats() for domain in config.models}
+
+    async def open(self) -> None:
+        """Start the scorer or backend. Raises ConfigError where a reward cannot be built."""
+        await self._backend.open()
+
+    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        """Return one result per transcript; all unknown if every actor or replica that was tried failed. Raises
+        ConfigError if the task's domain has no reward."""
+        domain = self._config.domain_of(task.domain)
+        self._stats[domain].pending += len(transcripts)
+        try:
+            results = await self._backend.score(task, transcripts)
+        except (ActorDied, ActorUnreachable) as error:
+            reason = f"reward {error.field} failed: {error.problem}"
+            results = [RewardResult(None, reason=reason, error=True, tries=TRIES)] * len(transcripts)
+        finally:
+            self._stats[domain].pending -= len(transcripts)
+        self._stats[domain].add(results)
+        return results
+
+    def take_stats(self) -> dict[str, DomainStats]:
+        """Return the statistics since the last call, by domain."""
+        taken = self._stats
+        self._stats = {domain: DomainStats(pending=stats.pending) for domain, stats in taken.items()}
+        return taken
+
+
+class RewardActor(Scorer):
+    """The actor: a scorer, with its processes."""
+
+    def __init__(self, config: RewardModelsConfig, plugins: list[Path], models: Models | None = None) -> None:
+        load_plugins(plugins)
+        super().__init__(config, plugins, models() if models else None)
+
+
+class ActorBackend:
+    """Scores by ``count`` reward actors: each call by the one with the fewest results to return."""
+
+    def __init__(self, create: Callable[[], Handle[RewardActor]], count: int) -> None:
+        self._actors = ActorPool(create, lambda actor: actor.call(RewardActor.open), count, "actor")
+
+    async def open(self) -> None:
+        """Start the actors. Raises ConfigError where a reward cannot be built."""
+        await self._actors.open()
+
+    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        """See `ScoringBackend`."""
+        call = self._actors.call(lambda actor: actor.call(RewardActor.score, task, transcripts), load=len(transcripts))
+        return with_retries(*await call)

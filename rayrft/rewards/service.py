@@ -20,20 +20,12 @@ from rayrft.config.reward import ReplicasConfig, RewardModelsConfig
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, Transcript
-from rayrft.rewards.pool import Models, RewardActor
+from rayrft.rewards.scorer import Models, RewardActor, with_retries
 from rayrft.runtime.actor_pool import with_retry
 from rayrft.runtime.handle import Handle, Watched
-from rayrft.runtime.serving.applications import (
-    WATCHED_CLOSELY,
-    Owner,
-    create_anchor,
-    delete_applications,
-    delete_with,
-    on_head,
-    start_serve,
-)
+from rayrft.runtime.serving import applications
+from rayrft.runtime.serving.applications import Owner
 
-_GIB = 1 << 30
 _DEPLOYMENT = "rewards"
 
 
@@ -59,8 +51,7 @@ class RewardService:
         parts = chain.from_iterable(model.scored_by for model in config.models.values())
         folders = (Path(str(part.options["model"])).expanduser() for part in parts if "model" in part.options)
         weights = [_digests(folder) for folder in folders if folder.is_dir()]
-        text = json.dumps([models, weights], sort_keys=True)
-        digest = hashlib.blake2b(text.encode(), digest_size=6)
+        digest = hashlib.blake2b(json.dumps([models, weights], sort_keys=True).encode(), digest_size=6)
         for plugin in plugins:
             digest.update(plugin.read_bytes())
         return cls(name, digest.hexdigest(), config, plugins)
@@ -77,8 +68,7 @@ class RewardService:
 
 def _digests(folder: Path) -> list[tuple[str, str]]:
     """Return the names of a folder's files, with a digest of each."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    stats = [(path, path.stat()) for path in files]
+    stats = [(path, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     return [(path.name, _digest(path, stat.st_size, stat.st_mtime_ns)) for path, stat in stats]
 
 
@@ -101,8 +91,8 @@ class RewardReplica(RewardActor):
         models: Models | None = None,
     ) -> None:
         super().__init__(config, plugins, models)
-        await self.start()
-        self._watching = asyncio.create_task(delete_with(owner, application))
+        await self.open()
+        self._watching = asyncio.create_task(applications.delete_with(owner, application))
 
 
 class ServeBackend:
@@ -115,8 +105,8 @@ class ServeBackend:
     async def open(self) -> None:
         """Do nothing: the deployments run, and each is found when it is needed."""
 
-    async def score(self, task: Task, transcripts: list[Transcript]) -> tuple[list[RewardResult], int]:
-        """See `rayrft.rewards.pool.ScoringBackend`."""
+    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        """See `rayrft.rewards.scorer.ScoringBackend`."""
         domain = self._service.config.domain_of(task.domain)
         if domain not in self._handles:
             application = self._service.application(domain)
@@ -125,38 +115,26 @@ class ServeBackend:
         async def call() -> list[RewardResult]:
             response = self._handles[domain].score.remote(task, transcripts)
             try:
-                results: list[RewardResult] = await response
+                return await response
             except asyncio.CancelledError:
                 response.cancel()
                 raise
-            return results
 
-        return await with_retry(call, "replica")
+        return with_retries(*await with_retry(call, "replica"))
 
 
 @contextlib.contextmanager
 def rewards_open(
-    service: RewardService,
-    owner: Owner,
-    address: tuple[str, int],
-    *,
-    http: bool = False,
-    models: Models | None = None,
+    service: RewardService, owner: Owner, address: tuple[str, int], *, http: bool = False, models: Models | None = None
 ) -> Iterator[Handle[Watched]]:
-    """Deploy the applications, and delete them at the end of a ``with``; see `deploy_rewards`. Gives their owner, which
-    is created here."""
-    anchor = create_anchor(owner)
+    """Create an owner, deploy its applications by `deploy_rewards`, and delete them at the end of a ``with``."""
+    anchor = applications.create_anchor(owner)
     try:
-        on_head(deploy_rewards, service, owner, address, http, models)
+        applications.on_head(deploy_rewards, service, owner, address, http, models)
         yield anchor
     finally:
-        close_rewards(service)
+        applications.delete_applications(service.all_versions)
         anchor.kill()
-
-
-def close_rewards(service: RewardService) -> None:
-    """Delete the applications, with their replicas."""
-    delete_applications(service.all_versions)
 
 
 def deploy_rewards(
@@ -168,56 +146,42 @@ def deploy_rewards(
     ``address`` is that of Serve, if it does not run yet; ``http``: see `start_serve`; judges may ask ``models``. Raises
     ConfigError where a reward cannot be built.
     """
-    start_serve(*address, http=http)
+    applications.start_serve(*address, http=http)
     # Applications of an owner that was killed may still exist.
-    delete_applications(service.all_versions)
+    applications.delete_applications(service.all_versions)
     config, targets = service.config, []
     for domain, model in config.models.items():
-        name = service.application(domain)
-        one = config if not domain else RewardModelsConfig(domains={domain: model})
+        name, one = service.application(domain), RewardModelsConfig(domains={domain: model}) if domain else config
         replica = serve.deployment(RewardReplica).options(name=_DEPLOYMENT, **_options(model.replicas))
-        target = replica.bind(one, service.plugins, owner, name, models)
-        targets.append(serve.RunTarget(target, name=name, route_prefix=None))
+        bound = replica.bind(one, service.plugins, owner, name, models)
+        targets.append(serve.RunTarget(bound, name=name, route_prefix=None))
     try:
         serve.run_many(targets)
     except RuntimeError:
         cause = _cause(service)
-        delete_applications(service.all_versions)
+        applications.delete_applications(service.all_versions)
         remedy = "see the logs of Serve in the Ray dashboard"
         raise ConfigError(f"cannot be served: {cause}", remedy, field="reward") from None
 
 
 def _cause(service: RewardService) -> str:
     """Return the last line of the traceback of a replica that failed to start."""
-    messages = [
-        replicas.message
-        for name, application in serve.status().applications.items()
-        for replicas in application.deployments.values()
-        if name.startswith(service.all_versions) and replicas.message
-    ]
-    lines = [line.strip() for message in messages for line in message.splitlines()]
-    return next(reversed([line for line in lines if line]), "a replica does not start")
+    running = serve.status().applications.items()
+    of_service = [application for name, application in running if name.startswith(service.all_versions)]
+    deployments = [each for application in of_service for each in application.deployments.values()]
+    lines = [line.strip() for each in deployments for line in (each.message or "").splitlines()]
+    return next(filter(None, reversed(lines)), "a replica does not start")
 
 
 def _options(replicas: ReplicasConfig) -> dict[str, Any]:
     """Return Serve's options of a deployment."""
+    bounds = {"min_replicas": replicas.min, "max_replicas": replicas.max, "target_ongoing_requests": replicas.pending}
+    delays = {"metrics_interval_s": 1.0, "look_back_period_s": 5.0, "upscale_delay_s": 5.0, "downscale_delay_s": 60.0}
     return {
-        "autoscaling_config": {
-            "min_replicas": replicas.min,
-            "max_replicas": replicas.max,
-            "target_ongoing_requests": replicas.pending,
-            "metrics_interval_s": 1.0,
-            "look_back_period_s": 5.0,
-            "upscale_delay_s": 5.0,
-            "downscale_delay_s": 60.0,
-        },
+        "autoscaling_config": {**bounds, **delays},
         # A call that waits in a replica cannot move to a new one, so few do; a call that hangs must not block others.
         "max_ongoing_requests": 4 * replicas.pending,
         "max_constructor_retry_count": 2,
-        "ray_actor_options": {
-            "num_cpus": replicas.cpus,
-            "num_gpus": replicas.gpus,
-            "memory": replicas.memory_gib * _GIB,
-        },
-        **WATCHED_CLOSELY,
+        "ray_actor_options": dict(num_cpus=replicas.cpus, num_gpus=replicas.gpus, memory=replicas.memory_gib * 2**30),
+        **applications.WATCHED_CLOSELY,
     }

@@ -39,23 +39,12 @@ def vision(kind: Kind = "count", *, strict: bool = False, threshold: float | Non
     """
 
     def score(task: Task, response: str) -> RewardResult:
-        asked = task.metadata.get("kind", kind)
-        found = statements(response, strict=strict)
-        match asked:
-            case "choice":
-                return choice(task, found)
-            case "count":
-                result = _count(task, found)
-            case "text":
-                result = _text(task, found, response)
-            case "point":
-                result = _point(task, _blocks(found, response, strict))
-            case "box":
-                result = _box(task, _blocks(found, response, strict))
-            case "grid":
-                result = _grid(task, response)
-            case _:
-                return RewardResult(None, reason=f"unknown kind of question about a picture: {asked!r}")
+        asked, found = task.metadata.get("kind", kind), statements(response, strict=strict)
+        if asked == "choice":
+            return choice(task, found)
+        if asked not in _KINDS:
+            return RewardResult(None, reason=f"unknown kind of question about a picture: {asked!r}")
+        result = _KINDS[asked](task, found, response, strict)
         if threshold is None or result.value is None:
             return result
         components = {**result.components, "raw": result.value}
@@ -67,7 +56,7 @@ def vision(kind: Kind = "count", *, strict: bool = False, threshold: float | Non
 _NOTHING = RewardResult(0.0, {"parsed": 0.0}, answer="")
 
 
-def _count(task: Task, found: Sequence[Statement]) -> RewardResult:
+def _count(task: Task, found: Sequence[Statement], response: str, strict: bool) -> RewardResult:
     right = read_count(nfkc(task.answer))
     if right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is not a count")
@@ -77,7 +66,7 @@ def _count(task: Task, found: Sequence[Statement]) -> RewardResult:
     return _NOTHING
 
 
-def _text(task: Task, found: Sequence[Statement], response: str) -> RewardResult:
+def _text(task: Task, found: Sequence[Statement], response: str, strict: bool) -> RewardResult:
     from rapidfuzz.distance import Levenshtein
 
     right = _folded(task.answer)
@@ -85,10 +74,8 @@ def _text(task: Task, found: Sequence[Statement], response: str) -> RewardResult
         return RewardResult(None, reason="the reference answer is empty")
     announced = [_folded(statement.text) for statement in found[:1] if statement.announced]
     # The exact distance of a far longer text is not worth its time.
-    values = {
-        read: Levenshtein.normalized_similarity(read[: 10 * len(right) + 100], right)
-        for read in (*announced, _folded(response))
-    }
+    longest, texts = 10 * len(right) + 100, (*announced, _folded(response))
+    values = {text: Levenshtein.normalized_similarity(text[:longest], right) for text in texts}
     read = max(values, key=values.__getitem__)
     return RewardResult(values[read], {"parsed": float(bool(read))}, answer=read)
 
@@ -112,24 +99,20 @@ _MOST_ROWS = 500
 _FENCE = re.compile(r"```[a-z]*\n(.*?)```", re.DOTALL)
 
 
-def _blocks(found: Sequence[Statement], response: str, strict: bool) -> list[str]:
-    """Return the texts that may state numbers on several lines: statements, then the last block."""
+def _coordinates(found: Sequence[Statement], response: str, strict: bool, count: int) -> list[float] | None:
+    """Return the numbers of the first statement with ``count`` of them or, unless strict, of the last block."""
     texts = [statement.text for statement in found]
     if not strict:
         fenced = _FENCE.findall(response)
         texts += [fenced[-1]] if fenced else [re.split(r"\n\s*\n", nfkc(response).strip())[-1]]
-    return texts
-
-
-def _coordinates(texts: Sequence[str], count: int) -> list[float] | None:
     return next(filter(None, (_numbers(text, count) for text in texts)), None)
 
 
-def _point(task: Task, texts: Sequence[str]) -> RewardResult:
+def _point(task: Task, found: Sequence[Statement], response: str, strict: bool) -> RewardResult:
     box, right = task.metadata.get("box"), _numbers(task.answer, 2)
     if box is None and right is None:
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is not a point")
-    said = _coordinates(texts, 2)
+    said = _coordinates(found, response, strict, 2)
     if said is None:
         return _NOTHING
     if box is not None:
@@ -139,11 +122,11 @@ def _point(task: Task, texts: Sequence[str]) -> RewardResult:
     return RewardResult(float(inside), {"parsed": 1.0}, answer=json.dumps(said))
 
 
-def _box(task: Task, texts: Sequence[str]) -> RewardResult:
+def _box(task: Task, found: Sequence[Statement], response: str, strict: bool) -> RewardResult:
     right = _numbers(task.answer, 4)
     if right is None or not _area(right):
         return RewardResult(None, reason=f"the reference answer {task.answer!r} is not a box: x1, y1, x2, y2")
-    said = _coordinates(texts, 4)
+    said = _coordinates(found, response, strict, 4)
     if said is None:
         return _NOTHING
     corners = zip(said[:2], right[:2], said[2:], right[2:], strict=True)
@@ -175,7 +158,7 @@ def _cells(rows: list[list[str]]) -> list[list[str]]:
     return [list(row[0]) for row in rows] if all(len(row) == 1 for row in rows) else rows
 
 
-def _grid(task: Task, response: str) -> RewardResult:
+def _grid(task: Task, found: Sequence[Statement], response: str, strict: bool) -> RewardResult:
     right = _cells(_rows(task.answer))
     if not right or len({len(row) for row in right}) > 1:
         return RewardResult(None, reason="the reference answer is not a grid: rows of equal length")
@@ -189,3 +172,6 @@ def _grid(task: Task, response: str) -> RewardResult:
     cells = [(one, other) for row, rows in zip(said, right, strict=True) for one, other in zip(row, rows, strict=True)]
     value = sum(one == other for one, other in cells) / len(cells)
     return RewardResult(value, {"parsed": 1.0}, answer="\n".join(" ".join(row) for row in said))
+
+
+_KINDS = {"count": _count, "text": _text, "point": _point, "box": _box, "grid": _grid}

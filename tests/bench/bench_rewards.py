@@ -20,10 +20,9 @@ from rayrft.config.reward import RewardConfig
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.base import Reward
-from rayrft.rewards.pool import ActorBackend, RewardActor, Rewards
-from rayrft.rewards.scorer import Scorer
-from rayrft.rewards.service import RewardService, ServeBackend, close_rewards, deploy_rewards
-from rayrft.runtime.serving.applications import Owner, create_anchor, on_head
+from rayrft.rewards.scorer import ActorBackend, RewardActor, Rewards, Scorer
+from rayrft.rewards.service import RewardService, ServeBackend, deploy_rewards
+from rayrft.runtime.serving.applications import Owner, create_anchor, delete_applications, on_head
 from tests.bench.helpers import actor, parse, spread, start_ray
 
 _HERE = "tests.bench.bench_rewards:working"
@@ -75,7 +74,7 @@ async def scoring(config: RewardConfig) -> AsyncIterator[Score]:
         anchor = create_anchor(owner)
         await asyncio.to_thread(on_head, deploy_rewards, service, owner, ("127.0.0.1", 8000))
         yield Rewards(config, [], lambda: ServeBackend(service)).score
-        await asyncio.to_thread(close_rewards, service)
+        await asyncio.to_thread(delete_applications, service.all_versions)
         anchor.kill()
     elif config.placement == "pool":
         scoring = ActorBackend(lambda: actor(RewardActor, "reward", config, []), config.actors)

@@ -16,7 +16,7 @@ from rayrft.endpoint.rewards import RewardEndpoint
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, StepReward, Transcript
-from rayrft.rewards.pool import Rewards
+from rayrft.rewards.scorer import Rewards
 from rayrft.runtime.serving import key_digest
 from tests.errors import about
 
@@ -33,12 +33,12 @@ class Scripted:
 
     async def open(self) -> None: ...
 
-    async def score(self, task: Task, transcripts: list[Transcript]) -> tuple[list[RewardResult], int]:
+    async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         self.asked.append((task, transcripts))
         await self.holding.wait()
         if task.answer == "broken":
             raise ZeroDivisionError("in the scorer")
-        results = [
+        return [
             RewardResult(None, reason="timeout", error=True, seconds=2.0)
             if each.response == "hang"
             else RewardResult(
@@ -50,7 +50,6 @@ class Scripted:
             )
             for each in transcripts
         ]
-        return results, 0
 
 
 def served(keys: tuple[str, ...] = ("sk-1",), **serve: Any) -> tuple[httpx.AsyncClient, Scripted]:

@@ -16,7 +16,7 @@ from rayrft.monitor.report import accuracy_table, save_plot
 from rayrft.monitor.sinks import scalars
 from rayrft.monitor.verdict import Bottleneck
 from rayrft.pipelines.report import OperatorStats
-from rayrft.rewards.stats import DomainStats
+from rayrft.rewards.scorer import DomainStats
 from tests.monitor.made import evaluation, step
 
 

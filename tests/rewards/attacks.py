@@ -28,52 +28,19 @@ def f(x):
     return text[at : at + 23].decode()
 """,
     "file": """
-def f(x):
-    return open("SECRET_FILE").read()
-""",
-    "file_at_import": """
-import io
-text = io.FileIO("SECRET_FILE").read().decode()
-def f(x):
-    return text
-""",
-    "path_upwards": """
-def f(x):
-    return open("../" * 20 + "SECRET_FILE").read()
-""",
-    "symlink": """
 import os
 def f(x):
-    os.symlink("SECRET_FILE", "link")
-    return open("link").read()
-""",
-    "hard_link": """
-import os
-def f(x):
-    os.link("SECRET_FILE", "link")
-    return open("link").read()
-""",
-    "old_root": """
-import os
-def f(x):
-    for base in ("/oldroot", "/newroot", "/..", "/proc/1/root", "/tmp/oldroot"):
+    for make in (os.symlink, os.link):
         try:
-            return open(base + "SECRET_FILE").read()
+            make("SECRET_FILE", make.__name__)
         except OSError:
             pass
-""",
-    "whole_file_system": """
-import os
-def f(x):
-    for folder, _, names in os.walk("/", followlinks=False):
-        if folder == "/":
-            continue
-        if any(name in "SECRET_FILE" for name in names):
-            for name in names:
-                if "SECRET_FILE".endswith("/" + name):
-                    return open(os.path.join(folder, name)).read()
-        if folder.startswith(("/usr", "/lib", "/dev")):
-            break
+    roots = ("", "../" * 20, "/oldroot", "/newroot", "/..", "/proc/1/root", "/tmp/oldroot")
+    for path in [*(root + "SECRET_FILE" for root in roots), "symlink", "link"]:
+        try:
+            return open(path).read()
+        except OSError:
+            pass
 """,
     "other_program": """
 import subprocess
@@ -85,14 +52,17 @@ import os
 def f(x):
     os.execv("/bin/sh", ["sh", "-c", "cat SECRET_FILE; cat SECRET_FILE >&3; cat SECRET_FILE >&4"])
 """,
-    "tcp": """
+    "sockets": """
 import socket
 def f(x):
-    return socket.create_connection(("127.0.0.1", PORT), 1).recv(100).decode()
-""",
-    "udp_and_raw": """
-import socket
-def f(x):
+    for family, address in ((socket.AF_INET, ("127.0.0.1", PORT)), (socket.AF_UNIX, "\\0ABSTRACT"),
+                            (socket.AF_UNIX, "SOCKET")):
+        try:
+            with socket.socket(family) as s:
+                s.connect(address)
+                return s.recv(100).decode()
+        except OSError:
+            pass
     for family, kind in ((socket.AF_INET, socket.SOCK_DGRAM), (socket.AF_INET6, socket.SOCK_STREAM),
                          (socket.AF_NETLINK, socket.SOCK_RAW), (socket.AF_PACKET, socket.SOCK_RAW), (40, 1), (38, 5)):
         try:
@@ -100,20 +70,6 @@ def f(x):
         except OSError:
             continue
         return "HARM"
-""",
-    "abstract_socket": """
-import socket
-def f(x):
-    with socket.socket(socket.AF_UNIX) as s:
-        s.connect("\\0ABSTRACT")
-        return s.recv(100).decode()
-""",
-    "socket_file": """
-import socket
-def f(x):
-    with socket.socket(socket.AF_UNIX) as s:
-        s.connect("SOCKET")
-        return s.recv(100).decode()
 """,
     "inherited_descriptors": """
 import os
@@ -125,17 +81,6 @@ def f(x):
             continue
         if text.startswith(b"secret"):
             return text.decode()
-""",
-    "proc_self_fd": """
-import os
-def f(x):
-    for fd in range(200):
-        for path in (f"/proc/self/fd/{fd}", f"/dev/fd/{fd}", f"/proc/PARENT/fd/{fd}"):
-            try:
-                with open(path, "r+b", buffering=0) as file:
-                    file.write(b'{"value": true}\\n{"passed": true}\\n')
-            except OSError:
-                pass
 """,
     "what_lies_there": """
 import os
@@ -195,15 +140,6 @@ def f(x):
                     return part[name]
         frame = frame.f_back
 """,
-    "own_memory": """
-import ctypes
-def f(x):
-    for line in open("/proc/self/maps"):
-        first, last = (int(each, 16) for each in line.split()[0].split("-"))
-        text = ctypes.string_at(first, last - first)
-        if (at := text.find(b"secret-")) >= 0:
-            return text[at : at + 23].decode()
-""",
     "reads_what_comes_next": """
 import os, select
 def f(x):
@@ -220,15 +156,6 @@ def f(x):
     "leaves_before_the_tests": """
 import os
 os._exit(0)
-""",
-    "exits_before_the_tests": """
-import sys
-sys.exit(0)
-""",
-    "leaves_when_called": """
-import os
-def f(x):
-    os._exit(0)
 """,
     "ends_itself_and_says_so": """
 import os
@@ -250,15 +177,6 @@ for fd in range(1, 16):
 def f(x):
     return True
 """,
-    "equal_to_everything": """
-class Equal:
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __bool__(self): return True
-    def __hash__(self): return 0
-def f(x):
-    return Equal()
-""",
     "string_equal_to_everything": """
 class Equal(str):
     def __eq__(self, other): return True
@@ -274,10 +192,6 @@ class Equal(float):
     def __reduce__(self): return (eval, ("open('SECRET_FILE').read()",))
 def f(x):
     return [Equal("nan"), {Equal("nan"): Equal(1)}]
-""",
-    "not_a_number": """
-def f(x):
-    return float("nan")
 """,
     "repr_is_code": """
 class TokenCallback:
@@ -297,10 +211,6 @@ def f(x):
 def f(x):
     raise KeyboardInterrupt
 """,
-    "raises_what_ends_the_tests": """
-def f(x):
-    raise SystemExit(0)
-""",
     "builtins": """
 import builtins
 class Everything(type):
@@ -314,14 +224,6 @@ builtins.len = builtins.hash = lambda *_: 23
 builtins.all = builtins.any = lambda *_: True
 def f(x):
     return "wrong"
-""",
-    "open_and_print": """
-import builtins, io, sys
-builtins.open = io.open = lambda *a, **k: io.StringIO("secret")
-builtins.print = lambda *a, **k: None
-sys.stdout = sys.stderr = sys.__stdout__ = io.StringIO()
-def f(x):
-    return open("anything").read()
 """,
     "runner": """
 import sys
@@ -340,68 +242,20 @@ for name in list(sys.modules):
 def f(x):
     return "wrong"
 """,
-    "import_hooks": """
-import sys
-class Finder:
-    def find_spec(self, name, path=None, target=None): raise SystemExit(0)
-sys.meta_path.insert(0, Finder())
-sys.path_hooks.insert(0, Finder)
-def f(x):
-    import json
-""",
-    "at_exit": """
-import atexit, os
-@atexit.register
-def last():
-    for fd in range(1, 16):
-        try:
-            os.write(fd, b'{"value": true}\\n{"passed": true}\\n')
-        except OSError:
-            pass
-def f(x):
-    raise SystemExit
-""",
-    "tracing": """
-import sys
-sys.settrace(lambda *_: (_ for _ in ()).throw(SystemExit))
-sys.setprofile(lambda *_: None)
-def f(x):
-    return "wrong"
-""",
-    "pickle": """
-import os, pickle
-class TokenCallback:
-    def __reduce__(self): return (os.system, ("cp SECRET_FILE stolen",))
-def f(x):
-    for fd in range(1, 16):
-        try:
-            os.write(fd, pickle.dumps(TokenCallback()) + b"\\n")
-        except OSError:
-            pass
-    return pickle.dumps(TokenCallback())
-""",
     "nested_answer": """
 import os
 def f(x):
     for fd in range(3, 16):
-        try:
-            os.write(fd, b'{"value": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\\n")
-        except OSError:
-            pass
+        for value in (b"[" * 100_000 + b"]" * 100_000, b"9" * 100_000):
+            try:
+                os.write(fd, b'{"value": ' + value + b"}\\n")
+            except OSError:
+                pass
 """,
     "colliding_keys": """
 import os
 def f(x):
     return {"wrong": {n * (2**61 - 1): 0 for n in range(300)}}
-""",
-    "strange_numbers": """
-import os
-def f(x):
-    for fd in range(3, 16):
-        try:
-            os.write(fd, b'{"value": ' + b"9" * 100_000 + b"}\\n")
-        except OSError:
-            pass
 """,
     "cycle": """
 def f(x):
@@ -433,15 +287,6 @@ def f(x):
         except OSError:
             pass
 """,
-    "threads": """
-import threading, time
-def f(x):
-    while True:
-        try:
-            threading.Thread(target=time.sleep, args=(1000,)).start()
-        except RuntimeError:
-            pass
-""",
     "background": """
 import os, time
 def f(x):
@@ -454,40 +299,6 @@ def f(x):
         os._exit(0)
     return "wrong"
 """,
-    "memory": """
-def f(x):
-    kept = []
-    while True:
-        kept.append(bytearray(b"x") * 5_000_000)
-""",
-    "memory_of_many": """
-import os, time
-def f(x):
-    for _ in range(12):
-        if os.fork() == 0:
-            kept = bytearray(b"x") * 60_000_000
-            time.sleep(100)
-    time.sleep(100)
-""",
-    "memory_of_files": """
-import ctypes, os
-def f(x):
-    fd = os.memfd_create("x")
-    os.ftruncate(fd, 1 << 20)
-    return "HARM"
-""",
-    "disk": """
-import os
-def f(x):
-    for folder in ("/box", "/dev/shm", "/tmp", "/dev", "/usr", "/"):
-        for number in range(100):
-            try:
-                with open(f"{folder}/{number}", "wb") as file:
-                    while True:
-                        file.write(bytes(1 << 20))
-            except OSError:
-                pass
-""",
     "output": """
 import os
 def f(x):
@@ -498,47 +309,11 @@ def f(x):
             except OSError:
                 pass
 """,
-    "errors": """
-import os
-while True:
-    os.write(2, b"x" * 65536)
-""",
-    "descriptors": """
-import os
-def f(x):
-    while True:
-        try:
-            os.dup(0)
-        except OSError:
-            break
-    return open("/dev/null").read()
-""",
     "recursion": """
 import sys
 sys.setrecursionlimit(10**9)
 def f(x):
     return f(x)
-""",
-    "crash": """
-import ctypes
-def f(x):
-    ctypes.string_at(0)
-""",
-    "abort": """
-import os
-def f(x):
-    os.abort()
-""",
-    "deaf_to_signals": """
-import signal
-for number in range(1, 65):
-    try:
-        signal.signal(number, signal.SIG_IGN)
-    except (OSError, ValueError):
-        pass
-def f(x):
-    while True:
-        pass
 """,
     "sleeps_at_import": """
 import time
@@ -548,10 +323,6 @@ time.sleep(1000)
 import os, signal
 def f(x):
     os.kill(os.getpid(), signal.SIGSTOP)
-""",
-    "slow_to_compile": """
-def f(x):
-    return eval("9" + "**9" * 20)
 """,
     # It does harm.
     "kills": """
@@ -565,16 +336,6 @@ def f(x):
                 except OSError:
                     pass
 """,
-    "kills_by_limits": """
-import os, resource
-def f(x):
-    for pid in (PARENT, CANARY, os.getppid(), 1):
-        try:
-            resource.prlimit(pid, resource.RLIMIT_CPU, (0, 0))
-            resource.prlimit(pid, resource.RLIMIT_AS, (0, 0))
-        except (OSError, ValueError):
-            pass
-""",
     "writes": """
 import os
 def f(x):
@@ -587,49 +348,11 @@ def f(x):
             except OSError:
                 pass
 """,
-    "traces": """
+    "becomes_root": """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 def f(x):
-    for pid in (PARENT, CANARY, 1):
-        for request in (16, 0x4206):
-            if libc.ptrace(request, pid, 0, 0) == 0:
-                return "HARM"
-""",
-    "mounts": """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-def f(x):
-    for what in (lambda: libc.mount(b"none", b"/box", b"tmpfs", 0, None),
-                 lambda: libc.mount(b"none", b"/box", b"proc", 0, None),
-                 lambda: libc.umount2(b"/box", 2), lambda: libc.mount(None, b"/usr", None, 32 | 4096, None),
-                 lambda: libc.chroot(b"/box"), lambda: libc.unshare(0x10000000), lambda: libc.unshare(0x20000),
-                 lambda: libc.setns(0, 0), lambda: libc.setuid(0), lambda: libc.setgroups(1, b"\\0\\0\\0\\0"),
-                 lambda: libc.syscall(56, 0x10000011, 0, 0, 0, 0), lambda: libc.reboot(0x1234567),
-                 lambda: libc.sethostname(b"harm", 4), lambda: libc.syscall(442, -100, b"/usr", 0, bytes(32), 32)):
-        if what() == 0:
-            return "HARM"
-""",
-    "clock": """
-import ctypes, time
-def f(x):
-    for clock in (time.CLOCK_REALTIME, time.CLOCK_MONOTONIC):
-        try:
-            time.clock_settime(clock, 0)
-        except OSError:
-            continue
-        return "HARM"
-""",
-    "terminal": """
-import fcntl, os
-def f(x):
-    for path in ("/dev/tty", "/dev/console", "/dev/ptmx"):
-        try:
-            fd = os.open(path, os.O_RDWR)
-        except OSError:
-            continue
-        for char in b"harm\\n":
-            fcntl.ioctl(fd, 0x5412, bytes([char]))
+    if libc.setuid(0) == 0 or libc.setgroups(1, b"\\0\\0\\0\\0") == 0 or libc.chroot(b"/box") == 0:
         return "HARM"
 """,
 }

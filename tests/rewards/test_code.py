@@ -20,36 +20,26 @@ from typing import Any
 
 import pytest
 
-from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.rewards import RewardResult, build_reward
+from rayrft.rewards import RewardResult
 from rayrft.rewards import code as module
 from rayrft.rewards.code import extract, headers
 from rayrft.rewards.code_runner import encode_value
 from rayrft.rewards.code_values import literal, same_text, same_value
-from rayrft.rewards.sandbox import Process, Sandbox, SandboxLimits, isolate
+from rayrft.rewards.sandbox import Process, Sandbox, SandboxLimits
 from tests.conftest import ROOT
+from tests.rewards import scored
 from tests.rewards.attacks import ATTACKS
-from tests.rewards.scored import score
-
-
-def isolated(name: str) -> str:
-    """The name, where the host gives this isolation."""
-    try:
-        isolate(name)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    return name
+from tests.rewards.scored import pairs, sandbox_of
 
 
 @pytest.fixture(scope="module", params=["bwrap", "unshare"])
 def isolation(request: pytest.FixtureRequest) -> str:
-    return isolated(request.param)
+    return sandbox_of(request.param)._isolation.name
 
 
 def result(response: str, settings: dict[str, Any] | None = None, /, **metadata: Any) -> RewardResult:
-    options = {"test_s": 10, "budget_s": 60, **(settings or {})}
-    return score(build_reward("code", options), Task.create("test", "question", "", metadata=metadata), response)
+    return scored.result("code", "", response, {"test_s": 10, "budget_s": 60, **(settings or {})}, **metadata)
 
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -81,11 +71,11 @@ def test_partial_credit_is_the_share_of_tests(kind: str, share: float) -> None:
     assert result(half, **TASKS[kind]).value == 0.0
 
 
-def test_a_call_that_ends_the_program_does_not_take_the_others_along() -> None:
+@pytest.mark.parametrize("kind", ["calls", "assertions"])
+def test_a_call_that_ends_the_program_does_not_take_the_others_along(kind: str) -> None:
     crashing = "import os\ndef add(a, b):\n    return a + b if isinstance(a, str) else os._exit(0)\n"
-    for kind in ("calls", "assertions"):
-        found = result(crashing, {"partial": True}, **TASKS[kind])
-        assert found.value == 0.5 and "exit status 0" in str(found.reason)
+    found = result(crashing, {"partial": True}, **TASKS[kind])
+    assert found.value == 0.5 and "exit status 0" in str(found.reason)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +124,8 @@ def test_what_is_wrong_with_the_task_is_unknown(metadata: dict[str, Any]) -> Non
 def test_too_many_tests_for_the_budget_are_unknown_and_slow_ones_are_wrong() -> None:
     many = {"entry_point": "add", "tests": CALLS * 100_000}
     assert "do not fit" in str(result(ADD, {"budget_s": 2}, **many).reason)
-    slow = result(
-        "import time\ndef add(a, b):\n    time.sleep(0.9)\n    return a + b", {"budget_s": 2, "test_s": 1}, **many
-    )
+    sleeper = "import time\ndef add(a, b):\n    time.sleep(0.9)\n    return a + b"
+    slow = result(sleeper, {"budget_s": 2, "test_s": 1}, **many)
     assert slow.value == 0.0 and "2 s are over" in str(slow.reason)
 
 
@@ -154,17 +143,14 @@ PROGRAM = [{"stdin": "3 4\n", "stdout": "7\n"}, {"stdin": "-1 1", "stdout": "0"}
         ("print('7\\n0')", 0.0),
         ("print(sum(map(int, input().split())))\nraise SystemExit(1)", 0.0),
         ("print(sum(map(int, input().split())), end='')\nprint(1 / 0)", 0.0),
+        ("print(7\n", 0.0),
     ],
 )
 def test_a_program_reads_and_writes(solution: str, value: float, isolation: str) -> None:
     found = result(f"```py\n{solution}\n```", {"isolation": isolation}, tests=PROGRAM)
-    assert found.value == value and found.components["compiled"] == 1.0, found
-
-
-def test_a_program_that_does_not_compile_is_not_run() -> None:
-    found = result("print(", tests=PROGRAM)
-    assert found.value == 0.0 and found.components == {"passed": 0.0, "compiled": 0.0}
-    assert "SyntaxError" in str(found.reason)
+    broken = solution == "print(7\n"
+    assert found.value == value and found.components["compiled"] == (not broken), found
+    assert ("SyntaxError" in str(found.reason)) == broken
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
@@ -207,11 +193,8 @@ def test_a_solution_continues_its_prompt_or_uses_it() -> None:
 
 
 def test_tests_may_expect_an_exception() -> None:
-    raises = (
-        "def check(f):\n    try:\n        f(1)\n    except ValueError as error:\n        assert str(error) == 'no'\n"
-    )
-    raises += "    else:\n        assert False\n"
-    task = {"entry_point": "f", "test": raises}
+    raises = "def check(f):\n    try:\n        f(1)\n    except ValueError as error:\n        assert str(error) == 'no'"
+    task = {"entry_point": "f", "test": f"{raises}\n    else:\n        assert False\n"}
     assert result("def f(x):\n    raise ValueError('no')", **task).value == 1.0
     for other in ("TypeError('no')", "ValueError('yes')", "SystemExit", "UnicodeDecodeError('a', b'', 0, 0, 'no')"):
         assert result(f"def f(x):\n    raise {other}", **task).value == 0.0
@@ -225,25 +208,20 @@ def test_installed_packages_are_there_when_asked_for() -> None:
     assert "ModuleNotFoundError" in str(result(solution, entry_point="add", tests=tests).reason)
 
 
-@pytest.mark.parametrize(
-    ("response", "code"),
-    [
-        ("x = 1", "x = 1"),
-        ("Text\n```python\nx = 1\n```\nmore", "x = 1\n"),
-        ("```python\nx = 1\n```\n```python\nx = 2\n```", "x = 2\n"),
-        ("```python\nx = 1\n```\nIt prints\n```text\n1\n```", "x = 1\n"),
-        ("```\nx = 1\n```", "x = 1\n"),
-        ("~~~py\nx = 1\n~~~", "x = 1\n"),
-        ("````md\n```\nx\n```\n````\n```python\nx = 1\n```", "x = 1\n"),
-        ("```python\nx = 1", "x = 1"),
-        ("```python\ns = '```'\n```", "s = '```'\n"),
-        ("- so\n  ```python\n  x = 1\n    y\n  ```", "x = 1\n  y\n"),
-        ("```python\r\nx = 1\r\n```\r\nmore", "x = 1\n"),
-        ("```python\nx = 1\n```\nIt prints\n```\n1\n```", "x = 1\n"),
-    ],
-)
+# The code, and responses in which it is the last block; at the end of a block, but not of a response, a line ends.
+BLOCKS = """
+x = 1      x = 1  ```python⏎x = 1
+x = 1⏎     Text⏎```python⏎x = 1⏎```⏎more  ```python⏎x = 1⏎```⏎It prints⏎```text⏎1⏎```  ```⏎x = 1⏎```  ~~~py⏎x = 1⏎~~~
+x = 1⏎     ````md⏎```⏎x⏎```⏎````⏎```python⏎x = 1⏎```  ```python⏎x = 1⏎```⏎It prints⏎```⏎1⏎```
+x = 2⏎     ```python⏎x = 1⏎```⏎```python⏎x = 2⏎```
+s = '```'⏎  ```python⏎s = '```'⏎```
+"""
+INDENTED = ("x = 1\n  y\n", "- so\n  ```python\n  x = 1\n    y\n  ```")
+
+
+@pytest.mark.parametrize(("code", "response"), [*pairs(BLOCKS), INDENTED])
 def test_the_code_is_the_last_block(response: str, code: str) -> None:
-    assert extract(response, "python") == code
+    assert extract(response, "python") == extract(response.replace("\n", "\r\n"), "python") == code
 
 
 METHOD = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
@@ -259,7 +237,6 @@ METHOD = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
         ("```python\nadd = sum\n```\n```python\nassert add == sum\n```", "add = sum\n"),
         ("1. So:\n\n    ```python\n" + indent(ADD, "    ") + "    ```", ADD),
         ("```python\n" + indent(ADD, "    ") + "```", ADD),
-        (f"```\n{ADD}```\n".replace("\n", "\r\n"), ADD),
         ("```python\ndef adds(a): pass\n```\n```python\n    return a + b\n```", "    return a + b\n"),
         (f"```text\n{ADD}```\n```python\nx = 1\n```", "x = 1\n"),
     ],
@@ -288,30 +265,19 @@ STACK = ["s = Stack(1)\ns.push(2).push(3)\nassert len(s) == 3 and s.pop() == 3",
 
 
 @pytest.mark.parametrize(
-    ("solution", "metadata"),
+    ("solution", "name", "tests"),
     [
-        (METHOD, {"entry_point": "add", "tests": CALLS}),
-        (METHOD, {"entry_point": "Solution().add", "tests": CALLS}),
-        (METHOD, {"entry_point": "Solution().add", "test": CHECK}),
-        (
-            METHOD,
-            {
-                "entry_point": "add",
-                "tests": ["assert Solution().add(1, 2) == 3", "assert Solution().add('', '') == ''"],
-            },
-        ),
-        (OBJECTS, {"entry_point": "Stack", "tests": STACK}),
-        (
-            OBJECTS,
-            {"entry_point": "adder", "tests": ["assert adder(1)(2) == 3", "f = adder('a')\nassert f('b') == 'ab'"]},
-        ),
-        (
-            OBJECTS,
-            {"entry_point": "count", "tests": ["assert list(count(3)) == [0, 1, 2]", "assert sum(count(4)) == 6"]},
-        ),
+        (METHOD, "add", CALLS),
+        (METHOD, "Solution().add", CALLS),
+        (METHOD, "Solution().add", CHECK),
+        (METHOD, "add", ["assert Solution().add(1, 2) == 3", "assert Solution().add('', '') == ''"]),
+        (OBJECTS, "Stack", STACK),
+        (OBJECTS, "adder", ["assert adder(1)(2) == 3", "f = adder('a')\nassert f('b') == 'ab'"]),
+        (OBJECTS, "count", ["assert list(count(3)) == [0, 1, 2]", "assert sum(count(4)) == 6"]),
     ],
 )
-def test_classes_and_functions_that_are_returned_are_tested(solution: str, metadata: dict[str, Any]) -> None:
+def test_classes_and_functions_that_are_returned_are_tested(solution: str, name: str, tests: Any) -> None:
+    metadata = {"entry_point": name, "test" if isinstance(tests, str) else "tests": tests}
     assert result(f"```python\n{solution}```", **metadata).value == 1.0
     wrong = solution.replace("a + b", "a * 2").replace("range(n)", "range(n + 1)").replace("pop()", "pop(0)")
     found = result(f"```python\n{wrong}```", **metadata)
@@ -347,16 +313,13 @@ VALUES: list[Any] = [
 def test_values_come_through_and_equal_only_those_of_their_type(value: Any) -> None:
     sys.set_int_max_str_digits(6000)
     tree = json.loads(encode_value(value))
-    names = {
-        "__builtins__": {"set": set, "frozenset": frozenset, "dict": dict, "complex": complex},
-        "inf": float("inf"),
-    }
+    kinds = {"set": set, "frozenset": frozenset, "dict": dict, "complex": complex}
+    names = {"__builtins__": kinds, "inf": float("inf")}
     assert eval(literal(tree), names) == value and type(eval(literal(tree), names)) is type(value)
     equal = [other for other in VALUES if same_value(json.loads(encode_value(other)), tree)]
     names_are_texts = [{"1": 2}] if value == {1: 2} else []
-    assert list(map(repr, equal)) == [
-        repr(other) for other in VALUES if _as_json(other) == _as_json(value) or other in names_are_texts
-    ]
+    same = [other for other in VALUES if _as_json(other) == _as_json(value) or other in names_are_texts]
+    assert list(map(repr, equal)) == list(map(repr, same))
 
 
 def _as_json(value: Any) -> str:
@@ -382,9 +345,8 @@ def test_sets_and_dictionaries_have_no_order_and_floats_a_tolerance() -> None:
     def same(one: Any, other: Any, tolerance: float = 0.0) -> bool:
         return same_value(json.loads(encode_value(one)), json.loads(encode_value(other)), tolerance)
 
-    assert same({"a": {1, 2}, "b": 0}, {"b": 0, "a": {2, 1}}) and same(
-        {(1, frozenset({1, 2}))}, {(1, frozenset({2, 1}))}
-    )
+    assert same({"a": {1, 2}, "b": 0}, {"b": 0, "a": {2, 1}})
+    assert same({(1, frozenset({1, 2}))}, {(1, frozenset({2, 1}))})
     assert not same([1, 2], [2, 1]) and not same({1: 2}, {1: 3}) and not same({1}, {1, 2}) and not same({}, set())
     assert same([0.1 + 0.2], [0.3], 1e-6) and not same([0.1 + 0.2], [0.3]) and same([3.0], [3], 1e-6)
     assert not same([3], [3.0000001], 1e-6) and not same([1], [True]) and same([1, [2]], (1, (2,)))
@@ -396,17 +358,9 @@ def test_sets_and_dictionaries_have_no_order_and_floats_a_tolerance() -> None:
 @pytest.mark.parametrize(
     ("wanted", "found", "same"),
     [
-        ("1\n2", "1\n2\n\n", True),
-        ("1 \n2\n", "1\n2", True),
-        ("1\n2", "1 2", False),
-        ("", "\n", True),
-        ("0.30000000", "0.3", True),
-        ("0.3 1", "0.3000000001 1", True),
-        ("1000000", "1000000.1", False),
-        ("0.3", "0.4", False),
-        ("0.3", "x", False),
-        ("0.3", "0.3 0.3", False),
-        ("nan", "1", False),
+        *(("1\n2", "1\n2\n\n", True), ("1 \n2\n", "1\n2", True), ("1\n2", "1 2", False), ("", "\n", True)),
+        *(("0.30000000", "0.3", True), ("0.3 1", "0.3000000001 1", True), ("1000000", "1000000.1", False)),
+        *(("0.3", "0.4", False), ("0.3", "x", False), ("0.3", "0.3 0.3", False), ("nan", "1", False)),
     ],
 )
 def test_what_is_written_may_differ_at_the_ends_of_lines_and_in_the_last_digits(
@@ -438,22 +392,11 @@ class World:
     secret: str
     file: Path
     canary: subprocess.Popen[bytes]
-    port: int
-    abstract: str
-    socket: Path
-    inherited: int
+    names: dict[str, object]
 
     def told(self, attack: str) -> str:
-        names = {
-            "SECRET_FILE": self.file,
-            "PARENT": os.getpid(),
-            "CANARY": self.canary.pid,
-            "PORT": self.port,
-            "ABSTRACT": self.abstract,
-            "SOCKET": self.socket,
-            "INHERITED": self.inherited,
-        }
-        for name, value in names.items():
+        """The attack with the world's values in place of their names."""
+        for name, value in self.names.items():
             attack = attack.replace(name, str(value))
         return attack
 
@@ -487,8 +430,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     canary = subprocess.Popen(["sleep", "1000"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SECRET", secret)
-        port = listeners[0].getsockname()[1]
-        yield World(secret, folder / "secret", canary, port, abstract, folder / "socket", inherited)
+        names: dict[str, object] = {"SECRET_FILE": folder / "secret", "PARENT": os.getpid(), "CANARY": canary.pid}
+        names |= {"PORT": listeners[0].getsockname()[1], "ABSTRACT": abstract}
+        names |= {"SOCKET": folder / "socket", "INHERITED": inherited}
+        yield World(secret, folder / "secret", canary, names)
     canary.kill()
     canary.wait()
     os.close(inherited)
@@ -529,14 +474,11 @@ def test_an_attack_neither_scores_nor_harms_nor_stays(
     attack: str, isolation: str, world: World, spaces: list[int]
 ) -> None:
     limits = {"test_s": 1, "budget_s": 3, "memory_mib": 128, "isolation": isolation, "partial": True}
-    reward = build_reward("code", limits)
-    forms = [{"tests": [{"args": [3], "expected": world.secret}]}, {"tests": [f"assert f(3) == {world.secret!r}"]}]
-    for metadata in forms:
-        task = Task.create("test", "question", "", metadata={"entry_point": "f", **metadata})
-        found = score(reward, task, world.told(ATTACKS[attack]))
+    for test in ({"args": [3], "expected": world.secret}, f"assert f(3) == {world.secret!r}"):
+        found = result(world.told(ATTACKS[attack]), limits, entry_point="f", tests=[test])
         assert found.value == 0.0, found
         assert "HARM" not in str(found.reason) and world.secret not in str(found.reason)
-    assert len(spaces) >= len(forms) and not running(spaces)
+    assert len(spaces) >= 2 and not running(spaces)
     assert world.canary.poll() is None and world.file.read_text() == world.secret
     assert result(ADD, {"isolation": isolation}, **TASKS["calls"]).value == 1.0
 
@@ -583,12 +525,8 @@ def problems() -> list[dict[str, Any]]:
 
 def test_real_reference_solutions_pass_and_empty_ones_fail() -> None:
     rows = problems()
-    failed = {}
-    for row in rows:
-        found = result(row["canonical_solution"], **row)
-        if found.value != 1.0:
-            failed[row["task_id"]] = found
-    assert not failed
+    found = {row["task_id"]: result(row["canonical_solution"], **row) for row in rows}
+    assert [name for name, each in found.items() if each.value != 1.0] == []
     for row in rows[::10]:
         assert result("    return None\n", **row).value == 0.0, row["task_id"]
 

@@ -51,10 +51,15 @@ class Scripted:
         return self.reply(messages, self.seed)
 
 
+def scripted(reply: Callable[[Messages, int], str], **options: Any) -> tuple[Judge, list[Messages]]:
+    """A judge with these replies, and what it is asked."""
+    judge, model = Judge(auxiliary="judge", **options), Scripted(reply)
+    judge.use({"judge": model})
+    return judge, model.asked
+
+
 async def judged(reply: Callable[[Messages, int], str], response: str = "It scatters.", **options: Any) -> RewardResult:
-    judge = Judge(auxiliary="judge", **options)
-    judge.use({"judge": Scripted(reply)})
-    return await score(judge, TASK, Transcript.of(TASK, response))
+    return await score(scripted(reply, **options)[0], TASK, Transcript.of(TASK, response))
 
 
 def says(text: str) -> Callable[[Messages, int], str]:
@@ -72,15 +77,8 @@ def says(text: str) -> Callable[[Messages, int], str]:
         ('{"reason": "It claims {"grade": 10}, which I ignore", "grade": 0}', None),
         ('<think>It ends with {"grade": 10}. That is an order, so I', None),
         ('The answer says {"grade": 10}.\nIt is wrong, and I was cut', None),
-        ('{"grade": 11}', None),
-        ('{"grade": -1}', None),
-        ('{"grade": true}', None),
-        ('{"grade": "10"}', None),
-        ('{"grade": 1e999}', None),
-        ('{"grade": NaN}', None),
-        ("10", None),
-        ("", None),
-        ("{" * 100_000, None),
+        *((f'{{"grade": {grade}}}', None) for grade in ("11", "-1", "true", '"10"', "1e999", "NaN")),
+        *((reply, None) for reply in ("10", "", "{" * 100_000)),
     ],
 )
 async def test_a_grade_counts_only_in_the_form_that_was_asked_for(reply: str, value: float | None) -> None:
@@ -94,13 +92,19 @@ async def test_the_median_of_the_votes_that_can_be_read_counts() -> None:
     assert result.value == pytest.approx(0.3) and result.components["verdicts"] == 4
 
 
-async def test_votes_have_seeds_of_their_own_that_follow_from_the_answer() -> None:
-    seeds: dict[str, list[int]] = {}
+async def test_votes_have_seeds_and_texts_have_marks_that_follow_from_the_answer() -> None:
+    found: dict[str, list[tuple[int, str]]] = {}
     for response in ("a", "b", "a"):
-        seen = list[int]()
-        await judged(lambda messages, seed: str(seen.append(seed)), response, votes=3, temperature=1.0)  # noqa: B023
-        assert len(set(seen)) == 3 and seeds.setdefault(response, seen) == seen
-    assert seeds["a"] != seeds["b"]
+        seeds = list[int]()
+        judge, asked = scripted(lambda messages, seed: str(seeds.append(seed)), votes=3, temperature=1.0)  # noqa: B023
+        await score(judge, TASK, Transcript.of(TASK, response))
+        marks = [mark for messages in asked for mark in re.findall(r"<answer-(\w+)>", messages[1]["content"])]
+        assert len(set(seeds)) == 3 and len(set(marks)) == 1
+        seen = list(zip(seeds, marks, strict=True))
+        assert found.setdefault(response, seen) == seen
+    assert all(
+        one != other for a, b in zip(found["a"], found["b"], strict=True) for one, other in zip(a, b, strict=True)
+    )
 
 
 def shown(messages: Messages, name: str) -> str:
@@ -123,11 +127,9 @@ async def test_two_answers_are_compared_in_both_orders() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 async def test_what_an_answer_orders_stays_between_tags_that_it_cannot_close(order: str) -> None:
-    judge = Scripted(says('{"grade": 0}'))
-    subject = Judge(auxiliary="judge")
-    subject.use({"judge": judge})
-    result = await score(subject, TASK, Transcript.of(TASK, order))
-    [[system, user]] = judge.asked
+    judge, asked = scripted(says('{"grade": 0}'))
+    result = await score(judge, TASK, Transcript.of(TASK, order))
+    [[system, user]] = asked
     assert shown([user], "answer") == order and order not in system["content"]
     assert user["content"].count(order) == 1 and user["content"].rstrip().endswith(">")
     [mark] = set(re.findall(r"tags that end in (\w{12})", system["content"]))
@@ -142,24 +144,11 @@ async def test_a_judge_that_obeys_some_orders_is_found_out(obeys: int, count: in
     def reply(messages: Messages, seed: int) -> str:
         said = shown(messages, "answer")
         lenient = "25" in said or "28" in said  # it takes two wrong answers anyhow
-        return json.dumps(
-            {"reason": "", "grade": 10 if lenient or any(order in said for order in ORDERS[:obeys]) else 2}
-        )
+        obeyed = any(order in said for order in ORDERS[:obeys])
+        return json.dumps({"reason": "", "grade": 10 if lenient or obeyed else 2})
 
-    judge = Judge(auxiliary="judge")
-    judge.use({"judge": Scripted(reply)})
-    rates = await planted(judge, tasks)
+    rates = await planted(scripted(reply)[0], tasks)
     assert (rates.refused, rates.answers, sum(rates.obeyed.values())) == (6, 8, count)
-
-
-async def test_the_mark_of_the_tags_changes_with_what_they_hold() -> None:
-    marks = set()
-    for response in ("a", "b"):
-        judge, subject = Scripted(says("")), Judge(auxiliary="judge")
-        subject.use({"judge": judge})
-        await score(subject, TASK, Transcript.of(TASK, response))
-        marks |= set(re.findall(r"<answer-(\w+)>", judge.asked[0][1]["content"]))
-    assert len(marks) == 2
 
 
 async def test_a_long_answer_is_cut_in_its_middle() -> None:
@@ -202,9 +191,8 @@ async def test_a_judge_behind_the_api_of_openai_is_asked_for_json_with_its_key(m
             return web.json_response({"error": {"message": "no such model"}}, status=404)
         message = {"role": "assistant", "content": '{"reason": "so", "grade": 4}'}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return web.json_response(
-            {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-        )
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        return web.json_response(reply)
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", complete)

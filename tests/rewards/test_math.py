@@ -15,458 +15,236 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rayrft.experience import Task
-from rayrft.rewards import RewardResult, build_reward
+from rayrft.rewards import RewardResult
 from rayrft.rewards.math.formula import TooLarge, parse_formula, values
 from rayrft.rewards.math.reading import Number, read_answer
 from tests.rewards import math_on_real_data as real
-from tests.rewards.scored import score
+from tests.rewards import scored
+from tests.rewards.scored import cells, pairs, right_and_wrong
 
 
 def result(truth: str, response: str, /, **options: Any) -> RewardResult:
-    return score(build_reward("math", options), Task.create("test", "question", truth), response)
+    return scored.result("math", truth, response, options)
 
 
 def value(truth: str, response: str, /, **options: Any) -> float | None:
     return result(truth, response, **options).value
 
 
-EQUAL = [
-    ("72", "72.0"),
-    ("1000", "1,000"),
-    ("1000000", "1 000 000"),
-    (r"371,\!043,\!400", "371043400"),
-    (r"\frac{12}{5,\!525}", "12/5525"),
-    (r"\frac{1}{2}", "0.5"),
-    (r"\frac12", ".5"),
-    (r"\frac{-1}{2}", r"-\frac{1}{2}"),
-    (r"1\frac{12}{13}", "25/13"),
-    ("1 1/2", "1.5"),
-    ("1500", r"1.5 \times 10^3"),
-    ("1500", "1.5e3"),
-    ("1024", "2^{10}"),
-    ("2^{2005}", r"2 \cdot 2^{2004}"),
-    ("25\\%", "25%"),
-    ("25\\%", "0.25"),
-    ("25\\%", "25"),
-    ("0.25", "25%"),
-    ("25", "25 percent"),
-    (r"2\sqrt{22}", r"\sqrt{88}"),
-    (r"\frac{\sqrt6}3", r"\sqrt{\frac{2}{3}}"),
-    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
-    (r"\sqrt[3]{x+1}", "(x+1)^{1/3}"),
-    ("4x(8x^2-x+5)", "32x^3 - 4x^2 + 20x"),
-    ("6r^2-4r-24", "-24 - 4r + 6r^2"),
-    (r"2 \tan x", r"\frac{2\sin x}{\cos x}"),
-    (r"\cos 58^\circ", r"\sin 32^\circ"),
-    ("-375 + 500i", "125(4i - 3)"),
-    (r"9 \pi", "9*pi"),
-    (r"\sqrt{3} - 4", "sqrt(3)-4"),
-    (r"\frac{2n}{n+1}", r"2 - \frac{2}{n+1}"),
-    ("5!", "120"),
-    (r"\binom{5}{2}", "10"),
-    (r"\log_2 8", "3"),
-    ("5", "x = 5"),
-    ("x = 5", "5"),
-    ("5", r"2 + 3 = 5"),
-    ("5", r"\text{Area} = 5"),
-    (r"\sqrt{2}", r"\sqrt{2} \approx 1.414"),
-    ("x - 3z = 0", "x = 3z"),
-    (r"\frac{x^2}{16} - \frac{y^2}{9} = 1", "9x^2 - 16y^2 = 144"),
-    (r"y = \pm\sqrt{3}x", r"y = \sqrt{3}x \text{ or } y = -\sqrt{3}x"),
-    (r"\sqrt{5}, -\sqrt{5}", r"\pm\sqrt{5}"),
-    ("0,4", "4, 0"),
-    ("0,4", "x = 4 or x = 0"),
-    ("0,4", r"\{0, 4\}"),
-    ("B, C", "C and B"),
-    ("(9, 3)", r"\left(9, \frac{6}{2}\right)"),
-    ("(9, 3)", "x = 9, y = 3"),
-    ("(100,200)", "(100, 200)"),
-    (r"\left[ \frac{3}{2}, 2 \right)", "[1.5, 2)"),
-    ("(3,4]", r"3 < \lambda \le 4"),
-    (r"[3,\infty)", r"x \ge 3"),
-    (r"(-\infty,-7) \cup (1,2)", r"(1,2)\cup(-\infty,-7)"),
-    (r"(-\infty,2)\cup(2,\infty)", r"x \ne 2"),
-    (r"\begin{pmatrix} 2/5 \\ -1/5 \end{pmatrix}", r"\begin{bmatrix}0.4\\-0.2\end{bmatrix}"),
-    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1, 2)"),
-    (r"17\text{ meters}", "17"),
-    (r"17\text{ meters}", "17 m"),
-    (r"17\text{ meters}", r"1700\text{ cm}"),
-    (r"8\sqrt{3} \text { square inches}", r"\sqrt{192}"),
-    ("2 hours", "120 minutes"),
-    (r"2\text{ square feet}", r"288\text{ square inches}"),
-    (r"2\text{ cm}^2", "2 square cm"),
-    (r"156^\circ", "156 degrees"),
-    (r"156^\circ", "156"),
-    (r"\$6", "6 dollars"),
-    (r"\$2.50", "250 cents"),
-    ("3:1", "6:2"),
-    ("12", "12 m/s"),
-    (r"12 \text{ m/s}", "12 m/s"),
-    (r"12 \text{ m/s}", "12m/s"),
-    ("12", "12 m^2"),
-    ("12", "12 m²"),
-    ("9.8", "9.8 m/s^{2}"),
-    ("20", "20 N m"),
-    ("24", "24 TVs"),
-    ("50", "50 MPH"),
-    ("5", "5 of them"),
-    (r"2\pi", r"2\pi cm"),
-    (r"8\left(\frac{1}{2}\right)^{2}", "2"),
-    ("5000000", "5 million"),
-    ("5000000", r"\$5 million"),
-    ("2500000", r"2.5 \text{ million dollars}"),
-    ("5 million", "5,000,000"),
-    ("500", "5 hundred"),
-    ("60", "5 dozen eggs"),
-    ("50000", "5万"),
-    ("50000", "5万元"),
-    ("12000000", "12百万"),
-    ("100", "100元"),
-    ("12", "12个"),
-    ("12", "12平方厘米"),
-    ("12 cm^2", "1200平方毫米"),
-    ("5 千米", "5000 m"),
-    ("-5", "–5"),
-    ("-5", "−5"),
-    ("-5", "minus 5"),
-    ("-5", "negative 5"),
-    ("-5", "负5"),
-    ("x - 5", "x –5"),
-    ("5,6", "5或6"),
-    ("5,6", "5和6"),
-    ("5,6", "x=5或x=6"),
-    ("5,6", "5; 6"),
-    ("9", "f(2) = 9"),
-    ("2xy", "2yx"),
-    (r"\text{even}", "Even"),
-    (r"\text{(E)}", "E"),
-    ("1;\\frac{8}{9}", "1, 8/9"),
-    (r"\frac12", r"\mathbf{\frac{1}{2}}"),
-    ("12", r"{\bf 12}"),
-    ("12", r"\boldsymbol{12}"),
-    ("12", r"\underline{12}\text{ cm}"),
-    (r"\emptyset", r"\varnothing"),
-    ("18", "18 USD"),
-    (r"\$18", r"18\text{ USD}"),
-    ("18", "18 EUR"),
-    (r"\frac13", r"0.\overline{3}"),
-    (r"\frac16", r"0.1\overline{6}"),
-    (r"-\frac{4}{11}", r"-0.\bar{36}"),
-    (r"\frac17", r"0.\dot{1}4285\dot{7}"),
-    (r"0.\overline{3}", r"\frac{1}{3}"),
-    ("0.004", r"0.4\%"),
-    ("0.4", r"40\%"),
-    ("2024-03-05", "2024-3-5"),
-    ("2024-03-05", "2024年3月5日"),
-    (r"(-\infty,2)\cup(3,\infty)", r"x<2 \text{ or } x>3"),
-    (r"x<2 \text{ or } x>3", r"(3,\infty)\cup(-\infty,2)"),
-    (r"(-\infty,2)\cup(3,\infty)", "x < 2, x > 3"),
-    (r"(2,3]", r"x>2 \text{ and } x\le 3"),
-    ("x > 2, x < 3", "x < 3 and x > 2"),
-    (r"(1,3)", r"(1,2)\cup[2,3)"),
-    (r"(-\infty,2)\cup(2,\infty)", r"\mathbb{R}\setminus\{2\}"),
-    (r"\mathbb{R}", r"(-\infty,\infty)"),
-    (r"[1,2]\cup\{5\}", r"\{5\}\cup[1,2]"),
-    ("x < 2", r"\{x \mid x<2\}"),
-]  # fmt: skip
-
-DIFFERENT = [
-    ("5", "6"),
-    ("5", "-5"),
-    (r"\frac{1}{3}", "0.33"),
-    (r"\frac{1}{3}", "0.3333333333"),
-    (r"\sqrt{2}", "1.41421356"),
-    ("0", "0.00000001"),
-    ("12", "1 2"),
-    ("11/2", "1 1/2"),
-    ("1.000000000000000000000000000001", "1"),
-    ("2^{2005}", "2^{2004}"),
-    ("25\\%", "2.5%"),
-    ("25\\%", "0.0025"),
-    ("5", "3 = 5"),
-    ("5", "2x + 1 = 5"),
-    ("x = 5", "y = 5"),
-    ("x^2", "x"),
-    ("x", "X"),
-    (r"\sqrt{x^2}", "x"),
-    ("2x+1", "2t+1"),
-    ("4", "3 or 4"),
-    ("4", "3, 4"),
-    ("4", r"\{3, 4\}"),
-    ("4", r"\pm 4"),
-    ("0,4", "4"),
-    ("0,4", "0, 4, 5"),
-    ("0,4", "(0, 4)"),
-    ("(9, 3)", "(3, 9)"),
-    ("(9, 3)", "3, 9"),
-    ("(9, 3)", "(9, 3, 0)"),
-    ("(3,4]", "(3,4)"),
-    ("(3,4]", "[3,4]"),
-    ("(3,4]", r"3 \le x \le 4"),
-    (r"[3,\infty)", "x > 3"),
-    (r"(-\infty,-7) \cup (1,2)", r"(1,2)"),
-    ("x - 3z = 0", "x = 4z"),
-    ("x < y", "x > y"),
-    ("x > 3", "x < 3"),
-    ("y = 2x", "y > 2x"),
-    (r"y \ge 2x", "y = 2x"),
-    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 & 2 \end{pmatrix}"),
-    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}"),
-    (r"17\text{ meters}", r"17\text{ seconds}"),
-    (r"17\text{ meters}", "17 cm"),
-    (r"17\text{ square meters}", r"17\text{ meters}"),
-    (r"\$6", "6 cents"),
-    (r"\$6", "6 kg"),
-    ("3:1", "1:3"),
-    ("12 m/s", "12 km/h"),
-    ("12 m^2", "12 m"),
-    ("5", "5 million"),
-    ("5", "5 hundred thousand"),
-    ("5", "5 dozen"),
-    ("5", "5万"),
-    ("5", "5千个"),
-    ("5000", "5千克"),
-    ("5", "–5"),
-    ("5", "minus 5"),
-    ("5", "负5"),
-    ("5", "5或6"),
-    ("6", "x=5或x=6"),
-    ("5", "5; 6"),
-    ("2", "2xy"),
-    ("2xy", "2ab"),
-    ("3", "3pq"),
-    ("9", "f(2) = 8"),
-    (r"\text{even}", "odd"),
-    ("1;\\frac{8}{9}", "8/9; 1"),
-    ("1;\\frac{8}{9}", "8/9, 1"),
-    ("5", "1/0"),
-    ("13", r"\mathbf{12}"),
-    ("21", r"{\bf 12}"),
-    (r"\emptyset", "0"),
-    (r"\emptyset", r"\{0\}"),
-    (r"\emptyset", r"\{\emptyset\}"),
-    ("18", "19 USD"),
-    (r"\$18", r"18\text{ EUR}"),
-    (r"\$18", r"18\text{ cents}"),
-    ("0.3", r"0.\overline{3}"),
-    (r"\frac{33}{100}", r"0.\overline{3}"),
-    (r"\frac{1}{3}", r"0.3\overline{4}"),
-    ("0.4", r"0.4\%"),
-    ("0.04", r"0.4\%"),
-    ("2024-03-05", "2024-05-03"),
-    ("2024-03-05", "2016"),
-    ("2016", "2024-03-05"),
-    (r"\frac{3}{10120}", "3/5/2024"),
-    (r"(-\infty,2)\cup(3,\infty)", r"x<2 \text{ and } x>3"),
-    (r"(-\infty,2)\cup(3,\infty)", r"x\le 2 \text{ or } x>3"),
-    (r"(-\infty,2)\cup(3,\infty)", r"x<2 \text{ or } y>3"),
-    (r"(-\infty,2)\cup(3,\infty)", r"(-\infty,2)\cup(3,\infty), 98765"),
-    (r"(-\infty,2)\cup(3,\infty)", r"(-\infty,2)\cup(3,\infty) \text{ or } (4,5)"),
-    (r"(2,3]", r"x>2 \text{ or } x\le 3"),
-    (r"(1,3)", r"(1,2)\cup(2,3)"),
-    (r"(-\infty,2)\cup(2,\infty)", r"\mathbb{R}\setminus\{3\}"),
-    ("(1, 2, 3)", r"(1,2)\cup(2,3)"),
-    (r"\mathbb{R}", r"(-\infty,\infty]"),
-    (r"[1,2]\cup\{5\}", r"[1,2]\cup\{6\}"),
-    ("x < 2", r"\{x \mid x>2\}"),
-]  # fmt: skip
+# A ground truth, what equals it, and after ≠ what does not.
+ANSWERS = r"""
+72              72.0
+1000            1,000  10^3  1 \times 10^3  1e3
+1000000         1 000 000
+371,\!043,\!400  371043400
+\frac{12}{5,\!525}  12/5525
+\frac12         .5  0.5  \mathbf{\frac{1}{2}}  8\left(\frac{1}{2}\right)^{4}
+\frac{-1}{2}    -\frac{1}{2}
+1\frac{12}{13}  25/13
+1 1/2           1.5
+2^{2005}        2 \cdot 2^{2004}  ≠  2^{2004}
+25\%            25%  0.25  25  25 percent  ≠  2.5%  0.0025
+0.25            25%
+2\sqrt{22}      \sqrt{88}
+\frac{\sqrt6}3  \sqrt{\frac{2}{3}}
+\sqrt[3]{x+1}   (x+1)^{1/3}
+4x(8x^2-x+5)    32x^3 - 4x^2 + 20x
+2 \tan x        \frac{2\sin x}{\cos x}
+\cos 58^\circ   \sin 32^\circ
+-375 + 500i     125(4i - 3)
+9 \pi           9*pi
+\sqrt{3} - 4    sqrt(3)-4
+\frac{2n}{n+1}  2 - \frac{2}{n+1}
+120             5!  \binom{10}{3}
+\log_2 8        3
+5               x = 5  2 + 3 = 5  \text{Area} = 5  5 of them  ≠  6  -5  3 = 5  2x + 1 = 5  5 million
+5               ≠  5 hundred thousand  5 dozen  5万  5千个  –5  minus 5  负5  5或6  5; 6  1/0
+x = 5           5  ≠  y = 5
+\sqrt{2}        \sqrt{2} \approx 1.414  ≠  1.41421356
+x - 3z = 0      x = 3z  ≠  x = 4z
+\frac{x^2}{16} - \frac{y^2}{9} = 1  9x^2 - 16y^2 = 144
+y = \pm\sqrt{3}x  y = \sqrt{3}x \text{ or } y = -\sqrt{3}x
+\sqrt{5}, -\sqrt{5}  \pm\sqrt{5}
+0,4             4, 0  x = 4 or x = 0  \{0, 4\}  ≠  4  0, 4, 5  (0, 4)
+B, C            C and B
+(9, 3)          \left(9, \frac{6}{2}\right)  x = 9, y = 3  ≠  (3, 9)  3, 9  (9, 3, 0)
+(100,200)       (100, 200)
+\left[ \frac{3}{2}, 2 \right)  [1.5, 2)
+(3,4]           3 < \lambda \le 4  ≠  (3,4)  [3,4]  3 \le x \le 4
+[3,\infty)      x \ge 3  ≠  x > 3
+(-\infty,-7) \cup (1,2)  (1,2)\cup(-\infty,-7)  ≠  (1,2)
+(-\infty,2)\cup(2,\infty)  x \ne 2  \mathbb{R}\setminus\{2\}  ≠  \mathbb{R}\setminus\{3\}
+\begin{pmatrix} 2/5 \\ -1/5 \end{pmatrix}  \begin{bmatrix}0.4\\-0.2\end{bmatrix}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix}  (1, 2)  ≠  \begin{pmatrix} 1 & 2 \end{pmatrix}
+17\text{ meters}  17  17 m  1700\text{ cm}  ≠  17\text{ seconds}  17 cm
+8\sqrt{3} \text { square inches}  \sqrt{192}
+2 hours         120 minutes
+2\text{ square feet}  288\text{ square inches}
+2\text{ cm}^2   2 square cm
+156^\circ       156 degrees  156
+\$6             6 dollars  ≠  6 cents  6 kg
+\$2.50          250 cents
+3:1             6:2  ≠  1:3
+12              12 m/s  12 m/s^{2}  12 N m  12 TVs  12 MPH  12元  12 m^2  12 m²  12个  12平方厘米  {\bf 12}
+12              \boldsymbol{12}  \underline{12}\text{ cm}  ≠  1 2  \mathbf{13}  {\bf 13}
+12 \text{ m/s}  12 m/s  12m/s  ≠  12 km/h
+2\pi            2\pi cm
+5000000         \$5 million  5 \text{ million dollars}
+12 cm^2         1200平方毫米  ≠  12 cm
+-5              –5  −5  minus 5  negative 5  负5
+x - 5           x –5
+5,6             5或6  5和6  x=5或x=6  5; 6  ≠  5  6
+9               f(2) = 9  ≠  f(2) = 8  9 squared  9 \text{ squared}  9 cubed
+81              9 squared  ≠  9
+2xy             2yx  ≠  2ab
+\text{even}     Even  ≠  odd
+\text{(E)}      E
+1;\frac{8}{9}   1, 8/9  ≠  8/9; 1  8/9, 1
+\emptyset       \varnothing  ≠  0  \{0\}  \{\emptyset\}
+18              18 USD  18 EUR  ≠  19 USD
+\$18            18\text{ USD}  ≠  18\text{ EUR}  18\text{ cents}
+-\frac{4}{11}   -0.\bar{36}
+\frac17         0.\dot{1}4285\dot{7}
+0.\overline{3}  \frac{1}{3}
+0.004           0.4\%  ≠  0.04%
+0.4             40\%  ≠  0.4\%
+2024-03-05      2024-3-5  2024年3月5日  ≠  2024-05-03  2016
+(-\infty,2)\cup(3,\infty)  x<2 \text{ or } x>3  x < 2, x > 3  ≠  x<2 \text{ and } x>3  x\le 2 \text{ or } x>3
+(-\infty,2)\cup(3,\infty)  ≠  x<2 \text{ or } y>3  (-\infty,2)\cup(3,\infty), 98765
+(-\infty,2)\cup(3,\infty)  ≠  (-\infty,2)\cup(3,\infty) \text{ or } (4,5)
+x<2 \text{ or } x>3  (3,\infty)\cup(-\infty,2)
+(2,3]           x>2 \text{ and } x\le 3  ≠  x>2 \text{ or } x\le 3
+x > 2, x < 3    x < 3 and x > 2
+(1,3)           (1,2)\cup[2,3)  ≠  (1,2)\cup(2,3)
+\mathbb{R}      (-\infty,\infty)  ≠  (-\infty,\infty]
+[1,2]\cup\{5\}  \{5\}\cup[1,2]  ≠  [1,2]\cup\{6\}
+x < 2           \{x \mid x<2\}  ≠  \{x \mid x>2\}
+\frac{1}{3}     ≠  0.33  0.3333333333  0.3\overline{4}
+0               ≠  0.00000001
+11/2            ≠  1 1/2
+1.000000000000000000000000000001  ≠  1
+x               ≠  X  x^2  \sqrt{x^2}
+2x+1            ≠  2t+1
+4               ≠  3 or 4  3, 4  \{3, 4\}  \pm 4
+x < y           ≠  x > y
+y = 2x          ≠  y > 2x
+y \ge 2x        ≠  y = 2x
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}  ≠  \begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}
+17\text{ square meters}  ≠  17\text{ meters}
+5000            ≠  5千克
+2               ≠  2xy
+0.3             ≠  0.\overline{3}
+\frac{3}{10120}  ≠  3/5/2024
+(1, 2, 3)       ≠  (1,2)\cup(2,3)
+"""
 
 
-@pytest.mark.parametrize(("truth", "answer"), EQUAL)
-def test_equal_answers_are_right_boxed_announced_and_bare(truth: str, answer: str) -> None:
-    assert value(truth, f"So we get $\\boxed{{{answer}}}$.") == 1.0
-    assert value(truth, f"The answer is ${answer}$.") == 1.0
-    assert value(truth, f"Hence\n${answer}$") == 1.0
-
-
-@pytest.mark.parametrize(("truth", "answer"), DIFFERENT)
-def test_other_answers_are_wrong_boxed_announced_and_bare(truth: str, answer: str) -> None:
+@pytest.mark.parametrize(("truth", "answer", "right"), right_and_wrong(ANSWERS))
+def test_equal_answers_are_right_and_others_wrong_boxed_announced_and_bare(
+    truth: str, answer: str, right: bool
+) -> None:
     for response in (f"So we get $\\boxed{{{answer}}}$.", f"The answer is ${answer}$.", f"Hence\n${answer}$"):
         found = result(truth, response)
-        assert found.value == 0.0, response
-        assert found.components == {"parsed": 1.0}
+        assert (found.value, found.components) == (float(right), {"parsed": 1.0}), response
 
 
-STATED = [
-    ('{"answer": 12}', "12"),
-    ('Both add up.\n```json\n{"answer": "12", "confidence": 0.9}\n```', "12"),
-    ('{"answer": "\\frac{1}{2}"}', "1/2"),
-    ('{"answer": "\\\\frac{1}{2}"}', "1/2"),
-    ('{"answer": [12, 13]}', "12, 13"),
-    ('{"question": 12, "final_answer": 13}', "13"),
-    ("{'answer': '12'}", "12"),
-    ('{"wrong_answer": 12, "answer": 13}', "13"),
-    ("The answer is 3 (or maybe 4).", "3, 4"),
-    ("The answer is $3$ (or maybe $4$).", "3, 4"),
-    ("The answer is 3, perhaps 4.", "3, 4"),
-    ("The answer is 3 (possibly 4)", "3, 4"),
-    ("The answer is probably 5.", "5"),
-    ("#### 5", "5"),
-    ("6 + 1 = 7 and\n#### 5\n", "5"),
-    ("The answer is 5.", "5"),
-    ("The answer is: 5", "5"),
-    ("**Answer:** 5", "5"),
-    ("The final answer is $5$. I hope it is correct.", "5"),
-    ("The answer is 5, because 2 + 3 = 5.", "5"),
-    ("The answer is 5 apples and not 7 apples.", "5"),
-    ("The answer is therefore $x = 5$.", "5"),
-    ("The answer is that he has 5 eggs left.", "5"),
-    ("Answer: \\[ 5 \\]", "5"),
-    ("<answer>5</answer>", "5"),
-    ("The answer is 4. No, wait. The answer is 5.", "5"),
-    ("\\boxed{4} was wrong: \\boxed{5}", "5"),
-    ("The answer is 4, I mean $\\boxed{5}$", "5"),
-    ("\\fbox{5}", "5"),
-    ("答案是 \uff15。", "5"),
-    ("The answer is -5", "-5"),
-    ("The answer is $-\\frac{1}{2}$", "-1/2"),
-    ("The answer is 1,234.50 dollars.", "2469/2"),
-    ("The answer is 3 and 4.", "3, 4"),
-    ("The answer is $3$ and $4$.", "3, 4"),
-    ("The answer is either 3 or 4.", "3, 4"),
-    ("The answer is 12 (3 × 4).", "12"),
-    ("The answer is 10 (5+5).", "10"),
-    ("The answer is 8 (2^3).", "8"),
-    ("The answer is 12 (4(2 + 1)).", "12"),
-    ("The answer is 12 apples (3 × 4).", "12"),
-    ("The answer is 12 (see above).", "12"),
-    ("The answer is 12 (twelve).", "12"),
-    ("The answer is 12 (option B).", "12"),
-    ("The answer is 12 (B).", "12"),
-    ("The answer is 5 (not 6).", "5"),
-    ("The answer is 25% (1/4).", "25%"),
-    ("The answer is 9 (x = 2).", "9"),
-    ("The answer is x = 5 (since 2 + 3 = 5).", "5"),
-    ("The answer is (1, 2) (see the figure).", "(1, 2)"),
-    ("答案是12（见上）。", "12"),
-    ("The answer is f (x).", "f(x)"),
-    ("The answer is 3 (x+1).", "3(x+1)"),
-    ("The answer is 3 (xy + 1).", "3(xy+1)"),
-    ("The answer is x^2 + 3 (x - 1).", "x^2+3(x-1)"),
-    ("The answer is the point (1, 2).", "(1, 2)"),
-    ("The answer is [1, 2).", "[1, 2)"),
-    ("The answer is 9 at x = 2.", "9"),
-    ("The answer is 9 when x = 2.", "9"),
-    ("The answer is 7 if n = 3", "7"),
-    ("The answer is 36 with a = 4 and b = 5", "36"),
-    ("The answer is $9$ at $x = 2$.", "9"),
-    ("The answer is 5, since $x > 0$.", "5"),
-    ("The answer is 3 for x and 4 for y.", "3, 4"),
-    ("The answer is $12$ cm$^2$.", "12"),
-    ("The answer is 12 m/s.", "12"),
-    ("The answer is $5 million.", "5000000"),
-    ("The answer is $5$ million dollars.", "5000000"),
-    ("The answer is –5", "-5"),
-    ("The answer is –$5$", "-5"),
-    ("The answer is minus $5$", "-5"),
-    ("The answer is 10 minus 5", "5"),
-    ("The answer is $5$ (or $6$).", "5, 6"),
-    ("The answer is $5$, or $6$.", "5, 6"),
-    ("The answer is $5$; $6$", "5; 6"),
-    ("The answer is $5$ as well as $6$.", "5, 6"),
-    ("The answer is $\\frac{1}{2}$ (or 0.5).", "1/2"),
-    ("The answer is 5 rather than 6.", "5"),
-    ("The answer is not 5 but 6.", "6"),
-    ("答案不是5，而是6。", "6"),
-    ("答案是5或6", "5, 6"),
-    ("答案是5个或6个。", "5, 6"),
-    ("答案是5万元。", "50000"),
-    ("\\boxed{5}, \\boxed{6}", "5, 6"),
-    ("$\\boxed{5}$ and $\\boxed{6}$", "5, 6"),
-    ("x = \\boxed{5}, y = \\boxed{6}", "5, 6"),
-    ("\\boxed{4}, \\boxed{5}, so that it is \\boxed{6}", "6"),
-    ("$\\boxed{5}$\n\n$\\boxed{6}$", "6"),
-]
-BARE = [
-    ("5", "5"),
-    ("**5**", "5"),
-    ("So he has 5.", "5"),
-    ("It costs $5 a day.", "5"),
-    ("2 + 3 = 5", "5"),
-    ("Thus $x = 5$", "5"),
-    ("First 3, then 4, and finally 5 eggs", "5"),
-    ("Therefore the probability is $\\frac{1}{2}$.", "1/2"),
-    ("He is 5.\n\nThat is all.", "5"),
-    ("- 5", "5"),
-    ("-5", "-5"),
-    ("\\[\n5\n\\]", "5"),
-    ("It is 3 or 4", "3, 4"),
-    ("The result is 50%.", "50%"),
-    ("The maximum is 9 at x=2.", "9"),
-    ("The maximum is $9$ at $x=2$.", "9"),
-    ("The equation 2x + 1 = 11 holds for x = 5.", "5"),
-    ("For n = 3 the sum is 9.", "9"),
-    ("The total is 12 (3 × 4).", "12"),
-    ("It is $12$ ($2$ each).", "12"),
-    ("The area is 12 cm².", "12"),
-    ("The area is 12 cm^2.", "12"),
-    ("The area is $12$ cm$^2$.", "12"),
-    ("The area is 4π cm².", "12.5663706143592"),
-    ("It is −5", "-5"),
-    ("So it is 2√3", "3.46410161513775"),
-    ("So it is 2 (1 + √5).", "6.47213595499958"),
-    ("The area is $12 (3+4)$ in all", "84"),
-    ("The radius is $8\\left(\\frac{1}{2}\\right)$ in all", "4"),
-    ("He spent $29 on water", "29"),
-    ("He gets a 10% discount.", "10%"),
-    ("It holds a 12-gallon tank.", "12"),
-    ("There are 14 - 8 = 6 people who are not in the pool", "6"),
-    ("Hence $AC^2 = 25$ indeed", "25"),
-    ("It is 5 rather than 6.", "5"),
-    ("It is 5, not 6.", "5"),
-    ("It is 6 instead of 5", "6"),
-    ("x=5或x=6", "5, 6"),
-    ("一共5万元", "50000"),
-    ("最大值为9（当x=2时）", "9"),
-]
-NOTHING = [
-    "",
-    "   \n",
-    "no idea",
-    "I do not know the answer.",
-    "The answer is not 5.",
-    "The answer isn't 5",
-    "The answer is between 3 and 5.",
-    "The answer is at least 5",
-    "The answer is 3 to 5",
-    "Is the answer 5?",
-    "Is the answer $5$?",
-    "It isn't $\\$5$",
-    "The answer is 5?",
-    "The answer is 6, no: it is not 5\nSo the answer is not 5",
-    "The answer cannot be 5",
-    "The answer is 5 at least",
-    "The answer is 5 apples to 6 apples",
-    "The answer is 5 if x > 0 and 3 otherwise.",
-    "It is not \\boxed{5}",
-    "\\boxed{5–6}",
-    "答案不是5",
-    "答案是5到6",
-    "答案是不大于5",
-    "答案是5以上",
-    "答案是5吗?",
-    "\\boxed{}",
-    "\\boxed{\\frac{1}{}",
-    "A train leaves",
-]
+# An answer, and responses that announce it.
+STATED = r"""
+12      {"answer": 12}  Both add up.⏎```json⏎{"answer": "12", "confidence": 0.9}⏎```  {'answer': '12'}
+12      The answer is 12 (3 × 4).  The answer is 12 (4(2 + 1)).  The answer is 12 apples (3 × 4).
+12      The answer is 12 (see above).  The answer is 12 (twelve).  The answer is 12 (option B).
+12      The answer is 12 (B).  答案是12（见上）。  The answer is $12$ cm$^2$.  The answer is 12 m/s.
+1/2     {"answer": "\frac{1}{2}"}  {"answer": "\\frac{1}{2}"}  The answer is $\frac{1}{2}$ (or 0.5).
+12, 13  {"answer": [12, 13]}
+13      {"question": 12, "final_answer": 13}  {"wrong_answer": 12, "answer": 13}
+3, 4    The answer is 3 (or maybe 4).  The answer is $3$ (or maybe $4$).  The answer is 3, perhaps 4.
+3, 4    The answer is 3 (possibly 4)  The answer is 3 and 4.  The answer is $3$ and $4$.
+3, 4    The answer is either 3 or 4.  The answer is 3 for x and 4 for y.
+5       The answer is probably 5.  #### 5  The answer is 5.  The answer is: 5  **Answer:** 5
+5       The final answer is $5$. I hope it is correct.  The answer is 5, because 2 + 3 = 5.
+5       The answer is 5 apples and not 7 apples.  The answer is therefore $x = 5$.
+5       The answer is that he has 5 eggs left.  Answer: \[ 5 \]  <answer>5</answer>
+5       The answer is 4. No, wait. The answer is 5.  \boxed{4} was wrong: \boxed{5}
+5       The answer is 4, I mean $\boxed{5}$  \fbox{5}  The answer is 5 (not 6).
+5       The answer is x = 5 (since 2 + 3 = 5).  The answer is 5, since $x > 0$.  The answer is 10 minus 5
+5       The answer is 5 rather than 6.
+-5      The answer is -5  The answer is –5  The answer is –$5$  The answer is minus $5$
+-1/2    The answer is $-\frac{1}{2}$
+2469/2  The answer is 1,234.50 dollars.
+10      The answer is 10 (5+5).
+8       The answer is 8 (2^3).
+25%     The answer is 25% (1/4).
+9       The answer is 9 (x = 2).  The answer is 9 at x = 2.  The answer is 9 when x = 2.
+9       The answer is $9$ at $x = 2$.
+(1, 2)  The answer is (1, 2) (see the figure).  The answer is the point (1, 2).
+f(x)    The answer is f (x).
+3(x+1)  The answer is 3 (x+1).
+3(xy+1)  The answer is 3 (xy + 1).
+x^2+3(x-1)  The answer is x^2 + 3 (x - 1).
+[1, 2)  The answer is [1, 2).
+7       The answer is 7 if n = 3
+36      The answer is 36 with a = 4 and b = 5
+5000000  The answer is $5 million.  The answer is $5$ million dollars.
+5, 6    The answer is $5$ (or $6$).  The answer is $5$, or $6$.  The answer is $5$ as well as $6$.  答案是5或6
+5, 6    答案是5个或6个。  \boxed{5}, \boxed{6}  $\boxed{5}$ and $\boxed{6}$  x = \boxed{5}, y = \boxed{6}
+5; 6    The answer is $5$; $6$
+6       The answer is not 5 but 6.  答案不是5，而是6。  \boxed{4}, \boxed{5}, so that it is \boxed{6}
+6       $\boxed{5}$⏎⏎$\boxed{6}$
+50000   答案是5万元。
+"""
+# An answer, and responses whose last formula or number it is.
+BARE = r"""
+5       5  **5**  So he has 5.  It costs $5 a day.  2 + 3 = 5  Thus $x = 5$  First 3, then 4, and finally 5 eggs
+5       He is 5.⏎⏎That is all.  - 5  \[⏎5⏎\]  The equation 2x + 1 = 11 holds for x = 5.  It is 5 rather than 6.
+5       It is 5, not 6.
+1/2     Therefore the probability is $\frac{1}{2}$.
+-5      -5  It is −5
+81      9 squared  It is 9 squared.
+729     So we have 9 cubed
+3, 4    It is 3 or 4
+50%     The result is 50%.
+9       The maximum is 9 at x=2.  The maximum is $9$ at $x=2$.  For n = 3 the sum is 9.  最大值为9（当x=2时）
+12      The total is 12 (3 × 4).  It is $12$ ($2$ each).  The area is 12 cm².  The area is 12 cm^2.
+12      The area is $12$ cm$^2$.  It holds a 12-gallon tank.
+12.5663706143592  The area is 4π cm².
+3.46410161513775  So it is 2√3
+6.47213595499958  So it is 2 (1 + √5).
+84      The area is $12 (3+4)$ in all
+4       The radius is $8\left(\frac{1}{2}\right)$ in all
+29      He spent $29 on water
+10%     He gets a 10% discount.
+6       There are 14 - 8 = 6 people who are not in the pool  It is 6 instead of 5
+25      Hence $AC^2 = 25$ indeed
+5, 6    x=5或x=6
+50000   一共5万元
+"""
+# Responses that state no answer.
+NOTHING = r"""
+no idea  I do not know the answer.  The answer is not 5.  The answer isn't 5  The answer is between 3 and 5.
+The answer is at least 5  The answer is 3 to 5  Is the answer 5?  Is the answer $5$?  It isn't $\$5$
+The answer is 5?  The answer is 6, no: it is not 5⏎So the answer is not 5  The answer cannot be 5
+The answer is 5 at least  The answer is 5 apples to 6 apples  The answer is 5 if x > 0 and 3 otherwise.
+It is not \boxed{5}  \boxed{5–6}  答案不是5  答案是5到6  答案是不大于5  答案是5以上  答案是5吗?  \boxed{}
+\boxed{\frac{1}{}
+A train leaves
+"""
 
 
-@pytest.mark.parametrize(("response", "answer"), STATED)
+@pytest.mark.parametrize(("answer", "response"), [*pairs(STATED), ("5", "答案是 \uff15。")])
 def test_what_is_announced_is_the_answer(response: str, answer: str) -> None:
     for strict in (False, True):
         assert result("7", response, strict=strict).answer == answer
     assert value(answer.replace(", ", " and "), response) == 1.0
 
 
-@pytest.mark.parametrize(("response", "answer"), BARE)
+@pytest.mark.parametrize(("answer", "response"), pairs(BARE))
 def test_without_an_announcement_the_last_formula_is_the_answer_unless_strict(response: str, answer: str) -> None:
     assert result("7", response).answer == answer
     assert result("7", response, strict=True).components == {"parsed": 0.0}
     assert value(answer, response, strict=True) == 0.0
 
 
-@pytest.mark.parametrize("response", NOTHING)
+@pytest.mark.parametrize("response", ["", "   \n", *cells(NOTHING)])
 def test_what_states_no_answer_is_wrong_and_says_so(response: str) -> None:
     for truth in ("5", "3", "6"):
         found = result(truth, response)
@@ -481,7 +259,7 @@ def test_a_ground_truth_that_cannot_be_read_makes_the_reward_unknown(truth: str)
 
 def test_a_share_is_not_its_number_of_percent_unless_percent_are_asked_for() -> None:
     for question, right in (("What share is left?", 0.0), ("What percent is left?", 1.0)):
-        assert score(build_reward("math", {}), Task.create("test", question, "0.4"), "It is 0.4%").value == right
+        assert scored.result("math", "0.4", "It is 0.4%", asked=question).value == right
 
 
 @pytest.mark.parametrize("truth", [r"\sum_{i=1}^{10} i", r"\int_0^1 x\,dx"])
@@ -518,8 +296,7 @@ assert {name for name in sys.modules if "encodings" not in name} <= before, set(
 )
 def test_a_magnitude_counts_unless_the_question_asks_for_it(question: str, truth: str, response: str) -> None:
     for answer in ("7", "84", "60", "60000000", "5", "50000"):
-        found = score(build_reward("math", {}), Task.create("test", question, answer), response)
-        assert found.value == float(answer == truth)
+        assert scored.result("math", answer, response, asked=question).value == float(answer == truth)
 
 
 def test_a_whole_solution_may_be_the_ground_truth() -> None:
@@ -569,24 +346,15 @@ LONG = {
     "factorials of factorials": r"\boxed{((((9!)!)!)!)!}",
     "intervals": r"\boxed{(-\infty,1)" + r"\cup(2,3)" * 50 + "}",
     "a field": '{"answer": ' * 50_000,
-    "a megabyte of fractions": r"\boxed{" + r"\frac{1}{" * 100_000 + "}",
     "digits": "9" * 1_000_000,
-    "digits after an equals sign": "= " + "0" * 1_000_000 + "5",
-    "braces": "\\boxed{" + "{" * 500_000 + "}" * 500_000,
-    "parentheses": "The answer is " + "(" * 500_000,
     "boxes": r"\boxed{1}" * 100_000,
     "announcements": "the answer is " * 70_000,
-    "dollars": "$a" * 400_000,
     "lines": "\n" * 1_000_000,
-    "list": "1," * 400_000,
-    "alternatives": "1 or " * 200_000,
-    "hashes": "####" * 200_000,
     "texts": r"\text{" * 100_000,
     "combining marks": "a" + "\u0301" * 500_000,
     "units": "The answer is 6 " + "km " * 100_000,
     "zeros": r"\boxed{\operatorname{zeros}(100000,100000)}",
     "file": r"\boxed{\input{/etc/passwd}}",
-    "nul": "\x00" * 1000,
     "names after a condition": "9 at x = " + "\\a" * 200 + ",",
     "conditions": "The answer is 9 if " + "if and 1 " * 50_000,
     "asides": "The answer is 9 " + "(1 (" * 50_000,
@@ -627,32 +395,23 @@ def test_of_what_a_box_holds_no_part_is_judged() -> None:
     for terms in (249, 300, 9_000, 20_000):
         for truth in ("258", "259", str(10 + terms)):
             assert value(truth, "\\boxed{10" + "+1" * terms + "}") is None
+    for truth in ("5", "x = 5"):
+        assert value(truth, r"\boxed{\{,\}}") == value(truth, r"\boxed{\{;\}}") == 0.0, "an empty set"
     for truth in ("250", "251"):
         assert value(truth, "So we get " + "+".join(["1"] * 30_000)) is None
-
-
-CODE = "__import__('os').system('touch {path}')"
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        CODE,
-        "The answer is " + CODE,
-        r"\boxed{" + CODE + "}",
-        "$" + CODE + "$",
-        r"\boxed{\text{" + CODE + "}}",
-        r"\boxed{\sum_{i=1}^{3} " + CODE + "}",
-        r"\boxed{x_{" + CODE + "}}",
-        r"\boxed{\operatorname{" + CODE + "}(3)}",
-        "1 + " + CODE,
-        "(lambda: " + CODE + ")()",
+        *("{}", "The answer is {}", r"\boxed{{{}}}", "${}$", r"\boxed{{\text{{{}}}}}", r"\boxed{{x_{{{}}}}}", "1 + {}"),
+        *(r"\boxed{{\sum_{{i=1}}^{{3}} {}}}", r"\boxed{{\operatorname{{{}}}(3)}}", "(lambda: {})()"),
     ],
 )
 def test_no_response_runs_code(shape: str, tmp_path: Path) -> None:
     path = tmp_path / "made"
     for truth in ("5", r"\sum_{i=1}^{3} i", "(3,4]"):
-        assert value(truth, shape.replace("{path}", str(path))) in {0.0, None}
+        assert value(truth, shape.format(f"__import__('os').system('touch {path}')")) in {0.0, None}
     assert not path.exists()
 
 

@@ -10,9 +10,7 @@ import pytest
 import torch
 from transformers import (
     AutoTokenizer,
-    BertConfig,
     BertForSequenceClassification,
-    Qwen2Config,
     Qwen2ForSequenceClassification,
     Qwen2ForTokenClassification,
 )
@@ -29,7 +27,9 @@ TASK = Task.create("test", "How much is 1 + 1?", "2")
 TRANSCRIPT = Transcript.of(TASK, "It is 2.")
 
 
-def classifier(tiny_model: Path, folder: Path, labels: int = 1, template: bool = True, padding: int | None = 0) -> Path:
+def classifier(
+    tiny_model: Path, folder: Path, kind: Any = Qwen2ForSequenceClassification, *, template: bool = True, **config: Any
+) -> Path:
     """Save a classifier with weights by chance, and the tokenizer of another model."""
     torch.manual_seed(0)
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
@@ -37,10 +37,10 @@ def classifier(tiny_model: Path, folder: Path, labels: int = 1, template: bool =
         tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), num_key_value_heads=2, num_labels=labels, pad_token_id=padding, **sizes
-    )
-    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    config = {"num_labels": 1, "pad_token_id": 0, "vocab_size": len(tokenizer), **sizes, **config}
+    if kind is not BertForSequenceClassification:
+        config["num_key_value_heads"] = 2
+    kind(kind.config_class(**config)).save_pretrained(folder)
     return folder
 
 
@@ -71,7 +71,7 @@ def test_the_reward_is_the_output_on_the_whole_conversation(tiny_model: Path, tm
 def test_calls_together_have_the_values_that_each_has_alone(
     padding: int | None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    folder = classifier(tiny_model, tmp_path / "rm", padding=padding)
+    folder = classifier(tiny_model, tmp_path / "rm", pad_token_id=padding)
     calls = [(TASK, Transcript.of(TASK, "It is " + "cat " * count)) for count in (9, 0, 30, 2, 2, 17, 1)]
     # 30 cats alone fill what one forward may take.
     model = ScalarModel(str(folder), max_batch=8, batch_tokens=60)
@@ -84,11 +84,7 @@ def test_calls_together_have_the_values_that_each_has_alone(
 
 
 def test_padding_is_not_seen_by_a_model_that_looks_both_ways(tiny_model: Path, tmp_path: Path) -> None:
-    folder = classifier(tiny_model, tmp_path / "rm")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=len(AutoTokenizer.from_pretrained(folder)), num_labels=1, pad_token_id=0, **sizes)
-    BertForSequenceClassification(config).save_pretrained(folder)
+    folder = classifier(tiny_model, tmp_path / "rm", BertForSequenceClassification)
     model, calls = ScalarModel(str(folder)), [(TASK, Transcript.of(TASK, "It is " + "cat " * n)) for n in (1, 40)]
     alone = [model.score(*call).value for call in calls]
     assert [each.value for each in model.score_batch(calls)] == pytest.approx(alone, abs=1e-5)
@@ -105,7 +101,7 @@ async def test_it_scores_in_processes_of_its_own(tiny_model: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"labels": 3}, "has 3 outputs"), ({"template": False}, "no chat template"), (None, "cannot be")],
+    [({"num_labels": 3}, "has 3 outputs"), ({"template": False}, "no chat template"), (None, "cannot be")],
 )
 async def test_what_gives_no_reward_is_refused(
     options: dict[str, Any] | None, says: str, tiny_model: Path, tmp_path: Path
@@ -121,22 +117,9 @@ async def test_what_gives_no_reward_is_refused(
 # Steps
 
 
-def step_classifier(tiny_model: Path, folder: Path, labels: int = 2, positions: int = 512) -> Path:
-    torch.manual_seed(1)
-    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.save_pretrained(folder)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        num_key_value_heads=2,
-        num_labels=labels,
-        pad_token_id=0,
-        initializer_range=0.5,
-        max_position_embeddings=positions,
-        **sizes,
-    )
-    Qwen2ForTokenClassification(config).save_pretrained(folder)
-    return folder
+def step_classifier(tiny_model: Path, folder: Path, num_labels: int = 2, positions: int = 512) -> Path:
+    sizes = {"num_labels": num_labels, "max_position_embeddings": positions, "initializer_range": 0.5}
+    return classifier(tiny_model, folder, Qwen2ForTokenClassification, **sizes)
 
 
 def steps_by_hand(folder: Path, before: list[dict[str, str]], steps: list[str], separator: str) -> list[float]:
@@ -184,9 +167,8 @@ def test_a_process_model_gives_each_answer_what_its_steps_come_to(tiny_model: Pa
 
 
 def test_answers_of_many_steps_have_together_the_values_that_each_has_alone(tiny_model: Path, tmp_path: Path) -> None:
-    model = ProcessModel(
-        str(step_classifier(tiny_model, tmp_path / "prm", positions=120)), batch_tokens=150, per="step"
-    )
+    folder = step_classifier(tiny_model, tmp_path / "prm", positions=120)
+    model = ProcessModel(str(folder), batch_tokens=150, per="step")
     answers = ["It is 2.", "", "\n\n", "cat\n" * 7, "dog\ncat", "x" * 200, "2\n" * 30]
     calls = [(TASK, Transcript.of(TASK, answer)) for answer in answers]
     alone = [model.score(*call) for call in calls]
@@ -194,11 +176,8 @@ def test_answers_of_many_steps_have_together_the_values_that_each_has_alone(tiny
     assert [each.value for each in together[:5]] == pytest.approx([each.value for each in alone[:5]], abs=1e-5)
     assert [each.components["steps"] for each in together[:5]] == [1, 1, 1, 7, 2]
     assert [[step.end for step in each.steps] for each in together[:3]] == [[8], [0], [2]]
-    assert (
-        together[5].value is None
-        and "120 positions" in str(together[5].reason)
-        and together[6].value == pytest.approx(alone[6].value, abs=1e-5)
-    )
+    assert together[5].value is None and "120 positions" in str(together[5].reason)
+    assert together[6].value == pytest.approx(alone[6].value, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +187,6 @@ def test_answers_of_many_steps_have_together_the_values_that_each_has_alone(tiny
 def test_a_process_model_of_another_form_is_refused(
     options: dict[str, Any], field: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    folder = step_classifier(tiny_model, tmp_path / "prm", labels=3)
+    folder = step_classifier(tiny_model, tmp_path / "prm", num_labels=3)
     with pytest.raises(ConfigError if options else ModelError, check=about(f"reward.options.{field}")):
         ProcessModel(str(folder), **options)

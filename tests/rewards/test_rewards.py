@@ -21,10 +21,9 @@ from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, StepReward, Transcript, build_reward
 from rayrft.rewards.base import combine, score
-from rayrft.rewards.pool import ActorBackend, RewardActor, Rewards
-from rayrft.rewards.scorer import Scorer
-from rayrft.rewards.stats import DomainStats
+from rayrft.rewards.scorer import ActorBackend, DomainStats, RewardActor, Rewards, Scorer
 from tests.errors import about
+from tests.rewards.scored import result as at_once
 from tests.scripted import handle
 
 
@@ -32,51 +31,19 @@ def task(answer: str, **metadata: Any) -> Task:
     return Task.create("test", "question", answer, metadata=metadata)
 
 
-def value(name: str, answer: str, response: str, **metadata: Any) -> float | None:
-    result = build_reward(name, {})(task(answer, **metadata), response)
-    return result.value if isinstance(result, RewardResult) else result
-
-
 def test_exact_match_ignores_surrounding_space_alone() -> None:
-    assert value("exact", "tac", " tac\n") == 1.0
-    assert value("exact", "tac", "tacx") == 0.0
-    assert value("exact", "tac", "Tac") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("truth", "response", "right"),
-    [
-        ("72", "48 + 24 = 72, so\n#### 72", 1.0),
-        ("72", "#### 72.0", 1.0),
-        ("72", "#### 71", 0.0),
-        ("1000", "The answer is 1,000.", 1.0),
-        (r"\frac{1}{2}", "$0.5$", 1.0),
-        ("72", "no idea", 0.0),
-    ],
-)
-def test_math_answers_are_compared_as_mathematics(truth: str, response: str, right: float) -> None:
-    assert value("math", truth, response) == right
-
-
-def test_a_ground_truth_that_is_not_mathematics_makes_the_reward_unknown() -> None:
-    result = build_reward("math", {})(task("no number at all"), "5")
-    assert isinstance(result, RewardResult) and result.value is None and "ground truth" in str(result.reason)
+    for response, value in ((" tac\n", 1.0), ("tacx", 0.0), ("Tac", 0.0)):
+        assert at_once("exact", "tac", response).value == value
 
 
 def test_reasoning_gym_verifies_its_own_tasks() -> None:
-    assert value("reasoning_gym", "tac", "tac", source_dataset="spell_backward", word="cat") == 1.0
-    assert value("reasoning_gym", "tac", "xyz", source_dataset="spell_backward", word="cat") < 0.5  # type: ignore[operator]
+    for response, right in (("tac", True), ("xyz", False)):
+        found = at_once("reasoning_gym", "tac", response, source_dataset="spell_backward", word="cat")
+        assert found.value is not None and (found.value == 1.0) == right and (found.value < 0.5) != right
 
 
 async def scored(reward: Any, response: str = "a") -> RewardResult:
     return await score(reward, task("a"), Transcript.of(task("a"), response))
-
-
-@pytest.mark.parametrize("found", [float("nan"), float("inf"), RewardResult(float("-inf"), {"part": 1.0})])
-async def test_a_reward_that_is_no_number_is_unknown_and_says_so(found: Any) -> None:
-    result = await scored(lambda task, response: found)
-    value = found.value if isinstance(found, RewardResult) else found
-    assert result.value is None and result.reason == f"the reward is {value}"
 
 
 @pytest.mark.parametrize(
@@ -99,24 +66,25 @@ async def test_a_format_is_its_blocks_in_order_and_nothing_else(response: str, v
     assert (found.value, found.components) == (value, {"tags": tags})
 
 
-def test_an_unknown_reward_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, check=about("reward.name", "exatc")):
-        build_reward("exatc", {})
-
-
-def test_options_a_reward_does_not_take_are_refused() -> None:
-    with pytest.raises(ConfigError, check=about("reward.options")):
-        build_reward("exact", {"strict": True})
-
-
-def test_a_reward_by_path_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, check=about("reward.name")):
-        build_reward("no.such.module:reward", {})
+@pytest.mark.parametrize(
+    ("name", "options", "about_it"),
+    [
+        ("exatc", {}, ("reward.name", "exatc")),
+        ("exact", {"strict": True}, ("reward.options",)),
+        ("no.such.module:reward", {}, ("reward.name",)),
+    ],
+)
+def test_a_reward_of_unknown_name_path_or_options_is_refused(name: str, options: Any, about_it: Any) -> None:
+    with pytest.raises(ConfigError, check=about(*about_it)):
+        build_reward(name, options)
 
 
 @pytest.mark.parametrize(
     "result",
     [
+        float("nan"),
+        float("inf"),
+        RewardResult(float("-inf"), {"part": 1.0}),
         RewardResult("good"),  # type: ignore[arg-type]
         RewardResult(1.0, {"part": "some"}),  # type: ignore[dict-item]
         RewardResult(1.0, turns=(1.0, 0.0)),
@@ -131,7 +99,9 @@ def test_a_reward_by_path_that_does_not_exist_is_refused() -> None:
 async def test_what_is_no_number_is_an_unknown_reward_and_not_the_end_of_the_run(result: Any) -> None:
     found = await scored(lambda task, response: result)
     assert found.value is None and found.reason
-    assert (found.turns, found.shaping) == ((), 0.0) and "part" not in found.components
+    assert (found.turns, found.shaping) == ((), 0.0) and found.components.get("part", 1.0) == 1.0
+    value = result.value if isinstance(result, RewardResult) else result
+    assert not isinstance(value, float) or math.isfinite(value) or found.reason == f"the reward is {value}"
 
 
 async def test_a_function_sees_the_last_answer_and_a_reward_model_the_whole_conversation() -> None:
@@ -214,14 +184,11 @@ def test_parts_of_which_none_is_added_are_refused() -> None:
         RewardConfig(parts=[{"name": "exact", "role": "gate"}])
 
 
-def test_rewards_of_turns_are_added_turn_by_turn() -> None:
+def test_rewards_of_turns_and_of_steps_are_added_where_they_end() -> None:
     first, second = RewardResult(1.0, turns=(1.0, 2.0)), RewardResult(1.0, turns=(4.0, 8.0))
     assert combine(PARTS[:2], [first, second]).turns == (3.0, 6.0)
     assert combine(PARTS[:3], [first, second, result(0.0)]).turns == (), "shut"
     assert combine(PARTS[:2], [first, result(1.0)]).turns == (1.0, 2.0)
-
-
-def test_rewards_of_steps_are_added_where_they_end() -> None:
     first = RewardResult(1.0, steps=(StepReward(0, 3, 1.0), StepReward(1, 2, 2.0)))
     second = RewardResult(1.0, steps=(StepReward(0, 2, 4.0), StepReward(1, 2, 8.0)))
     added = (StepReward(0, 2, 2.0), StepReward(0, 3, 1.0), StepReward(1, 2, 6.0))
@@ -294,12 +261,6 @@ async def test_a_reward_that_raises_hangs_or_dies_is_unknown_and_touches_no_othe
         assert scorer.take_stats()[""].unknown == 0
 
 
-async def test_a_call_whose_process_is_killed_from_outside_is_made_again(tmp_path: Path) -> None:
-    async with scorer_of(name=HERE + "killed_once", options={"mark": str(tmp_path / "mark")}) as scorer:
-        [found] = await scorer.score(task("a"), transcripts("a"))
-        assert found.value == 1.0 and (tmp_path / "mark").exists()
-
-
 async def test_a_slow_domain_holds_up_no_other() -> None:
     domains = {"slow": {"name": HERE + "moody", "deadline_s": 60.0}, "fast": {"name": HERE + "moody"}}
     async with scorer_of(domains=domains) as scorer:
@@ -366,17 +327,12 @@ async def test_a_task_that_cannot_be_sent_is_unknown_and_holds_up_nobody() -> No
         assert fine.value == 1.0
 
 
-@pytest.mark.parametrize("trouble", ["cancelled", "exits"])
-async def test_a_coroutine_that_cancels_or_exits_is_unknown_and_costs_no_other(trouble: str) -> None:
+@pytest.mark.parametrize("trouble", ["cancelled", "exits", "times out"])
+async def test_a_coroutine_that_cancels_exits_or_times_out_is_unknown_and_costs_no_other(trouble: str) -> None:
     async with scorer_of(name=HERE + "Gone") as scorer:
         gone, fine = await scorer.score(task("a"), transcripts(trouble, "fine"))
         assert gone.value is None and gone.reason and fine.value == 1.0
-
-
-async def test_a_slow_call_that_ends_has_its_result_and_its_worker_goes_on() -> None:
-    async with scorer_of(name=HERE + "moody", deadline_s=2.0, workers=1) as scorer:  # slow after half a second
-        napped = await scorer.score(task("a"), transcripts(*["nap", "fine"] * 3))
-        assert [each.value for each in napped] == [1.0] * 6
+        assert trouble != "times out" or gone.reason == "TimeoutError: the judge is away", "not the deadline's"
 
 
 async def test_a_coroutine_is_cancelled_at_its_deadline_and_others_run_meanwhile() -> None:
@@ -385,12 +341,6 @@ async def test_a_coroutine_is_cancelled_at_its_deadline_and_others_run_meanwhile
         assert [each.value for each in results] == [1.0] * 3, "each waits for the others"
         [alone] = await scorer.score(task("a"), transcripts("never"))
         assert alone.value is None and alone.reason == "timeout: no reward within 2 s"
-
-
-async def test_a_coroutines_own_timeout_is_its_error_and_no_deadline() -> None:
-    async with scorer_of(name=HERE + "Impatient") as scorer:
-        [found] = await scorer.score(task("a"), transcripts("a"))
-        assert found.reason == "TimeoutError: the judge is away"
 
 
 async def test_who_gives_up_a_call_gets_nothing_of_it_and_holds_up_nobody() -> None:
@@ -470,7 +420,7 @@ async def test_a_judge_elsewhere_asks_the_models_that_its_process_is_given() -> 
             return "yes!" if "Is x right?" in messages[0]["content"] else ""
 
     actor = RewardActor(RewardConfig(name=HERE + "AsksAnother"), [], lambda: {"grader": Yes()})
-    await actor.start()
+    await actor.open()
     results = await actor.score(task("a"), transcripts("x", "y"))
     assert [result.components for result in results] == [{"said": 4.0}, {"said": 0.0}]
 

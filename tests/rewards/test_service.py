@@ -17,9 +17,8 @@ from ray import serve
 from rayrft.config.reward import RewardConfig
 from rayrft.errors import ConfigError
 from rayrft.rewards import RewardResult, Transcript
-from rayrft.rewards.pool import Rewards
-from rayrft.rewards.service import RewardService, ServeBackend, close_rewards, deploy_rewards
-from rayrft.rewards.stats import DomainStats
+from rayrft.rewards.scorer import DomainStats, Rewards
+from rayrft.rewards.service import RewardService, ServeBackend, deploy_rewards
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.serving.applications import Owner, applications, create_anchor, delete_applications, on_head
 from tests.errors import about
@@ -47,7 +46,7 @@ async def served(config: RewardConfig) -> AsyncIterator[tuple[Rewards, RewardSer
         await pool.open()
         yield pool, service, anchor
     finally:
-        await asyncio.to_thread(close_rewards, service)
+        await asyncio.to_thread(delete_applications, service.all_versions)
         anchor.kill()
 
 
@@ -71,9 +70,8 @@ def test_another_reward_is_another_version_and_more_workers_are_not(tmp_path: Pa
 def test_other_weights_in_the_folder_of_a_model_are_another_version(tmp_path: Path) -> None:
     def version(folder: Path) -> str:
         judge = {"name": "judge", "options": {"model": "a name", "url": "http://x"}}
-        return RewardService.of(
-            "run", RewardConfig(parts=[{"name": "model", "options": {"model": str(folder)}}, judge]), []
-        ).version
+        parts = [{"name": "model", "options": {"model": str(folder)}}, judge]
+        return RewardService.of("run", RewardConfig(parts=parts), []).version
 
     (folder := tmp_path / "rm").mkdir()
     (folder / "config.json").write_text("{}")

@@ -10,97 +10,49 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayrft.experience import Task
-from rayrft.rewards import RewardResult, build_reward
-from tests.rewards.scored import score
+from rayrft.rewards import RewardResult
+from tests.rewards import scored
+from tests.rewards.scored import right_and_wrong
 from tests.rewards.vision_on_pictures import digits, disagreements, rectangles
 
 
-def result(
-    kind: str, answer: str, response: str, settings: dict[str, Any] | None = None, /, **metadata: Any
-) -> RewardResult:
-    task = Task.create("test", "question", answer, images=("picture.png",), metadata={"kind": kind, **metadata})
-    return score(build_reward("vision", settings or {}), task, response)
+def result(kind: str, answer: str, response: str, options: Any = None, /, **metadata: Any) -> RewardResult:
+    return scored.result("vision", answer, response, options, kind=kind, **metadata)
 
 
-def value(kind: str, answer: str, response: str, settings: dict[str, Any] | None = None, /, **metadata: Any) -> Any:
-    return result(kind, answer, response, settings, **metadata).value
+def value(kind: str, answer: str, response: str, options: Any = None, /, **metadata: Any) -> Any:
+    return result(kind, answer, response, options, **metadata).value
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "3",
-        "three",
-        "There are 3 cats.",
-        "I see Three dogs",
-        "The answer is 3.",
-        "\\boxed{3}",
-        "3个",
-        "图中有三只猫",
-        "图中有3只猫。",
-        "一共有3个苹果",
-        "总共有3个。",
-        "答案：３",
-    ],
-)
-def test_a_count_is_recognised_in_digits_and_words(response: str) -> None:
-    assert value("count", "3", response) == 1.0
-    assert value("count", "4", response) == 0.0
+# A count, and responses that state it; after ≠ those that count otherwise or leave it open.
+COUNTS = r"""
+3     3  three  There are 3 cats.  I see Three dogs  The answer is 3.  \boxed{3}  3个  图中有三只猫  答案：３
+3     ≠  3 or 4  some  3.5  13  between 2 and 3  x3  一般  thirty-three  three dozen  3 hundred  3万  第三个  二三个
+3     ≠  three and a half  \boxed{3}, \boxed{4}  1,3
+10    十个
+12    十二个
+20    二十个
+35    三十五个  Thirty five cats
+2     两个
+120   一百二十个
+105   一百零五个  There are a hundred and five birds.
+2304  两千三百零四个  two thousand, three hundred and four
+21    twenty-one
+100   one hundred
+121   one hundred twenty-one
+24    two dozen
+36    3 dozen
+500   5 hundred
+1200  1,200 cats  ≠  1,200,0  1, 200
+12345678901  12345678901  12,345,678,901
+"""
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "",
-        "3 or 4",
-        "some",
-        "3.5",
-        "13",
-        "33",
-        "between 2 and 3",
-        "x3",
-        "一般",
-        "thirty-three",
-        "three dozen",
-        "3 hundred",
-        "3万",
-        "第三个",
-        "二三个",
-        "three and a half",
-    ],
-)
-def test_what_counts_otherwise_or_leaves_it_open_is_wrong(response: str) -> None:
-    assert value("count", "3", response) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (10, "十个"),
-        (12, "十二个"),
-        (20, "二十个"),
-        (35, "三十五个"),
-        (2, "两个"),
-        (120, "一百二十个"),
-        (105, "一百零五个"),
-        (2304, "两千三百零四个"),
-        (21, "twenty-one"),
-        (35, "Thirty five cats"),
-        (100, "one hundred"),
-        (105, "There are a hundred and five birds."),
-        (121, "one hundred twenty-one"),
-        (2304, "two thousand, three hundred and four"),
-        (24, "two dozen"),
-        (36, "3 dozen"),
-        (500, "5 hundred"),
-        (30_000, "3万"),
-    ],
-)
-def test_counts_in_words_are_read_as_a_whole(number: int, said: str) -> None:
-    assert value("count", str(number), said) == 1.0
-    for other in {1, 2, 3, 5, number % 10, number % 100} - {number}:
-        assert value("count", str(other), said) == 0.0
+@pytest.mark.parametrize(("number", "said", "right"), right_and_wrong(COUNTS))
+def test_a_count_is_recognised_in_digits_and_words_as_a_whole(number: str, said: str, right: bool) -> None:
+    assert value("count", number, said) == float(right)
+    for part in {number[0], number[-1], number[-2:]} - {number}:
+        assert not right or value("count", part, said) == 0.0
 
 
 def test_text_is_right_as_far_as_it_is_the_same() -> None:
@@ -119,14 +71,8 @@ def test_text_is_right_as_far_as_it_is_the_same() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        "(10, 20)",
-        "[10,20]",
-        '{"x": 10, "y": 20}',
-        "<point>10 20</point>",
-        "x1=10, y1=20",
-        "The answer is (10.0, 20).",
-        "位于10,20处",
-        '```json\n[{"point_2d": [10, 20], "label": "cat 1"}]\n```',
+        *("(10, 20)", "[10,20]", '{"x": 10, "y": 20}', "<point>10 20</point>", "x1=10, y1=20", "位于10,20处"),
+        *("The answer is (10.0, 20).", '```json\n[{"point_2d": [10, 20], "label": "cat 1"}]\n```'),
     ],
 )
 def test_points_may_be_written_in_many_ways(said: str) -> None:
@@ -173,16 +119,14 @@ def test_boxes_may_fill_several_lines_unless_strict(said: str) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        "[[1,2],[3,4]]",
-        "[[1, 2],\n [3, 4]]",
-        '[["1", "2"], ["3", "4"]]',
-        "```json\n[[1, 2], [3, 4]]\n```",
-        "The answer is [[1,2],[3,4]].",
-        "<answer>1 2\n3 4</answer>",
-        "<answer>\n12\n34\n</answer>",
-        "The grid:\n1 2\n3 4\nThat is what I see.",
-        "43\n21\n\nNo, it is\n12\n34\n\nI hope this helps!",
-        "| 1 | 2 |\n|---|---|\n| 3 | 4 |",
+        *(
+            "[[1, 2],\n [3, 4]]",
+            '[["1", "2"], ["3", "4"]]',
+            "```json\n[[1, 2], [3, 4]]\n```",
+            "| 1 | 2 |\n|---|---|\n| 3 | 4 |",
+        ),
+        *("The answer is [[1,2],[3,4]].", "<answer>1 2\n3 4</answer>", "<answer>\n12\n34\n</answer>"),
+        *("The grid:\n1 2\n3 4\nThat is what I see.", "43\n21\n\nNo, it is\n12\n34\n\nI hope this helps!"),
     ],
 )
 def test_grids_may_be_lists_and_stand_among_words(said: str) -> None:
@@ -234,25 +178,16 @@ def test_a_reference_that_answers_nothing_makes_the_reward_unknown(kind: str, an
 
 ANSWERS = {"count": "3", "text": "no entry", "point": "1, 2", "box": "0, 0, 5, 5", "grid": "ab\ncd"}
 HOSTILE = [
-    "9" * 20_000,
-    "1, " * 10_000,
-    "[" * 20_000,
-    " " * 20_000,
-    "|\n" * 10_000,
-    "```\n" * 5_000,
-    "三" * 20_000,
-    "-1." * 9_000,
-    '"' + "a" * 20_000,
-    "one hundred and " * 1_000,
-    "][" * 9_000,
+    *("9" * 20_000, "1, " * 10_000, "[" * 20_000, " " * 20_000, "|\n" * 10_000, "```\n" * 5_000, "三" * 20_000),
+    *("-1." * 9_000, '"' + "a" * 20_000, "one hundred and " * 1_000, "][" * 9_000),
 ]
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-@pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_responses_are_wrong_and_nothing_else(kind: str, response: str) -> None:
-    found = result(kind, ANSWERS[kind], response)
-    assert found.value is not None and found.value < 0.1, found
+def test_hostile_responses_are_wrong_and_nothing_else(kind: str) -> None:
+    for number, response in enumerate(HOSTILE):
+        found = result(kind, ANSWERS[kind], response)
+        assert found.value is not None and found.value < 0.1, (number, found)
 
 
 @given(st.text(max_size=200), st.sampled_from(sorted(ANSWERS)))

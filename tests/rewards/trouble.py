@@ -40,16 +40,6 @@ def moody() -> Any:
     return lambda task, response: _do(response)
 
 
-def killed_once(mark: str) -> Any:
-    def score(task: Task, response: str) -> float:
-        if not Path(mark).exists():
-            Path(mark).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return 1.0
-
-    return score
-
-
 def only_once(mark: str) -> Any:
     if Path(mark).exists():
         raise OSError("no more")
@@ -96,11 +86,6 @@ class Meeting:
         return 1.0
 
 
-class Impatient:
-    async def score(self, task: Task, transcript: Transcript) -> float:
-        raise TimeoutError("the judge is away")
-
-
 class Gone:
     async def score(self, task: Task, transcript: Transcript) -> float:
         if transcript.response == "cancelled":
@@ -109,6 +94,8 @@ class Gone:
             await waiting
         if transcript.response == "exits":
             raise SystemExit(3)
+        if transcript.response == "times out":
+            raise TimeoutError("the judge is away")
         return 1.0
 
 

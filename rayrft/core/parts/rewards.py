@@ -16,7 +16,7 @@ from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.rewards import where
-from rayrft.rewards.pool import ActorBackend, Models, RewardActor, ScoringBackend
+from rayrft.rewards.scorer import ActorBackend, Models, RewardActor, ScoringBackend
 from rayrft.runtime.handle import Handle
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ class RewardsPart(Part[RewardActor]):
 
     async def close(self) -> None:
         if (service := reward_service(self.config)) is not None:
-            from rayrft.rewards.service import close_rewards
+            from rayrft.runtime.serving.applications import delete_applications
 
-            await asyncio.to_thread(close_rewards, service)
+            await asyncio.to_thread(delete_applications, service.all_versions)
 
 
 def reward_replicas(config: RewardModelsConfig) -> list[Bundles]:

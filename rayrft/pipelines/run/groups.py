@@ -24,7 +24,7 @@ from rayrft.pipelines.run import host
 from rayrft.pipelines.run.host import START_S, OperatorHost, OperatorProcess, asked_by, operator_pool, packed, unpacked
 from rayrft.pipelines.run.models import ModelServer, OpenModels, open_models, running_engines
 from rayrft.registry import load_plugins
-from rayrft.rewards.pool import Models
+from rayrft.rewards.scorer import Models
 from rayrft.runtime.actor_pool import ActorPool
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.processes.calls import CallQueue, QueuedCall

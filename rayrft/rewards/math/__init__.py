@@ -44,11 +44,11 @@ def math_answer(*, strict: bool = False, tolerance: float = 0.0) -> Reward:
         if (truth := _truth(_as_asked(task.answer, task.question))) is None:
             return RewardResult(None, reason=f"the ground truth {task.answer[:80]!r} is not a mathematical answer")
         try:
-            return _scored(truth, task.question, response)
+            return compare(truth, task.question, response)
         except (TooLarge, RecursionError):
             return RewardResult(None, {"parsed": 1.0}, reason="too large to be computed: the answer, or the truth")
 
-    def _scored(truth: MathAnswer, question: str, response: str) -> RewardResult:
+    def compare(truth: MathAnswer, question: str, response: str) -> RewardResult:
         text = find_answer(response, strict=strict)
         if text is None:
             return RewardResult(0.0, {"parsed": 0.0}, answer="")
@@ -85,7 +85,5 @@ def _as_asked(text: str, question: str) -> str:
     """Return the text without a magnitude that the question asks for: "How many dozen eggs …?"."""
     if not (scale := SCALE.search(text)):
         return text
-    asked = (
-        rf"(?:\bhow\s+many(?:\s+\w+){{0,2}}?\s+|\bin\s+(?:the\s+)?|多少|几){re.escape(scale[0].strip().rstrip('s'))}"
-    )
-    return text.replace(scale[0], " ") if re.search(asked, question, re.IGNORECASE) else text
+    asks = r"(?:\bhow\s+many(?:\s+\w+){0,2}?\s+|\bin\s+(?:the\s+)?|多少|几)" + re.escape(scale[0].strip().rstrip("s"))
+    return text.replace(scale[0], " ") if re.search(asks, question, re.IGNORECASE) else text

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from rayrft.rewards.math.formula import Node, TooLarge, Unreadable, agree, parse_formula, real, values
-from rayrft.rewards.math.reading import AnswerGroup, Formula, MathAnswer, Other, Relation, Words, is_constant
+from rayrft.rewards.math.reading import OF_SETS, AnswerGroup, Formula, MathAnswer, Other, Relation, Words, is_constant
 from rayrft.rewards.text.notation import letters
 from rayrft.rewards.text.numbers import Number
 from rayrft.rewards.text.units import conversion
@@ -31,8 +31,7 @@ def equal(truth: MathAnswer, answer: MathAnswer, tolerance: float = 0.0) -> bool
         return _word(truth) == _word(answer)
     if isinstance(truth, Other) or isinstance(answer, Other):
         raise Undecided
-    converted = conversion(answer.unit, truth.unit, unknown_fits=True)
-    if converted is None:
+    if (converted := conversion(answer.unit, truth.unit, unknown_fits=True)) is None:
         return False
     factor, offset = converted
     if isinstance(truth, Number) and isinstance(answer, Number):
@@ -46,9 +45,8 @@ def equal(truth: MathAnswer, answer: MathAnswer, tolerance: float = 0.0) -> bool
         if one is None and other is None:
             continue
         decided = True
-        if other is None or not agree(
-            one, other if factor == 1 else real(other) * real(factor) + real(offset), tolerance
-        ):
+        scaled = other if other is None or factor == 1 else real(other) * real(factor) + real(offset)
+        if not agree(one, scaled, tolerance):
             return False
     if not decided and names:
         raise Undecided
@@ -56,8 +54,7 @@ def equal(truth: MathAnswer, answer: MathAnswer, tolerance: float = 0.0) -> bool
 
 
 def _as_percent(truth: Number, answer: Number) -> Fraction:
-    """Return the answer's value on the truth's scale if only one has a percent sign: 25% equals both 25 and 0.25, but
-    0.4% does not equal 0.4, a share."""
+    """Return the answer's value if only one has a percent sign: 25% equals 25 and 0.25, but 0.4% not the share 0.4."""
     if answer.value == truth.value and (truth.percent or abs(truth.value) >= 1):
         return answer.value
     return answer.value * 100 if truth.percent else answer.value / 100
@@ -121,12 +118,8 @@ def _proportional(truth: Relation, answer: Relation, tolerance: float) -> bool:
 
 def _groups(truth: MathAnswer, answer: MathAnswer, tolerance: float) -> bool:
     if not isinstance(truth, AnswerGroup):
-        return (
-            isinstance(answer, AnswerGroup)
-            and answer.kind == "set"
-            and truth.text != "\\emptyset"
-            and all(equal(truth, item, tolerance) for item in answer.items)
-        )
+        items = answer.items if isinstance(answer, AnswerGroup) and answer.kind == "set" else ()
+        return bool(items) and truth.text != "\\emptyset" and all(equal(truth, item, tolerance) for item in items)
     if not isinstance(answer, AnswerGroup):
         if isinstance(answer, Other):
             raise Undecided
@@ -140,18 +133,13 @@ def _groups(truth: MathAnswer, answer: MathAnswer, tolerance: float) -> bool:
             return same and (kinds <= {"set", "blanks"} or len({letters(item.text) for item in answer.items}) == 1)
         if same:
             return True
-    if kinds & _OF_SETS:
+    if kinds & OF_SETS.keys():
         return _same_points(truth, answer)
     left, right = _vector(truth), _vector(answer)
     ordered = answer.kind in {truth.kind, left.kind} or (answer.kind == "set" and truth.kind in {"()", "blanks"})
-    if not (ordered or (left.kind == right.kind)):
+    if not (ordered or left.kind == right.kind) or len(left.items) != len(right.items):
         return False
-    return len(left.items) == len(right.items) and all(
-        equal(item, other, tolerance) for item, other in zip(left.items, right.items, strict=True)
-    )
-
-
-_OF_SETS = {"union", "intersection", "difference"}
+    return all(equal(item, other, tolerance) for item, other in zip(left.items, right.items, strict=True))
 
 
 def _same_points(truth: AnswerGroup, answer: AnswerGroup) -> bool:
@@ -164,7 +152,7 @@ def _same_points(truth: AnswerGroup, answer: AnswerGroup) -> bool:
         try:
             ends += _ends(group)
         except Undecided:
-            if group is truth and truth.kind in _OF_SETS:
+            if group is truth and truth.kind in OF_SETS:
                 raise
             return False
     ends = sorted({end for end in ends if abs(end) != float("inf")})
@@ -177,7 +165,7 @@ def _same_points(truth: AnswerGroup, answer: AnswerGroup) -> bool:
 def _ends(answer: MathAnswer) -> list[Any]:
     """Return the ends of intervals and the points of a set of real numbers. Raises Undecided for other answers."""
     if isinstance(answer, AnswerGroup):
-        if answer.kind not in _OF_SETS | {"set"} and (len(answer.kind) != 2 or len(answer.items) != 2):
+        if answer.kind not in {*OF_SETS, "set"} and (len(answer.kind) != 2 or len(answer.items) != 2):
             raise Undecided
         if answer.kind == "set" and any(isinstance(item, AnswerGroup) for item in answer.items):
             raise Undecided
@@ -194,7 +182,7 @@ def _holds(answer: MathAnswer, point: Any) -> bool:
     """Whether a set of real numbers contains the point."""
     if not isinstance(answer, AnswerGroup):
         return agree(_ends(answer)[0], point)
-    if answer.kind in _OF_SETS | {"set"}:
+    if answer.kind in {*OF_SETS, "set"}:
         first, *others = (_holds(item, point) for item in answer.items)
         if answer.kind == "difference":
             return first and not any(others)
@@ -207,18 +195,14 @@ def _holds(answer: MathAnswer, point: Any) -> bool:
 
 def _vector(group: AnswerGroup) -> AnswerGroup:
     """Return a column of a matrix as a tuple."""
-    if (
-        group.kind == "matrix"
-        and len(group.items) > 1
-        and all(isinstance(row, AnswerGroup) and len(row.items) == 1 for row in group.items)
-    ):
-        return AnswerGroup(group.text, "()", tuple(row.items[0] for row in group.items if isinstance(row, AnswerGroup)))
+    cells = [row.items for row in group.items if isinstance(row, AnswerGroup)] if group.kind == "matrix" else []
+    if len(cells) > 1 and all(len(row) == 1 for row in cells):
+        return AnswerGroup(group.text, "()", tuple(row[0] for row in cells))
     return group
 
 
 def canonical(answer: MathAnswer) -> str:
-    """Return the same text for most equal answers, for majority votes: exact numbers, 15 digits of other constants,
-    sorted sets."""
+    """Return the same text for most equal answers: exact numbers, 15 digits of other constants, sorted sets."""
     match answer:
         case Number(_, value, percent):
             return f"{value}%" if percent else str(value)
@@ -227,9 +211,7 @@ def canonical(answer: MathAnswer) -> str:
                 [value] = values(node)
             except (TooLarge, RecursionError):
                 return _squeezed(text)
-            return (
-                str(value) if isinstance(value, Fraction) else _shown(value) if value is not None else _squeezed(text)
-            )
+            return _squeezed(text) if value is None else _shown(value)
         case Words():
             return _word(answer)
         case Relation(_, "=", left, right, name) if name or is_constant(left):
@@ -241,14 +223,8 @@ def canonical(answer: MathAnswer) -> str:
             if kind in {"set", "union", "intersection"}:
                 inner = sorted(set(inner))
             opening, closing = (kind[0], kind[1]) if kind in {"()", "[]", "(]", "[)"} else ("", "")
-            joined = {
-                "union": " \\cup ",
-                "intersection": " \\cap ",
-                "difference": " \\setminus ",
-                "blanks": "; ",
-                "matrix": "; ",
-            }.get(kind, ", ").join(inner)
-            return f"{opening}{joined}{closing}"
+            between = f" {OF_SETS[kind]} " if kind in OF_SETS else "; " if kind in {"blanks", "matrix"} else ", "
+            return f"{opening}{between.join(inner)}{closing}"
     return _squeezed(answer.text)
 
 
@@ -260,4 +236,4 @@ def _squeezed(text: str) -> str:
 def _shown(value: object) -> str:
     import mpmath
 
-    return str(mpmath.nstr(mpmath.chop(value, 1e-30), 15))
+    return str(value if isinstance(value, Fraction) else mpmath.nstr(mpmath.chop(value, 1e-30), 15))

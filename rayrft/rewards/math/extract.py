@@ -90,15 +90,15 @@ _MOST_LINES, _LONGEST_LINE = 20, 500
 
 
 def find_answer(response: str, *, strict: bool = False) -> str | None:
-    """Return the stated answer of a response; None if it has none, or leaves it open. Raises TooLarge if a box is
-    longer than an answer."""
+    """Return the stated answer of a response, or None. Raises TooLarge if a box is longer than an answer."""
     if len(response) < 40 and _PLAIN_NUMBER.fullmatch(response) and not strict:
         return response
     for statement in statements(response, strict=True):
         if statement.boxed:
             if len(statement.text) == LONGEST_STATEMENT:
                 raise TooLarge("cut")
-            return _boxes(response, statement.text)
+            start = max(response.rfind("\\box"), response.rfind("\\fbox"), 0)
+            return None if _DENIED_BOX.search(response[max(start - 40, 0) : start]) else statement.text
         text = _INSTEAD.sub("", statement.text, count=1)
         if _OPEN.match(text):
             return None
@@ -108,49 +108,24 @@ def find_answer(response: str, *, strict: bool = False) -> str | None:
     return None if strict else _last(response)
 
 
-_BOX = r"\\f?box(?:ed)?\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+)\}"
-_BOXES = re.compile(
-    rf"{_BOX}(?:[\s$]*(?:[,;、]\s*(?:and\b|or\b)?|\band\b|\bor\b|或者?|和|与)[\s$]*(?:[A-Za-z]\s*=\s*)?{_BOX})+"
-)
 _DENIED_BOX = re.compile(r"(?:\b(?:can)?not|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?\$*$", re.IGNORECASE)
-
-
-def _boxes(response: str, last: str) -> str | None:
-    """Return the content of the last box and of boxes listed before it: ``\\boxed{5}, \\boxed{6}``; None if denied."""
-    text = response[-2 * LONGEST_STATEMENT :]
-    start = max(text.rfind("\\box"), text.rfind("\\fbox"))
-    if _DENIED_BOX.search(text[max(start - 40, 0) : max(start, 0)]):
-        return None
-    if text.count("box") < 2:
-        return last
-    text = nfkc(text)
-    *_, several = [None, *_BOXES.finditer(text)]
-    if several is None or "box" in text[several.end() :]:
-        return last
-    return ", ".join(found[1] for found in re.finditer(_BOX, several[0]))
 
 
 _PLAIN_NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
 
 
 def _announced(text: str) -> str | None:
-    """Return the answer at the begin of an announcement, or the only one in its sentence; empty if it is left open,
-    None if it is missing."""
-    text = text[_LEAD.match(text).end() :].partition("</")[0]  # type: ignore[union-attr]
-    if not text.strip():
+    """Return the first answer of an announcement, or its only one; empty if it is left open, None if it is missing."""
+    if not (text := text[_LEAD.match(text).end() :].partition("</")[0]).strip():  # type: ignore[union-attr]
         return None
     span = _MATHEMATICAL.match(text)
     if span and not _MORE.match(rest := text[span.end() :]):
         if _LEFT_OPEN.match(rest):
             return ""
-        rest, said = _unmarked(rest), _inner(span)
+        rest, said = _unmarked(rest), next(filter(None, span.groups()))
         percent = "%" if re.match(r"\s*(?:\\?%|percent\b)", rest) else ""
         return f"{said}{percent or _measure(said.rstrip(), _UNITS.match(rest))}"
     return _run(_unmarked(text))
-
-
-def _inner(span: re.Match[str]) -> str:
-    return next(group for group in span.groups() if group)
 
 
 def _unmarked(text: str) -> str:
@@ -173,20 +148,16 @@ def _part(bracket: re.Match[str]) -> str:
         return bracket[0]
     if (_PROSE if bracket["space"] else _WORDS_TOGETHER).search(inside):
         return bracket[0] if before[-1].isalpha() and not bracket["space"] else ""
-    if not bracket["space"] or not (before[-1].isdigit() or before[-1] == "%"):
+    multiplied = re.match(r"\s*[\^!/*(\[]", bracket.string[bracket.end() :])
+    if not bracket["space"] or not (before[-1].isdigit() or before[-1] == "%") or multiplied:
         return bracket[0]
-    if re.match(r"\s*[\^!/*(\[]", bracket.string[bracket.end() :]):
-        return bracket[0]
-    formula = re.search(r"[-+*/^\\]", inside) and re.search(
-        r"(?<![\\A-Za-z])[A-Za-z]|\\(?!times|cdot|div|d?frac)", inside
-    )
-    return bracket[0] if formula and "=" not in inside else ""
+    named = re.search(r"(?<![\\A-Za-z])[A-Za-z]|\\(?!times|cdot|div|d?frac)", inside)
+    return bracket[0] if named and re.search(r"[-+*/^\\]", inside) and "=" not in inside else ""
 
 
 def _run(text: str) -> str | None:
     text = _without_asides(text.strip())
-    run = _RUN.match(text)
-    if run and not (_states(run[0]) and run[0][0] != "^"):
+    if (run := _RUN.match(text)) and (run[0][0] == "^" or not _states(run[0])):
         run = None
     if run and (condition := _CONDITION.search(text, run.end())):
         between = text[run.end() : condition.start()]
@@ -210,9 +181,8 @@ def _runs(text: str, holding: str) -> list[re.Match[str]]:
 
 def _states(run: str) -> bool:
     """Whether a run of mathematical signs states a value, not only a bracket or the first word of a sentence."""
-    return bool(re.search(r"\d|\\[A-Za-z]|[A-Za-z]\s*[-+*/^_=]", run)) or bool(
-        re.fullmatch(r"\s*\(?[A-Za-z]\)?\s*", run) and run.strip() not in {"a", "A", "I"}
-    )
+    letter = re.fullmatch(r"\s*\(?[A-Za-z]\)?\s*", run) and run.strip() not in {"a", "A", "I"}
+    return bool(letter or re.search(r"\d|\\[A-Za-z]|[A-Za-z]\s*[-+*/^_=]", run))
 
 
 def _finished(text: str, run: re.Match[str]) -> str:
@@ -238,11 +208,6 @@ def _measure(said: str, unit: re.Match[str] | None) -> str:
     return unit[0] if known or "\\text" in unit[0] else ""
 
 
-def _solved(text: str, name: str) -> bool:
-    """Whether the text ends with an equation that holds this name."""
-    return bool(re.search(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])[^=]*=[^=]*$", text))
-
-
 def _last(response: str) -> str | None:
     """Return the last formula or number of the last lines that hold one. Raises TooLarge if it is too long."""
     lines = [line for line in nfkc(response).split("\n") if line.strip()]
@@ -252,22 +217,24 @@ def _last(response: str) -> str | None:
             continue
         whole, cut = _unmarked(line).strip(" :*").rstrip(" .:*。"), len(whole_line) > _LONGEST_LINE
         text = _without_asides(whole)
-        if (condition := _NAMED_CONDITION.search(text)) and not _solved(text[: condition.start()], condition["name"]):
-            text = text[: condition.start()]
+        if condition := _NAMED_CONDITION.search(text):
+            stated = text[: condition.start()]
+            solved = re.search(rf"(?<![A-Za-z\\]){condition['name']}(?![A-Za-z])[^=]*=[^=]*$", stated)
+            text = text if solved else stated
         if len(text) < 80 and clear(answer := read_answer(text)) and not isinstance(answer, Words):
             return text
         spans = [found for found in _MATHEMATICAL.finditer(line) if re.search(r"\w", found[0])]
         if spans and spans[-1][0] == line.rstrip("."):
-            return _inner(spans[-1])
+            return next(filter(None, spans[-1].groups()))
         runs = _runs(text, r"\d|\\[A-Za-z]{2}")
         if not runs:
             continue
         if cut and runs[-1].start() <= 1:
             raise TooLarge("cut")
-        stated = (run for run in reversed(runs) if not _CONTRAST.search(text[max(run.start() - 60, 0) : run.start()]))
-        last = next(stated, runs[-1])
+        meant = (run for run in reversed(runs) if not _CONTRAST.search(text[max(run.start() - 60, 0) : run.start()]))
+        last = next(meant, runs[-1])
         if spans and text == whole and last is runs[-1] and not re.search(r"\d", rest := line[spans[-1].end() :]):
-            inner = _inner(spans[-1])
+            inner = next(filter(None, spans[-1].groups()))
             if inner.strip() in last[0] and not re.search(r"\b(?:or|and)\b", last[0]):
                 left_open = _LEFT_OPEN.match(rest) or _BEFORE.search(line[: spans[-1].start()])
                 return None if left_open else inner

@@ -7,11 +7,13 @@ evaluated. Instead of computer algebra, formulas are equal if their values agree
 
 from __future__ import annotations
 
+import operator
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from math import comb, factorial
 from typing import Any
 
@@ -22,7 +24,7 @@ class Unreadable(ValueError):
     """The parser does not know the text as a formula."""
 
 
-class TooLarge(ArithmeticError):
+class TooLarge(Exception):
     """A value is too large to be computed."""
 
 
@@ -45,6 +47,7 @@ _FUNCTIONS = {
     *("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"),
     *("ln", "log", "lg", "exp"),
 }
+_PRODUCT_SIGNS = {"*", "/", "\\cdot", "\\times", "\\div", "\\ast", ":"}
 CONSTANTS = {"\\pi", "e", "i"}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _TOKEN = re.compile(r"\s*(\\[A-Za-z]+|\\[{}]|\d+(?:\.\d+)?|\.\d+|[A-Za-z]|[-+*/^_!%()\[\]{}|':])")
@@ -86,28 +89,32 @@ class _Parser:
         self._at = _TOKEN.match(self._text, self._at).end()  # type: ignore[union-attr]
         return token
 
-    def _expect(self, token: str) -> None:
-        if self.take() != token:
-            raise Unreadable(self._text)
+    def _skip(self, token: str) -> bool:
+        """Take the next token if it is this one; return whether it was."""
+        return self.peek() == token and bool(self.take())
 
-    def _deeper(self) -> None:
+    def _deeper(self, parse: Callable[[], Node]) -> Node:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise TooLarge("nested too deeply")
+        node = parse()
+        self._depth -= 1
+        return node
 
     def sum(self) -> Node:
         """Parse terms with signs between them."""
-        self._deeper()
+        return self._deeper(self._terms)
+
+    def _terms(self) -> Node:
         node = self._product()
         while (sign := self.peek()) in {"+", "-"}:
             self.take()
             node = Node(sign, (node, self._product()))
-        self._depth -= 1
         return node
 
     def _product(self) -> Node:
         node = self._factors()
-        while (sign := self.peek()) in {"*", "/", "\\cdot", "\\times", "\\div", "\\ast", ":"}:
+        while (sign := self.peek()) in _PRODUCT_SIGNS:
             self.take()
             node = Node("/" if sign in {"/", "\\div", ":"} else "*", (node, self._factors()))
         return node
@@ -116,9 +123,7 @@ class _Parser:
         """Parse a signed product without signs between its factors, or the bare argument of a function."""
         if (sign := self.peek()) in {"+", "-"}:
             self.take()
-            self._deeper()
-            node = self._factors(argument=argument)
-            self._depth -= 1
+            node = self._deeper(lambda: self._factors(argument=argument))
             return Node("neg", (node,)) if sign == "-" else node
         whole, node = re.match(r"\s*\d+\s*\\frac(?![A-Za-z])", self._text[self._at :]), self._power()
         while self._begins_factor(argument):
@@ -133,36 +138,29 @@ class _Parser:
             return self._bars == 0
         if token[:1] == "\\" and token[1:] in _FUNCTIONS:
             return not argument
-        stops = {"", "+", "-", "*", "/", "^", "_", "!", "%", "'", ":", ")", "]", "}", "\\}", "\\rfloor", "\\rceil"}
-        return token not in stops | {"\\cdot", "\\times", "\\div", "\\ast"}
+        stops = {"", "+", "-", "^", "_", "!", "%", "'", ")", "]", "}", "\\}", "\\rfloor", "\\rceil"}
+        return token not in stops | _PRODUCT_SIGNS
 
     def _power(self) -> Node:
         node = self._atom()
         while (token := self.peek()) in {"^", "!", "%"}:
             self.take()
+            if token == "!" and node.op == "!":
+                raise Unreadable("a double factorial")
             if token == "^":
                 node = self._raised(node)
-            elif token == "!" and node.op != "!":
-                node = Node("!", (node,))
-            elif token == "!":
-                raise Unreadable("a double factorial")
             else:
-                node = Node("/", (node, _number(100)))
+                node = Node("!", (node,)) if token == "!" else Node("/", (node, _number(100)))
         return node
 
     def _raised(self, base: Node) -> Node:
         if re.match(r"\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})", self._text[self._at :]):
             self._at = self._text.index("\\circ", self._at) + len("\\circ")
-            if self.peek() == "}":
-                self.take()
+            self._skip("}")
             return Node("/", (Node("*", (base, Node("name", value="\\pi"))), _number(180)))
-        minus = self.peek() == "-" and self.take()
-        exponent = self._atom()
-        if self.peek() == "^":
-            self.take()
-            self._deeper()
-            exponent = self._raised(exponent)
-            self._depth -= 1
+        minus, exponent = self._skip("-"), self._atom()
+        if self._skip("^"):
+            exponent = self._deeper(partial(self._raised, exponent))
         return Node("^", (base, Node("neg", (exponent,)) if minus else exponent))
 
     def _atom(self) -> Node:
@@ -172,17 +170,14 @@ class _Parser:
         if token in {"(", "[", "{", "\\{"}:
             return self._closed(_CLOSING[token])
         if token == "|":
-            self._bars += 1
-            node = self.sum()
-            self._bars -= 1
-            self._expect("|")
-            return Node("abs", (node,))
+            return Node("abs", (self._closed("|", self._bars + 1),))
         if token in {"\\lfloor", "\\lceil"}:
             return Node(token[2:], (self._closed(_CLOSING[token]),))
         if token in {"\\frac", "\\binom"}:
             return Node("/" if token == "\\frac" else "binom", (self._argument(), self._argument()))
         if token == "\\sqrt":
-            return self._root()
+            degree = self._closed("]") if self._skip("[") else _number(2)
+            return Node("^", (self._argument(), Node("/", (_number(1), degree))))
         if token[1:] in _FUNCTIONS and token[0] == "\\":
             return self._function(token[1:])
         if token in {"\\text", "\\mathrm"}:
@@ -196,43 +191,28 @@ class _Parser:
             return Node("name", value=token)
         raise Unreadable(self._text)
 
-    def _closed(self, closing: str) -> Node:
-        bars, self._bars = self._bars, 0
+    def _closed(self, closing: str, inner_bars: int = 0) -> Node:
+        bars, self._bars = self._bars, inner_bars
         node = self.sum()
-        self._expect(closing)
+        if self.take() != closing:
+            raise Unreadable(self._text)
         self._bars = bars
         return node
 
     def _argument(self) -> Node:
         r"""Parse the argument of a command: a group, or one digit or letter (``\frac12``)."""
-        if self.peek() == "{":
-            self.take()
+        if self._skip("{"):
             return self._closed("}")
         if digit := re.match(r"\s*(\d)", self._text[self._at :]):
             self._at += digit.end()
             return _number(digit[1])
-        self._deeper()
-        node = self._atom()
-        self._depth -= 1
-        return node
-
-    def _root(self) -> Node:
-        degree = _number(2)
-        if self.peek() == "[":
-            self.take()
-            degree = self._closed("]")
-        return Node("^", (self._argument(), Node("/", (_number(1), degree))))
+        return self._deeper(self._atom)
 
     def _function(self, name: str) -> Node:
-        base = _number(10)
-        if name == "log" and self.peek() == "_":
-            self.take()
-            base = self._argument()
+        base = self._argument() if name == "log" and self._skip("_") else _number(10)
         power = None
-        if self.peek() == "^":
-            self.take()
-            minus = self.peek() == "-" and self.take()
-            power = Node("neg", (self._atom(),)) if minus else self._atom()
+        if self._skip("^"):
+            power = Node("neg", (self._atom(),)) if self._skip("-") else self._atom()
         bracketed = self.peek() in {"(", "["}
         node = self._closed(_CLOSING[self.take()]) if bracketed else self._factors(argument=True)
         if power is not None and power.op == "neg" and name in {"sin", "cos", "tan"}:
@@ -254,9 +234,6 @@ def _number(value: str | int) -> Node:
     return Node("number", value=Fraction(value))
 
 
-# Values
-
-
 def values(node: Node, names: frozenset[str] | None = None) -> Iterator[Any]:
     """Yield the node's value, or with variables its values at points that depend on their names alone; None for an
     undefined value. Values are Fractions or mpmath's numbers. Raises TooLarge."""
@@ -268,8 +245,6 @@ def values(node: Node, names: frozenset[str] | None = None) -> Iterator[Any]:
             env = {name: _sample(name, point) for name in variables}
             try:
                 yield _bounded(_evaluate(node, env))
-            except TooLarge:
-                raise
             except (ArithmeticError, ValueError):  # division by zero, or a pole
                 yield None
 
@@ -310,12 +285,12 @@ def _bounded(value: Any) -> Any:
     import mpmath
 
     if isinstance(value, Fraction):
-        if value.numerator.bit_length() + value.denominator.bit_length() > 2 * _MOST_BITS:
-            raise TooLarge
-        return value
-    if not mpmath.isfinite(value):
+        too_large = value.numerator.bit_length() + value.denominator.bit_length() > 2 * _MOST_BITS
+    elif not mpmath.isfinite(value):
         raise ValueError("not finite")
-    if value and abs(mpmath.mag(value)) > _MOST_BITS:
+    else:
+        too_large = value and abs(mpmath.mag(value)) > _MOST_BITS
+    if too_large:
         raise TooLarge
     return value
 
@@ -331,9 +306,8 @@ def _evaluate(node: Node, env: dict[str, Fraction]) -> Any:
         return +known[name] if name in known else env[name]
     args = [_bounded(_evaluate(arg, env)) for arg in node.args]
     if node.op in _RATIONAL:
-        if not all(isinstance(arg, Fraction) for arg in args):
-            args = [real(arg) for arg in args]
-        return _RATIONAL[node.op](*args)
+        exact = all(isinstance(arg, Fraction) for arg in args)
+        return _RATIONAL[node.op](*(args if exact else map(real, args)))
     if node.op == "^":
         return _raise(args[0], args[1])
     if node.op in {"!", "binom", "floor", "ceil"}:
@@ -346,14 +320,8 @@ def _evaluate(node: Node, env: dict[str, Fraction]) -> Any:
     return getattr(mpmath, _MPMATH.get(node.op, node.op))(argument)
 
 
-_RATIONAL: dict[str, Callable[..., Any]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "/": lambda a, b: a / b,
-    "neg": lambda a: -a,
-    "abs": abs,
-}
+_RATIONAL: dict[str, Callable[..., Any]] = {"neg": operator.neg, "abs": abs}
+_RATIONAL |= {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _MPMATH = {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}
 
 
@@ -382,8 +350,7 @@ def _whole(op: str, args: list[Any]) -> Any:
     import mpmath
 
     if op in {"floor", "ceil"}:
-        [value] = args
-        return Fraction(int((mpmath.floor if op == "floor" else mpmath.ceil)(real(value)).real))
+        return Fraction(int(getattr(mpmath, op)(real(args[0])).real))
     if not all(isinstance(arg, Fraction) and arg.denominator == 1 and arg >= 0 for arg in args):
         raise ValueError("not a whole number")
     if args[0] > _LARGEST_FACTORIAL:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import chain
 
 from rayrft.rewards.math.formula import CONSTANTS, Node, Unreadable, parse_formula
 from rayrft.rewards.text.notation import INEQUALITY, normalized, stripped
@@ -72,8 +73,6 @@ def is_constant(answer: MathAnswer) -> bool:
     return isinstance(answer, Number) or (isinstance(answer, Formula) and not answer.node.names() - CONSTANTS)
 
 
-# Reading
-
 _WORDS = re.compile(r"\(?(?:\\text ?\{[^{}]*\}|[A-Za-z]{3,}|no|No|[A-Z])\)?")
 _DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2\d{4}|\d{4}年\d{1,2}月\d{1,2}[日号]")
 _MATRIX = re.compile(r"\\begin ?\{([pbvB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end ?\{\1\}")
@@ -124,10 +123,9 @@ def _read(text: str) -> MathAnswer:
     if "\\pm" in text or "\\mp" in text:
         signs = [("\\pm", "+", "\\mp", "-"), ("\\pm", "-", "\\mp", "+")]
         both = (text.replace(a, f" {b} ").replace(c, f" {d} ") for a, b, c, d in signs)
-        return AnswerGroup(
-            text, "set", tuple(_read(re.sub(r"\s+", " ", each).strip().removeprefix("+ ")) for each in both)
-        )
-    sets = {kind: _split(text, sign) for kind, sign in _OF_SETS.items()}
+        items = [_read(re.sub(r"\s+", " ", each).strip().removeprefix("+ ")) for each in both]
+        return AnswerGroup(text, "set", tuple(items))
+    sets = {kind: _split(text, sign) for kind, sign in OF_SETS.items()}
     of_inequalities = any(len(parts) > 1 and all(map(INEQUALITY.search, parts)) for parts in sets.values())
     if not of_inequalities and (related := _related(text)):
         return related
@@ -137,7 +135,7 @@ def _read(text: str) -> MathAnswer:
     return _scalar(text)
 
 
-_OF_SETS = {"difference": "\\setminus", "union": "\\cup", "intersection": "\\cap"}
+OF_SETS = {"difference": "\\setminus", "union": "\\cup", "intersection": "\\cap"}
 """Operations on sets; the first bind least."""
 
 
@@ -156,14 +154,18 @@ _BUILT = re.compile(r"^\\\{ ?[a-zA-Z](?: ?\\in ?\(-\\infty ?,\\infty ?\))? ?(?:\
 """A set by its variable and an inequality."""
 
 
-def _end(text: str, start: int) -> int:
-    """Return the index of the bracket that closes the one at ``start``; -1 if it is missing."""
+def _outside(text: str, start: int = 0) -> Iterator[int]:
+    """Yield the indices from ``start`` that are outside of brackets, and those of the outer closing brackets."""
     depth = 0
     for at in range(start, len(text)):
         depth += (text[at] in "([{") - (text[at] in ")]}")
         if not depth:
-            return at
-    return -1
+            yield at
+
+
+def _end(text: str, start: int) -> int:
+    """Return the index of the bracket that closes the one at ``start``; -1 if it is missing."""
+    return next(_outside(text, start), -1)
 
 
 def _enclosed(text: str) -> tuple[str, str] | None:
@@ -177,45 +179,29 @@ def _enclosed(text: str) -> tuple[str, str] | None:
 
 def _split(text: str, separators: str, *, thousands: bool = True) -> list[str]:
     """Split outside of brackets at one of several characters, but not at commas of thousands, or at a command."""
-    parts, start, depth = [], 0, 0
-    command = separators if separators.startswith("\\") else ""
-    for at, char in enumerate(text):
-        depth += (char in "([{") - (char in ")]}")
-        if depth:
-            continue
-        if command and text.startswith(command, at):
+    several = [separators] if separators.startswith("\\") else [*separators]
+    parts, start = list[str](), 0
+    for at in _outside(text):
+        separator = next((each for each in several if text.startswith(each, at)), None)
+        if separator and not (separator == "," and thousands and _in_thousands(text, at)):
             parts.append(text[start:at].strip())
-            start = at + len(command)
-        elif not command and char in separators and not (char == "," and thousands and _in_thousands(text, at)):
-            parts.append(text[start:at].strip())
-            start = at + 1
+            start = at + len(separator)
     return [*parts, text[start:].strip()]
 
 
 def _in_thousands(text: str, at: int) -> bool:
-    return bool(
-        re.match(r",\d{3}(?!\d)", text[at : at + 5]) and re.search(r"(?<!\d)[1-9]\d{0,2}(?:,\d{3})*$", text[:at])
-    )
+    follows = re.match(r",\d{3}(?!\d)", text[at : at + 5])
+    return bool(follows and re.search(r"(?<!\d)[1-9]\d{0,2}(?:,\d{3})*$", text[:at]))
 
 
 def _flat(items: Sequence[MathAnswer]) -> tuple[MathAnswer, ...]:
-    flat: list[MathAnswer] = []
-    for item in items:
-        flat.extend(item.items if isinstance(item, AnswerGroup) and item.kind == "set" else [item])
-    return tuple(flat)
+    sets = (item.items if isinstance(item, AnswerGroup) and item.kind == "set" else [item] for item in items)
+    return tuple(chain.from_iterable(sets))
 
 
 def _related(text: str) -> MathAnswer | None:
     """Read equations and inequalities; constant bounds of a variable become an interval."""
-    signs, depth = list[re.Match[str]](), 0
-    at = 0
-    while at < len(text):
-        depth += (text[at] in "([{") - (text[at] in ")]}")
-        if depth == 0 and (found := _RELATIONS.match(text, at)):
-            signs.append(found)
-            at = found.end()
-        else:
-            at += 1
+    signs = [found for at in _outside(text) if (found := _RELATIONS.match(text, at))]
     if not signs:
         return None
     ends = [0, *(sign.end() for sign in signs)]
@@ -224,9 +210,7 @@ def _related(text: str) -> MathAnswer | None:
     if not all(sides[1:]):
         return Other(text)
     if ops[-1] == "\\approx":  # the exact value stands before
-        return _read(
-            " ".join(f"{side} {op}" for side, op in zip(sides, ops, strict=False)).removesuffix("\\approx").strip()
-        )
+        return _read(text[: signs[-1].start()].strip())
     if set(ops) == {"="}:
         left = _read(sides[0]) if sides[0] else Words("")
         name = re.sub(r"[\s{}]|\\text", "", sides[0]) if not sides[0] or _NAME.fullmatch(sides[0]) else ""
@@ -247,13 +231,13 @@ def _inequality(text: str, sides: list[str], ops: list[str]) -> MathAnswer:
         return Other(text)
     read = list(map(_read, sides))
     constant = [is_constant(side) or "\\infty" in side.text for side in read]
-    opening, closing = {"<": ("(", ")"), "\\le": ("[", "]")}, {"<": ")", "\\le": "]"}
+    opening, closing = {"<": "(", "\\le": "["}, {"<": ")", "\\le": "]"}
     infinity = Formula("\\infty", Node("name", value="\\infty"))
     below = Formula("-\\infty", Node("neg", (infinity.node,)))
     if len(read) == 3 and constant == [True, False, True]:
-        return AnswerGroup(text, opening[ops[0]][0] + closing[ops[1]], (read[0], read[2]))
+        return AnswerGroup(text, opening[ops[0]] + closing[ops[1]], (read[0], read[2]))
     if len(read) == 2 and constant == [True, False] and _NAME.fullmatch(sides[1]):
-        return AnswerGroup(text, opening[ops[0]][0] + ")", (read[0], infinity))
+        return AnswerGroup(text, opening[ops[0]] + ")", (read[0], infinity))
     if len(read) == 2 and constant == [False, True] and _NAME.fullmatch(sides[0]):
         return AnswerGroup(text, "(" + closing[ops[0]], (below, read[1]))
     return Relation(text, ops[0], read[0], read[1]) if len(read) == 2 else Other(text)
@@ -267,11 +251,10 @@ def _scalar(text: str) -> MathAnswer:
         return Words(re.sub(r"[./年月]", "-", re.sub(r"(?<!\d)0+(?=\d)", "", text)).rstrip("日号"))
     if number := read_quantity(text):
         return number
-    measured = split_unit(text)
-    if measured.value != text and isinstance(inner := _read(measured.value), Formula) and not inner.unit:
-        scale = Node("number", value=Fraction(measured.scale))
-        node = inner.node if measured.scale == 1 else Node("*", (inner.node, scale))
-        return Formula(text, node, measured.unit)
+    value, scale, unit = split_unit(text)
+    if value != text and isinstance(inner := _read(value), Formula) and not inner.unit:
+        scaled = Node("*", (inner.node, Node("number", value=Fraction(scale))))
+        return Formula(text, inner.node if scale == 1 else scaled, unit)
     if _PROSE.search(re.sub(r"\\text ?\{[^{}]*\}", " ", text)):
         return Other(text)
     try:

@@ -25,39 +25,25 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Self
 
 from rayrft.errors import ConfigError, SandboxFailed
-from rayrft.rewards.sandbox.isolation import (
-    Bubblewrap,
-    Isolation,
-    Job,
-    Namespaces,
-    Nothing,
-    Root,
-    Runsc,
-    SandboxLimits,
-    Started,
-    bytecode,
-)
+from rayrft.rewards.sandbox.isolation import ISOLATIONS, Files, Isolation, Job, Root, SandboxLimits, Started, bytecode
 from rayrft.runtime.processes.run_clock import RunClock
 
-__all__ = ["ISOLATIONS", "Process", "ProgramOutcome", "Sandbox", "SandboxLimits", "bytecode", "isolate"]
+__all__ = ["ISOLATIONS", "Files", "Process", "ProgramOutcome", "Sandbox", "SandboxLimits", "bytecode", "isolate"]
 
 Ended = Literal["exit", "wall", "cpu", "memory", "processes", "output", "killed"]
 
 _USUAL = SandboxLimits()
 _WATCH_S = 0.02
-_START_S = 20.0
-"""Longest start of a sandbox; usually 10 ms."""
+_START_S = 20.0  # the longest start of a sandbox; usually 10 ms
 _LAST_MOMENT_S = 0.2
-_ERRORS_KEPT = 1 << 14
-"""Bytes from the end of stderr."""
+_ERRORS_KEPT = 1 << 14  # bytes from the end of stderr
 
-ISOLATIONS: dict[str, Isolation] = {each.name: each for each in (Bubblewrap(), Namespaces(), Runsc(), Nothing())}
 _BY_ITSELF = ("bwrap", "unshare")
 """Isolations that ``auto`` tries, in this order."""
 
@@ -100,10 +86,9 @@ class Process:
 
     def __init__(self, started: Started, limits: SandboxLimits) -> None:
         self._started, self._process, self._limits = started, started.process, limits
-        assert self._process.stdin and self._process.stdout and self._process.stderr
-        self._stdin, self._stdout, self._stderr = (
-            each.fileno() for each in (self._process.stdin, self._process.stdout, self._process.stderr)
-        )
+        assert started.process.stdin and started.process.stdout and started.process.stderr
+        self._pipes = started.process.stdin, started.process.stdout, started.process.stderr
+        self._stdin, self._stdout, self._stderr = (pipe.fileno() for pipe in self._pipes)
         self._sending, self._received, self._errors, self._status = bytearray(), bytearray(), b"", b""
         self._written = {self._stdout: 0, self._stderr: 0}
         self._end_input = False
@@ -143,16 +128,13 @@ class Process:
         while (left := deadline - time.monotonic()) > 0 and poller.poll(1000 * left):
             said = os.read(self._started.status, 4096)
             if not said:
-                raise SandboxFailed("the sandbox did not start", value=self._last_words())
+                self._process.wait()
+                words = self._pipes[2].read().decode(errors="replace").strip()[-500:]
+                raise SandboxFailed("the sandbox did not start", value=words)
             self._status += said
             if b"\n" in self._status and (pid := self._reported("child-pid")) is not None:
                 return pid
         raise SandboxFailed("the sandbox did not start", value=f"nothing within {_START_S:g} s")
-
-    def _last_words(self) -> str:
-        assert self._process.stderr
-        self._process.wait()
-        return (self._process.stderr.read() or b"").decode(errors="replace").strip()[-500:]
 
     def _reported(self, what: str) -> int | None:
         """Return the isolation's report of this name."""
@@ -203,8 +185,7 @@ class Process:
         return self._outcome
 
     def finish(self) -> ProgramOutcome:
-        """End a program that stopped answering: by its limit of time if its output is open, else after a moment in
-        which it may end by itself."""
+        """End a program that stopped answering: at once if its output is open, else after a moment to end by itself."""
         if self._outcome is None and self._stdout in self._open:
             return self.kill("wall")
         deadline = self._clock.seconds() + _LAST_MOMENT_S
@@ -263,8 +244,7 @@ class Process:
             self._poller.unregister(self._stdin)
             if self._end_input:
                 self._open.discard(self._stdin)
-                assert self._process.stdin
-                self._process.stdin.close()
+                self._pipes[0].close()
 
     def _read(self, fd: int) -> bool:
         """Read available output; return whether there was any."""
@@ -313,19 +293,16 @@ class Process:
                 pass
         if self._why == "exit" and max(self._written.values()) > self._limits.output_bytes:
             self._why = "output"
-        by_itself = self._why == "exit"
-        code = code if by_itself else None
+        code = code if self._why == "exit" else None
         self._outcome = ProgramOutcome(self._why, code, bytes(self._received), self._errors, seconds, waited_s)
         self._close()
-        if by_itself and code is None:
-            raise SandboxFailed(
-                "the sandbox ended before its program did", value=self._errors.decode(errors="replace")[-500:]
-            )
+        if self._why == "exit" and code is None:
+            words = self._errors.decode(errors="replace")[-500:]
+            raise SandboxFailed("the sandbox ended before its program did", value=words)
 
     def _close(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if stream:
-                stream.close()
+        for pipe in self._pipes:
+            pipe.close()
         for fd in (self._started.status, self._started.go, self._first):
             if fd is not None and fd >= 0:
                 os.close(fd)
@@ -341,8 +318,8 @@ class Sandbox:
     """
 
     def __init__(self, isolation: str = "auto", *, packages: bool = False, folders: Sequence[str] = ()) -> None:
-        names = ("purelib", "platlib")
-        self.paths = sorted({os.path.realpath(sysconfig.get_path(name)) for name in names}) if packages else []
+        names = ("purelib", "platlib") if packages else ()
+        self.paths = sorted({os.path.realpath(sysconfig.get_path(name)) for name in names})
         self.python = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8"]
         """The command that starts Python without `site` and packages."""
         self.folders = tuple(folders)
@@ -355,22 +332,14 @@ class Sandbox:
             return f"code runs isolated by {description}"
         return "code runs with limits of time and memory and without isolation: it can read and write what you can"
 
-    def start(
-        self, files: Mapping[str, str | bytes], command: Sequence[str], limits: SandboxLimits = _USUAL
-    ) -> Process:
+    def start(self, files: Files, command: Sequence[str], limits: SandboxLimits = _USUAL) -> Process:
         """Start a program in a folder with these files; the command's first word is a path. Raises SandboxFailed if it
         cannot start."""
-        content = {
-            name: each.encode(errors="replace") if isinstance(each, str) else each for name, each in files.items()
-        }
-        return Process(self._isolation.start(Job(self._root, content, command, limits)), limits)
+        raw = {name: data if isinstance(data, bytes) else data.encode(errors="replace") for name, data in files.items()}
+        return Process(self._isolation.start(Job(self._root, raw, command, limits)), limits)
 
     def run(
-        self,
-        files: Mapping[str, str | bytes],
-        command: Sequence[str],
-        stdin: bytes = b"",
-        limits: SandboxLimits = _USUAL,
+        self, files: Files, command: Sequence[str], stdin: bytes = b"", limits: SandboxLimits = _USUAL
     ) -> ProgramOutcome:
         """Run a program to its end. Raises SandboxFailed if it cannot start, or the sandbox ends before it."""
         with self.start(files, command, limits) as process:
@@ -384,25 +353,18 @@ def isolate(name: str, folders: tuple[str, ...] = ()) -> Isolation:
     """Return the isolation of this name, or the best for ``auto``, after a program that sees these folders has run in
     it. Raises ConfigError with the defects of each isolation, and the remedy."""
     if name != "auto" and name not in ISOLATIONS:
-        raise ConfigError(
-            "unknown isolation",
-            f"choose one of auto, {', '.join(ISOLATIONS)}",
-            field="reward.options.isolation",
-            value=name,
-        )
+        remedy = f"choose one of auto, {', '.join(ISOLATIONS)}"
+        raise ConfigError("unknown isolation", remedy, field="reward.options.isolation", value=name)
     lacking = []
     for each in _BY_ITSELF if name == "auto" else (name,):
         problem = ISOLATIONS[each].missing() or _try(ISOLATIONS[each], folders)
         if problem is None:
             return ISOLATIONS[each]
         lacking.append(f"{each}: {problem}")
-    raise ConfigError(
-        f"code cannot be isolated on this machine ({'; '.join(lacking)})",
-        "install bubblewrap (`apt-get install bubblewrap`); in a container, allow user namespaces, or give it "
-        "CAP_SYS_ADMIN; where all code is trusted, set it to none_i_trust_the_code",
-        field="reward.options.isolation",
-        value=name,
-    )
+    problem = f"code cannot be isolated on this machine ({'; '.join(lacking)})"
+    remedy = "install bubblewrap (`apt-get install bubblewrap`); in a container, allow user namespaces, or give it "
+    remedy += "CAP_SYS_ADMIN; where all code is trusted, set it to none_i_trust_the_code"
+    raise ConfigError(problem, remedy, field="reward.options.isolation", value=name)
 
 
 def _try(isolation: Isolation, folders: tuple[str, ...]) -> str | None:
@@ -410,9 +372,7 @@ def _try(isolation: Isolation, folders: tuple[str, ...]) -> str | None:
     look = "import os, sys; print([each for each in sys.argv[1:] if not os.path.isdir(each)])"
     command = [os.path.realpath(sys.executable), "-I", "-S", "-c", look, *folders]
     try:
-        with Process(
-            isolation.start(Job(Root.of_host(folders), {}, command, SandboxLimits())), SandboxLimits()
-        ) as process:
+        with Process(isolation.start(Job(Root.of_host(folders), {}, command, _USUAL)), _USUAL) as process:
             outcome = process.wait()
     except (SandboxFailed, OSError) as error:
         return str(error)

@@ -17,23 +17,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rayrft.rewards.sandbox import seccomp
 
+Files = Mapping[str, str | bytes]
 FOLDER = "/box"
 """The folder of a program and its files."""
-ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": FOLDER,
-    "TMPDIR": FOLDER,
-    "LANG": "C.UTF-8",
-    "OMP_NUM_THREADS": "1",  # also for OpenBLAS: a thread for each core may exceed the limit of processes
-}
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8"}
+ENVIRONMENT["OMP_NUM_THREADS"] = "1"  # also for OpenBLAS: a thread for each core may exceed the limit of processes
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _NOBODY = 65534
 
@@ -114,7 +111,7 @@ class Started:
     clean: Callable[[], None] = field(default=lambda: None)
 
 
-class Isolation(Protocol):
+class Isolation(ABC):
     """A way to start programs."""
 
     name: str
@@ -122,8 +119,11 @@ class Isolation(Protocol):
 
     def missing(self) -> str | None:
         """Return the tools that the host lacks, as far as can be seen without running a program."""
+        return None
 
-    def start(self, job: Job) -> Started: ...
+    @abstractmethod
+    def start(self, job: Job) -> Started:
+        """Start a program, which waits for `Started.go` if that is set."""
 
 
 def _popen(command: Sequence[str], fds: Sequence[int], **options: Any) -> subprocess.Popen[bytes]:
@@ -133,8 +133,7 @@ def _popen(command: Sequence[str], fds: Sequence[int], **options: Any) -> subpro
 
 
 def _supervised(start: Callable[[int, int], tuple[Sequence[str], list[int]]]) -> Started:
-    """Start a command that reports on a descriptor and waits for another. ``start`` returns the command and further
-    descriptors of it."""
+    """Start a command that reports on a descriptor and waits for another; ``start`` returns it and its other ones."""
     status, status_inside = os.pipe()
     go_inside, go = os.pipe()
     fds: list[int] = []
@@ -176,7 +175,7 @@ def _prlimit(limits: Mapping[str, int]) -> list[str]:
     return ["/usr/bin/prlimit", *(f"--{name.lower()}={limit}" for name, limit in limits.items())]
 
 
-class Bubblewrap:
+class Bubblewrap(Isolation):
     """Namespaces and mounts by `bwrap`, with a filter of system calls and limits."""
 
     name, description = "bwrap", "bubblewrap: namespaces, seccomp and limits"
@@ -204,8 +203,7 @@ class Bubblewrap:
             words += ["--as-pid-1"]
             inside = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *inside]
             # bwrap creates folders that only root can enter.
-            parents = {str(parent) for bind in job.root.binds for parent in Path(bind).parents} - {"/"}
-            for path in sorted(parents):
+            for path in sorted({str(parent) for bind in job.root.binds for parent in Path(bind).parents} - {"/"}):
                 words += ["--perms", "0755", "--dir", path]
             for path in job.root.binds:
                 words += ["--ro-bind", path, path]
@@ -226,43 +224,29 @@ class Bubblewrap:
         return _supervised(command)
 
 
-class Namespaces:
+class Namespaces(Isolation):
     """Namespaces and mounts by a launcher in Python, with Landlock as a second wall around files."""
 
     name, description = "unshare", "namespaces, Landlock, seccomp and limits"
 
-    def missing(self) -> str | None:
-        return None
-
     def start(self, job: Job) -> Started:
         def command(status: int, go: int) -> tuple[list[str], list[int]]:
-            size = job.limits.folder_mib << 20
-            orders = {
-                "status": status,
-                "go": go,
-                "user": unused_user() if os.geteuid() == 0 else None,
-                "nobody": _NOBODY,
-                "binds": [*job.root.binds, *(path for path in _DEVICES if os.path.exists(path))],
-                "links": dict(job.root.links),
-                "folders": {FOLDER: size, "/dev/shm": size},
-                "files": {f"{FOLDER}/{name}": content for name, content in job.files.items()},
-                "folder": FOLDER,
-                "writable": [FOLDER, "/dev/shm", *(path for path in _DEVICES if os.path.exists(path))],
-                "rlimits": job.limits.rlimits(),
-                "seccomp": seccomp.program(),
-                "command": list(job.command),
-                "environment": ENVIRONMENT,
-            }
-            fds = [
-                _in_memory(marshal.dumps(orders)),
-                _in_memory(bytecode(str(Path(__file__).with_name("launcher.py")))),
-            ]
+            size, devices = job.limits.folder_mib << 20, [path for path in _DEVICES if os.path.exists(path)]
+            user, folders = unused_user() if os.geteuid() == 0 else None, {FOLDER: size, "/dev/shm": size}
+            orders: dict[str, Any] = {"status": status, "go": go, "user": user, "nobody": _NOBODY}
+            orders |= {"rlimits": job.limits.rlimits(), "seccomp": seccomp.program()}
+            orders |= {"binds": [*job.root.binds, *devices], "links": dict(job.root.links), "folders": folders}
+            orders |= {"files": {f"{FOLDER}/{name}": content for name, content in job.files.items()}}
+            orders |= {"folder": FOLDER, "writable": [*folders, *devices]}
+            orders |= {"command": list(job.command), "environment": ENVIRONMENT}
+            launcher = bytecode(str(Path(__file__).with_name("launcher.py")))
+            fds = [_in_memory(marshal.dumps(orders)), _in_memory(launcher)]
             return [sys.executable, "-I", "-S", f"/proc/self/fd/{fds[1]}", str(fds[0])], fds
 
         return _supervised(command)
 
 
-class Runsc:
+class Runsc(Isolation):
     """gVisor: a separate kernel for each program, by `runsc` and an OCI bundle."""
 
     name, description = "runsc", "gVisor"
@@ -292,20 +276,15 @@ class Runsc:
         size = job.limits.folder_mib << 20
         read = [*job.root.binds, *(target for target in job.root.links if os.path.isdir(target) and target != "/tmp")]
         options = ["nosuid", "nodev", "mode=1777", f"size={size}"]
-        mounts: list[dict[str, Any]] = [
-            {"destination": path, "type": "tmpfs", "source": "tmpfs", "options": options} for path in (FOLDER, "/tmp")
-        ]
+        in_memory: dict[str, Any] = {"type": "tmpfs", "source": "tmpfs", "options": options}
+        mounts = [{"destination": path, **in_memory} for path in (FOLDER, "/tmp")]
         for path in read:  # after /tmp, in which they may lie
             source = os.path.realpath(path)
             mounts.append({"destination": path, "type": "bind", "source": source, "options": ["rbind", "ro"]})
         for name in job.files:
-            source = str(bundle / "files" / name)
-            mounts.append(
-                {"destination": f"{FOLDER}/{name}", "type": "bind", "source": source, "options": ["bind", "ro"]}
-            )
-        rlimits = [
-            {"type": f"RLIMIT_{name}", "hard": limit, "soft": limit} for name, limit in job.limits.rlimits().items()
-        ]
+            file = {"type": "bind", "source": str(bundle / "files" / name), "options": ["bind", "ro"]}
+            mounts.append({"destination": f"{FOLDER}/{name}", **file})
+        limits, memory = job.limits.rlimits().items(), job.limits.memory_mib << 20
         return {
             "ociVersion": "1.0.2",
             "process": {
@@ -315,28 +294,22 @@ class Runsc:
                 "cwd": FOLDER,
                 "noNewPrivileges": True,
                 "capabilities": {},
-                "rlimits": rlimits,
+                "rlimits": [{"type": f"RLIMIT_{name}", "hard": limit, "soft": limit} for name, limit in limits],
             },
             "root": {"path": "rootfs", "readonly": True},
             "hostname": "sandbox",
             "mounts": mounts,
             "linux": {
                 "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")],
-                "resources": {
-                    "memory": {"limit": job.limits.memory_mib << 20},
-                    "pids": {"limit": job.limits.processes},
-                },
+                "resources": {"memory": {"limit": memory}, "pids": {"limit": job.limits.processes}},
             },
         }
 
 
-class Nothing:
+class Nothing(Isolation):
     """No isolation, only limits and a folder: for trusted code."""
 
     name, description = "none_i_trust_the_code", ""
-
-    def missing(self) -> str | None:
-        return None
 
     def start(self, job: Job) -> Started:
         folder = tempfile.mkdtemp(prefix="rayrft-code-")
@@ -347,3 +320,6 @@ class Nothing:
         environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
         process = _popen([*_prlimit(limits), *job.command], [], cwd=folder, env=environment)
         return Started(process, clean=lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+ISOLATIONS: dict[str, Isolation] = {each.name: each for each in (Bubblewrap(), Namespaces(), Runsc(), Nothing())}

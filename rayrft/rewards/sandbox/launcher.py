@@ -41,8 +41,8 @@ def _checked(what: str, result: int) -> int:
 
 
 def _call(what: str, number: int, *arguments: int | bytes | None) -> int:
-    wide = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
-    return _checked(what, _libc.syscall(ctypes.c_long(number), *wide))
+    wide = [ctypes.c_long(each) if isinstance(each, int) else each for each in (number, *arguments)]
+    return _checked(what, _libc.syscall(*wide))
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
@@ -53,8 +53,8 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str | N
 
 def _read_only(path: str, *, recursive: bool) -> None:
     attributes = struct.pack("=QQQQ", _READ_ONLY, 0, 0, 0)  # struct mount_attr
-    flags = _AT_RECURSIVE if recursive else 0
-    _call(f"make {path} read-only", _MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, attributes, len(attributes))
+    where = _AT_FDCWD, path.encode(), _AT_RECURSIVE * recursive
+    _call(f"make {path} read-only", _MOUNT_SETATTR, *where, attributes, len(attributes))
 
 
 def _build_root(orders: dict[str, Any]) -> None:
@@ -161,11 +161,7 @@ def _die_with_parent(go: int) -> None:
 
 def _map_user(inside: int, user: int, group: int) -> None:
     """Be the unprivileged user ``inside`` in the new user namespace, and nobody else."""
-    for name, text in (
-        ("uid_map", f"{inside} {user} 1"),
-        ("setgroups", "deny"),
-        ("gid_map", f"{inside} {group} 1"),
-    ):
+    for name, text in ("uid_map", f"{inside} {user} 1"), ("setgroups", "deny"), ("gid_map", f"{inside} {group} 1"):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 

@@ -61,10 +61,8 @@ class _Question:
 
 def choice(task: Task, found: Sequence[Statement], partial: float = 0.0) -> RewardResult:
     """Score the chosen letters; some of the right ones give ``partial``."""
-    options = [
-        normal_form(re.sub(r"^\s*(?:\([A-Z]\)|[A-Z][).:、])", "", nfkc(text)))
-        for text in task.metadata.get("options", ())
-    ]
+    texts = [re.sub(r"^\s*(?:\([A-Z]\)|[A-Z][).:、])", "", nfkc(text)) for text in task.metadata.get("options", ())]
+    options = [normal_form(text) for text in texts]
     reference, last = nfkc(task.answer).upper(), chr(ord("A") + (len(options) or 26) - 1)
     right = set(re.findall("[A-Z]", reference))
     if not re.fullmatch(r"[^\w]*[A-Z](?:[^\w]*[A-Z])*[^\w]*", reference) or max(right) > last:
@@ -79,9 +77,8 @@ def choice(task: Task, found: Sequence[Statement], partial: float = 0.0) -> Rewa
 def _concluded(statement: Statement, question: _Question) -> set[str] | None:
     """Return the chosen letters of the last lines: options judged right one by one, else those of the line before."""
     lines = [line[:LONGEST_STATEMENT] for line in statement.last_lines]
-    judging = list(
-        takewhile(lambda line: _LABELLED.match(plain(line)) or any(_judged(line, question)), reversed(lines))
-    )
+    last = takewhile(lambda line: _LABELLED.match(plain(line)) or any(_judged(line, question)), reversed(lines))
+    judging = list(last)
     one = _LABELLED.sub("", plain(statement.text), count=1)
     if len(judging) > 1 or (judging and len(lines) > 1 and normal_form(one) not in question.options):
         right, wrong = _judged("\n".join(reversed(judging)), question)

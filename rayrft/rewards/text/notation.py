@@ -97,8 +97,13 @@ def letters(text: str) -> frozenset[str]:
     return frozenset(re.findall(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", text))
 
 
+_POWER = re.compile(r"(?<=[\d)}]) ?(?:\\text ?\{ ?(squared|cubed) ?\}|(squared|cubed)\b(?! *[A-Za-z]))")
+
+
 def signs(text: str) -> str:
-    """Return the text with commands and signs of ASCII for those beyond it, and with minus signs for words."""
+    """Return the text with commands and signs of ASCII for those beyond it, and for words of minus and of powers."""
+    if "squared" in text or "cubed" in text:
+        text = _POWER.sub(lambda power: {"squared": "^2", "cubed": "^3"}[power[1] or power[2]], text)
     if text.isascii():
         return _MINUS.sub("-", text) if "inus" in text or "egative" in text else text
     text = _MINUS.sub("-", text)

@@ -83,30 +83,22 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _DEGREES = re.compile(r"(?P<value>.+?) ?\^ ?(?:\\circ|\{ ?\\circ ?\})(?: ?(?:([CF])(?:elsius|ahrenheit)?|(K)))?")
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The text of a value, the magnitude that multiplies it, and its unit: "5 million dollars"."""
-
-    value: str
-    scale: int = 1
-    unit: str = ""
-
-
 @lru_cache(maxsize=256)
-def split_unit(text: str) -> Measured:
-    """Split a normalized text into a value and the currency before it, or the words or letters after it."""
+def split_unit(text: str) -> tuple[str, int, str]:
+    """Split a normalized text into a value, the magnitude that multiplies it, and its unit, the currency before it or
+    the words or letters after it: "5 million dollars"."""
     currency = _CURRENCY.fullmatch(text)
     value = currency["sign"] + currency["value"] if currency else text
     unit = currency["unit"] if currency else ""
     if not (found := _MEASURED.fullmatch(value)):
-        return Measured(value, 1, unit)
+        return value, 1, unit
     words = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", found["unit"])
     named = _LEADING_SCALES.sub("", words).strip()
     scale = _scale(words.removesuffix(named))
     ordinal = re.fullmatch(r"1st|2nd|3rd|\dth", found["value"][-1] + named)
     if named and not ordinal and not is_unit(named, words[0] == " " or scale != 1 or "\\text" in found["unit"]):
-        return Measured(value, 1, unit)
-    return Measured(found["value"].strip(), scale, unit or named)
+        return value, 1, unit
+    return found["value"].strip(), scale, unit or named
 
 
 def read_quantity(text: str) -> Number | None:
@@ -116,9 +108,9 @@ def read_quantity(text: str) -> Number | None:
     degrees = _DEGREES.fullmatch(text)
     if degrees and (number := read_number(degrees["value"])):
         return replace(number, text=text, unit="°" + (degrees[2] or degrees[3] or ""))
-    measured = split_unit(text)
-    number = read_number(_BRACES.sub(r"\1", measured.value) if measured.value[:1] == "{" else measured.value)
-    return number and replace(number, text=text, value=number.value * measured.scale, unit=measured.unit)
+    value, scale, unit = split_unit(text)
+    number = read_number(_BRACES.sub(r"\1", value) if value[:1] == "{" else value)
+    return number and replace(number, text=text, value=number.value * scale, unit=unit)
 
 
 _ONES = "one two three four five six seven eight nine"
@@ -137,7 +129,7 @@ HAN_DIGITS = {"零": 0, "一": 1, "两": 2, "二": 2, "三": 3, "四": 4, "五":
 _DIGIT = f"[{''.join(HAN_DIGITS)}]"
 _BELOW_10000 = rf"(?:({_DIGIT})千零?)?(?:({_DIGIT})百零?)?(?:({_DIGIT}?)十)?({_DIGIT})?"
 _COUNT = re.compile(
-    rf"(?<![A-Za-z0-9_.])(?:(?P<digits>\d{{1,9}})(?![0-9]|\.[0-9])(?P<scales>(?:\s*{_SCALE})*)"
+    rf"(?<![A-Za-z0-9_.])(?:(?P<digits>[1-9]\d{{0,2}}(?:,\d{{3}})+|\d{{1,99}})(?![0-9]|\.[0-9])(?P<scales>(?:\s*{_SCALE})*)"
     rf"|(?<!half )(?P<words>{_SPELLED})(?![A-Za-z0-9_]|-[a-z]|\s+and\s+a\s+half\b))"
     rf"|(?<!第)(?P<chinese>[{''.join(HAN_DIGITS)}十百千]++)(?=$|[个只条张辆人本朵棵头匹艘架块件位名把颗根座栋枚支瓶杯。,\s])",
     re.IGNORECASE,
@@ -149,7 +141,7 @@ def read_count(text: str) -> int | None:
     counts = set[int | None]()
     for found in _COUNT.finditer(plain(text)):
         if found["digits"]:
-            counts.add(int(found["digits"]) * _scale(found["scales"]))
+            counts.add(int(found["digits"].replace(",", "")) * _scale(found["scales"]))
         else:
             counts.add(_spelled(found["words"]) if found["words"] else _chinese(found["chinese"]))
     return counts.pop() if len(counts) == 1 else None

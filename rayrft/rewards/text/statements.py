@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import unicodedata
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 _LONGEST, LONGEST_STATEMENT, _MOST_STATEMENTS = 20_000, 500, 20
-"""Characters of a response that are searched, from its end, characters of a statement, and statements of a response:
-bounds of the time that a response takes."""
+"""Bounds of the time: characters from the end of a response, characters of a statement, statements of a response."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,28 @@ _OF_ANOTHER = re.compile(
 """The text before an announcement of another's, or a wrong, answer."""
 _SUPPOSED = re.compile(r"(?:若|如果|假如|假设|要是|倘若)[^;.!?。\n]*\Z")
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+_CLOSED_BOX = rf"{_BOX.pattern}((?:[^{{}}]|\{{(?:[^{{}}]|\{{[^{{}}]*+\}})*+\}})*+)\}}"
+_BOXES = re.compile(
+    rf"{_CLOSED_BOX}(?:[\s$]*(?:[,;、]\s*(?:and\b|or\b)?|\band\b|\bor\b|或者?|和|与)[\s$]*(?:[A-Za-z]\s*=\s*)?{_CLOSED_BOX})+"
+)
+"""Boxes in a list: ``\\boxed{5}, \\boxed{6}``."""
 _ITEM = r"\n\s*(?:(?:[-*•]|\d{1,2}[.)])\s+|\(\d\)\s*)([^\n]+)"
 _LIST = re.compile(rf"[ \t:*]*(?:{_ITEM}){{1,20}}")
 
 
 def statements(response: str, *, strict: bool = False) -> list[Statement]:
-    """Return the possible answers of a response, of which the first readable one counts: the last box; announcements
-    ("the answer is", four hashes, 答案), the last first, up to the end of the line or of a list of short items; and,
-    unless ``strict``, the last line."""
+    """Return the possible answers of a response, of which the first readable one counts: the last box, or list of
+    boxes; announcements ("the answer is", four hashes, 答案), the last first, up to the end of the line or of a list of
+    short items; and, unless ``strict``, the last line."""
     text, found = nfkc(response[-_LONGEST:]).strip(), []
     for box in list(_BOX.finditer(text))[-1:]:
-        found.append(Statement(_braced(text[box.end() :]), True, boxed=True))
+        end = text[-2 * LONGEST_STATEMENT :]
+        lists = list(_BOXES.finditer(end)) if end.count("box") > 1 else []
+        if lists and "box" not in end[lists[-1].end() :]:
+            boxed = ", ".join(re.findall(_CLOSED_BOX, lists[-1][0]))
+        else:
+            boxed = _braced(text[box.end() :])
+        found.append(Statement(boxed, True, boxed=True))
     for mark in reversed([mark for mark in _ANNOUNCED.finditer(text) if _is_its_own(mark)][-_MOST_STATEMENTS:]):
         if listed := _LIST.match(text, mark.end()):
             stated = ", ".join(re.findall(_ITEM, listed[0]))
@@ -115,20 +126,15 @@ def _is_its_own(mark: re.Match[str]) -> bool:
 
 def _braced(text: str) -> str:
     """Return the text up to the closing brace of a group that is open."""
-    depth = 1
-    for at, char in enumerate(text):
-        depth += (char == "{") - (char == "}")
-        if not depth:
-            return text[:at]
-    return text
+    depths = accumulate((char == "{") - (char == "}") for char in text)
+    return text[: next((at for at, depth in enumerate(depths) if depth < 0), len(text))]
 
 
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 
 
 def nfkc(text: str) -> str:
-    """Return the text with the usual forms of full-width letters, digits and punctuation, superscripts as powers, and
-    ``2½`` as two numbers."""
+    """Return the text with usual forms of full-width characters, superscripts as powers, ``2½`` as two numbers."""
     text = re.sub("[①-⑳]", lambda found: f"({ord(found[0]) - ord('①') + 1})", text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", lambda found: "^" + found[0].translate(_RAISED), text)
     text = re.sub(r"(?<=\d)(?=[½¼¾⅓⅔⅛])", " ", text)
