@@ -222,11 +222,8 @@ _DEFAULTS = {f.name: f.default for f in fields(Experience) if f.default is not M
 def to_batch(experiences: list[Experience]) -> pa.RecordBatch:
     """Convert experiences to a batch of :data:`SCHEMA`. Raises DataError, with the column, for a misfit."""
     try:
-        rows = []
-        for experience in experiences:
-            rows.append(row := vars(experience).copy())
-            for name, convert in _CONVERT.items():
-                row[name] = convert(row[name])
+        given = map(vars, experiences)
+        rows = [row | {name: convert(row[name]) for name, convert in _CONVERT.items()} for row in given]
         unset = {name for name, default in _DEFAULTS.items() if all(row[name] is default for row in rows)}
         # One call takes a third of the time of a call per column, and half of that if it leaves out what is not set.
         columns = iter(pa.array(rows, _struct(frozenset(unset))).flatten())
@@ -261,8 +258,7 @@ def _check_column(f: pa.Field, experiences: list[Experience]) -> None:
 
 
 def _whole(values: Any) -> Any:
-    array = np.asarray(values)
-    if array.dtype.kind == "f" and array.size:
+    if (array := np.asarray(values)).dtype.kind == "f" and array.size:
         raise TypeError("floating-point numbers, which Arrow would truncate")
     return values
 
@@ -286,13 +282,10 @@ def from_batch(batch: pa.RecordBatch) -> list[Experience]:
 def field_values(batch: pa.RecordBatch) -> dict[str, list[Any]]:
     """Return columns of :data:`SCHEMA` as the values of fields of experiences, by name."""
     columns: dict[str, list[Any]] = {}
-    for name in batch.schema.names:
-        if name in _LISTS:
-            columns[name] = list_column(batch.column(name))
-        elif (convert := _FIELDS.get(name)) is not None:
-            columns[name] = [convert(value or ()) for value in batch.column(name).to_pylist()]
-        else:
-            columns[name] = batch.column(name).to_pylist()
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        values = list_column(column) if name in _LISTS else column.to_pylist()
+        convert = _FIELDS.get(name)
+        columns[name] = values if convert is None else [convert(value or ()) for value in values]
     return columns
 
 

@@ -287,7 +287,7 @@ class Buffer(Watched):
         slots = {slot for name in experience_ids for slot in groups.of_row(name)} & {*record.slots}
         expert: list[int] = []
         if record.demonstrations is not None:
-            names = await self._experts.names(record.demonstrations, record.extent)
+            names, _ = await self._experts.names(record.demonstrations, record.extent)
             units = [record.expert[at : at + record.unit] for at in range(0, len(record.expert), record.unit)]
             expert = [row for unit in units for row in unit if any(names[other] in experience_ids for other in unit)]
         await self._store.commit(e.RowsBlamed(step, attempt, sorted(slots), sorted(set(expert))))
@@ -334,7 +334,7 @@ class Buffer(Watched):
             known = self._state.contents.experts.get(name)
             if known is not None:
                 check_kind(name, (pairs, labelled), known.kind)
-            there = set() if known is None else await self._experts.known(name, known.extent)
+            _, there = ([], set()) if known is None else await self._experts.names(name, known.extent)
             unit = 2 if pairs else 1
             ids = np.array(batch.column("experience_id").to_pylist(), dtype=object).reshape(-1, unit)
             new = np.repeat([not there & set(names) for names in ids], unit)
@@ -357,7 +357,7 @@ class Buffer(Watched):
             known, unwanted = self._state.contents.experts.get(name), {*experience_ids}
             if known is None:
                 return 0
-            ids = np.array(await self._experts.names(name, known.extent), dtype=object).reshape(-1, known.unit)
+            ids = np.array((await self._experts.names(name, known.extent))[0], dtype=object).reshape(-1, known.unit)
             rows = np.flatnonzero(np.repeat([bool(unwanted & set(names)) for names in ids], known.unit)).tolist()
             await self._store.commit(e.DemonstrationsWithdrawn(name, rows))
         return len(rows)

@@ -55,10 +55,8 @@ class BufferWriter:
         """
         check_schema(batch.schema)
         check_filled(batch)
-        rows, nbytes = batch.num_rows, batch.get_total_buffer_size()
-        report = GroupReport(rows=rows) if report is None else report
         digest = zlib.crc32(pack(batch)) if ticket is None else 0
-        entry = GroupEntry(batch.column("group_id")[0].as_py(), ticket, report, dropped or {}, rows, nbytes, digest)
+        entry = _entry(batch, ticket, report or GroupReport(rows=batch.num_rows), dropped or {}, digest)
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((entry, batch, done))
         if self._sender is None or self._sender.done():
@@ -67,9 +65,7 @@ class BufferWriter:
 
     async def park(self, batch: pa.RecordBatch, ticket: Ticket) -> None:
         """Store the calls of a group's unfinished attempts; return when they are in the log."""
-        rows, nbytes = batch.num_rows, batch.get_total_buffer_size()
-        entry = GroupEntry(batch.column("group_id")[0].as_py(), ticket, GroupReport(), {}, rows, nbytes)
-        await self._buffer.call(Buffer.park, entry, [_payload(pack(batch))])
+        await self._buffer.call(Buffer.park, _entry(batch, ticket, GroupReport(), {}), [_payload(pack(batch))])
 
     async def _send(self) -> None:
         """Send one call at a time, so that groups arrive in order. A full call is packed while another is in flight;
@@ -79,8 +75,9 @@ class BufferWriter:
             if call is not None and sum(entry.nbytes for entry, _, _ in self._waiting) < _CALL_BYTES:
                 await call
             sent = self._next()
-            try:
-                payload = self._pack(sent)
+            batches = [batch for _, batch, _ in sent]
+            try:  # their schema was checked
+                payload = _payload((pa.concat_batches(batches) if len(batches) > 1 else batches[0]).serialize())
             except Exception as error:  # raised in the callers of `put`, as those of the call
                 _fail(sent, error)
             else:
@@ -105,20 +102,22 @@ class BufferWriter:
         sent, self._waiting = self._waiting[:count], self._waiting[count:]
         return sent
 
-    def _pack(self, sent: list[_Waiting]) -> list[Any]:
-        batches = [batch for _, batch, _ in sent]
-        message = (pa.concat_batches(batches) if len(batches) > 1 else batches[0]).serialize()  # its schema was checked
-        return [_payload(message)]
-
-    async def _call(self, sent: list[_Waiting], payload: list[Any]) -> None:
+    async def _call(self, sent: list[_Waiting], payload: Any) -> None:
         try:
-            receipts = await self._buffer.call(Buffer.put, [entry for entry, _, _ in sent], payload)
+            receipts = await self._buffer.call(Buffer.put, [entry for entry, _, _ in sent], [payload])
         except Exception as error:  # any error is raised in the callers of `put`
             _fail(sent, error)
         else:
             for (_, _, done), receipt in zip(sent, receipts, strict=True):
                 if not done.done():
                     done.set_result(receipt)
+
+
+def _entry(
+    batch: pa.RecordBatch, ticket: Ticket | None, report: GroupReport, dropped: dict[str, int], digest: int = 0
+) -> GroupEntry:
+    name, rows, nbytes = batch.column("group_id")[0].as_py(), batch.num_rows, batch.get_total_buffer_size()
+    return GroupEntry(name, ticket, report, dropped, rows, nbytes, digest)
 
 
 def _fail(sent: list[_Waiting], error: Exception) -> None:

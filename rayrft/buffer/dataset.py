@@ -31,11 +31,10 @@ def dataset(
 ) -> ray.data.Dataset:
     """Return the current rows of a store as a lazy Ray Dataset with columns of ``experience.SCHEMA``.
 
-    ``store`` is ``usual`` (usual rows that wait for training or are being trained) or
-    ``expert/<name>``; ``columns`` are those to read, all by default; ``where`` is a condition in SQL: see
-    `Selection`. Later changes of the store do not change the dataset, which keeps its blocks
-    in the object store as long as it and the Buffer live. Reading reserves no CPU of the cluster; other operations of
-    Ray Data do, and wait until ``num_cpus`` are free beside the run.
+    ``store`` is ``usual`` (usual rows that wait for training or are being trained) or ``expert/<name>``; ``columns``
+    are those to read, all by default; ``where`` is a condition in SQL: see `Selection`. Later changes of the store do
+    not change the dataset, which keeps its blocks in the object store as long as it and the Buffer exist. Reading
+    reserves no CPU of the cluster; other operations of Ray Data wait until ``num_cpus`` are free beside the run.
 
     Raises DataError for an unknown store or column, and for an invalid condition.
     """
@@ -76,12 +75,11 @@ class _BlockSource(Datasource):
 
     def __init__(self, parts: _Parts, selection: Selection) -> None:
         super().__init__()
-        self._parts = parts
+        self._reads: list[_Parts] = [[part] for part in parts] or [[]]  # an empty dataset needs a task for its schema
         self._selection = selection
 
     def __len__(self) -> int:
-        # An empty dataset needs one task for its schema.
-        return max(1, len(self._parts))
+        return len(self._reads)
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -90,20 +88,13 @@ class _BlockSource(Datasource):
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
         del parallelism, data_context  # always one task per block
-        reads = [partial(_read, [part], self._selection) for part in self._parts] or [
-            partial(_read, [], self._selection)
-        ]
-        rows = [len(rows) for _, rows in self._parts] or [0]
-        known = not self._selection.filters
-        return [
-            ReadTask(
-                read,
-                BlockMetadata(num_rows=count if known else None, size_bytes=None, input_files=None, exec_stats=None),
-                schema=self._selection.schema,
-                per_task_row_limit=per_task_row_limit,
-            )
-            for read, count in zip(reads, rows, strict=True)
-        ]
+        tasks = []
+        for parts in self._reads:
+            count = None if self._selection.filters else sum(len(rows) for _, rows in parts)
+            metadata = BlockMetadata(num_rows=count, size_bytes=None, input_files=None, exec_stats=None)
+            read = partial(_read, parts, self._selection)
+            tasks.append(ReadTask(read, metadata, self._selection.schema, per_task_row_limit))
+        return tasks
 
 
 def _read(parts: _Parts, selection: Selection) -> Iterable[pa.Table]:
@@ -123,7 +114,7 @@ def _blocks(dataset: ray.data.Dataset) -> list[Any]:
 
 def _gather(blocks: list[Any], name: str) -> pa.Buffer:
     """Pack blocks into one message of demonstrations; runs in a task."""
-    return _message((ray.get(block) for block in blocks), name)
+    return _message(map(ray.get, blocks), name)
 
 
 def _message(tables: Iterable[pa.Table], name: str) -> pa.Buffer:
@@ -136,12 +127,10 @@ def _message(tables: Iterable[pa.Table], name: str) -> pa.Buffer:
 
 def _newest(parts: _Parts, count: int) -> list[Experience]:
     """Find the newest rows; runs in a task. Reads only the times of the others."""
-    batches = [unpack(ray.get(ref)) for ref, _ in parts]
-    places = [(block, row) for block, (_, rows) in enumerate(parts) for row in rows.tolist()]
-    times = [
-        batch.column("finished_at").fill_null(0.0).to_numpy()[rows]
-        for batch, (_, rows) in zip(batches, parts, strict=True)
-    ]
-    order = np.argsort(np.concatenate([np.zeros(0), *times]), kind="stable")[::-1][:count]
-    found = [places[place] for place in order.tolist()]
-    return [row for block, at in found for row in from_batch(batches[block].slice(at, 1))]
+    places, times = list[tuple[pa.RecordBatch, int]](), [np.zeros(0)]
+    for ref, rows in parts:
+        batch = unpack(ray.get(ref))
+        places += [(batch, row) for row in rows.tolist()]
+        times.append(batch.column("finished_at").fill_null(0.0).to_numpy()[rows])
+    order = np.argsort(np.concatenate(times), kind="stable")[::-1][:count].tolist()
+    return [row for batch, at in map(places.__getitem__, order) for row in from_batch(batch.slice(at, 1))]

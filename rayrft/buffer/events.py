@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import zlib
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Union
+from operator import add
+from typing import Annotated, Any, Union, dataclass_transform
 
 import pyarrow as pa
 from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
@@ -28,13 +29,7 @@ class GroupReport:
     """Rows truncated at max_tokens."""
 
     def __add__(self, other: GroupReport) -> GroupReport:
-        return GroupReport(
-            self.rows + other.rows,
-            self.reward_sum + other.reward_sum,
-            self.scored + other.scored,
-            self.tokens + other.tokens,
-            self.truncated + other.truncated,
-        )
+        return GroupReport(*map(add, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)
@@ -84,34 +79,36 @@ class Extent:
         return Extent(self.segment, self.rows + rows, self.nbytes + len(data), zlib.crc32(data, self.crc))
 
 
+_TAGS: dict[type[Event], str] = {}
+"""The kinds of events in the journal: their names in snake case."""
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Event:
-    """A change of the Buffer's state. In the journal its kind is the class's name in snake case."""
+    """A change of the Buffer's state. Its subclasses are frozen dataclasses."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+        _TAGS[cls] = re.sub("(?<!^)([A-Z])", r"_\1", cls.__name__).lower()
 
 
-@dataclass(frozen=True)
 class Began(Event):
     run: str
     schema: str
 
 
-@dataclass(frozen=True)
 class StageOpened(Event):
     plan: StagePlan
 
 
-@dataclass(frozen=True)
-class StageResumed(Event):
+class StageResumed(StageOpened):
     """The stage is open again in its old state; the plan's numbers may have changed."""
 
-    plan: StagePlan
 
-
-@dataclass(frozen=True)
 class StageClosed(Event):
     """The stage admits no more groups."""
 
 
-@dataclass(frozen=True)
 class TicketsIssued(Event):
     """A request for tickets was answered, with none if ``count`` is 0.
 
@@ -125,7 +122,6 @@ class TicketsIssued(Event):
     """The feed that the producer belongs to."""
 
 
-@dataclass(frozen=True)
 class TasksAdded(Event):
     """The task set has grown: these tasks belong to its source ``source``, by index."""
 
@@ -133,14 +129,12 @@ class TasksAdded(Event):
     source: int
 
 
-@dataclass(frozen=True)
 class ProducerAbandoned(Event):
     """The producer is abandoned: its tickets are issued to the next request."""
 
     producer: str
 
 
-@dataclass(frozen=True)
 class GroupsStored(Event):
     """Groups were stored in the segment that now has this extent."""
 
@@ -148,7 +142,6 @@ class GroupsStored(Event):
     groups: list[StoredGroup]
 
 
-@dataclass(frozen=True)
 class GroupParked(Event):
     """The calls of a group's unfinished attempts were stored in the segment that now has this extent. Its ticket will
     be issued again."""
@@ -159,7 +152,6 @@ class GroupParked(Event):
     """Of the ticket."""
 
 
-@dataclass(frozen=True)
 class GroupDropped(Event):
     """A group was dropped without storing any row."""
 
@@ -171,7 +163,6 @@ class GroupDropped(Event):
     """Checksum of a rejected group without a ticket."""
 
 
-@dataclass(frozen=True)
 class TaskFailed(Event):
     """A task gave no rows."""
 
@@ -179,7 +170,6 @@ class TaskFailed(Event):
     reason: str
 
 
-@dataclass(frozen=True)
 class BatchLeased(Event):
     step: int
     slots: list[int]
@@ -188,14 +178,12 @@ class BatchLeased(Event):
     expert: list[int]
 
 
-@dataclass(frozen=True)
 class StepAcked(Event):
     step: int
     scores: dict[int, float] = field(default_factory=dict)
     """New scores by slot, if training reported any."""
 
 
-@dataclass(frozen=True)
 class RowsBlamed(Event):
     """Training failed on one of these groups (by slot) and demonstrations (by row)."""
 
@@ -206,19 +194,16 @@ class RowsBlamed(Event):
     expert: list[int]
 
 
-@dataclass(frozen=True)
 class StepsCovered(Event):
     """A checkpoint covers all steps before ``step``."""
 
     step: int
 
 
-@dataclass(frozen=True)
 class LeaseRequeued(Event):
     step: int
 
 
-@dataclass(frozen=True)
 class StepsRolledBack(Event):
     """The run resumes at ``step``: leases from there on are trained again."""
 
@@ -227,18 +212,15 @@ class StepsRolledBack(Event):
     """Attempt of the run."""
 
 
-@dataclass(frozen=True)
 class VersionAdvanced(Event):
     version: int
 
 
-@dataclass(frozen=True)
 class GroupsEvicted(Event):
     slots: list[int]
     reason: str
 
 
-@dataclass(frozen=True)
 class GroupsMoved(Event):
     """Groups were rewritten contiguously from row ``row`` of the extent's segment."""
 
@@ -249,14 +231,12 @@ class GroupsMoved(Event):
     """New score if feedback changed the rows."""
 
 
-@dataclass(frozen=True)
 class SegmentsDeleted(Event):
     segments: list[int]
     forgotten: list[str] = field(default_factory=list)
     """Experience ids whose late feedback is deleted, too."""
 
 
-@dataclass(frozen=True)
 class FeedbackNoted(Event):
     """Feedback that came after its row was trained, or dropped. It is forgotten with the segment of the row."""
 
@@ -267,7 +247,6 @@ class FeedbackNoted(Event):
     version: int
 
 
-@dataclass(frozen=True)
 class DemonstrationsLoaded(Event):
     """Demonstrations are stored in the file ``expert-<name>-<segment>.arrow`` of this extent."""
 
@@ -279,17 +258,10 @@ class DemonstrationsLoaded(Event):
     """Whether they are single answers that are labelled good or bad."""
 
 
-@dataclass(frozen=True)
-class DemonstrationsExtended(Event):
-    """Demonstrations were added to those of a name, whose file has this extent now; see `DemonstrationsLoaded`."""
-
-    name: str
-    extent: Extent
-    unit: int = 1
-    labelled: bool = False
+class DemonstrationsExtended(DemonstrationsLoaded):
+    """Demonstrations were added to those of a name, whose file has this extent now."""
 
 
-@dataclass(frozen=True)
 class DemonstrationsWithdrawn(Event):
     """Demonstrations of a name are not drawn any more, by their row numbers; leases that have them keep them."""
 
@@ -306,7 +278,6 @@ class ModelTerms:
     tokenizer: str
 
 
-@dataclass(frozen=True)
 class FeedJoined(Event):
     """An attempt of explore job ``job`` starts or resumes its feed: see `Feed`."""
 
@@ -318,7 +289,6 @@ class FeedJoined(Event):
     group_size: int
 
 
-@dataclass(frozen=True)
 class TrainerJoined(Event):
     """The train job ``job``, whose run has this id, takes the batches from now on."""
 
@@ -327,7 +297,6 @@ class TrainerJoined(Event):
     model: ModelTerms
 
 
-@dataclass(frozen=True)
 class ProducersEnded(Event):
     """No more groups will arrive."""
 
@@ -337,7 +306,6 @@ def _tag(event: Any) -> str | None:
     return _TAGS.get(type(event)) if isinstance(event, Event) else event.get("event")
 
 
-_TAGS = {kind: re.sub("(?<!^)([A-Z])", r"_\1", kind.__name__).lower() for kind in Event.__subclasses__()}
 _tagged: Any = Union[tuple(Annotated[kind, Tag(tag)] for kind, tag in _TAGS.items())]  # noqa: UP007 - not written out
 # Rows with non-finite rewards are rejected, but reports may contain such rewards.
 _config = ConfigDict(ser_json_inf_nan="constants")

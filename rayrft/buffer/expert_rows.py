@@ -18,6 +18,7 @@ from rayrft.buffer.log.row_log import Ref
 from rayrft.buffer.log.segments import read_log_rows, with_schema
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import DemonstrationKind, State
+from rayrft.buffer.validation import lengths_of
 from rayrft.errors import DataError
 
 
@@ -37,10 +38,8 @@ class ExpertBlocks:
         self._storage = storage
         self._state = state
         self._blocks: dict[str, ExpertBlock] = {}
-        self._names: dict[str, list[str]] = {}
-        """The ids of rows, by file."""
-        self._known: dict[str, set[str]] = {}
-        """The same ids, of files that grow."""
+        self._names: dict[str, tuple[list[str], set[str]]] = {}
+        """The ids of rows, in order and as a set, by file."""
 
     async def write(self, name: str, batch: pa.RecordBatch) -> Extent:
         """Write demonstrations to a file of their own, which is named after their checksum."""
@@ -66,9 +65,10 @@ class ExpertBlocks:
                 grown.close()
 
         await asyncio.to_thread(append)
-        names = batch.column("experience_id").to_pylist()
-        self._names.get(file, []).extend(names)
-        self._known.get(file, set()).update(names)
+        if file in self._names:
+            ordered, known = self._names[file]
+            ordered += (names := batch.column("experience_id").to_pylist())
+            known.update(names)
         return extent.grown(batch.num_rows, data)
 
     async def get(self, name: str, extent: Extent, rows: int | None = None) -> ExpertBlock:
@@ -79,24 +79,17 @@ class ExpertBlocks:
         file = expert_file(name, extent)
         if file not in self._blocks or len(self._blocks[file].tokens) < (extent.rows if rows is None else rows):
             batch = await asyncio.to_thread(read_log_rows, self._storage, file, extent)
-            tokens = batch.column("token_ids").value_lengths().to_numpy()
-            self._blocks[file] = ExpertBlock(ray.put(batch.serialize()), tokens)
+            self._blocks[file] = ExpertBlock(ray.put(batch.serialize()), lengths_of(batch.column("token_ids")))
         return self._blocks[file]
 
-    async def names(self, name: str, extent: Extent) -> list[str]:
-        """Return the experience ids of the demonstrations by row."""
+    async def names(self, name: str, extent: Extent) -> tuple[list[str], set[str]]:
+        """Return the experience ids of the demonstrations, by row and as a set, read from their file once."""
         file = expert_file(name, extent)
-        if len(self._names.get(file, ())) < extent.rows:
+        if file not in self._names or len(self._names[file][0]) < extent.rows:
             batch = await asyncio.to_thread(read_log_rows, self._storage, file, extent)
-            self._names[file] = batch.column("experience_id").to_pylist()
+            names = batch.column("experience_id").to_pylist()
+            self._names[file] = names, {*names}
         return self._names[file]
-
-    async def known(self, name: str, extent: Extent) -> set[str]:
-        """Return the experience ids of the demonstrations, at a cost that does not grow with their number."""
-        file = expert_file(name, extent)
-        if file not in self._known:
-            self._known[file] = {*await self.names(name, extent)}
-        return self._known[file]
 
     async def whole(self, store: str) -> tuple[Ref, np.ndarray]:
         """Return the block of the current demonstrations in ``expert/<name>``, and the indices of the rows that may be
@@ -118,39 +111,25 @@ class ExpertBlocks:
             if file.startswith("expert-"):
                 self._blocks.pop(file, None)
                 self._names.pop(file, None)
-                self._known.pop(file, None)
                 await asyncio.to_thread(self._storage.delete, file)
 
 
-def are_pairs(batch: pa.RecordBatch) -> bool:
-    """Return whether demonstrations are preference pairs: every two rows are the sides of one, the chosen side first.
+def demonstration_kind(batch: pa.RecordBatch) -> DemonstrationKind:
+    """Return the kind of demonstrations. Every two rows of preference pairs are one pair, the chosen side first.
 
-    Raises DataError if only some are.
+    Raises DataError if they are of several kinds.
     """
     names, chosen = batch.column("pair_id").to_pylist(), batch.column("chosen").to_pylist()
-    if not any(names):
-        return False
-    if names[::2] != names[1::2] or None in names or chosen != [True, False] * (len(names) // 2):
-        problem = "only some rows form preference pairs: every two rows must be one pair, the chosen side first"
-        raise DataError(problem, "keep pairs and other rows under different names", field="demonstrations")
-    return True
-
-
-def are_labelled(batch: pa.RecordBatch) -> bool:
-    """Return whether demonstrations are single answers that are labelled good or bad. Raises DataError if only some
-    are."""
-    names, labels = batch.column("pair_id"), batch.column("chosen")
-    if names.null_count < len(names) or labels.null_count == len(labels):
-        return False
-    if labels.null_count:
+    if any(names):
+        if names[::2] != names[1::2] or None in names or chosen != [True, False] * (len(names) // 2):
+            problem = "only some rows form preference pairs: every two rows must be one pair, the chosen side first"
+            raise DataError(problem, "keep pairs and other rows under different names", field="demonstrations")
+        return True, False
+    labelled = [label is not None for label in chosen]
+    if any(labelled) and not all(labelled):
         remedy = "keep labelled and other rows under different names"
         raise DataError("only some rows have a label, good or bad", remedy, field="demonstrations")
-    return True
-
-
-def demonstration_kind(batch: pa.RecordBatch) -> DemonstrationKind:
-    """Return the kind of demonstrations. Raises DataError if they are of several kinds."""
-    return are_pairs(batch), are_labelled(batch)
+    return False, any(labelled)
 
 
 def check_kind(name: str, found: DemonstrationKind, wanted: DemonstrationKind) -> None:

@@ -40,10 +40,8 @@ def read_file(path: Path, where: str | None = None) -> pa.Table:
     chosen = Selection(SCHEMA, where=where)
     check_suffix(path)
     rows = _read_parquet(path) if path.suffix == ".parquet" else _read_json_lines(path)
-    if not chosen.filters:
-        return rows
     met = pa.Table.from_batches(map(chosen.apply, rows.to_batches()), SCHEMA)
-    if not len(met):
+    if chosen.filters and not len(met):
         raise DataError(f"no row of {path} meets the condition", "widen it", field="where", value=where)
     return met
 
@@ -118,9 +116,8 @@ def _read_parquet(path: Path) -> pa.Table:
     try:
         return conform(pq.read_table(path), str(path))
     except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"cannot be read: {str(error).splitlines()[0]}", _WHOLE, field="file", value=str(path)
-        ) from None
+        problem = f"cannot be read: {str(error).splitlines()[0]}"
+        raise DataError(problem, _WHOLE, field="file", value=str(path)) from None
 
 
 def _read_json_lines(path: Path) -> pa.Table:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from rayrft.buffer import events as e
@@ -36,9 +34,8 @@ async def give_feedback(store: Store, experience_id: str, reward: float | None, 
                 return await store.commit(*moved)
         version, status = int(groups.last_step[slot]), groups.status[slot]
         if status == GroupStatus.PARKED:
-            raise FeedbackRefused(
-                "the attempt is not finished", "give feedback when its group is complete", field=experience_id
-            )
+            remedy = "give feedback when its group is complete"
+            raise FeedbackRefused("the attempt is not finished", remedy, field=experience_id)
         await store.commit(e.FeedbackNoted(int(groups.segment[slot]), experience_id, reward, labels, version))
         if status == GroupStatus.DROPPED:
             remedy = "give feedback before rows are dropped; the reasons are in stats()"
@@ -59,16 +56,15 @@ def change(
 
     Raises DataError if there is no such row, or if the reward is not finite.
     """
-    places = [place for place, row in enumerate(rows) if row.experience_id == experience_id]
-    if not places:
-        known = f"its rows: {[row.experience_id for row in rows]}"
-        raise DataError("its group has no such row", known, field="experience_id", value=experience_id)
-    old = rows[places[0]]
+    names = [row.experience_id for row in rows]
+    if experience_id not in names:
+        problem = "its group has no such row"
+        raise DataError(problem, f"its rows: {names}", field="experience_id", value=experience_id)
+    old = rows[place := names.index(experience_id)]
     merged, reward = old.labels | labels, old.reward if reward is None else float(np.float32(reward))
     if (merged, reward) == (old.labels, old.reward):
         return rows
-    row = replace(old, labels=merged, reward=reward)
-    rows = [*rows[: places[0]], row, *rows[places[0] + 1 :]]
+    rows = [*rows[:place], old.with_fields(labels=merged, reward=reward), *rows[place + 1 :]]
     if faults := find_faults(to_batch(rows)):
         raise DataError(next(iter(faults.values())), field="feedback", value=reward)
     return rows

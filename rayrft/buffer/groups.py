@@ -92,17 +92,13 @@ class GroupTable:
             self._grow()
         slot = heapq.heappop(self._free)
         self._slots[group.key] = slot
-        self.status[slot] = GroupStatus.READY
         self.key[slot], self.digest[slot] = group.key, group.digest
         self.sequence[slot] = -1 if group.sequence is None else group.sequence
-        self.order[slot] = order
-        self.segment[slot] = segment
+        self.order[slot], self.segment[slot] = order, segment
         for name, number in vars(group.stored).items():
             getattr(self, name)[slot] = number
         self.uses[slot], self.pending[slot], self.last_step[slot] = 0, 0, -1
-        self.held_rows += self.trainable(slot)
-        self.held_bytes += group.stored.nbytes
-        self.live[segment] += 1
+        self.set_status(slot, GroupStatus.READY)
         return slot
 
     def set_status(self, slot: int, status: GroupStatus) -> None:

@@ -211,7 +211,7 @@ class Leasing:
 
         try:
             # A wait without a deadline is not a stall.
-            waiting = self.waits.on("groups", lambda: f"step {step}: {self._available()}; {self._dropped()}")
+            waiting = self.waits.on("groups", lambda: f"step {step}: {self._situation()}")
             with waiting if math.isfinite(deadline_s) else contextlib.nullcontext():
                 async with asyncio.timeout(deadline_s) as limit:
                     await store.wait_for(ready)
@@ -232,11 +232,10 @@ class Leasing:
             if self._holds(plan) or (drawn := stage.schedule.choose(step, sample)) is None:
                 return None
             slots, weights = drawn.slots.tolist(), drawn.weights.tolist()
-        if self._lacks_demonstrations():
+        elif self._lacks_demonstrations():
             return None
         cursor = experts.get(plan.demonstrations or "")
-        expert = [] if cursor is None else cursor.peek(plan.expert_rows)
-        return e.BatchLeased(step, slots, weights, expert)
+        return e.BatchLeased(step, slots, weights, [] if cursor is None else cursor.peek(plan.expert_rows))
 
     def _holds(self, plan: StagePlan) -> bool:
         """Return whether the step waits until the groups of ``hold_steps`` further steps are ready, as long as more
@@ -277,40 +276,35 @@ class Leasing:
         """Return the error of a step that gets no batch."""
         plan = self._store.state.stage.plan
         assert plan is not None
+        problem, remedy = f"step {step} needs {plan.groups} groups, and {what}: {self._situation()}", _REMEDIES[reason]
         if self._lacks_demonstrations():
             problem = f"each of the demonstrations {plan.demonstrations!r} is withdrawn, or training failed on it"
-            return LeaseEnded(problem, "add others: run.extend", field="buffer.lease", value=reason)
-        return LeaseEnded(
-            f"step {step} needs {plan.groups} groups, and {what}: {self._available()}; {self._dropped()}",
-            _REMEDIES[reason],
-            field="buffer.lease",
-            value=reason,
-        )
+            remedy = "add others: run.extend"
+        return LeaseEnded(problem, remedy, field="buffer.lease", value=reason)
 
     def _ready(self) -> int:
         """Return the number of groups that are ready."""
-        state = self._store.state
-        return state.stage.schedule.ready_count(state.eligible)
+        return self._store.state.stage.schedule.ready_count(self._store.state.eligible)
 
-    def _available(self) -> str:
-        """Describe the groups available for the next step."""
-        stage = self._store.state.stage
+    def _situation(self) -> str:
+        """Describe the groups available for the next step, and those that were dropped."""
+        stage, ledger = self._store.state.stage, self._store.state.contents.ledger
         parked = f", {len(stage.parked)} parked" if stage.parked else ""
-        return f"{self._ready()} ready, {len(stage.schedule.running)} running{parked}"
-
-    def _dropped(self) -> str:
-        ledger = self._store.state.contents.ledger
-        return f"rows dropped so far {dict(ledger.dropped)}, tasks {dict(ledger.dropped_tasks)}"
+        dropped = f"rows dropped so far {dict(ledger.dropped)}, tasks {dict(ledger.dropped_tasks)}"
+        return f"{self._ready()} ready, {len(stage.schedule.running)} running{parked}; {dropped}"
 
     async def _deal(self, record: LeaseRecord, world_size: int, waited_s: float) -> Lease:
         groups = self._store.state.groups
         weights = dict(zip(record.slots, record.weights, strict=True))
         # In order of arrival, which does not change when the store is reopened or groups are moved.
         slots = sorted(record.slots, key=lambda slot: int(groups.order[slot]))
-        blocks = await self._store.blocks(slots)
         parts = [
-            _rows_of(*block, weights[slot], alone=slot in record.blamed)
-            for slot, block in zip(slots, blocks, strict=True)
+            [
+                Unit(ref, first + row, 1, count, weights[slot], slot in record.blamed, (first, len(tokens)))
+                for row, count in enumerate(tokens.tolist())
+                if count
+            ]
+            for slot, (ref, first, tokens) in zip(slots, await self._store.blocks(slots), strict=True)
         ]
         usual_rows = sum(map(len, parts))
         if record.demonstrations is not None:
@@ -331,11 +325,3 @@ class Leasing:
             rollouts=record.rollouts,
             waited_s=waited_s,
         )
-
-
-def _rows_of(ref: Ref, first: int, tokens: np.ndarray, weight: float, *, alone: bool) -> list[Unit]:
-    """Return the rows of a group that are trained, one by one, from the ``tokens`` of all its rows."""
-    group = (first, len(tokens))
-    return [
-        Unit(ref, first + row, 1, count, weight, alone, group) for row, count in enumerate(tokens.tolist()) if count
-    ]

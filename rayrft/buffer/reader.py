@@ -54,7 +54,9 @@ def read_state(storage: Storage, sampler: SamplerConfig, seed: int, tasks: TaskS
         apply(state, event)
     if not state.meta.run:
         raise StorageError("no Buffer has written here", "give the folder of a started run", field=str(storage.folder))
-    return Reading(state, recovered.torn_bytes + _uncommitted_bytes(storage, state))
+    committed = {number: extent.nbytes for number, extent in state.contents.extents.items()}
+    torn = sum(max(0, size - committed.get(number, 0)) for number, size in segment_sizes(storage).items())
+    return Reading(state, recovered.torn_bytes + torn)
 
 
 def _read_journal(storage: Storage) -> Recovered:
@@ -63,26 +65,19 @@ def _read_journal(storage: Storage) -> Recovered:
         before = _snapshots(storage)
         try:
             recovered = EventJournal(storage).read()
+            if _snapshots(storage) == before:
+                return recovered
         except FileNotFoundError:
-            continue
+            pass
         except StorageError:
             if _snapshots(storage) == before:
                 raise
-            continue
-        if _snapshots(storage) == before:
-            return recovered
     problem = f"a new journal was begun each of the {_ATTEMPTS} times that it was read"
     raise StorageError(problem, "read it again", field=str(storage.folder))
 
 
 def _snapshots(storage: Storage) -> list[str]:
     return [name for name in storage.files() if name.startswith("snapshot")]
-
-
-def _uncommitted_bytes(storage: Storage, state: State) -> int:
-    """Count the bytes of segments that are not in the journal."""
-    committed = {number: extent.nbytes for number, extent in state.contents.extents.items()}
-    return sum(max(0, size - committed.get(number, 0)) for number, size in segment_sizes(storage).items())
 
 
 ARCHIVE_SCHEMA = pa.schema(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -26,25 +27,20 @@ class Retention:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    @property
-    def full(self) -> bool:
-        """Whether there is no room for another row."""
-        return self._excess(1, 0) > 0
-
     def room(self, feed: str) -> int:
         """Return the number of groups that the producers of a feed may start."""
         state, config = self._store.state, self._store.config
-        stage, waits = state.stage, config.when_full == "wait"
+        stage, waits, full = state.stage, config.when_full == "wait", self._excess(1, 0) > 0
         if not feed:
             # A step that waits for new groups must get them even if the Buffer is full: it then frees room.
-            return 0 if waits and self.full and not stage.schedule.needs_admission else state.capacity
+            return 0 if waits and full and not stage.schedule.needs_admission else state.capacity
         job, held = state.feeds[feed], state.in_flight(feed)
         free = job.in_flight - held
         if not waits:
             return free
         rows = config.max_rows - state.groups.held_rows - held * job.group_size
         # The last group may exceed the bound by a part of itself.
-        room = 0 if self.full else -(-rows // job.group_size)
+        room = 0 if full else -(-rows // job.group_size)
         if stage.open and stage.plan is not None and all(lease.acked for lease in state.training.leases.values()):
             # The next step must get its groups even if those that are held have more rows than usual: it frees room.
             room = max(room, stage.plan.groups - state.eligible - held)
@@ -57,11 +53,9 @@ class Retention:
             try:
                 await self._store.wait_for(lambda: self._excess(rows, nbytes) <= 0, deadline_s)
             except TimeoutError:
-                held = self._store.state.groups
-                problem = (
-                    f"waited {deadline_s:g} s for room for {rows} rows: {held.held_rows} rows and "
-                    f"{held.held_bytes} bytes are held"
-                )
+                groups = self._store.state.groups
+                held = f"{groups.held_rows} rows and {groups.held_bytes} bytes are held"
+                problem = f"waited {deadline_s:g} s for room for {rows} rows: {held}"
                 remedy = "train on the held rows, raise max_rows or max_bytes, or let when_full evict"
                 raise RayrftError(problem, remedy, field="buffer.max_rows", value=config.max_rows) from None
         elif self._excess(rows, nbytes) > 0:
@@ -99,22 +93,17 @@ class Retention:
                 whose = until[groups.row[slots] + groups.rows[slots]] > until[groups.row[slots]]
                 for slot in slots[whose]:
                     unwanted[groups.row[slot] : groups.row[slot] + groups.rows[slot]] = True
-                kept, moved = slots[~whose].tolist(), list[e.Event]()
-                if kept and segment not in self._leased():
-                    spans = [store.span(slot) for slot in kept]
-                    extent, row = await store.in_row_thread(store.rows.rewrite, spans)
-                    moved = [e.GroupsMoved(extent, kept, row)]
+                kept = slots[~whose].tolist()
+                moved = [await self._rewrite(kept)] if kept and segment not in self._leased() else []
                 if segment in self._leased():
                     leased += int(unwanted.sum())
-                    if moved:  # a step has leased it meanwhile: the copy is looked through the next time
-                        await store.commit(e.GroupsMoved(extent, [], row))
+                    # A step has leased it meanwhile: the copy is looked through the next time.
+                    await store.commit(*(replace(event, slots=[]) for event in moved))
                     continue
                 held = [slot for slot in slots[whose].tolist() if groups.status[slot] == GroupStatus.READY]
                 names = batch.column("experience_id").filter(pa.array(unwanted)).to_pylist()
                 evicted = [e.GroupsEvicted(held, "forgotten")] if held else []
-                await store.commit(*evicted, *moved, e.SegmentsDeleted([segment], names))
-                await store.flush()
-                await store.in_row_thread(store.rows.delete, [segment])
+                await self._delete([segment], names, *evicted, *moved)
                 erased += int(unwanted.sum())
         return erased, leased
 
@@ -150,27 +139,37 @@ class Retention:
     async def _delete_dead(self) -> None:
         state, dead = self._store.state, list[int]()
         needed = self._leased() | {segment for segment, count in state.groups.live.items() if count}
-        excess = self._store.state.contents.log_bytes - self._store.config.log_bytes
+        excess = state.contents.log_bytes - self._store.config.log_bytes
         for segment in sorted(state.contents.extents)[:-1]:
             if excess > 0 and segment not in needed:
                 dead.append(segment)
                 excess -= state.contents.extents[segment].nbytes
         if dead:
-            await self._store.commit(e.SegmentsDeleted(dead))
-            await self._store.flush()
-            await self._store.in_row_thread(self._store.rows.delete, dead)
+            await self._delete(dead, [])
 
     async def _rewrite_sparse(self) -> None:
-        store, groups, extents = self._store, self._store.state.groups, self._store.state.contents.extents
+        groups, extents = self._store.state.groups, self._store.state.contents.extents
         kept = self._leased()
         for segment in sorted(extents)[:-1]:
             held = groups.where(GroupStatus.READY, GroupStatus.PARKED)
             held = held[groups.segment[held] == segment]
             share = groups.rows[held].sum() / extents[segment].rows
             if len(held) and share < _SPARSE and segment not in kept:
-                slots = held.tolist()
-                extent, row = await store.in_row_thread(store.rows.rewrite, [store.span(slot) for slot in slots])
-                await store.commit(e.GroupsMoved(extent, slots, row))
+                await self._store.commit(await self._rewrite(held.tolist()))
+
+    async def _rewrite(self, slots: list[int]) -> e.GroupsMoved:
+        """Rewrite groups at the end of the log; return the event to commit."""
+        spans = [self._store.span(slot) for slot in slots]
+        done = await self._store.in_row_thread(
+            lambda: self._store.rows.append(self._store.rows.read(spans).serialize())
+        )
+        return e.GroupsMoved(done.extent, slots, done.row)
+
+    async def _delete(self, segments: list[int], forgotten: list[str], *events: e.Event) -> None:
+        """Commit events and the deletion of segments, then delete their files."""
+        await self._store.commit(*events, e.SegmentsDeleted(segments, forgotten))
+        await self._store.flush()
+        await self._store.in_row_thread(self._store.rows.delete, segments)
 
 
 def _personal(batch: pa.RecordBatch, ids: set[str], before: float) -> Iterator[bool]:

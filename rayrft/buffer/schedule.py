@@ -141,10 +141,6 @@ class Schedule:
         """Whether the next step waits for new groups that are not admitted yet, even if the Buffer is full."""
         return False
 
-    def capacity(self, eligible: int) -> int:
-        """Return the number of groups that may be admitted now, with ``eligible`` groups in the pool."""
-        raise NotImplementedError
-
     def admit(self, count: int) -> list[Ticket]:
         """Issue ``count`` tickets at the current version; the caller has checked `capacity`."""
         first, deadline = self.next_sequence, self.version + self.max_staleness
@@ -181,22 +177,6 @@ class Schedule:
     def ready_count(self, eligible: int) -> int:
         """Return the number of ready groups, with ``eligible`` groups in the pool."""
         return eligible
-
-    def choose(self, step: int, draw: Callable[[], Draw | None]) -> Draw | None:
-        """Return the groups that step ``step`` consumes, or None if it has to wait; ``draw`` draws from the pool."""
-        raise NotImplementedError
-
-    def take(self, slots: list[int]) -> None:
-        """Record that a step has leased these groups."""
-        raise NotImplementedError
-
-    def give_back(self, groups: dict[int, tuple[int, int]]) -> None:
-        """Make leased groups ready again, from their sequence numbers and versions by slot."""
-        raise NotImplementedError
-
-    def discard_lease(self) -> None:
-        """Record that the step's batch became empty; it will be leased again."""
-        raise NotImplementedError
 
     def remove(self, slot: int) -> None:
         """Remove a ready group."""
@@ -248,8 +228,8 @@ class WindowedSchedule(Schedule):
             raise ValueError("groups_per_step >= 1, max_staleness >= 0 and over_sampling >= 1 are required")
 
     def capacity(self, eligible: int = 0) -> int:
-        """See `Schedule`. With ``max_staleness`` 0 none is admitted during a step, as it would be late; nor are more
-        than the stage's last steps take."""
+        """Return the number of groups that may be admitted now: none during a step if ``max_staleness`` is 0, because
+        it would be late, and not more than the stage's last steps take."""
         return self._places(min(self.max_staleness + 1, self._steps_left()))
 
     def _places(self, steps: int) -> int:
@@ -275,16 +255,17 @@ class WindowedSchedule(Schedule):
         if version < self.oldest or not self._places(self.max_staleness + 1):
             return False
         self.ready[slot] = Ticket(self.next_sequence, version, version + self.max_staleness)
-        if not self._has_room():
+        if self._has_room():
+            self.next_sequence += 1
+        else:
             del self.ready[slot]
-            return False
-        self.next_sequence += 1
-        return True
+        return slot in self.ready
 
     def ready_count(self, eligible: int) -> int:
         return len(self.ready)
 
     def choose(self, step: int, draw: Callable[[], Draw | None]) -> Draw | None:
+        """Return the groups that step ``step`` consumes, or None if it has to wait."""
         if len(self.ready) < self.groups_per_step:
             return None
         by_deadline = sorted(self.ready, key=lambda slot: (self.ready[slot].deadline, self.ready[slot].sequence))
@@ -294,17 +275,19 @@ class WindowedSchedule(Schedule):
         return Draw(np.array(chosen, np.int64), np.ones(len(chosen), np.float32))
 
     def take(self, slots: list[int]) -> None:
-        """See `Schedule`. Their places become free once the step's weights are published."""
+        """Record that a step has leased these groups. Their places become free once its weights are published."""
         for slot in slots:
             del self.ready[slot]
         self.taken = len(slots)
 
     def give_back(self, groups: dict[int, tuple[int, int]]) -> None:
+        """Make leased groups ready again, from their sequence numbers and versions by slot."""
         for slot, (sequence, version) in groups.items():
             self.ready[slot] = Ticket(sequence, version, version + self.max_staleness)
         self.taken = max(0, self.taken - len(groups))
 
     def discard_lease(self) -> None:
+        """Record that the step's batch became empty; it will be leased again."""
         self.taken = 0
 
     def remove(self, slot: int) -> None:
@@ -360,6 +343,7 @@ class PoolSchedule(Schedule):
         return self.fresh_ready + len(self.running) < self.fresh
 
     def capacity(self, eligible: int) -> int:
+        """Return the number of groups that may be admitted now, with ``eligible`` groups in the pool."""
         steps = min(self.max_staleness + 1, self._steps_left() - self.leased)
         limit = math.ceil(self.over_sampling * steps * self.fresh)
         missing = self.groups_per_step - eligible if steps else 0
@@ -371,6 +355,7 @@ class PoolSchedule(Schedule):
         return in_time
 
     def choose(self, step: int, draw: Callable[[], Draw | None]) -> Draw | None:
+        """Return the groups that ``draw`` draws from the pool, or None if the step has to wait."""
         return draw() if self.fresh_ready >= self.fresh else None
 
     def take(self, slots: list[int]) -> None:

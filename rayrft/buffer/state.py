@@ -35,13 +35,6 @@ class RowCounts:
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_tasks: Counter[str] = field(default_factory=Counter)
 
-    def close(self, held: int) -> Ledger:
-        """Return the ledger. Raises AssertionError unless it closes."""
-        ledger = Ledger(self.sampled, self.trained, dict(self.dropped), held, dict(self.dropped_tasks))
-        if not ledger.closes:
-            raise AssertionError(f"rows are lost or counted twice: {ledger}")
-        return ledger
-
 
 DemonstrationKind = tuple[bool, bool]
 """Whether demonstrations are preference pairs, and whether they are single answers labelled good or bad."""
@@ -367,7 +360,11 @@ class State:
     def ledger(self, *, recount: bool = False) -> Ledger:
         """Return the ledger; with ``recount``, held rows are recounted for it. Raises AssertionError unless it
         closes."""
-        return self.contents.ledger.close(self.groups.rows_held() if recount else self.groups.held_rows)
+        counts, held = self.contents.ledger, self.groups.rows_held() if recount else self.groups.held_rows
+        ledger = Ledger(counts.sampled, counts.trained, dict(counts.dropped), held, dict(counts.dropped_tasks))
+        if not ledger.closes:
+            raise AssertionError(f"rows are lost or counted twice: {ledger}")
+        return ledger
 
     def expert_draws(self) -> dict[str, ExpertDraws]:
         """Return the draws of demonstrations by name."""
@@ -379,20 +376,20 @@ class State:
         unknown = self.config.score == "td_error"
         self.groups.score[slot] = max(score, self.training.greatest_error) if unknown else score
 
-    def retire(self, slot: int, reason: str) -> None:
-        """Remove a group: it counts as trained if it was ever used, else as dropped."""
-        rows = self.groups.trainable(slot)
-        if self.groups.uses[slot]:
-            self.contents.ledger.trained += rows
-            self.groups.set_status(slot, GroupStatus.TRAINED)
-        else:
-            self.contents.ledger.dropped[reason] += rows
-            self.groups.set_status(slot, GroupStatus.DROPPED)
+    def retire(self, reason: str, *slots: int) -> None:
+        """Remove groups: each counts as trained if it was ever used, else as dropped."""
+        for slot in slots:
+            rows = self.groups.trainable(slot)
+            if self.groups.uses[slot]:
+                self.contents.ledger.trained += rows
+                self.groups.set_status(slot, GroupStatus.TRAINED)
+            else:
+                self.contents.ledger.dropped[reason] += rows
+                self.groups.set_status(slot, GroupStatus.DROPPED)
 
     def discard_calls(self, sequence: int | None) -> None:
         """Remove the calls of a group that was parked: it was continued, or has ended."""
-        slot = None if sequence is None else self.stage.begun.pop(sequence, None)
-        if slot is not None:
+        if sequence is not None and (slot := self.stage.begun.pop(sequence, None)) is not None:
             self.contents.ledger.sampled -= self.groups.trainable(slot)
             self.groups.set_status(slot, GroupStatus.DROPPED)
             self.groups.forget(np.array([slot]))
@@ -432,8 +429,4 @@ RULES: dict[type, Rule] = {}
 def rule(kind: type) -> Callable[[Rule], Rule]:
     """Register the decorated function for events of that type."""
 
-    def add(function: Rule) -> Rule:
-        RULES[kind] = function
-        return function
-
-    return add
+    return lambda function: RULES.setdefault(kind, function)

@@ -33,15 +33,8 @@ from rayrft.experience import SCHEMA_VERSION
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
 _TASKS = "tasks-"
-
-
-def read_task_sets(storage: Storage) -> dict[str, TaskSet]:
-    """Return the task sets of the feeds as they were at first, by the feeds' ids."""
-    names = [name for name in storage.files() if name.startswith(_TASKS)]
-    specs = {name: TaskSetSpec(**json.loads(storage.read(name).to_pybytes())) for name in names}
-    return {name.removeprefix(_TASKS).removesuffix(".json"): spec() for name, spec in specs.items()}
+"""Begins the names of the files with the task sets of feeds, as they were at first."""
 
 
 class Store:
@@ -51,13 +44,7 @@ class Store:
     """
 
     def __init__(
-        self,
-        run: str,
-        folder: Path,
-        config: BufferConfig,
-        seed: int,
-        tasks: TaskSet | None,
-        least: Position,
+        self, run: str, folder: Path, config: BufferConfig, seed: int, tasks: TaskSet | None, least: Position
     ) -> None:
         started = time.perf_counter()
         self.config = config
@@ -66,7 +53,10 @@ class Store:
         self.storage.lock()
         self._journal = EventJournal(self.storage)
         self.state = State(config.sampler, seed, tasks)
-        self.state.tasks |= read_task_sets(self.storage)
+        for name in self.storage.files():
+            if name.startswith(_TASKS):
+                spec = TaskSetSpec(**json.loads(self.storage.read(name).to_pybytes()))
+                self.state.tasks[name.removeprefix(_TASKS).removesuffix(".json")] = spec()
         try:
             recovered = self._journal.open(self._survived(), least)
             if recovered.snapshot is not None:
@@ -101,7 +91,8 @@ class Store:
     async def record(self, *events: e.Event) -> None:
         """Write events that were applied already, and wake the waiters."""
         await self._log.write(*events)
-        await self.wake()
+        async with self._changed:
+            self._changed.notify_all()
 
     async def flush(self) -> Position:
         """Force all writes to disk, regardless of the fsync policy, so that what they replace may be deleted; return
@@ -111,10 +102,6 @@ class Store:
     async def renew(self) -> None:
         """Replace the journal by a snapshot of the state."""
         await self._log.renew()
-
-    async def wake(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
     async def wait_for(self, ready: Callable[[], bool], deadline_s: float | None = None) -> None:
         """Wait until ``ready`` is true, checked after every change. Raises TimeoutError at the deadline."""

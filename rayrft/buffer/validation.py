@@ -50,23 +50,18 @@ def stored_rows(
 ) -> list[StoredRows]:
     """Return the metadata of the groups that start at rows ``starts`` of a batch, which is stored from row ``row`` of a
     segment on, in ``nbytes`` bytes."""
-    spans = batch.column("weight_versions")
+    spans, masked = batch.column("weight_versions"), is_masked(batch)
     versions = np.zeros(batch.num_rows, dtype=np.int64)
-    counts = spans.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    if counts.any():
-        offsets = spans.offsets.to_numpy()
-        values = spans.values.field("version").to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
-        filled = counts > 0
-        versions[filled] = np.minimum.reduceat(values, (offsets[:-1] - offsets[0])[filled])
-    masked, newest = is_masked(batch), versions.max(initial=0)
-    versions[masked] = newest  # what is never trained may be of any age
-    lengths = batch.column("token_ids").value_lengths().to_numpy(zero_copy_only=False)
-    rows = np.diff(np.append(starts, batch.num_rows))
+    filled = lengths_of(spans) > 0
+    if filled.any():
+        versions[filled] = np.minimum.reduceat(_values(spans, "version"), _offsets(spans)[:-1][filled])
+    versions[masked] = versions.max(initial=0)  # what is never trained may be of any age
+    rows = np.diff(starts, append=batch.num_rows)
     columns = (
         row + starts,
         rows,
         np.add.reduceat(masked.astype(np.int64), starts),
-        np.add.reduceat(lengths.astype(np.int64), starts),
+        np.add.reduceat(lengths_of(batch.column("token_ids")).astype(np.int64), starts),
         nbytes * rows // batch.num_rows,
         np.minimum.reduceat(versions, starts),
         scores.astype(np.float64),
@@ -93,7 +88,7 @@ def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, s
     if batch.num_rows == 0:
         return faults
     tokens, prompt = batch.column("token_ids"), batch.column("prompt_length").to_numpy(zero_copy_only=False)
-    lengths, prompt = _lengths(tokens), prompt.astype(np.int64)
+    lengths, prompt = lengths_of(tokens), prompt.astype(np.int64)
     sources = np.asarray(batch.column("source").to_pylist(), dtype=object)
     mark(~np.isin(sources, SOURCES), "unknown source")
     mark(lengths > limits.max_length, "longer than max_length")
@@ -111,12 +106,12 @@ def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, s
         if column.null_count == batch.num_rows:
             continue
         valid = column.is_valid().to_numpy(zero_copy_only=False)
-        mark(valid & (_lengths(column) != lengths), f"{name} and token_ids differ in length")
+        mark(valid & (lengths_of(column) != lengths), f"{name} and token_ids differ in length")
         if name != "action_mask":
             mark(valid & _any(column, ~np.isfinite(_values(column))), f"{name} not finite")
             mark(valid & _any(column, _values(column) > _ROUNDING), f"{name} above 0")
     mark((prompt <= 0) | (prompt >= lengths), "empty prompt or answer")
-    fits = (_lengths(batch.column("action_mask")) == lengths) & (prompt > 0) & (prompt < lengths)
+    fits = (lengths_of(batch.column("action_mask")) == lengths) & (prompt > 0) & (prompt < lengths)
     action = _MaskCounts(batch.column("action_mask"))
     mark(fits & (action.total == 0), "empty action_mask")
     mark(fits & (action.between(0, np.where(fits, prompt, 0)) > 0), "action_mask on prompt tokens")
@@ -127,8 +122,8 @@ def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, s
     mark(masked & ~usual, "masked row that is not usual")
     if masked.any():
         starts = group_starts(batch)
-        counts = np.diff(np.append(starts, batch.num_rows))
-        mark(np.repeat(np.logical_and.reduceat(masked, starts), counts), "all rows of the group masked")
+        whole = np.logical_and.reduceat(masked, starts)
+        mark(np.repeat(whole, np.diff(starts, append=batch.num_rows)), "all rows of the group masked")
     mark(usual & fits & ~_versions_cover(batch, action, lengths), "action token without weight version")
     spans = batch.column("weight_versions")
     versions = _values(spans, "version")
@@ -160,9 +155,8 @@ class _MaskCounts:
 
     def __init__(self, column: pa.ListArray) -> None:
         self._before = np.concatenate([[0], np.cumsum(_values(column) != 0, dtype=np.int32)])
-        offsets = column.offsets.to_numpy().astype(np.int64)
-        self._starts = (offsets - offsets[0])[:-1]
-        self.total = self._before[offsets[1:] - offsets[0]] - self._before[self._starts]
+        self._starts = _offsets(column)[:-1].astype(np.int64)
+        self.total = np.diff(self._before[_offsets(column)])
 
     def between(self, start: np.ndarray | int, end: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
         starts = self._starts if rows is None else self._starts[rows]
@@ -172,29 +166,30 @@ class _MaskCounts:
 def _versions_cover(batch: pa.RecordBatch, action: _MaskCounts, lengths: np.ndarray) -> np.ndarray:
     """Return whether a row's spans are inside it, do not overlap, and cover its action tokens; shape ``[rows]``."""
     column = batch.column("weight_versions")
-    counts = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    offsets = column.offsets.to_numpy()
-    spans = column.values.slice(offsets[0], offsets[-1] - offsets[0])
-    starts, ends = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("start", "end"))
-    rows = np.repeat(np.arange(batch.num_rows), counts)
-    same_row = rows[1:] == rows[:-1]
-    fine = (starts >= 0) & (starts <= ends) & (ends <= np.minimum(lengths, _lengths(batch.column("action_mask")))[rows])
-    fine[1:] &= ~same_row | (starts[1:] >= ends[:-1])
+    starts, ends = _values(column, "start"), _values(column, "end")
+    rows = np.repeat(np.arange(batch.num_rows), lengths_of(column))
+    most = np.minimum(lengths, lengths_of(batch.column("action_mask")))[rows]
+    fine = (starts >= 0) & (starts <= ends) & (ends <= most)
+    fine[1:] &= (rows[1:] != rows[:-1]) | (starts[1:] >= ends[:-1])
     covered = action.between(np.where(fine, starts, 0), np.where(fine, ends, 0), rows)
     total = np.bincount(rows, weights=covered, minlength=batch.num_rows)
     broken = np.bincount(rows, weights=~fine, minlength=batch.num_rows)
     return (total == action.total) & (broken == 0)
 
 
-def _lengths(column: pa.ListArray) -> np.ndarray:
+def lengths_of(column: pa.ListArray) -> np.ndarray:
+    """Return the lengths of the lists of a column, 0 for a null; shape ``[rows]``."""
     return column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+
+
+def _offsets(column: pa.ListArray) -> np.ndarray:
+    """Return where the entries of every row begin and end in `_entries`; shape ``[rows + 1]``."""
+    return column.offsets.to_numpy() - column.offsets[0].as_py()
 
 
 def _entries(column: pa.ListArray) -> pa.Array:
     """Return the concatenated entries of all rows of a list column."""
-    offsets = column.offsets
-    start, end = offsets[0].as_py(), offsets[-1].as_py()
-    return column.values.slice(start, end - start)
+    return column.values.slice(column.offsets[0].as_py(), int(_offsets(column)[-1]))
 
 
 def _values(column: pa.ListArray, field: str | None = None) -> np.ndarray:
@@ -212,6 +207,4 @@ def _any(column: pa.ListArray, wrong: np.ndarray) -> np.ndarray:
     """Return whether any entry of a row is wrong; shape ``[rows]``."""
     if not wrong.any():
         return np.zeros(len(column), dtype=bool)
-    before = np.concatenate([[0], np.cumsum(wrong)])
-    offsets = column.offsets.to_numpy() - column.offsets[0].as_py()
-    return before[offsets[1:]] > before[offsets[:-1]]
+    return np.diff(np.concatenate([[0], np.cumsum(wrong)])[_offsets(column)]) > 0

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rayrft.buffer.expert_rows import are_pairs
+from rayrft.buffer.expert_rows import demonstration_kind
 from rayrft.experience import check_schema, from_batch, to_batch
 from rayrft.pipelines.operators.synthesis import Problem, evaluate
 from rayrft.pipelines.rows import lineage
@@ -123,7 +123,7 @@ def test_pairs_are_such_as_the_buffer_takes() -> None:
     found, _ = applied("best_against_worst", experiences([0.0, 1.0], [1.0, 0.0]))
     made = to_batch([experience_of(row) for row in found])
     check_schema(made.schema)
-    assert are_pairs(made)
+    assert demonstration_kind(made) == (True, False)
     assert len({row.experience_id for row in from_batch(made)}) == 4
     assert all(row.experience_id.startswith(f"{row.group_id}/") for row in from_batch(made))
 

@@ -107,9 +107,7 @@ class GroupCommit:
             except Exception as error:  # any error is raised in the waiting writers
                 self._error = _storage_error(error)
                 batch, self._waiting = [*batch, *self._waiting], []
-            for _, done in batch:
-                if done.done():
-                    continue
+            for done in [done for _, done in batch if not done.done()]:
                 if self._error is None:
                     done.set_result(None)
                 else:
@@ -196,16 +194,25 @@ class EventJournal:
         Raises StorageError, and changes no file, if anything before the tail is damaged, or if the tail starts before
         the synced position or before ``least``, the position of the checkpoint that the run resumes from.
         """
-        found, synced = self.read(), self._synced()
-        self._check_end("its synced position", synced)
-        self._check_end("the position of the checkpoint that the run resumes from", least)
-        number, forced = self.position.number, max(synced, least)
-        lost = (
-            Position(number, end) > forced and not survived(event)
-            for event, end in zip(found.events, found.ends, strict=True)
-        )
-        kept = next((i for i, gone in enumerate(lost) if gone), len(found.events))
-        end = found.ends[kept - 1] if kept else 0
+        found, synced, number = self.read(), self._synced(), self.position.number
+        for what, known in (
+            ("synced position", synced),
+            ("position of the checkpoint that the run resumes from", least),
+        ):
+            if self.position < known:
+                remedy = (
+                    "the end of the file was lost: restore it and its snapshot from a backup; no file was changed, "
+                    "and the segments with the rows are plain Arrow files"
+                )
+                problem = f"the journal ends at {self.position}, before the {what}: {known}"
+                path = str(self._storage.folder / _JOURNAL.format(number))
+                raise StorageError(problem, remedy, field=path, value=self.position.nbytes)
+        forced = max(synced, least)
+        kept = end = 0
+        for event, after in zip(found.events, found.ends, strict=True):
+            if Position(number, after) > forced and not survived(event):
+                break
+            kept, end = kept + 1, after
         torn = found.torn_bytes + self.position.nbytes - end
         if torn:
             self._storage.cut(_JOURNAL.format(number), end)
@@ -253,17 +260,6 @@ class EventJournal:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _check_end(self, what: str, known: Position) -> None:
-        """Raise StorageError if the journal ends before a position that it once reached."""
-        if self.position < known:
-            raise StorageError(
-                f"the journal ends at {self.position}, before {what}: {known}",
-                "the end of the file was lost: restore it and its snapshot from a backup; no file was changed, "
-                "and the segments with the rows are plain Arrow files",
-                field=str(self._storage.folder / _JOURNAL.format(self.position.number)),
-                value=self.position.nbytes,
-            )
 
     def _synced(self) -> Position:
         try:

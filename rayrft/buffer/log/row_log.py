@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from rayrft.buffer.events import Extent, StoredRows
 from rayrft.buffer.log.segments import read_log_rows, segment_name, segment_sizes, with_schema
 from rayrft.buffer.log.storage import Appender, Storage
 from rayrft.buffer.scores import scores
-from rayrft.buffer.validation import Fault, Limits, find_faults, group_starts, is_masked, stored_rows
+from rayrft.buffer.validation import Fault, Limits, find_faults, group_starts, is_masked, lengths_of, stored_rows
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import unpack
@@ -70,6 +71,10 @@ class _Segment:
     used: int = 0
     """Time of the last use, in calls of `RowLog.refs`."""
 
+    def block(self, row: int) -> _Block:
+        """Return the block in memory that has the row."""
+        return self.blocks[bisect_right(self.blocks, row, key=lambda block: block.row) - 1]
+
 
 class RowLog:
     """The rows in a folder. Opening it truncates what is not ``committed``, the extents in the journal, and reads no
@@ -87,9 +92,8 @@ class RowLog:
         self._newest = max(self._segments, default=-1)
         self._file: Appender | None = None
         """File of the newest segment, while that is growing."""
-        self._pending: list[pa.Buffer] = []
-        self._pending_row = 0
-        self._pending_bytes = 0
+        self._pending: list[tuple[int, pa.Buffer]] = []
+        """The messages of the newest segment that are in no block yet, with their first rows."""
         self._block_bytes = 0
         self._clock = 0
         self.torn_bytes = self._truncate()
@@ -136,8 +140,7 @@ class RowLog:
             segment = self._segments[span.segment]
             segment.used = self._clock
             self._bring(segment, span.row)
-            at = bisect_right(segment.blocks, span.row, key=lambda block: block.row) - 1
-            block = segment.blocks[at]
+            block = segment.block(span.row)
             first = span.row - block.row
             found.append((block.ref, first, block.tokens[first : first + span.rows]))
         self._spill()
@@ -154,30 +157,21 @@ class RowLog:
         import ray
 
         segment = self._segments[span.segment]
-        if self._grows(segment) and self._pending and span.row >= self._pending_row:
-            row = self._pending_row
-            for message in self._pending:
-                batch = unpack(message)
-                if span.row < row + batch.num_rows:
-                    return batch.slice(span.row - row, span.rows)
-                row += batch.num_rows
-        at = bisect_right(segment.blocks, span.row, key=lambda block: block.row) - 1
-        if at < 0 or segment.blocks[0].row:  # freed, maybe but for what was written since
+        if self._is_pending(segment, span.row):
+            row, message = self._pending[bisect_right(self._pending, span.row, key=itemgetter(0)) - 1]
+        elif segment.blocks and not segment.blocks[0].row:
+            block = segment.block(span.row)
+            row, message = block.row, ray.get([block.ref])[0]
+        else:  # freed, maybe but for what was written since
             return self.read([span])
-        block = segment.blocks[at]
-        return unpack(ray.get([block.ref])[0]).slice(span.row - block.row, span.rows)
-
-    def rewrite(self, spans: list[RowSpan]) -> tuple[Extent, int]:
-        """Rewrite groups at the end of the log; return the new extent and first row."""
-        done = self.append(self.read(spans).serialize())
-        return done.extent, done.row
+        return unpack(message).slice(span.row - row, span.rows)
 
     def end_segment(self) -> None:
         """End the newest segment: the next rows begin another one, and this one may be deleted."""
         if self._file is not None:
             self._file.sync()
             self._file.close()
-            self._file, self._pending, self._pending_bytes = None, [], 0
+            self._file, self._pending = None, []
             self._drop_blocks(self._segments[self._newest])
 
     def release(self, segments: list[int]) -> None:
@@ -199,30 +193,32 @@ class RowLog:
 
     def memory(self) -> int:
         """Return the bytes of row data in the object store and pending in this process."""
-        return self._block_bytes + self._pending_bytes
+        return self._block_bytes + sum(len(message) for _, message in self._pending)
 
     def _truncate(self) -> int:
         """Truncate segments at their committed extents; return the number of bytes truncated."""
-        found, torn = segment_sizes(self._storage), 0
-        for number, segment in self._segments.items():
-            if found.get(number, 0) < segment.extent.nbytes:
-                raise StorageError(
-                    f"{segment.extent.nbytes} bytes were written and {found.get(number, 0)} are there",
+        found = segment_sizes(self._storage)
+        committed = {number: segment.extent.nbytes for number, segment in self._segments.items()}
+        for number, nbytes in committed.items():
+            if found.get(number, 0) < nbytes:
+                problem = f"{nbytes} bytes were written and {found.get(number, 0)} are there"
+                remedy = (
                     "the file was damaged, or the machine lost power with buffer.fsync 'never' or 'interval': "
-                    "restore it from a backup",
-                    field=segment_name(number),
+                    "restore it from a backup"
                 )
+                raise StorageError(problem, remedy, field=segment_name(number))
         for number, size in found.items():
-            committed = self._segments[number].extent.nbytes if number in self._segments else 0
-            torn += size - committed
-            if committed == 0:
+            if number not in committed:
                 self._storage.delete(segment_name(number))
-            elif committed < size:
-                self._storage.cut(segment_name(number), committed)
-        return torn
+            elif committed[number] < size:
+                self._storage.cut(segment_name(number), committed[number])
+        return sum(found.values()) - sum(committed.values())
 
     def _grows(self, segment: _Segment) -> bool:
         return self._file is not None and segment.extent.segment == self._newest
+
+    def _is_pending(self, segment: _Segment, row: int) -> bool:
+        return self._grows(segment) and bool(self._pending) and row >= self._pending[0][0]
 
     def _write(self, message: pa.Buffer, batch: pa.RecordBatch) -> Appended:
         starts = group_starts(batch)
@@ -235,10 +231,7 @@ class RowLog:
         row, data = segment.extent.rows, message if segment.extent.nbytes else with_schema(message)
         self._file.append(data)
         segment.extent = segment.extent.grown(batch.num_rows, data)
-        if not self._pending:
-            self._pending_row = row
-        self._pending.append(message)
-        self._pending_bytes += len(message)
+        self._pending.append((row, message))
         if len(message) * _MOST_BLOCKS >= self._config.segment_bytes:
             self._gather(segment)  # large enough for a block, without a copy
         full = segment.extent.nbytes >= self._config.segment_bytes
@@ -258,16 +251,16 @@ class RowLog:
     def _gather(self, segment: _Segment) -> None:
         """Merge the pending rows into one block."""
         if self._pending:
-            message = self._pending[0]
+            row, message = self._pending[0]
             if len(self._pending) > 1:
-                message = pa.concat_batches([unpack(pending) for pending in self._pending]).serialize()
-            segment.blocks.append(self._block(message, self._pending_row))
-            self._pending, self._pending_bytes = [], 0
+                message = pa.concat_batches([unpack(pending) for _, pending in self._pending]).serialize()
+            segment.blocks.append(self._block(message, row))
+            self._pending = []
 
     def _bring(self, segment: _Segment, row: int) -> None:
         """Ensure that a block with this row is in the object store."""
         grows = self._grows(segment)
-        if grows and self._pending and row >= self._pending_row:
+        if self._is_pending(segment, row):
             self._gather(segment)
         elif not segment.blocks or segment.blocks[0].row or (not grows and len(segment.blocks) > _MOST_BLOCKS):
             if grows:
@@ -280,8 +273,8 @@ class RowLog:
 
         self._block_bytes += len(message)
         batch = unpack(message)
-        lengths = batch.column("token_ids").value_lengths().to_numpy(zero_copy_only=False)
-        return _Block(row, len(message), ray.put(message), np.where(is_masked(batch), 0, lengths))
+        tokens = np.where(is_masked(batch), 0, lengths_of(batch.column("token_ids")))
+        return _Block(row, len(message), ray.put(message), tokens)
 
     def _drop_blocks(self, segment: _Segment) -> None:
         self._block_bytes -= sum(block.nbytes for block in segment.blocks)

@@ -67,12 +67,9 @@ class Storage:
         partial = self.folder / f".{name}.partial"
         with self._errors(name):
             try:
-                descriptor = os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
-                try:
+                with _opened(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as descriptor:
                     _write(descriptor, data)
                     os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
                 os.replace(partial, self.folder / name)
             except OSError:
                 with contextlib.suppress(OSError):
@@ -96,12 +93,8 @@ class Storage:
 
     def overwrite(self, name: str, data: bytes) -> None:
         """Overwrite a small file in place without syncing it."""
-        with self._errors(name):
-            descriptor = os.open(self.folder / name, os.O_CREAT | os.O_WRONLY, 0o644)
-            try:
-                os.pwrite(descriptor, data, 0)
-            finally:
-                os.close(descriptor)
+        with self._errors(name), _opened(self.folder / name, os.O_CREAT | os.O_WRONLY) as descriptor:
+            os.pwrite(descriptor, data, 0)
 
     def open(self, name: str, size: int = 0) -> Appender:
         """Open a file for appending: a new one, or one of this size."""
@@ -112,11 +105,8 @@ class Storage:
 
     def _sync_folder(self) -> None:
         # The name of a new file is as durable as its folder.
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
+        with _opened(self.folder, os.O_RDONLY) as descriptor:
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     @contextlib.contextmanager
     def _errors(self, name: str, *, absent: bool = False) -> Iterator[None]:
@@ -168,6 +158,15 @@ class Appender:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _write(descriptor: int, data: bytes | pa.Buffer) -> None:

@@ -18,11 +18,9 @@ _NEVER_DUE = 1 << 62
 @rule(e.StageOpened)
 def stage_opened(state: State, event: e.StageOpened) -> None:
     plan, stage, feed = event.plan, state.stage, state.feeds[""]
-    for slot in state.groups.where(GroupStatus.READY).tolist():
-        if state.groups.sequence[slot] >= 0:
-            state.retire(slot, "stage_ended")
-    for slot in stage.begun.values():
-        state.retire(slot, "unfinished")
+    ready = state.groups.where(GroupStatus.READY)
+    state.retire("stage_ended", *ready[state.groups.sequence[ready] >= 0].tolist())
+    state.retire("unfinished", *stage.begun.values())
     stage.begun, stage.parked, feed.reissued = {}, {}, []
     # A late request of the previous stage must not be taken for one of this stage.
     feed.calls = {producer: (call, []) for producer, (call, _) in feed.calls.items()}
@@ -37,8 +35,7 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
 def stage_resumed(state: State, event: e.StageResumed) -> None:
     schedule, feed = state.stage.schedule, state.feeds[""]
     fewer = max(0, schedule.max_staleness - event.plan.age_bound)
-    for slot in schedule.adjust(event.plan, _fresh(state, event.plan)):
-        state.retire(slot, "stale")
+    state.retire("stale", *schedule.adjust(event.plan, _fresh(state, event.plan)))
     _open(state, event.plan)
     tickets = [replace(ticket, deadline=ticket.deadline - fewer) for ticket in feed.reissued]
     feed.reissued = [ticket for ticket in tickets if ticket.deadline >= state.training.version]
@@ -59,7 +56,7 @@ def _open(state: State, plan: StagePlan) -> None:
     if not stage.schedule.pooled:
         for slot in state.groups.where(GroupStatus.READY).tolist():
             if not stage.schedule.offer(slot, int(state.groups.version[slot])):
-                state.retire(slot, "late")
+                state.retire("late", slot)
 
 
 def _fresh(state: State, plan: StagePlan) -> int:

@@ -23,43 +23,44 @@ def began(state: State, event: e.Began) -> None:
 
 @rule(e.GroupsStored)
 def stored(state: State, event: e.GroupsStored) -> None:
-    contents = state.contents
-    contents.extents[event.extent.segment] = event.extent
+    state.contents.extents[event.extent.segment] = event.extent
     for group in event.groups:
         if not state.expects(group.key, group.sequence):
             continue
-        state.discard_calls(group.sequence)
-        slot = state.groups.add(group, event.extent.segment, contents.arrivals)
+        slot = _add(state, group, event.extent.segment)
         state.set_score(slot, group.stored.score)
-        contents.arrivals += 1
-        contents.ledger.sampled += state.groups.trainable(slot)
         ticket = _report(state, group.sequence, group.dropped, group.report)
         if ticket is not None and ticket.feed:
             ticket, state.groups.sequence[slot] = None, -1  # it belongs to no stage
         if not _finish(state, ticket, slot, group.stored.version):
-            state.retire(slot, "late")
+            state.retire("late", slot)
 
 
 @rule(e.GroupParked)
 def parked(state: State, event: e.GroupParked) -> None:
-    contents, stage, group = state.contents, state.stage, event.group
-    contents.extents[event.extent.segment] = event.extent
-    sequence = group.sequence
+    stage, group, sequence = state.stage, event.group, event.group.sequence
+    state.contents.extents[event.extent.segment] = event.extent
     if sequence is None or not state.expects(group.key, sequence):
         return
     if state.outstanding[sequence].ticket.resumes != event.resumes:
         return  # a late repeat: the group has been resumed since
-    state.discard_calls(sequence)
-    slot = state.groups.add(group, event.extent.segment, contents.arrivals)
+    slot = _add(state, group, event.extent.segment)
     state.groups.set_status(slot, GroupStatus.PARKED)
-    contents.arrivals += 1
-    contents.ledger.sampled += state.groups.trainable(slot)
     ticket = state.outstanding.pop(sequence).ticket
     stage.schedule.release(sequence)
     if sequence < stage.first_sequence:
-        state.retire(slot, "unfinished")
+        state.retire("unfinished", slot)
     else:
         stage.begun[sequence], stage.parked[sequence] = slot, ParkedTicket(ticket, state.training.version)
+
+
+def _add(state: State, group: e.StoredGroup, segment: int) -> int:
+    """Add a group that has arrived, in place of its parked calls; return its slot."""
+    state.discard_calls(group.sequence)
+    slot = state.groups.add(group, segment, state.contents.arrivals)
+    state.contents.arrivals += 1
+    state.contents.ledger.sampled += state.groups.trainable(slot)
+    return slot
 
 
 @rule(e.GroupDropped)
@@ -122,7 +123,7 @@ def _finish(state: State, ticket: Ticket | None, slot: int, version: int) -> boo
 def evicted(state: State, event: e.GroupsEvicted) -> None:
     for slot in event.slots:
         state.stage.schedule.remove(slot)
-        state.retire(slot, event.reason)
+    state.retire(event.reason, *event.slots)
 
 
 @rule(e.GroupsMoved)

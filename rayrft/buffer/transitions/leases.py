@@ -6,11 +6,11 @@ from rayrft.buffer import events as e
 from rayrft.buffer.events import Extent
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.schedule import PoolSchedule
-from rayrft.buffer.state import LeaseRecord, State, rule
+from rayrft.buffer.state import ExpertCursor, LeaseRecord, State, rule
 
 
 @rule(e.BatchLeased)
-def leased(state: State, event: e.BatchLeased) -> LeaseRecord:
+def leased(state: State, event: e.BatchLeased) -> None:
     training, plan, groups = state.training, state.stage.plan, state.groups
     for slot in event.slots:
         groups.set_status(slot, GroupStatus.LEASED)
@@ -19,11 +19,7 @@ def leased(state: State, event: e.BatchLeased) -> LeaseRecord:
     state.stage.schedule.take(event.slots)
     training.step = max(training.step, event.step)
     name = plan.demonstrations if plan and event.expert else None
-    extent, unit = Extent(0), 1
-    if name is not None:
-        cursor = state.contents.experts[name]
-        extent, unit = cursor.extent, cursor.unit
-        cursor.advance(len(event.expert))
+    cursor = ExpertCursor(Extent(0), 0) if name is None else state.contents.experts[name]
     record = LeaseRecord(
         event.step,
         training.draws,
@@ -31,17 +27,18 @@ def leased(state: State, event: e.BatchLeased) -> LeaseRecord:
         event.slots,
         event.weights,
         name,
-        extent,
+        cursor.extent,
         event.expert,
-        unit,
+        cursor.unit,
         mini_batches=plan.mini_batches if plan else 1,
         staleness=[training.version - version for version in groups.version[event.slots].tolist()],
         rollouts=training.reports,
     )
+    if event.expert:
+        cursor.advance(len(event.expert))
     training.draws += 1
     training.leases[event.step] = record
     training.reports = e.GroupReport()
-    return record
 
 
 @rule(e.StepAcked)
@@ -58,7 +55,7 @@ def acked(state: State, event: e.StepAcked) -> None:
         groups.uses[slot] += 1
         if groups.pending[slot] == 0:
             if groups.uses[slot] >= state.config.max_uses:
-                state.retire(slot, "")
+                state.retire("", slot)
             else:
                 _make_ready(state, slot)
 
@@ -79,7 +76,7 @@ def blamed(state: State, event: e.RowsBlamed) -> None:
         record.blamed.remove(slot)
         groups.pending[slot] -= 1
         if groups.pending[slot] == 0:
-            state.retire(slot, "failed_twice")
+            state.retire("failed_twice", slot)
     for row in event.expert:
         if row not in record.blamed_expert:
             record.blamed_expert.append(row)
@@ -140,8 +137,7 @@ def advanced(state: State, event: e.VersionAdvanced) -> None:
         return  # a repeated step publishes an old version again
     training.version = event.version
     feed.reissued = [ticket for ticket in feed.reissued if ticket.deadline >= event.version]
-    for slot in state.stage.schedule.advance(event.version):
-        state.retire(slot, "stale")
+    state.retire("stale", *state.stage.schedule.advance(event.version))
     drop_stale(state)
 
 
@@ -151,15 +147,13 @@ def drop_stale(state: State) -> None:
     if not schedule.pooled or schedule.oldest <= 0:
         return
     ready = state.groups.where(GroupStatus.READY)
-    old = ready[state.groups.version[ready] < schedule.oldest]
-    for slot in old.tolist():
-        state.retire(slot, "stale")
+    state.retire("stale", *ready[state.groups.version[ready] < schedule.oldest].tolist())
 
 
 def _make_ready(state: State, slot: int) -> bool:
     """Make a leased group ready again; drop it, and return False, if it has become too old."""
     if state.groups.version[slot] < state.stage.schedule.oldest:
-        state.retire(slot, "stale")
+        state.retire("stale", slot)
         return False
     state.groups.set_status(slot, GroupStatus.READY)
     return True
