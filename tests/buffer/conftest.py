@@ -1,35 +1,49 @@
-"""A real Buffer actor for each test."""
+"""Buffers under test: in this process, and as real actors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
-from rayrft.buffer.buffer import Buffer
-from rayrft.config.buffer import BufferConfig
-from tests.buffer.actor import Start
+from rayrft.buffer.validation import Limits
+from tests.buffer.in_process import LocalBuffer, ObjectTable, small
+
+_NO_LIMITS = Limits()
 
 
 @pytest.fixture
-def start(tmp_path: Path, ray_cluster: Any) -> Iterator[Start]:
-    """Starts a Buffer actor with the given settings; a second call with the same folder opens the same log."""
-    actors: list[Any] = []
+def objects(monkeypatch: pytest.MonkeyPatch) -> ObjectTable:
+    return ObjectTable(monkeypatch)
 
-    def begin(tasks: Any = None, folder: str = "buffer", **settings: Any) -> Any:
-        config = BufferConfig.model_validate(settings)
-        actor = ray.remote(Buffer).options(num_cpus=0, max_concurrency=100)
-        actors.append(actor.remote("run", tmp_path / folder, config, 0, tasks))
-        return actors[-1]
+
+@pytest.fixture
+def opened(tmp_path: Path, objects: ObjectTable) -> Iterator[Callable[..., LocalBuffer]]:
+    """Opens Buffers in this process, with small segments and other settings as given."""
+    made: list[LocalBuffer] = []
+
+    def begin(folder: str = "buffer", *, tasks: Any = None, limits: Any = _NO_LIMITS, **settings: Any) -> LocalBuffer:
+        config = small(**{"segment_bytes": 6000, **settings})
+        made.append(LocalBuffer(tmp_path / folder, config, tasks, limits=limits))
+        return made[-1]
 
     yield begin
-    for actor in actors:
-        ray.kill(actor)
+    for buffer in made:
+        buffer.kill()
 
 
 @pytest.fixture
-def buffer(start: Start) -> Any:
-    return start()
+def buffer(opened: Callable[..., LocalBuffer]) -> LocalBuffer:
+    return opened()
+
+
+@pytest.fixture
+def start(tmp_path: Path, ray_cluster: Any) -> Iterator[Callable[..., Any]]:
+    """Starts actors on the log in this test's folder."""
+    from tests.buffer.live import buffers  # which imports much
+
+    with buffers() as begin:
+        yield partial(begin, tmp_path)

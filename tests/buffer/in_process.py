@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, FeedbackRefused, LeaseEnded
 from rayrft.experience import Experience, from_batch, to_batch, unpack
+from tests.buffer.rows import group
 from tests.scripted import remote
 
 
@@ -55,15 +56,18 @@ class LocalBuffer:
         run: str = "run",
         **named: Any,
     ) -> None:
-        self._arguments, self.named = (run, folder, config, 0, tasks), named
+        self.folder, self.named = folder, named
+        self._arguments = run, folder, config, 0, tasks
         self.open()
 
     def open(self) -> None:
-        self.loop = asyncio.new_event_loop()
         self.buffer = Buffer(*self._arguments, **self.named)
+        self.loop = asyncio.new_event_loop()
 
     def kill(self) -> None:
         """As SIGKILL does it: nothing is written any more, and the lock is free."""
+        if self.loop.is_closed():
+            return
         for task in (tasks := asyncio.all_tasks(self.loop)):
             task.cancel()
         self.loop.run_until_complete(asyncio.wait([*tasks, self.loop.create_task(_threads_end(self.loop))]))
@@ -75,7 +79,11 @@ class LocalBuffer:
         self.kill()
         self.open()
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def begin(self, method: str, *arguments: Any) -> asyncio.Task[Any]:
+        """Make a call without waiting for its answer, for which `run` waits."""
+        return self.loop.create_task(getattr(self.buffer, method)(*arguments))
+
+    def run(self, work: Awaitable[Any]) -> Any:
         return self.loop.run_until_complete(work)
 
     def do(self, method: str, *arguments: Any) -> Any:
@@ -84,7 +92,12 @@ class LocalBuffer:
         except (LeaseEnded, FeedbackRefused, DataError) as error:
             return type(error).__name__, error.value
 
-    def put(self, groups: list[tuple[list[Experience], Ticket | None]], **said: Any) -> None:
+    def put(
+        self,
+        groups: list[tuple[list[Experience], Ticket | None]],
+        dropped: dict[str, int] | None = None,
+        **said: Any,
+    ) -> None:
         """Groups in one call of a producer's writer; ``said`` is what their reports say beside the number of rows."""
         writer = BufferWriter(remote(self.buffer))
 
@@ -92,12 +105,24 @@ class LocalBuffer:
             reports = [GroupReport(rows=len(rows), **said) for rows, _ in groups]
             await asyncio.gather(
                 *(
-                    writer.put(to_batch(rows), report, ticket=ticket)
+                    writer.put(to_batch(rows), report, ticket=ticket, dropped=dropped)
                     for (rows, ticket), report in zip(groups, reports, strict=True)
                 )
             )
 
         self.run(all_at_once())
+
+    def put_numbers(self, *numbers: int) -> None:
+        """Groups of these numbers, without tickets, in one call."""
+        self.put([(group(number), None) for number in numbers])
+
+    def trained(self, step: int, *, advance: bool = False) -> list[str]:
+        """Train a step, which has a batch; return the ids of its rows, sorted."""
+        names = sorted(row for share in self.lease(step)[1] for row, _, _ in share)
+        self.do("ack", step)
+        if advance:
+            self.do("advance", step + 1)
+        return names
 
     def lease(self, step: int, ranks: int = 2) -> Any:
         """What the trainer sees of the step's batch, rank by rank and row by row; or why there is none now."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from rayrft.buffer.events import GroupReport, StoredGroup, StoredRows
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.schedule import StagePlan
-from rayrft.experience import Experience, VersionSpan
+from rayrft.experience import Experience, VersionSpan, pack, to_batch
 
 
 def group(
@@ -35,8 +36,21 @@ def group(
 
 def expert_rows(count: int) -> list[Experience]:
     """Demonstrations, made of the tokens 900, 901 ..."""
-    changes: dict[str, Any] = {"source": "expert", "weight_versions": (), "reward": None}
-    return [Experience(**{**vars(row), **changes}) for row in group(90, count)]
+    return [row.with_fields(source="expert", weight_versions=(), reward=None) for row in group(90, count)]
+
+
+def pairs(count: int) -> list[Experience]:
+    """Preference pairs ``given/0`` …, the chosen side first."""
+    names = [f"given/{number // 2}" for number in range(2 * count)]
+    return [
+        row.with_fields(group_id=name, experience_id=f"{name}/{at % 2}", pair_id=name, chosen=at % 2 == 0)
+        for at, (name, row) in enumerate(zip(names, expert_rows(2 * count), strict=True))
+    ]
+
+
+def packed(rows: list[Experience]) -> list[pa.Buffer]:
+    """Rows as calls of the Buffer take them."""
+    return [pack(to_batch(rows))]
 
 
 def stored_group(key: int, *, score: float, version: int) -> StoredGroup:
@@ -48,13 +62,18 @@ def plan(groups: int = 2, **changes: Any) -> StagePlan:
     return StagePlan(groups, **changes)
 
 
-def trained_ids(lease: Lease) -> list[int]:
-    """The tokens that a lease's rows are made of, sorted."""
+def train_rows(lease: Lease, algorithm: str = "grpo") -> list[Any]:
+    """What the trainer makes of a lease's rows."""
     # With these comes torch, which most tests of the Buffer do without.
     from rayrft.algorithms import build
     from rayrft.trainer.batches import fetch_rows
 
-    return sorted(int(row.token_ids[0]) for share in lease.shares for row in fetch_rows(share, build("grpo")))
+    return [row for share in lease.shares for row in fetch_rows(share, build(algorithm))]
+
+
+def trained_ids(lease: Lease) -> list[int]:
+    """The tokens that a lease's rows are made of, sorted."""
+    return sorted(int(row.token_ids[0]) for row in train_rows(lease))
 
 
 def hardest(view: Any, k: int) -> int:

@@ -13,12 +13,14 @@ import contextlib
 import contextvars
 import heapq
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -149,17 +151,6 @@ class Rows:
     def sync(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Method:
-    """A method of an actor's handle."""
-
-    world: World
-    name: str
-
-    def remote(self, *arguments: Any) -> asyncio.Future[Any]:
-        return self.world.call(self.name, arguments)
-
-
 @dataclass(eq=False)
 class Call:
     """A call that has no answer yet."""
@@ -234,41 +225,29 @@ class World:
         self._life = self._callers = Life()
         self._kills = setting.kills
         self._clients = contextvars.copy_context()
-        config = small(
-            max_rows=1 << 30, max_bytes=1 << 40, memory_bytes=1 << 30, segment_bytes=1 << 30, log_bytes=1 << 40,
-            sampler=self.setting.sampler,
-        )  # fmt: skip
-        tasks = self.setting.tasks
-        make_tasks = None
-        if tasks is not None:
-            ids = [str(number) for number in range(tasks)]
-            make_tasks = TaskSetSpec(ids, [0] * tasks, [1.0], sampler="shuffled", seed=0, epochs=1)
-        self._open = lambda: Buffer("run", folder, config, 0, make_tasks)
+        config, tasks = small(segment_bytes=1 << 30, sampler=setting.sampler), None
+        if (count := setting.tasks) is not None:
+            ids = [str(number) for number in range(count)]
+            tasks = TaskSetSpec(ids, [0] * count, [1.0], sampler="shuffled", seed=0, epochs=1)
+        self._open = lambda: Buffer("run", folder, config, 0, tasks)
 
     # The Buffer's process.
 
     def start(self) -> None:
         """Start the process, and send it the calls that have no answer yet."""
-        self._life = Life()
-        self._clients.copy().run(self._born)
-        self._doom()
-        for call in self.rng.sample(self._pending, len(self._pending)):
-            self._send(call)
-
-    def _born(self) -> None:
-        _LIFE.set(self._life)
-        self._buffer = self._open()
-
-    def _doom(self) -> None:
-        """Choose the turn of the loop after which this process is killed."""
-        left = self.rng.randint(1, 400) if self._kills else None
+        self._life, context = Life(), self._clients.copy()
+        context.run(_LIFE.set, self._life)
+        self._buffer = context.run(self._open)
+        # The turn of the loop after which this process is killed.
+        end = self.loop.turns + self.rng.randint(1, 400) if self._kills else math.inf
 
         def after_turn() -> None:
-            if left is not None and self.loop.turns >= end:
+            if self.loop.turns >= end:
                 self.kill()
 
-        end = self.loop.turns + (left or 0)
         self.loop.after_turn = after_turn
+        for call in self.rng.sample(self._pending, len(self._pending)):
+            self._send(call)
 
     def kill(self) -> None:
         """As SIGKILL does it: nothing of the process is run any more, and what it held is free."""
@@ -300,8 +279,9 @@ class World:
 
     # Calls.
 
-    def __getattr__(self, name: str) -> Method:
-        return Method(self, name)
+    def __getattr__(self, name: str) -> Any:
+        """A method of an actor's handle."""
+        return SimpleNamespace(remote=lambda *arguments: self.call(name, arguments))
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
         """Call the Buffer as an actor is called; the answer comes from whichever of its processes gives one."""
@@ -364,6 +344,7 @@ class Producer:
         world, rng = self._world, self._world.rng
         await asyncio.sleep(rng.expovariate(1 / 0.2))
         draw = rng.random()
+        name = f"{stage}/{ticket.sequence}"
         if draw < world.setting.fails:
             await world.fail.remote(ticket, "workflow_error")
             world.known["failed"].add((stage, ticket.sequence))
@@ -371,14 +352,12 @@ class Producer:
             await world.drop.remote(ticket, {"zero_variance": 1}, GroupReport(rows=1))
             world.known["filtered"].add((stage, ticket.sequence))
         elif rng.random() < world.setting.parks:
-            name = f"{stage}/{ticket.sequence}"
             if ticket.resumes:
                 rows = [row for _, rows in await world.parked.remote(ticket) for row in rows]
                 assert [world.disk[row] for row in rows] in ([f"{name} parked"], []), "what was parked"
             payload = [pa.py_buffer(json.dumps([[f"{name} parked", ticket.version]]).encode())]
             await world.park.remote(GroupEntry(name, ticket, GroupReport(), {}, 1, 1), payload)
         else:
-            name = f"{stage}/{ticket.sequence}"
             entry = GroupEntry(name, ticket, GroupReport(rows=1, reward_sum=1.0, scored=1), {}, 1, 1)
             world.known["sent"].add(name)
             plan = world.setting.stages[0]
@@ -438,7 +417,8 @@ class Run:
             await world.requeue.remote(step, self._draw)
             return
         assert world.trained.setdefault(step, batch) == batch, "the same batch as before"
-        await self._finish(step)
+        await asyncio.sleep(rng.expovariate(1 / 0.2))
+        await world.ack.remote(step)
         at.step += 1
         if plan.groups or rng.random() < 0.3:  # an evaluation publishes weights, too
             self._published = at.step
@@ -449,10 +429,6 @@ class Run:
     async def _save(self, at: Checkpoint) -> None:
         self._world.checkpoint = replace(at)
         await self._world.cover.remote(at.step)
-
-    async def _finish(self, step: int) -> None:
-        await asyncio.sleep(self._world.rng.expovariate(1 / 0.2))
-        await self._world.ack.remote(step)
 
     async def _lease(self, step: int) -> list[str]:
         lease: Lease = await self._world.lease.remote(step, 1, _PATIENCE_S)
@@ -468,12 +444,10 @@ def run_history(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> World:
     """
     rng = random.Random(seed)
     setting = Setting.draw(rng)
-    worlds: list[World] = []
     patch.setattr(journal, "_SNAPSHOT_BYTES", setting.snapshot_bytes)
     patch.setattr(journal, "_SNAPSHOT_RATIO", 0)
-    patch.setattr(store, "RowLog", lambda storage, config, committed: Rows(worlds[0], committed))
     world = World(rng, folder, setting)
-    worlds.append(world)
+    patch.setattr(store, "RowLog", lambda storage, config, committed: Rows(world, committed))
     world.start()
     try:
         world.loop.run_until_complete(_history(world))

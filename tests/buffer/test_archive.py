@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-import ray
 
 from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive
 from rayrft.config import dump_config, load_config
@@ -17,28 +16,24 @@ from rayrft.config.buffer import SamplerConfig
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import SCHEMA
-from tests.buffer.live import buffers, history, put
+from tests.buffer.in_process import LocalBuffer, ObjectTable, small
+from tests.buffer.live import history
 from tests.buffer.rows import group, plan
 from tests.e2e.conftest import small_config
 from tests.errors import about
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
-Start = Callable[..., Any]
 Ended = tuple[Path, dict[str, list[int]]]
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    with buffers() as begin:
-        yield begin
-
-
 @pytest.fixture(scope="module")
-def ended(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """The log of a Buffer that was killed after its `history`, and the groups by status."""
-    folder = tmp_path_factory.mktemp("ended")
-    with buffers() as begin:
-        return folder, history(begin(folder, segment_bytes=4096), length=1000)
+    with pytest.MonkeyPatch.context() as patch:
+        ObjectTable(patch)
+        buffer = LocalBuffer(tmp_path_factory.mktemp("ended"), small(segment_bytes=4096))
+        expected = history(buffer, length=1000)
+        buffer.kill()
+        return buffer.folder, expected
 
 
 @pytest.fixture
@@ -84,36 +79,36 @@ def test_every_row_is_there_with_what_became_of_it(ended: Ended) -> None:
     folder, expected = ended
     seen = archive(folder)
     assert group_statuses(seen) == expected
+    assert seen.stores == ["usual", "expert/gold"]
+    assert all(batch.schema.equals(ARCHIVE_SCHEMA) for store in seen.stores for batch in seen.rows(store))
     steps = {row["group_id"]: (row["trained_step"], row["uses"]) for row in rows(seen)}
     assert steps == {"0": (0, 1), "1": (0, 1), **{number: (None, 0) for number in "2349"}}
     assert {row["group_status"] for row in rows(seen, "expert/gold")} == {None} and len(rows(seen, "expert/gold")) == 5
     assert all((folder / row["segment"]).is_file() for row in [*rows(seen), *rows(seen, "expert/gold")])
 
 
-def test_the_ledger_is_the_live_ones_and_stores_are_counted(start: Start, tmp_path: Path) -> None:
-    buffer = start(tmp_path)
+def test_the_ledger_is_the_live_ones_and_stores_are_counted(buffer: LocalBuffer) -> None:
     history(buffer)
-    stats, live = archive(tmp_path).stats(), ray.get(buffer.stats.remote())
+    stats, live = archive(buffer.folder).stats(), buffer.do("stats")
     assert (stats.ledger, stats.expert) == (live.ledger, live.expert)
     usual = stats.stores["usual"]
     assert usual == usual | {"rows": 12, "groups": 6, "trained": 4, "leased": 4, "ready": 2, "dropped": 2}
-    assert usual["bytes"] == live.sizes.log_bytes == sum(path.stat().st_size for path in segments(tmp_path))
+    assert usual["bytes"] == live.sizes.log_bytes == sum(path.stat().st_size for path in segments(buffer.folder))
     assert stats.stores["expert/gold"]["rows"] == 5
     assert (stats.late_feedback, stats.torn_bytes, stats.run) == (1, 0, "run")
 
 
-def test_a_live_log_is_neither_locked_nor_changed_by_its_readers(start: Start, tmp_path: Path) -> None:
-    buffer = start(tmp_path)
+def test_a_live_log_is_neither_locked_nor_changed_by_its_readers(buffer: LocalBuffer) -> None:
     expected = history(buffer)
-    before = contents(tmp_path)
+    before = contents(buffer.folder)
     for _ in range(2):
-        seen = archive(tmp_path)
+        seen = archive(buffer.folder)
         assert group_statuses(seen) == expected
         seen.stats()
         seen.find("0/1")
-    assert contents(tmp_path) == before
-    put(buffer, group(5))
-    assert group_statuses(archive(tmp_path)) == expected | {"ready": [4, 5]}
+    assert contents(buffer.folder) == before
+    buffer.put_numbers(5)
+    assert group_statuses(archive(buffer.folder)) == expected | {"ready": [4, 5]}
     assert group_statuses(seen) == expected, "an archive stands where it was opened"
 
 
@@ -128,19 +123,17 @@ def test_what_a_crash_left_behind_is_reported_and_does_not_count(ended: Ended, l
     assert contents(log) == before
 
 
-def test_a_run_with_tasks_is_read_without_them_even_behind_their_end(start: Start, tmp_path: Path) -> None:
+def test_a_run_with_tasks_is_read_without_them_even_behind_their_end(opened: Callable[..., LocalBuffer]) -> None:
     tasks = TaskSetSpec(list("abcde"), [0] * 5, [1.0], sampler="shuffled", seed=0, epochs=1)
-    buffer = start(tmp_path, tasks=tasks)
-    call, numbers = 0, iter(range(100))
+    buffer = opened(tasks=tasks)
     for stage in range(3):
-        ray.get(buffer.open_stage.remote(plan(2, max_staleness=1, version=stage)))
-        call += 1
-        for ticket in ray.get(buffer.admit.remote("test", call, 2)):
-            put(buffer, group(next(numbers), version=stage), ticket=ticket)
-        call += 1
-        ray.get(buffer.admit.remote("test", call, 1)) if stage == 2 else None
-        ray.get(buffer.close_stage.remote())
-    live, stats = ray.get(buffer.stats.remote()), archive(tmp_path).stats()
+        buffer.do("open_stage", plan(2, max_staleness=1, version=stage))
+        for ticket in buffer.do("admit", "test", stage, 2):
+            buffer.put([(group(ticket.sequence, version=stage), ticket)])
+        if stage == 2:
+            assert buffer.do("admit", "test", 3, 1) == []
+        buffer.do("close_stage")
+    live, stats = buffer.do("stats"), archive(buffer.folder).stats()
     assert live.ledger.sampled == 10 and live.tasks_drawn == 5
     assert (stats.ledger, stats.expert) == (live.ledger, live.expert)
 
@@ -162,20 +155,11 @@ def test_a_row_that_feedback_changed_is_there_once_as_it_is_now(log: Path) -> No
     assert found == {"4/0": {"quality": "good"}, "4/1": {}}
 
 
-def test_the_columns_of_an_archive_are_those_of_an_experience_and_its_fate(log: Path) -> None:
-    for store in ("usual", "expert/gold"):
-        assert all(batch.schema.equals(ARCHIVE_SCHEMA) for batch in archive(log).rows(store))
-
-
 class TestFind:
     def test_a_row_is_found_with_its_fate_and_what_was_said_too_late(self, log: Path) -> None:
         found = archive(log).find("0/1")
-        assert (found.store, found.group_status, found.trained_step, found.experience.uses) == (
-            "usual",
-            "trained",
-            0,
-            1,
-        )
+        fate = found.store, found.group_status, found.trained_step, found.experience.uses
+        assert fate == ("usual", "trained", 0, 1)
         assert set(found.experience.token_ids) == {1} and found.experience.reward == 1.0
         assert [(late.labels, late.version) for late in found.late_feedback] == [({"quality": "bad"}, 0)]
         assert archive(log).find("4/0").experience.labels == {"quality": "good"}

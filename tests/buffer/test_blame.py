@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,25 +9,14 @@ import pytest
 from rayrft.buffer.events import Extent
 from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.state import ExpertCursor
-from rayrft.experience import pack, to_batch
-from tests.buffer.in_process import LocalBuffer, ObjectTable, small
-from tests.buffer.rows import expert_rows, group, plan
-
-ROOMY = small(max_rows=1000, max_bytes=1 << 30, memory_bytes=1 << 30, log_bytes=1 << 30, segment_bytes=6000)
+from tests.buffer.in_process import LocalBuffer
+from tests.buffer.rows import expert_rows, group, packed, pairs, plan
 
 
-@pytest.fixture
-def buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuffer]:
-    ObjectTable(monkeypatch)
-    made = LocalBuffer(tmp_path, ROOMY)
-    yield made
-    made.kill()
-
-
-def opened(buffer: LocalBuffer, groups: int, count: int, **more: Any) -> None:
+def begin(buffer: LocalBuffer, groups: int, count: int, **more: Any) -> None:
     """A stage that takes so many groups a step, and groups 1 .. ``count``."""
     buffer.do("open_stage", plan(groups, scheduled=False, name="stage", **more))
-    buffer.put([(group(number), None) for number in range(1, count + 1)])
+    buffer.put_numbers(*range(1, count + 1))
 
 
 def rows(buffer: LocalBuffer, step: int = 0) -> list[str]:
@@ -52,7 +38,7 @@ def resumed(buffer: LocalBuffer, blamed: list[str], attempt: str, step: int = 0)
 
 
 def test_a_row_that_fails_twice_is_left_out_with_its_group_and_counted(buffer: LocalBuffer) -> None:
-    opened(buffer, 2, 3)
+    begin(buffer, 2, 3)
     whole = rows(buffer)
     assert whole == ["1/0", "1/1", "2/0", "2/1"] and alone(buffer) == 0
     resumed(buffer, ["1/1", "2/0"], "first")
@@ -65,7 +51,7 @@ def test_a_row_that_fails_twice_is_left_out_with_its_group_and_counted(buffer: L
 
 
 def test_one_who_fails_once_and_then_not_is_trained(buffer: LocalBuffer) -> None:
-    opened(buffer, 2, 2)
+    begin(buffer, 2, 2)
     rows(buffer)
     resumed(buffer, ["1/1"], "first")
     resumed(buffer, ["2/1"], "second")
@@ -76,7 +62,7 @@ def test_one_who_fails_once_and_then_not_is_trained(buffer: LocalBuffer) -> None
 
 
 def test_a_step_of_which_nothing_is_left_gets_other_groups(buffer: LocalBuffer) -> None:
-    opened(buffer, 1, 2)
+    begin(buffer, 1, 2)
     assert rows(buffer) == ["1/0", "1/1"]
     buffer.do("blame", 0, "first", ["1/0"])
     buffer.do("blame", 0, "second", ["1/0"])
@@ -96,7 +82,7 @@ def test_a_last_step_of_which_nothing_is_left_may_have_others_sampled(buffer: Lo
 
 
 def test_mini_batches_are_as_few_as_what_is_left(buffer: LocalBuffer) -> None:
-    opened(buffer, 2, 2, mini_batches=2)
+    begin(buffer, 2, 2, mini_batches=2)
     rows(buffer)
     for attempt in ("first", "second"):
         buffer.do("blame", 0, attempt, ["1/0"])
@@ -105,16 +91,11 @@ def test_mini_batches_are_as_few_as_what_is_left(buffer: LocalBuffer) -> None:
 
 @pytest.mark.parametrize("unit", [1, 2], ids=["conversations", "pairs"])
 def test_a_demonstration_that_fails_twice_is_drawn_no_more(buffer: LocalBuffer, unit: int) -> None:
-    gold = expert_rows(6)
-    if unit == 2:
-        gold = [dataclasses.replace(row, pair_id=str(at // 2), chosen=at % 2 == 0) for at, row in enumerate(gold)]
-    buffer.do("load", "gold", [pack(to_batch(gold))])
+    gold = pairs(3) if unit == 2 else expert_rows(6)
+    buffer.do("load", "gold", packed(gold))
     buffer.do("open_stage", plan(0, expert_rows=4, demonstrations="gold", pairs=unit == 2))
     first = rows(buffer)
-    gone = [row.experience_id for row in gold if row.experience_id in first][:1]
-    if unit == 2:
-        side = next(at for at, row in enumerate(gold) if row.experience_id in gone)
-        gone = [row.experience_id for row in gold[side - side % 2 : side - side % 2 + 2]]
+    gone = [row.experience_id for row in gold if row.experience_id in first][:unit]
     for attempt in ("first", "second"):
         buffer.do("blame", 0, attempt, gone[-1:])
         buffer.restart()

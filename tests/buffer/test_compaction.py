@@ -4,59 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayrft.experience import Experience
-from tests.buffer.in_process import LocalBuffer, ObjectTable, small
+from tests.buffer.in_process import LocalBuffer
 from tests.buffer.rows import group, plan
 
-SIZES: dict[str, Any] = {"segment_bytes": 6000, "log_bytes": 20_000, "max_rows": 1000, "max_bytes": 1 << 30}
-SIZES["memory_bytes"] = 1 << 30
-CONFIG = small(**SIZES)
+LOG_BYTES = 20_000
+Opened = Callable[..., LocalBuffer]
 
 
 @pytest.fixture
-def buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuffer]:
-    ObjectTable(monkeypatch)
-    made = LocalBuffer(tmp_path, CONFIG)
+def buffer(opened: Opened) -> LocalBuffer:
+    made = opened(log_bytes=LOG_BYTES)
     made.do("open_stage", plan(2, scheduled=False))
-    yield made
-    made.kill()
+    return made
 
 
-def put(buffer: LocalBuffer, *numbers: int) -> None:
-    buffer.put([(group(number), None) for number in numbers])
+def on_disk(buffer: LocalBuffer) -> int:
+    return sum(file.stat().st_size for file in buffer.folder.glob("segment-*"))
 
 
-def on_disk(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("segment-*"))
-
-
-def test_the_log_stays_within_its_bound_once_steps_are_covered(buffer: LocalBuffer, tmp_path: Path) -> None:
+def test_the_log_stays_within_its_bound_once_steps_are_covered(buffer: LocalBuffer) -> None:
     for step in range(20):
-        put(buffer, 2 * step, 2 * step + 1)
-        buffer.lease(step)
-        buffer.do("ack", step)
+        buffer.put_numbers(2 * step, 2 * step + 1)
+        buffer.trained(step)
         buffer.do("cover", step + 1)
         stats = buffer.do("stats")
-        assert stats.sizes.log_bytes == on_disk(tmp_path) <= CONFIG.log_bytes + 2 * CONFIG.segment_bytes
+        assert stats.sizes.log_bytes == on_disk(buffer) <= LOG_BYTES + 2 * 6000
     assert stats.ledger.trained == 80 and stats.sizes.groups < 20
 
 
-def test_nothing_leaves_that_a_trainer_which_starts_again_would_ask_for(buffer: LocalBuffer, tmp_path: Path) -> None:
+def test_nothing_leaves_that_a_trainer_which_starts_again_would_ask_for(buffer: LocalBuffer) -> None:
     leases = []
     for step in range(12):
-        put(buffer, 2 * step, 2 * step + 1)
+        buffer.put_numbers(2 * step, 2 * step + 1)
         leases.append(buffer.lease(step))
-        buffer.do("ack", step)
-        buffer.do("advance", step + 1)
-    before = on_disk(tmp_path)
+        buffer.trained(step, advance=True)
+    before = on_disk(buffer)
     buffer.do("cover", 8)
-    assert on_disk(tmp_path) < before / 2
+    assert on_disk(buffer) < before / 2
     buffer.restart()
     buffer.resume(8, "again")
     assert [buffer.lease(step) for step in range(8, 12)] == leases[8:]
@@ -68,48 +59,36 @@ def leave_behind(buffer: LocalBuffer, rounds: int) -> None:
     for step in range(rounds):
         heavy = [(group(100 * step + each, deviation=1.0), None) for each in range(1, 5)]
         buffer.put([(group(100 * step, deviation=1e-3), None), *heavy])
-        buffer.lease(step)
-        buffer.do("ack", step)
+        buffer.trained(step)
 
 
-@pytest.fixture
-def picky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LocalBuffer]:
-    """Starts Buffers that draw four groups a step, those with large deviations."""
-    ObjectTable(monkeypatch)
-
-    def begin(name: str) -> LocalBuffer:
-        buffer = LocalBuffer(tmp_path / name, small(**SIZES, sampler={"name": "priority", "alpha": 30}))
-        buffer.do("open_stage", plan(4, scheduled=False))
-        return buffer
-
-    return begin
+def picky(opened: Opened, name: str = "buffer") -> LocalBuffer:
+    """A Buffer that draws four groups a step, those with large deviations."""
+    buffer = opened(name, log_bytes=LOG_BYTES, sampler={"name": "priority", "alpha": 30})
+    buffer.do("open_stage", plan(4, scheduled=False))
+    return buffer
 
 
-def test_groups_that_wait_in_sparse_segments_are_written_again_as_they_were(
-    picky: Callable[[str], LocalBuffer], tmp_path: Path
-) -> None:
-    buffer = picky("buffer")
+def test_groups_that_wait_in_sparse_segments_are_written_again_as_they_were(opened: Opened) -> None:
+    buffer = picky(opened)
     leave_behind(buffer, 8)
-    waiting, before = buffer.held(), on_disk(tmp_path / "buffer")
+    waiting, before = buffer.held(), on_disk(buffer)
     assert [name for name, _ in waiting] == [f"{100 * i}/{row}" for i in range(8) for row in range(2)]
     buffer.do("cover", 8)
     buffer.do("cover", 8)  # what was the newest segment is not any more
-    after = on_disk(tmp_path / "buffer")
+    after = on_disk(buffer)
     assert after < before
     assert buffer.held() == waiting
     buffer.do("cover", 8)
-    assert on_disk(tmp_path / "buffer") == after, "what is not sparse was written again"
+    assert on_disk(buffer) == after, "what is not sparse was written again"
     buffer.restart()
     assert buffer.held() == waiting
-    buffer.kill()
 
 
 @pytest.mark.parametrize("first", ["feedback", "cover"])
-def test_feedback_that_comes_while_the_log_is_compacted_is_kept(
-    picky: Callable[[str], LocalBuffer], first: str
-) -> None:
+def test_feedback_that_comes_while_the_log_is_compacted_is_kept(opened: Opened, first: str) -> None:
     for head_start in range(0, 60, 3):
-        buffer = picky(str(head_start))
+        buffer = picky(opened, str(head_start))
         leave_behind(buffer, 6)
         calls = [buffer.buffer.feedback("0/1", 7.0), buffer.buffer.cover(6)]
 
@@ -150,7 +129,7 @@ def test_what_a_person_wrote_is_erased_by_session_response_or_age_and_the_ledger
     buffer: LocalBuffer, tmp_path: Path
 ) -> None:
     buffer.put([(session(each, name, float(each)), None) for each, name in enumerate("abcdef")])
-    put(buffer, 7, 8)
+    buffer.put_numbers(7, 8)
     buffer.lease(0)  # a, b
     buffer.do("ack", 0)
     assert buffer.do("forget", ["resp-a0", "c1"]) == (0, 4), "a step without a checkpoint trains on its segment"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from rayrft.buffer.log import journal
 from rayrft.buffer.schedule import Ticket
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import StorageError
-from rayrft.experience import Experience, pack, to_batch
+from rayrft.experience import Experience
 from tests.buffer.disk import Disk, Killed
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
-from tests.buffer.rows import expert_rows, group, plan
+from tests.buffer.rows import expert_rows, group, packed, plan
 
 Made = tuple[str, tuple[Any, ...], Any]
 """A call of `LocalBuffer`, its arguments, and what came of it."""
@@ -40,19 +40,19 @@ class Script:
 
 def with_tickets(script: Script) -> None:
     """A trainer, a producer with tickets, and what can happen to these, to the end of the tasks."""
-    script("do", "load", "gold", [pack(to_batch(expert_rows(3)))])
+    script("do", "load", "gold", packed(expert_rows(3)))
     script("do", "open_stage", plan(2, max_staleness=1, expert_rows=2, demonstrations="gold"))
     a, b, c, d = script("do", "admit", "producer", 1, 10)
     script("put", [(rows(a), a), (rows(b), b)])
-    script("do", "load", "gold", [pack(to_batch(expert_rows(4)))])
+    script("do", "load", "gold", packed(expert_rows(4)))
     script("lease", 0)
     script("do", "fail", c, "workflow_error")
-    script("put", [(broken(d), d)])
+    script("put", [(broken_rows(d.sequence), d)])
     script("do", "ack", 0)
     script("do", "advance", 1)
     script("do", "cover", 1)
     e, f, g, late = script("do", "admit", "producer", 2, 10)
-    script("put", [(rows(e), e), (half_broken(f), f)])
+    script("put", [(rows(e), e), ([rows(f)[0], broken_rows(f.sequence)[1]], f)])
     script("put", [(rows(g), g)])
     script("do", "drop", late, {"zero_variance": 2}, GroupReport(rows=2))
     script("do", "feedback", f"{e.sequence}/0", 9.0, {"said": "good"})
@@ -104,15 +104,7 @@ def rows(ticket: Ticket) -> list[Experience]:
 
 
 def broken_rows(number: int) -> list[Experience]:
-    return [Experience(**{**vars(row), "reward": None}) for row in group(number)]
-
-
-def broken(ticket: Ticket) -> list[Experience]:
-    return broken_rows(ticket.sequence)
-
-
-def half_broken(ticket: Ticket) -> list[Experience]:
-    return [rows(ticket)[0], broken(ticket)[1]]
+    return [row.with_fields(reward=None) for row in group(number)]
 
 
 SIZES = {"segment_bytes": 6000, "log_bytes": 12000, "memory_bytes": 8000, "max_bytes": 1 << 30}
@@ -139,7 +131,7 @@ class Mortal(LocalBuffer):
                 self._disk.close_all()
                 self._disk.stop(None)
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def run(self, work: Awaitable[Any]) -> Any:
         async def race() -> Any:
             gone = self.loop.create_future()
             self._disk.on_failure = lambda: self.loop.call_soon_threadsafe(gone.set_result, None)

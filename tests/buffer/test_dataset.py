@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,23 +11,15 @@ import pyarrow as pa
 import pytest
 import ray
 
-from rayrft.algorithms import build
 from rayrft.buffer.dataset import dataset, load_dataset, newest
 from rayrft.errors import DataError
-from rayrft.experience import SCHEMA, Experience, from_batch, pack, to_batch
-from rayrft.trainer.batches import fetch_rows
-from tests.buffer.live import buffers, put
-from tests.buffer.rows import expert_rows, group, plan
+from rayrft.experience import SCHEMA, Experience, from_batch, to_batch
+from tests.buffer.live import put
+from tests.buffer.rows import expert_rows, group, packed, plan, train_rows
 from tests.errors import about
 from tests.scripted import handle
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    with buffers() as begin:
-        yield partial(begin, tmp_path)
 
 
 @pytest.fixture
@@ -52,7 +42,8 @@ def test_a_dataset_has_every_held_row_as_it_was_put(buffer: Any) -> None:
         reward_components={"format": 0.5},
         turns=({"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}),
     )
-    put(buffer, group(1), group(2), [rich])
+    put(buffer, group(1), group(2), [rich.with_fields(labels={})])
+    ray.get(buffer.feedback.remote("3/0", labels=rich.labels))  # its row is there once
     made = dataset(handle(buffer))
     assert ids(made) == ["1/0", "1/1", "2/0", "2/1", "3/0"]
     [found] = [row for row in rows_of(made) if row.experience_id == "3/0"]
@@ -82,13 +73,6 @@ def test_what_happens_later_does_not_disturb_a_dataset(start: Callable[..., Any]
     assert not {"0/0", "7/1"} & set(ids(dataset(handle(buffer), columns=["experience_id"])))
 
 
-def test_feedback_shows_in_the_next_dataset_and_once(buffer: Any) -> None:
-    put(buffer, group(1))
-    ray.get(buffer.feedback.remote("1/0", labels={"quality": "good"}))
-    found = {row["experience_id"]: dict(row["labels"]) for row in dataset(handle(buffer)).take_all()}
-    assert found == {"1/0": {"quality": "good"}, "1/1": {}}
-
-
 def test_columns_and_a_condition_on_a_column_that_is_not_selected(buffer: Any) -> None:
     put(buffer, group(1, rows=5), group(2, rows=5))
     made = dataset(handle(buffer), columns=["experience_id", "token_ids"], where="reward >= 3")
@@ -106,25 +90,20 @@ def test_rows_keep_their_order_under_a_condition(buffer: Any) -> None:
 
 
 def test_expert_rows_are_a_store_of_their_own(buffer: Any) -> None:
-    ray.get(buffer.load.remote("gold", [pack(to_batch(expert_rows(3)))]))
+    ray.get(buffer.load.remote("gold", packed(expert_rows(3))))
     put(buffer, group(1))
     assert ids(dataset(handle(buffer), "expert/gold")) == ["90/0", "90/1", "90/2"]
     assert ids(dataset(handle(buffer))) == ["1/0", "1/1"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "problem"),
-    [
+def test_what_cannot_be_read_is_refused_before_anything_is_read(buffer: Any) -> None:
+    for asked, problem in (
         ({"store": "expert/gld"}, r"store: no such store \(found 'expert/gld'\).*usual"),
         ({"columns": ["tokens_ids"]}, r"columns: no such column \(found 'tokens_ids'\). Did you mean 'token_ids"),
         ({"where": "rewards > 1"}, r"where: not a valid condition: .*\(found 'rewards > 1'\).*\"reward\""),
-    ],
-)
-def test_what_cannot_be_read_is_refused_before_anything_is_read(
-    buffer: Any, asked: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(DataError, match=problem):
-        dataset(handle(buffer), **asked)
+    ):
+        with pytest.raises(DataError, match=problem):
+            dataset(handle(buffer), **asked)
 
 
 def test_rows_can_be_looked_at_while_a_run_has_every_cpu(buffer: Any) -> None:
@@ -145,7 +124,7 @@ def test_what_a_run_found_can_be_imitated(buffer: Any) -> None:
     assert load_dataset(handle(buffer), dataset(handle(buffer), where="reward >= 2"), "found") == 4
     ray.get(buffer.open_stage.remote(plan(0, expert_rows=4, demonstrations="found")))
     lease = ray.get(buffer.lease.remote(0, 1, 5))
-    rows = [row for share in lease.shares for row in fetch_rows(share, build("sft"))]
+    rows = train_rows(lease, "sft")
     assert sorted(int(row.token_ids[0]) for row in rows) == [12, 13, 22, 23]
     assert all(row.expert and not row.advantages.any() for row in rows)
     found = rows_of(dataset(handle(buffer), "expert/found"))
@@ -210,19 +189,16 @@ def test_rows_that_cannot_be_experiences_are_refused(buffer: Any) -> None:
             load_dataset(handle(buffer), broken, "gold")
 
 
-@pytest.mark.parametrize("name", ["../journal", "a/b", "", ".hidden"])
-def test_a_name_that_is_no_file_name_is_refused(buffer: Any, name: str) -> None:
-    with pytest.raises(DataError, check=about("name")):
-        load_dataset(handle(buffer), pa.Table.from_batches([to_batch(expert_rows(2))]), name)
+def test_a_name_that_is_no_file_name_is_refused(buffer: Any) -> None:
+    for name in ("../journal", "a/b", "", ".hidden"):
+        with pytest.raises(DataError, check=about("name")):
+            load_dataset(handle(buffer), pa.Table.from_batches([to_batch(expert_rows(2))]), name)
 
 
 def test_the_newest_rows_are_those_that_finished_last(buffer: Any) -> None:
+    assert newest(handle(buffer), 3) == []
     for number, finished in ((1, 30.0), (2, 10.0), (3, 20.0)):
         put(buffer, [replace(row, finished_at=finished + place) for place, row in enumerate(group(number))])
     assert [row.experience_id for row in newest(handle(buffer), 3)] == ["1/1", "1/0", "3/1"]
     assert len(newest(handle(buffer), 100)) == 6
     assert newest(handle(buffer), 0) == []
-
-
-def test_a_buffer_without_rows_has_no_newest(buffer: Any) -> None:
-    assert newest(handle(buffer), 3) == []

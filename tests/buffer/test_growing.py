@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -13,21 +11,12 @@ import pyarrow.compute as pc
 import pytest
 
 from rayrft.buffer.reader import Archive
+from rayrft.config.buffer import SamplerConfig
 from rayrft.errors import DataError, LeaseEnded
-from rayrft.experience import Experience, pack, to_batch
-from tests.buffer.in_process import LocalBuffer, ObjectTable, small
-from tests.buffer.rows import expert_rows, group, plan
+from rayrft.experience import Experience, to_batch
+from tests.buffer.in_process import LocalBuffer
+from tests.buffer.rows import expert_rows, packed, plan
 from tests.errors import about
-
-ROOMY = small(max_rows=1000, max_bytes=1 << 30, memory_bytes=1 << 30, log_bytes=1 << 30, segment_bytes=6000)
-
-
-@pytest.fixture
-def buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuffer]:
-    ObjectTable(monkeypatch)
-    made = LocalBuffer(tmp_path, ROOMY)
-    yield made
-    made.kill()
 
 
 def gold(first: int, count: int) -> list[Experience]:
@@ -43,23 +32,16 @@ def pair(number: int, first: int) -> list[Experience]:
 
 
 def extend(buffer: LocalBuffer, rows: list[Experience], name: str = "gold") -> int:
-    return buffer.run(buffer.buffer.extend(name, [pack(to_batch(rows))]))
+    return buffer.run(buffer.buffer.extend(name, packed(rows)))
 
 
 def load(buffer: LocalBuffer, rows: list[Experience]) -> int:
-    return buffer.run(buffer.buffer.load("gold", [pack(to_batch(rows))]))
+    return buffer.run(buffer.buffer.load("gold", packed(rows)))
 
 
 def open_stage(buffer: LocalBuffer, groups: int = 0, count: int = 2, **more: Any) -> None:
     more = {"expert_rows": count, "demonstrations": "gold", "scheduled": False, "name": "stage"} | more
     buffer.run(buffer.buffer.open_stage(plan(groups, **more)))
-
-
-def drawn(buffer: LocalBuffer, step: int) -> list[str]:
-    """The ids of the rows of a step, sorted; it is acknowledged."""
-    rows = sorted(row for share in buffer.lease(step)[1] for row, _, _ in share)
-    buffer.do("ack", step)
-    return rows
 
 
 def names(first: int, count: int) -> list[str]:
@@ -69,50 +51,41 @@ def names(first: int, count: int) -> list[str]:
 def test_rows_that_are_added_join_in_the_next_epoch_and_every_epoch_has_each_row_once(buffer: LocalBuffer) -> None:
     assert extend(buffer, gold(0, 4)) == 4
     open_stage(buffer)
-    first = drawn(buffer, 0)
+    first = buffer.trained(0)
     assert extend(buffer, gold(4, 6)) == 6
-    assert sorted(first + drawn(buffer, 1)) == names(0, 4)
-    second = [row for step in range(2, 7) for row in drawn(buffer, step)]
+    assert sorted(first + buffer.trained(1)) == names(0, 4)
+    second = [row for step in range(2, 7) for row in buffer.trained(step)]
     assert sorted(second) == names(0, 10)
 
 
-def test_rows_that_are_added_before_an_epoch_begins_are_in_it(buffer: LocalBuffer) -> None:
+def test_rows_that_are_added_before_an_epoch_begins_are_in_it_and_later_ones_after_its_end(buffer: LocalBuffer) -> None:
     extend(buffer, gold(0, 2))
-    extend(buffer, gold(2, 2))
+    extend(buffer, gold(2, 1))
     open_stage(buffer)
-    assert sorted(drawn(buffer, 0) + drawn(buffer, 1)) == names(0, 4)
-
-
-def test_a_step_that_ends_an_epoch_goes_on_among_the_rows_that_were_added(buffer: LocalBuffer) -> None:
-    extend(buffer, gold(0, 3))
-    open_stage(buffer, count=2)
-    rows = drawn(buffer, 0)
+    rows = buffer.trained(0)
     extend(buffer, gold(3, 2))
-    for step in range(1, 4):
-        rows += drawn(buffer, step)
+    rows += [row for step in range(1, 4) for row in buffer.trained(step)]
     assert Counter(rows) == Counter(names(0, 3)) + Counter(names(0, 5)), "three rows, and then all five"
 
 
 @pytest.mark.parametrize("unit", [1, 2])
-def test_what_is_withdrawn_is_drawn_no_more_and_its_lease_stays_whatever_dies(
-    buffer: LocalBuffer, tmp_path: Path, unit: int
-) -> None:
+def test_what_is_withdrawn_is_drawn_no_more_and_its_lease_stays_whatever_dies(buffer: LocalBuffer, unit: int) -> None:
     extend(buffer, gold(0, 6) if unit == 1 else [side for number in range(3) for side in pair(number, 2 * number)])
     open_stage(buffer, count=2, pairs=unit == 2)
-    leased = drawn(buffer, 0)
+    leased = buffer.trained(0)
     gone = leased if unit == 2 else leased[:1]
     for _ in range(2):  # a repeated call changes nothing
         assert buffer.do("withdraw", "gold", [gone[-1], "unknown"]) == unit
         buffer.restart()
     assert buffer.do("withdraw", "silver", gone) == 0
-    archived = pa.Table.from_batches(Archive(tmp_path, ROOMY.sampler).rows("expert/gold"))
+    archived = pa.Table.from_batches(Archive(buffer.folder, SamplerConfig()).rows("expert/gold"))
     assert archived.filter(pc.field("group_status") == "excluded").column("experience_id").to_pylist() == gone
     [(_, left)] = buffer.do("partition", "expert/gold")
     assert len(left) == 6 - unit
     buffer.do("resume", 0, "second life")
     open_stage(buffer, count=2, pairs=unit == 2)
-    assert drawn(buffer, 0) == leased
-    later = [row for step in range(1, 11) for row in drawn(buffer, step)]
+    assert buffer.trained(0) == leased
+    later = [row for step in range(1, 11) for row in buffer.trained(step)]
     assert len(later) == 20 and not {*later} & {*gone}
     assert len({*later} - {*leased}) == 4, "all others are"
 
@@ -120,7 +93,7 @@ def test_what_is_withdrawn_is_drawn_no_more_and_its_lease_stays_whatever_dies(
 def test_a_stage_ends_whose_demonstrations_are_all_withdrawn(buffer: LocalBuffer) -> None:
     extend(buffer, gold(0, 2))
     open_stage(buffer)
-    assert drawn(buffer, 0) == names(0, 2)
+    assert buffer.trained(0) == names(0, 2)
     buffer.do("withdraw", "gold", names(0, 2))
     with pytest.raises(LeaseEnded, match="'gold' is withdrawn", check=about("buffer.lease", "end_of_data")):
         buffer.run(buffer.buffer.lease(1, 1, 5.0))
@@ -146,26 +119,26 @@ def test_a_lease_is_the_same_after_the_set_has_grown_and_the_buffer_has_died(buf
     assert buffer.lease(0)[1] == before
 
 
-def test_what_a_killed_append_left_in_the_file_is_cut_by_the_next_one(buffer: LocalBuffer, tmp_path: Path) -> None:
+def test_what_a_killed_append_left_in_the_file_is_cut_by_the_next_one(buffer: LocalBuffer) -> None:
     extend(buffer, gold(0, 3))
-    [file] = tmp_path.glob("expert-gold-*.arrow")
+    [file] = buffer.folder.glob("expert-gold-*.arrow")
     with file.open("ab") as appended:
         appended.write(to_batch(gold(3, 1)).serialize().to_pybytes()[:-7])
     buffer.restart()
     assert extend(buffer, gold(4, 2)) == 2
     open_stage(buffer, count=5)
-    assert drawn(buffer, 0) == ["gold/0", "gold/1", "gold/2", "gold/4", "gold/5"]
+    assert buffer.trained(0) == ["gold/0", "gold/1", "gold/2", "gold/4", "gold/5"]
 
 
 def test_a_resumed_run_loads_its_file_again_and_keeps_what_was_added(buffer: LocalBuffer) -> None:
     load(buffer, gold(0, 3))
     extend(buffer, gold(3, 2))
     open_stage(buffer, count=2)
-    first = drawn(buffer, 0)
+    first = buffer.trained(0)
     buffer.restart()
     assert load(buffer, gold(0, 3)) == 3
     open_stage(buffer, count=2)
-    second = drawn(buffer, 1) + drawn(buffer, 2)
+    second = buffer.trained(1) + buffer.trained(2)
     third = [row for row in names(0, 3) if row not in first]
     assert set(third) <= set(second), "the epoch goes on where it was"
     assert buffer.do("stats").expert["gold"].rows == 5
@@ -176,7 +149,7 @@ def test_other_rows_replace_a_set_that_has_grown(buffer: LocalBuffer) -> None:
     extend(buffer, gold(3, 2))
     load(buffer, gold(10, 2))
     open_stage(buffer, count=2)
-    assert drawn(buffer, 0) == names(10, 2)
+    assert buffer.trained(0) == names(10, 2)
 
 
 def test_rows_of_another_kind_are_refused_and_none_is_stored(buffer: LocalBuffer) -> None:
@@ -197,21 +170,21 @@ def test_a_stage_begins_without_demonstrations_that_will_come_and_takes_them_whe
     buffer: LocalBuffer,
 ) -> None:
     open_stage(buffer, groups=1, count=2, grows=True)
-    buffer.put([(group(number), None) for number in (1, 2)])
-    assert drawn(buffer, 0) == ["1/0", "1/1"]
+    buffer.put_numbers(1, 2)
+    assert buffer.trained(0) == ["1/0", "1/1"]
     extend(buffer, gold(0, 3))
-    assert drawn(buffer, 1)[:2] == ["2/0", "2/1"] and buffer.do("stats").expert["gold"].drawn == 2
+    assert buffer.trained(1)[:2] == ["2/0", "2/1"] and buffer.do("stats").expert["gold"].drawn == 2
 
 
 @pytest.mark.parametrize("groups, grows", [(1, False), (0, True)], ids=["none will come", "nothing else to train on"])
 def test_a_stage_does_not_begin_without_demonstrations_where(buffer: LocalBuffer, groups: int, grows: bool) -> None:
-    with pytest.raises(DataError, match="no such demonstrations"):
+    with pytest.raises(DataError, match="no such demonstrations", check=about("demonstrations", "gold")):
         open_stage(buffer, groups=groups, grows=grows)
 
 
-def test_the_log_is_read_with_the_rows_that_were_added(buffer: LocalBuffer, tmp_path: Path) -> None:
+def test_the_log_is_read_with_the_rows_that_were_added(buffer: LocalBuffer) -> None:
     load(buffer, gold(0, 2))
     extend(buffer, gold(2, 3))
-    reader = Archive(tmp_path, ROOMY.sampler)
+    reader = Archive(buffer.folder, SamplerConfig())
     found = [row for batch in reader.rows("expert/gold") for row in batch.column("experience_id").to_pylist()]
     assert found == names(0, 5)

@@ -19,21 +19,18 @@ from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
 from rayrft.errors import StorageError
 from rayrft.experience import SCHEMA, SCHEMA_VERSION, pack, to_batch
-from tests.buffer.in_process import ObjectTable, small
+from tests.buffer.in_process import small
 from tests.buffer.rows import group
+from tests.errors import about
 
-CONFIG = small(segment_bytes=6000, log_bytes=1 << 30, memory_bytes=1 << 30, max_rows=1000, max_bytes=1 << 30)
+CONFIG = small(segment_bytes=6000)
 EVENTS: list[e.Event] = [
     e.Began("run", SCHEMA_VERSION),
     e.VersionAdvanced(1),
     e.TaskFailed(3, "no\nreason\r\x85"),
     e.StepAcked(2),
 ]
-
-
-@pytest.fixture(autouse=True)
-def objects(monkeypatch: pytest.MonkeyPatch) -> ObjectTable:
-    return ObjectTable(monkeypatch)
+pytestmark = pytest.mark.usefixtures("objects")
 
 
 def journal_of(folder: Path, events: list[e.Event]) -> Path:
@@ -72,8 +69,10 @@ class TestJournal:
         file = journal_of(tmp_path, EVENTS)
         whole = file.read_bytes()
         file.write_bytes(whole + garbage)
-        recovered = EventJournal(Storage(tmp_path)).open()
-        assert (recovered.events, recovered.torn_bytes) == (EVENTS, len(garbage))
+        for read in (EventJournal.read, EventJournal.read, EventJournal.open):  # looking at it changes nothing
+            assert file.read_bytes() == whole + garbage
+            recovered = read(EventJournal(Storage(tmp_path)))
+            assert (recovered.events, recovered.torn_bytes) == (EVENTS, len(garbage))
         assert file.read_bytes() == whole
 
     def test_any_change_before_the_last_line_is_an_error_that_names_the_line_and_mends_nothing(
@@ -94,10 +93,8 @@ class TestJournal:
         file = journal_of(tmp_path, EVENTS)
         body = b'{"step":1,"event":"forgotten"}'
         file.write_bytes(file.read_bytes() + b'%s,"crc":%d}\n' % (body[:-1], zlib.crc32(body)))
-        with pytest.raises(
-            StorageError,
-            match=r"line 5: this version of rayrft cannot read the line: unknown event 'forgotten'. Continue with",
-        ):
+        problem = "line 5: this version of rayrft cannot read the line: unknown event 'forgotten'. Continue with"
+        with pytest.raises(StorageError, match=problem):
             EventJournal(Storage(tmp_path)).open()
 
     def test_a_log_of_an_earlier_version_is_refused_before_its_other_lines_are_read(self, tmp_path: Path) -> None:
@@ -114,9 +111,8 @@ class TestJournal:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
-        with pytest.raises(StorageError) as raised:
+        with pytest.raises(StorageError, check=about("snapshot")):
             state.restore(sink.getvalue())
-        assert raised.value.field == "snapshot"
 
     def test_any_change_of_a_snapshot_is_an_error_that_names_it(self, tmp_path: Path) -> None:
         journal = EventJournal(Storage(tmp_path))
@@ -129,13 +125,6 @@ class TestJournal:
             file.write_bytes(damaged)
             with pytest.raises(StorageError, match=rf"{file.name}: the snapshot was changed"):
                 EventJournal(Storage(tmp_path)).open()
-
-    def test_looking_at_a_torn_journal_changes_nothing(self, tmp_path: Path) -> None:
-        file = journal_of(tmp_path, EVENTS)
-        torn = file.read_bytes() + b"torn"
-        file.write_bytes(torn)
-        recovered = EventJournal(Storage(tmp_path)).read()
-        assert (recovered.events, recovered.torn_bytes, file.read_bytes()) == (EVENTS, 4, torn)
 
 
 class TestRowLog:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-import ray
 
 from rayrft.buffer import events as e
 from rayrft.buffer.log.journal import EventJournal
@@ -19,19 +18,19 @@ from rayrft.buffer.transitions import apply
 from rayrft.config.buffer import SamplerConfig
 from rayrft.errors import StorageError
 from rayrft.experience import SCHEMA_VERSION
-from tests.buffer.live import buffers, put
+from tests.buffer.in_process import LocalBuffer
 from tests.buffer.rows import group, plan
 
 
 class Writer:
     """Writes a journal whose events say the version, and begins a new one on request."""
 
-    def __init__(self, folder: Path, schema: str = SCHEMA_VERSION) -> None:
+    def __init__(self, folder: Path) -> None:
         self.version = 0
         self._state = State(SamplerConfig(), 0, None)
         self._journal = EventJournal(Storage(folder))
         self._journal.open()
-        self._write(e.Began("run", schema))
+        self._write(e.Began("run", SCHEMA_VERSION))
         self.compact()
 
     def compact(self) -> None:
@@ -84,26 +83,19 @@ def test_a_journal_that_is_always_replaced_is_given_up(tmp_path: Path) -> None:
         read_state(reader, SamplerConfig(), 0)
 
 
-def test_a_log_of_another_schema_version_is_refused(tmp_path: Path) -> None:
-    Writer(tmp_path, schema="1")
-    with pytest.raises(StorageError, match="the log has schema version 1"):
-        read_state(Storage(tmp_path), SamplerConfig(), 0)
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_groups_are_read_once_wherever_they_are_moved(tmp_path: Path) -> None:
-    with buffers() as start:
-        buffer = start(tmp_path, segment_bytes=400_000, log_bytes=1 << 20)
-        put(buffer, *(group(number, length=5800) for number in range(8)))
-        reading = Archive(tmp_path, SamplerConfig()).rows(columns=["group_id", "segment"])
-        before = next(reading).to_pylist()
-        assert {row["group_id"] for row in before} == {"0", "1", "2", "3"}
-        ray.get(buffer.open_stage.remote(plan(7, scheduled=False)))
-        ray.get(buffer.lease.remote(0, 1, 5))
-        ray.get(buffer.ack.remote(0))
-        put(buffer, *(group(number, length=5800) for number in range(8, 16)))
-        ray.get(buffer.cover.remote(1))  # nothing needs the first two segments any more, but for group 7
-        after = [row for batch in reading for row in batch.to_pylist()]
+def test_groups_are_read_once_wherever_they_are_moved(opened: Callable[..., LocalBuffer]) -> None:
+    buffer = opened(segment_bytes=400_000, log_bytes=1 << 20)
+    for number in range(8):
+        buffer.put([(group(number, length=5800), None)])
+    reading = Archive(buffer.folder, SamplerConfig()).rows(columns=["group_id", "segment"])
+    before = next(reading).to_pylist()
+    assert {row["group_id"] for row in before} == {"0", "1", "2", "3"}
+    buffer.do("open_stage", plan(7, scheduled=False))
+    buffer.trained(0)
+    for number in range(8, 16):
+        buffer.put([(group(number, length=5800), None)])
+    buffer.do("cover", 1)  # nothing needs the first two segments any more, but for group 7
+    after = [row for batch in reading for row in batch.to_pylist()]
     found = [row["group_id"] for row in [*before, *after]]
     assert {number: found.count(number) for number in found} == dict.fromkeys(found, 2)
     assert {"7", "8", "15"} <= set(found)

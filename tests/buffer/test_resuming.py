@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayrft.buffer.log.storage import Appender, Storage
 from rayrft.buffer.schedule import Ticket
-from rayrft.errors import DataError, RayrftError
-from rayrft.experience import pack, to_batch
-from tests.buffer.in_process import LocalBuffer, ObjectTable, small
-from tests.buffer.rows import expert_rows, group, plan
-from tests.errors import about
+from rayrft.errors import RayrftError, StorageError
+from tests.buffer.in_process import LocalBuffer
+from tests.buffer.rows import expert_rows, group, packed, plan
 
-ROOMY: dict[str, Any] = {"max_rows": 1000, "max_bytes": 1 << 30, "memory_bytes": 1 << 30, "log_bytes": 1 << 30}
-
-
-@pytest.fixture(autouse=True)
-def objects(monkeypatch: pytest.MonkeyPatch) -> ObjectTable:
-    return ObjectTable(monkeypatch)
-
-
-@pytest.fixture
-def buffer(tmp_path: Path) -> Iterator[LocalBuffer]:
-    made = LocalBuffer(tmp_path, small(**ROOMY, segment_bytes=6000))
-    yield made
-    made.kill()
+Opened = Callable[..., LocalBuffer]
 
 
 def fill(buffer: LocalBuffer, call: int, count: int, producer: str = "explorer") -> list[Ticket]:
@@ -48,16 +35,13 @@ def test_nothing_is_admitted_until_the_weights_of_the_last_repeated_step_are_pub
     buffer.do("open_stage", plan(1, name="mix"))
     for step in range(2):
         fill(buffer, step, 1)
-        buffer.lease(step)
-        buffer.do("ack", step)
-        buffer.do("advance", step + 1)
+        buffer.trained(step, advance=True)
     buffer.restart()
     buffer.do("resume", 0, "again")
     buffer.do("open_stage", plan(1, name="mix"))
     for step in range(2):
         assert not buffer.may_admit()
-        buffer.lease(step)
-        buffer.do("ack", step)
+        buffer.trained(step)
         assert not buffer.may_admit(), "engines still hold the weights from before this step"
         buffer.do("advance", step + 1)
     assert buffer.may_admit()
@@ -65,9 +49,8 @@ def test_nothing_is_admitted_until_the_weights_of_the_last_repeated_step_are_pub
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("sampler", ["fifo", "uniform"])
-def test_a_stage_goes_on_with_another_batch_size(tmp_path: Path, groups: int, sampler: str) -> None:
-    config = small(**ROOMY, segment_bytes=6000, sampler={"name": sampler})
-    buffer = LocalBuffer(tmp_path, config)
+def test_a_stage_goes_on_with_another_batch_size(opened: Opened, groups: int, sampler: str) -> None:
+    buffer = opened(sampler={"name": sampler})
     buffer.do("open_stage", plan(2, name="mix", max_staleness=2))
     assert len(fill(buffer, 0, 6)) == 6
     first = take(buffer, 0)
@@ -77,37 +60,30 @@ def test_a_stage_goes_on_with_another_batch_size(tmp_path: Path, groups: int, sa
     assert take(buffer, 0) == first, "what was leased is the same"
     for step in range(2):
         assert len(take(buffer, step)) == (2 if step == 0 else groups)
-        buffer.do("ack", step)
-        buffer.do("advance", step + 1)
+        buffer.trained(step, advance=True)
     assert buffer.buffer._state.capacity == 3 * groups - (4 - groups), "three steps' groups, less those that wait"
-    buffer.kill()
 
 
 @pytest.mark.parametrize("sampler", ["fifo", "uniform"])
-def test_a_stage_goes_on_with_a_tighter_bound_of_staleness(tmp_path: Path, sampler: str) -> None:
-    buffer = LocalBuffer(tmp_path, small(**ROOMY, segment_bytes=6000, sampler={"name": sampler}))
+def test_a_stage_goes_on_with_a_tighter_bound_of_staleness(opened: Opened, sampler: str) -> None:
+    buffer = opened(sampler={"name": sampler})
     buffer.do("open_stage", plan(1, name="mix", max_staleness=3))
     fill(buffer, 0, 4)
     for step in range(2):
-        take(buffer, step)
-        buffer.do("ack", step)
-        buffer.do("advance", step + 1)
+        buffer.trained(step, advance=True)
     buffer.restart()
     buffer.do("resume", 2, "again")
     buffer.do("open_stage", plan(1, name="mix", max_staleness=1))
     assert buffer.do("stats").ledger.dropped == {"stale": 4}, "two groups of version 0 are too old for step 2"
     fresh = fill(buffer, 1, 1, "explorer of the resumed run")
     assert take(buffer, 2) == [str(ticket.sequence) for ticket in fresh]
-    buffer.kill()
 
 
 def test_the_batch_of_a_step_that_a_checkpoint_holds_is_said_to_be_gone(buffer: LocalBuffer) -> None:
     buffer.do("open_stage", plan(1, name="mix"))
     for step in range(3):
         fill(buffer, step, 1)
-        take(buffer, step)
-        buffer.do("ack", step)
-        buffer.do("advance", step + 1)
+        buffer.trained(step, advance=True)
     buffer.do("cover", 2)
     buffer.restart()
     buffer.do("resume", 1, "again")
@@ -127,7 +103,7 @@ def test_tickets_of_a_stage_before_keep_no_step_waiting_for_tasks_that_have_ende
 def test_that_no_more_groups_will_be_put_is_known_after_a_restart(buffer: LocalBuffer) -> None:
     filling = plan(1, name="fill", scheduled=False)
     buffer.do("open_stage", filling)
-    buffer.put([(group(0), None)])
+    buffer.put_numbers(0)
     buffer.do("finish")
     buffer.restart()
     buffer.do("resume", 0, "again")
@@ -136,40 +112,20 @@ def test_that_no_more_groups_will_be_put_is_known_after_a_restart(buffer: LocalB
     assert buffer.do("lease", 1, 1, 60) == ("LeaseEnded", "end_of_data")
 
 
-def test_a_full_buffer_of_rows_to_replay_takes_the_new_groups_that_the_next_step_waits_for(tmp_path: Path) -> None:
-    sampler = {"name": "uniform", "max_uses": 4, "replay_ratio": 1}
-    buffer = LocalBuffer(
-        tmp_path, small(**{**ROOMY, "max_rows": 4}, segment_bytes=6000, when_full="wait", sampler=sampler)
-    )
+def test_a_full_buffer_of_rows_to_replay_takes_the_new_groups_that_the_next_step_waits_for(opened: Opened) -> None:
+    buffer = opened(max_rows=4, when_full="wait", sampler={"name": "uniform", "max_uses": 4, "replay_ratio": 1})
     buffer.do("open_stage", plan(2, name="mix", max_staleness=3))
     fill(buffer, 0, 2)
-    take(buffer, 0)
-    buffer.do("ack", 0)
-    buffer.do("advance", 1)
+    buffer.trained(0, advance=True)
     assert buffer.do("stats").ledger.held == 4 and buffer.may_admit()
     fill(buffer, 1, 2)
     assert len(take(buffer, 1)) == 2
-    buffer.kill()
-
-
-def test_demonstrations_that_a_stage_under_way_would_misread_are_refused(buffer: LocalBuffer) -> None:
-    buffer.do("load", "gold", [pack(to_batch(expert_rows(4)))])
-    buffer.do("open_stage", plan(0, name="sft", expert_rows=2, demonstrations="gold"))
-    pairs = [
-        row.__class__(**{**vars(row), "pair_id": f"p{number // 2}", "chosen": number % 2 == 0})
-        for number, row in enumerate(expert_rows(4))
-    ]
-    with pytest.raises(DataError, check=about("demonstrations", "gold")):
-        buffer.run(buffer.buffer.load("gold", [pack(to_batch(pairs))]))
-    assert buffer.do("stats").expert["gold"].rows == 4
 
 
 def test_rows_that_were_not_forced_to_the_disk_stand_elsewhere_until_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a segment is deleted, everything that was appended anywhere is on the disk."""
-    from rayrft.buffer.log.storage import Appender, Storage
-
     loose: set[int] = set()
     deleted = []
 
@@ -189,24 +145,19 @@ def test_rows_that_were_not_forced_to_the_disk_stand_elsewhere_until_they_are(
 
     for owner, function in ((Appender, append), (Appender, sync), (Storage, delete)):
         monkeypatch.setattr(owner, function.__name__, function)
-    buffer = LocalBuffer(tmp_path, small(**{**ROOMY, "log_bytes": 20_000}, segment_bytes=3000))
-    buffer.do("load", "gold", [pack(to_batch(expert_rows(4)))])
-    buffer.do("load", "gold", [pack(to_batch(expert_rows(6)))])
+    buffer = opened(log_bytes=20_000, segment_bytes=3000)
+    buffer.do("load", "gold", packed(expert_rows(4)))
+    buffer.do("load", "gold", packed(expert_rows(6)))
     buffer.do("open_stage", plan(1, name="fill", scheduled=False))
     for number in range(40):
-        buffer.put([(group(number), None)])
+        buffer.put_numbers(number)
         if number % 4:
-            buffer.lease(number)
-            buffer.do("ack", number)
+            buffer.trained(number)
             buffer.do("cover", number)
     assert len([name for name in deleted if name.startswith("segment")]) > 3 and deleted[0].startswith("expert")
-    buffer.kill()
 
 
 def test_a_file_whose_sync_failed_takes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rayrft.buffer.log.storage import Storage
-    from rayrft.errors import StorageError
-
     file = Storage(tmp_path).open("file")
     file.append(b"one")
     with monkeypatch.context() as broken:

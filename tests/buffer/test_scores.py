@@ -11,28 +11,12 @@ from hypothesis import strategies as st
 from rayrft.buffer.scores import check_scores, scores
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Experience, to_batch
+from tests.buffer.rows import group
 from tests.errors import about
 
 
-def row(
-    mask: list[int] | None = None,
-    reward: float | None = None,
-    metrics: dict[str, float] | None = None,
-    priority: float | None = None,
-) -> Experience:
-    mask = mask or [0, 1]
-    return Experience(
-        "g/0",
-        "g",
-        "t",
-        np.zeros(len(mask), dtype=np.int32),
-        1,
-        np.array(mask, dtype=np.uint8),
-        np.zeros(len(mask), dtype=np.float32),
-        reward=reward,
-        metrics=metrics or {},
-        priority=priority,
-    )
+def row(reward: float | None = None, priority: float | None = None) -> Experience:
+    return group(1, 1)[0].with_fields(reward=reward, priority=priority)
 
 
 def score(name: str, *groups: list[Experience]) -> list[float]:
@@ -79,13 +63,13 @@ def test_a_group_that_no_critic_looked_at_has_a_td_error_of_1() -> None:
 )
 def test_vectorised_scores_equal_loops_also_on_a_slice(groups: list, cut: int) -> None:
     rows, expected = [], {"reward_deviation": [], "failure": []}
-    for group in groups:
-        rewards = [reward for reward in group if reward is not None]
-        rows += rewarded(*group)
+    for each in groups:
+        rewards = [reward for reward in each if reward is not None]
+        rows += rewarded(*each)
         expected["reward_deviation"].append(np.std(rewards) if rewards else 0.0)
         expected["failure"].append(np.clip(1 - np.mean(rewards), 0, 1) if rewards else 0.0)
     batch = to_batch([row(reward=5.0)] * cut + rows).slice(cut)
-    starts = np.cumsum([0, *(len(group) for group in groups[:-1])])
+    starts = np.cumsum([0, *(len(each) for each in groups[:-1])])
     for name, values in expected.items():
         np.testing.assert_allclose(scores.get(name)(batch, starts), values, atol=1e-6)
 

@@ -16,7 +16,7 @@ from rayrft.buffer.shared import SharedBuffer
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import ConfigError, PlacementError, StorageError
-from tests.buffer.in_process import LocalBuffer, ObjectTable, small
+from tests.buffer.in_process import LocalBuffer, small
 from tests.buffer.rows import group, plan
 from tests.errors import about
 
@@ -32,14 +32,13 @@ def tasks(count: int = 20, prefix: str = "t", **changes: Any) -> TaskSetSpec:
 class Local(LocalBuffer):
     """The named Buffer in this process. Each life of an explore job has a producer of its own."""
 
-    def __init__(self, folder: Path, config: BufferConfig | None = None) -> None:
-        self._folder, self._config = folder, config or small(max_rows=1000)
-        self._lives = 0
-        super().__init__(folder, self._config)
+    def __init__(self, folder: Path, config: BufferConfig) -> None:
+        self._folder, self._config, self._lives = folder, config, 0
+        super().__init__(folder, config)
 
     def open(self) -> None:
-        self.loop = asyncio.new_event_loop()
         self.buffer = self.shared = SharedBuffer("b", self._folder, self._config, 0)
+        self.loop = asyncio.new_event_loop()
 
     def join(self, feed: str = "e", spec: TaskSetSpec | None = None, in_flight: int = 4, **changes: Any) -> Explorer:
         self._lives += 1
@@ -74,11 +73,21 @@ class Explorer:
 
 
 @pytest.fixture
-def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    ObjectTable(monkeypatch)
-    made = Local(tmp_path)
+def local(request: Any, tmp_path: Path, objects: Any) -> Any:
+    """A named Buffer of so many rows."""
+    made = Local(tmp_path, small(max_rows=getattr(request, "param", 1000)))
     yield made
     made.kill()
+
+
+def of_rows(count: int) -> Any:
+    return pytest.mark.parametrize("local", [count], indirect=True, ids=str)
+
+
+def opened(local: Local, run: str, **changes: Any) -> None:
+    """A train job of this name opens its stage."""
+    local.train(run, **changes)
+    local.do("open_stage", PLAN)
 
 
 def names(lease: Any) -> list[str]:
@@ -92,13 +101,8 @@ def of_task(names: list[str]) -> list[str]:
 def test_what_was_explored_before_any_trainer_came_is_trained_in_order(local: Local) -> None:
     explorer = local.join()
     explorer.put(*explorer.admit())
-    local.train("t")
-    local.do("open_stage", PLAN)
-    trained = []
-    for step in range(2):
-        trained.append(of_task(names(local.lease(step))))
-        local.do("ack", step)
-        local.do("advance", step + 1)
+    opened(local, "t")
+    trained = [of_task(local.trained(step, advance=True)) for step in range(2)]
     assert trained == [["t0", "t1"], ["t2", "t3"]]
 
 
@@ -108,8 +112,7 @@ def test_groups_outlive_stages_and_arrive_between_them(local: Local) -> None:
     tickets = explorer.admit()
     local.do("open_stage", PLAN)
     explorer.put(*tickets[:3])
-    local.lease(0)
-    local.do("ack", 0)
+    local.trained(0)
     local.do("close_stage", "live")
     explorer.put(*tickets[3:5])
     local.do("open_stage", plan(2, group_size=2, name="second", scheduled=False, version=1))
@@ -161,8 +164,7 @@ def test_two_explore_jobs_have_tasks_of_their_own_and_their_groups_do_not_collid
     given = {"a": one.admit(), "b": two.admit()}
     assert [t.task for t in given["a"]] == ["t0", "t1", "t2"] and [t.task for t in given["b"]] == ["u0", "u1", "u2"]
     assert len({t.sequence for each in given.values() for t in each}) == 6
-    local.train("t")
-    local.do("open_stage", PLAN)
+    opened(local, "t")
     one.put(*given["a"])
     assert one.admit() == []
     local.lease(0)
@@ -174,11 +176,8 @@ def test_two_explore_jobs_have_tasks_of_their_own_and_their_groups_do_not_collid
     assert local.lease(3) == ("LeaseEnded", "end_of_data")
 
 
-def test_the_rows_held_and_the_groups_under_way_bound_what_is_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ObjectTable(monkeypatch)
-    local = Local(tmp_path, small(max_rows=10))
+@of_rows(10)
+def test_the_rows_held_and_the_groups_under_way_bound_what_is_begun(local: Local) -> None:
     explorer = local.join(in_flight=4)
     tickets = explorer.admit()
     assert (len(tickets), explorer.room) == (4, 0)
@@ -186,35 +185,27 @@ def test_the_rows_held_and_the_groups_under_way_bound_what_is_begun(
     assert explorer.room == 1, "8 of 10 rows are held"
     explorer.put(*explorer.admit())
     assert explorer.room == 0
-    local.train("t")
-    local.do("open_stage", PLAN)
+    opened(local, "t")
     local.lease(0)
     assert explorer.room == 0, "what is being trained is held"
     local.do("ack", 0)
     assert explorer.room == 2
-    local.kill()
 
 
-def test_a_step_gets_its_groups_though_the_held_ones_are_larger_than_usual(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ObjectTable(monkeypatch)
-    local = Local(tmp_path, small(max_rows=4))
+@of_rows(4)
+def test_a_step_gets_its_groups_though_the_held_ones_are_larger_than_usual(local: Local) -> None:
     explorer = local.join()
     [ticket] = explorer.admit(1)
     local.put([(group(0, 4, name="large"), ticket)])
     assert explorer.room == 0
-    local.train("t")
-    local.do("open_stage", PLAN)
+    opened(local, "t")
     assert explorer.room == 1
-    local.kill()
 
 
 def test_a_train_job_that_was_killed_trains_again_what_no_checkpoint_covers(local: Local) -> None:
     explorer = local.join(in_flight=8)
     explorer.put(*explorer.admit())
-    local.train("t")
-    local.do("open_stage", PLAN)
+    opened(local, "t")
     before = {step: names(local.lease(step)) for step in range(2)}
     local.do("ack", 0)
     local.do("advance", 1)
@@ -222,8 +213,7 @@ def test_a_train_job_that_was_killed_trains_again_what_no_checkpoint_covers(loca
     local.do("ack", 1)
     local.restart()
     under_way = explorer.admit(2)
-    local.train("t", step=1)
-    local.do("open_stage", PLAN)
+    opened(local, "t", step=1)
     assert names(local.lease(1)) == before[1]
     local.do("ack", 1)
     explorer.put(*under_way)  # its tickets are not the train job's
@@ -236,16 +226,12 @@ def test_a_train_job_that_was_killed_trains_again_what_no_checkpoint_covers(loca
 def test_another_train_job_goes_on_where_the_last_one_ended(local: Local) -> None:
     explorer = local.join(in_flight=8)
     explorer.put(*explorer.admit())
-    local.train("one")
-    local.do("open_stage", PLAN)
-    local.lease(0)
-    local.do("ack", 0)
-    local.do("advance", 1)
+    opened(local, "one")
+    local.trained(0, advance=True)
     local.lease(1)
     with pytest.raises(PlacementError, check=about("buffer.name", "job-one")):
         local.train("two", running=("job-one",))
-    local.train("two")
-    local.do("open_stage", PLAN)
+    opened(local, "two")
     rows = [name for step in range(3) for name in names(local.lease(step))]
     assert of_task(rows) == ["t2", "t3", "t4", "t5", "t6", "t7"], "what the first was training on came back"
     assert local.do("stats").ledger.trained == 4
@@ -262,9 +248,7 @@ def test_groups_older_than_max_age_are_dropped_and_counted(local: Local) -> None
     local.train("t")
     local.do("open_stage", plan(2, group_size=2, name="live", scheduled=False, max_age=1))
     for step in range(2):
-        local.lease(step)
-        local.do("ack", step)
-        local.do("advance", step + 1)
+        local.trained(step, advance=True)
     assert local.do("stats").ledger.dropped == {"stale": 4}
     explorer.put(tickets[6])
     assert local.do("stats").ledger.dropped == {"stale": 4, "late": 2}
@@ -318,13 +302,12 @@ def test_statistics_of_tasks_survive_the_death_of_the_buffer(local: Local) -> No
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nothing_is_lost_or_trained_twice_in_any_history(seed: int, tmp_path: Path, monkeypatch: Any) -> None:
+@of_rows(24)
+def test_nothing_is_lost_or_trained_twice_in_any_history(seed: int, local: Local, monkeypatch: Any) -> None:
     """Explorers, a trainer and the Buffer are killed at random, and every task is trained once in the end."""
     chance = random.Random(seed)
-    ObjectTable(monkeypatch)
     monkeypatch.setattr("rayrft.buffer.log.journal._SNAPSHOT_BYTES", 3000)
     monkeypatch.setattr("rayrft.buffer.log.journal._SNAPSHOT_RATIO", 0)
-    local = Local(tmp_path, small(max_rows=24))
     specs = {"a": tasks(30), "b": tasks(30, prefix="u")}
     live, open_tickets = {}, {"a": list[Ticket](), "b": list[Ticket]()}
     trained: dict[int, list[str]] = {}
@@ -346,8 +329,7 @@ def test_nothing_is_lost_or_trained_twice_in_any_history(seed: int, tmp_path: Pa
             del open_tickets[feed][:done]
         elif what == "train":
             if not training:
-                local.train("t", step)
-                local.do("open_stage", PLAN)
+                opened(local, "t", step=step)
                 training = True
             lease = local.lease(step)
             if lease[0] == "LeaseEnded":
@@ -379,4 +361,3 @@ def test_nothing_is_lost_or_trained_twice_in_any_history(seed: int, tmp_path: Pa
     assert Counter(row for rows in trained.values() for row in rows).most_common(1)[0][1] == 1
     ledger = local.do("stats").ledger
     assert (ledger.sampled, ledger.trained, ledger.held, ledger.dropped) == (120, 120, 0, {})
-    local.kill()

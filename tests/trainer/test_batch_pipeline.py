@@ -20,8 +20,7 @@ from rayrft.experience import Experience, pack, to_batch
 from rayrft.trainer.batch_pipeline import BatchPipeline, ProcessedLease, batch_chain, check_batches
 from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
 from tests.buffer.in_process import LocalBuffer, small
-from tests.buffer.rows import expert_rows, group, plan
-from tests.buffer.test_mini_batches import pairs
+from tests.buffer.rows import expert_rows, group, pairs, plan
 from tests.e2e.conftest import small_config
 
 PLUGIN = Path(__file__).with_name("on_batches.py")
