@@ -120,7 +120,7 @@ class TestFullDisk:
         buffer, acknowledged, most = opened(segment_bytes=1 << 20), list[int](), resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
         try:
-            with pytest.raises(StorageError, match="File too large.*Raise the limit"):
+            with pytest.raises(StorageError, match=r"File too large.*Raise the limit"):
                 for number in range(99):
                     put(buffer, number)
                     acknowledged.append(number)
