@@ -6,6 +6,7 @@ Everything acknowledged is in the journal: killed at any moment and reopened, th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import numpy as np
 
 from rayrft.buffer import events as e
 from rayrft.buffer.ledger import StoreSizes
-from rayrft.buffer.log.journal import EventJournal, GroupCommit, Position
+from rayrft.buffer.log.journal import EventJournal, Position
 from rayrft.buffer.log.row_log import Ref, RowLog, RowSpan
 from rayrft.buffer.log.segments import segment_sizes
 from rayrft.buffer.log.storage import Storage
@@ -69,9 +70,14 @@ class Store:
             self.storage.unlock()
             raise
         self._row_thread = ThreadPoolExecutor(1, "rows")
-        self._log = GroupCommit(
-            self._journal, config, self.state.to_snapshot, lambda: self.in_row_thread(self.rows.sync)
-        )
+        self._waiting: list[tuple[tuple[e.Event, ...], asyncio.Future[None]]] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._syncer: asyncio.Task[None] | None = None
+        self._syncing = asyncio.Lock()
+        self._unsynced = self._renewing = False
+        self._error: StorageError | None = None
+        """Of a write or sync. Nothing is written after it, because memory is ahead of the disk; a restart returns to
+        the acknowledged state."""
         self.move_lock = asyncio.Lock()
         """Held while rows are moved or segments deleted, from reading their locations until the event is committed."""
         self._changed = asyncio.Condition()
@@ -83,25 +89,40 @@ class Store:
 
         The latter is for repeated calls, whose answer must be durable, too. Raises StorageError.
         """
-        self._log.check()
+        self._check()
         for event in events:
             apply(self.state, event)
         await self.record(*events)
 
     async def record(self, *events: e.Event) -> None:
-        """Write events that were applied already, and wake the waiters."""
-        await self._log.write(*events)
+        """Write events that were applied already, and wake the waiters; return when they, and all earlier ones, are in
+        the journal. Raises StorageError."""
+        self._check()
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((events, done))
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write())
+        await done
         async with self._changed:
             self._changed.notify_all()
 
     async def flush(self) -> Position:
-        """Force all writes to disk, regardless of the fsync policy, so that what they replace may be deleted; return
-        the journal position."""
-        return await self._log.sync()
+        """Sync all rows and written events to disk, regardless of the fsync policy, so that what they replace may be
+        deleted; return the journal position up to which. Raises StorageError."""
+        position = self._journal.position  # the rows of events written meanwhile may not be on disk
+        try:
+            await self._sync_rows()
+            async with self._syncing:  # the file must not be closed by a snapshot meanwhile
+                await asyncio.to_thread(self._journal.sync, position)
+            return position
+        except Exception as error:  # any error must also be raised by the next write
+            self._error = _storage_error(error)
+            raise self._error from None
 
     async def renew(self) -> None:
-        """Replace the journal by a snapshot of the state."""
-        await self._log.renew()
+        """Replace the journal by a snapshot of the state, so that it holds nothing that is not in the state."""
+        self._renewing = True
+        await self.record()
 
     async def wait_for(self, ready: Callable[[], bool], deadline_s: float | None = None) -> None:
         """Wait until ``ready`` is true, checked after every change. Raises TimeoutError at the deadline."""
@@ -157,6 +178,50 @@ class Store:
             recovery_s=round(self.recovery_s, 3),
         )
 
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _write(self) -> None:
+        """Write the waiting events, all that came during a write with the next one."""
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            try:
+                if self._renewing or self._journal.is_long:
+                    self._renewing = False
+                    snapshot = self.state.to_snapshot()  # before any await: with the events of this batch and no others
+                    await self._sync_rows()  # a snapshot refers to them
+                    async with self._syncing:
+                        await asyncio.to_thread(self._journal.begin, snapshot)
+                elif events := [event for part, _ in batch for event in part]:
+                    await asyncio.to_thread(self._append, events)
+            except Exception as error:  # any error is raised in the waiting writers
+                self._error = _storage_error(error)
+                batch, self._waiting = [*batch, *self._waiting], []
+            for done in [done for _, done in batch if not done.done()]:
+                if self._error is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(self._error)
+        self._unsynced = True
+        if self.config.fsync == "interval" and (self._syncer is None or self._syncer.done()):
+            self._syncer = asyncio.create_task(self._sync_later())
+
+    def _append(self, events: list[e.Event]) -> None:
+        self._journal.append(events)
+        if self.config.fsync == "always":
+            self._journal.sync(self._journal.position)
+
+    async def _sync_rows(self) -> None:
+        await self.in_row_thread(self.rows.sync)
+
+    async def _sync_later(self) -> None:
+        while self._unsynced and self._error is None:
+            await asyncio.sleep(self.config.fsync_s)
+            self._unsynced = False
+            with contextlib.suppress(StorageError):  # no caller: raised by the next write
+                await self.flush()
+
     def _survived(self) -> Callable[[e.Event], bool]:
         """Return a function that tells whether an event's rows are on disk. A power failure may truncate the newest
         segment if it was not synced, and invalidates the journal from there; full segments are always synced."""
@@ -179,3 +244,10 @@ class Store:
         elif meta.run != run:
             remedy = "choose another name or buffer.storage"
             raise StorageError(f"the log belongs to run {meta.run!r}", remedy, field=str(self.storage.folder))
+
+
+def _storage_error(error: Exception) -> StorageError:
+    if isinstance(error, StorageError):
+        return error
+    remedy = "this is a bug in rayrft: report it; all acknowledged data is safe"
+    return StorageError(f"an event cannot be written: {type(error).__name__}: {error}", remedy, field="journal")

@@ -155,7 +155,7 @@ class TestOrder:
         buffer = opened(segment_bytes=1 << 20, fsync="interval", fsync_s=0.001)
 
         async def until_synced() -> None:
-            while (syncer := buffer.buffer._store._log._syncer) is not None and not syncer.done():
+            while (syncer := buffer.buffer._store._syncer) is not None and not syncer.done():
                 await syncer
 
         real = buffer.buffer._store._journal.sync
@@ -222,13 +222,13 @@ class TestPower:
         self, buffer: LocalBuffer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         put(buffer, 1)
-        log, real = buffer.buffer._store._log, buffer.buffer._store._log._sync_rows
+        store, real = buffer.buffer._store, buffer.buffer._store._sync_rows
 
         async def sync_rows() -> None:
             await real()
             await BufferWriter(remote(buffer.buffer)).put(to_batch(group(2)))
 
-        monkeypatch.setattr(log, "_sync_rows", sync_rows)
+        monkeypatch.setattr(store, "_sync_rows", sync_rows)
         buffer.do("flush")
         self.rows_lost(buffer)
         buffer.open()

@@ -14,12 +14,10 @@ acknowledged groups, and steps that a checkpoint covers.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import re
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -27,124 +25,11 @@ from pydantic import ValidationError
 
 from rayrft.buffer.events import Began, Event, check_version, decode, encode
 from rayrft.buffer.log.storage import Appender, Storage
-from rayrft.config.buffer import BufferConfig
 from rayrft.errors import StorageError
 
 _SNAPSHOT_BYTES = 8 << 20
 _SNAPSHOT_RATIO = 2
 """A journal above `_SNAPSHOT_BYTES`, and above this multiple of the last snapshot, is replaced by a snapshot."""
-
-
-class GroupCommit:
-    """Writes events in order; ``write`` returns when its events are in the journal.
-
-    ``snapshot`` returns the state after all events so far; ``sync_rows`` syncs row data, which must be on disk before a
-    snapshot refers to it. After a failed write nothing more is written, because memory is ahead of the disk; a restart
-    returns to the acknowledged state.
-    """
-
-    def __init__(
-        self,
-        journal: EventJournal,
-        config: BufferConfig,
-        snapshot: Callable[[], pa.Buffer],
-        sync_rows: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._journal = journal
-        self._config = config
-        self._snapshot = snapshot
-        self._sync_rows = sync_rows
-        self._waiting: list[tuple[tuple[Event, ...], asyncio.Future[None]]] = []
-        self._flusher: asyncio.Task[None] | None = None
-        self._syncer: asyncio.Task[None] | None = None
-        self._syncing = asyncio.Lock()
-        self._unsynced = False
-        self._snapshot_bytes = 0
-        self._renewing = False
-        self._error: StorageError | None = None
-
-    def check(self) -> None:
-        """Raise the error of an earlier failed write."""
-        if self._error is not None:
-            raise self._error
-
-    async def write(self, *events: Event) -> None:
-        """Write events; return when they, and all earlier ones, are in the journal. Raises StorageError."""
-        self.check()
-        done = asyncio.get_running_loop().create_future()
-        self._waiting.append((events, done))
-        if self._flusher is None or self._flusher.done():
-            self._flusher = asyncio.create_task(self._flush())
-        await done
-
-    async def renew(self) -> None:
-        """Replace the journal by a snapshot, so that it holds nothing that is not in the state any more."""
-        self._renewing = True
-        await self.write()
-
-    async def sync(self) -> Position:
-        """Sync all rows and all written events to disk; return the position up to which. Raises StorageError."""
-        position = self._journal.position  # the rows of events written meanwhile may not be on disk
-        try:
-            await self._sync_rows()
-            async with self._syncing:  # the file must not be closed by a snapshot meanwhile
-                await asyncio.to_thread(self._journal.sync, position)
-            return position
-        except Exception as error:  # any error must also be raised by the next write
-            self._error = _storage_error(error)
-            raise self._error from None
-
-    async def _flush(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            try:
-                most = max(_SNAPSHOT_BYTES, _SNAPSHOT_RATIO * self._snapshot_bytes)
-                if self._renewing or self._journal.position.nbytes > most:
-                    self._renewing = False
-                    await self._begin()
-                elif events := [event for part, _ in batch for event in part]:
-                    await asyncio.to_thread(self._append, events)
-            except Exception as error:  # any error is raised in the waiting writers
-                self._error = _storage_error(error)
-                batch, self._waiting = [*batch, *self._waiting], []
-            for done in [done for _, done in batch if not done.done()]:
-                if self._error is None:
-                    done.set_result(None)
-                else:
-                    done.set_exception(self._error)
-        self._unsynced = True
-        if self._config.fsync == "interval" and (self._syncer is None or self._syncer.done()):
-            self._syncer = asyncio.create_task(self._sync_later())
-
-    def _append(self, events: list[Event]) -> None:
-        self._journal.append(events)
-        if self._config.fsync == "always":
-            self._journal.sync(self._journal.position)
-
-    async def _begin(self) -> None:
-        # Taken before any await, so that it has the events of this batch and no later ones.
-        snapshot = self._snapshot()
-        await self._sync_rows()
-        async with self._syncing:
-            await asyncio.to_thread(self._journal.begin, snapshot)
-        self._snapshot_bytes = len(snapshot)
-
-    async def _sync_later(self) -> None:
-        while self._unsynced and self._error is None:
-            await asyncio.sleep(self._config.fsync_s)
-            self._unsynced = False
-            with contextlib.suppress(StorageError):  # no caller: raised by the next write
-                await self.sync()
-
-
-def _storage_error(error: Exception) -> StorageError:
-    if isinstance(error, StorageError):
-        return error
-    return StorageError(
-        f"an event cannot be written: {type(error).__name__}: {error}",
-        "this is a bug in rayrft: report it; all acknowledged data is safe",
-        field="journal",
-    )
 
 
 _SNAPSHOT = re.compile(r"snapshot-(\d{8})-([0-9a-f]{8})\.arrow$")
@@ -184,6 +69,7 @@ class EventJournal:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._file: Appender | None = None
+        self._snapshot_bytes = 0
         self.position = Position()
         """End of the journal."""
 
@@ -232,6 +118,11 @@ class EventJournal:
         self.position = Position(number, ends[-1] if ends else 0)
         return Recovered(snapshot, events, ends, len(data) - self.position.nbytes)
 
+    @property
+    def is_long(self) -> bool:
+        """Whether a snapshot should replace the journal."""
+        return self.position.nbytes > max(_SNAPSHOT_BYTES, _SNAPSHOT_RATIO * self._snapshot_bytes)
+
     def append(self, events: list[Event]) -> None:
         """Append events atomically. Raises StorageError; then none of them is in the journal."""
         assert self._file is not None  # open() comes first
@@ -251,7 +142,7 @@ class EventJournal:
         self._storage.write(f"snapshot-{number:08d}-{zlib.crc32(snapshot):08x}.arrow", snapshot)
         file = self._storage.open(_JOURNAL.format(number))
         self.close()
-        self._file, self.position = file, Position(number)
+        self._file, self.position, self._snapshot_bytes = file, Position(number), len(snapshot)
         self._note_synced(self.position)
         for name in old:
             self._storage.delete(name)
