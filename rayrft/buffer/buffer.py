@@ -1,16 +1,15 @@
 """The Buffer actor: admits groups, keeps them, and leases every step its batch.
 
-It decides on metadata; rows are passed by reference, and read and written in a thread. All calls are idempotent, since
-a caller that lost the connection, or whose Buffer died, retries without knowing whether the first call was executed. So
-every call names its subject (a producer and its request, a group, a ticket, a step's draw, an attempt of the run, a
-stage), and a call about an outdated subject changes nothing. Every wait is woken by a change of state, has a deadline,
-and reports what it waited for.
+It decides on metadata; rows are passed by reference, and read and written in a thread. All calls are idempotent: a
+caller that lost the connection, or whose Buffer died, repeats them. So every call names its subject (a producer and its
+request, a group, a ticket, a step's draw, an attempt of the run, a stage), and a call about an outdated subject changes
+nothing. Every wait is woken by a change of state, has a deadline, and reports what it waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer import events as e
-from rayrft.buffer.expert_rows import ExpertBlocks, check_kind, demonstration_kind
+from rayrft.buffer.expert_rows import ExpertBlocks, check_kind, demonstration_kind, in_units
 from rayrft.buffer.feedback import give_feedback
 from rayrft.buffer.groups import GroupStatus, group_key
 from rayrft.buffer.ingest import Arrivals, GroupEntry, Receipt, read_message
@@ -94,8 +93,7 @@ class Buffer(Watched):
     async def flush(self) -> list[int]:
         """Flush all acknowledged writes to disk; return the journal position. A checkpoint stores it, because resuming
         from it requires the journal at least up to there."""
-        position = await self._store.flush()
-        return [position.number, position.nbytes]
+        return [*astuple(await self._store.flush())]
 
     async def resume(self, step: int, attempt: str) -> Resumed:
         """Resume the run from a checkpoint of ``step``: outstanding tickets are reissued, and leases from that step on
@@ -142,17 +140,15 @@ class Buffer(Watched):
         """Wait for room and return up to ``count`` tickets; none if the stage is closed or the tasks are exhausted.
 
         ``producer`` identifies one process of a producer, and ``call`` is the increasing number of its request. A
-        repeated request gets the same tickets; one that arrives after a later one gets none, since nobody waits for its
-        answer. ``feed`` is that of an explore job; by default tickets are those of the stage. Waits without a deadline,
-        because there is no room while the trainer has enough groups, and the trainer's own wait is bounded.
+        repeated request gets the same tickets; one that arrives after a later one gets none. ``feed`` is that of an
+        explore job; by default tickets are those of the stage. Waits without a deadline: the trainer's wait has one.
 
         Raises DataError for an abandoned producer: its tickets were reissued.
         """
         state = self._state
-        none = -1, list[Ticket]()
 
         def answered() -> bool:
-            return producer in state.meta.gone or state.feeds[feed].calls.get(producer, none)[0] >= call
+            return producer in state.meta.gone or state.feeds[feed].calls.get(producer, (-1, []))[0] >= call
 
         while True:
             await self._store.wait_for(lambda: answered() or state.exhausted(feed) or self._retention.room(feed) > 0)
@@ -285,12 +281,11 @@ class Buffer(Watched):
         if record is None or record.acked:
             return await self._store.commit()
         slots = {slot for name in experience_ids for slot in groups.of_row(name)} & {*record.slots}
-        expert: list[int] = []
+        expert = np.array(record.expert, np.int64)
         if record.demonstrations is not None:
             names, _ = await self._experts.names(record.demonstrations, record.extent)
-            units = [record.expert[at : at + record.unit] for at in range(0, len(record.expert), record.unit)]
-            expert = [row for unit in units for row in unit if any(names[other] in experience_ids for other in unit)]
-        await self._store.commit(e.RowsBlamed(step, attempt, sorted(slots), sorted(set(expert))))
+            expert = expert[in_units([names[row] for row in record.expert], record.unit, {*experience_ids})]
+        await self._store.commit(e.RowsBlamed(step, attempt, sorted(slots), np.unique(expert).tolist()))
 
     async def cover(self, step: int) -> None:
         """Record that a checkpoint covers all steps before ``step``: their batches will not be leased again."""
@@ -336,9 +331,7 @@ class Buffer(Watched):
                 check_kind(name, (pairs, labelled), known.kind)
             _, there = ([], set()) if known is None else await self._experts.names(name, known.extent)
             unit = 2 if pairs else 1
-            ids = np.array(batch.column("experience_id").to_pylist(), dtype=object).reshape(-1, unit)
-            new = np.repeat([not there & set(names) for names in ids], unit)
-            batch = batch.take(np.flatnonzero(new))
+            batch = batch.take(np.flatnonzero(~in_units(batch.column("experience_id").to_pylist(), unit, there)))
             if batch.num_rows:
                 extent = await (
                     self._experts.write(name, batch)
@@ -354,11 +347,10 @@ class Buffer(Watched):
         Returns the number of rows that are withdrawn; unknown ids are ignored.
         """
         async with self._store.move_lock:
-            known, unwanted = self._state.contents.experts.get(name), {*experience_ids}
-            if known is None:
+            if (known := self._state.contents.experts.get(name)) is None:
                 return 0
-            ids = np.array((await self._experts.names(name, known.extent))[0], dtype=object).reshape(-1, known.unit)
-            rows = np.flatnonzero(np.repeat([bool(unwanted & set(names)) for names in ids], known.unit)).tolist()
+            names, _ = await self._experts.names(name, known.extent)
+            rows = np.flatnonzero(in_units(names, known.unit, {*experience_ids})).tolist()
             await self._store.commit(e.DemonstrationsWithdrawn(name, rows))
         return len(rows)
 

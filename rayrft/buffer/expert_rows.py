@@ -114,6 +114,12 @@ class ExpertBlocks:
                 await asyncio.to_thread(self._storage.delete, file)
 
 
+def in_units(names: list[str], unit: int, wanted: set[str]) -> np.ndarray:
+    """Return whether a row is in a unit (``unit`` consecutive rows) with one of the wanted ids; shape ``[rows]``."""
+    found = np.array([name in wanted for name in names], bool)
+    return np.repeat(found.reshape(-1, unit).any(1), unit)
+
+
 def demonstration_kind(batch: pa.RecordBatch) -> DemonstrationKind:
     """Return the kind of demonstrations. Every two rows of preference pairs are one pair, the chosen side first.
 

@@ -136,10 +136,6 @@ class GroupTable:
         slots = np.flatnonzero(np.isin(self.status, statuses))
         return slots[np.argsort(self.order[slots], kind="stable")]
 
-    def rows_held(self) -> int:
-        """Recount the held rows, which must equal `held_rows`."""
-        return self.trainable(np.isin(self.status, HELD))
-
     @property
     def nbytes_in_memory(self) -> int:
         """Bytes of the columns, and of the index by key."""

@@ -15,7 +15,7 @@ import pyarrow as pa
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from rayrft.buffer.events import Extent, FeedbackNoted, GroupReport, ModelTerms, check_version
-from rayrft.buffer.groups import GroupStatus, GroupTable
+from rayrft.buffer.groups import HELD, GroupStatus, GroupTable
 from rayrft.buffer.ledger import ExpertDraws, Ledger
 from rayrft.buffer.samplers import eligible
 from rayrft.buffer.schedule import AnySchedule, PoolSchedule, StagePlan, Ticket
@@ -360,7 +360,8 @@ class State:
     def ledger(self, *, recount: bool = False) -> Ledger:
         """Return the ledger; with ``recount``, held rows are recounted for it. Raises AssertionError unless it
         closes."""
-        counts, held = self.contents.ledger, self.groups.rows_held() if recount else self.groups.held_rows
+        counts, groups = self.contents.ledger, self.groups
+        held = groups.trainable(np.isin(groups.status, HELD)) if recount else groups.held_rows
         ledger = Ledger(counts.sampled, counts.trained, dict(counts.dropped), held, dict(counts.dropped_tasks))
         if not ledger.closes:
             raise AssertionError(f"rows are lost or counted twice: {ledger}")
