@@ -104,11 +104,6 @@ def test_a_row_one_beyond_a_limit_is_named(limits: dict[str, int], fault: str) -
     assert find_faults(to_batch([make_row()]), dataclasses.replace(LIMITS, **limits)) == {0: fault}
 
 
-def test_the_second_row_of_an_id_is_named() -> None:
-    rows = [make_row(), make_row(experience_id="run/stage/0/1"), make_row()]
-    assert find_faults(to_batch(rows)) == {2: "duplicate experience_id"}
-
-
 @pytest.mark.parametrize(
     ("column", "value"),
     [

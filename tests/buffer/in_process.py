@@ -71,7 +71,9 @@ class LocalBuffer:
             return
         for task in (tasks := asyncio.all_tasks(self.loop)):
             task.cancel()
-        self.loop.run_until_complete(asyncio.wait([*tasks, self.loop.create_task(_threads_end(self.loop))]))
+        self.loop.run_until_complete(
+            asyncio.wait([*tasks, self.loop.create_task(self.loop.shutdown_default_executor())])
+        )
         self.loop.close()
         self.buffer._store._row_thread.shutdown()
         self.buffer._store.storage.unlock()
@@ -94,22 +96,17 @@ class LocalBuffer:
             return type(error).__name__, error.value
 
     def put(
-        self,
-        groups: list[tuple[list[Experience], Ticket | None]],
-        dropped: dict[str, int] | None = None,
-        **said: Any,
+        self, groups: list[tuple[list[Experience], Ticket | None]], dropped: dict[str, int] | None = None, **said: Any
     ) -> None:
         """Groups in one call of a producer's writer; ``said`` is what their reports say beside the number of rows."""
         writer = BufferWriter(remote(self.buffer))
 
         async def all_at_once() -> None:
-            reports = [GroupReport(rows=len(rows), **said) for rows, _ in groups]
-            await asyncio.gather(
-                *(
-                    writer.put(to_batch(rows), report, ticket=ticket, dropped=dropped)
-                    for (rows, ticket), report in zip(groups, reports, strict=True)
-                )
-            )
+            puts = [
+                writer.put(to_batch(rows), GroupReport(rows=len(rows), **said), ticket=ticket, dropped=dropped)
+                for rows, ticket in groups
+            ]
+            await asyncio.gather(*puts)
 
         self.run(all_at_once())
 
@@ -156,10 +153,6 @@ class LocalBuffer:
         leases = {step: self.lease(step) for step in sorted(self.buffer._state.training.leases)}
         stats = replace(self.do("stats"), sizes=None)  # of this process, and of its files
         return {"stats": stats, "rows": self.held(), "leases": leases}
-
-
-async def _threads_end(loop: asyncio.AbstractEventLoop) -> None:
-    await loop.shutdown_default_executor()
 
 
 def _rows(part: BlockRows) -> list[tuple[str, float | None, float]]:

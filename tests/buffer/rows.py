@@ -74,8 +74,3 @@ def train_rows(lease: Lease, algorithm: str = "grpo") -> list[Any]:
 def trained_ids(lease: Lease) -> list[int]:
     """The tokens that a lease's rows are made of, sorted."""
     return sorted(int(row.token_ids[0]) for row in train_rows(lease))
-
-
-def hardest(view: Any, k: int) -> int:
-    """A task sampler: the task with the lowest pass rate."""
-    return int(np.argmin(view.rates))

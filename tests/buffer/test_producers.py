@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +10,6 @@ import pytest
 
 from rayrft.buffer import client
 from rayrft.buffer.client import BufferWriter
-from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import DataError
 from rayrft.experience import to_batch
 from tests.buffer.in_process import LocalBuffer
@@ -93,14 +91,3 @@ def test_a_request_for_tickets_that_comes_after_a_later_one_gets_none(buffer: Lo
     buffer.do("open_stage", plan(3))
     later = buffer.do("admit", "one", 2, 1)
     assert [buffer.do("admit", "one", call, 1) for call in (1, 2)] == [[], later]
-
-
-def test_what_rollouts_say_of_a_task_reaches_the_task_sampler(opened: Callable[..., LocalBuffer]) -> None:
-    tasks = TaskSetSpec(["a", "b"], [0, 0], [1.0], sampler="tests.buffer.rows:hardest", seed=0)
-    buffer = opened(tasks=tasks)
-    buffer.do("open_stage", plan(1))
-    [first] = buffer.do("admit", "explorer", 1, 1)
-    buffer.put([(group(0), first)], scored=2, reward_sum=2.0)
-    buffer.trained(0, advance=True)
-    [second] = buffer.do("admit", "explorer", 2, 1)
-    assert {first.task, second.task} == {"a", "b"}

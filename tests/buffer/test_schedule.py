@@ -151,17 +151,6 @@ def test_a_step_does_not_wait_for_nobody() -> None:
     assert schedule.advance(1) == [1]
 
 
-def test_the_last_step_gets_other_groups_when_nothing_of_its_batch_is_left() -> None:
-    schedule = WindowedSchedule(1, 1, end=1)
-    [ticket] = schedule.admit(9)
-    finish(schedule, ticket)
-    assert take(schedule, 0) == [0] and schedule.capacity() == 0
-    schedule.discard_lease()
-    [other] = schedule.admit(9)
-    finish(schedule, other)
-    assert take(schedule, 0) == [1]
-
-
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), groups=st.integers(1, 3), staleness=st.integers(0, 3))
 def test_groups_without_a_ticket_take_free_places_and_make_no_admitted_group_late(

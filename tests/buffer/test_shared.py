@@ -143,13 +143,6 @@ def test_a_killed_explorer_gets_its_unfinished_tasks_again_and_no_other_twice(lo
     assert local.do("stats").ledger.sampled == 40
 
 
-def test_an_abandoned_life_gets_no_more_tickets(local: Local) -> None:
-    first = local.join()
-    first.admit()
-    local.join()
-    assert local.do("admit", first._name, 2, 1, "e") == ("DataError", first._name)
-
-
 def test_a_call_that_is_repeated_after_the_buffer_died_gets_the_same_tickets(local: Local) -> None:
     explorer = local.join()
     tickets = explorer.admit(2)

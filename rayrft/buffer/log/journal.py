@@ -31,8 +31,7 @@ _SNAPSHOT_BYTES = 8 << 20
 _SNAPSHOT_RATIO = 2
 """A journal above `_SNAPSHOT_BYTES`, and above this multiple of the last snapshot, is replaced by a snapshot."""
 
-
-_SNAPSHOT = re.compile(r"snapshot-(\d{8})-([0-9a-f]{8})\.arrow$")
+_SNAPSHOT = re.compile(r"snapshot-(\d{8})-[0-9a-f]{8}\.arrow$")
 _JOURNAL = "journal-{:08d}.jsonl"
 _SYNCED = "synced"
 _DAMAGED = (
@@ -111,7 +110,10 @@ class EventJournal:
         names = self._storage.files()
         snapshots = {int(m[1]): name for name in names if (m := _SNAPSHOT.match(name))}
         number = max(snapshots, default=0)
-        snapshot = self._read_snapshot(snapshots[number]) if snapshots else None
+        snapshot = self._storage.read(snapshots[number]) if snapshots else None
+        if snapshot is not None and not snapshots[number].endswith(f"-{zlib.crc32(snapshot):08x}.arrow"):
+            problem = "the snapshot was changed since it was written"
+            raise StorageError(problem, _DAMAGED, field=snapshots[number])
         name = _JOURNAL.format(number)
         data = self._storage.read(name).to_pybytes() if name in names else b""
         events, ends = _parse(data, name)
@@ -164,12 +166,6 @@ class EventJournal:
     def _note_synced(self, position: Position) -> None:
         text = b"%08d %020d" % (position.number, position.nbytes)
         self._storage.overwrite(_SYNCED, b"%s %08x\n" % (text, zlib.crc32(text)))
-
-    def _read_snapshot(self, name: str) -> pa.Buffer:
-        snapshot, match = self._storage.read(name), _SNAPSHOT.match(name)
-        if match is None or zlib.crc32(snapshot) != int(match[2], 16):
-            raise StorageError("the snapshot was changed since it was written", _DAMAGED, field=name)
-        return snapshot
 
 
 def _parse(data: bytes, name: str) -> tuple[list[Event], list[int]]:
