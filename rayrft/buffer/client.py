@@ -153,15 +153,14 @@ def put_groups(buffer: Handle[Buffer], rows: list[Experience], algorithms: list[
 
     with ThreadPoolExecutor(1) as thread:  # in a notebook this thread already runs an event loop
         receipts = thread.submit(asyncio.run, put()).result()
-    refused = [receipt for receipt in receipts if receipt.faults]
-    if refused:
-        reasons = Counter(fault.reason for receipt in refused for fault in receipt.faults)
-        raise DataError(
-            f"{len(refused)} of {len(groups)} groups were rejected: {', '.join(reasons)}",
-            "fix them, and put them again: the other groups were stored",
-            field="rows",
-            value={fault.experience_id: fault.reason for receipt in refused for fault in receipt.faults},
+    if faults := [fault for receipt in receipts for fault in receipt.faults]:
+        refused, reasons = sum(bool(receipt.faults) for receipt in receipts), Counter(fault.reason for fault in faults)
+        problem = f"{refused} of {len(groups)} groups were rejected: {', '.join(reasons)}"
+        remedy, value = (
+            "fix them, and put them again: the others were stored",
+            {f.experience_id: f.reason for f in faults},
         )
+        raise DataError(problem, remedy, field="rows", value=value)
 
 
 def check_group(group: list[Experience], algorithms: list[Algorithm], group_size: int) -> None:

@@ -1,16 +1,14 @@
 """Schedule of groups, by one number ``max_staleness``: when a group may start and which groups a step takes.
 
-A group admitted at version v has the deadline v + ``max_staleness``: no token of it is staler if it is consumed by
-then, for its tokens were sampled under v or later. A step takes ready groups by earliest deadline, and only if the
-steps after it have room for all other active groups (running or ready) by their deadlines. Otherwise it waits for a
-straggler that is due. So every admitted group can be consumed in time in whatever order groups finish, and none is
-dropped for its age. See schedule.md beside this file for the proof and an example.
+In a `WindowedSchedule`, a group admitted at version v has the deadline v + ``max_staleness``. A step takes ready groups
+by earliest deadline, and only if the steps after it have room for all other active groups (running or ready) by their
+deadlines. Otherwise it waits for a straggler that is due. So every admitted group can be consumed in time in whatever
+order groups finish, and none is dropped for its age: schedule.md beside this file has the proof and an example. If
+``over_sampling`` > 1, more groups than needed are in flight, a step takes those that are ready first, and groups that
+can no longer be in time are dropped and counted.
 
-With ``over_sampling`` > 1 more groups than needed are in flight, a step takes those that are ready first, and groups
-that can no longer be in time are dropped and counted.
-
-That is `WindowedSchedule`. A stage whose groups are used more than once, or whose producers need no tickets, has a
-`PoolSchedule`, which draws from all ready groups by the sampler.
+A stage whose groups are used more than once, or whose producers need no tickets, has a `PoolSchedule`, which draws from
+all ready groups by the sampler.
 """
 
 from __future__ import annotations

@@ -84,16 +84,11 @@ def mean_priority(batch: pa.RecordBatch, starts: Ints) -> Floats:
     return _means(*_known(batch, starts, "priority"), len(starts))
 
 
-def _groups(batch: pa.RecordBatch, starts: Ints) -> Ints:
-    """Return the group index of every row."""
-    return np.repeat(np.arange(len(starts)), np.diff(starts, append=batch.num_rows))
-
-
 def _known(batch: pa.RecordBatch, starts: Ints, column: str) -> tuple[Ints, Floats]:
     """Return the group indices and values (float64) of a column where it is not null."""
     known = batch[column].is_valid().to_numpy(zero_copy_only=False)
-    values = batch[column].drop_null().to_numpy().astype(np.float64)
-    return _groups(batch, starts)[known], values
+    groups = np.repeat(np.arange(len(starts)), np.diff(starts, append=batch.num_rows))
+    return groups[known], batch[column].drop_null().to_numpy().astype(np.float64)
 
 
 def _means(where: Ints, values: NDArray[np.floating], size: int) -> Floats:

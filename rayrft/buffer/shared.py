@@ -100,13 +100,10 @@ class SharedBuffer(Buffer):
             remedy = f"end it with: rayrft stop {trainer.job}, or give another buffer.name"
             raise PlacementError("another job trains on this Buffer", remedy, field="buffer.name", value=trainer.job)
         if step:
-            raise ConfigError(
-                f"this Buffer has no record of the job's {step} steps: job {trainer.job or 'none'!r} consumed it, or "
-                "it was recreated",
-                "start a new train job from its checkpoint (rayrft export, model.path)",
-                field="buffer.name",
-                value=self._name,
-            )
+            why = f"job {trainer.job or 'none'!r} consumed it, or it was recreated"
+            problem = f"this Buffer has no record of the job's {step} steps: {why}"
+            remedy = "start a new train job from its checkpoint (rayrft export, model.path)"
+            raise ConfigError(problem, remedy, field="buffer.name", value=self._name)
         await self._store.commit(e.TrainerJoined(run, job, model))
         self._check_rows()
 
@@ -155,14 +152,9 @@ class SharedBuffer(Buffer):
         known = self._state.meta.model
         if known is None or known == model:
             return
-        what = (
-            "the tokenizer or model.template"
-            if known.tokenizer != model.tokenizer
-            else "vocabulary or model.max_length"
-        )
-        problem = (
-            f"{what} differs from that of the Buffer {self._name!r}, of {known.vocabulary} tokens and rows of up to "
-            f"{known.max_length}"
-        )
+        same = known.tokenizer == model.tokenizer
+        what = "vocabulary or model.max_length" if same else "the tokenizer or model.template"
+        limits = f"{known.vocabulary} tokens and rows of up to {known.max_length}"
+        problem = f"{what} differs from that of the Buffer {self._name!r}, of {limits}"
         remedy = "give the jobs that meet at a Buffer the same model, model.template and model.max_length"
         raise ConfigError(problem, remedy, field="model", value=[model.vocabulary, model.max_length])

@@ -93,7 +93,8 @@ def find_faults(batch: pa.RecordBatch, limits: Limits = Limits()) -> dict[int, s
     mark(~np.isin(sources, SOURCES), "unknown source")
     mark(lengths > limits.max_length, "longer than max_length")
     for name in ("token_ids", "action_mask"):
-        mark(_any(batch.column(name), _empty_places(batch.column(name))), f"null in {name}")
+        if (entries := _entries(batch.column(name))).null_count:
+            mark(_any(batch.column(name), entries.is_null().to_numpy(zero_copy_only=False)), f"null in {name}")
     with np.errstate(invalid="ignore"):  # a null becomes NaN
         ids = _values(tokens).astype(np.int32, copy=False)
     # As unsigned integers, negative ids are beyond every vocabulary.
@@ -196,11 +197,6 @@ def _values(column: pa.ListArray, field: str | None = None) -> np.ndarray:
     """Return the entries, or a field of them, as a numpy array."""
     entries = _entries(column)
     return (entries if field is None else entries.field(field)).to_numpy(zero_copy_only=False)
-
-
-def _empty_places(column: pa.ListArray) -> np.ndarray:
-    entries = _entries(column)
-    return entries.is_null().to_numpy(zero_copy_only=False) if entries.null_count else np.zeros(0, dtype=bool)
 
 
 def _any(column: pa.ListArray, wrong: np.ndarray) -> np.ndarray:
