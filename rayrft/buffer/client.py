@@ -156,11 +156,8 @@ def put_groups(buffer: Handle[Buffer], rows: list[Experience], algorithms: list[
     if faults := [fault for receipt in receipts for fault in receipt.faults]:
         refused, reasons = sum(bool(receipt.faults) for receipt in receipts), Counter(fault.reason for fault in faults)
         problem = f"{refused} of {len(groups)} groups were rejected: {', '.join(reasons)}"
-        remedy, value = (
-            "fix them, and put them again: the others were stored",
-            {f.experience_id: f.reason for f in faults},
-        )
-        raise DataError(problem, remedy, field="rows", value=value)
+        found = {fault.experience_id: fault.reason for fault in faults}
+        raise DataError(problem, "fix them, and put them again: the others were stored", field="rows", value=found)
 
 
 def check_group(group: list[Experience], algorithms: list[Algorithm], group_size: int) -> None:
