@@ -163,8 +163,6 @@ class TestFind:
         assert set(found.experience.token_ids) == {1} and found.experience.reward == 1.0
         assert [(late.labels, late.version) for late in found.late_feedback] == [({"quality": "bad"}, 0)]
         assert archive(log).find("4/0").experience.labels == {"quality": "good"}
-
-    def test_a_demonstration_is_found(self, log: Path) -> None:
         found = archive(log).find("90/3")
         assert (found.store, found.group_status, found.trained_step) == ("expert/gold", None, None)
 
