@@ -87,7 +87,7 @@ class Agent:
                 worker = await leases.enter_async_context(self._processes.lease())
             if worker not in self._endpoints:
                 endpoint = self._endpoints[worker] = _ProcessEndpoint(server, self._config, model)
-                finalize(worker, server.remove, endpoint.name)
+                finalize(worker, server.apps.pop, endpoint.name)
             with self._endpoints[worker].serving(attempt) as access:
                 calling = worker.call("run", self._agent, task.question, *access, deadline_s=math.inf)
                 returned = await attempt.result(calling)
@@ -243,7 +243,8 @@ class _ProcessEndpoint:
         settings = EndpointSettings(config, "policy", model.max_length, sampling, (key_digest(key),), any_model=True)
         self._responder = Responder(nobody, nobody, model.tokenizer, settings)
         self.name = secrets.token_hex(8)
-        self._access = f"{server.add(self.name, PolicyEndpoint(self._responder).app())}/v1", key
+        server.apps[self.name] = PolicyEndpoint(self._responder).app()
+        self._access = f"{server.url}/{self.name}/v1", key
 
     @contextlib.contextmanager
     def serving(self, attempt: _Attempt) -> Iterator[tuple[str, str]]:
@@ -267,26 +268,18 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(self._dispatch, interface="asgi3", log_level="warning", lifespan="off", ws="none")
         )
-        self._apps: dict[str, Callable[..., Any]] = {}
+        self.apps: dict[str, Callable[..., Any]] = {}
+        """The applications by the first part of their paths."""
 
     async def start(self) -> _Server:
         listening = socket.create_server(("127.0.0.1", 0))
-        self._url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self._serving = asyncio.create_task(self.serve(sockets=[listening]))
         return self
 
     async def close(self) -> None:
         self.should_exit = True
         await self._serving
-
-    def add(self, name: str, app: Callable[..., Any]) -> str:
-        """Serve an application below a name; return its URL."""
-        self._apps[name] = app
-        return f"{self._url}/{name}"
-
-    def remove(self, name: str) -> None:
-        """Stop serving it."""
-        del self._apps[name]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -295,9 +288,9 @@ class _Server(uvicorn.Server):
 
     async def _dispatch(self, scope: Any, receive: Any, send: Any) -> None:
         _, name, *rest = scope["path"].split("/", 2)
-        if name in self._apps:
+        if name in self.apps:
             path = "/" + "".join(rest)
-            await self._apps[name]({**scope, "path": path, "raw_path": path.encode()}, receive, send)
+            await self.apps[name]({**scope, "path": path, "raw_path": path.encode()}, receive, send)
         else:
             await send({"type": "http.response.start", "status": 404, "headers": []})
             await send({"type": "http.response.body"})

@@ -19,9 +19,6 @@ from rayrft.rewards.scorer import DomainStats, Rewards
 from rayrft.rewards.service import RewardService, ServeBackend
 from rayrft.runtime.serving.http import ApiError, HttpService, Route, parse, unless_gone
 
-_MOST = 1024
-"""The most answers in a request."""
-
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -90,7 +87,7 @@ class ScoreRequest(_Body):
 class ScoreRequests(RootModel[list[ScoreRequest]]):
     """Several at a time."""
 
-    root: list[ScoreRequest] = Field(min_length=1, max_length=_MOST)
+    root: list[ScoreRequest] = Field(min_length=1, max_length=1024)
 
 
 class RewardEndpoint(HttpService):

@@ -1,7 +1,5 @@
 """Requests per second of the endpoint beside vLLM's own server, on the same model and in turn.
 
-    python -m tests.bench.bench_endpoint [--requests 400] [--clients 16] [--tokens 16] [--rounds 3]
-
 Chat completions of different questions, each of at most so many tokens, from clients that ask again as soon as they are
 answered. rayrft's endpoint records every call in a session of its own, with the run's trainer idle beside it; vLLM's
 server records nothing. Both have one engine, in float32 on a CPU.

@@ -1,7 +1,5 @@
 """How long people wait for the feedback page, many at once.
 
-    python -m tests.bench.bench_feedback [--people 50] [--seconds 20] [--groups 2000] [--think 2] [--rounds 1]
-
 The page is on Ray Serve beside a Buffer that holds the groups. Each person has a connection of their own: takes an
 item, thinks, gives a score, which is on disk and in the Buffer before it is acknowledged, and takes the next. They
 think for a time drawn evenly between 0 and twice ``--think`` seconds; in a second pass not at all. `health` asks for

@@ -1,7 +1,5 @@
 """Peak memory and time of the chunked head beside the plain one, forward and backward.
 
-    python -m tests.bench.bench_head [--tokens 4096] [--hidden 256 1024] [--vocabulary 151936] [--device cuda]
-
 Both give log-probs of the targets, with gradient, and entropies. The plain head is ``hidden @ weight.T``, log-softmax,
 gather; its entropy, without gradient, reuses the log-softmax. Each measurement is a process of its own: on a CPU the
 growth of its peak resident memory (VmHWM) over what it held with inputs made and torch warm, on a GPU

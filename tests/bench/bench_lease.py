@@ -1,7 +1,5 @@
 """How long a lease of 256 rows takes as the store grows, what a row costs in memory, and how fast a log opens again.
 
-    python -m tests.bench.bench_lease [--group 8] [--leases 200] [--sizes 10000 100000 1000000] [--tokens 128]
-
 For each size a Buffer with the priority sampler is filled with groups and leased from, as a trainer of two ranks does:
 lease, acknowledge, advance. A lease is timed by its caller: the draw, its entry in the journal, the gathering of
 references, the deal to ranks, and the way there and back. Then the actor is killed with SIGKILL, and a new one on the

@@ -1,7 +1,5 @@
 """What a step costs after 1,000, 10,000 and 100,000 steps, and a row of the Buffer after 10 million.
 
-    python -m tests.bench.bench_long_run [--steps 1000 10000 100000] [--rows 100000 1000000 10000000]
-
 A run in one process: train loop, recorder, Explorer, engine pool and Buffer are the real ones; the engine answers at
 once and the trainer does not compute. After each number of steps the run takes turns with a fresh one, 50 steps each:
 the ratio of their processor times shows growth, whatever else the machine does. The second table is of the Buffer alone

@@ -1,8 +1,5 @@
 """Operators per second beside the same functions in a loop and in `datasets.map`, and near-duplicates of many rows.
 
-    python -m tests.bench.bench_operators [--rows 100000] [--rounds 3] [--near 100000 1000000] [--datasketch 10000]
-                                          [--workers 1 2]
-
 Rows are questions of GSM8K (``RAYRFT_TEST_DATA``), again and again, each with a number of its own. All three are run in
 turn in this process, and processor time counts; `rayrft` packs and unpacks the batches as for a process of its own.
 Near-duplicates are found in a process of their own, whose memory beyond its imports is given; one row in ten is a

@@ -1,8 +1,5 @@
 """How long a prioritised draw of 256 takes, beside cpprb, in one run.
 
-    pip install 'rayrft[bench]'
-    python -m tests.bench.bench_priority [--rounds 200]
-
 Every round lets each contender draw in turn, so a disturbance of the machine meets all alike. Both answer with slots
 and importance weights. Ours is drawn from the columns of the group table: it keeps nothing that a change of a score
 would have to update, draws without repetition, and minds age, uses and rest. cpprb keeps a tree, whose update of 256

@@ -1,7 +1,5 @@
 """How fast producers put groups: the Buffer, Ray's own queue, and an SQLite table, on the same rows in one run.
 
-    python -m tests.bench.bench_put [--seconds 4] [--rounds 3] [--producers 4]
-
 Rows have 128 tokens. Producers are actors of their own that put as fast as they are acknowledged, with at most 64
 groups under way each. The Buffer writes its log (fsync: interval) and validates every row; the queue keeps rows in
 memory only; SQLite is an actor with one table (write-ahead log, synchronous=NORMAL: like the Buffer it may lose the

@@ -1,7 +1,5 @@
 """What scoring costs: beside the Explorer, in a reward actor and on Ray Serve, and while calls hang.
 
-    python -m tests.bench.bench_rewards [--rounds 3]
-
 64 callers ask again at once; the reward takes about 2 ms of a core. Then 3 of the 64 make calls that hang, by sleeping
 or by spinning, until their deadline of 2 s: how many the other 61 make, beside 61 alone.
 """

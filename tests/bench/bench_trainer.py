@@ -1,7 +1,5 @@
 """The Trainer's step beside a plain Hugging Face loop, on the same rows with the same weights, in one run.
 
-    python -m tests.bench.bench_trainer [--rounds 10] [--algorithm sft] [--hidden 512]
-
 Both are one process with float32 weights. The loop is what one writes by hand: micro-batches padded on the right to
 their longest row, logits of the answers only (``logits_to_keep``), log-softmax, gather, the loss, clip, AdamW. Two
 batches:

@@ -1,8 +1,5 @@
 """Seconds of a GRPO step, generation included, beside TRL's `GRPOTrainer` on the same cores.
 
-    pip install 'rayrft[bench]'
-    python -m tests.bench.bench_trl [--batches 16x8x64 16x8x256] [--ends] [--hidden 256] [--layers 4] [--cores 2]
-
 Both start from the same weights and tokenizer and take the same prompts in groups of the same size, temperature 1,
 answers up to the same length, float32, AdamW with the same settings, no KL, one update a step, and a cheap reward with
 variance. The learning rate is so small that the policy, and so the length of its answers, stays as it is.

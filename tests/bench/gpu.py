@@ -1,7 +1,5 @@
 """Tokens a second and model FLOPs utilisation (MFU) of the Trainer's step on one NVIDIA GPU.
 
-    python -m tests.bench.gpu [--sizes 0.6B 1.7B] [--length 2048] [--micro-batch-tokens 16384]
-
 The Qwen3 models of these sizes with random weights: float32 master weights under FSDP2, bfloat16 compute, packed rows,
 variable-length attention, the chunked head, AdamW; with gradient checkpointing and without. FLOPs are those of
 `tests.bench.workload.Shape.flops`, over the device's dense bfloat16 peak. What checkpointing and the head compute again

@@ -38,7 +38,7 @@ def parse(doc: str | None, **options: Any) -> argparse.Namespace:
             how = {"type": type(default[0]) if default else str, "nargs": "*", "default": default}
         elif isinstance(default, type):
             how = {"type": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", help=about, **how)
+        parser.add_argument(f"--{name.replace('_', '-')}", help=f"{about or ''} (default: {default})", **how)
     return parser.parse_args()
 
 

@@ -145,7 +145,7 @@ async def test_an_application_that_fails_costs_its_attempt(
         if agent in ("exits", "hangs"):
             server = await ran.runner._workflow(AGENT)._listening  # type: ignore[attr-defined]
             async with asyncio.timeout(20):  # the endpoints of processes that are gone are gone, too
-                while server._apps:
+                while server.apps:
                     gc.collect()
                     await asyncio.sleep(0.01)
 

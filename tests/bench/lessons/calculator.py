@@ -2,8 +2,6 @@
 
 Demonstrations are few and of mixed quality: three in five guess the product, the others call the tool. A model that has
 learned from them calls the tool now and then, and copies the factors with mistakes.
-
-    python -m tests.bench.lessons.calculator [seed] [folder]      trains, with all controls, and prints a table
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A question names three words, and asks whether there are animals, fruits, colours or tools among them.
 Demonstrations are 2,000 in four styles; two in five name the right options, the others any.
-
-    python -m tests.bench.lessons.choices [seed] [folder]      trains, with all controls, and prints a table
 """
 
 from __future__ import annotations

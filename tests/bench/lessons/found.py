@@ -3,8 +3,6 @@
 Words of three to six letters are spelled backward. After a warm-up of which two demonstrations in five are right, both
 take the same number of steps on as many groups; MIX adds the shortest right answer of each group in which at most half
 are right, as an expert row.
-
-    python -m tests.bench.lessons.found [seed] [folder]      trains both, and prints their evaluations
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Demonstrations are 300 walks, each on a map of its own that is no task. Two in five go a shortest way to the goal;
 the others go right and then down whatever lies there, and most of them end in a hole. More training on them makes the
 model a better copy of both: which of the two to be is what only the reward can tell it.
-
-    python -m tests.bench.lessons.frozen_lake [seed] [folder]      trains, with all controls, and prints a table
 """
 
 from __future__ import annotations

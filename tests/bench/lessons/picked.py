@@ -4,8 +4,6 @@ A warmed-up model spells words of three to five letters backward. The person pic
 like the right one, and skips a pair where none is. The pairs are exported as `rayrft data feedback export`
 does; DPO on them, on the same pairs picked by a coin, and SFT on what was picked start from the same weights. What is
 measured is how like the right answers those to held-out words are.
-
-    python -m tests.bench.lessons.picked [seed] [folder]      samples, judges, trains, and prints a table
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A question lists what to do with ``x``, such as "plus 3, times 2, squared", where the order matters. Demonstrations are
 300; two in five put parentheses around every step, the others around none, which computes something else.
-
-    python -m tests.bench.lessons.programs [seed] [folder]      trains, with all controls, and prints a table
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Words of three to six letters are spelled backward. A warmed-up model, of whose 
 answers each task eight times, as `rayrft data difficulty` does. The runs that follow differ in the sampler of these
 tasks alone: ``shuffled`` draws them evenly, ``near_half`` and ``failure`` begin with what was measured. What counts is
 accuracy on held-out words of all lengths.
-
-    python -m tests.bench.lessons.sampled [seed] [folder]     measures, trains three times, and prints evaluations
 """
 
 from __future__ import annotations
