@@ -16,26 +16,23 @@ from rayrft.algorithms.batch import PolicyOutput, TokenBatch
 from rayrft.algorithms.coefficients import Coefficients
 from rayrft.algorithms.corrections import corrections
 from rayrft.algorithms.distillation import distillations
-from rayrft.algorithms.entropy import EntropyController, entropies
-from rayrft.algorithms.kl import AdaptiveCoefficient, kls
-from rayrft.algorithms.logprobs import chosen_logprobs, token_logprobs
+from rayrft.algorithms.entropy import entropies
+from rayrft.algorithms.kl import kls
+from rayrft.algorithms.logprobs import chosen_logprobs
 from rayrft.algorithms.loss import Denominators, LossParts, count
 from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from rayrft.algorithms.pieces import Fraction, NonNegative, Positive, Steps
-from rayrft.algorithms.preference import Pairs, preferences
+from rayrft.algorithms.preference import Pairs, preferences, reward_model_losses
 from rayrft.algorithms.presets import build, presets
 from rayrft.algorithms.ratios import TokenLoss, policy_losses, token_ratio
-from rayrft.algorithms.reward_model import reward_model_losses
 from rayrft.algorithms.sft import mu_schedules, sft_losses
 from rayrft.algorithms.unpaired import Labelled, sum_gains, unpaired_losses
 from rayrft.algorithms.values import row_value_errors, token_advantages, value_losses
 
 __all__ = [
-    "AdaptiveCoefficient",
     "Algorithm",
     "Coefficients",
     "Denominators",
-    "EntropyController",
     "Fraction",
     "GroupFacts",
     "Labelled",
@@ -69,7 +66,6 @@ __all__ = [
     "sum_gains",
     "sum_moments",
     "token_advantages",
-    "token_logprobs",
     "token_ratio",
     "unpaired_losses",
     "value_losses",

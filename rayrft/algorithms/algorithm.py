@@ -19,7 +19,7 @@ from rayrft.algorithms.preference import Pairs, by_pair
 from rayrft.algorithms.ratios import token_ratio
 from rayrft.algorithms.registries import REGISTRIES
 from rayrft.algorithms.unpaired import Labelled
-from rayrft.algorithms.values import token_advantages, with_advantages, with_penalty
+from rayrft.algorithms.values import token_advantages, token_rewards, with_penalty
 
 _FIELDS: dict[Need, str] = {
     "reference": "reference_logprobs",
@@ -71,11 +71,11 @@ class Algorithm:
     entropy_coef: NonNegative = 1e-3
     distillation_coef: NonNegative = 1.0
     kl_target: Positive | None = None
-    """If set, ``kl_coef`` is the initial coefficient, and `AdaptiveCoefficient` adapts it. The KL is the metric's: per
-    token or per answer, depending on the aggregation."""
+    """If set, ``kl_coef`` is the initial coefficient, and `Coefficients` adapts it. The KL is the metric's: per token
+    or per answer, depending on the aggregation."""
     kl_horizon: Positive = 10_000.0
     entropy_goal: NonNegative | None = None
-    """If set, ``entropy_coef`` is the initial coefficient, and `EntropyController` adapts it."""
+    """If set, ``entropy_coef`` is the initial coefficient, and `Coefficients` adapts it."""
     entropy_step: Positive = 0.005
     teacher_candidates: Count = 64
     """Top-k of the teacher's distribution that distillation over distributions compares with the policy's."""
@@ -113,22 +113,25 @@ class Algorithm:
 
         Raises ValueError if the batch lacks a field.
         """
-        if self.shapes_rewards:
+        if (self.reward_low, self.reward_high, self.reward_scale) != (None, None, 1.0):
             turns = batch.turn_rewards
             batch = replace(
                 batch,
                 reward=None if batch.reward is None else self._shaped(batch.reward),
                 turn_rewards=None if turns is None else self._shaped(turns, turns != 0),
             )
-        penalty = None
+        if not (self.penalises_rewards or self.advantage_is_by_token):
+            return batch
+        usual, penalty = batch.usual(), None
         if self.penalises_rewards:
             self._check(batch, "kl")
-            usual = batch.usual()
             kl = self._bound("kl")(usual.old_logprobs, usual.reference_logprobs, usual.behaviour_logprobs)
             penalty = self.kl_coef * kl
         if self.advantage_is_by_token:
-            return with_advantages(batch, self._bound("advantage"), penalty)
-        return batch if penalty is None else with_penalty(batch, penalty)
+            advantages, returns = self._bound("advantage")(token_rewards(usual, penalty), usual)
+            return replace(batch, advantages=advantages, returns=returns)
+        assert penalty is not None
+        return with_penalty(batch, penalty)
 
     def _shaped(self, rewards: Tensor, rewarded: Tensor | None = None) -> Tensor:
         """Return ``reward_scale clip(r, reward_low, reward_high)``, and 0 where nothing is ``rewarded``."""
@@ -224,16 +227,6 @@ class Algorithm:
         """Names of the components of rewards that its advantages use; empty for all that there are."""
         named = self.coefficients.get("reward_components")
         return tuple(named) if isinstance(named, Mapping) else ()
-
-    @property
-    def shapes_rewards(self) -> bool:
-        """Whether it clips or scales rewards."""
-        return (self.reward_low, self.reward_high, self.reward_scale) != (None, None, 1.0)
-
-    @property
-    def bootstraps(self) -> bool:
-        """Whether its advantages need the critic's values of the states in which answers were truncated."""
-        return bool(self.coefficients.get("bootstrap_truncated"))
 
     @property
     def compares_answers(self) -> bool:

@@ -91,7 +91,7 @@ class TokenBatch:
         """Return the batch with only the tokens of ``rows`` (``[N]`` bool) masked in, and zeros in per-token fields
         elsewhere, so that undefined values reach no loss or gradient."""
         mask = self.mask & rows[self.sequence]
-        fields = {name: getattr(self, name) for name in _PER_TOKEN}
+        fields = {name: getattr(self, name) for name in PER_TOKEN}
         return replace(
             self, mask=mask, **{name: keep(value, mask) for name, value in fields.items() if value is not None}
         )
@@ -113,7 +113,7 @@ class TokenBatch:
         return values if self.weight is None else values * self.spread(self.weight)
 
 
-_PER_TOKEN = (
+PER_TOKEN = (
     "behaviour_logprobs",
     "advantages",
     "turn_rewards",
@@ -124,6 +124,7 @@ _PER_TOKEN = (
     "values",
     "returns",
 )
+"""Fields of a `TokenBatch` of shape ``[T]`` or ``[T, K]`` that are undefined off the mask."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ their name and the gradient of k2. If another policy sampled the tokens, all are
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Self
 
 from torch import Tensor
 
@@ -80,26 +78,3 @@ def k3_unbiased(
 def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
     """Combine the value of one tensor with the gradient of the other."""
     return value.detach() + gradient - gradient.detach()
-
-
-@dataclass(frozen=True)
-class AdaptiveCoefficient:
-    """A KL coefficient adapted towards a target KL (Ziegler et al. 2019, arXiv:1909.08593).
-
-    ``coef <- coef max(1 + clip(KL / target - 1, -0.2, 0.2) n / horizon, 1/2)`` after n sequences: a KL of 20 % or more
-    over the target raises it by e^0.2 within about ``horizon`` sequences. One step at most halves it; without this
-    floor, which the paper lacks, steps of 5 horizons or more would make it 0 or negative.
-    """
-
-    coef: float
-    target: float
-    horizon: float
-
-    def __post_init__(self) -> None:
-        if self.coef <= 0 or self.target <= 0 or self.horizon <= 0:
-            raise ValueError(f"coefficient, target and horizon must be above 0, got {self}")
-
-    def update(self, kl: float, sequences: int) -> Self:
-        """Return the controller after a step with this mean KL (nats per token, or per sequence if the target is)."""
-        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        return replace(self, coef=self.coef * max(1.0 + error * sequences / self.horizon, 0.5))

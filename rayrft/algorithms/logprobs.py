@@ -9,21 +9,6 @@ MIN_LOGPROB = -1000.0
 """A log-prob whose probability is 0 in every precision: entropies clamp to it, so that -inf does not give NaN."""
 
 
-def token_logprobs(
-    logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of tokens given their predecessors, and the entropies of their distributions.
-
-    logits: ``[B, T, V]``; token_ids: ``[B, T]``. Returns two ``[B, T]`` tensors: entry t belongs to token t, predicted
-    by logits t - 1; entry 0 is 0, as nothing predicts the first token. For the rest see `chosen_logprobs`.
-    """
-    chosen, entropy = chosen_logprobs(
-        logits[:, :-1], token_ids[:, 1:], temperature=temperature, entropy_gradient=entropy_gradient
-    )
-    first = chosen.new_zeros(chosen.shape[0], 1)
-    return torch.cat([first, chosen], 1), torch.cat([first, entropy], 1)
-
-
 def chosen_logprobs(
     logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:

@@ -36,11 +36,6 @@ class Denominators:
     expert_sequences: float = 0.0
     pairs: float = 0.0
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) < 0:
-                raise ValueError(f"{field.name} must not be negative, got {getattr(self, field.name)}")
-
     @classmethod
     def of(cls, counts: Tensor) -> Self:
         """Convert the sum of `count` over all micro-batches and ranks."""

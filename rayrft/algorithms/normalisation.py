@@ -64,10 +64,10 @@ def sum_moments(batches: Iterable[TokenBatch], device: torch.device | None = Non
     return total
 
 
-def normalise(batch: TokenBatch, moments: Moments, *, epsilon: float = 1e-8) -> TokenBatch:
-    """Return the batch with advantages ``(A - mean) / (deviation + epsilon)``; 0 off the mask. They are only centred if
+def normalise(batch: TokenBatch, moments: Moments) -> TokenBatch:
+    """Return the batch with advantages ``(A - mean) / (deviation + 1e-8)``; 0 off the mask. They are only centred if
     the deviation is 0 up to rounding."""
-    scale = moments.deviation + epsilon if moments.deviation > _FLAT else 1.0
+    scale = moments.deviation + 1e-8 if moments.deviation > _FLAT else 1.0
     normal = (batch.advantages - moments.mean) / scale
     return replace(batch, advantages=keep(normal, batch.mask))
 

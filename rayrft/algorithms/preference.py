@@ -1,4 +1,4 @@
-"""Losses on pairs of answers to the same prompt, one chosen, one rejected.
+"""Losses on pairs of answers to the same prompt, one chosen, one rejected: of policies, and of reward models.
 
 A loss takes the `Pairs` of a micro-batch and returns ``[P]``. The share of a step is their sum divided by the step's
 number of pairs. Both rows of a pair are in the same micro-batch.
@@ -89,7 +89,12 @@ def by_pair(rows: Tensor, batch: TokenBatch) -> Tensor:
 
 PreferenceLoss = Callable[[Pairs], Tensor]
 
+RewardModelLoss = Callable[[Tensor, Tensor | None], Tensor]
+"""From the scores of answers ``[2, P]``, with gradient, and by how much each chosen one is the better (``[P]``, on the
+scale of the scores), if known, to ``[P]``."""
+
 preferences: Pieces[PreferenceLoss] = Pieces("preference")
+reward_model_losses: Pieces[RewardModelLoss] = Pieces("reward_model")
 
 
 def difference(values: Tensor) -> Tensor:
@@ -186,6 +191,20 @@ def orpo(pairs: Pairs, *, beta: Positive = 0.1) -> Tensor:
     TRL), without a reference. The preset adds the likelihood of the chosen answer (``chosen_coef: 1``)."""
     means = pairs.means.clamp(max=_CERTAIN)
     return -beta * logsigmoid(difference(means - torch.log(-torch.expm1(means))))
+
+
+@reward_model_losses.register("bradley_terry", needs=["pairs"])
+def bradley_terry(scores: Tensor, margin: Tensor | None = None, *, center: NonNegative = 0.0) -> Tensor:
+    """``-log sigmoid(r_w - r_l - margin) + center (r_w + r_l)^2`` with scores r_w of the chosen and r_l of the rejected
+    answer (Ouyang et al. 2022, arXiv:2203.02155, eq. 1; margin: Touvron et al. 2023, "Llama 2", arXiv:2307.09288,
+    sec. 3.2.2).
+
+    The first term knows only differences; ``center`` keeps the scores of a prompt around 0, so that those of different
+    prompts can be compared (Eisenstein et al. 2023, arXiv:2312.09244; 0.01 in TRL's examples, where it is off by
+    default, too).
+    """
+    gap = difference(scores) if margin is None else difference(scores) - margin
+    return -logsigmoid(gap) + center * scores.sum(0).square()
 
 
 def _smoothed(margin: Tensor, right: float, wrong: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayrft.algorithms import clipped, reinforce, steps  # noqa: F401  (they register their pieces)
+from rayrft.algorithms import clipped, reinforce  # noqa: F401  (they register their pieces)
 from rayrft.algorithms.advantages import group_advantages
 from rayrft.algorithms.aggregation import aggregations
 from rayrft.algorithms.corrections import corrections
@@ -12,9 +12,8 @@ from rayrft.algorithms.distillation import distillations
 from rayrft.algorithms.entropy import entropies
 from rayrft.algorithms.kl import kls
 from rayrft.algorithms.pieces import Pieces
-from rayrft.algorithms.preference import preferences
+from rayrft.algorithms.preference import preferences, reward_model_losses
 from rayrft.algorithms.ratios import policy_losses
-from rayrft.algorithms.reward_model import reward_model_losses
 from rayrft.algorithms.sft import mu_schedules, sft_losses
 from rayrft.algorithms.unpaired import unpaired_losses
 from rayrft.algorithms.values import token_advantages, value_losses

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from rayrft.algorithms.batch import TokenBatch, keep
-from rayrft.algorithms.grid import Grid, to_go
 from rayrft.algorithms.pieces import Fraction, Pieces, Positive
 
 TokenAdvantage = Callable[[Tensor, TokenBatch], tuple[Tensor, Tensor]]
@@ -20,6 +20,54 @@ ValueLoss = Callable[[Tensor, TokenBatch], Tensor]
 
 token_advantages: Pieces[TokenAdvantage] = Pieces("advantage")
 value_losses: Pieces[ValueLoss] = Pieces("value_loss")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Indices of masked-in tokens in a left-aligned grid ``[N, L]``: N rows, L the largest number of tokens in a row.
+
+    Prompts, observations and padding are skipped, so that consecutive action tokens of a row are adjacent.
+    """
+
+    batch: TokenBatch
+    row: Tensor
+    position: Tensor
+    """``row`` and ``position``: ``[tokens in the mask]``."""
+    width: int
+
+    @classmethod
+    def of(cls, batch: TokenBatch) -> Self:
+        row = batch.sequence[batch.mask]
+        order = row.argsort(stable=True)
+        counts = torch.bincount(row, minlength=batch.rows)
+        starts = counts.cumsum(0) - counts
+        position = torch.empty_like(row)
+        position[order] = torch.arange(row.numel(), device=row.device) - starts[row[order]]
+        return cls(batch, row, position, int(counts.max()) if row.numel() else 0)
+
+    def unflatten(self, values: Tensor) -> Tensor:
+        """Convert ``[T]`` to ``[N, L]``, zeros after the end of a row."""
+        zeros = values.new_zeros(self.batch.rows, self.width)
+        return zeros.index_put((self.row, self.position), values[self.batch.mask])
+
+    def flatten(self, grid: Tensor) -> Tensor:
+        """Convert ``[N, L]`` to ``[T]``, zeros off the mask."""
+        values = grid.new_zeros(self.batch.mask.shape)
+        values[self.batch.mask] = grid[self.row, self.position]
+        return values
+
+
+def to_go(values: Tensor, discount: float = 1.0) -> Tensor:
+    """Compute ``S_t = x_t + discount S_{t+1}`` along the rows of ``[N, L]``, the discounted sum to the row's end.
+
+    By doubling (Hillis and Steele 1986): after k rounds S_t holds the first 2^k terms. Values and lengths of other rows
+    do not change a bit of the result.
+    """
+    total, reach = values.clone(), 1
+    while reach < values.shape[1]:
+        total[:, :-reach] += discount**reach * total[:, reach:]
+        reach *= 2
+    return total
 
 
 def token_rewards(batch: TokenBatch, penalty: Tensor | None = None) -> Tensor:
@@ -77,13 +125,6 @@ def gae(
         )
     advantage = to_go(grid.unflatten(rewards) + gamma * after - value, gamma * lam)
     return grid.flatten(advantage), grid.flatten(advantage + value)
-
-
-def with_advantages(batch: TokenBatch, advantage: TokenAdvantage, penalty: Tensor | None = None) -> TokenBatch:
-    """Return the batch with per-token advantages and returns."""
-    usual = batch.usual()
-    advantages, returns = advantage(token_rewards(usual, penalty), usual)
-    return replace(batch, advantages=advantages, returns=returns)
 
 
 def with_penalty(batch: TokenBatch, penalty: Tensor) -> TokenBatch:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 
 import torch
-from torch import Tensor
 
 from rayrft.algorithms import Algorithm, row_value_errors
 from rayrft.algorithms.batch import keep
 from rayrft.trainer.batches import MicroBatch
+from rayrft.trainer.blame import blaming
 from rayrft.trainer.model import reshard
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.value_model import Critic
@@ -19,28 +20,34 @@ Batches = list[list[MicroBatch]]
 """The micro-batches of each mini-batch."""
 
 
+def each_micro(batches: Batches, change: Callable[[MicroBatch], MicroBatch]) -> Batches:
+    """Return the batches with every micro-batch changed."""
+    return [[change(micro) for micro in batch] for batch in batches]
+
+
 @torch.no_grad()
 def with_logprobs(batches: Batches, name: str, policy: Policy, temperature: float) -> Batches:
     """Return the batches with the current log-probs of ``policy`` in the field ``name``."""
-    annotated = [
-        [_with(micro, **{name: policy.output(micro, temperature=temperature).logprobs}) for micro in batch]
-        for batch in batches
-    ]
+    annotated = each_micro(
+        batches, lambda micro: micro.annotated(**{name: policy.output(micro, temperature=temperature).logprobs})
+    )
     reshard(policy)
     return annotated
 
 
+@torch.no_grad()
 def with_values(batches: Batches, critic: Critic, *, final: bool = False) -> Batches:
     """Return the batches with the critic's values; with ``final``, also those of the states in which truncated answers
     were cut."""
 
     def annotate(micro: MicroBatch) -> MicroBatch:
-        values, ends = critic.values(micro, final=final)
-        if not final or micro.tokens.truncated is None:
-            return _with(micro, values=values)
-        return _with(micro, values=values, final_values=keep(ends, micro.tokens.truncated))
+        with blaming(micro):
+            values, ends = critic(micro, final=final)
+        truncated = micro.tokens.truncated
+        cut = {} if not final or truncated is None else {"final_values": keep(ends, truncated)}
+        return micro.annotated(values=values, **cut)
 
-    annotated = [[annotate(micro) for micro in batch] for batch in batches]
+    annotated = each_micro(batches, annotate)
     reshard(critic)
     return annotated
 
@@ -60,9 +67,9 @@ def with_teacher(
 
         def with_candidates(micro: MicroBatch) -> MicroBatch:
             logprobs, ids = teacher.top_logprobs(micro, temperature, k, shared)
-            return replace(_with(micro, teacher_candidates=logprobs), candidates=ids)
+            return replace(micro.annotated(teacher_candidates=logprobs), candidates=ids)
 
-        batches = [[with_candidates(micro) for micro in batch] for batch in batches]
+        batches = each_micro(batches, with_candidates)
         reshard(teacher)
     return batches
 
@@ -76,7 +83,3 @@ def value_errors(batches: Batches) -> dict[str, tuple[float, int]]:
             if counts:
                 rows.setdefault(group, []).append(error)
     return {group: (sum(errors), len(errors)) for group, errors in rows.items() if group}
-
-
-def _with(micro: MicroBatch, **fields: Tensor) -> MicroBatch:
-    return replace(micro, tokens=replace(micro.tokens, **fields))

@@ -65,12 +65,12 @@ def check_batches(config: RunConfig, model: str | None) -> None:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of a batch. ``group``: first row and number of rows of its group in the block, of own rows."""
+    """A row of a batch. ``own``: it is a row of a group, which holds those of its rows that are not trained, too."""
 
     ref: Any
     row: int
     mini_batch: int
-    group: tuple[int, int]
+    own: bool
     trained: bool
     weight: float
     alone: bool
@@ -99,8 +99,8 @@ class BatchPipeline:
 
         refs = list({part.ref: None for share in lease.shares for part in share.parts})
         blocks = dict(zip(refs, [unpack(each) for each in await asyncio.gather(*refs)], strict=True))
-        rows = _rows(lease, blocks)
-        given = _batch(rows, blocks, lease.step)
+        together = _rows(lease, blocks)
+        given = _batch([row for rows in together for row in rows], blocks, lease.step)
         try:
             worked = await self._operators.apply(given)
             block, kept = self._settle(worked, given)
@@ -112,7 +112,7 @@ class BatchPipeline:
             return ProcessedLease(lease, self._log.take(), str(error))
         self._failures = 0
         _, problem = self._log.add(worked.outcomes)
-        units = _units(rows, block, kept, ray.put(pack(block.select(SCHEMA.names).cast(SCHEMA))))
+        units = _units(together, block, kept, ray.put(pack(block.select(SCHEMA.names).cast(SCHEMA))))
         usual = sum(unit.rows for units_ in units for unit in units_ if unit.group[1])
         return ProcessedLease(
             replace(
@@ -163,9 +163,9 @@ class BatchPipeline:
         return both.take(pa.array(order)), trained
 
 
-def _rows(lease: Lease, blocks: dict[Any, pa.RecordBatch]) -> list[_Row]:
-    """Return the rows of the batch, in an order of mini-batches and ids: own groups first, with those of their rows
-    that are not trained."""
+def _rows(lease: Lease, blocks: dict[Any, pa.RecordBatch]) -> list[list[_Row]]:
+    """Return the rows of the batch, in an order of mini-batches and ids: groups of own rows first, with those of their
+    rows that are not trained, and then demonstrations and pairs."""
     groups = dict[tuple[int, str], dict[int, _Row]]()
     experts = list[tuple[int, str, list[_Row]]]()
     for share in lease.shares:
@@ -177,21 +177,17 @@ def _rows(lease: Lease, blocks: dict[Any, pa.RecordBatch]) -> list[_Row]:
                 mini_batch = int(np.searchsorted(ends, done, side="right"))
                 done += 1
                 first, count = part.groups[i].tolist()
-                made = _Row(
-                    part.ref, row, mini_batch, (first, count), True, float(part.weights[i]), bool(part.alone[i])
-                )
+                made = _Row(part.ref, row, mini_batch, count > 0, True, float(part.weights[i]), bool(part.alone[i]))
                 if count:
-                    whole = {
-                        place: replace(made, row=place, trained=False, weight=1.0)
-                        for place in range(first, first + count)
-                    }
+                    others = replace(made, trained=False, weight=1.0)
+                    whole = {place: replace(others, row=place) for place in range(first, first + count)}
                     groups.setdefault((mini_batch, names[row].as_py()), whole)[row] = made
                 elif i and experts and len(experts[-1][2]) == 1 and _paired(experts[-1][2][0].row, row, pairs):
                     experts[-1][2].append(made)
                 else:
                     experts.append((mini_batch, ids[row].as_py(), [made]))
-    own = [row for _, group in sorted(groups.items()) for row in group.values()]
-    return own + [row for *_, unit in sorted(experts, key=lambda each: each[:2]) for row in unit]
+    own = [list(group.values()) for _, group in sorted(groups.items())]
+    return own + [unit for *_, unit in sorted(experts, key=lambda each: each[:2])]
 
 
 def _paired(one: int, other: int, pairs: pa.Array) -> bool:
@@ -217,23 +213,18 @@ def _batch(rows: list[_Row], blocks: dict[Any, pa.RecordBatch], step: int) -> pa
     return pa.RecordBatch.from_arrays(columns, schema=BATCHES)
 
 
-def _units(rows: list[_Row], block: pa.RecordBatch, trained: np.ndarray, ref: Any) -> list[list[Unit]]:
+def _units(together: list[list[_Row]], block: pa.RecordBatch, trained: np.ndarray, ref: Any) -> list[list[Unit]]:
     """Return the units to deal to ranks, by mini-batch; no mini-batch is empty."""
     lengths = block.column("token_ids").value_lengths().to_numpy(zero_copy_only=False)
-    weights, pairs = block.column("weight").to_numpy(zero_copy_only=False), block.column("pair_id").to_pylist()
+    weights = block.column("weight").to_numpy(zero_copy_only=False)
     units: dict[int, list[Unit]] = {}
-    first = place = 0
-    while place < len(rows):
-        row = rows[place]
-        if place and (row.ref, row.group) != (rows[place - 1].ref, rows[place - 1].group):
-            first = place
-        paired = not row.group[1] and pairs[place] is not None and pairs[place : place + 2] == [pairs[place]] * 2
-        count = 2 if paired else 1
-        if trained[place]:
-            group = (first, row.group[1]) if row.group[1] else (0, 0)
-            tokens = int(lengths[place : place + count].sum())
-            units.setdefault(row.mini_batch, []).append(
-                Unit(ref, place, count, tokens, float(weights[place]), row.alone, group)
-            )
-        place += count
+    first = 0
+    for rows in together:
+        group, size = ((first, len(rows)), 1) if rows[0].own else ((0, 0), len(rows))
+        for place in range(first, first + len(rows), size):
+            if trained[place]:
+                row, tokens = rows[place - first], int(lengths[place : place + size].sum())
+                unit = Unit(ref, place, size, tokens, float(weights[place]), row.alone, group)
+                units.setdefault(row.mini_batch, []).append(unit)
+        first += len(rows)
     return [units[number] for number in sorted(units)]

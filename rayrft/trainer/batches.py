@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +30,11 @@ _SCORED = (
     *("reward", "reward_components", "greedy_reward", "metrics"),
 )
 """Columns that advantages are computed from."""
+_TAKEN = [
+    *("source", "reward", "pair_id", "chosen", "margin", "images"),
+    *("group_id", "experience_id", "stop_reason"),
+]
+"""Other columns of a trained row."""
 _NONE = np.empty(0, np.float32)
 
 
@@ -78,6 +85,14 @@ class MicroBatch:
     experiences: tuple[str, ...] = ()
     """Experience ids of the rows."""
 
+    def with_tokens(self, tokens: TokenBatch) -> Self:
+        """Return the micro-batch with other inputs of losses."""
+        return replace(self, tokens=tokens)
+
+    def annotated(self, **fields: Tensor) -> Self:
+        """Return the micro-batch with these fields of its `TokenBatch`."""
+        return self.with_tokens(replace(self.tokens, **fields))
+
     @cached_property
     def predicted(self) -> Tensor:
         """``[A]``: indices of the action tokens that are not first in their row, so that a state predicts them."""
@@ -106,44 +121,37 @@ def read_rows(batch: pa.RecordBatch, part: BlockRows, algorithm: Algorithm, *, s
 
     ``start`` is the index of the first row in the rank's share. A pair's number is the index of its first side.
     """
-    indices = part.rows
     tokens, masks, logprobs = (
-        list_column(batch.column(name), indices) for name in ("token_ids", "action_mask", "logprobs")
+        list_column(batch.column(name), part.rows) for name in ("token_ids", "action_mask", "logprobs")
     )
-    taken = (
-        batch.select(
-            ["source", "reward", "pair_id", "chosen", "margin", "images", "group_id", "experience_id", "stop_reason"]
-        )
-        .take(pa.array(indices))
-        .to_pydict()
-    )
-    turns = _turn_rewards(batch, indices) if algorithm.advantage_is_by_token else {}
+    by_critic = algorithm.advantage_is_by_token
+    taken = batch.select([*_TAKEN, "metrics"] if by_critic else _TAKEN).take(pa.array(part.rows)).to_pylist()
     advantages = _advantages(batch, part.groups, algorithm)
     rows: list[TrainRow] = []
-    pair_ids = taken["pair_id"]
-    for i, index in enumerate(indices.tolist()):
+    for i, (index, row) in enumerate(zip(part.rows.tolist(), taken, strict=True)):
         token_ids, mask, behaviour = tokens[i], masks[i], logprobs[i]
         assert token_ids is not None and mask is not None and behaviour is not None  # not nullable in the schema
-        pair = None if pair_ids[i] is None else start + i
-        if pair is not None and i and pair_ids[i - 1] == pair_ids[i] and rows[-1].pair == pair - 1:
+        pair = None if row["pair_id"] is None else start + i
+        if pair is not None and i and taken[i - 1]["pair_id"] == row["pair_id"] and rows[-1].pair == pair - 1:
             pair = rows[-1].pair  # the row before is the first side of this one's pair
+        turns = turn_rewards(mask, dict(row["metrics"] or ())) if by_critic else None
         rows.append(
             TrainRow(
                 token_ids,
                 mask,
                 behaviour,
                 advantages[index] if index in advantages else np.zeros(len(token_ids), dtype=np.float32),
-                expert=taken["source"][i] == "expert",
+                expert=row["source"] == "expert",
                 weight=float(part.weights[i]),
-                reward=taken["reward"][i],
-                turn_rewards=turns.get(i),
-                truncated=taken["stop_reason"][i] == "length",
+                reward=row["reward"],
+                turn_rewards=turns if turns is not None and turns.any() else None,
+                truncated=row["stop_reason"] == "length",
                 pair=pair,
-                chosen=bool(taken["chosen"][i]),
-                margin=taken["margin"][i] or 0.0,
-                images=tuple(taken["images"][i] or ()),
-                group=taken["group_id"][i],
-                experience=taken["experience_id"][i],
+                chosen=bool(row["chosen"]),
+                margin=row["margin"] or 0.0,
+                images=tuple(row["images"] or ()),
+                group=row["group_id"],
+                experience=row["experience_id"],
                 alone=bool(part.alone[i]),
             )
         )
@@ -163,14 +171,6 @@ def _advantages(batch: pa.RecordBatch, groups: np.ndarray, algorithm: Algorithm)
     return found
 
 
-def _turn_rewards(batch: pa.RecordBatch, indices: np.ndarray) -> dict[int, np.ndarray]:
-    """Return the rewards of turns by place in ``indices``, of the rows that have any."""
-    taken = batch.select(["metrics", "action_mask"]).take(pa.array(indices))
-    metrics, masks = taken.column("metrics").to_pylist(), list_column(taken.column("action_mask"))
-    found = {i: turn_rewards(mask, dict(metrics[i] or ())) for i, mask in enumerate(masks) if mask is not None}
-    return {i: rewards for i, rewards in found.items() if rewards.any()}
-
-
 def micro_batches(
     rows: list[TrainRow], max_tokens: int, device: torch.device, *, padded: bool = False
 ) -> list[MicroBatch]:
@@ -187,7 +187,7 @@ def micro_batches(
     bins = [unit for tokens, unit in sized if tokens > max_tokens or unit[0].alone]
     fit = [(tokens, unit) for tokens, unit in sized if tokens <= max_tokens and not unit[0].alone]
     bins += _fill_in_order([unit for _, unit in fit], max_tokens) if padded else _balance(fit, max_tokens)
-    return [_flatten(members, device) for members in bins]
+    return [flatten(members, device) for members in bins]
 
 
 def mismatched(rows: list[TrainRow], everywhere: list[TrainRow]) -> list[TrainRow]:
@@ -226,7 +226,7 @@ def _hash(row: TrainRow) -> bytes:
 def empty_batch(device: torch.device) -> MicroBatch:
     """Return a micro-batch with no action token, for a rank that has fewer than the others: collectives need all."""
     zeros = np.zeros(2, dtype=np.float32)
-    return _flatten([TrainRow(zeros.astype(np.int32), zeros, zeros, zeros, expert=False)], device)
+    return flatten([TrainRow(zeros.astype(np.int32), zeros, zeros, zeros, expert=False)], device)
 
 
 def _merge_groups(units: list[list[TrainRow]], max_tokens: int) -> list[tuple[int, list[TrainRow]]]:
@@ -297,45 +297,45 @@ def _balance(units: list[tuple[int, list[TrainRow]]], max_tokens: int) -> list[l
         count += 1
 
 
-def _flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
-    lengths = [len(row.token_ids) for row in rows]
-    pairs = {
-        name: number for number, name in enumerate(dict.fromkeys(row.pair for row in rows if row.pair is not None))
+def flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
+    """Return rows as one micro-batch."""
+
+    def by_row(values: Iterable[Any], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=device)
+
+    def by_token(arrays: Iterable[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(list(arrays)))
+
+    ids = [row.token_ids for row in rows]
+    lengths = list(map(len, ids))
+    numbers = {
+        pair: number for number, pair in enumerate(dict.fromkeys(row.pair for row in rows if row.pair is not None))
     }
+    turns = None
+    if any(row.turn_rewards is not None for row in rows):
+        blank = [np.zeros(length, np.float32) for length in lengths]
+        turns = by_token(row.turn_rewards if row.turn_rewards is not None else blank[i] for i, row in enumerate(rows))
     tokens = TokenBatch(
-        mask=_join([row.mask for row in rows]).bool().to(device),
+        mask=by_token(row.mask for row in rows).bool().to(device),
         sequence=torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device),
-        behaviour_logprobs=_join([row.logprobs for row in rows]).float().to(device),
-        advantages=_join([row.advantages for row in rows]).float().to(device),
-        expert=torch.tensor([row.expert for row in rows], device=device),
-        weight=torch.tensor([row.weight for row in rows], dtype=torch.float32, device=device),
-        reward=torch.tensor([row.reward or 0.0 for row in rows], dtype=torch.float32, device=device),
-        turn_rewards=_join_turns(rows, device),
-        truncated=torch.tensor([row.truncated for row in rows], device=device),
-        pair=torch.tensor([-1 if row.pair is None else pairs[row.pair] for row in rows], device=device),
-        chosen=torch.tensor([row.chosen for row in rows], device=device),
-        margin=torch.tensor([row.margin for row in rows], dtype=torch.float32, device=device),
+        behaviour_logprobs=by_token(row.logprobs for row in rows).float().to(device),
+        advantages=by_token(row.advantages for row in rows).float().to(device),
+        expert=by_row(row.expert for row in rows),
+        weight=by_row((row.weight for row in rows), torch.float32),
+        reward=by_row((row.reward or 0.0 for row in rows), torch.float32),
+        turn_rewards=None if turns is None else turns.to(device),
+        truncated=by_row(row.truncated for row in rows),
+        pair=by_row(-1 if row.pair is None else numbers[row.pair] for row in rows),
+        chosen=by_row(row.chosen for row in rows),
+        margin=by_row((row.margin for row in rows), torch.float32),
     )
     images = tuple(row.images for row in rows)
-    token_ids = _join([row.token_ids for row in rows]).to(device, torch.int64)
     return MicroBatch(
-        token_ids,
+        by_token(ids).to(device, torch.int64),
         tuple(lengths),
-        Packing.of([row.token_ids for row in rows], device),
+        Packing.of(ids, device),
         tokens,
         images=images if any(images) else (),
         groups=tuple(row.group for row in rows),
         experiences=tuple(row.experience for row in rows if row.experience),
     )
-
-
-def _join_turns(rows: list[TrainRow], device: torch.device) -> Tensor | None:
-    if all(row.turn_rewards is None for row in rows):
-        return None
-    zeros = (np.zeros(len(row.token_ids), np.float32) for row in rows)
-    arrays = [none if row.turn_rewards is None else row.turn_rewards for row, none in zip(rows, zeros, strict=True)]
-    return _join(arrays).to(device)
-
-
-def _join(arrays: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays))

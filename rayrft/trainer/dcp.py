@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -30,8 +30,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import _get_layout
+from torch.utils._pytree import tree_map_only
 
-from rayrft.errors import ModelError, RayrftError, StorageError
+from rayrft.errors import ModelError, StorageError
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import load_hf
 from rayrft.trainer.optimizer import Optimizer
@@ -79,10 +80,6 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def _reading(folder: Path) -> dict[str, Any]:
-    return {"storage_reader": _Reader(str(folder)), "planner": _Planner()}
-
-
 class Checkpointer:
     """One rank's part in writing and reading checkpoints. Every method is a collective."""
 
@@ -93,7 +90,7 @@ class Checkpointer:
 
     def save(self, learner: Learner, critic: Critic | None, folder: Path, done: Callable[[str | None], None]) -> None:
         """Copy the state and write the copy in the background; ``done`` receives the error message, or None."""
-        state = _copy(_state(learner, critic, folder))
+        state = tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True), _state(learner, critic, folder))
 
         def finished(future: Future[Any]) -> None:
             error = future.exception()
@@ -106,7 +103,7 @@ class Checkpointer:
         """Load the weights and nothing else. Raises as `load` does."""
         self._rebase(policy, folder)
         state: State = {_POLICY: _trained(policy)}
-        self._read(state, folder)
+        _read(state, folder, process_group=self._group)
         set_model_state_dict(policy, state[_POLICY], options=_TRAINED_ONLY)
 
     def load(self, learner: Learner, critic: Critic | None, folder: Path) -> None:
@@ -119,10 +116,10 @@ class Checkpointer:
         with _typed_errors(folder):
             names = _Reader(str(folder)).read_metadata().state_dict_metadata
         state = _state(learner, critic, folder, set(names))
-        self._read(state, folder)
+        _read(state, folder, process_group=self._group)
         for name, (model, optimizer) in _models(learner, critic).items():
             set_model_state_dict(model, state[name], options=_TRAINED_ONLY)
-            if optimizer is not None and (moments := state.get(_optimizer(name))) is not None:
+            if optimizer is not None and (moments := state.get(f"{name}_optimizer")) is not None:
                 set_optimizer_state_dict(model, optimizer.adam, moments)
         learner.restore(state["learner"], state.get(learner.rng.name))
 
@@ -131,14 +128,10 @@ class Checkpointer:
         if policy.lora is None:
             return
         state: State = {"base": ""}
-        self._read(state, folder)
+        _read(state, folder, process_group=self._group)
         base = _resolve(state["base"], folder) or policy.lora.origin
         if base != policy.lora.base:
             load_hf(policy, base)
-
-    def _read(self, state: State, folder: Path) -> None:
-        with _typed_errors(folder):
-            load(state, **_reading(folder), process_group=self._group)
 
 
 def read_base(folder: Path) -> str:
@@ -147,8 +140,7 @@ def read_base(folder: Path) -> str:
     Raises as `Checkpointer.load` does.
     """
     state = {"base": ""}
-    with _typed_errors(folder):
-        load(state, **_reading(folder), no_dist=True)
+    _read(state, folder, no_dist=True)
     return _resolve(state["base"], folder)
 
 
@@ -158,9 +150,12 @@ def load_weights(folder: Path, model: Policy | RewardClassifier) -> None:
     Raises as `Checkpointer.load` does.
     """
     trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
-    state = {_POLICY if isinstance(model, Policy) else _REWARD_MODEL: trained}
+    _read({_POLICY if isinstance(model, Policy) else _REWARD_MODEL: trained}, folder, no_dist=True)
+
+
+def _read(state: State, folder: Path, **how: Any) -> None:
     with _typed_errors(folder):
-        load(state, **_reading(folder), no_dist=True)
+        load(state, storage_reader=_Reader(str(folder)), planner=_Planner(), **how)
 
 
 @contextlib.contextmanager
@@ -170,36 +165,20 @@ def _typed_errors(folder: Path) -> Iterator[None]:
         (folder / ".metadata").stat()
         yield
     except (CheckpointException, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise _unreadable(error, folder) from None
-
-
-def _unreadable(error: BaseException, folder: Path) -> RayrftError:
-    cause = _cause(error)
-    remedy = "delete the folder: the run then resumes from the previous checkpoint"
-    if isinstance(cause, FileNotFoundError):
-        return StorageError(
-            f"the checkpoint is incomplete: {Path(cause.filename or '').name} is missing",
-            remedy,
-            field="checkpoint",
-            value=str(folder),
-        )
-    if "Missing key in checkpoint" in str(cause):
-        return ModelError(
-            f"the checkpoint lacks parameters of the model: {_one_line(error)}",
-            "resume with the model, adapter and algorithm that the run began with",
-            field="model",
-            value=str(folder),
-        )
-    if "ize mismatch" in str(cause):
-        return ModelError(
-            f"the checkpoint does not fit the model: {_one_line(error)}",
-            "resume with the model that the run began with",
-            field="model",
-            value=str(folder),
-        )
-    return StorageError(
-        f"the checkpoint cannot be read: {_one_line(error)}", remedy, field="checkpoint", value=str(folder)
-    )
+        cause, line = _cause(error), _one_line(error)
+        if "Missing key in checkpoint" in str(cause):
+            problem = f"the checkpoint lacks parameters of the model: {line}"
+            remedy = "resume with the model, adapter and algorithm that the run began with"
+            raise ModelError(problem, remedy, field="model", value=str(folder)) from None
+        if "ize mismatch" in str(cause):
+            problem = f"the checkpoint does not fit the model: {line}"
+            remedy = "resume with the model that the run began with"
+            raise ModelError(problem, remedy, field="model", value=str(folder)) from None
+        problem = f"the checkpoint cannot be read: {line}"
+        if isinstance(cause, FileNotFoundError):
+            problem = f"the checkpoint is incomplete: {Path(cause.filename or '').name} is missing"
+        remedy = "delete the folder: the run then resumes from the previous checkpoint"
+        raise StorageError(problem, remedy, field="checkpoint", value=str(folder)) from None
 
 
 def _models(learner: Learner, critic: Critic | None) -> dict[str, tuple[nn.Module, Optimizer | None]]:
@@ -216,9 +195,9 @@ def _state(learner: Learner, critic: Critic | None, folder: Path, written: set[s
     for name, (model, optimizer) in _models(learner, critic).items():
         state[name] = _trained(model)
         # Before its first update an optimiser has no state, and reading it would create one.
-        written_to = _optimizer(name) in parts if parts is not None else optimizer and optimizer.adam.state
+        written_to = f"{name}_optimizer" in parts if parts is not None else optimizer and optimizer.adam.state
         if optimizer is not None and written_to:
-            state[_optimizer(name)] = get_optimizer_state_dict(model, optimizer.adam)
+            state[f"{name}_optimizer"] = get_optimizer_state_dict(model, optimizer.adam)
     if parts is None or learner.rng.name in parts:
         state[learner.rng.name] = learner.rng.state()
     return state
@@ -244,10 +223,6 @@ def _resolve(base: str, folder: Path) -> str:
     return os.path.normpath(folder.parent / base) if base else ""
 
 
-def _optimizer(name: str) -> str:
-    return f"{name}_optimizer"
-
-
 def _cause(error: BaseException) -> BaseException:
     """Return the error of the first rank that failed."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
@@ -257,14 +232,3 @@ def _one_line(error: BaseException) -> str:
     """Return the cause in one line."""
     cause = _cause(error)
     return ": ".join([type(cause).__name__, *str(cause).strip().splitlines()[-1:]])
-
-
-def _copy(value: Any) -> Any:
-    """Return a deep copy with its tensors in CPU memory."""
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copy(item) for item in value]
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    return value

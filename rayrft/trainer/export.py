@@ -26,13 +26,9 @@ def export_checkpoint(
     policy = load_policy(base)
     if lora is not None:
         policy.lora = Lora(policy.model, lora, origin=base, compute=torch.float32, seed=config.seed)
-    if reward_model:
-        classifier = RewardClassifier(policy, padding_of(model))
-        load_weights(checkpoint, classifier)
-        classifier.write(classifier.state_dict(), tokenizer, to)
-        return
-    load_weights(checkpoint, policy)
-    if merged:
-        write_hf(policy, policy.model.state_dict(), tokenizer, to)
+    trained = RewardClassifier(policy, padding_of(model)) if reward_model else policy
+    load_weights(checkpoint, trained)
+    if merged or reward_model:
+        write_hf(trained, trained.state_dict(), tokenizer, to)
     else:
         write_adapter(policy, base, tokenizer, to)

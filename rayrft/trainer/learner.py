@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rayrft.algorithms import (
@@ -26,14 +27,14 @@ from rayrft.algorithms import (
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
-from rayrft.trainer.annotation import Batches, value_errors, with_logprobs, with_teacher, with_values
+from rayrft.trainer.annotation import Batches, each_micro, value_errors, with_logprobs, with_teacher, with_values
 from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches, mismatched
 from rayrft.trainer.blame import blaming
 from rayrft.trainer.model import reshard
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, scored_batch
 from rayrft.trainer.reference import Reference
-from rayrft.trainer.result import CriticUpdate, PairRanking, StepResult, Update
+from rayrft.trainer.result import PairRanking, StepResult, Update
 from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic
 
@@ -97,7 +98,6 @@ class Learner:
         """Begin a stage with a new optimiser, schedule and reference, and the RNG reseeded."""
         self.rng.reseed(step=0)
         self._coefficients = Coefficients.of(algorithm)
-        self._algorithm = self._coefficients.applied(algorithm)
         self._update_config = update or UpdateConfig()
         self._step = 0
         self._critic_warmup_steps = self._update_config.critic_warmup_steps if critic is not None else 0
@@ -122,27 +122,21 @@ class Learner:
         batches = self._make_micro_batches(mini_batches)
         over = self._count_denominators(batches)
         batches = self._compute_old_logprobs(batches, mini_batches)
-        updates, critic_updates = [], []
-        for _ in range(self._update_config.epochs):
-            for batch, denominators in zip(batches, over, strict=True):
-                updates.append(self._update(batch, denominators))
-                if self.critic is not None:
-                    critic_updates.append(self._update_critic(self.critic, batch, denominators))
+        epochs = self._update_config.epochs
+        updates = [self._update(*each) for _ in range(epochs) for each in zip(batches, over, strict=True)]
         # Coefficients adapt only if own rows have weight in the loss (else KL and entropy are unknown) and the policy
         # is trained (not during the critic's warm-up).
-        adapts = self._step >= self._critic_warmup_steps and self._algorithm.mu(self._policy_step) < 1.0
+        adapts = self._step >= self._critic_warmup_steps and self.algorithm.mu(self._policy_step) < 1.0
         sequences = round(sum(denominators.policy_sequences for denominators in over)) if adapts else 0
         self._step += 1
         self._refresh()
         errors = {} if self.critic is None else value_errors(batches)
         own = [row for rows in mini_batches for row in rows if not row.expert]
         rewards = [row.reward for row in own if row.reward is not None]
-        epochs = self._update_config.epochs
-        result = StepResult.of(updates, critic_updates, self._algorithm, epochs, errors, rewards)
+        result = StepResult.of(updates, self.algorithm, epochs, errors, rewards)
         self._coefficients = self._coefficients.update(
             kl=result.metrics.kl, entropy=result.metrics.entropy, sequences=sequences
         )
-        self._algorithm = self._coefficients.applied(self._algorithm)
         return result
 
     @property
@@ -153,7 +147,7 @@ class Learner:
     @property
     def algorithm(self) -> Algorithm:
         """The open stage's algorithm, with its present coefficients."""
-        return self._algorithm
+        return self._coefficients.applied
 
     @property
     def _policy_step(self) -> int:
@@ -184,7 +178,6 @@ class Learner:
         if self.critic is not None:
             self.critic.optimizer.updates = state["critic_taken"]
         self._coefficients = self._coefficients.restored(state["coefficients"])
-        self._algorithm = self._coefficients.applied(self._algorithm)
 
     def gradient(self, rows: list[TrainRow]) -> tuple[LossParts, Denominators]:
         """Accumulate the gradient of one update; return the loss parts over all ranks, and their denominators."""
@@ -229,27 +222,25 @@ class Learner:
         """Add old-policy, reference and teacher log-probs, values and advantages, each only if the loss uses it."""
         updates = self._update_config.epochs * self._update_config.mini_batches
         # With a single update the proximal policy is the current one: the loss's own forward pass gives its log-probs.
-        if "proximal" in self._algorithm.needs and (updates > 1 or self._algorithm.penalises_rewards):
+        if "proximal" in self.algorithm.needs and (updates > 1 or self.algorithm.penalises_rewards):
             batches = with_logprobs(batches, "proximal_logprobs", self.policy, self._temperature)
         if self.reference is not None:
             with self.reference.active():
                 batches = with_logprobs(batches, "reference_logprobs", self.policy, self._temperature)
-        if "reference_kl" in self._algorithm.needs:
+        if "reference_kl" in self.algorithm.needs:
             batches = self._with_reference_kl(batches, mini_batches)
         if self.critic is not None:
-            batches = with_values(batches, self.critic, final=self._algorithm.bootstraps)
-        batches = [
-            [replace(micro, tokens=self._algorithm.token_advantages(micro.tokens)) for micro in batch]
-            for batch in batches
-        ]
-        if self._algorithm.normalise_advantages:
-            by = self._algorithm.normalise_by
+            bootstraps = bool(self.algorithm.coefficients.get("bootstrap_truncated"))
+            batches = with_values(batches, self.critic, final=bootstraps)
+        batches = each_micro(batches, lambda micro: micro.with_tokens(self.algorithm.token_advantages(micro.tokens)))
+        if self.algorithm.normalise_advantages:
+            by = self.algorithm.normalise_by
             sums = sum_moments((micro.tokens for batch in batches for micro in batch), self._device, by)
             moments = Moments.of(self._reduce(sums), by)
-            batches = [[replace(m, tokens=normalise(m.tokens, moments)) for m in batch] for batch in batches]
+            batches = each_micro(batches, lambda micro: micro.with_tokens(normalise(micro.tokens, moments)))
         if self.teacher is not None:
             vocabulary = self.policy.vocabulary
-            batches = with_teacher(batches, self._algorithm, self.teacher, vocabulary, self._temperature)
+            batches = with_teacher(batches, self.algorithm, self.teacher, vocabulary, self._temperature)
         return batches
 
     def _with_reference_kl(self, batches: Batches, mini_batches: list[list[TrainRow]]) -> Batches:
@@ -260,15 +251,11 @@ class Learner:
         found = with_logprobs(self._make_micro_batches(others), "proximal_logprobs", self.policy, self._temperature)
         with self.reference.active():
             found = with_logprobs(found, "reference_logprobs", self.policy, self._temperature)
-        sums = self._reduce(
-            torch.stack([sum_gains((micro.tokens for micro in batch), self._device) for batch in found])
-        )
+        gains = [sum_gains((micro.tokens for micro in batch), self._device) for batch in found]
+        sums = self._reduce(torch.stack(gains))
         means = (sums[:, 0] / sums[:, 1].clamp(min=1)).clamp(min=0)
         return [
-            [
-                replace(micro, tokens=replace(micro.tokens, reference_kl=mean.expand(micro.tokens.rows)))
-                for micro in batch
-            ]
+            [micro.annotated(reference_kl=mean.expand(micro.tokens.rows)) for micro in batch]
             for batch, mean in zip(batches, means, strict=True)
         ]
 
@@ -280,17 +267,26 @@ class Learner:
         return [row for each in gathered for row in each]
 
     def _update(self, batch: list[MicroBatch], over: Denominators) -> Update:
+        """Update the policy, unless its critic warms up, and then the critic, if there is one."""
         if self._step < self._critic_warmup_steps:
             with torch.no_grad():
-                parts = self._backward(batch, over)
+                update = Update(self._backward(batch, over), over, grad_norm=0.0, lr=0.0)
             reshard(self.policy)
-            return Update(parts, over, grad_norm=0.0, lr=0.0)
-        parts, lr = self._backward(batch, over), self.optimizer.lr
-        return Update(parts, over, self._apply_gradient(self.optimizer, float(parts.loss), "model"), lr)
+        else:
+            parts, lr = self._backward(batch, over), self.optimizer.lr
+            update = Update(parts, over, self._apply_gradient(self.optimizer, float(parts.loss), "model"), lr)
+        if (critic := self.critic) is None:
+            return update
 
-    def _update_critic(self, critic: Critic, batch: list[MicroBatch], over: Denominators) -> CriticUpdate:
-        loss = float(self._reduce(critic.backward(batch, over, self._algorithm)))
-        return CriticUpdate(loss, self._apply_gradient(critic.optimizer, loss, "critic"))
+        def share(micro: MicroBatch) -> tuple[Tensor, Tensor]:
+            loss = self.algorithm.value_loss_of(critic(micro)[0], micro.tokens, over)
+            return loss, loss
+
+        total = torch.zeros(())
+        for each in self._accumulate(critic, batch, share):
+            total += each.cpu()
+        loss = float(self._reduce(total))
+        return replace(update, value_loss=loss, value_grad_norm=self._apply_gradient(critic.optimizer, loss, "critic"))
 
     def _apply_gradient(self, optimizer: Optimizer, loss: float, model: str) -> float:
         """Apply the accumulated gradient; return its norm before clipping. Raises RayrftError if not finite."""
@@ -308,26 +304,34 @@ class Learner:
 
     def _backward(self, batch: list[MicroBatch], over: Denominators) -> LossParts:
         """Accumulate the gradient of a mini-batch, if gradients are enabled; return its loss parts over all ranks."""
-        total = torch.stack(
-            [self._backward_micro(micro, over, last=index == len(batch) - 1) for index, micro in enumerate(batch)]
-        ).sum(0)
-        return LossParts.unstack(self._reduce(total))
 
-    def _backward_micro(self, micro: MicroBatch, over: Denominators, *, last: bool) -> Tensor:
-        if isinstance(self.trained, FSDPModule):
-            self.trained.set_requires_gradient_sync(last)
-        with blaming(micro):
+        def share(micro: MicroBatch) -> tuple[Tensor, Tensor]:
             if self.reward_model is not None:
-                parts = self._algorithm.score_loss(self.reward_model(micro), micro.tokens, over)
+                parts = self.algorithm.score_loss(self.reward_model(micro), micro.tokens, over)
             else:
-                output = self.policy.output(
-                    micro, temperature=self._temperature, entropy_gradient="entropy" in self._algorithm.terms
-                )
-                parts = self._algorithm.loss(output, micro.tokens, over, step=self._policy_step)
-            # FSDP averages gradients over ranks, but the loss is already divided by global counts: scale to a sum.
-            if torch.is_grad_enabled():
-                torch.autograd.backward(parts.loss * self._ranks)
-            return parts.stack()
+                differentiable = "entropy" in self.algorithm.terms
+                output = self.policy.output(micro, temperature=self._temperature, entropy_gradient=differentiable)
+                parts = self.algorithm.loss(output, micro.tokens, over, step=self._policy_step)
+            return parts.loss, parts.stack()
+
+        return LossParts.unstack(self._reduce(torch.stack(self._accumulate(self.trained, batch, share)).sum(0)))
+
+    def _accumulate(
+        self, model: nn.Module, batch: list[MicroBatch], share: Callable[[MicroBatch], tuple[Tensor, Tensor]]
+    ) -> list[Tensor]:
+        """Accumulate a model's gradient, if gradients are enabled. ``share`` computes a micro-batch's share of the loss
+        and the numbers to report, which are returned for every micro-batch."""
+        reported = []
+        for index, micro in enumerate(batch):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(index == len(batch) - 1)
+            with blaming(micro):
+                loss, numbers = share(micro)
+                # FSDP averages gradients over ranks, but the loss is already divided by global counts: scale to a sum.
+                if torch.is_grad_enabled():
+                    torch.autograd.backward(loss * self._ranks)
+                reported.append(numbers.detach())
+        return reported
 
     def _refresh(self) -> None:
         every = self._update_config.reference_refresh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from rayrft.config.trainer import LoraConfig
 from rayrft.errors import ConfigError
 from rayrft.weights.adapter import merge
-
-if TYPE_CHECKING:
-    from peft import LoraConfig as PeftConfig
 
 _NAME = "default"
 """peft's default adapter name."""
@@ -37,9 +34,21 @@ class Lora:
         self.scale = config.alpha / config.rank
         self.origin = self.base = origin
         """``base``: where the present frozen weights come from."""
-        self.peft_config = _inject(model, config)
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
 
+        self.peft_config = PeftConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            target_modules=config.targets,
+            lora_dropout=0.0,  # probability ratios need deterministic log-probs
+            task_type="CAUSAL_LM",
+        )
+        try:
+            inject_adapter_in_model(self.peft_config, model)
+        except ValueError:
+            raise _no_target(config.targets) from None
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
         head = model.get_output_embeddings()
         invalid = [
@@ -92,24 +101,6 @@ class Lora:
 def checkpoint_name(name: str) -> str:
     """Return a parameter's name in checkpoint files: without the parts that peft inserts."""
     return name.replace(".base_layer.", ".").replace(f".{_NAME}.weight", ".weight")
-
-
-def _inject(model: Any, config: LoraConfig) -> PeftConfig:
-    from peft import LoraConfig as PeftConfig
-    from peft import inject_adapter_in_model
-
-    settings = PeftConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=config.targets,
-        lora_dropout=0.0,  # probability ratios need deterministic log-probs
-        task_type="CAUSAL_LM",
-    )
-    try:
-        inject_adapter_in_model(settings, model)
-    except ValueError:
-        raise _no_target(config.targets) from None
-    return settings
 
 
 def _no_target(value: Any) -> ConfigError:

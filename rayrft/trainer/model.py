@@ -18,7 +18,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.data.tokenizer import ChatTokenizer
@@ -28,7 +27,7 @@ from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.policy import Policy
 
 if TYPE_CHECKING:
-    from rayrft.trainer.lora import Lora
+    from rayrft.trainer.reward_model import RewardClassifier
     from rayrft.trainer.value_model import ScalarHead
 
 
@@ -88,60 +87,34 @@ def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
             yield checkpoint_name(name), parameter.detach()
 
 
-def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over `named_weights`, gathered. A collective: all ranks iterate in step."""
-    for name, tensor in named_weights(policy):
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def save_hf(policy: Policy, tokenizer: ChatTokenizer, folder: Path, *, writer: bool) -> None:
+def save_hf(model: Policy | RewardClassifier, tokenizer: ChatTokenizer, folder: Path, *, writer: bool) -> None:
     """Write a Hugging Face folder: weights (with an adapter merged), configuration, tokenizer.
 
     A collective; only the ``writer`` rank writes.
     """
-    state = gathered(policy)
-    if not writer:
-        return
-    write_hf(policy, {name.removeprefix("model."): tensor for name, tensor in state.items()}, tokenizer, folder)
-
-
-def gathered(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters of a sharded model, in CPU memory. A collective; they are on the first rank alone."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: dict[str, Any] = get_model_state_dict(model, options=options)
-    return state
+    state: dict[str, Any] = get_model_state_dict(model, options=options)  # on the first rank alone
+    if writer:
+        write_hf(model, state, tokenizer, folder)
 
 
-def write_hf(policy: Policy, state: dict[str, Tensor], tokenizer: ChatTokenizer, folder: Path) -> None:
+def write_hf(
+    model: Policy | RewardClassifier, state: dict[str, Tensor], tokenizer: ChatTokenizer, folder: Path
+) -> None:
     """Write a Hugging Face folder from gathered parameters. An adapter is merged into the frozen weights as read from
     their files, because the model's may be rounded to the compute dtype."""
-    # Keep one of two tied weights: gathered from shards they are separate tensors, and both would be written.
-    tied = set(policy.model.all_tied_weights_keys)
-    weights = {checkpoint_name(name): tensor for name, tensor in state.items()}
-    weights = {name: tensor for name, tensor in weights.items() if name not in tied}
-    if policy.lora is not None:
-        exact = exact_weights(policy.lora)
-        weights = policy.lora.merged({name: exact.get(name, tensor) for name, tensor in weights.items()})
-    write_folder(policy.model, weights, tokenizer, folder, policy.images)
-
-
-def exact_weights(lora: Lora, *, decoder: bool = False) -> dict[str, Tensor]:
-    """Return the frozen weights under an adapter as they are in their files, of the whole model or its ``decoder``."""
-    model = load_policy(lora.base).model
-    weights: dict[str, Tensor] = (model.base_model if decoder else model).state_dict()
-    return weights
-
-
-def write_folder(
-    model: Any, weights: dict[str, Tensor], tokenizer: ChatTokenizer, folder: Path, images: ImageReader | None = None
-) -> None:
-    """Write a Hugging Face folder of a model with these weights, by the names in its files."""
+    weights, target = model.named_as_in_files(state), model.transformer
+    if model.lora is not None:
+        frozen = load_policy(model.lora.base).model
+        exact = (frozen if isinstance(model, Policy) else frozen.base_model).state_dict()
+        exact = model.named_as_in_files({f"model.{name}": tensor for name, tensor in exact.items()})
+        weights = model.lora.merged({name: exact.get(name, tensor) for name, tensor in weights.items()})
     with atomic_folder(folder) as temporary:
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.eos_token_id = list(tokenizer.stop_ids)
-        model.save_pretrained(temporary, state_dict=weights)
-        if images is not None:
-            images.processor.save_pretrained(temporary)
+        if getattr(target, "generation_config", None) is not None:
+            target.generation_config.eos_token_id = list(tokenizer.stop_ids)
+        target.save_pretrained(temporary, state_dict=weights)
+        if model.images is not None:
+            model.images.processor.save_pretrained(temporary)
         tokenizer.hf.save_pretrained(temporary)  # with the chat template that was trained with
 
 

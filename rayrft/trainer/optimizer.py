@@ -32,8 +32,17 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update."""
-        return learning_rate(self._config, self.updates, self._steps, self._updates_per_step)
+        """Learning rate of the next update: linear warm-up, then constant or decayed to 0."""
+        config, each = self._config, self._updates_per_step
+        warmup = config.warmup_steps * each
+        if self.updates < warmup:
+            return config.lr * (self.updates + 1) / warmup
+        done = (self.updates - warmup) / max(1, self._steps * each - warmup)
+        if config.schedule == "linear":
+            return config.lr * (1 - done)
+        if config.schedule == "cosine":
+            return config.lr * 0.5 * (1 + math.cos(math.pi * done))
+        return config.lr
 
     def clip(self) -> float:
         """Clip the gradient norm; return the norm before clipping. A collective."""
@@ -47,16 +56,3 @@ class Optimizer:
         self.adam.step()
         self.adam.zero_grad()
         self.updates += 1
-
-
-def learning_rate(config: OptimizerConfig, update: int, steps: int, updates_per_step: int = 1) -> float:
-    """Return the learning rate of update number ``update`` (from 0): linear warm-up, then constant or decayed to 0."""
-    warmup, updates = config.warmup_steps * updates_per_step, steps * updates_per_step
-    if update < warmup:
-        return config.lr * (update + 1) / warmup
-    done = (update - warmup) / max(1, updates - warmup)
-    if config.schedule == "linear":
-        return config.lr * (1 - done)
-    if config.schedule == "cosine":
-        return config.lr * 0.5 * (1 + math.cos(math.pi * done))
-    return config.lr

@@ -62,6 +62,10 @@ class Packing:
     @classmethod
     def of(cls, rows: list[np.ndarray], device: torch.device) -> Packing:
         """Lay out rows of token ids, each of at least one."""
+
+        def tensor(array: Any, dtype: Any = np.int64) -> Tensor:
+            return torch.from_numpy(np.asarray(array, dtype)).to(device)
+
         sizes = np.array([len(row) for row in rows])
         ends = np.cumsum(sizes)
         starts = ends - sizes
@@ -83,29 +87,23 @@ class Packing:
             of, width = attending[members], np.arange(sizes[attending[members]].max())
             inside = width < sizes[of, None]
             gather = starts[of, None] + np.minimum(width, sizes[of, None] - 1)
-            buckets.append(
-                Bucket(
-                    len(members),
-                    torch.from_numpy(states[gather.ravel()]).to(device),
-                    torch.from_numpy(np.flatnonzero(inside)).to(device),
-                )
-            )
+            buckets.append(Bucket(len(members), tensor(states[gather.ravel()]), tensor(np.flatnonzero(inside))))
             gathered.append(gather[inside])
         places = np.empty(ends[-1], np.int64)
         outputs = np.concatenate(gathered)
         places[outputs] = np.arange(len(outputs))
         chosen = np.concatenate(computed)
-        keys = np.concatenate([states[starts[row] : ends[row]] for row in order]) if count < len(outputs) else None
+        keys = [states[starts[row] : ends[row]] for row in order] if count < len(outputs) else None
         return cls(
-            positions=torch.from_numpy(np.arange(ends[-1]) - np.repeat(starts, sizes)).to(device),
+            positions=tensor(np.arange(ends[-1]) - np.repeat(starts, sizes)),
             longest=int(sizes.max()),
-            computed=torch.from_numpy(chosen).to(device),
-            states=torch.from_numpy(states).to(device),
-            query_starts=_starts(np.array(own), device),
-            key_starts=_starts(sizes[attending], device),
-            keys=None if keys is None else torch.from_numpy(keys).to(device),
+            computed=tensor(chosen),
+            states=tensor(states),
+            query_starts=tensor([0, *np.cumsum(own)], np.int32),
+            key_starts=tensor([0, *np.cumsum(sizes[attending])], np.int32),
+            keys=None if keys is None else tensor(np.concatenate(keys)),
             buckets=tuple(buckets),
-            index=torch.from_numpy(places[chosen]).to(device),
+            index=tensor(places[chosen]),
         )
 
 
@@ -126,10 +124,6 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     length = min(len(one), len(other))
     differ = np.flatnonzero(one[:length] != other[:length])
     return int(differ[0]) if len(differ) else length
-
-
-def _starts(lengths: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)).to(device)
 
 
 def register() -> None:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rayrft.algorithms import PolicyOutput, TokenBatch, chosen_logprobs
+from rayrft.algorithms import PolicyOutput, chosen_logprobs
 from rayrft.data.images import ImageReader
 from rayrft.errors import ModelError
 from rayrft.trainer import packing
-from rayrft.trainer.batches import MicroBatch
+from rayrft.trainer.batches import MicroBatch, TrainRow, flatten
 from rayrft.trainer.blame import blaming, is_device_fault
 from rayrft.trainer.head import head_logprobs, head_top_logprobs
-from rayrft.trainer.packing import Packing
-from rayrft.trainer.vision import reject_images, run_model, with_images
-
-if TYPE_CHECKING:
-    from rayrft.trainer.lora import Lora
+from rayrft.trainer.lora import Lora, checkpoint_name
+from rayrft.trainer.vision import run_model, with_images
 
 _TOLERANCE = 1e-4
 """Largest difference (nats) between two float32 computations of the same log-probs."""
@@ -130,6 +129,17 @@ class Policy(nn.Module):
         )
 
     @property
+    def transformer(self) -> Any:
+        """The transformers model that is written to files."""
+        return self.model
+
+    def named_as_in_files(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return this module's parameters by their names in files, one of two tied weights: gathered from shards they
+        are separate tensors, and both would be written."""
+        named = {checkpoint_name(name.removeprefix("model.")): tensor for name, tensor in state.items()}
+        return {name: tensor for name, tensor in named.items() if name not in self.model.all_tied_weights_keys}
+
+    @property
     def vocabulary(self) -> int:
         """Size of the vocabulary."""
         size: int = self.model.config.get_text_config().vocab_size
@@ -234,8 +244,9 @@ def model_inputs(
     none."""
     layout = batch.packing
     at = batch.predicted - 1 if at is None else at
-    if images is None:
-        reject_images(batch.images)
+    if images is None and (image := next(chain.from_iterable(batch.images), None)):
+        remedy = "give a model of the Qwen-VL family, or rows without images"
+        raise ModelError("a row has an image, but the model takes none", remedy, field="model", value=image)
     inputs: dict[str, Any]
     if packs:
         ids, positions = batch.token_ids[layout.computed], layout.positions[layout.computed]
@@ -262,20 +273,13 @@ def _scatter(batch: MicroBatch, values: Tensor) -> Tensor:
     return flat.index_copy(0, batch.predicted, values)
 
 
-def scored_batch(sequences: list[Tensor], images: Sequence[tuple[str, ...]] | None = None) -> MicroBatch:
+def scored_batch(sequences: Sequence[Tensor], images: Sequence[tuple[str, ...]] | None = None) -> MicroBatch:
     """Return a micro-batch of sequences in which every token is an action token."""
-    lengths = tuple(len(sequence) for sequence in sequences)
-    token_ids = torch.cat(sequences)
-    zeros = torch.zeros(len(token_ids), device=token_ids.device)
-    tokens = TokenBatch(
-        mask=torch.ones_like(token_ids, dtype=torch.bool),
-        sequence=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(token_ids.device),
-        behaviour_logprobs=zeros,
-        advantages=zeros,
-        expert=torch.zeros(len(lengths), dtype=torch.bool, device=token_ids.device),
-    )
-    layout = Packing.of([sequence.numpy(force=True) for sequence in sequences], token_ids.device)
-    return MicroBatch(token_ids, lengths, layout, tokens, images=tuple(images or ()))
+    rows = []
+    for ids, paths in zip(sequences, images or [()] * len(sequences), strict=True):
+        zeros = np.zeros(len(ids), np.float32)
+        rows.append(TrainRow(ids.numpy(force=True), zeros == 0, zeros, zeros, expert=False, images=paths))
+    return flatten(rows, sequences[0].device)
 
 
 def _sample(vocabulary: int, device: torch.device) -> MicroBatch:

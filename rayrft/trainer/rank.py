@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from rayrft.algorithms import Algorithm
 from rayrft.buffer.leases import BatchShare, BlockRows, Lease
@@ -24,13 +28,14 @@ from rayrft.trainer.blame import device_failed
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.lora import Lora
-from rayrft.trainer.model import Sharded, load_hf, load_policy, save_hf, shard
+from rayrft.trainer.model import Sharded, load_hf, load_policy, named_weights, save_hf, shard
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.result import PairRanking, StepResult
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from rayrft.trainer.value_model import Critic
-from rayrft.trainer.weight_sender import WeightSender
-from rayrft.weights.messages import Link, Sent
+from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets
+from rayrft.weights.channel import WeightChannel, open_store
+from rayrft.weights.messages import Adapter, Link, Parcel, Sent, TensorMeta
 
 
 def run_rank(options: dict[str, Any]) -> None:
@@ -69,11 +74,10 @@ class Rank(RankApi):
         self._device = device
         if self._device.type == "cpu":
             torch.set_num_threads(max(1, int(setup.config.cpus)))
-        self._wire_dtype: torch.dtype = getattr(torch, setup.dtype)
+        self._compute: torch.dtype = getattr(torch, setup.dtype)
         self._mesh = init_device_mesh(self._device.type, (setup.config.ranks,))
-        policy = self._load_policy(setup.model)
-        self.warning = self._configure(policy, setup.model)
-        """Which fast paths the model does not support, and why; None if it supports all."""
+        policy, self.warning = self._load(setup.model)
+        """``warning``: which fast paths the model does not support, and why; None if it supports all."""
         self._critic: Critic | None = None
         self.learner = Learner(
             self._shard(policy),
@@ -83,7 +87,8 @@ class Rank(RankApi):
             seed=setup.seed,
         )
         self._checkpointer = Checkpointer()
-        self._sender = WeightSender(policy, self._wire_dtype, index=index, device=device)
+        self._channel: WeightChannel | None = None
+        self._store: TCPStore | None = None
 
     def open_stage(self, algorithm: Algorithm, stage: StageConfig, weights: Path | None) -> None:
         # Free first, then load: the models of two stages need not fit into memory together.
@@ -92,10 +97,8 @@ class Rank(RankApi):
         if weights is not None:
             load_hf(self.learner.policy, str(weights))
         if "critic" in algorithm.needs:
-            self._critic = self._make_critic()
-            self._critic.open_stage(
-                stage.critic_optimizer, stage.steps, self._setup.config.ranks, stage.update.updates_per_step
-            )
+            self._critic = self._shard(Critic(self._load(self._setup.model)[0]))  # not from the current policy
+            self._critic.open_stage(stage.critic_optimizer, stage.steps, stage.update.updates_per_step)
         teacher = self._make_teacher(stage.teacher) if stage.teacher else None
         reward_model = self._make_reward_model() if algorithm.trains_reward_model else None
         self.learner.open_stage(
@@ -124,13 +127,38 @@ class Rank(RankApi):
         return self.learner.rank_pairs(fetch_rows(share, self.learner.algorithm))
 
     def locate(self, timeout_s: float) -> tuple[str, int] | None:
-        return self._sender.locate(timeout_s)
+        if self._index:
+            return None
+        self._store = open_store(timeout_s)
+        return self._store.host, self._store.port
 
     def connect(self, link: Link) -> None:
-        self._sender.connect(link)
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = WeightChannel(link, sends=True, index=self._index, device=self._device, store=self._store)
 
     def send(self, number: int, bucket_bytes: int) -> Sent:
-        return self._sender.send(number, bucket_bytes)
+        if self._channel is None:
+            raise RuntimeError("no link to the engines: connect comes first")
+        policy, lora = self.learner.policy, self.learner.policy.lora
+        # An adapter is small and engines merge it in float32, so it is not rounded.
+        dtype = self._compute if lora is None else torch.float32
+        metas = [TensorMeta.of(name, tensor, dtype) for name, tensor in named_weights(policy)]
+        parcel = Parcel(metas, bucket_bytes, Adapter(lora.base, lora.scale) if lora is not None else None)
+        return Sent(self._channel.send(number, parcel, self._buckets(parcel)), parcel.nbytes)
+
+    def _buckets(self, parcel: Parcel) -> Iterator[Tensor]:
+        """Iterate over the buckets, filled with the gathered weights. A collective."""
+        parameters = named_weights(self.learner.policy)
+        for bucket in plan_buckets(parcel.metas, parcel.bucket_bytes):
+            buffer = empty_bucket(bucket, self._device)
+            tensors = []
+            for meta, (name, tensor) in zip(bucket, parameters, strict=False):
+                if name != meta.name:
+                    raise ValueError(f"parameter {name!r} came where {meta.name!r} was announced")
+                tensors.append(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+            fill_bucket(buffer, bucket, tensors)
+            yield buffer
 
     def score(self, sequences: list[list[int]], images: list[tuple[str, ...]] | None = None) -> list[list[float]]:
         return self.learner.score(sequences, images)
@@ -151,44 +179,28 @@ class Rank(RankApi):
         import ray.train
 
         tokenizer = ChatTokenizer(self._setup.model, template=self._setup.template)
-        if self.learner.reward_model is not None:
-            self.learner.reward_model.save(tokenizer, folder, writer=self._index == 0)
-        else:
-            save_hf(self.learner.policy, tokenizer, folder, writer=self._index == 0)
+        save_hf(self.learner.trained, tokenizer, folder, writer=self._index == 0)
         checkpoint = ray.train.Checkpoint.from_directory(str(folder)) if self._index == 0 else None
         ray.train.report({}, checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
 
-    def _load_policy(self, path: str) -> Policy:
-        """Load the run's original model, or another of its kind."""
-        policy = self._place(load_policy(path))
-        if self._setup.config.gradient_checkpointing:
+    def _load(self, path: str) -> tuple[Policy, str | None]:
+        """Load the run's original model, or another of its kind, with fast paths and the adapter; also return which
+        fast paths are not supported, or None."""
+        config, policy = self._setup.config, self._place(load_policy(path))
+        if config.gradient_checkpointing:
             policy.checkpoint_layers()
-        return policy
+        warning = policy.enable_fast_paths(pack=config.pack, compute=self._compute)
+        if config.lora is not None:
+            policy.lora = Lora(policy.model, config.lora, origin=path, compute=self._compute, seed=self._setup.seed)
+        return policy, warning
 
     def _place(self, policy: Policy) -> Policy:
         return policy if self._setup.config.cpu_offload else policy.to(self._device)
 
-    def _configure(self, policy: Policy, path: str) -> str | None:
-        """Enable fast paths and inject the adapter, for weights that were loaded from ``path``; return which fast paths
-        are not supported, or None."""
-        config = self._setup.config
-        warning = policy.enable_fast_paths(pack=config.pack, compute=self._wire_dtype)
-        if config.lora is not None:
-            policy.lora = Lora(policy.model, config.lora, origin=path, compute=self._wire_dtype, seed=self._setup.seed)
-        return warning
-
-    def _make_critic(self) -> Critic:
-        """Create a critic for a stage, initialised from the run's original model, not the current policy."""
-        policy = self._load_policy(self._setup.model)
-        self._configure(policy, self._setup.model)
-        return self._shard(Critic(policy))
-
     def _make_reward_model(self) -> RewardClassifier:
         """Create a reward model for a stage, initialised from the current policy."""
         lora = self.learner.policy.lora
-        path = self._setup.model if lora is None else lora.base
-        policy = self._load_policy(path)
-        self._configure(policy, path)
+        policy, _ = self._load(self._setup.model if lora is None else lora.base)
         model = self._shard(RewardClassifier(policy, padding_of(self._setup.model)))
         model.copy_decoder(self.learner.policy)
         return model
@@ -196,10 +208,10 @@ class Rank(RankApi):
     def _make_teacher(self, path: str) -> Policy:
         """Load a stage's teacher, frozen, in the compute dtype."""
         teacher = self._place(load_policy(path, "teacher"))
-        teacher.enable_fast_paths(pack=self._setup.config.pack, compute=self._wire_dtype)
+        teacher.enable_fast_paths(pack=self._setup.config.pack, compute=self._compute)
         for parameter in teacher.requires_grad_(False).parameters():  # buffers, such as rotary tables, stay exact
-            parameter.data = parameter.data.to(self._wire_dtype)
+            parameter.data = parameter.data.to(self._compute)
         return self._shard(teacher)
 
     def _shard(self, model: Sharded) -> Sharded:
-        return shard(model, self._mesh, self._wire_dtype, cpu_offload=self._setup.config.cpu_offload)
+        return shard(model, self._mesh, self._compute, cpu_offload=self._setup.config.cpu_offload)

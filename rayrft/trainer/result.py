@@ -12,20 +12,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Update:
-    """One update of the policy: its loss parts over all ranks, and their denominators."""
+    """One update: the policy's loss parts over all ranks, their denominators and the gradient norm before clipping;
+    the critic's loss over all ranks and gradient norm, 0 without a critic."""
 
     parts: LossParts
     over: Denominators
     grad_norm: float
     lr: float
-
-
-@dataclass(frozen=True)
-class CriticUpdate:
-    """One update of the critic: its loss over all ranks, and its gradient norm before clipping."""
-
-    loss: float
-    grad_norm: float
+    value_loss: float = 0.0
+    value_grad_norm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,6 @@ class StepResult:
     def of(
         cls,
         updates: list[Update],
-        critic_updates: list[CriticUpdate],
         algorithm: Algorithm,
         epochs: int,
         value_errors: dict[str, tuple[float, int]],
@@ -111,61 +105,49 @@ class StepResult:
         """Combine the updates of one step of ``epochs`` passes over the batch."""
         from rayrft.algorithms.pieces import NONE
 
-        def total(name: str) -> float:
-            return sum(float(getattr(update.parts, name)) for update in updates)
+        def count(name: str, some: list[Update] = updates) -> float:
+            return sum(getattr(update.over, name) for update in some)
+
+        def total(name: str, some: list[Update] = updates) -> float:
+            return sum(float(getattr(update.parts, name)) for update in some)
 
         def mean(name: str) -> float:
-            return total(name) / len(updates)
+            return sum(getattr(update, name) for update in updates) / len(updates)
 
-        def per_token(name: str, some: list[Update]) -> float:
-            tokens = sum(update.over.policy_tokens for update in some)
-            return sum(float(getattr(update.parts, name)) for update in some) / max(tokens, 1.0)
-
-        def per_pair(name: str) -> float:
-            pairs = sum(update.over.pairs for update in updates)
-            return total(name) / max(pairs, 1.0)
-
-        def labelled() -> dict[str, float]:
-            """Average over good and over bad answers."""
-            rows = sum(update.over.expert_sequences for update in updates)
-            good = total("good_rows")
-            counts = {"good": good, "bad": rows - good}
-            kinds = [(kind, what) for kind in counts for what in ("score", "logprob")]
-            means = {f"{kind}_{what}": total(f"{kind}_{what}") / max(counts[kind], 1.0) for kind, what in kinds}
-            both = all(counts.values())
-            margin = means["good_score"] - means["bad_score"] if both else 0.0
-            return means | {"label_margin": margin, "reference_kl": total("reference_kl") / max(rows, 1.0)}
+        def per_token(name: str, some: list[Update] = updates) -> float:
+            return total(name, some) / max(count("policy_tokens", some), 1.0)
 
         def kl(some: list[Update]) -> float:
             """Average the updates' means, weighted by their tokens."""
-            tokens = sum(update.over.policy_tokens for update in some)
-            return sum(float(update.parts.kl) * update.over.policy_tokens for update in some) / max(tokens, 1.0)
+            weighted = sum(float(update.parts.kl) * update.over.policy_tokens for update in some)
+            return weighted / max(count("policy_tokens", some), 1.0)
 
+        labelled = count("expert_sequences")
+        rows = {"good": total("good_rows"), "bad": labelled - total("good_rows")}
+        parts = [f"{kind}_{what}" for kind in rows for what in ("score", "logprob")]
+        scores = {name: total(name) / max(rows[name.partition("_")[0]], 1.0) for name in parts}
         first = [update for update in updates if update.over.policy_tokens][:1]
         metrics = StepMetrics(
-            loss=mean("loss"),
-            policy_loss=mean("policy"),
-            sft_loss=mean("sft"),
-            preference_loss=mean("preference"),
-            distillation_loss=mean("distillation"),
-            value_loss=sum(update.loss for update in critic_updates) / max(len(critic_updates), 1),
-            value_grad_norm=sum(update.grad_norm for update in critic_updates) / max(len(critic_updates), 1),
+            loss=total("loss") / len(updates),
+            **{f"{name}_loss": total(name) / len(updates) for name in ("policy", "sft", "preference", "distillation")},
+            value_loss=mean("value_loss"),
+            value_grad_norm=mean("value_grad_norm"),
             kl=kl(updates[: len(updates) // epochs]),
             kl_coef=algorithm.kl_coef if "kl" in algorithm.terms else 0.0,
             entropy_coef=algorithm.entropy_coef if "entropy" in algorithm.terms else 0.0,
-            grad_norm=sum(update.grad_norm for update in updates) / len(updates),
+            grad_norm=mean("grad_norm"),
             lr=updates[-1].lr,
-            entropy=per_token("entropy", updates),
-            clip_fraction=per_token("clipped", updates),
-            ratio=per_token("ratio", updates),
-            correction_weight=1.0 if algorithm.correction == NONE else per_token("correction", updates),
+            entropy=per_token("entropy"),
+            clip_fraction=per_token("clipped"),
+            ratio=per_token("ratio"),
+            correction_weight=1.0 if algorithm.correction == NONE else per_token("correction"),
             logprob_gap=per_token("logprob_gap", first),
-            pair_accuracy=per_pair("pair_accuracy"),
-            pair_margin=per_pair("pair_margin"),
-            pair_score=per_pair("pair_score"),
-            **labelled(),
-            policy_tokens=round(sum(update.over.policy_tokens for update in updates) / epochs),
-            expert_tokens=round(sum(update.over.expert_tokens for update in updates) / epochs),
+            **{name: total(name) / max(count("pairs"), 1.0) for name in ("pair_accuracy", "pair_margin", "pair_score")},
+            **scores,
+            label_margin=scores["good_score"] - scores["bad_score"] if all(rows.values()) else 0.0,
+            reference_kl=total("reference_kl") / max(labelled, 1.0),
+            policy_tokens=round(count("policy_tokens") / epochs),
+            expert_tokens=round(count("expert_tokens") / epochs),
         )
         first_update = FirstUpdate(kl(first), per_token("clipped", first))
         return cls(metrics, first_update, value_errors, sum(rewards), len(rewards))

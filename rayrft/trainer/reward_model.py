@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.lora import checkpoint_name
-from rayrft.trainer.model import exact_weights, gathered, reshard, write_folder
+from rayrft.trainer.model import reshard
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.value_model import ScalarHead
 
@@ -29,8 +27,8 @@ class RewardClassifier(ScalarHead):
         super().__init__(policy)
         self._padding = padding
         self._classifier = [_classifier(policy.model.config, padding)]  # in a list: it is not a submodule
-        found = {name for name in self._renamed(self.state_dict()) if ".lora_" not in name}
-        expected = set(self._classifier[0].state_dict())
+        found = {name for name in self.named_as_in_files(self.state_dict()) if ".lora_" not in name}
+        expected = set(self.transformer.state_dict())
         if different := sorted(found ^ expected):
             raise _no_classifier(policy.model.config, f"{different[0]} is not a weight of both")
 
@@ -55,23 +53,14 @@ class RewardClassifier(ScalarHead):
         for name, parameter in self.model.named_parameters():
             parameter.copy_(theirs[name])
 
-    def save(self, tokenizer: ChatTokenizer, folder: Path, *, writer: bool) -> None:
-        """Write a Hugging Face folder, as `save_hf` does for a policy."""
-        state = gathered(self)
-        if writer:
-            self.write(state, tokenizer, folder)
+    @property
+    def transformer(self) -> Any:
+        """The classifier that is written to files, without weights."""
+        return self._classifier[0]
 
-    def write(self, state: dict[str, Tensor], tokenizer: ChatTokenizer, folder: Path) -> None:
-        """Write a Hugging Face folder from gathered parameters. An adapter is merged, as `write_hf` does."""
-        weights = self._renamed(state)
-        if self.lora is not None:
-            exact = self._renamed({f"model.{name}": w for name, w in exact_weights(self.lora, decoder=True).items()})
-            weights = self.lora.merged({name: exact.get(name, tensor) for name, tensor in weights.items()})
-        write_folder(self._classifier[0], weights, tokenizer, folder)
-
-    def _renamed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def named_as_in_files(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return this module's parameters by their names in the classifier's files."""
-        prefix = self._classifier[0].base_model_prefix
+        prefix = self.transformer.base_model_prefix
         names = {name: checkpoint_name(f"{prefix}.{name.removeprefix('model.')}") for name in state}
         return {names[name] if name != "head.weight" else "score.weight": tensor for name, tensor in state.items()}
 

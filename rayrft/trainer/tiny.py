@@ -56,60 +56,45 @@ def make_tiny_model(
         tokenizer = make_tokenizer(prompts, answers)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    model = (_vision_model if config.vision else _text_model)(config, tokenizer, max_length)
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.heads,
+        "max_position_embeddings": max_length,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model = (_vision_model if config.vision else _text_model)(config, sizes, tokenizer)
     model.save_pretrained(folder)
 
 
-def _text_model(config: TinyModelConfig, tokenizer: Any, max_length: int) -> Any:
+def _text_model(config: TinyModelConfig, sizes: dict[str, Any], _: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    mixture = {
-        "num_experts": config.experts,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": config.intermediate_size,
-        "mlp_only_layers": [0],
-        "norm_topk_prob": True,
-    }
-    settings = AutoConfig.for_model(
-        "qwen3_moe" if config.experts else "qwen3",
-        vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.heads,
-        head_dim=config.hidden_size // config.heads,
-        max_position_embeddings=max_length,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-        **(mixture if config.experts else {}),
-    )
+    if config.experts:
+        sizes |= {"num_experts": config.experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        sizes |= {"moe_intermediate_size": config.intermediate_size, "mlp_only_layers": [0]}
+    kind, head_dim = "qwen3_moe" if config.experts else "qwen3", config.hidden_size // config.heads
+    settings = AutoConfig.for_model(kind, head_dim=head_dim, tie_word_embeddings=True, **sizes)
     return AutoModelForCausalLM.from_config(settings)
 
 
-def _vision_model(config: TinyModelConfig, tokenizer: Any, max_length: int) -> Any:
+def _vision_model(config: TinyModelConfig, sizes: dict[str, Any], tokenizer: Any) -> Any:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     half = config.hidden_size // config.heads // 2  # rotary frequencies of a head, split over time, height and width
     settings = Qwen2VLConfig(
         text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_hidden_layers": config.layers,
-            "num_attention_heads": config.heads,
-            "num_key_value_heads": config.heads,
-            "max_position_embeddings": max_length,
+            **sizes,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
                 "mrope_section": [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8],
             },
-            "eos_token_id": tokenizer.eos_token_id,
-            "bos_token_id": None,
-            "pad_token_id": tokenizer.pad_token_id,
         },
         vision_config={
             "depth": 2,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from rayrft.algorithms import Algorithm, Denominators
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.trainer.batches import MicroBatch
-from rayrft.trainer.blame import blaming
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, model_inputs
 from rayrft.trainer.vision import run_model
@@ -43,10 +40,9 @@ class ScalarHead(nn.Module):
 class Critic(ScalarHead):
     """Estimates state values, for algorithms with per-token advantages."""
 
-    def open_stage(self, config: OptimizerConfig, steps: int, ranks: int, updates_per_step: int = 1) -> None:
+    def open_stage(self, config: OptimizerConfig, steps: int, updates_per_step: int = 1) -> None:
         """Begin a stage with a new optimiser."""
         self.optimizer = Optimizer(self.parameters(), config, steps, updates_per_step)
-        self._ranks = ranks
 
     def forward(self, batch: MicroBatch, *, final: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the value of the state before every action token, ``[T]``, 0 elsewhere; with ``final`` also that of
@@ -56,22 +52,3 @@ class Critic(ScalarHead):
             at = torch.cat([at, torch.tensor(batch.lengths, device=at.device).cumsum(0) - 1])
         before, ends = self.outputs(batch, at).tensor_split([len(batch.predicted)])
         return before.new_zeros(len(batch.token_ids)).index_copy(0, batch.predicted, before), ends
-
-    @torch.no_grad()
-    def values(self, batch: MicroBatch, *, final: bool = False) -> tuple[Tensor, Tensor]:
-        """Compute values as `forward` does, without gradient."""
-        with blaming(batch):
-            values: tuple[Tensor, Tensor] = self(batch, final=final)
-        return values
-
-    def backward(self, batches: list[MicroBatch], over: Denominators, algorithm: Algorithm) -> Tensor:
-        """Accumulate the gradient of a mini-batch, whose rows carry returns; return this rank's share of the loss."""
-        total = torch.zeros(())
-        for index, micro in enumerate(batches):
-            if isinstance(self, FSDPModule):
-                self.set_requires_gradient_sync(index == len(batches) - 1)
-            with blaming(micro):
-                loss = algorithm.value_loss_of(self(micro)[0], micro.tokens, over)
-                torch.autograd.backward(loss * self._ranks)
-            total += loss.detach().cpu()
-        return total

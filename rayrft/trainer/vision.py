@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rayrft.data.images import ImageReader
-from rayrft.errors import ModelError
 
 _TEXT_PLACEHOLDERS = "text_placeholders"
 
@@ -47,13 +46,6 @@ def run_model(model: Any, inputs: dict[str, Any]) -> Any:
     inputs = dict(inputs)
     with _embedded(model, *inputs.pop(_TEXT_PLACEHOLDERS, (None, 0))):
         return model(**inputs, use_cache=False)
-
-
-def reject_images(images: tuple[tuple[str, ...], ...]) -> None:
-    """Raise ModelError if any row has an image, for a model that takes none."""
-    if image := next((path for paths in images for path in paths), None):
-        remedy = "give a model of the Qwen-VL family, or rows without images"
-        raise ModelError("a row has an image, but the model takes none", remedy, field="model", value=image)
 
 
 @contextlib.contextmanager

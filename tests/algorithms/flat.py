@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import PolicyOutput, TokenBatch
+from rayrft.algorithms import PolicyOutput, TokenBatch, chosen_logprobs
 
 LOG2 = math.log(2.0)
 Rows = list[list[float]]
@@ -59,3 +59,10 @@ def gradient(values: Tensor, logprobs: Tensor, batch: TokenBatch) -> list[float]
     [found] = torch.autograd.grad(values[batch.mask].sum(), logprobs)
     assert (found[~batch.mask] == 0).all()
     return on_mask(found, batch)
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    """Log-probs of tokens ``[B, T]`` given those before them, and entropies, by logits ``[B, T, V]``; first 0."""
+    found = chosen_logprobs(logits[:, :-1], token_ids[:, 1:], **how)
+    chosen, entropy = (torch.nn.functional.pad(each, (1, 0)) for each in found)
+    return chosen, entropy

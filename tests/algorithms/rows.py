@@ -8,18 +8,8 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms import Algorithm, Denominators, PolicyOutput, TokenBatch, count
+from rayrft.algorithms.batch import PER_TOKEN
 
-PER_TOKEN = (
-    "behaviour_logprobs",
-    "advantages",
-    "turn_rewards",
-    "proximal_logprobs",
-    "reference_logprobs",
-    "teacher_logprobs",
-    "teacher_candidates",
-    "values",
-    "returns",
-)
 OUTPUT = ("logprobs", "entropy", "candidates")
 CANDIDATES = 4
 

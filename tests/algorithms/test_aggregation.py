@@ -46,11 +46,6 @@ def test_an_empty_stream_divides_by_one() -> None:
     assert (over.policy.tokens, over.policy.sequences, over.expert.tokens, over.expert.sequences) == (1, 1, 1, 1)
 
 
-def test_negative_denominators_are_refused() -> None:
-    with pytest.raises(ValueError, match="pairs must not be negative, got -1"):
-        Denominators(pairs=-1)
-
-
 def test_row_sums_and_means_take_rows_in_any_order() -> None:
     mask = torch.tensor([True, True, False, True])
     zeros = torch.zeros(4)

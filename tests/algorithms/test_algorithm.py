@@ -32,13 +32,6 @@ def test_grpo_by_hand() -> None:
     assert parts.logprob_gap.item() == pytest.approx(2 * LOG2)
 
 
-def test_sft_by_hand() -> None:
-    batch = make_batch([[0.0], [0.0]], expert=[True, True])
-    parts = build("sft").loss(output(leaf([[-0.5], [-1.5]])), batch, over(expert=2))
-    assert parts.loss.item() == pytest.approx(1.0)
-    assert parts.policy.item() == 0.0
-
-
 def test_mix_weighs_two_streams_each_over_its_own_denominator() -> None:
     batch = make_batch([[-1.0], [0.0], [0.0]], [[2.0], [0.0], [0.0]], expert=[False, True, True])
     logprobs = leaf([[-1.0], [-0.5], [-1.5]])
@@ -57,11 +50,11 @@ def test_expert_rows_never_feed_the_policy_term_and_own_rows_never_the_sft_term(
         assert (logprobs.grad[batch.mask] != 0).tolist() == [idle == 1, idle == 0]
 
 
-@pytest.mark.parametrize(("mu", "same"), [(0.0, "grpo"), (1.0, "sft")])
-def test_the_ends_of_mix_are_grpo_and_sft_exactly(mu: float, same: str) -> None:
+@pytest.mark.parametrize(("name", "mu", "same"), [("mix", 0.0, "grpo"), ("chord", 0.0, "grpo"), ("mix", 1.0, "sft")])
+def test_the_ends_of_mix_are_grpo_and_sft_exactly(name: str, mu: float, same: str) -> None:
     batch = make_batch([[-1.1], [0.0], [-0.4]], [[1.0], [0.0], [-0.7]], expert=[False, True, False])
     results = []
-    for algorithm in (build("mix", {"mu": mu}), build(same)):
+    for algorithm in (build(name, {"mu": mu}), build(same)):
         logprobs = leaf([[-1.0], [-0.3], [-0.9]])
         loss = algorithm.loss(output(logprobs), batch, over(2, 1)).loss
         loss.backward()

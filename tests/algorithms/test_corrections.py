@@ -12,15 +12,11 @@ import torch
 
 from rayrft.algorithms import Denominators, build, corrections
 from rayrft.algorithms.corrections import (
-    decoupled,
     divergence_mask,
-    masked,
     off_policy_mask,
     sequence_mask,
-    sequence_masked,
     sequence_truncated,
     token_mask,
-    truncated,
 )
 from tests.algorithms.flat import LOG2, leaf, make_batch, on_mask, output, tokens, usual
 
@@ -29,45 +25,35 @@ GAP = usual([[-1.0, -3.0], [-1.0]], proximal_logprobs=[[-1.0, -3.0 + 2 * LOG2], 
 NOW = tokens([[-9.0, -9.0], [-9.0]], prompt=0.0)  # the present policy has no part in it
 
 
-def test_decoupled_by_hand() -> None:
-    assert on_mask(decoupled(NOW, GAP), GAP) == pytest.approx([1.0, 4.0, 0.25])
-
-
-def test_truncated_by_hand() -> None:
-    assert on_mask(truncated(NOW, GAP), GAP) == pytest.approx([1.0, 2.0, 0.25])
-    assert on_mask(truncated(NOW, GAP, weight_cap=3.0), GAP) == pytest.approx([1.0, 3.0, 0.25])
-
-
-def test_masked_by_hand() -> None:
-    assert on_mask(masked(NOW, GAP), GAP) == pytest.approx([1.0, 4.0, 0.0])
-    assert on_mask(masked(NOW, GAP, weight_low=0.1, weight_high=3.0), GAP) == pytest.approx([1.0, 0.0, 0.25])
-
-
-def test_token_mask_by_hand() -> None:
-    assert on_mask(token_mask(NOW, GAP), GAP) == [1.0, 0.0, 0.0]
-
-
-def test_sequence_mask_by_hand() -> None:
-    # Geometric means: sqrt(1 * 4) = 2, kept whole up to rounding of the bound; 1/4, left out whole.
-    assert on_mask(sequence_mask(NOW, GAP, sequence_high=2.001), GAP) == [1.0, 1.0, 0.0]
-    assert on_mask(sequence_mask(NOW, GAP, sequence_high=1.9), GAP) == [0.0, 0.0, 0.0]
+@pytest.mark.parametrize(
+    ("name", "coefficients", "expected"),
+    [
+        ("decoupled", {}, [1.0, 4.0, 0.25]),
+        ("truncated", {}, [1.0, 2.0, 0.25]),
+        ("truncated", {"weight_cap": 3.0}, [1.0, 3.0, 0.25]),
+        ("masked", {}, [1.0, 4.0, 0.0]),
+        ("masked", {"weight_low": 0.1, "weight_high": 3.0}, [1.0, 0.0, 0.25]),
+        ("token_mask", {}, [1.0, 0.0, 0.0]),
+        # Geometric means: sqrt(1 * 4) = 2, kept whole up to rounding of the bound; 1/4, left out whole.
+        ("sequence_mask", {"sequence_high": 2.001}, [1.0, 1.0, 0.0]),
+        ("sequence_mask", {"sequence_high": 1.9}, [0.0, 0.0, 0.0]),
+        # Products 1 * 4 and 1/4.
+        ("sequence_truncated", {}, [2.0, 2.0, 0.25]),
+        ("sequence_truncated", {"sequence_cap": 5.0}, [4.0, 4.0, 0.25]),
+        ("sequence_truncated", {"sequence_cap": 3.0, "sequence_ratio": "geometric"}, [2.0, 2.0, 0.25]),
+        ("sequence_masked", {}, [0.0, 0.0, 0.25]),
+        ("sequence_masked", {"sequence_cap": 5.0}, [4.0, 4.0, 0.25]),
+        ("sequence_masked", {"sequence_cap": 3.0, "sequence_ratio": "geometric"}, [2.0, 2.0, 0.25]),
+    ],
+)
+def test_by_hand(name: str, coefficients: Any, expected: list[float]) -> None:
+    assert on_mask(corrections.get(name).bind(coefficients)(NOW, GAP), GAP) == pytest.approx(expected)
 
 
 def test_by_default_an_answer_is_masked_that_is_off_by_two_per_cent_a_token() -> None:
     # Tokens of all three are off by half; so are those of the last on the whole.
     batch = usual([[0.0] * 2] * 3, proximal_logprobs=[[0.5, -0.5], [0.5, -0.499], [0.5, -0.46]])
     assert on_mask(sequence_mask(NOW, batch), batch) == [1.0] * 4 + [0.0] * 2
-
-
-def test_weights_of_whole_answers_by_hand() -> None:
-    # Products 1 * 4 and 1/4; geometric means 2 and 1/4.
-    assert on_mask(sequence_truncated(NOW, GAP), GAP) == pytest.approx([2.0, 2.0, 0.25])
-    assert on_mask(sequence_truncated(NOW, GAP, sequence_cap=5.0), GAP) == pytest.approx([4.0, 4.0, 0.25])
-    assert on_mask(sequence_masked(NOW, GAP), GAP) == pytest.approx([0.0, 0.0, 0.25])
-    assert on_mask(sequence_masked(NOW, GAP, sequence_cap=5.0), GAP) == pytest.approx([4.0, 4.0, 0.25])
-    for weigh in (sequence_truncated, sequence_masked):
-        weights = weigh(NOW, GAP, sequence_cap=3.0, sequence_ratio="geometric")
-        assert on_mask(weights, GAP) == pytest.approx([2.0, 2.0, 0.25])
 
 
 def test_the_weight_of_a_long_answer_does_not_overflow() -> None:

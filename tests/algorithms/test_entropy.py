@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from rayrft.algorithms import Denominators, EntropyController, build, chosen_logprobs, token_logprobs
+from rayrft.algorithms import Denominators, build, chosen_logprobs
 from rayrft.algorithms.entropy import bonus, target
-from tests.algorithms.flat import LOG2, leaf, make_batch, output, tokens
+from tests.algorithms.flat import LOG2, leaf, make_batch, output, token_logprobs, tokens
 
 
 def test_entropy_terms_by_hand() -> None:
@@ -30,16 +30,6 @@ def test_the_bonus_is_added_with_its_coefficient_over_own_tokens() -> None:
     assert parts.entropy.item() == pytest.approx(3.0)
     [grad] = torch.autograd.grad(parts.loss, entropy)
     assert grad.tolist() == [0.0, -0.25, -0.25, 0.0, 0.0]
-
-
-def test_the_controller_by_hand() -> None:
-    controller = EntropyController(coef=0.01, target=0.2)
-    assert controller.update(0.1).coef == pytest.approx(0.015)
-    assert controller.update(0.3).coef == pytest.approx(0.005)
-    assert controller.update(0.3).update(0.3).update(0.3).coef == 0.0
-    assert (controller.applied(0.2), controller.applied(0.21)) == (0.01, 0.0)
-    with pytest.raises(ValueError, match="must not be negative"):
-        EntropyController(coef=-1.0, target=0.2)
 
 
 def test_token_logprobs_divide_by_temperature_and_shift_by_one() -> None:

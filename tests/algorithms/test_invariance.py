@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms import Algorithm, Denominators, build, count, policy_losses, presets
+from rayrft.algorithms.batch import PER_TOKEN
 from rayrft.algorithms.registries import REGISTRIES
 from rayrft.algorithms.values import gae, token_advantages, value_losses
-from tests.algorithms.rows import PER_TOKEN, collate, make_rows, step
+from tests.algorithms.rows import collate, make_rows, step
 
 
 def cases() -> Iterator[Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import AdaptiveCoefficient, Denominators, build, kls
+from rayrft.algorithms import Denominators, build, kls
 from rayrft.algorithms.kl import k1, k1_st, k2, k3, k3_st, k3_unbiased
 from tests.algorithms.flat import LOG2, leaf, make_batch, output
 
@@ -121,16 +121,3 @@ def test_the_kl_is_added_with_its_coefficient_over_own_tokens() -> None:
     parts = algorithm.loss(output(leaf([[-1.0, -1.0], [-1.0]])), batch, over)
     assert parts.kl.item() == pytest.approx(LOG2**2 / 2)
     assert parts.loss.item() == pytest.approx(0.5 * LOG2**2 / 2)
-
-
-def test_the_adaptive_coefficient_by_hand() -> None:
-    controller = AdaptiveCoefficient(coef=0.1, target=2.0, horizon=1000.0)
-    # 10 % over the target: 0.1 (1 + 0.1 * 100 / 1000)
-    assert controller.update(2.2, 100).coef == pytest.approx(0.1 * 1.01)
-    assert controller.update(20.0, 100).coef == pytest.approx(0.1 * 1.02), "the error is cut at 20 %"
-    assert controller.update(0.0, 100).coef == pytest.approx(0.1 * 0.98)
-    assert controller.update(0.0, 2400).coef == pytest.approx(0.1 * 0.52)
-    for many in (2500, 5000, 100_000):
-        assert controller.update(0.0, many).coef == pytest.approx(0.05), "it is halved at most, and never negative"
-    with pytest.raises(ValueError, match="must be above 0"):
-        AdaptiveCoefficient(coef=0.0, target=1.0, horizon=1.0)

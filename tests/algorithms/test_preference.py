@@ -11,20 +11,7 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms import Denominators, TokenBatch, build, count
-from rayrft.algorithms.preference import (
-    Pairs,
-    apo_down,
-    apo_zero,
-    cpo,
-    dpo,
-    dpo_by_length,
-    dpo_robust,
-    hinge,
-    ipo,
-    ipo_by_length,
-    orpo,
-    simpo,
-)
+from rayrft.algorithms.preference import Pairs, bradley_terry, dpo, orpo, preferences, reward_model_losses
 from rayrft.errors import ConfigError
 from tests.algorithms.flat import LOG2, leaf, make_batch, output
 from tests.errors import about
@@ -75,100 +62,75 @@ def test_pairs_by_hand() -> None:
         assert of(-1.0, -1.0).margin
 
 
-def test_dpo_by_hand() -> None:
-    # beta m = log 3: sigmoid = 3/4 and 1/4.
-    better, worse = margin(math.log(3) / 0.1), margin(-math.log(3) / 0.1)
-    assert dpo(better).tolist() == pytest.approx([-math.log(0.75)])
-    assert dpo(worse).tolist() == pytest.approx([-math.log(0.25)])
-    assert dpo(better, label_smoothing=0.2).item() == pytest.approx(-0.8 * math.log(0.75) - 0.2 * math.log(0.25))
+LOG3, E = math.log(3), 1 / (1 + math.e)
+LENGTHS: Any = {"lengths": (4, 1), "reference": (-5.0, -5.0)}  # h = 4 over 4 tokens and 3 over 1: -2 per token
+APART: Any = {"reference": (-1.0 - 2 * LOG3, -1.0 + 2 * LOG3)}  # beta h = log 3 and -log 3 for a beta of 1/2
+RIGHT, WRONG = math.log(0.75), math.log(0.25)
+SMOOTH = -0.8 * RIGHT - 0.2 * WRONG
 
 
-def test_at_the_reference_dpo_is_log_2_and_its_slope_half_beta() -> None:
-    loss = dpo(even := margin(0.0), beta=0.4)
-    assert loss.item() == pytest.approx(LOG2)
-    assert slopes(loss, even) == pytest.approx([-0.2, 0.2])
-
-
-def test_smoothed_labels_are_satisfied_at_a_finite_margin() -> None:
-    # log(0.8 / 0.2) / beta
-    goal = margin(math.log(4) / 0.1)
-    assert slopes(dpo(goal, label_smoothing=0.2), goal) == pytest.approx([0.0, 0.0], abs=1e-12)
+@pytest.mark.parametrize(
+    ("name", "coefficients", "pair", "loss", "slope"),
+    [
+        # beta m = log 3: sigmoid = 3/4 and 1/4. At the reference log 2, and the slope half of beta.
+        ("dpo", {}, margin(10 * LOG3), -math.log(0.75), (-0.025, 0.025)),
+        ("dpo", {}, margin(-10 * LOG3), -math.log(0.25), (-0.075, 0.075)),
+        ("dpo", {"beta": 0.4}, margin(0.0), LOG2, (-0.2, 0.2)),
+        ("dpo", {"label_smoothing": 0.2}, margin(10 * LOG3), SMOOTH, None),
+        # Smoothed labels are satisfied at a finite margin, log(0.8 / 0.2) / beta.
+        ("dpo", {"label_smoothing": 0.2}, margin(10 * math.log(4)), None, (0.0, 0.0)),
+        # The mean over right and wrong labels, a fifth of them, is the loss of right ones.
+        ("dpo_robust", {"label_smoothing": 0.2}, margin(10 * LOG3), (-0.8 * RIGHT + 0.2 * WRONG) / 0.6, None),
+        ("dpo_robust", {"label_smoothing": 0.2}, margin(-10 * LOG3), (-0.8 * WRONG + 0.2 * RIGHT) / 0.6, None),
+        ("dpo_by_length", {"beta": 0.5}, of(-1.0, -2.0, **LENGTHS), -math.log(E), (-0.125 * (1 - E), 0.5 * (1 - E))),
+        (
+            "dpo_by_length",
+            {"beta": 0.5, "label_smoothing": 0.25},
+            of(-1.0, -2.0, **LENGTHS),
+            -0.75 * math.log(E) - 0.25 * math.log(1 - E),
+            None,
+        ),
+        # beta 0.25: the goal is 2, and the loss the same on both sides of it.
+        ("ipo", {"beta": 0.25}, margin(1.0), 1.0, (-2.0, 2.0)),
+        ("ipo", {"beta": 0.25}, margin(3.0), 1.0, (2.0, -2.0)),
+        ("ipo_by_length", {"beta": 0.25}, of(-1.0, -2.0, **LENGTHS), 16.0, (-2.0, 8.0)),
+        ("hinge", {"beta": 0.5}, margin(-2.0), 2.0, (-0.5, 0.5)),
+        ("hinge", {"beta": 0.5}, margin(3.0), 0.0, (0.0, 0.0)),
+        # Sigmoids 3/4 and 1/4, of slope 3/16 each; beta m = log 9: 9/10, of slope 9/100.
+        ("apo_zero", {"beta": 0.5}, of(-1.0, -1.0, **APART), 0.5, (-3 / 32, 3 / 32)),
+        ("apo_down", {"beta": 0.5}, of(-1.0, -1.0, **APART), 0.85, (3 / 32 - 9 / 200, 9 / 200)),
+        # log pi differs by log 3 / beta, whatever the lengths.
+        ("cpo", {"beta": 0.2}, of(-1.0, -1.0 - 5 * LOG3, lengths=(2, 7)), -math.log(0.75), (-0.05, 0.05)),
+        ("cpo", {"beta": 0.2, "label_smoothing": 0.2}, of(-1.0, -1.0 - 5 * LOG3, lengths=(2, 7)), SMOOTH, None),
+        # Per token -0.5 and -1: 3 * 0.5 - 0.5 = 1.
+        (
+            "simpo",
+            {"beta": 3.0, "target_margin": 0.5},
+            of(-2.0, -2.0, lengths=(4, 2)),
+            -math.log(1 - E),
+            (-0.75 * E, 1.5 * E),
+        ),
+        # Geometric means 3/4 and 1/4: odds 3 and 1/3, ratio 9, sigmoid of its log 9/10; d log odds / d log p is
+        # 1 / (1 - p), over the length.
+        (
+            "orpo",
+            {"beta": 0.5},
+            of(2 * math.log(0.75), 3 * math.log(0.25), lengths=(2, 3)),
+            -0.5 * math.log(0.9),
+            (-0.5 * 0.1 * 4 / 2, 0.5 * 0.1 * (4 / 3) / 3),
+        ),
+    ],
+)
+def test_by_hand(
+    name: str, coefficients: Any, pair: Pairs, loss: float | None, slope: tuple[float, float] | None
+) -> None:
+    found = preferences.get(name).bind(coefficients)(pair)
+    assert loss is None or found.item() == pytest.approx(loss)
+    assert slope is None or slopes(found, pair) == pytest.approx(slope, abs=1e-12)
 
 
 def test_with_labels_half_wrong_dpo_does_not_know_which_is_chosen() -> None:
     assert dpo(margin(3.0), label_smoothing=0.5).item() == pytest.approx(dpo(margin(-3.0), label_smoothing=0.5).item())
-
-
-def test_robust_dpo_has_the_loss_of_right_labels_as_its_mean_over_wrong_ones() -> None:
-    # beta m = log 3, a fifth of the labels wrong: (-0.8 log 3/4 + 0.2 log 1/4) / 0.6
-    right, wrong = (dpo_robust(margin(sign * math.log(3) / 0.1), label_smoothing=0.2) for sign in (1, -1))
-    assert right.item() == pytest.approx((-0.8 * math.log(0.75) + 0.2 * math.log(0.25)) / 0.6)
-    assert (0.8 * right + 0.2 * wrong).item() == pytest.approx(-math.log(0.75))
-
-
-def test_dpo_by_length_compares_gains_per_token() -> None:
-    # h = 4 over 4 tokens and 3 over 1: -2 per token, times beta 0.5.
-    pair = of(-1.0, -2.0, lengths=(4, 1), reference=(-5.0, -5.0))
-    loss = dpo_by_length(pair, beta=0.5)
-    sigmoid = 1 / (1 + math.e)
-    assert loss.item() == pytest.approx(-math.log(sigmoid))
-    assert slopes(loss, pair) == pytest.approx([-0.5 / 4 * (1 - sigmoid), 0.5 * (1 - sigmoid)])
-    expected = -0.75 * math.log(sigmoid) - 0.25 * math.log(1 - sigmoid)
-    assert dpo_by_length(pair, beta=0.5, label_smoothing=0.25).item() == pytest.approx(expected)
-
-
-def test_ipo_by_hand() -> None:
-    # beta 0.25: the goal is 2, and the loss the same on both sides of it.
-    assert [ipo(margin(value), beta=0.25).item() for value in (0.0, 1.0, 2.0, 3.0)] == [4.0, 1.0, 0.0, 1.0]
-
-
-def test_ipo_by_length_compares_gains_per_token() -> None:
-    # As above: h is 1 and 3 per token, and the goal 2.
-    pair = of(-1.0, -2.0, lengths=(4, 1), reference=(-5.0, -5.0))
-    loss = ipo_by_length(pair, beta=0.25)
-    assert loss.item() == pytest.approx(16.0) and slopes(loss, pair) == pytest.approx([-8.0 / 4, 8.0])
-
-
-def test_hinge_by_hand() -> None:
-    for value, loss, slope in ((-2.0, 2.0, -0.5), (0.0, 1.0, -0.5), (1.0, 0.5, -0.5), (3.0, 0.0, 0.0)):
-        pair = margin(value)
-        found = hinge(pair, beta=0.5)
-        assert found.item() == loss and slopes(found, pair) == [slope, -slope]
-
-
-def test_apo_by_hand() -> None:
-    # beta h = log 3 and -log 3: sigmoids 3/4 and 1/4, of slope 3/16 each; beta m = log 9: 9/10, of slope 9/100.
-    pair = of(-1.0, -1.0, reference=(-1.0 - 2 * math.log(3), -1.0 + 2 * math.log(3)))
-    zero, down = apo_zero(pair, beta=0.5), apo_down(pair, beta=0.5)
-    assert (zero.item(), down.item()) == pytest.approx((1 - 3 / 4 + 1 / 4, 3 / 4 + 1 - 9 / 10))
-    assert slopes(zero, pair) == pytest.approx([-3 / 32, 3 / 32])
-    assert slopes(apo_down(pair, beta=0.5), pair) == pytest.approx([3 / 32 - 9 / 200, 9 / 200])
-
-
-def test_cpo_by_hand() -> None:
-    # log pi differs by log 3 / beta, whatever the lengths.
-    pair = of(-1.0, -1.0 - math.log(3) / 0.2, lengths=(2, 7))
-    assert cpo(pair, beta=0.2).item() == pytest.approx(-math.log(0.75))
-    smooth = -0.8 * math.log(0.75) - 0.2 * math.log(0.25)
-    assert cpo(pair, beta=0.2, label_smoothing=0.2).item() == pytest.approx(smooth)
-
-
-def test_simpo_by_hand() -> None:
-    # Per token -0.5 and -1: 3 * 0.5 - 0.5 = 1.
-    pair = of(-2.0, -2.0, lengths=(4, 2))
-    loss = simpo(pair, beta=3.0, target_margin=0.5)
-    sigmoid = 1 / (1 + math.exp(-1.0))
-    assert loss.item() == pytest.approx(-math.log(sigmoid))
-    assert slopes(loss, pair) == pytest.approx([-3 / 4 * (1 - sigmoid), 3 / 2 * (1 - sigmoid)])
-
-
-def test_orpo_by_hand() -> None:
-    # Geometric means 3/4 and 1/4: odds 3 and 1/3, ratio 9, sigmoid of its log 9/10.
-    pair = of(2 * math.log(0.75), 3 * math.log(0.25), lengths=(2, 3))
-    loss = orpo(pair, beta=0.5)
-    assert loss.item() == pytest.approx(-0.5 * math.log(0.9))
-    # d log odds / d log p = 1 / (1 - p), over the length.
-    assert slopes(loss, pair) == pytest.approx([-0.5 * 0.1 * 4 / 2, 0.5 * 0.1 * (4 / 3) / 3])
 
 
 def test_an_answer_that_is_certain_has_finite_odds() -> None:
@@ -222,3 +184,32 @@ def test_what_a_batch_lacks_is_named() -> None:
         build("ipo").loss(output(leaf([[-1.0]])), make_batch([[0.0]], reference_logprobs=[[0.0]]), Denominators())
     with pytest.raises(ValueError, match="needs pairs"):
         Pairs.of(leaf([[-1.0]]), make_batch([[0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "margin", "center", "loss", "slope"),
+    [
+        # Differences log 3 and -log 3: sigmoids 3/4 and 1/4, slopes those less 1.
+        (LOG3, 0.0, None, 0.0, -math.log(0.75), (-0.25, 0.25)),
+        (0.0, LOG3, None, 0.0, -math.log(0.25), (-0.75, 0.75)),
+        # A margin is what the difference has to reach.
+        (5.0, 1.0, 4.0, 0.0, LOG2, (-0.5, 0.5)),
+        (5.0, 1.0, 4.0 - LOG3, 0.0, -math.log(0.75), (-0.25, 0.25)),
+        # Centring draws the scores of a prompt to 0: 0.5 (2 + 2)^2 = 8, of slope 4 on either side.
+        (2.0, 2.0, None, 0.5, LOG2 + 8, (3.5, 4.5)),
+        (3.0, -3.0, None, 9.0, math.log1p(math.exp(-6)), None),
+        # Scores far apart.
+        (-1e6, 1e6, None, 0.0, 2e6, (-1.0, 1.0)),
+        (1e6, -1e6, None, 0.0, 0.0, (0.0, 0.0)),
+    ],
+)
+def test_bradley_terry_by_hand(
+    chosen: float, rejected: float, margin: float | None, center: float, loss: float, slope: Any
+) -> None:
+    scores = torch.tensor([[chosen], [rejected]], dtype=torch.float64, requires_grad=True)
+    found = bradley_terry(scores, None if margin is None else torch.tensor([margin]).double(), center=center)
+    assert found.item() == pytest.approx(loss)
+    found.sum().backward()
+    assert scores.grad is not None and (slope is None or scores.grad.flatten().tolist() == pytest.approx(slope))
+    piece = reward_model_losses.get("bradley_terry")
+    assert piece.coefficients == {"center": 0.0} and piece.fault("center", -1.0) == "must be at least 0"

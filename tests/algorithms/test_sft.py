@@ -9,33 +9,28 @@ import pytest
 import torch
 
 from rayrft.algorithms import Denominators, build
-from rayrft.algorithms.sft import chord_phi, constant_mu, cosine_mu, nll, nll_by_probability
+from rayrft.algorithms.sft import SFTLoss, chord_phi, constant_mu, cosine_mu, nll, nll_by_probability
 from tests.algorithms.flat import gradient, leaf, make_batch, on_mask, output
 
 BATCH = make_batch([[0.0, 0.0]], expert=[True]).demonstrated()
-QUARTER = [[math.log(0.5), math.log(0.25)]]
+QUARTER = [math.log(0.5), math.log(0.25)]
 
 
-def test_nll_by_hand() -> None:
-    assert on_mask(nll(leaf([[-0.5, -1.5]]), BATCH), BATCH) == [0.5, 1.5]
-
-
-def test_chord_phi_by_hand() -> None:
-    # Weights 0.5 * 0.5 and 0.25 * 0.75, without gradient of their own.
-    logprobs = leaf(QUARTER)
-    found = chord_phi(logprobs, BATCH)
-    assert on_mask(found, BATCH) == pytest.approx([0.25 * math.log(2), 0.1875 * math.log(4)])
-    assert gradient(found, logprobs, BATCH) == pytest.approx([-0.25, -0.1875])
-
-
-def test_chord_phi_fades_where_the_policy_is_sure_either_way() -> None:
-    logprobs = leaf([[-1e-9, -50.0]])
-    assert gradient(chord_phi(logprobs, BATCH), logprobs, BATCH) == pytest.approx([0.0, 0.0], abs=1e-8)
-
-
-def test_nll_by_probability_by_hand() -> None:
-    logprobs = leaf(QUARTER)
-    assert gradient(nll_by_probability(logprobs, BATCH), logprobs, BATCH) == pytest.approx([-0.5, -0.25])
+@pytest.mark.parametrize(
+    ("loss", "logprobs", "values", "slopes"),
+    [
+        (nll, [-0.5, -1.5], [0.5, 1.5], [-1.0, -1.0]),
+        # Weights 0.5 * 0.5 and 0.25 * 0.75, without gradient of their own; none where the policy is sure either way.
+        (chord_phi, QUARTER, [0.25 * math.log(2), 0.1875 * math.log(4)], [-0.25, -0.1875]),
+        (chord_phi, [-1e-9, -50.0], [0.0, 0.0], [0.0, 0.0]),
+        (nll_by_probability, QUARTER, [0.5 * math.log(2), 0.25 * math.log(4)], [-0.5, -0.25]),
+    ],
+)
+def test_losses_by_hand(loss: SFTLoss, logprobs: list[float], values: list[float], slopes: list[float]) -> None:
+    now = leaf([logprobs])
+    found = loss(now, BATCH)
+    assert on_mask(found, BATCH) == pytest.approx(values, abs=1e-8)
+    assert gradient(found, now, BATCH) == pytest.approx(slopes, abs=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -65,15 +60,3 @@ def test_a_row_counts_by_its_weight_and_the_number_of_tokens_stays_what_it_is() 
     batch = replace(make_batch([[0.0, 0.0], [0.0]], expert=[True, True]), weight=torch.tensor([0.5, 2.0]))
     loss = build("sft").loss(output(leaf([[-1.0, -3.0], [-2.0]])), batch, Denominators(0, 0, 3, 2)).loss
     assert loss.item() == pytest.approx((0.5 * 4.0 + 2.0 * 2.0) / 3)
-
-
-def test_chord_with_mu_0_is_the_policy_loss() -> None:
-    batch = make_batch([[-1.0], [0.0]], [[2.0], [0.0]], expert=[False, True])
-    over, results = Denominators(1, 1, 1, 1), []
-    for algorithm in (build("chord", {"mu": 0.0}), build("grpo")):
-        logprobs = leaf([[-0.9], [-0.5]])
-        loss = algorithm.loss(output(logprobs), batch, over).loss
-        loss.backward()
-        assert logprobs.grad is not None
-        results.append((loss.item(), logprobs.grad.tolist()))
-    assert results[0] == results[1]

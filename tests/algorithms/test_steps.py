@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rayrft.algorithms import GroupFacts
-from rayrft.algorithms.advantages import grpo
-from rayrft.algorithms.steps import gigpo, process_supervision, returns_to_go, step_wise
+from rayrft.algorithms.advantages import gigpo, grpo, process_supervision, returns_to_go, step_wise
 
 # Two trajectories of two steps; the first ends well. Both begin in state 7; the others are met once.
 REWARDS = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from rayrft.algorithms import Denominators, PolicyOutput, TokenBatch, build, count, sum_gains
+from rayrft.algorithms import Denominators, TokenBatch, build, count, sum_gains
 from rayrft.algorithms.unpaired import Labelled, apo_zero_unpaired, kto
 from rayrft.errors import ConfigError
+from tests.algorithms.flat import Rows, leaf, make_batch, output
 from tests.errors import about
 
 
@@ -43,29 +42,22 @@ def test_without_a_kl_it_is_apo_zero() -> None:
         kto(rows([1.0], [True], point=None))
 
 
-def batch_of(logprobs: Tensor, good: list[bool]) -> TokenBatch:
-    """Rows of two tokens, after a prompt of one."""
-    n = len(good)
-    mask = torch.tensor([False, True, True]).repeat(n)
-    return TokenBatch(
-        mask=mask,
-        sequence=torch.arange(n).repeat_interleave(3),
-        behaviour_logprobs=torch.zeros(3 * n, dtype=torch.float64),
-        advantages=torch.zeros(3 * n, dtype=torch.float64),
-        expert=torch.ones(n, dtype=torch.bool),
+def batch_of(good: list[bool], rows: Rows) -> TokenBatch:
+    """Rows of these log-probs of the policy; those of the reference are -1."""
+    return make_batch(
+        [[0.0] * len(row) for row in rows],
+        expert=[True] * len(rows),
         chosen=torch.tensor(good),
-        reference_logprobs=torch.full((3 * n,), -1.0, dtype=torch.float64),
-        proximal_logprobs=logprobs.detach(),
-        reference_kl=torch.full((n,), 0.5, dtype=torch.float64),
+        reference_logprobs=[[-1.0] * len(row) for row in rows],
+        proximal_logprobs=rows,
+        reference_kl=torch.full((len(rows),), 0.5, dtype=torch.float64),
     )
 
 
 def test_the_loss_of_a_step_is_the_mean_over_labelled_rows() -> None:
-    logprobs = torch.tensor([9.0, -0.5, -0.5, 9.0, -2.0, -1.0], dtype=torch.float64, requires_grad=True)
-    batch = batch_of(logprobs, [True, False])
-    algorithm = build("kto", {"beta": 1.0})
-    over = Denominators.of(count([batch]))
-    parts = algorithm.loss(PolicyOutput(logprobs, torch.zeros_like(logprobs)), batch, over)
+    rows = [[-0.5, -0.5], [-2.0, -1.0]]
+    batch = batch_of([True, False], rows)
+    parts = build("kto", {"beta": 1.0}).loss(output(leaf(rows)), batch, Denominators.of(count([batch])))
     # h is 1 and -1, beside z0 = 0.5.
     expected = (1 / (1 + math.exp(0.5)) + 1 / (1 + math.exp(1.5))) / 2
     assert parts.loss.item() == parts.preference.item() == pytest.approx(expected)
@@ -73,28 +65,20 @@ def test_the_loss_of_a_step_is_the_mean_over_labelled_rows() -> None:
     assert found == {"good_rows": 1.0, "good_score": 1.0, "bad_score": -1.0, "reference_kl": 1.0}
     assert (parts.good_logprob.item(), parts.bad_logprob.item()) == (-1.0, -3.0)
     assert sum_gains([batch]).tolist() == pytest.approx([0.0, 2.0])
-    assert sum_gains([batch_of(logprobs, [True, False]), batch_of(logprobs, [True, True])]).tolist() == [0.0, 4.0]
+    assert sum_gains([batch, batch_of([True, True], rows)]).tolist() == [0.0, 4.0]
 
 
 def test_a_labelled_row_without_an_action_token_has_no_loss_and_no_part_in_the_kl() -> None:
-    logprobs = torch.tensor([9.0, -0.5, -0.5, 9.0, 9.0, 9.0], dtype=torch.float64, requires_grad=True)
-    batch = batch_of(logprobs, [True, False])
-    batch = replace(batch, mask=batch.mask & (batch.sequence == 0))
-    parts = build("kto", {"beta": 1.0}).loss(
-        PolicyOutput(logprobs, torch.zeros_like(logprobs)), batch, Denominators.of(count([batch]))
-    )
+    rows: Rows = [[-0.5, -0.5], []]
+    batch = batch_of([True, False], rows)
+    parts = build("kto", {"beta": 1.0}).loss(output(leaf(rows)), batch, Denominators.of(count([batch])))
     assert parts.loss.item() == pytest.approx(1 / (1 + math.exp(0.5))), "that of the first row alone"
     assert sum_gains([batch]).tolist() == pytest.approx([1.0, 1.0])
 
 
 def test_it_takes_rows_of_its_own_kind() -> None:
     found = build("kto")
-    assert (
-        "labels" in found.needs
-        and "reference" in found.needs
-        and "reference_kl" in found.needs
-        and "expert" in found.needs
-    )
+    assert {"labels", "reference", "reference_kl", "expert"} <= found.needs.keys()
     assert not {"pairs", "rollouts"} & found.needs.keys() and not found.mixes
     for pieces, field in (
         ({"sft": "nll"}, "sft"),

@@ -8,26 +8,25 @@ import pytest
 import torch
 
 from rayrft.algorithms import Denominators, TokenBatch, build, count
-from rayrft.algorithms.grid import to_go
-from rayrft.algorithms.values import clipped, gae, row_value_errors, squared, token_rewards, with_advantages
+from rayrft.algorithms.values import clipped, gae, row_value_errors, squared, to_go, token_rewards
 from tests.algorithms.flat import make_batch, on_mask, tokens, usual
 
 
 def test_gae_by_hand() -> None:
-    # r = 0, 1; V = 0.5, 0.25; gamma = 0.5, lam = 0.5.
+    # Gamma = lam = 0.5; r = 0, 1 and V = 0.5, 0.25 around an observation; between them lies a row of r = 1, V = 0.3.
     # t = 1: delta = 1 + 0 - 0.25 = 0.75, A = 0.75, R = 1
     # t = 0: delta = 0 + 0.5 * 0.25 - 0.5 = -0.375, A = -0.375 + 0.25 * 0.75 = -0.1875, R = 0.3125
-    batch = usual([[0.0, 0.0]], values=[[0.5, 0.25]])
-    advantages, returns = gae(tokens([[0.0, 1.0]], prompt=0.0), batch, gamma=0.5, lam=0.5)
-    assert on_mask(advantages, batch) == pytest.approx([-0.1875, 0.75])
-    assert on_mask(returns, batch) == pytest.approx([0.3125, 1.0])
-
-
-def test_gae_with_gamma_and_lambda_1_is_return_less_value() -> None:
-    batch = usual([[0.0] * 3, [0.0] * 2], values=[[0.1, 0.2, 0.3], [0.4, 0.5]])
-    advantages, returns = gae(tokens([[0.0, 0.0, 1.0], [0.0, 2.0]], prompt=0.0), batch)
-    assert on_mask(advantages, batch) == pytest.approx([0.9, 0.8, 0.7, 1.6, 1.5])
-    assert on_mask(returns, batch) == pytest.approx([1.0, 1.0, 1.0, 2.0, 2.0])
+    batch = TokenBatch(
+        mask=torch.tensor([True, False, True, True, False]),
+        sequence=torch.tensor([0, 0, 1, 0, 0]),
+        behaviour_logprobs=torch.zeros(5),
+        advantages=torch.zeros(5),
+        expert=torch.tensor([False, False]),
+        values=torch.tensor([0.5, 9.0, 0.3, 0.25, 0.0]),
+    )
+    advantages, returns = gae(torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0]), batch, gamma=0.5, lam=0.5)
+    assert advantages.tolist() == pytest.approx([-0.1875, 0.0, 0.7, 0.75, 0.0])
+    assert returns.tolist() == pytest.approx([0.3125, 0.0, 1.0, 1.0, 0.0])
 
 
 def test_an_answer_that_was_cut_goes_on_with_the_critics_value_by_hand() -> None:
@@ -41,7 +40,6 @@ def test_an_answer_that_was_cut_goes_on_with_the_critics_value_by_hand() -> None
     assert on_mask(returns, batch) == pytest.approx([0.5625, 2.0, 1.0])
     plain, _ = gae(rewards, batch, gamma=0.5, lam=0.5)
     assert on_mask(plain, batch) == pytest.approx([-0.1875, 0.75, 0.5])
-    assert build("ppo", {"bootstrap_truncated": True}).bootstraps and not build("ppo").bootstraps
     with pytest.raises(ValueError, match="needs the critic's values of the states in which"):
         gae(rewards, usual([[0.0]], values=[[0.5]]), bootstrap_truncated=True)
 
@@ -55,29 +53,6 @@ def test_rewards_of_turns_stand_where_the_turns_end() -> None:
     assert on_mask(filled.advantages, batch) == pytest.approx([1.625, 1.125, 1.125])
 
 
-def test_gae_skips_what_the_policy_did_not_produce() -> None:
-    """An observation between two action tokens, and rows that lie interleaved, change nothing."""
-    values, rewards = torch.tensor([0.5, 9.0, 0.3, 0.25, 0.0]), torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0])
-    batch = TokenBatch(
-        mask=torch.tensor([True, False, True, True, False]),
-        sequence=torch.tensor([0, 0, 1, 0, 0]),
-        behaviour_logprobs=torch.zeros(5),
-        advantages=torch.zeros(5),
-        expert=torch.tensor([False, False]),
-        values=values,
-    )
-    advantages, returns = gae(rewards, batch, gamma=0.5, lam=0.5)
-    assert advantages.tolist() == pytest.approx([-0.1875, 0.0, 0.7, 0.75, 0.0])
-    assert returns.tolist() == pytest.approx([0.3125, 0.0, 1.0, 1.0, 0.0])
-
-
-def test_a_row_without_action_tokens_gets_nothing() -> None:
-    batch = usual([[], [0.0]], values=[[], [0.5]], reward=torch.tensor([3.0, 1.0], dtype=torch.float64))
-    assert token_rewards(batch).tolist() == [0.0, 0.0, 1.0]
-    advantages, _ = gae(token_rewards(batch), batch)
-    assert advantages.tolist() == [0.0, 0.0, 0.5]
-
-
 def test_token_rewards_stand_on_the_last_action_token_less_a_penalty_on_each() -> None:
     batch = usual([[0.0, 0.0], [0.0]], reward=torch.tensor([1.0, 2.0], dtype=torch.float64))
     found = token_rewards(batch, tokens([[0.1, 0.2], [0.3]]))
@@ -87,24 +62,18 @@ def test_token_rewards_stand_on_the_last_action_token_less_a_penalty_on_each() -
         token_rewards(usual([[0.0]]))
 
 
-def test_advantages_are_filled_in_for_own_rows_only() -> None:
+def test_advantages_are_filled_in_for_own_rows_only_and_say_how_far_the_critic_missed() -> None:
+    # |1 - 0.25| and |1 - 1.5|, mean 0.625; |0 - 0.5|; nothing of the expert's row, nor of one without tokens.
     batch = make_batch(
-        [[0.0], [0.0]], expert=[False, True], values=[[0.25], [0.5]], reward=torch.tensor([1.0, 1.0]).double()
+        [[0.0, 0.0], [0.0], [0.0], []],
+        expert=[False, False, True, False],
+        values=[[0.25, 1.5], [0.5], [9.0], []],
+        reward=torch.tensor([1.0, 0.0, 1.0, 3.0]).double(),
     )
-    filled = with_advantages(batch, gae)
-    assert filled.advantages.tolist() == [0.0, 0.75, 0.0, 0.0]
-    assert filled.returns is not None and filled.returns.tolist() == [0.0, 1.0, 0.0, 0.0]
-
-
-def test_how_far_the_critic_missed_each_row_by_hand() -> None:
-    # |1 - 0.25| and |1 - 1.5|, mean 0.625; |0 - 0.5|; nothing of the expert's row
-    batch = make_batch(
-        [[0.0, 0.0], [0.0], [0.0]],
-        expert=[False, False, True],
-        values=[[0.25, 1.5], [0.5], [9.0]],
-        reward=torch.tensor([1.0, 0.0, 1.0]).double(),
-    )
-    assert row_value_errors(with_advantages(batch, gae)).tolist() == pytest.approx([0.625, 0.5, 0.0])
+    filled = build("ppo").token_advantages(batch)
+    assert filled.advantages.tolist() == [0.0, 0.75, -0.5, 0.0, -0.5, 0.0, 0.0, 0.0]
+    assert filled.returns is not None and filled.returns.tolist() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert row_value_errors(filled).tolist() == pytest.approx([0.625, 0.5, 0.0, 0.0])
     with pytest.raises(ValueError, match="need the critic's values"):
         row_value_errors(usual([[0.0]]))
 
@@ -170,21 +139,14 @@ def test_value_losses_by_hand() -> None:
     assert on_mask(clipped(values, batch), batch) == pytest.approx([0.5, 0.845])
 
 
-def test_the_critics_loss_counts_rows_by_their_importance_weights() -> None:
+def test_the_critics_loss_is_a_mean_over_own_tokens_by_the_weights_of_their_rows() -> None:
     # Misses of 1 and 2, weighed 1/2 and 1/4: (1/2 * 1/2 + 1/4 * 2) / 2 tokens.
-    weight = torch.tensor([0.5, 0.25])
-    batch = make_batch([[0.0], [0.0]], values=[[0.0], [0.0]], returns=[[1.0], [2.0]], weight=weight)
-    loss = build("ppo", {"value_loss": "squared"}).value_loss_of(tokens([[0.0], [0.0]]), batch, Denominators(2, 2))
-    assert loss.item() == pytest.approx(0.375)
-
-
-def test_the_critics_loss_is_a_mean_over_own_tokens() -> None:
-    batch = make_batch(
-        [[0.0, 0.0], [0.0]], expert=[False, True], values=[[0.0, 0.0], [0.0]], returns=[[1.0, 2.0], [9.0]]
-    )
+    weight, rows = torch.tensor([0.5, 0.25, 1.0]), [[0.0], [0.0], [0.0]]
+    returns, expert = [[1.0], [2.0], [9.0]], [False, False, True]
+    batch = make_batch(rows, expert=expert, values=rows, returns=returns, weight=weight)
     over = Denominators.of(count([batch]))
-    found = build("ppo", {"value_loss": "squared"}).value_loss_of(tokens([[0.0, 0.0], [0.0]]), batch, over)
-    assert found.item() == pytest.approx((0.5 + 2.0) / 2)
+    found = build("ppo", {"value_loss": "squared"}).value_loss_of(tokens(rows), batch, over)
+    assert found.item() == pytest.approx(0.375)
 
 
 @pytest.mark.parametrize("missing", [lambda b: gae(b.advantages, b), lambda b: squared(b.advantages, b)])

@@ -16,7 +16,6 @@ import ray
 import torch
 from torch import nn
 
-from rayrft.algorithms import token_logprobs
 from rayrft.config.explorer import RepetitionConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, RequestRefused
@@ -24,6 +23,7 @@ from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.exchange import INTERRUPTED, Capacity, Chunk, Completion, Request, Sampling, Session
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.runtime.waits import Waits
+from tests.algorithms.flat import token_logprobs
 from tests.errors import about
 from tests.explorer.conftest import EngineUnderTest
 from tests.scripted import handle, remote

@@ -70,7 +70,7 @@ def test_an_adapter_on_the_weights_of_an_earlier_stage_is_added_to_those(
     engine: EngineUnderTest, policy: Policy, tmp_path: Any
 ) -> None:
     stage = tmp_path / "stage"
-    write_hf(moved(policy, seed=1), policy.model.state_dict(), ChatTokenizer(engine.folder), stage)
+    write_hf(moved(policy, seed=1), policy.state_dict(), ChatTokenizer(engine.folder), stage)
     load_hf(policy, str(stage))
     assert update(engine, policy, 50)[1] < 1e-4
     assert update(engine, moved(policy, seed=2), 51)[1] < 1e-4

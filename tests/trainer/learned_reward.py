@@ -27,6 +27,7 @@ from rayrft.rewards import Transcript
 from rayrft.rewards.models import ScalarModel
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.learner import Learner
+from rayrft.trainer.model import save_hf
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from tests.runtime.forks import FORKS
 from tests.trainer.learning import CPU, Pupil, batches, row
@@ -102,7 +103,7 @@ class Tastes(Pupil):
         for _ in range(steps):
             some = self.chance.choice(len(sides), 32, replace=False)
             learner.step([[side for place in some for side in sides[place]]])
-        scorer.save(ChatTokenizer(self.folder), folder, writer=True)
+        save_hf(scorer, ChatTokenizer(self.folder), folder, writer=True)
         parts, over = learner.gradient(self.pairs(self.exam * 5, noise=False))
         return float(parts.pair_accuracy / over.pairs)
 
@@ -127,7 +128,7 @@ class Tastes(Pupil):
         scorer.copy_decoder(self.policy)
         with torch.no_grad():
             scorer.head.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(self.seed))
-        scorer.save(ChatTokenizer(self.folder), folder, writer=True)
+        save_hf(scorer, ChatTokenizer(self.folder), folder, writer=True)
         return self.scores_of(folder)
 
     def by_grpo(self, reward: Score, steps: int, *, every: int = 5, groups: int = 12, size: int = 8) -> Curve:

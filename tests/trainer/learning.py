@@ -55,7 +55,7 @@ class Pupil:
         algorithm, critic = build(name, settings.pop("pieces", {})), None
         if "critic" in algorithm.needs:
             critic = Critic(settings.pop("critic"))
-            critic.open_stage(OptimizerConfig(lr=1e-3), steps, 1)
+            critic.open_stage(OptimizerConfig(lr=1e-3), steps)
         learner.open_stage(algorithm, OptimizerConfig(lr=lr, schedule=schedule), steps, update, critic)
         return learner
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -71,56 +71,27 @@ class SaysOtherIds(_Any):
         return {"experience_id": pa.string()}
 
 
-class _Puts(_Any):
-    """Puts other values into a column."""
-
-    column: ClassVar[str]
-
-    def values(self, rows: pa.RecordBatch) -> list[Any]:
-        raise NotImplementedError
-
-    def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(with_column(rows, self.column, pa.array(self.values(rows), rows.schema.field(self.column).type)))
+PUTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "other_tokens": ("token_ids", lambda ids: [5] * len(ids)),
+    "other_places": ("place", lambda place: 0),
+    "other_sources": ("source", lambda source: "expert"),
+    "negative_weights": ("weight", lambda weight: -1.0),
+    "longer_masks": ("action_mask", lambda mask: [*mask, 1]),
+}
+"""By operator: the column, and what it puts there in place of a value."""
 
 
-@rayrft.register_operator("other_tokens")
-class OtherTokens(_Puts):
-    column = "token_ids"
+def puts(column: str, change: Callable[[Any], Any]) -> type[_Any]:
+    class Puts(_Any):
+        def apply(self, rows: pa.RecordBatch) -> Applied:
+            values = [change(value) for value in rows.column(column).to_pylist()]
+            return Applied(with_column(rows, column, pa.array(values, rows.schema.field(column).type)))
 
-    def values(self, rows: pa.RecordBatch) -> list[Any]:
-        return [[5] * len(ids) for ids in rows.column("token_ids").to_pylist()]
-
-
-@rayrft.register_operator("other_places")
-class OtherPlaces(_Puts):
-    column = "place"
-
-    def values(self, rows: pa.RecordBatch) -> list[Any]:
-        return [0] * rows.num_rows
+    return Puts
 
 
-@rayrft.register_operator("other_sources")
-class OtherSources(_Puts):
-    column = "source"
-
-    def values(self, rows: pa.RecordBatch) -> list[Any]:
-        return ["expert"] * rows.num_rows
-
-
-@rayrft.register_operator("negative_weights")
-class NegativeWeights(_Puts):
-    column = "weight"
-
-    def values(self, rows: pa.RecordBatch) -> list[Any]:
-        return [-1.0] * rows.num_rows
-
-
-@rayrft.register_operator("longer_masks")
-class LongerMasks(_Puts):
-    column = "action_mask"
-
-    def values(self, rows: pa.RecordBatch) -> list[Any]:
-        return [[*mask, 1] for mask in rows.column("action_mask").to_pylist()]
+for _name, _what in PUTS.items():
+    rayrft.register_operator(_name)(puts(*_what))
 
 
 @rayrft.register_operator("turns_round")

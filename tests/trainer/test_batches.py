@@ -20,9 +20,8 @@ from rayrft.errors import DataError
 from rayrft.experience import Experience, from_batch, to_batch
 from rayrft.trainer.batches import TrainRow, micro_batches, read_rows
 from tests.buffer.rows import expert_rows
-from tests.trainer.test_updates import make_learner
+from tests.trainer.learners import CPU, make_learner
 
-CPU = torch.device("cpu")
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +15,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rayrft.algorithms import TokenBatch
-from rayrft.algorithms.ratios import TokenLoss, policy_losses
+from rayrft.algorithms.ratios import TokenLoss
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ModelError, RayrftError, StorageError
-from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.dcp import Checkpointer, load_weights, read_base
 from rayrft.trainer.learner import Learner
+from tests.trainer.learners import flat, make_learner, make_model, mine, own_rows, weights, write
 from tests.trainer.ranks import on_ranks
-from tests.trainer.test_learner import make_model
-from tests.trainer.test_updates import make_learner, own_rows, weights
 
 PIECES = {"kl": "k1", "kl_in": "reward", "kl_target": 1e-3, "kl_horizon": 50, "entropy": "bonus", "entropy_goal": 9}
 SCHEDULE = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=2)
-
-
-def rows() -> list[TrainRow]:
-    return [replace(row, reward=i / 10) for i, row in enumerate(own_rows())]
 
 
 def ready() -> Learner:
@@ -41,34 +33,20 @@ def ready() -> Learner:
     return make_learner("ppo", PIECES, optimizer=SCHEDULE, update=UpdateConfig(reference_refresh=2), sharded=True)
 
 
-def mine() -> list[TrainRow]:
-    return rows()[dist.get_rank() :: dist.get_world_size()]
-
-
-def write(learner: Learner, folder: Path) -> list[str | None]:
-    said: list[str | None] = []
-    written = threading.Event()
-    Checkpointer().save(learner, learner.critic, folder, lambda problem: (said.append(problem), written.set())[1])
-    learner.step([mine()])  # what is written must not be what the policy has become meanwhile
-    assert written.wait(60)
-    return said
-
-
 def everything(learner: Learner) -> torch.Tensor:
     """The weights of policy and critic."""
     assert learner.critic is not None
-    valued = [each.detach().full_tensor().flatten() for each in learner.critic.parameters()]  # type: ignore[attr-defined]
-    return torch.cat([weights(learner), *valued])
+    return flat([*learner.policy.parameters(), *learner.critic.parameters()])
 
 
 def _save_and_go_on(folder: Path) -> Any:
     learner = ready()
     for _ in range(3):
-        learner.step([mine()])
+        learner.step([mine(own_rows())])
     before = everything(learner)
-    assert write(learner, folder) == [None]
+    assert write(learner, folder, mine(own_rows())) == [None]
     for _ in range(2):
-        result = learner.step([mine()]).metrics
+        result = learner.step([mine(own_rows())]).metrics
     return before, everything(learner), result
 
 
@@ -77,15 +55,14 @@ def _load_and_go_on(folder: Path) -> Any:
     Checkpointer().load(learner, learner.critic, folder)
     before = everything(learner)
     for _ in range(3):
-        result = learner.step([mine()]).metrics
+        result = learner.step([mine(own_rows())]).metrics
     return before, everything(learner), result
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 4)], ids=lambda ranks: f"{ranks[0]} to {ranks[1]}")
 def test_resumed_training_is_the_training_that_went_on(ranks: tuple[int, int], tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    before, after, result = on_ranks(ranks[0], tmp_path, _save_and_go_on, folder)
-    again, resumed, last = on_ranks(ranks[1], tmp_path, _load_and_go_on, folder)
+    before, after, result = on_ranks(ranks[0], _save_and_go_on, tmp_path)
+    again, resumed, last = on_ranks(ranks[1], _load_and_go_on, tmp_path)
     torch.testing.assert_close(again, before, atol=1e-12, rtol=0)
     torch.testing.assert_close(resumed, after, atol=1e-6, rtol=0)
     for field in ("loss", "value_loss", "kl", "kl_coef", "entropy_coef", "lr", "grad_norm"):
@@ -93,21 +70,20 @@ def test_resumed_training_is_the_training_that_went_on(ranks: tuple[int, int], t
     assert result.kl_coef != pytest.approx(1e-3, rel=0.01) and result.entropy_coef == pytest.approx(1e-3 + 5 * 5e-3)
 
 
+def dropped(logprobs: torch.Tensor, batch: TokenBatch) -> TokenLoss:
+    """Drops tokens at random, as a user's own loss may."""
+    return TokenLoss(-batch.advantages * logprobs * (torch.rand(logprobs.shape) < 0.5))
+
+
 def drawing() -> Learner:
-    """Its loss drops tokens at random, as a user's own may."""
-
-    @policy_losses.register("dropped")
-    def dropped(logprobs: torch.Tensor, batch: TokenBatch) -> TokenLoss:
-        return TokenLoss(-batch.advantages * logprobs * (torch.rand(logprobs.shape) < 0.5))
-
-    return make_learner("grpo", {"policy_loss": "dropped"}, sharded=True)
+    return make_learner("grpo", {"policy_loss": f"{__name__}:dropped"}, sharded=True)
 
 
 def _draw_and_go_on(folder: Path) -> Any:
     learner = drawing()
-    learner.step([mine()])
-    written: list[str | None] = write(learner, folder)  # which takes a step, too
-    learner.step([mine()])
+    learner.step([mine(own_rows())])
+    written: list[str | None] = write(learner, folder, mine(own_rows()))  # which takes a step, too
+    learner.step([mine(own_rows())])
     drawn = torch.zeros(dist.get_world_size())
     drawn[dist.get_rank()] = torch.rand(())
     dist.all_reduce(drawn)
@@ -122,43 +98,42 @@ def _load_and_draw(folder: Path) -> Any:
     anew = torch.equal(begun, torch.get_rng_state())
     torch.set_rng_state(begun)
     for _ in range(2):
-        learner.step([mine()])
+        learner.step([mine(own_rows())])
     return weights(learner), anew
 
 
 def test_a_loss_that_draws_random_numbers_draws_the_same_ones_after_a_resume(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    written, expected, drawn = on_ranks(2, tmp_path, _draw_and_go_on, folder)
-    resumed, anew = on_ranks(2, tmp_path, _load_and_draw, folder)
+    written, expected, drawn = on_ranks(2, _draw_and_go_on, tmp_path)
+    resumed, anew = on_ranks(2, _load_and_draw, tmp_path)
     assert written == [None] and drawn[0] != drawn[1]
     torch.testing.assert_close(resumed, expected, atol=1e-12, rtol=0)
     assert not anew, "the state is that of a beginning"
-    _, anew = on_ranks(1, tmp_path, _load_and_draw, folder)
+    _, anew = on_ranks(1, _load_and_draw, tmp_path)
     assert anew, "on another number of ranks, it follows from seed, step and rank"
 
 
 def _save_and_take_weights(folder: Path) -> Any:
     learner = ready()
-    learner.step([mine()])
+    learner.step([mine(own_rows())])
     taken = weights(learner)
-    assert write(learner, folder) == [None]
+    assert write(learner, folder, mine(own_rows())) == [None]
     other = ready()
     Checkpointer().load_policy(other.policy, folder)
     return taken, weights(other), other.optimizer.updates, len(other.optimizer.adam.state)
 
 
 def test_between_stages_only_weights_are_taken_along(tmp_path: Path) -> None:
-    taken, found, updates, state = on_ranks(2, tmp_path, _save_and_take_weights, tmp_path / "checkpoint")
+    taken, found, updates, state = on_ranks(2, _save_and_take_weights, tmp_path)
     torch.testing.assert_close(found, taken, atol=1e-12, rtol=0)
     assert updates == 0 and state == 0
     model = make_model()
-    load_weights(tmp_path / "checkpoint", model)
-    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), taken)
+    load_weights(tmp_path, model)
+    torch.testing.assert_close(flat(model.parameters()), taken)
 
 
 def _load_what_cannot_be(folder: Path) -> list[str]:
     learner = ready()
-    assert write(learner, folder) == [None]
+    assert write(learner, folder, mine(own_rows())) == [None]
     wider = make_learner("grpo")
     wider.policy.model.resize_token_embeddings(60)
     deeper = make_learner("grpo")
@@ -183,8 +158,7 @@ def _refused(kind: type[RayrftError], learner: Learner, folder: Path) -> str:
 
 
 def test_a_checkpoint_that_cannot_be_loaded_says_why_and_what_to_do(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    wider, deeper, damaged, torn, gone = on_ranks(1, tmp_path, _load_what_cannot_be, folder)
+    wider, deeper, damaged, torn, gone = on_ranks(1, _load_what_cannot_be, tmp_path)
     assert "does not fit the model" in wider and "Resume with the model that" in wider
     assert "lacks parameters of the model" in deeper and "extra.weight" in deeper and "adapter and algorithm" in deeper
     assert "cannot be read" in damaged and "Delete the folder" in damaged
@@ -241,13 +215,3 @@ def test_whatever_goes_wrong_in_the_background_is_said(
     checkpointer.save(make_learner("grpo"), None, Path("nowhere"), said.append)
     checkpointer._thread.shutdown()
     assert said == [why]
-
-
-def _write_where_nothing_can_be(folder: Path) -> list[str | None]:
-    return write(ready(), folder)
-
-
-def test_a_checkpoint_that_cannot_be_written_says_why(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    [problem] = on_ranks(1, tmp_path, _write_where_nothing_can_be, tmp_path / "file" / "checkpoint")
-    assert problem is not None and "Not a directory" in problem

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from rayrft.algorithms import build
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.model import shard
+from tests.trainer.learners import gradient, gradient_of, make_learner, make_model, own_rows, weights
 from tests.trainer.ranks import on_ranks
-from tests.trainer.test_learner import CPU, make_model
-from tests.trainer.test_updates import own_rows, weights
 
 ROW = [own_rows()[0].token_ids.tolist()]
 
 
-def learner_in(compute: torch.dtype, master: torch.dtype, *, lr: float = 1e-6, recompute: bool = False) -> Learner:
+def learner_in(compute: torch.dtype, master: torch.dtype, *, recompute: bool = False) -> Learner:
     policy = make_model().to(master)
     if recompute:
         policy.checkpoint_layers()
-    shard(policy, dist.device_mesh.init_device_mesh("cpu", (1,)), compute)
-    learner = Learner(policy, micro_batch_tokens=60, temperature=1.0, device=CPU)
-    learner.open_stage(build("grpo"), OptimizerConfig(lr=lr, clip_norm=0.01), 10)
-    return learner
-
-
-def gradient(learner: Learner) -> torch.Tensor:
-    learner.gradient(own_rows())
-    return gradient_of(learner)
-
-
-def gradient_of(learner: Learner) -> torch.Tensor:
-    grads = [parameter.grad for parameter in learner.policy.parameters()]
-    return torch.cat([grad.full_tensor().flatten() for grad in grads if grad is not None])  # type: ignore[attr-defined]
+    optimizer = OptimizerConfig(lr=1e-6, clip_norm=0.01)
+    return make_learner("grpo", policy=policy, optimizer=optimizer, sharded=True, compute=compute)
 
 
 def _measure() -> dict[str, Any]:
@@ -44,19 +27,18 @@ def _measure() -> dict[str, Any]:
     half, full = (learner_in(compute, torch.float32) for compute in (torch.bfloat16, torch.float32))
     found["scores"] = half.score(ROW), full.score(ROW)
     found["start"] = weights(half)
-    found["gradient"] = gradient(half)
+    found["gradient"] = gradient(half, own_rows())[1]
     found["norm"] = half.optimizer.clip()
     found["clipped"] = gradient_of(half)
     half.optimizer.step()
     found["end"] = weights(half)
-    found["recomputed"] = [gradient(learner_in(torch.float32, torch.float64, recompute=each)) for each in (False, True)]
+    again = [learner_in(torch.float32, torch.float64, recompute=each) for each in (False, True)]
+    found["recomputed"] = [gradient(each, own_rows())[1] for each in again]
     return found
 
 
-def test_in_half_precision_weights_and_sums_of_gradients_are_in_float32_and_gradients_are_clipped(
-    tmp_path: Path,
-) -> None:
-    found = on_ranks(1, tmp_path, _measure)
+def test_in_half_precision_weights_and_sums_of_gradients_are_in_float32_and_gradients_are_clipped() -> None:
+    found = on_ranks(1, _measure)
     half, full = (torch.tensor(each) for each in found["scores"])
     assert 1e-4 < (half - full).abs().max() < 0.1, "the compute is not in bfloat16"
 

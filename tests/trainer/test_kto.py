@@ -2,90 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
 from rayrft.trainer.batches import TrainRow, mismatched
 from rayrft.trainer.learner import Learner
-from tests.trainer.ranks import on_ranks
-from tests.trainer.test_learner import make_rows
-from tests.trainer.test_updates import make_learner
+from tests.trainer.learners import labelled, make_learner, move
 
 
-def labelled() -> list[TrainRow]:
-    """Labelled rows, each with a prompt of its own."""
-    made = []
-    for number, row in enumerate(make_rows(10)):
-        ids = row.token_ids.copy()
-        ids[0] = number
-        zeros = np.zeros(len(ids), np.float32)
-        made.append(
-            replace(
-                row, token_ids=ids, logprobs=zeros, advantages=zeros, weight=1.0, expert=True, chosen=number % 3 > 0
-            )
-        )
-    return made
-
-
-def moved(tokens: int = 60, *, sharded: bool = False) -> Learner:
-    """A learner whose policy has moved away from its reference, towards what is anything but likely."""
-    learner = make_learner("kto", {"beta": 1.0, "undesirable_weight": 1.5}, tokens=tokens, sharded=sharded)
-    chance = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in learner.policy.model.model.layers.parameters():
-            whole = torch.randn(parameter.shape, generator=chance, dtype=parameter.dtype) * 0.05
-            if hasattr(parameter, "full_tensor"):
-                from torch.distributed.tensor import distribute_tensor
-
-                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-            parameter.add_(whole)
+def moved() -> Learner:
+    """A learner whose policy has moved away from its reference."""
+    learner = make_learner("kto", {"beta": 1.0, "undesirable_weight": 1.5})
+    move(learner.policy.model.model.layers, 0.05)
     return learner
-
-
-NAMES = ("good_score", "bad_score", "label_margin", "good_logprob", "bad_logprob", "reference_kl")
-
-
-def test_what_is_reported_does_not_depend_on_the_split() -> None:
-    whole, parts = moved(100_000).step([labelled()]).metrics, moved(1).step([labelled()[::-1]]).metrics
-    for name in NAMES:
-        assert getattr(parts, name) == pytest.approx(getattr(whole, name), abs=1e-4) != 0.0, name
-
-
-def gradient(learner: Learner, rows: list[TrainRow]) -> tuple[float, torch.Tensor]:
-    parts, _ = learner.gradient(rows)
-    grads = [parameter.grad for parameter in learner.policy.parameters()]
-    found = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in grads if each is not None]
-    return parts.loss.item(), torch.cat([each.flatten() for each in found])
-
-
-@pytest.fixture(scope="module")
-def whole() -> tuple[float, torch.Tensor]:
-    return gradient(moved(100_000), labelled())
-
-
-@pytest.mark.parametrize("tokens", [1, 40])
-def test_split_and_order_change_nothing(whole: tuple[float, torch.Tensor], tokens: int) -> None:
-    loss, grad = gradient(moved(tokens), labelled()[::-1])
-    assert loss == pytest.approx(whole[0], abs=1e-6) and grad.abs().max() > 1e-4
-    torch.testing.assert_close(grad, whole[1], atol=1e-6, rtol=0)
-
-
-def _on_rank() -> tuple[float, torch.Tensor]:
-    rank, ranks, rows = dist.get_rank(), dist.get_world_size(), labelled()
-    mine = {1: [rows], 2: [rows[:3], rows[3:]], 4: [rows[6:], [], rows[:1], rows[1:6]]}[ranks][rank]
-    return gradient(moved(sharded=True), mine)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_number_of_ranks_changes_nothing(whole: tuple[float, torch.Tensor], ranks: int, tmp_path: Path) -> None:
-    loss, grad = on_ranks(ranks, tmp_path, _on_rank)
-    assert loss == pytest.approx(whole[0], abs=1e-6)
-    torch.testing.assert_close(grad, whole[1], atol=1e-6, rtol=0)
 
 
 def test_the_kl_is_the_mean_over_prompts_with_the_answers_of_others_and_at_least_0() -> None:

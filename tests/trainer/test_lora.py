@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import threading
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from rayrft.algorithms import build
 from rayrft.config import dump_config, load_config
-from rayrft.config.trainer import LoraConfig, OptimizerConfig
+from rayrft.config.trainer import LoraConfig
 from rayrft.core.checkpoints import Checkpoints, Progress, export
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
-from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import load_hf, load_policy, named_weights, save_hf, shard
 from rayrft.trainer.policy import Policy
-from rayrft.trainer.value_model import Critic
 from tests.e2e.conftest import small_config
 from tests.errors import about
+from tests.trainer.learners import (
+    CPU,
+    gradient,
+    make_learner,
+    make_model,
+    mine,
+    move,
+    on_policy,
+    own_rows,
+    whole,
+    write,
+)
 from tests.trainer.ranks import on_ranks
-from tests.trainer.test_learner import CPU, make_model
-from tests.trainer.test_updates import on_policy, own_rows
 
 ADAPTER = LoraConfig(rank=4, alpha=8)
 QUERY = "model.model.layers.0.self_attn.q_proj.weight"
@@ -42,29 +48,8 @@ def adapt(policy: Policy, compute: torch.dtype = torch.float64, origin: str = "t
     return policy
 
 
-def move(policy: Policy) -> Policy:
-    """Give the adapter a large effect."""
-    chance = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=chance) * 0.3)
-    return policy
-
-
-def make_learner(policy: Policy, name: str = "grpo", critic: Critic | None = None, **pieces: Any) -> Learner:
-    learner = Learner(policy, micro_batch_tokens=60, temperature=1.0, device=CPU)
-    if critic is not None:
-        critic.open_stage(OptimizerConfig(lr=1e-2), 10, dist.get_world_size())
-    learner.open_stage(build(name, pieces), OptimizerConfig(lr=1e-2), 10, critic=critic)
-    return learner
-
-
-def whole(policy: Policy) -> dict[str, torch.Tensor]:
-    return {
-        name: (p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()).clone()
-        for name, p in policy.named_parameters()
-    }
+def all_of(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter).clone() for name, parameter in policy.named_parameters()}
 
 
 def logprobs(policy: Policy) -> list[list[float]]:
@@ -79,20 +64,20 @@ def assert_alike(found: list[list[float]], expected: list[list[float]], within: 
 def test_an_adapter_begins_without_effect_and_trains_alone() -> None:
     policy = adapt(make_model())
     assert logprobs(policy) == logprobs(make_model())
-    learner, before = make_learner(policy), whole(policy)
+    learner, before = make_learner("grpo", policy=policy), all_of(policy)
     learner.step([own_rows()])
-    for name, weight in whole(policy).items():
+    for name, weight in all_of(policy).items():
         moved = not torch.equal(weight, before[name])
         # A has no gradient while B is still 0.
         assert moved == (".lora_B." in name), name
     learner.step([own_rows()])
-    changed = {name for name, weight in whole(policy).items() if not torch.equal(weight, before[name])}
+    changed = {name for name, weight in all_of(policy).items() if not torch.equal(weight, before[name])}
     assert changed == {name for name in before if ".lora_" in name}
     assert len(learner.optimizer.adam.state) == len(changed)
 
 
 def test_the_reference_is_the_model_without_its_adapter_and_no_copy_of_anything() -> None:
-    learner = make_learner(adapt(make_model()), kl="k3", kl_coef=0.1)
+    learner = make_learner("grpo", {"kl": "k3", "kl_coef": 0.1}, policy=adapt(make_model()))
     rows = on_policy(learner, own_rows())
     kls = [learner.step([rows]).metrics.kl for _ in range(3)]
     assert kls[0] == 0.0 and 0 < kls[1] < kls[2]
@@ -105,11 +90,10 @@ def test_the_reference_is_the_model_without_its_adapter_and_no_copy_of_anything(
 def test_a_layer_that_is_recomputed_for_the_backward_pass_gives_the_adapter_the_same_gradient() -> None:
     gradients = []
     for checkpointing in (False, True):
-        policy = move(adapt(make_model()))
+        policy = move(adapt(make_model()), 0.3)
         if checkpointing:
             policy.checkpoint_layers()
-        make_learner(policy).gradient(own_rows())
-        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
+        gradients.append(gradient(make_learner("grpo", policy=policy), own_rows())[1])
     torch.testing.assert_close(*gradients)
 
 
@@ -117,24 +101,22 @@ COMPUTE = {torch.float64: 1e-6, torch.bfloat16: 2e-2}
 """What frozen weights may be held in, and how far results may lie apart."""
 
 
-def _train_in_each(rows: list[TrainRow]) -> Any:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    return {compute: _train(compute, mesh, rows) for compute in COMPUTE}
+def _train_in_each() -> Any:
+    return {compute: _train(compute) for compute in COMPUTE}
 
 
-def _train(compute: torch.dtype, mesh: dist.device_mesh.DeviceMesh, rows: list[TrainRow]) -> Any:
+def _train(compute: torch.dtype) -> Any:
     """Two steps of PPO with a KL, in which policy and critic have adapters."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    policy = shard(adapt(make_model(), compute), mesh, compute)
-    critic = shard(Critic(adapt(make_model(), compute)), mesh, compute)
-    learner = make_learner(policy, "ppo", critic, kl="k1", kl_in="reward")
+    size, rank, rows = dist.get_world_size(), dist.get_rank(), own_rows()
+    models = {"policy": adapt(make_model(), compute), "valued": adapt(make_model(), compute)}
+    learner = make_learner("ppo", {"kl": "k1", "kl_in": "reward"}, **models, sharded=True, compute=compute)
     for _ in range(2):
         result = learner.step([rows[:2] if size > 1 and rank == 0 else rows[2 if size > 1 else 0 :]])
-    return result.metrics, whole(policy)
+    return result.metrics, all_of(learner.policy)
 
 
-def test_number_of_ranks_changes_nothing(tmp_path: Path) -> None:
-    one, two = (on_ranks(ranks, tmp_path, _train_in_each, own_rows()) for ranks in (1, 2))
+def test_number_of_ranks_changes_nothing() -> None:
+    one, two = (on_ranks(ranks, _train_in_each) for ranks in (1, 2))
     for compute, within in COMPUTE.items():
         (result, weights), (other, others) = one[compute], two[compute]
         for name, weight in weights.items():
@@ -147,15 +129,15 @@ def test_number_of_ranks_changes_nothing(tmp_path: Path) -> None:
 
 def _save_and_begin_anew(model: str, folder: Path) -> Any:
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = shard(move(adapt(load_policy(model), torch.float32, model)), mesh, torch.float32)
+    policy = shard(move(adapt(load_policy(model), torch.float32, model), 0.3), mesh, torch.float32)
     save_hf(policy, ChatTokenizer(model), folder, writer=dist.get_rank() == 0)
     dist.barrier()
     moved = logprobs(policy)
     load_hf(policy, str(folder))
-    with make_learner(policy, kl="k3").reference.active():  # type: ignore[union-attr]
+    with make_learner("grpo", {"kl": "k3"}, policy=policy).reference.active():  # type: ignore[union-attr]
         reference = logprobs(policy)
     assert policy.lora is not None and policy.lora.base == str(folder)
-    return moved, logprobs(policy), reference, whole(policy)
+    return moved, logprobs(policy), reference, all_of(policy)
 
 
 def test_a_saved_model_has_its_adapter_merged_and_the_next_adapter_stands_on_it(
@@ -164,7 +146,7 @@ def test_a_saved_model_has_its_adapter_merged_and_the_next_adapter_stands_on_it(
     from transformers import AutoTokenizer
 
     saved = tmp_path / "saved"
-    moved, after, reference, weights = on_ranks(2, tmp_path, _save_and_begin_anew, str(tiny_model), saved)
+    moved, after, reference, weights = on_ranks(2, _save_and_begin_anew, str(tiny_model), saved)
     plain = load_policy(str(saved))
     assert set(dict(plain.named_parameters())) == set(dict(load_policy(str(tiny_model)).named_parameters()))
     assert len(AutoTokenizer.from_pretrained(saved)) == len(AutoTokenizer.from_pretrained(tiny_model))
@@ -177,9 +159,9 @@ def test_a_saved_model_has_its_adapter_merged_and_the_next_adapter_stands_on_it(
 def test_frozen_weights_that_are_held_rounded_are_written_as_they_are(tiny_model: Path, tmp_path: Path) -> None:
     model = str(tiny_model)
     for compute in (torch.bfloat16, torch.float32):
-        policy = move(adapt(load_policy(model), compute, model))
+        policy = move(adapt(load_policy(model), compute, model), 0.3)
         save_hf(policy, ChatTokenizer(model), tmp_path / str(compute), writer=True)
-    rounded, exact = (whole(load_policy(str(tmp_path / str(compute)))) for compute in (torch.bfloat16, torch.float32))
+    rounded, exact = (all_of(load_policy(str(tmp_path / str(compute)))) for compute in (torch.bfloat16, torch.float32))
     assert all(torch.equal(weight, rounded[name]) for name, weight in exact.items())
     assert not torch.equal(exact[QUERY], exact[QUERY].bfloat16().float()), "the test tells nothing"
 
@@ -195,22 +177,20 @@ def _run_folder(storage: Path, model: Path) -> Path:
 
 def _write_checkpoint(model: str, base: str, run: Path) -> Any:
     """On the weights ``base``, one step from a moved adapter; what a checkpoint of it restores in another learner."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    learner, other = (
-        make_learner(shard(adapt(load_policy(model), torch.float32, model), mesh, torch.float32)) for _ in range(2)
+    learner, other, bare = (
+        make_learner("grpo", policy=adapt(load_policy(model), torch.float32, model), sharded=True) for _ in range(3)
     )
     load_hf(learner.policy, base)
     for _ in range(3):
         learner.step([own_rows()])
-    checkpoints, written = Checkpoints(run, load_config(run / "config.yaml").checkpoint), threading.Event()
+    checkpoints = Checkpoints(run, load_config(run / "config.yaml").checkpoint)
     folder = checkpoints.begin(3)
-    Checkpointer().save(learner, None, folder, lambda _: written.set())
-    assert written.wait(60)
+    assert write(learner, folder, own_rows()) == [None]
     Checkpointer().load(other, None, folder)
     checkpoints.commit(Progress("run", step=3))
+    other.step([own_rows()])
     both = [asdict(each.step([own_rows()])) for each in (learner, other)]
     assert both[0] == both[1]
-    bare = make_learner(shard(adapt(load_policy(model), torch.float32, model), mesh, torch.float32))
     Checkpointer().load_policy(bare.policy, checkpoints.at(3))
     return logprobs(bare.policy)
 
@@ -229,7 +209,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_is_exported_with_or_without_it
         for parameter in other.parameters():
             parameter.mul_(1.1)
     other.save_pretrained(base)
-    expected = on_ranks(1, tmp_path, _write_checkpoint, str(tiny_model), str(base), run)
+    expected = on_ranks(1, _write_checkpoint, str(tiny_model), str(base), run)
     run = run.rename(tmp_path / "moved")
     base = run / "checkpoints" / "earlier"
     written = FileSystemReader(str(run / "checkpoints" / "step-000003")).read_metadata().state_dict_metadata
@@ -245,26 +225,21 @@ def test_a_checkpoint_holds_the_adapter_alone_and_is_exported_with_or_without_it
 
 def _go_on(folder: Path, begin: bool) -> Any:
     """Two steps, a checkpoint and another step; or that step from the checkpoint."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
-    policy, critic = adapt(make_model()), Critic(adapt(make_model()))
-    learner = make_learner(shard(policy, mesh, torch.float32), "ppo", shard(critic, mesh, torch.float32))
-    mine = [replace(row, reward=i / 10) for i, row in enumerate(own_rows())][rank::size]
+    learner = make_learner("ppo", policy=adapt(make_model()), valued=adapt(make_model()), sharded=True)
     if begin:
         for _ in range(2):
-            learner.step([mine])
-        written = threading.Event()
-        Checkpointer().save(learner, critic, folder, lambda _: written.set())
-        assert written.wait(60)
+            learner.step([mine(own_rows())])
+        assert write(learner, folder, mine(own_rows())) == [None]
         dist.barrier()
     else:
-        Checkpointer().load(learner, critic, folder)
-    return learner.step([mine]), whole(policy)
+        Checkpointer().load(learner, learner.critic, folder)
+        learner.step([mine(own_rows())])
+    return learner.step([mine(own_rows())]), all_of(learner.policy)
 
 
 def test_a_checkpoint_of_an_adapter_is_loaded_on_another_number_of_ranks(tmp_path: Path) -> None:
-    expected, moved = on_ranks(2, tmp_path, _go_on, tmp_path / "checkpoint", True)
-    found, weights = on_ranks(1, tmp_path, _go_on, tmp_path / "checkpoint", False)
+    expected, moved = on_ranks(2, _go_on, tmp_path, True)
+    found, weights = on_ranks(1, _go_on, tmp_path, False)
     for name, weight in moved.items():
         torch.testing.assert_close(weights[name], weight, atol=1e-9, rtol=0)
     assert found.metrics.loss == pytest.approx(expected.metrics.loss, abs=1e-9)

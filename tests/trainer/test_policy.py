@@ -24,13 +24,12 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from transformers import AutoModelForCausalLM as Auto
 
-from rayrft.algorithms import token_logprobs
 from rayrft.errors import ModelError
 from rayrft.trainer import packing
 from rayrft.trainer.packing import Packing
 from rayrft.trainer.policy import Policy, scored_batch
+from tests.algorithms.flat import token_logprobs
 from tests.errors import about
 
 SMALL: dict[str, Any] = {
@@ -54,7 +53,7 @@ def make(config: PreTrainedConfig) -> Policy:
     torch.manual_seed(0)
     # Only the eager attention of transformers knows of caps.
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    model = Auto.from_config(config, attn_implementation="eager" if capped else None)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if capped else None)
     with torch.no_grad():  # larger than at the start of training, so that a leak between rows shows
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -75,32 +74,35 @@ def by_the_model_itself(policy: Policy, temperature: float) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("config", PLAIN, ids=lambda config: config.model_type)
-def test_packed_rows_and_a_chunked_head_give_the_models_own_log_probs(config: PreTrainedConfig) -> None:
-    policy = make(config)
-    assert policy.enable_fast_paths(pack=True) is None and policy.packs and policy.chunks_head
-    found = policy.output(scored_batch(rows()), temperature=0.7).logprobs
-    torch.testing.assert_close(found, by_the_model_itself(policy, 0.7), atol=2e-4, rtol=1e-4)
+def assert_own(policy: Policy, temperature: float = 0.7) -> None:
+    found = policy.output(scored_batch(rows()), temperature=temperature).logprobs
+    torch.testing.assert_close(found, by_the_model_itself(policy, temperature), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (
-            Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=5.0, attn_logit_softcapping=None),
-            "the head is not chunked",
-        ),
-        (Gemma2Config(**SMALL, head_dim=8, attn_logit_softcapping=1.0), "rows are padded, not packed"),
-        (MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, state_size=8), "rows are padded, not packed"),
-    ],
-    ids=["capped logits", "capped attention", "no attention"],
-)
-def test_a_model_of_another_kind_goes_the_plain_way_and_says_so(config: PreTrainedConfig, said: str) -> None:
+PADDED, WHOLE = "rows are padded, not packed", "the head is not chunked"
+CAPPED_LOGITS = Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=5.0, attn_logit_softcapping=None)
+OTHERS = {
+    "capped logits": (CAPPED_LOGITS, WHOLE),
+    "capped attention": (Gemma2Config(**SMALL, head_dim=8, attn_logit_softcapping=1.0), PADDED),
+    "no attention": (MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, state_size=8), PADDED),
+    "an older model": (GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4), None),
+    "a head with a bias": (PhiConfig(**{**SMALL, "num_key_value_heads": 4}), None),
+}
+
+
+@pytest.mark.parametrize(("config", "pack"), [*((config, True) for config in PLAIN), (PLAIN[0], False)])
+def test_packed_rows_and_a_chunked_head_give_the_models_own_log_probs(config: PreTrainedConfig, pack: bool) -> None:
     policy = make(config)
-    remark = policy.enable_fast_paths(pack=True)
-    assert remark is not None and said in remark
-    found = policy.output(scored_batch(rows()), temperature=0.7).logprobs
-    torch.testing.assert_close(found, by_the_model_itself(policy, 0.7), atol=2e-4, rtol=1e-4)
+    assert policy.enable_fast_paths(pack=pack) is None and policy.packs == pack and policy.chunks_head
+    assert_own(policy)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_model_of_another_kind_goes_the_plain_way_and_says_so(kind: str) -> None:
+    config, said = OTHERS[kind]
+    policy = make(config)
+    assert (said or "") in str(policy.enable_fast_paths(pack=True))
+    assert_own(policy)
 
 
 @pytest.mark.parametrize(
@@ -129,18 +131,6 @@ def test_a_device_fault_in_a_trial_is_no_reason_to_go_without_a_path(monkeypatch
     monkeypatch.setattr("rayrft.trainer.policy.head_logprobs", fails)
     with pytest.raises(torch.AcceleratorError):
         make(Qwen3Config(**SMALL, head_dim=8)).enable_fast_paths(pack=True)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4), PhiConfig(**{**SMALL, "num_key_value_heads": 4})],
-    ids=lambda config: config.model_type,
-)
-def test_older_models_and_a_head_with_a_bias_are_right_too(config: PreTrainedConfig) -> None:
-    policy = make(config)
-    policy.enable_fast_paths(pack=True)
-    found = policy.output(scored_batch(rows()), temperature=1.0).logprobs
-    torch.testing.assert_close(found, by_the_model_itself(policy, 1.0), atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked head", "whole head"])
@@ -260,20 +250,9 @@ def test_a_kernel_for_half_precision_is_tried_before_it_is_used(
     before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
     remark = policy.enable_fast_paths(pack=True, compute=torch.bfloat16)
     assert policy.packs == (said is None)
-    if said is None:
-        assert remark is None
-    else:
-        assert remark is not None and remark.startswith(f"rows are padded, not packed: {said}") and "\n" not in remark
+    assert remark is None if said is None else str(remark).startswith(f"{PADDED}: {said}") and "\n" not in str(remark)
     assert all(torch.equal(before[name], each) and each.grad is None for name, each in policy.named_parameters())
-    found = policy.output(scored_batch(rows()), temperature=0.7).logprobs
-    torch.testing.assert_close(found, by_the_model_itself(policy, 0.7), atol=2e-4, rtol=1e-4)
-
-
-def test_packing_can_be_switched_off() -> None:
-    policy = make(PLAIN[0])
-    assert policy.enable_fast_paths(pack=False) is None and not policy.packs
-    found = policy.output(scored_batch(rows()), temperature=1.0).logprobs
-    torch.testing.assert_close(found, by_the_model_itself(policy, 1.0), atol=2e-4, rtol=1e-4)
+    assert_own(policy)
 
 
 def test_gradient_checkpointing_keeps_less_and_changes_no_gradient() -> None:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rayrft.algorithms import build
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.trainer import LoraConfig
 from rayrft.data.demonstrations import RowEncoder
@@ -23,87 +22,17 @@ from rayrft.rewards import Transcript
 from rayrft.rewards.models import ScalarModel
 from rayrft.trainer.batches import TrainRow, empty_batch, micro_batches
 from rayrft.trainer.dcp import Checkpointer, load_weights
-from rayrft.trainer.learner import Learner
 from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import load_policy, save_hf
-from rayrft.trainer.policy import Policy
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from tests.errors import about
+from tests.trainer.learners import CPU, flat, make_learner, make_model, mine, move, pairs, weights, write
 from tests.trainer.ranks import on_ranks
-from tests.trainer.test_learner import CPU, make_model
-from tests.trainer.test_updates import PLAIN, make_learner, pairs, weights
-
-CENTRED = {"center": 0.01}
-
-
-def some_pairs() -> list[TrainRow]:
-    """Pairs with margins, which differ."""
-    return [replace(row, margin=0.1 * number) for number, row in enumerate(pairs())]
-
-
-def untrained(model: Policy) -> RewardClassifier:
-    """A reward model whose head is not zero, so that its decoder has a gradient."""
-    scorer = RewardClassifier(model, padding=None)
-    torch.nn.init.normal_(scorer.head.weight, generator=torch.Generator().manual_seed(1))
-    return scorer
-
-
-def learner_of(tokens: int, *, pack: bool = True) -> Learner:
-    policy = make_model(pack=pack)
-    learner = Learner(policy, micro_batch_tokens=tokens, temperature=1.0, device=CPU)
-    scorer = untrained(make_model(pack=pack))
-    learner.open_stage(build("reward_model", CENTRED), PLAIN, 10, reward_model=scorer)
-    return learner
-
-
-def gradient(learner: Learner, rows: list[TrainRow]) -> tuple[float, torch.Tensor]:
-    parts, _ = learner.gradient(rows)
-    grads = [parameter.grad for parameter in learner.trained.parameters()]
-    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in grads if each is not None]
-    assert len(whole) == len(grads) and all(each is None for each in (p.grad for p in learner.policy.parameters()))
-    return parts.loss.item(), torch.cat([each.flatten() for each in whole])
-
-
-@pytest.fixture(scope="module")
-def whole() -> tuple[float, torch.Tensor]:
-    return gradient(learner_of(100_000), some_pairs())
-
-
-@pytest.mark.parametrize("tokens", [1, 40, 90])
-@pytest.mark.parametrize("pack", [True, False])
-def test_split_packing_and_order_change_nothing(whole: tuple[float, torch.Tensor], tokens: int, pack: bool) -> None:
-    rows = some_pairs()
-    mixed = [side for number in (3, 0, 5, 1, 4, 2) for side in rows[2 * number : 2 * number + 2][::-1]]
-    loss, grad = gradient(learner_of(tokens, pack=pack), mixed)
-    assert loss == pytest.approx(whole[0], abs=1e-6) and grad.abs().max() > 1e-3
-    torch.testing.assert_close(grad, whole[1], atol=1e-6, rtol=0)
-
-
-def _on_rank() -> tuple[float, torch.Tensor]:
-    from rayrft.trainer.model import shard
-
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
-    learner = Learner(
-        shard(make_model(), mesh, torch.float32), micro_batch_tokens=60, temperature=1.0, device=CPU, seed=0
-    )
-    scorer = shard(untrained(make_model()), mesh, torch.float32)
-    learner.open_stage(build("reward_model", CENTRED), PLAIN, 10, reward_model=scorer)
-    rows = some_pairs()
-    # An uneven deal; with four ranks, one has no pair.
-    mine = {1: [rows], 2: [rows[:2], rows[2:]], 4: [rows[:2], [], rows[2:4], rows[4:]]}[ranks][rank]
-    return gradient(learner, mine)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_number_of_ranks_changes_nothing(whole: tuple[float, torch.Tensor], ranks: int, tmp_path: Path) -> None:
-    loss, grad = on_ranks(ranks, tmp_path, _on_rank)
-    assert loss == pytest.approx(whole[0], abs=1e-6)
-    torch.testing.assert_close(grad, whole[1], atol=1e-6, rtol=0)
 
 
 def test_a_step_is_that_of_the_loss_by_hand_and_says_which_pairs_are_right() -> None:
     learner, rows = make_learner("reward_model"), pairs()
+    policy = flat(learner.policy.parameters())
     first = learner.step([rows]).metrics
     # The head is zero at first: all scores are 0, and so is the gradient of the decoder.
     assert first.loss == first.preference_loss == pytest.approx(np.log(2), abs=1e-6)
@@ -111,7 +40,7 @@ def test_a_step_is_that_of_the_loss_by_hand_and_says_which_pairs_are_right() -> 
     for _ in range(8):
         last = learner.step([rows]).metrics
     assert last.preference_loss < 0.3 and last.pair_accuracy == 1.0 and last.pair_margin > 1.0
-    assert last.policy_tokens == last.expert_tokens == 0
+    assert last.policy_tokens == last.expert_tokens == 0 and torch.equal(flat(learner.policy.parameters()), policy)
     with torch.no_grad():
         assert learner.reward_model is not None
         [batch] = learner._make_micro_batches([rows])
@@ -120,14 +49,6 @@ def test_a_step_is_that_of_the_loss_by_hand_and_says_which_pairs_are_right() -> 
     gaps = (scores[:, 0] - scores[:, 1]).abs()
     assert again.pair_margin == pytest.approx(gaps.mean().item(), abs=1e-5)
     assert again.pair_score == pytest.approx(scores.mean().item(), abs=1e-5)
-
-
-def test_the_policy_stays_as_it_is() -> None:
-    learner = make_learner("reward_model")
-    before = [parameter.detach().clone() for parameter in learner.policy.parameters()]
-    learner.step([pairs()])
-    learner.step([pairs()])
-    assert all(map(torch.equal, before, learner.policy.parameters()))
 
 
 def test_a_margin_keeps_the_loss_up_until_it_is_reached() -> None:
@@ -141,58 +62,42 @@ def test_a_margin_keeps_the_loss_up_until_it_is_reached() -> None:
     assert broad.metrics.pair_margin > narrow.metrics.pair_margin
 
 
-def sharded() -> Learner:
-    return make_learner("reward_model", sharded=True)
-
-
-def mine() -> list[TrainRow]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return [side for number in range(rank, 6, ranks) for side in pairs()[2 * number : 2 * number + 2]]
-
-
 def _save(folder: Path) -> Any:
-    import threading
-
-    learner, written = sharded(), threading.Event()
+    learner = make_learner("reward_model", sharded=True)
     for _ in range(3):
-        learner.step([mine()])
+        learner.step([mine(pairs())])
     ranked = learner.rank_pairs([] if dist.get_rank() else pairs()[:6])
-    at_save, said = weights(learner), list[str | None]()
-    Checkpointer().save(learner, None, folder, lambda problem: (said.append(problem), written.set())[1])
-    assert written.wait(60)
-    for _ in range(2):
-        result = learner.step([mine()])
-    return said, at_save, weights(learner), result.metrics.loss, ranked
+    at_save = weights(learner)
+    assert write(learner, folder, mine(pairs())) == [None]
+    return at_save, weights(learner), learner.step([mine(pairs())]).metrics.loss, ranked
 
 
 def _resume(folder: Path) -> Any:
-    learner = sharded()
+    learner = make_learner("reward_model", sharded=True)
     Checkpointer().load(learner, None, folder)
-    for _ in range(2):
-        result = learner.step([mine()])
-    return weights(learner), result.metrics.loss
+    learner.step([mine(pairs())])
+    return weights(learner), learner.step([mine(pairs())]).metrics.loss
 
 
 def test_resumed_training_is_the_training_that_went_on_and_a_ranking_is_over_all_ranks(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    said, at_save, after, loss, ranked = on_ranks(2, tmp_path, _save, folder)
+    at_save, after, loss, ranked = on_ranks(2, _save, tmp_path)
     alone = make_learner("reward_model")
     for _ in range(3):
         alone.step([pairs()])
     expected = alone.rank_pairs(pairs()[:6])  # of two ranks one has no pair
     assert (ranked.pairs, ranked.right) == (expected.pairs, expected.right) == (3, expected.right)
     assert ranked.margin == pytest.approx(expected.margin, abs=1e-4) and ranked.margin != 0
-    resumed, again = on_ranks(1, tmp_path, _resume, folder)
-    assert said == [None] and again == pytest.approx(loss, abs=1e-6)
+    resumed, again = on_ranks(1, _resume, tmp_path)
+    assert again == pytest.approx(loss, abs=1e-6)
     torch.testing.assert_close(resumed, after, atol=1e-6, rtol=0)
     assert (at_save - after).abs().max() > 1e-3
     # Both can be read apart: the policy, for the next stage, and the reward model, for export.
     policy, scorer = make_model(), RewardClassifier(make_model(), padding=None)
-    before = torch.cat([p.detach().flatten() for p in policy.parameters()])
-    load_weights(folder, scorer)
-    load_weights(folder, policy)
-    assert torch.equal(torch.cat([p.detach().flatten() for p in policy.parameters()]), before)
-    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in scorer.parameters()]), at_save)
+    before = flat(policy.parameters())
+    load_weights(tmp_path, scorer)
+    load_weights(tmp_path, policy)
+    assert torch.equal(flat(policy.parameters()), before)
+    torch.testing.assert_close(flat(scorer.parameters()), at_save)
 
 
 CHAT = [
@@ -240,11 +145,8 @@ def test_what_is_trained_is_the_classifier_that_is_written_and_the_reward_that_s
         settings = LoraConfig(rank=4)
         policy.lora = Lora(policy.model, settings, origin=str(model), compute=torch.float32, seed=0)
     scorer = RewardClassifier(policy, padding_of(str(model)))
-    with torch.no_grad():
-        for parameter in scorer.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.4)
-    scorer.save(ChatTokenizer(model), tmp_path / "rm", writer=True)
+    move(scorer, 0.4)
+    save_hf(scorer, ChatTokenizer(model), tmp_path / "rm", writer=True)
 
     rows = [encoded(model, CHAT), encoded(model, CHAT[:2])]
     blank = [np.zeros(len(row.token_ids), np.float32) for row in rows]

@@ -20,8 +20,7 @@ from rayrft.trainer.learner import Learner
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.rank import Rank
 from tests.scripted import handle
-from tests.trainer.test_learner import CPU
-from tests.trainer.test_updates import make_learner, on_policy, own_rows
+from tests.trainer.learners import CPU, make_learner, on_policy, own_rows
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ from rayrft.config.stage import UpdateConfig
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.policy import Policy
-from tests.trainer.test_learner import make_model, make_rows
-from tests.trainer.test_updates import make_learner, make_teacher
+from tests.trainer.learners import make_learner, make_model, make_rows, make_teacher, move
 
 TEMPERATURE = 0.7
 
@@ -37,13 +36,9 @@ def on_mask(rows: list[TrainRow], name: str) -> list[torch.Tensor]:
 
 def moved(name: str, pieces: dict[str, Any], update: UpdateConfig | None = None) -> tuple[Learner, Policy]:
     """A learner whose policy has moved since the stage began, and the reference that it had then."""
-    learner, reference = make_learner(name, pieces, update=update), make_model()
-    learner._temperature = TEMPERATURE
-    chance = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in learner.policy.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=chance) * 0.05)
-    return learner, reference
+    learner = make_learner(name, pieces, update=update, temperature=TEMPERATURE)
+    move(learner.policy, 0.05)
+    return learner, make_model()
 
 
 def test_own_rows_are_seen_at_the_samplers_temperature_and_expert_rows_at_1() -> None:

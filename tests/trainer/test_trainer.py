@@ -15,8 +15,8 @@ from ray.exceptions import ObjectLostError
 
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied
-from rayrft.trainer import rank as rank_module
 from rayrft.trainer.api import Mailbox, RankApi
+from rayrft.trainer.rank import Rank
 from rayrft.trainer.trainer import Ranks, Trainer
 from tests.scripted import remote
 from tests.trainer.ranks import on_ranks
@@ -73,7 +73,7 @@ def test_rank_0_listens_at_the_port_that_ray_train_tells_the_ranks(monkeypatch: 
     socket.create_connection((told["addr"], told["port"]), timeout=5).close()
 
 
-@pytest.mark.parametrize(("interface", "actor"), [(RankApi, rank_module.Rank), (Mailbox, Trainer)])
+@pytest.mark.parametrize(("interface", "actor"), [(RankApi, Rank), (Mailbox, Trainer)])
 def test_every_method_of_an_interface_has_its_signature(interface: type, actor: type) -> None:
     def signature(method: Any) -> list[inspect.Parameter | Any]:
         found = inspect.signature(method)  # Ray adds a parameter of its own to the methods of an actor's class
@@ -132,12 +132,13 @@ def train_when_rank_1_lost_its_blocks() -> Any:
             raise ObjectLostError("0" * 56, None, "")
         return []
 
-    rank_module.fetch_mini_batches = fetch  # type: ignore[attr-defined]
-    rank = object.__new__(rank_module.Rank)
+    rank = object.__new__(Rank)
     rank._index = dist.get_rank()
     rank.learner = SimpleNamespace(algorithm=None, step=lambda batches: "a step")  # type: ignore[assignment]
-    return rank.train(SimpleNamespace(shares=(0, 1)))  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rayrft.trainer.rank.fetch_mini_batches", fetch)
+        return rank.train(SimpleNamespace(shares=(0, 1)))  # type: ignore[arg-type]
 
 
-def test_no_rank_takes_a_step_if_one_lost_its_blocks(tmp_path: Path) -> None:
-    assert on_ranks(2, tmp_path, train_when_rank_1_lost_its_blocks) is None
+def test_no_rank_takes_a_step_if_one_lost_its_blocks() -> None:
+    assert on_ranks(2, train_when_rank_1_lost_its_blocks) is None

@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-from rayrft.algorithms import build, token_logprobs
-from rayrft.config.trainer import OptimizerConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError
 from rayrft.experience import Task
 from rayrft.trainer.batches import TrainRow
-from rayrft.trainer.learner import Learner
-from rayrft.trainer.model import load_policy, shard
+from rayrft.trainer.model import load_policy
 from rayrft.trainer.policy import Policy, scored_batch
 from rayrft.trainer.value_model import Critic
+from tests.algorithms.flat import token_logprobs
+from tests.trainer.learners import gradient, make_learner
 from tests.trainer.ranks import on_ranks
 
 Row = tuple[torch.Tensor, tuple[str, ...]]
@@ -119,36 +117,33 @@ def train_rows(folder: Path, tasks: list[Task]) -> list[TrainRow]:
     return rows
 
 
-def gradient(policy: Policy, rows: list[TrainRow], tokens: int) -> torch.Tensor:
-    learner = Learner(policy, micro_batch_tokens=tokens, temperature=1.0, device=torch.device("cpu"))
-    learner.open_stage(build("mix", {"mu": 0.4}), OptimizerConfig(), steps=1)
-    learner.gradient(rows)
-    found = [parameter.grad for parameter in policy.parameters()]
-    assert all(grad is not None for grad in found), "every rank must reduce the same gradients"
-    return torch.cat([getattr(grad, "full_tensor", lambda grad=grad: grad)().flatten() for grad in found])
+def step_gradient(policy: Policy, rows: list[TrainRow], tokens: int, *, sharded: bool = False) -> torch.Tensor:
+    learner = make_learner("mix", {"mu": 0.4}, policy=policy, tokens=tokens, sharded=sharded)
+    found = gradient(learner, rows)[1]
+    assert all(each.grad is not None for each in policy.parameters()), "every rank must reduce the same gradients"
+    return found
 
 
 def on_rank(folder: Path, tasks: list[Task]) -> torch.Tensor:
     """One rank has the images, and the other has none."""
     rank = torch.distributed.get_rank()
     rows = [row for row in train_rows(folder, tasks) if bool(row.images) == (rank == 0)]
-    policy = shard(make(folder), init_device_mesh("cpu", (2,)), torch.float32)
-    return gradient(policy, rows, 30)
+    return step_gradient(make(folder), rows, 30, sharded=True)
 
 
 def test_neither_micro_batches_nor_ranks_without_images_change_the_gradient(
-    tiny_vision_model: Path, squares: list[Task], tmp_path: Path
+    tiny_vision_model: Path, squares: list[Task]
 ) -> None:
     rows = train_rows(tiny_vision_model, squares)
-    whole = gradient(make(tiny_vision_model), rows, 10_000)
+    whole = step_gradient(make(tiny_vision_model), rows, 10_000)
     assert whole.norm() > 0.1
-    torch.testing.assert_close(gradient(make(tiny_vision_model), rows[::-1], 1), whole, atol=1e-5, rtol=1e-4)
-    ranks = on_ranks(2, tmp_path, on_rank, tiny_vision_model, squares)
+    torch.testing.assert_close(step_gradient(make(tiny_vision_model), rows[::-1], 1), whole, atol=1e-5, rtol=1e-4)
+    ranks = on_ranks(2, on_rank, tiny_vision_model, squares)
     torch.testing.assert_close(ranks, whole, atol=1e-5, rtol=1e-4)
 
 
 def test_a_critic_sees_the_images(tiny_vision_model: Path, squares: list[Task]) -> None:
     critic, (ids, images) = Critic(make(tiny_vision_model)), make_rows(tiny_vision_model, squares)[0]
     torch.nn.init.normal_(critic.head.weight)
-    one, other = (critic.values(scored_batch([ids], [seen]))[0] for seen in (images, squares[5].images))
+    one, other = (critic(scored_batch([ids], [seen]))[0] for seen in (images, squares[5].images))
     assert (one - other).abs().max() > 1e-2

@@ -1,0 +1,209 @@
+"""Small learners and the rows that they train on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rayrft.algorithms import build
+from rayrft.config.stage import UpdateConfig
+from rayrft.config.trainer import OptimizerConfig
+from rayrft.trainer.annotation import with_logprobs
+from rayrft.trainer.batches import TrainRow
+from rayrft.trainer.dcp import Checkpointer
+from rayrft.trainer.learner import Learner
+from rayrft.trainer.model import shard
+from rayrft.trainer.policy import Policy
+from rayrft.trainer.reward_model import RewardClassifier
+from rayrft.trainer.value_model import Critic
+
+CPU = torch.device("cpu")
+PLAIN = OptimizerConfig(lr=1e-2)
+
+
+def make_model(*, pack: bool = True) -> Policy:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    policy = Policy(Qwen3ForCausalLM(config).double())
+    assert policy.enable_fast_paths(pack=pack) is None
+    return policy
+
+
+def move(model: nn.Module, by: float, seed: int = 3) -> Any:
+    """Move the trainable parameters of a model, sharded or not, away from where they are."""
+    chance = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                change = torch.randn(parameter.shape, generator=chance) * by
+                if isinstance(parameter, DTensor):
+                    change = distribute_tensor(change.to(parameter.dtype), parameter.device_mesh, parameter.placements)
+                parameter.add_(change)
+    return model
+
+
+def make_teacher() -> Policy:
+    """A model of the policy's kind with other opinions."""
+    teacher: Policy = move(make_model(), 0.1, seed=7).requires_grad_(False)
+    return teacher
+
+
+def make_learner(
+    name: str,
+    pieces: dict[str, Any] | None = None,
+    *,
+    policy: Policy | None = None,
+    valued: Policy | None = None,
+    optimizer: OptimizerConfig = PLAIN,
+    update: UpdateConfig | None = None,
+    tokens: int = 60,
+    temperature: float = 1.0,
+    sharded: bool = False,
+    compute: torch.dtype = torch.float32,
+) -> Learner:
+    """A learner of these algorithm and models, by default small ones, with all that the algorithm needs."""
+    policy, valued, algorithm = policy or make_model(), valued or make_model(), build(name, pieces)
+    teacher = make_teacher() if "teacher" in algorithm.needs else None
+    critic = Critic(valued) if "critic" in algorithm.needs else None
+    scorer = RewardClassifier(valued, padding=None) if algorithm.trains_reward_model else None
+    if sharded:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        for model in (policy, teacher, critic, scorer):
+            if model is not None:
+                shard(model, mesh, compute)
+    if critic is not None:
+        critic.open_stage(OptimizerConfig(lr=1e-2), 10)
+    learner = Learner(policy, micro_batch_tokens=tokens, temperature=temperature, device=CPU)
+    learner.open_stage(algorithm, optimizer, 10, update, critic, teacher, scorer)
+    return learner
+
+
+def make_rows(count: int = 12) -> list[TrainRow]:
+    """Rows of very different lengths, a third of them expert rows."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for index in range(count):
+        length = int(rng.integers(4, 24))
+        mask = np.zeros(length, dtype=np.uint8)
+        mask[int(rng.integers(1, length - 1)) :] = 1
+        expert = index % 3 == 0
+        rows.append(
+            TrainRow(
+                rng.integers(0, 50, length).astype(np.int32),
+                mask,
+                (mask * rng.normal(-4, 0.3, length)).astype(np.float32),
+                (mask * (0.0 if expert else rng.normal())).astype(np.float32),
+                expert,
+                weight=1.0 + index % 2,
+            )
+        )
+    return rows
+
+
+def own_rows(count: int = 12) -> list[TrainRow]:
+    return [replace(row, expert=False, weight=1.0, reward=i / 10) for i, row in enumerate(make_rows(count))]
+
+
+def blank(row: TrainRow, **fields: Any) -> TrainRow:
+    """The row as an expert's, without advantages and log-probs of who sampled it."""
+    zeros = np.zeros(len(row.token_ids), np.float32)
+    return replace(row, logprobs=zeros, advantages=zeros, weight=1.0, expert=True, **fields)
+
+
+def labelled() -> list[TrainRow]:
+    """Labelled rows, each with a prompt of its own."""
+    made = [blank(row, chosen=number % 3 > 0) for number, row in enumerate(make_rows(10))]
+    for number, row in enumerate(made):
+        row.token_ids[0] = number
+    return made
+
+
+def pairs(count: int = 6) -> list[TrainRow]:
+    """Pairs of rows with the same prompt. No two pairs begin alike: what is computed for both of two rows is rounded
+    otherwise, for norms compute in float32."""
+    made = []
+    for number, row in enumerate(own_rows(count)):
+        start = int(row.mask.argmax())
+        row.token_ids[0] = number
+        ids = np.concatenate([row.token_ids[:start], row.token_ids[start:][::-1], row.token_ids[:2]])
+        mask = np.concatenate([row.mask, np.ones(2, np.uint8)])
+        other = blank(replace(row, token_ids=ids, mask=mask), pair=number)
+        made += [blank(row, pair=number, chosen=True), other]
+    return made
+
+
+def mine(rows: list[TrainRow]) -> list[TrainRow]:
+    """This rank's part of the rows, of which those of a pair follow each other."""
+    units = [rows[at : at + 2] for at in range(0, len(rows), 2)]
+    return [row for unit in units[dist.get_rank() :: dist.get_world_size()] for row in unit]
+
+
+def on_policy(learner: Learner, rows: list[TrainRow]) -> list[TrainRow]:
+    """The rows with the log-probs that the learner's own policy gives them, as an engine would."""
+    batches = with_logprobs(
+        learner._make_micro_batches([rows]), "proximal_logprobs", learner.policy, learner._temperature
+    )
+    found = {}
+    for micro in batches[0]:
+        assert micro.tokens.proximal_logprobs is not None
+        parts = zip(
+            micro.token_ids.split(micro.lengths), micro.tokens.proximal_logprobs.split(micro.lengths), strict=True
+        )
+        for ids, logprobs in parts:
+            found[tuple(ids.tolist())] = logprobs.numpy().astype(np.float32)
+    return [replace(row, logprobs=found[tuple(row.token_ids.tolist())]) for row in rows]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor, gathered from its shards."""
+    found: Tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return found
+
+
+def flat(tensors: Iterable[Tensor | None]) -> Tensor:
+    """All numbers of tensors, gathered from their shards."""
+    return torch.cat([whole(each).flatten() for each in tensors if each is not None])
+
+
+def weights(learner: Learner) -> Tensor:
+    return flat(learner.trained.parameters())
+
+
+def gradient_of(learner: Learner) -> Tensor:
+    return flat(parameter.grad for parameter in learner.trained.parameters())
+
+
+def gradient(learner: Learner, rows: list[TrainRow]) -> tuple[Tensor, Tensor]:
+    """All parts of the loss, which is first, and the whole gradient; both over all ranks."""
+    parts, _ = learner.gradient(rows)
+    return parts.stack(), gradient_of(learner)
+
+
+def write(learner: Learner, folder: Path, meanwhile: list[TrainRow]) -> list[str | None]:
+    """Write a checkpoint while the learner trains on; return the problems."""
+    said: list[str | None] = []
+    written = threading.Event()
+    Checkpointer().save(learner, learner.critic, folder, lambda problem: (said.append(problem), written.set())[1])
+    learner.step([meanwhile])  # what is written must not be what the policy has become
+    assert written.wait(60)
+    return said
