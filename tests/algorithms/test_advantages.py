@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rayrft.algorithms import GroupFacts, build, group_advantages
+from rayrft.algorithms.advantages import returns_to_go
 from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from tests.algorithms.flat import make_batch, on_mask
 
@@ -71,10 +72,18 @@ def test_by_hand(name: str, coefficients: Any, rewards: list[float], expected: l
     assert found.tolist() == pytest.approx(expected, abs=2e-3 if coefficients.get("baseline_tau") == 1e-3 else 1e-6)
 
 
-@pytest.mark.parametrize(("name", "lacks"), [("remax", "reward of the greedy answer"), ("gdpo", "components of the")])
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [
+        ("remax", "reward of the greedy answer"),
+        ("gdpo", "components of the"),
+        ("gigpo", "trajectory, turn and state of every step"),
+        ("process", "turn of every step"),
+    ],
+)
 def test_what_a_group_lacks_is_named(name: str, lacks: str) -> None:
     with pytest.raises(ValueError, match=f"needs the {lacks}"):
-        group_advantages.get(name).function(torch.zeros(4), GroupFacts())
+        group_advantages.get(name).function(torch.zeros(4), GroupFacts(trajectory=torch.arange(4)))
 
 
 LOOK_AT_THE_REWARD_ALONE = {"reinforce_pp", "remax", "accept"}
@@ -211,3 +220,59 @@ def test_rewards_equal_up_to_rounding_are_equal(name: str) -> None:
     sums = torch.tensor([0.7 + 0.2 + 0.1, 1.0, 1 - 2**-24], dtype=torch.float64)
     assert not build(name).group_advantages(sums, GroupFacts()).any()
     assert build(name).group_advantages(sums - torch.tensor([0.0, 0.0, 1e-4]), GroupFacts()).any()
+
+
+# Two trajectories of two steps; the first ends well. Both begin in state 7; the others are met once.
+STEPS = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+TURNS = GroupFacts(
+    trajectory=torch.tensor([5, 5, 9, 9]), turn=torch.tensor([0, 1, 0, 1]), state=torch.tensor([7, 1, 7, 2])
+)
+LONG = GroupFacts(trajectory=torch.tensor([0, 0, 0, 1]))
+PROCESS = GroupFacts(trajectory=torch.tensor([5, 5, 9, 9, 9]), turn=torch.tensor([1, 0, 0, 1, 2]))
+HALF = 0.5**0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "coefficients", "rewards", "group", "expected"),
+    [
+        # Returns 1 and 0: mean 0.5, unbiased variance 0.5; a trajectory of three steps weighs no more in the mean.
+        ("step_wise", {}, STEPS, TURNS, [HALF, HALF, -HALF, -HALF]),
+        ("step_wise", {}, torch.tensor([0.0, 0.0, 1.0, 0.0]), LONG, [HALF, HALF, HALF, -HALF]),
+        # Rewards 0, 1 and 1, 0, 1: mean 0.6, unbiased variance (2 * 0.36 + 3 * 0.16) / 4 = 0.3. In units of its root
+        # the steps are -0.6, 0.4 and 0.4, -0.6, 0.4; each gets what is to come. They may be in any order.
+        (
+            "process",
+            {},
+            torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0]),
+            PROCESS,
+            [value / 0.3**0.5 for value in (0.4, -0.2, 0.2, -0.2, 0.4)],
+        ),
+        # Trajectories, without deviation: +-0.5. Returns to go with discount 0.5: 0.5 and 1; 0 and 0. State 7: 0.5 and
+        # 0, mean 0.25: +-0.25. The others: 0. By deviations +-sqrt(0.5) for both, whatever the values.
+        (
+            "gigpo",
+            {"discount": 0.5, "step_weight": 2.0, "deviation": False},
+            STEPS,
+            TURNS,
+            [0.5 + 2 * 0.25, 0.5, -0.5 - 2 * 0.25, -0.5],
+        ),
+        ("gigpo", {}, STEPS, TURNS, [2 * HALF, HALF, -2 * HALF, -HALF]),
+        ("gigpo", {"step_weight": 0.0}, STEPS, TURNS, [HALF, HALF, -HALF, -HALF]),
+    ],
+)
+def test_of_steps_by_hand(name: str, coefficients: Any, rewards: Any, group: GroupFacts, expected: list[float]) -> None:
+    found = group_advantages.get(name).bind(coefficients)(rewards.double(), group)
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["step_wise", "process"])
+def test_without_trajectories_those_of_steps_are_grpo(name: str) -> None:
+    rewards = torch.randn(5, dtype=torch.float64)
+    steps, grpo = (group_advantages.get(each).function(rewards, GroupFacts()) for each in (name, "grpo"))
+    assert torch.equal(steps, grpo)
+
+
+def test_returns_to_go_by_hand() -> None:
+    # Trajectory 0 in turns 0, 1, 2 (given out of order): 1 + 0.5 (2 + 0.5 * 4) = 3, 2 + 0.5 * 4 = 4, 4.
+    rewards, turn = torch.tensor([4.0, 1.0, 2.0, 8.0]), torch.tensor([2, 0, 1, 0])
+    assert returns_to_go(rewards, torch.tensor([0, 0, 0, 1]), turn, 0.5).tolist() == [4.0, 3.0, 4.0, 8.0]

@@ -1,4 +1,4 @@
-"""How the terms of a loss come together: streams, their weights, and the sums for the metrics."""
+"""How the terms of a loss come together: streams, their weights and denominators, and the sums for the metrics."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rayrft.algorithms import Denominators, GroupFacts, LossParts, build, policy_losses, presets
-from tests.algorithms.flat import LOG2, leaf, make_batch, output
+from rayrft.algorithms import (
+    Denominators,
+    GroupFacts,
+    LossParts,
+    TokenBatch,
+    aggregations,
+    build,
+    count,
+    policy_losses,
+    presets,
+)
+from rayrft.algorithms.batch import keep
+from rayrft.algorithms.sft import SFTLoss, chord_phi, constant_mu, cosine_mu, nll, nll_by_probability
+from tests.algorithms.flat import LOG2, gradient, leaf, make_batch, on_mask, output, tokens, usual
 
 
 def over(policy: float = 0, expert: float = 0) -> Denominators:
@@ -30,15 +42,6 @@ def test_grpo_by_hand() -> None:
     assert parts.clipped.item() == 2
     assert parts.ratio.item() == pytest.approx(3.5)
     assert parts.logprob_gap.item() == pytest.approx(2 * LOG2)
-
-
-def test_mix_weighs_two_streams_each_over_its_own_denominator() -> None:
-    batch = make_batch([[-1.0], [0.0], [0.0]], [[2.0], [0.0], [0.0]], expert=[False, True, True])
-    logprobs = leaf([[-1.0], [-0.5], [-1.5]])
-    parts = build("mix", {"mu": 0.25}).loss(output(logprobs), batch, over(policy=1, expert=2))
-    assert parts.policy.item() == pytest.approx(-2.0)
-    assert parts.sft.item() == pytest.approx(1.0)
-    assert parts.loss.item() == pytest.approx(0.75 * -2.0 + 0.25 * 1.0)
 
 
 def test_expert_rows_never_feed_the_policy_term_and_own_rows_never_the_sft_term() -> None:
@@ -64,16 +67,22 @@ def test_the_ends_of_mix_are_grpo_and_sft_exactly(name: str, mu: float, same: st
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_mix_weighs_kl_and_entropy_with_the_policy_by_hand() -> None:
-    # Own row: policy -2, k2 of log 2, entropy 0.6; expert row: 1.5. mu = 1/4.
-    # 3/4 (-2 + 0.5 (log 2)^2 / 2 - 0.1 * 0.6) + 1/4 * 1.5
-    fields = {"reference_logprobs": [[-1.0 - LOG2], [0.0]]}
-    batch = make_batch([[-1.0], [0.0]], [[2.0], [0.0]], expert=[False, True], **fields)
+def test_mix_weighs_each_stream_over_its_own_denominator_and_kl_and_entropy_with_the_policy_by_hand() -> None:
+    # Own tokens: policy -2, k2 of log 2, mean entropy 0.6; expert rows: 0.5 and 1.5, whose reference is not looked at.
+    # mu = 1/4: 3/4 (-2 + 0.5 (log 2)^2 / 2 - 0.1 * 0.6) + 1/4 * 1
+    fields = {"reference_logprobs": [[-1.0 - LOG2] * 2, [math.nan], [math.nan]]}
+    rows, advantages = [[-1.0] * 2, [0.0], [0.0]], [[2.0] * 2, [0.0], [0.0]]
+    batch = make_batch(rows, advantages, expert=[False, True, True], **fields)
     pieces = {"mu": 0.25, "kl": "k2", "kl_coef": 0.5, "entropy": "bonus", "entropy_coef": 0.1}
-    entropy = torch.tensor([9.0, 0.6, 9.0, 9.0], dtype=torch.float64)
-    parts = build("mix", pieces).loss(output(leaf([[-1.0], [-1.5]]), entropy), batch, over(1, 1))
-    assert parts.loss.item() == pytest.approx(0.75 * (-2.0 + 0.25 * LOG2**2 - 0.06) + 0.25 * 1.5)
+    entropy = tokens([[0.4, 0.8], [9.0], [9.0]]).requires_grad_()
+    parts = build("mix", pieces).loss(
+        output(leaf([[-1.0] * 2, [-0.5], [-1.5]]), entropy), batch, Denominators(2, 1, 2, 2)
+    )
+    assert parts.loss.item() == pytest.approx(0.75 * (-2.0 + 0.25 * LOG2**2 - 0.06) + 0.25)
+    assert (parts.policy.item(), parts.sft.item(), parts.entropy.item()) == pytest.approx((-2.0, 1.0, 1.2))
     assert (parts.kl.item(), parts.entropy_term.item()) == pytest.approx((LOG2**2 / 2, -0.6))
+    [slope] = torch.autograd.grad(parts.loss, entropy)
+    assert slope.tolist() == pytest.approx([0.0, -0.0375, -0.0375, 0.0, 0.0, 0.0, 0.0])
 
 
 def test_the_weight_of_a_row_multiplies_every_loss_of_its_own() -> None:
@@ -91,13 +100,6 @@ def test_the_weight_of_a_row_multiplies_every_loss_of_its_own() -> None:
         assert parts.kl.item() == pytest.approx(LOG2**2 / 4), "what steers its coefficient is not weighed"
     rest = 0.5 * LOG2**2 / 2 - 0.1 * 0.6 + LOG2
     assert losses == pytest.approx([(5.0 * 4 + rest) / 2, (5.0 * 3.5 + 0.5 * rest) / 2])
-
-
-def test_a_correction_and_the_weight_of_a_row_multiply() -> None:
-    # The proximal policy finds the token twice as likely as the one that sampled: 2, times the row's 3, times -1.
-    batch = make_batch([[-1.0 - LOG2]], [[1.0]], weight=torch.tensor([3.0]), proximal_logprobs=[[-1.0]])
-    parts = build("grpo", {"correction": "decoupled"}).loss(output(leaf([[-1.0]])), batch, over(policy=1))
-    assert parts.loss.item() == pytest.approx(-6.0)
 
 
 @pytest.mark.parametrize("correction", ["none", "truncated"])
@@ -172,3 +174,109 @@ def test_gspo_counts_every_answer_once_whatever_its_length() -> None:
     assert loss.item() == pytest.approx(-(1 + 2) / 2)
     [found] = torch.autograd.grad(loss, logprobs)
     assert found[batch.mask].tolist() == pytest.approx([-1 / 2] + [-2 / 18] * 9)
+
+
+ROWS = usual([[0.0, 0.0, 0.0], [0.0]])
+VALUES = tokens([[1.0, 2.0, 3.0], [4.0]])
+OVER = Denominators(policy_tokens=8, policy_sequences=4).policy
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("token_mean", 10 / 8),  # (1 + 2 + 3 + 4) / 8 tokens of the whole step
+        ("sequence_mean_token_mean", (2 + 4) / 4),  # means 2 and 4, over 4 rows
+        ("sequence_mean_token_sum", (6 + 4) / 4),
+        ("constant", 10 / (4 * 100)),
+    ],
+)
+def test_aggregations_by_hand(name: str, expected: float) -> None:
+    aggregate = aggregations.get(name).bind({"constant_length": 100.0})
+    assert aggregate(VALUES, ROWS, OVER).item() == pytest.approx(expected)
+
+
+def test_denominators_count_what_each_stream_holds() -> None:
+    batch = make_batch(
+        [[0.0, 0.0], [0.0], [], [0.0, 0.0, 0.0], [0.0], [0.0]],
+        expert=[False, False, False, True, False, False],
+        pair=torch.tensor([-1, -1, -1, -1, 0, 0]),
+        chosen=torch.tensor([False, False, False, False, True, False]),
+    )
+    over = Denominators.of(count([batch, batch]))
+    assert (over.policy_tokens, over.policy_sequences) == (6, 4), "a row without an action token is none"
+    assert (over.expert_tokens, over.expert_sequences) == (6, 2)
+    assert over.pairs == 2
+
+
+def test_an_empty_stream_divides_by_one() -> None:
+    over = Denominators.of(count([]))
+    assert (over.policy.tokens, over.policy.sequences, over.expert.tokens, over.expert.sequences) == (1, 1, 1, 1)
+
+
+def test_row_sums_and_means_take_rows_in_any_order() -> None:
+    mask = torch.tensor([True, True, False, True])
+    zeros = torch.zeros(4)
+    batch = TokenBatch(mask, torch.tensor([1, 0, 1, 1]), zeros, zeros, torch.tensor([False, False]))
+    values = torch.tensor([1.0, 5.0, torch.nan, 2.0])
+    assert batch.sum(values).tolist() == [5.0, 3.0]
+    assert batch.mean(values).tolist() == [5.0, 1.5]
+    assert batch.lengths.tolist() == [1.0, 2.0]
+    assert batch.spread(torch.tensor([7.0, 8.0])).tolist() == [8.0, 7.0, 8.0, 8.0]
+
+
+def test_nothing_off_the_mask_comes_through_nor_its_gradient() -> None:
+    values = torch.tensor([1.0, torch.inf, torch.nan], requires_grad=True)
+    kept = keep(values * 2, torch.tensor([True, False, False]))
+    assert kept.tolist() == [2.0, 0.0, 0.0]
+    kept.sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [2.0, 0.0, 0.0]
+
+
+EXPERT = make_batch([[0.0, 0.0]], expert=[True]).demonstrated()
+QUARTER = [math.log(0.5), math.log(0.25)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "logprobs", "values", "slopes"),
+    [
+        (nll, [-0.5, -1.5], [0.5, 1.5], [-1.0, -1.0]),
+        # Weights 0.5 * 0.5 and 0.25 * 0.75, without gradient of their own; none where the policy is sure either way.
+        (chord_phi, QUARTER, [0.25 * math.log(2), 0.1875 * math.log(4)], [-0.25, -0.1875]),
+        (chord_phi, [-1e-9, -50.0], [0.0, 0.0], [0.0, 0.0]),
+        (nll_by_probability, QUARTER, [0.5 * math.log(2), 0.25 * math.log(4)], [-0.5, -0.25]),
+    ],
+)
+def test_losses_by_hand(loss: SFTLoss, logprobs: list[float], values: list[float], slopes: list[float]) -> None:
+    now = leaf([logprobs])
+    found = loss(now, EXPERT)
+    assert on_mask(found, EXPERT) == pytest.approx(values, abs=1e-8)
+    assert gradient(found, now, EXPERT) == pytest.approx(slopes, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("step", "mu"),
+    [(0, 0.0), (5, 0.45), (10, 0.9), (60, 0.5), (110, 0.1), (500, 0.1)],  # half way down: (0.9 + 0.1) / 2
+)
+def test_the_cosine_schedule_by_hand(step: int, mu: float) -> None:
+    found = cosine_mu(step, mu_peak=0.9, mu_valley=0.1, mu_warmup_steps=10, mu_decay_steps=100)
+    assert found == pytest.approx(mu)
+
+
+def test_a_schedule_without_decay_stands_at_its_valley() -> None:
+    assert cosine_mu(0, mu_decay_steps=0) == 0.05
+    assert constant_mu(7, mu=0.3) == 0.3
+
+
+def test_the_schedule_follows_the_steps_of_the_stage() -> None:
+    batch = make_batch([[-1.0], [0.0]], [[2.0], [0.0]], expert=[False, True])
+    algorithm = build("chord_mu", {"mu_peak": 0.5, "mu_valley": 0.1, "mu_decay_steps": 10})
+    over = Denominators(1, 1, 1, 1)
+    for step, mu in ((0, 0.5), (5, 0.3), (10, 0.1)):
+        loss = algorithm.loss(output(leaf([[-1.0], [-0.5]])), batch, over, step=step).loss
+        assert loss.item() == pytest.approx((1 - mu) * -2.0 + mu * 0.5)
+
+
+def test_a_row_counts_by_its_weight_and_the_number_of_tokens_stays_what_it_is() -> None:
+    batch = replace(make_batch([[0.0, 0.0], [0.0]], expert=[True, True]), weight=torch.tensor([0.5, 2.0]))
+    loss = build("sft").loss(output(leaf([[-1.0, -3.0], [-2.0]])), batch, Denominators(0, 0, 3, 2)).loss
+    assert loss.item() == pytest.approx((0.5 * 4.0 + 2.0 * 2.0) / 3)

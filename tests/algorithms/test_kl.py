@@ -1,16 +1,18 @@
-"""KL estimators against values worked out by hand, and against the true divergence."""
+"""KL estimators, entropy terms and their coefficients, against values worked out by hand and the true divergence."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import Denominators, build, kls
-from rayrft.algorithms.kl import k1, k1_st, k2, k3, k3_st, k3_unbiased
-from tests.algorithms.flat import LOG2, leaf, make_batch, output
+from rayrft.algorithms import Coefficients, Denominators, build, chosen_logprobs, kls
+from rayrft.algorithms.entropy import bonus, target
+from rayrft.algorithms.kl import KL, k1, k1_st, k2, k3, k3_st, k3_unbiased
+from tests.algorithms.flat import LOG2, leaf, make_batch, output, token_logprobs
 
 REFERENCE = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
 LOGPROBS = REFERENCE + torch.tensor([0.0, LOG2, -LOG2], dtype=torch.float64)
@@ -42,33 +44,27 @@ def test_k3_is_cut_where_one_token_would_own_the_step() -> None:
         assert torch.autograd.grad(found.sum(), logprobs)[0].tolist() == pytest.approx(slope)
 
 
-def test_k2_and_k3_are_never_negative() -> None:
-    torch.manual_seed(0)
-    d = torch.randn(1000, dtype=torch.float64) * 3
-    assert all((estimate(d, torch.zeros_like(d), d) >= 0).all() for estimate in (k2, k3, k3_unbiased))
-
-
 def distributions() -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     logits = torch.randn(2, 6, dtype=torch.float64)
     return logits[0].clone().requires_grad_(), logits[1].log_softmax(0)
 
 
-@pytest.mark.parametrize("estimate", [k1, k3])
-def test_k1_and_k3_have_the_kl_as_their_mean(estimate) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("estimate", "value", "slope"),
+    [(k1, 1, 0), (k2, 0, 1), (k3, 1, 0), (k1_st, 1, 1), (k3_st, 1, 1), (k3_unbiased, 1, 1)],
+)
+def test_which_estimators_have_the_kl_or_its_gradient_as_their_mean(estimate: KL, value: int, slope: int) -> None:
     logits, reference = distributions()
-    policy = logits.log_softmax(0)
+    policy, other = logits.log_softmax(0), torch.randn(6, dtype=torch.float64).log_softmax(0)
     true = (policy.exp() * (policy - reference)).sum()
-    torch.testing.assert_close((policy.exp() * estimate(policy, reference, policy.detach())).sum(), true)
-
-
-@pytest.mark.parametrize("estimate", [k2, k1_st, k3_st])
-def test_the_gradient_of_k2_has_the_gradient_of_the_kl_as_its_mean(estimate) -> None:  # type: ignore[no-untyped-def]
-    logits, reference = distributions()
-    policy = logits.log_softmax(0)
-    [true] = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
-    [found] = torch.autograd.grad((policy.detach().exp() * estimate(policy, reference, policy.detach())).sum(), logits)
-    torch.testing.assert_close(found, true)
+    [true_slope] = torch.autograd.grad(true, logits, retain_graph=True)
+    for behaviour in (policy.detach(), other):
+        found = (behaviour.exp() * estimate(policy, reference, behaviour)).sum()
+        [found_slope] = torch.autograd.grad(found, logits, retain_graph=True)
+        right = torch.allclose(found, true), torch.allclose(found_slope, true_slope)
+        # If another policy sampled, it takes the ratio to that one.
+        assert right == ((value, slope) if behaviour is not other else (estimate is k3_unbiased,) * 2)
 
 
 @pytest.mark.parametrize("name", kls)
@@ -86,18 +82,6 @@ def test_k3_with_the_ratio_to_the_behaviour_policy_by_hand() -> None:
         assert torch.autograd.grad(found, logprobs)[0].item() == pytest.approx(slope)
 
 
-def test_off_policy_only_k3_with_the_ratio_has_kl_and_gradient_as_its_mean() -> None:
-    logits, reference = distributions()
-    policy, behaviour = logits.log_softmax(0), torch.randn(6, dtype=torch.float64).log_softmax(0)
-    true = (policy.exp() * (policy - reference)).sum()
-    [slope] = torch.autograd.grad(true, logits, retain_graph=True)
-    for estimate in (k2, k3, k3_st, k3_unbiased):
-        found = (behaviour.exp() * estimate(policy, reference, behaviour)).sum()
-        [found_slope] = torch.autograd.grad(found, logits, retain_graph=True)
-        right = torch.allclose(found, true), torch.allclose(found_slope, slope)
-        assert right == ((True, True) if estimate is k3_unbiased else (False, False))
-
-
 @pytest.mark.parametrize(("kl_in", "expected"), [("loss", 3 * (LOG2 - 0.5)), ("reward", 1.5 * (3 * LOG2 - 7 / 8))])
 def test_the_ratio_of_a_kl_is_to_the_policy_that_sampled(kl_in: str, expected: float) -> None:
     # Behaviour 1/12, proximal 1/8, now 1/4. In the loss 3 k3(log 2); in the reward, which is the proximal policy's,
@@ -113,11 +97,91 @@ def test_the_ratio_of_a_kl_is_to_the_policy_that_sampled(kl_in: str, expected: f
     assert found == pytest.approx(expected)
 
 
-def test_the_kl_is_added_with_its_coefficient_over_own_tokens() -> None:
-    # Two own tokens, k2 of log 2 on each, coefficient 0.5; the expert's reference is not looked at.
-    batch = make_batch([[-1.0, -1.0], [0.0]], expert=[False, True], reference_logprobs=[[-1.0 - LOG2] * 2, [math.nan]])
-    algorithm = build("grpo", {"kl": "k2", "kl_coef": 0.5})
-    over = Denominators(policy_tokens=2, policy_sequences=1, expert_tokens=1, expert_sequences=1)
-    parts = algorithm.loss(output(leaf([[-1.0, -1.0], [-1.0]])), batch, over)
-    assert parts.kl.item() == pytest.approx(LOG2**2 / 2)
-    assert parts.loss.item() == pytest.approx(0.5 * LOG2**2 / 2)
+def test_entropy_terms_by_hand() -> None:
+    entropy = torch.tensor([0.1, 0.5], requires_grad=True)
+    assert bonus(entropy).tolist() == pytest.approx([-0.1, -0.5])
+    found = target(entropy, entropy_target=0.3)
+    assert found.tolist() == pytest.approx([0.2, 0.0])
+    assert torch.autograd.grad(found.sum(), entropy)[0].tolist() == [-1.0, 0.0]
+
+
+def test_token_logprobs_divide_by_temperature_and_shift_by_one() -> None:
+    logits = torch.tensor([[[0.0, 2 * LOG2], [0.0, 0.0]]])
+    chosen, entropy = token_logprobs(logits, torch.tensor([[0, 1]]), temperature=2.0)
+    # softmax([0, log 2]) = [1/3, 2/3]
+    assert chosen[0].tolist() == pytest.approx([0.0, math.log(2 / 3)])
+    assert entropy[0, 1].item() == pytest.approx(-(math.log(1 / 3) / 3 + 2 * math.log(2 / 3) / 3))
+
+
+def test_the_entropy_has_a_gradient_only_where_it_is_asked_for() -> None:
+    # dH/dz_i = -p_i (log p_i + H); at [1/3, 2/3] the first: -1/3 (log 1/3 + H)
+    logits = torch.tensor([[[0.0, LOG2], [0.0, 0.0]]], dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 1]])
+    assert not token_logprobs(logits, ids)[1].requires_grad
+    entropy = token_logprobs(logits, ids, entropy_gradient=True)[1].sum()
+    [grad] = torch.autograd.grad(entropy, logits)
+    assert grad[0, 0, 0].item() == pytest.approx(-(math.log(1 / 3) + entropy.item()) / 3)
+
+
+def test_a_token_that_cannot_be_drawn_counts_0_in_the_entropy_and_has_no_gradient() -> None:
+    # Probabilities 1/4, 3/4 and 0.
+    logits = torch.tensor([0.0, math.log(3.0), -math.inf], dtype=torch.float64, requires_grad=True)
+    logprob, entropy = chosen_logprobs(logits, torch.tensor(1), entropy_gradient=True)
+    assert logprob.item() == pytest.approx(math.log(0.75))
+    expected = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    assert entropy.item() == pytest.approx(expected)
+    [grad] = torch.autograd.grad(entropy, logits)  # -p (log p + H)
+    assert grad.tolist() == pytest.approx(
+        [-0.25 * (math.log(0.25) + expected), -0.75 * (math.log(0.75) + expected), 0.0]
+    )
+
+
+TARGETS = {"kl": "k3", "kl_coef": 0.1, "kl_target": 0.02, "kl_horizon": 100.0, "entropy": "bonus"}
+ALGORITHM = build("grpo", {**TARGETS, "entropy_coef": 0.01, "entropy_goal": 0.5, "entropy_step": 0.004})
+
+
+def test_coefficients_begin_as_configured_and_follow_what_was_measured() -> None:
+    start = Coefficients.of(ALGORITHM)
+    assert start.applied == ALGORITHM
+    moved = start.update(kl=0.1, entropy=0.4, sequences=10).applied
+    assert (moved.kl_coef, moved.entropy_coef) == (pytest.approx(0.102), pytest.approx(0.014))
+    assert replace(moved, kl_coef=0.1, entropy_coef=0.01) == ALGORITHM
+
+
+@pytest.mark.parametrize(
+    ("kl", "sequences", "factor"),
+    # 10 % over the target: 1 + 0.1 * 10 / 100. The error is cut at 20 %, and a step at most halves the coefficient.
+    [(0.022, 10, 1.01), (0.2, 10, 1.02), (0.0, 10, 0.98), (0.0, 240, 0.52), (0.0, 250, 0.5), (0.0, 10_000, 0.5)],
+)
+def test_the_coefficient_of_the_kl_by_hand(kl: float, sequences: int, factor: float) -> None:
+    found = Coefficients.of(ALGORITHM).update(kl=kl, entropy=0.4, sequences=sequences)
+    assert found.applied.kl_coef == pytest.approx(0.1 * factor)
+
+
+def test_the_entropy_counts_only_while_it_is_at_or_below_its_goal() -> None:
+    state = Coefficients.of(ALGORITHM)
+    # It shrinks by 0.004 at each step over the goal, not below 0, and grows again below it.
+    for entropy, coef in ((0.6, 0.0), (0.5, 0.002), (0.6, 0.0), (0.6, 0.0), (0.3, 0.004)):
+        state = state.update(kl=0.02, entropy=entropy, sequences=10)
+        assert state.applied.entropy_coef == pytest.approx(coef)
+        assert ("entropy" in state.applied.terms) == (coef > 0)
+
+
+def test_a_step_without_own_rows_says_nothing() -> None:
+    start = Coefficients.of(ALGORITHM)
+    assert start.update(kl=0.0, entropy=0.0, sequences=0) == start
+
+
+def test_fixed_coefficients_stay() -> None:
+    fixed = build("grpo", {"kl": "k3", "entropy": "bonus"})
+    assert Coefficients.of(fixed).update(kl=9.0, entropy=9.0, sequences=99).applied == fixed
+
+
+@pytest.mark.parametrize("algorithm", [ALGORITHM, build("grpo", TARGETS), build("grpo")])
+def test_what_a_checkpoint_keeps_is_all_there_is(algorithm: object) -> None:
+    start = Coefficients.of(algorithm)  # type: ignore[arg-type]
+    now = start.update(kl=0.5, entropy=0.7, sequences=10)
+    restored = start.restored(now.state())
+    assert restored.applied == now.applied
+    follow = {"kl": 0.001, "entropy": 0.1, "sequences": 4}
+    assert restored.update(**follow).applied == now.update(**follow).applied  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ Answers are eight letters. What is preferred is a number of vowels: the more the
 The policy that the pairs are sampled from rarely gets beyond, so that the reward model knows little of it: what learns
 from its scores gets better at first, and then worse while the scores still rise (Gao et al. 2022, arXiv:2210.10760).
 
-    python -m tests.trainer.learned_reward [folder]      three seeds, with controls, as a table
+    python -m tests.trainer.learned_reward [folder]      three seeds, with controls
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ import numpy as np
 import torch
 
 from rayrft.algorithms import GroupFacts, build
-from rayrft.config.trainer import OptimizerConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
 from rayrft.rewards import Transcript
 from rayrft.rewards.models import ScalarModel
 from rayrft.trainer.batches import TrainRow
-from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import save_hf
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from tests.runtime.forks import FORKS
-from tests.trainer.learning import CPU, Pupil, batches, row
+from tests.trainer.learning import Pupil, batches, known, row
 
 LETTERS, VOWELS, LENGTH, BEST = "abcdefghij", "aei", 8, 5
 Score = Callable[[list[str], list[list[int]]], list[float]]
@@ -91,13 +89,7 @@ class Tastes(Pupil):
         """Train a reward model on pairs, write it to ``folder``, and return its accuracy on other pairs."""
         scorer = RewardClassifier(self.model(), padding_of(str(self.folder)))
         scorer.copy_decoder(self.policy)
-        learner = Learner(self.policy, micro_batch_tokens=4096, temperature=1.0, device=CPU, seed=self.seed)
-        learner.open_stage(
-            build("reward_model", {"center": 0.01}),
-            OptimizerConfig(lr=1e-3, schedule="linear"),
-            steps,
-            reward_model=scorer,
-        )
+        learner = self.learner("reward_model", steps, 1e-3, "linear", pieces={"center": 0.01}, scorer=scorer)
         rows = self.pairs(self.chance.choice(self.asked, 1000).tolist(), noise=True)
         sides = [rows[at : at + 2] for at in range(0, len(rows), 2)]
         for _ in range(steps):
@@ -147,20 +139,11 @@ class Tastes(Pupil):
             answers = self.sample(asked)
             rewards = torch.tensor(reward(asked, answers)).split(size)
             advantages = torch.cat([algorithm.group_advantages(each, GroupFacts()) for each in rewards]).tolist()
-            rows = [row(self.prompt(question), ids) for question, ids in zip(asked, answers, strict=True)]
-            scored = learner.score([each.token_ids.tolist() for each in rows])
-            learner.step(
-                [
-                    [
-                        replace(
-                            each,
-                            advantages=each.mask * np.float32(advantage),
-                            logprobs=each.mask * np.array([0.0, *logprobs], np.float32),
-                        )
-                        for each, advantage, logprobs in zip(rows, advantages, scored, strict=True)
-                    ]
-                ]
+            rows = known(
+                learner, [row(self.prompt(question), ids) for question, ids in zip(asked, answers, strict=True)]
             )
+            each = zip(rows, advantages, strict=True)
+            learner.step([[replace(row, advantages=row.mask * np.float32(advantage)) for row, advantage in each]])
         self.policy.load_state_dict(start)
         return Curve(tuple(at), tuple(true), tuple(said))
 
@@ -180,20 +163,14 @@ def lesson(seed: int, folder: Path, steps: int = 40) -> tuple[float, dict[str, C
 
 
 def main(folder: Path, seeds: int = 3) -> None:
-    """Print a table: a row per seed and reward, a column per number of steps."""
+    """Print a line per seed and reward."""
     with FORKS.Pool(2) as pool:
         found = pool.starmap(lesson, [(seed, folder / str(seed)) for seed in range(seeds)], chunksize=1)
-    at = found[0][1]["true"].steps
-    print("| seed | GRPO from | " + " | ".join(map(str, at)) + " |")
-    print("|" + "---|" * (len(at) + 2))
     for seed, (accuracy, curves) in enumerate(found):
+        print(f"seed {seed}: {accuracy:.2f} of other pairs right; by steps, what is true and what the reward says")
         for name, curve in curves.items():
-            cells = [
-                f"{true:.2f} ({said:.2f})" if name == "learned" else f"{true:.2f}"
-                for true, said in zip(curve.true, curve.reward, strict=True)
-            ]
-            label = f"the reward model ({accuracy:.2f} of other pairs right)" if name == "learned" else name
-            print(f"| {seed} | {label} | " + " | ".join(cells) + " |")
+            points = zip(curve.steps, curve.true, curve.reward, strict=True)
+            print(f"  {name}: " + ", ".join(f"{at}: {true:.2f} ({said:.2f})" for at, true, said in points))
 
 
 if __name__ == "__main__":

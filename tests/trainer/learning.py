@@ -52,11 +52,11 @@ class Pupil:
     def learner(self, name: str, steps: int, lr: float, schedule: str = "constant", **settings: Any) -> Learner:
         update = UpdateConfig(**settings.pop("update", {}))
         learner = Learner(self.policy, micro_batch_tokens=2048, temperature=1.0, device=CPU, seed=self.seed)
-        algorithm, critic = build(name, settings.pop("pieces", {})), None
+        algorithm, critic, scorer = build(name, settings.pop("pieces", {})), None, settings.pop("scorer", None)
         if "critic" in algorithm.needs:
             critic = Critic(settings.pop("critic"))
             critic.open_stage(OptimizerConfig(lr=1e-3), steps)
-        learner.open_stage(algorithm, OptimizerConfig(lr=lr, schedule=schedule), steps, update, critic)
+        learner.open_stage(algorithm, OptimizerConfig(lr=lr, schedule=schedule), steps, update, critic, None, scorer)
         return learner
 
     def prompt(self, question: str) -> list[int]:
@@ -134,11 +134,7 @@ def by_ppo(school: School, steps: int, *, prompts: int = 24, answers: int = 8) -
     learner, rewards = school.learner("ppo", steps, 2e-4, critic=school.model(), update=update), []
     for _ in range(steps):
         rows = school.ask(prompts, answers)
-        scores = learner.score([each.token_ids.tolist() for each in rows])
-        sampled = [
-            replace(each, logprobs=each.mask * np.array([0.0, *score], np.float32))
-            for each, score in zip(rows, scores, strict=True)
-        ]
+        sampled = known(learner, rows)
         learner.step([sampled[0::2], sampled[1::2]])
         rewards.append(float(np.mean([each.reward for each in rows])))
     return rewards
@@ -180,6 +176,13 @@ def row(prompt: list[int], answer: list[int], **rest: Any) -> TrainRow:
     mask = np.array([0] * len(prompt) + [1] * len(answer), np.uint8)
     zeros = np.zeros(len(ids), np.float32)
     return TrainRow(ids, mask, zeros, zeros, **{"expert": False, **rest})
+
+
+def known(learner: Learner, rows: list[TrainRow]) -> list[TrainRow]:
+    """The rows with the log-probs that the policy gives them."""
+    scores = learner.score([each.token_ids.tolist() for each in rows])
+    logprobs = [np.array([0.0, *score], np.float32) for score in scores]
+    return [replace(each, logprobs=each.mask * new) for each, new in zip(rows, logprobs, strict=True)]
 
 
 def batches(rows: list[TrainRow], size: int, count: int, chance: np.random.Generator) -> Iterator[list[TrainRow]]:

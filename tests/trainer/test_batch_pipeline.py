@@ -130,10 +130,12 @@ def alike(one: dict[str, TrainRow], other: dict[str, TrainRow]) -> bool:
     )
 
 
-def test_operators_that_change_nothing_leave_the_batch_what_it_is_for_any_number_of_ranks(buffer: LocalBuffer) -> None:
+def test_operators_that_change_nothing_but_the_order_leave_the_batch_what_it_is(
+    buffer: LocalBuffer,
+) -> None:
     fill(buffer)
     before = [lease(buffer, ranks=ranks) for ranks in (1, 2, 3)]
-    after = process(before, {"name": "truncate", "max_tokens": 100}, "whole_batch")
+    after = process(before, {"name": "truncate", "max_tokens": 100}, "whole_batch", "turns_round")
     for given, made in zip(before, after, strict=True):
         assert alike(rows(given), rows(made.lease)) and made.problem is None
         assert len(made.lease.shares) == len(given.shares) and made.lease.staleness == given.staleness
@@ -160,12 +162,21 @@ def test_expert_rows_get_their_share_by_the_step_whatever_the_ranks_and_again(
     assert (stats.taken, stats.left_out) == (14, 14 - usual - expert)
 
 
-def test_a_row_that_is_left_out_counts_in_its_groups_advantages(buffer: LocalBuffer) -> None:
+@pytest.mark.parametrize(
+    "operator",
+    [
+        {"name": "expression", "where": "source = 'expert' or reward > 0.5"},
+        {"name": "mask_turns", "turns": [-1], "where": "reward < 0.5"},
+    ],
+    ids=["left out", "nothing left to train"],
+)
+def test_a_row_that_is_left_out_counts_in_its_groups_advantages(buffer: LocalBuffer, operator: dict[str, Any]) -> None:
     fill(buffer)
     given = lease(buffer)
-    [made] = process([given], {"name": "expression", "where": "source = 'expert' or reward > 0.5"})
+    [made] = process([given], operator)
     whole, kept = rows(given), rows(made.lease)
-    assert made.lease.usual_rows == 4 and all(key.endswith("/1") for key in kept if not key.startswith("90"))
+    assert (made.lease.usual_rows, made.lease.expert_rows, made.problem) == (4, 6, None)
+    assert all(key.endswith("/1") for key in kept if not key.startswith("90"))
     assert all(np.array_equal(kept[key].advantages, whole[key].advantages) for key in kept)
     assert any(row.advantages.any() for row in kept.values())
 
@@ -179,15 +190,6 @@ def test_rows_are_cut_and_rewards_stay_those_of_the_whole_answers(buffer: LocalB
     for key, row in cut.items():
         assert row.token_ids.tolist() == whole[key].token_ids[:3].tolist() and len(row.mask) == len(row.logprobs) == 3
         assert row.reward == whole[key].reward and np.array_equal(row.advantages, whole[key].advantages[:3])
-
-
-def test_a_row_of_which_nothing_is_left_to_train_is_left_out(buffer: LocalBuffer) -> None:
-    fill(buffer)
-    given = lease(buffer)
-    [made] = process([given], {"name": "mask_turns", "turns": [-1], "where": "reward < 0.5"})
-    assert made.lease.usual_rows == 4 and made.lease.expert_rows == 6 and made.problem is None
-    whole, kept = rows(given), rows(made.lease)
-    assert all(np.array_equal(kept[key].advantages, whole[key].advantages) for key in kept)
 
 
 def test_turns_are_excluded_from_the_loss(buffer: LocalBuffer) -> None:
@@ -264,13 +266,6 @@ def test_a_batch_that_operators_spoil_ends_the_run_at_once_if_that_is_wanted(buf
     fill(buffer)
     made, error = attempt([lease(buffer)], "other_tokens", on_error="stop")
     assert not made and "may only truncate token_ids" in str(error)
-
-
-def test_the_order_in_which_operators_return_rows_changes_nothing(buffer: LocalBuffer) -> None:
-    fill(buffer)
-    given = lease(buffer)
-    [made] = process([given], "turns_round")
-    assert alike(rows(given), rows(made.lease)) and made.problem is None
 
 
 def test_a_row_on_which_an_operator_raises_is_left_out_and_told(buffer: LocalBuffer) -> None:

@@ -1,4 +1,4 @@
-"""Loss and gradient do not depend on how a batch is split: micro-batches, row order, padding, ranks."""
+"""Loss and gradient: on any split of a batch into micro-batches and ranks, of every term, and in half precision."""
 
 from __future__ import annotations
 
@@ -11,14 +11,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig, TrainerConfig
 from rayrft.errors import RayrftError, RowsFailed
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.blame import device_failed, is_device_fault
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.optimizer import Optimizer
+from rayrft.trainer.policy import Policy
 from tests.errors import about
-from tests.trainer.learners import gradient, labelled, make_learner, make_model, make_rows, move, pairs, weights
+from tests.trainer.learners import (
+    gradient,
+    gradient_of,
+    labelled,
+    make_learner,
+    make_model,
+    make_rows,
+    make_teacher,
+    move,
+    own_rows,
+    pairs,
+    weights,
+)
 from tests.trainer.ranks import on_ranks
 
 MIX = {"mu": 0.3, "normalise_advantages": True, "aggregation": "sequence_mean_token_mean", "entropy": "bonus"}
@@ -182,3 +196,115 @@ def test_no_row_is_blamed_for_a_peer_that_is_gone(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(Exception, match="group") as raised:
         learner.step([rows])
     assert not isinstance(raised.value, RowsFailed)
+
+
+TEMPERATURE = 0.7
+
+
+def plain_logprobs(policy: Policy, rows: list[TrainRow], temperature: float) -> list[torch.Tensor]:
+    """Log-probs of each row's action tokens."""
+    found, own = [], policy.model.config._attn_implementation
+    policy.model.set_attn_implementation("sdpa")
+    for row in rows:
+        ids = torch.tensor(row.token_ids, dtype=torch.int64)
+        with torch.no_grad():
+            logprobs = (policy.model(ids[None, :-1]).logits[0] / temperature).log_softmax(-1)
+        found.append(logprobs.gather(1, ids[1:, None])[:, 0][torch.tensor(row.mask[1:]).bool()])
+    policy.model.set_attn_implementation(own)
+    return found
+
+
+def on_mask(rows: list[TrainRow], name: str) -> list[torch.Tensor]:
+    return [torch.tensor(getattr(row, name)[row.mask.astype(bool)], dtype=torch.float64) for row in rows]
+
+
+def moved(name: str, pieces: dict[str, Any], update: UpdateConfig | None = None) -> tuple[Learner, Policy]:
+    """A learner whose policy has moved since the stage began, and the reference that it had then."""
+    learner = make_learner(name, pieces, update=update, temperature=TEMPERATURE)
+    move(learner.policy, 0.05)
+    return learner, make_model()
+
+
+def test_own_rows_are_seen_at_the_samplers_temperature_and_expert_rows_at_1() -> None:
+    pieces = {"mu": 0.25, "kl": "k2", "kl_coef": 0.5, "correction": "decoupled", "distillation": "reverse_kl"}
+    learner, reference = moved("mix", pieces, UpdateConfig(epochs=2))
+    learner.teacher = make_teacher()
+    rows = [replace(row, weight=1.0) for row in make_rows()]
+    own, expert = [row for row in rows if not row.expert], [row for row in rows if row.expert]
+    parts, _ = learner.gradient(rows)
+
+    now, behaviour = torch.cat(plain_logprobs(learner.policy, own, TEMPERATURE)), torch.cat(on_mask(own, "logprobs"))
+    then, teacher = (torch.cat(plain_logprobs(model, own, TEMPERATURE)) for model in (reference, learner.teacher))
+    imitated = torch.cat(plain_logprobs(learner.policy, expert, 1.0))
+    weight = (now - behaviour).exp()
+    expected = {
+        "policy": -(weight * torch.cat(on_mask(own, "advantages"))).mean(),
+        "kl": ((now - then).square() / 2).mean(),
+        "distillation": (weight.clamp(max=2.0) * (now - teacher)).mean(),
+        "sft": -imitated.mean(),
+    }
+    assert then.sub(now).abs().mean() > 0.05 and weight.min() < 0.8, "the policies differ"
+    for name, value in expected.items():
+        assert getattr(parts, name).item() == pytest.approx(value.item(), abs=1e-5), name
+    total = 0.75 * (expected["policy"] + 0.5 * expected["kl"] + expected["distillation"]) + 0.25 * expected["sft"]
+    assert parts.loss.item() == pytest.approx(total.item(), abs=1e-5)
+    assert (parts.ratio / len(now)).item() == pytest.approx(1.0), "to the proximal policy, at the same temperature"
+
+
+def test_a_penalty_in_the_reward_is_of_the_proximal_policy_also_where_a_batch_has_one_update() -> None:
+    learner, reference = moved("rloo", {"kl": "k1", "kl_in": "reward", "kl_coef": 0.5, "correction": "decoupled"})
+    rows = [replace(row, expert=False, weight=1.0) for row in make_rows()]
+    parts, over = learner.gradient(rows)
+    now, then = (plain_logprobs(model, rows, TEMPERATURE) for model in (learner.policy, reference))
+    loss = torch.zeros((), dtype=torch.float64)
+    for ours, theirs, sampled, advantages in zip(
+        now, then, on_mask(rows, "logprobs"), on_mask(rows, "advantages"), strict=True
+    ):
+        to_go = (ours - theirs).flip(0).cumsum(0).flip(0)
+        loss -= ((ours - sampled).exp() * (advantages - 0.5 * to_go)).sum() / over.policy_tokens
+    assert parts.policy.item() == pytest.approx(loss.item(), abs=1e-5)
+
+
+ROW = [own_rows()[0].token_ids.tolist()]
+
+
+def learner_in(compute: torch.dtype, master: torch.dtype, *, recompute: bool = False) -> Learner:
+    policy = make_model().to(master)
+    if recompute:
+        policy.checkpoint_layers()
+    optimizer = OptimizerConfig(lr=1e-6, clip_norm=0.01)
+    return make_learner("grpo", policy=policy, optimizer=optimizer, sharded=True, compute=compute)
+
+
+def _measure() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    half, full = (learner_in(compute, torch.float32) for compute in (torch.bfloat16, torch.float32))
+    found["scores"] = half.score(ROW), full.score(ROW)
+    found["start"] = weights(half)
+    found["gradient"] = gradient(half, own_rows())[1]
+    found["norm"] = half.optimizer.clip()
+    found["clipped"] = gradient_of(half)
+    half.optimizer.step()
+    found["end"] = weights(half)
+    again = [learner_in(torch.float32, torch.float64, recompute=each) for each in (False, True)]
+    found["recomputed"] = [gradient(each, own_rows())[1] for each in again]
+    return found
+
+
+def test_in_half_precision_weights_and_sums_of_gradients_are_in_float32_and_gradients_are_clipped() -> None:
+    found = on_ranks(1, _measure)
+    half, full = (torch.tensor(each) for each in found["scores"])
+    assert 1e-4 < (half - full).abs().max() < 0.1, "the compute is not in bfloat16"
+
+    start, end, grad = found["start"], found["end"], found["gradient"]
+    assert start.dtype == grad.dtype == torch.float32
+    assert not torch.equal(grad, grad.bfloat16().float()), "the micro-batches' gradients were summed in bfloat16"
+    # A step of 1e-6 is less than bfloat16 tells from none.
+    moved = start != end
+    assert moved.float().mean() > 0.5 and (start.bfloat16() == end.bfloat16())[moved].float().mean() > 0.9
+
+    assert found["norm"] > 0.02
+    torch.testing.assert_close(found["clipped"], grad * 0.01 / found["norm"], rtol=1e-3, atol=0)
+
+    torch.testing.assert_close(*found["recomputed"], rtol=1e-9, atol=1e-12)
+    assert found["recomputed"][0].any()

@@ -92,14 +92,6 @@ def test_a_placeholder_that_the_model_says_about_an_image_is_a_token_like_any_ot
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_what_an_image_shows_changes_what_is_said_of_it(tiny_vision_model: Path, squares: list[Task]) -> None:
-    policy, (ids, images) = make(tiny_vision_model), make_rows(tiny_vision_model, squares)[0]
-    one, other = (
-        policy.output(scored_batch([ids], [seen]), temperature=1.0).logprobs for seen in (images, squares[5].images)
-    )
-    assert (one - other).abs().max() > 1e-3
-
-
 def test_a_text_model_refuses_a_row_with_images(tiny_model: Path, squares: list[Task]) -> None:
     batch = scored_batch([torch.arange(5)], [squares[0].images])
     with pytest.raises(ModelError, match=r"a row has an image, but the model takes none .*square-00000"):
@@ -142,8 +134,11 @@ def test_neither_micro_batches_nor_ranks_without_images_change_the_gradient(
     torch.testing.assert_close(ranks, whole, atol=1e-5, rtol=1e-4)
 
 
-def test_a_critic_sees_the_images(tiny_vision_model: Path, squares: list[Task]) -> None:
-    critic, (ids, images) = Critic(make(tiny_vision_model)), make_rows(tiny_vision_model, squares)[0]
+def test_policy_and_critic_see_what_an_image_shows(tiny_vision_model: Path, squares: list[Task]) -> None:
+    policy, (ids, images) = make(tiny_vision_model), make_rows(tiny_vision_model, squares)[0]
+    critic = Critic(policy)
     torch.nn.init.normal_(critic.head.weight)
-    one, other = (critic(scored_batch([ids], [seen]))[0] for seen in (images, squares[5].images))
-    assert (one - other).abs().max() > 1e-2
+    shown = [scored_batch([ids], [seen]) for seen in (images, squares[5].images)]
+    said = [policy.output(each, temperature=1.0).logprobs for each in shown]
+    valued = [critic(each)[0] for each in shown]
+    assert (said[0] - said[1]).abs().max() > 1e-3 and (valued[0] - valued[1]).abs().max() > 1e-2
