@@ -38,7 +38,6 @@ from rayrft.trainer.model import load_hf
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.reward_model import RewardClassifier
-from rayrft.trainer.value_model import Critic
 
 State = dict[str, Any]
 
@@ -88,9 +87,9 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
-    def save(self, learner: Learner, critic: Critic | None, folder: Path, done: Callable[[str | None], None]) -> None:
+    def save(self, learner: Learner, folder: Path, done: Callable[[str | None], None]) -> None:
         """Copy the state and write the copy in the background; ``done`` receives the error message, or None."""
-        state = tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True), _state(learner, critic, folder))
+        state = tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True), _state(learner, folder))
 
         def finished(future: Future[Any]) -> None:
             error = future.exception()
@@ -106,7 +105,7 @@ class Checkpointer:
         _read(state, folder, process_group=self._group)
         set_model_state_dict(policy, state[_POLICY], options=_TRAINED_ONLY)
 
-    def load(self, learner: Learner, critic: Critic | None, folder: Path) -> None:
+    def load(self, learner: Learner, folder: Path) -> None:
         """Load all state of the open stage: weights, optimisers, schedules, reference.
 
         Raises ModelError when the checkpoint is of another model, and StorageError when a file is missing or cannot be
@@ -115,9 +114,9 @@ class Checkpointer:
         self._rebase(learner.policy, folder)
         with _typed_errors(folder):
             names = _Reader(str(folder)).read_metadata().state_dict_metadata
-        state = _state(learner, critic, folder, set(names))
+        state = _state(learner, folder, set(names))
         _read(state, folder, process_group=self._group)
-        for name, (model, optimizer) in _models(learner, critic).items():
+        for name, (model, optimizer) in _models(learner).items():
             set_model_state_dict(model, state[name], options=_TRAINED_ONLY)
             if optimizer is not None and (moments := state.get(f"{name}_optimizer")) is not None:
                 set_optimizer_state_dict(model, optimizer.adam, moments)
@@ -181,18 +180,19 @@ def _typed_errors(folder: Path) -> Iterator[None]:
         raise StorageError(problem, remedy, field="checkpoint", value=str(folder)) from None
 
 
-def _models(learner: Learner, critic: Critic | None) -> dict[str, tuple[nn.Module, Optimizer | None]]:
+def _models(learner: Learner) -> dict[str, tuple[nn.Module, Optimizer | None]]:
     """Return the models with their optimisers; the policy has none where a reward model is trained."""
     models: dict[str, tuple[nn.Module, Optimizer | None]] = {_POLICY: (learner.policy, None)}
     models[_POLICY if learner.reward_model is None else _REWARD_MODEL] = (learner.trained, learner.optimizer)
+    critic = learner.critic
     return models if critic is None else {**models, "critic": (critic, critic.optimizer)}
 
 
-def _state(learner: Learner, critic: Critic | None, folder: Path, written: set[str] | None = None) -> State:
+def _state(learner: Learner, folder: Path, written: set[str] | None = None) -> State:
     """Return the state to save, or, given the names ``written`` in a checkpoint, the tensors that `load` fills."""
     state: State = {"learner": learner.state(), "base": _base(learner.policy, folder)}
     parts = None if written is None else {name.partition(".")[0] for name in written}
-    for name, (model, optimizer) in _models(learner, critic).items():
+    for name, (model, optimizer) in _models(learner).items():
         state[name] = _trained(model)
         # Before its first update an optimiser has no state, and reading it would create one.
         written_to = f"{name}_optimizer" in parts if parts is not None else optimizer and optimizer.adam.state

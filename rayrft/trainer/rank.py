@@ -78,7 +78,6 @@ class Rank(RankApi):
         self._mesh = init_device_mesh(self._device.type, (setup.config.ranks,))
         policy, self.warning = self._load(setup.model)
         """``warning``: which fast paths the model does not support, and why; None if it supports all."""
-        self._critic: Critic | None = None
         self.learner = Learner(
             self._shard(policy),
             micro_batch_tokens=setup.config.micro_batch_tokens,
@@ -92,18 +91,16 @@ class Rank(RankApi):
 
     def open_stage(self, algorithm: Algorithm, stage: StageConfig, weights: Path | None) -> None:
         # Free first, then load: the models of two stages need not fit into memory together.
-        self._critic = None
         self.learner.close_stage()
         if weights is not None:
             load_hf(self.learner.policy, str(weights))
+        critic = None
         if "critic" in algorithm.needs:
-            self._critic = self._shard(Critic(self._load(self._setup.model)[0]))  # not from the current policy
-            self._critic.open_stage(stage.critic_optimizer, stage.steps, stage.update.updates_per_step)
+            critic = self._shard(Critic(self._load(self._setup.model)[0]))  # not from the current policy
+            critic.open_stage(stage.critic_optimizer, stage.steps, stage.update.updates_per_step)
         teacher = self._make_teacher(stage.teacher) if stage.teacher else None
         reward_model = self._make_reward_model() if algorithm.trains_reward_model else None
-        self.learner.open_stage(
-            algorithm, stage.optimizer, stage.steps, stage.update, self._critic, teacher, reward_model
-        )
+        self.learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, critic, teacher, reward_model)
 
     def train(self, lease: Lease) -> StepResult | None:
         from ray.exceptions import ObjectLostError
@@ -167,11 +164,11 @@ class Rank(RankApi):
         def done(problem: str | None) -> None:
             self._setup.trainer.call(Mailbox.wrote, self._index, folder, problem)
 
-        self._checkpointer.save(self.learner, self._critic, folder, done)
+        self._checkpointer.save(self.learner, folder, done)
 
     def restore(self, folder: Path, whole: bool) -> None:
         if whole:
-            self._checkpointer.load(self.learner, self._critic, folder)
+            self._checkpointer.load(self.learner, folder)
         else:
             self._checkpointer.load_policy(self.learner.policy, folder)
 

@@ -203,7 +203,7 @@ def write(learner: Learner, folder: Path, meanwhile: list[TrainRow]) -> list[str
     """Write a checkpoint while the learner trains on; return the problems."""
     said: list[str | None] = []
     written = threading.Event()
-    Checkpointer().save(learner, learner.critic, folder, lambda problem: (said.append(problem), written.set())[1])
+    Checkpointer().save(learner, folder, lambda problem: (said.append(problem), written.set())[1])
     learner.step([meanwhile])  # what is written must not be what the policy has become
     assert written.wait(60)
     return said

@@ -52,7 +52,7 @@ def _save_and_go_on(folder: Path) -> Any:
 
 def _load_and_go_on(folder: Path) -> Any:
     learner = ready()
-    Checkpointer().load(learner, learner.critic, folder)
+    Checkpointer().load(learner, folder)
     before = everything(learner)
     for _ in range(3):
         result = learner.step([mine(own_rows())]).metrics
@@ -92,7 +92,7 @@ def _draw_and_go_on(folder: Path) -> Any:
 
 def _load_and_draw(folder: Path) -> Any:
     learner = drawing()
-    Checkpointer().load(learner, None, folder)
+    Checkpointer().load(learner, folder)
     begun = torch.get_rng_state()
     learner.rng.reseed(step=1)
     anew = torch.equal(begun, torch.get_rng_state())
@@ -147,7 +147,7 @@ def _load_what_cannot_be(folder: Path) -> list[str]:
         file.unlink()
         said.append(_refused(StorageError, make_learner("grpo"), folder))
     with pytest.raises(StorageError, match=r"\.metadata is missing"):
-        Checkpointer().load(learner, learner.critic, folder)
+        Checkpointer().load(learner, folder)
     return said
 
 
@@ -212,6 +212,6 @@ def test_whatever_goes_wrong_in_the_background_is_said(
     monkeypatch.setattr(dist, "new_group", lambda backend: None)
     said: list[str | None] = []
     checkpointer = Checkpointer()
-    checkpointer.save(make_learner("grpo"), None, Path("nowhere"), said.append)
+    checkpointer.save(make_learner("grpo"), Path("nowhere"), said.append)
     checkpointer._thread.shutdown()
     assert said == [why]

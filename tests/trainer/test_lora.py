@@ -186,7 +186,7 @@ def _write_checkpoint(model: str, base: str, run: Path) -> Any:
     checkpoints = Checkpoints(run, load_config(run / "config.yaml").checkpoint)
     folder = checkpoints.begin(3)
     assert write(learner, folder, own_rows()) == [None]
-    Checkpointer().load(other, None, folder)
+    Checkpointer().load(other, folder)
     checkpoints.commit(Progress("run", step=3))
     other.step([own_rows()])
     both = [asdict(each.step([own_rows()])) for each in (learner, other)]
@@ -232,7 +232,7 @@ def _go_on(folder: Path, begin: bool) -> Any:
         assert write(learner, folder, mine(own_rows())) == [None]
         dist.barrier()
     else:
-        Checkpointer().load(learner, learner.critic, folder)
+        Checkpointer().load(learner, folder)
         learner.step([mine(own_rows())])
     return learner.step([mine(own_rows())]), all_of(learner.policy)
 

@@ -65,7 +65,7 @@ def _save(folder: Path) -> Any:
 
 def _resume(folder: Path) -> Any:
     learner = make_learner("reward_model", sharded=True)
-    Checkpointer().load(learner, None, folder)
+    Checkpointer().load(learner, folder)
     learner.step([mine(pairs())])
     return weights(learner), learner.step([mine(pairs())]).metrics.loss
 
