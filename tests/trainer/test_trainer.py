@@ -69,6 +69,7 @@ def test_rank_0_listens_at_the_port_that_ray_train_tells_the_ranks(monkeypatch: 
     monkeypatch.setattr(WorkerGroup, "execute", lambda self, fn, **given: told.update(given))
     monkeypatch.setattr(WorkerGroup, "__len__", lambda self: 0)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True}, {"Alive": False}])
+    monkeypatch.setattr("ray.get", list)  # it would start a cluster, to wait for nothing
     TorchConfig(backend="gloo").backend_cls().on_start(workers, TorchConfig(backend="gloo"))
     socket.create_connection((told["addr"], told["port"]), timeout=5).close()
 
