@@ -166,8 +166,8 @@ class Experience:
 
     def with_fields(self, **fields: Any) -> Experience:
         """Return a copy with these fields, in an eighth of `replace`'s time. Raises TypeError for an unknown name."""
-        if unknown := fields.keys() - vars(self).keys():
-            raise TypeError(f"an experience has no {', '.join(sorted(unknown))}")
+        if not fields.keys() <= vars(self).keys():
+            raise TypeError(f"an experience has no {', '.join(sorted(fields.keys() - vars(self).keys()))}")
         copy = object.__new__(Experience)
         vars(copy).update(vars(self), **fields)
         return copy

@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from rayrft.experience import Experience, VersionSpan
+from rayrft.experience import Experience
 from rayrft.explorer.engines.exchange import INTERRUPTED, Completion, Request, Sampling, Session
-from rayrft.explorer.trajectory import Generate
+from rayrft.explorer.trajectory import Generate, action_columns
 
 log = logging.getLogger(__name__)
 
@@ -38,48 +37,47 @@ class Parking:
     begun: Sequence[Experience] = ()
 
 
+_UNBEGUN = Completion((), (), (), INTERRUPTED)
+
+
 @dataclass(frozen=True)
 class _Call:
-    """A call of the model, and what was sampled for it. ``stop_reason`` is None while it is not finished."""
+    """A call of the model, and what was sampled for it: it is not finished while the stop reason is `INTERRUPTED`."""
 
     prompt: list[int]
     images: tuple[str, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    versions: tuple[tuple[int, int, int], ...] = ()
-    stop_reason: str | None = None
+    answer: Completion = _UNBEGUN
+
+    @property
+    def finished(self) -> bool:
+        return self.answer.stop_reason != INTERRUPTED
 
     def extended(self, by: Completion) -> _Call:
-        if not self.token_ids:
-            return _Call(self.prompt, self.images, by.token_ids, by.logprobs, by.versions, by.stop_reason)
-        start, spans = len(self.token_ids), [*self.versions]
-        for first, last, version in by.versions:
-            if spans and spans[-1][2] == version:
-                spans[-1] = (spans[-1][0], start + last, version)
-            else:
-                spans.append((start + first, start + last, version))
-        return replace(
-            self,
-            token_ids=self.token_ids + by.token_ids,
-            logprobs=self.logprobs + by.logprobs,
-            versions=tuple(spans),
-            stop_reason=by.stop_reason,
-        )
+        begun, start = self.answer, len(self.answer.token_ids)
+        if start:
+            spans = [*begun.versions]
+            for first, last, version in by.versions:
+                if spans and spans[-1][2] == version:
+                    spans[-1] = (spans[-1][0], start + last, version)
+                else:
+                    spans.append((start + first, start + last, version))
+            tokens, logprobs = begun.token_ids + by.token_ids, begun.logprobs + by.logprobs
+            by = Completion(tokens, logprobs, tuple(spans), by.stop_reason)
+        return _Call(self.prompt, self.images, by)
 
     def to_experience(self, experience_id: str, group_id: str, task_id: str) -> Experience:
-        prompt, answer = len(self.prompt), len(self.token_ids)
+        token_ids = [*self.prompt, *self.answer.token_ids]
+        mask, logprobs, versions = action_columns([(len(self.prompt), self.answer)], len(token_ids))
         return Experience(
             experience_id=experience_id,
             group_id=group_id,
             task_id=task_id,
-            token_ids=np.array([*self.prompt, *self.token_ids], np.int32),
-            prompt_length=prompt,
-            action_mask=np.repeat(np.array([0, 1], np.uint8), [prompt, answer]),
-            logprobs=np.array([0.0] * prompt + [*self.logprobs], np.float32),
-            weight_versions=tuple(
-                VersionSpan(prompt + start, prompt + end, version) for start, end, version in self.versions
-            ),
-            stop_reason=self.stop_reason,
+            token_ids=np.array(token_ids, np.int32),
+            prompt_length=len(self.prompt),
+            action_mask=mask,
+            logprobs=logprobs,
+            weight_versions=versions,
+            stop_reason=self.answer.stop_reason if self.finished else None,
             images=self.images,
         )
 
@@ -87,8 +85,9 @@ class _Call:
     def of(cls, row: Experience) -> _Call:
         at = row.prompt_length
         spans = tuple((span.start - at, span.end - at, span.version) for span in row.weight_versions)
-        answer = tuple(row.token_ids[at:].tolist()), tuple(row.logprobs[at:].tolist())
-        return cls(row.token_ids[:at].tolist(), row.images, *answer, spans, row.stop_reason)
+        tokens, logprobs = tuple(row.token_ids[at:].tolist()), tuple(row.logprobs[at:].tolist())
+        answer = Completion(tokens, logprobs, spans, row.stop_reason or INTERRUPTED)
+        return cls(row.token_ids[:at].tolist(), row.images, answer)
 
 
 @dataclass
@@ -135,7 +134,8 @@ class GroupCalls:
             self._attempts[repeat].recorded[number] = _Call.of(row)
         self._interrupting = False
         self._waiting: dict[int, tuple[_Call, int, asyncio.Future[Completion]]] = {}
-        self._in_flight: set[asyncio.Future[None]] = set()
+        self._in_flight: dict[asyncio.Task[None], list[asyncio.Future[Completion]]] = {}
+        """The requests, with what waits for their answers."""
 
     @property
     def parked(self) -> bool:
@@ -165,7 +165,7 @@ class GroupCalls:
             call.to_experience(f"{group_id}/{repeat}/{number}", group_id, task_id)
             for repeat, attempt in enumerate(self._attempts)
             for number, call in sorted({**attempt.recorded, **attempt.made}.items())
-            if call.token_ids
+            if call.answer.token_ids
         ]
 
     def answered(self, repeat: int, prompt: list[int], answer: Completion) -> bool:
@@ -173,8 +173,10 @@ class GroupCalls:
         end = len(answer.token_ids)
         return any(
             call.prompt == prompt
-            and call.token_ids[:end] == answer.token_ids
-            and call.logprobs[:end] == answer.logprobs
+            and (
+                call.answer is answer
+                or (call.answer.token_ids[:end] == answer.token_ids and call.answer.logprobs[:end] == answer.logprobs)
+            )
             for call in self._attempts[repeat].made.values()
         )
 
@@ -187,8 +189,8 @@ class GroupCalls:
 
     def cancel(self) -> None:
         """Abort what is in flight."""
-        for future in self._in_flight:
-            future.cancel()
+        for request in self._in_flight:
+            request.cancel()
 
     def of(self, repeat: int) -> Generate:
         """Return the `Generate` function of one repeat."""
@@ -208,7 +210,7 @@ class GroupCalls:
                 attempt.diverged = True
                 call = _Call(prompt, images)
             attempt.made[number] = call
-            if call.stop_reason is None:
+            if not call.finished:
                 task = asyncio.current_task()
                 assert task is not None  # a coroutine is running
                 attempt.open.add(task)
@@ -218,14 +220,13 @@ class GroupCalls:
                     attempt.open.remove(task)
                     if attempt.suspended:  # once those that are cancelled with this one have ended, too
                         asyncio.get_running_loop().call_soon(attempt.park_if_idle)
-            assert call.stop_reason is not None  # it is finished
-            return Completion(call.token_ids, call.logprobs, call.versions, call.stop_reason)
+            return call.answer
 
         return generate
 
     async def _finish(self, attempt: _Attempt, repeat: int, number: int, call: _Call, max_tokens: int) -> _Call:
         """Return the call when it is finished. It never returns once the attempt is to be parked."""
-        room = max_tokens - len(call.token_ids)
+        room = max_tokens - len(call.answer.token_ids)
         budget = None if attempt.diverged else self._budget
         left = room if budget is None else min(room, budget - attempt.sampled)
         if left > 0 and not self._interrupting:
@@ -235,10 +236,10 @@ class GroupCalls:
                 request = self._request(call, 1, left, number=number, repeat=repeat)
                 [completion] = await self._engines.generate(request, [attempt.session])
             attempt.sampled += len(completion.token_ids)
-            cut = completion.stop_reason == INTERRUPTED or (completion.stop_reason == "length" and left < room)
-            call = call.extended(completion)
-            attempt.made[number] = call = replace(call, stop_reason=None) if cut else call
-            if not cut:
+            if completion.stop_reason == "length" and left < room:  # cut by the budget
+                completion = replace(completion, stop_reason=INTERRUPTED)
+            attempt.made[number] = call = call.extended(completion)
+            if call.finished:
                 return call
         attempt.suspended += 1
         try:
@@ -252,53 +253,51 @@ class GroupCalls:
         seed = self._sampling.seed
         if seed is not None:
             # A continued call must not draw the same random numbers again.
-            seed = derive_seed(seed, f"{number}/{len(call.token_ids)}" if call.token_ids else str(number)) + repeat
+            begun = len(call.answer.token_ids)
+            seed = derive_seed(seed, f"{number}/{begun}" if begun else str(number)) + repeat
         sampling = replace(self._sampling, max_tokens=max_tokens, seed=seed)
-        return Request([*call.prompt, *call.token_ids], n, sampling, call.images)
+        return Request([*call.prompt, *call.answer.token_ids], n, sampling, call.images)
 
     async def _first(self, repeat: int, call: _Call, max_tokens: int) -> Completion:
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send)  # after all repeats that are ready have run
-        self._waiting[repeat] = (call, max_tokens, loop.create_future())
-        return await self._waiting[repeat][-1]
+        answer = loop.create_future()
+        self._waiting[repeat] = (call, max_tokens, answer)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            for request, answers in self._in_flight.items():
+                if all(each.cancelled() for each in answers):  # nothing waits for it
+                    request.cancel()
+            raise
 
     def _send(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        repeats = sorted(waiting)
-        asked = [waiting[repeat][:-1] for repeat in repeats]
-        if len(repeats) == self._n and all(each == asked[0] for each in asked):
-            groups = [repeats]
-        else:
-            groups = [[repeat] for repeat in repeats]
-        for group in groups:
-            call, max_tokens, _ = waiting[group[0]]
-            request = self._request(call, len(group), max_tokens, number=1, repeat=group[0])
-            futures = {repeat: waiting[repeat][-1] for repeat in group}
-            task = asyncio.ensure_future(self._answer(futures, request))
-            self._in_flight.add(task)  # the event loop keeps only weak references
-            task.add_done_callback(self._in_flight.discard)
-            for future in futures.values():
-                future.add_done_callback(partial(_abandon, task, futures.values()))
+        waiting = [(repeat, *rest) for repeat, rest in sorted(self._waiting.items()) if not rest[-1].done()]
+        self._waiting = {}
+        merged = len(waiting) == self._n and all(each[1:3] == waiting[0][1:3] for each in waiting)
+        for group in [waiting] if merged else [[each] for each in waiting]:
+            repeat, call, max_tokens, _ = group[0]
+            request = self._request(call, len(group), max_tokens, number=1, repeat=repeat)
+            sessions = [self._attempts[each[0]].session for each in group]
+            answers = [each[-1] for each in group]
+            task = asyncio.create_task(self._answer(answers, request, sessions))
+            self._in_flight[task] = answers  # the event loop keeps only weak references
+            task.add_done_callback(self._in_flight.pop)
 
-    async def _answer(self, futures: dict[int, asyncio.Future[Completion]], request: Request) -> None:
+    async def _answer(
+        self, answers: list[asyncio.Future[Completion]], request: Request, sessions: list[Session]
+    ) -> None:
         try:
-            sessions = [self._attempts[repeat].session for repeat in futures]
             completions = await self._engines.generate(request, sessions)
         except Exception as error:  # raised in the repeats that wait for the answers
-            for future in futures.values():
-                if not future.done():
-                    future.set_exception(error)
+            for answer in answers:
+                if not answer.done():
+                    answer.set_exception(error)
         else:
-            for future, completion in zip(futures.values(), completions, strict=True):
-                if not future.done():
-                    future.set_result(completion)
-
-
-def _abandon(task: asyncio.Future[None], futures: Collection[asyncio.Future[Completion]], _: object) -> None:
-    """Abort a request when nobody waits for it any more."""
-    if all(future.cancelled() for future in futures):
-        task.cancel()
+            for answer, completion in zip(answers, completions, strict=True):
+                if not answer.done():
+                    answer.set_result(completion)
 
 
 def derive_seed(seed: int, name: str) -> int:

@@ -3,75 +3,67 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from rayrft.explorer.engines.exchange import Session
 
 
-class _Deadline:
-    """Calls ``expire`` when work has been running for so many seconds; the ``whole`` that it is part of runs with it.
+class Expired(Exception):
+    """An attempt was ended by its deadline, or that of its group."""
 
-    It runs while it was started more often than stopped: an attempt whose request waits for an engine is stopped.
+
+class GroupDeadline:
+    """The attempts of a group, which end together when its deadline is over.
+
+    One timer serves all of a group's deadlines: thousands that are set and cancelled would cost more than what they
+    guard.
     """
 
-    def __init__(
-        self, timer: _Timer, seconds: float, expire: Callable[[], object], whole: _Deadline | None = None
-    ) -> None:
-        self._timer, self._left, self._expire, self._whole = timer, seconds, expire, whole
-        self._active = 0
-        self.due = 0.0
-        """When it expires, in the event loop's time, if it is not stopped before."""
-        self.expired = False
-
-    def start(self) -> None:
-        self._active += 1
-        if self._active == 1:
-            self.due = self._timer.loop.time() + self._left
-            self._timer.add(self)
-            if self._whole is not None:
-                self._whole.start()
-
-    def stop(self) -> None:
-        self._active -= 1
-        if self._active == 0:
-            self._left = self.due - self._timer.loop.time()
-            self._timer.discard(self)
-            if self._whole is not None:
-                self._whole.stop()
-
-    def end(self) -> None:
-        if not self.expired:
-            self.expired = True
-            self._expire()
-
-
-class _Timer:
-    """One timer for all deadlines of a group: thousands that are set and cancelled would cost more than what they
-    guard."""
-
-    def __init__(self) -> None:
+    def __init__(self, seconds: float | None) -> None:
         self.loop = asyncio.get_running_loop()
         self._running = set[_Deadline]()
-        self._handle: asyncio.Handle | None = None
+        self._timer: asyncio.Handle | None = None
         self._due = math.inf
+        self.attempts = set[_AttemptDeadline]()
+        self.whole = None if seconds is None else _Deadline(self, seconds, self._end)
+
+    @property
+    def expired(self) -> bool:
+        return self.whole is not None and self.whole.expired
+
+    def attempt(self, seconds: float, session: Session) -> AbstractContextManager[None]:
+        """Cancel the current task, and raise Expired, when it has been running for so many seconds, or the group for
+        its own."""
+        task = asyncio.current_task()
+        assert task is not None  # a coroutine is running
+        deadline = _AttemptDeadline(self, seconds, task)
+        session.on_queue, session.on_dequeue = deadline.stop, deadline.start
+        return deadline
+
+    def close(self) -> None:
+        """Guard nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def add(self, deadline: _Deadline) -> None:
+        """Let a deadline run."""
         self._running.add(deadline)
         if deadline.due < self._due:
             self._set(deadline.due)
 
     def discard(self, deadline: _Deadline) -> None:
+        """Let a deadline stand still."""
         self._running.discard(deadline)
 
-    def cancel(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
+    def _end(self) -> None:
+        for attempt in self.attempts:
+            attempt.end()
 
     def _set(self, due: float) -> None:
-        self.cancel()
-        self._due, self._handle = due, self.loop.call_at(due, self._ring)
+        self.close()
+        self._due, self._timer = due, self.loop.call_at(due, self._ring)
 
     def _ring(self) -> None:
         """End what is due. What was stopped meanwhile is not, and what was started again is later."""
@@ -83,49 +75,63 @@ class _Timer:
             self._set(min(deadline.due for deadline in self._running))
 
 
-class Expired(Exception):
-    """An attempt was ended by its deadline, or that of its group."""
+class _Deadline:
+    """Calls ``expire`` when work of the group has been running for so many seconds.
+
+    It runs while it was started more often than stopped.
+    """
+
+    def __init__(self, group: GroupDeadline, seconds: float, expire: Callable[[], object]) -> None:
+        self._group, self._left, self._expire = group, seconds, expire
+        self._active = 0
+        self.due = 0.0
+        """When it expires, in the event loop's time, if it is not stopped before."""
+        self.expired = False
+
+    def start(self) -> None:
+        self._active += 1
+        if self._active == 1:
+            self.due = self._group.loop.time() + self._left
+            self._group.add(self)
+
+    def stop(self) -> None:
+        self._active -= 1
+        if self._active == 0:
+            self._left = self.due - self._group.loop.time()
+            self._group.discard(self)
+
+    def end(self) -> None:
+        if not self.expired:
+            self.expired = True
+            self._expire()
 
 
-class GroupDeadline:
-    """The attempts of a group, which end together when its deadline is over."""
+class _AttemptDeadline(_Deadline, AbstractContextManager[None]):
+    """The deadline of an attempt, inside which that of its group runs, too."""
 
-    def __init__(self, seconds: float | None) -> None:
-        self._timer = _Timer()
-        self._deadline = None if seconds is None else _Deadline(self._timer, seconds, self._expire)
-        self._attempts = set[_Deadline]()
+    def __init__(self, group: GroupDeadline, seconds: float, task: asyncio.Task[object]) -> None:
+        super().__init__(group, seconds, task.cancel)
+        self._task = task
 
-    @property
-    def expired(self) -> bool:
-        return self._deadline is not None and self._deadline.expired
+    def start(self) -> None:
+        super().start()
+        if self._active == 1 and self._group.whole is not None:
+            self._group.whole.start()
 
-    @contextlib.contextmanager
-    def attempt(self, seconds: float, session: Session) -> Iterator[None]:
-        """Cancel the current task, and raise Expired, when it has been running for so many seconds, or the group for
-        its own."""
-        if self.expired:
+    def stop(self) -> None:
+        super().stop()
+        if self._active == 0 and self._group.whole is not None:
+            self._group.whole.stop()
+
+    def __enter__(self) -> None:
+        if self._group.expired:
             raise Expired
-        task = asyncio.current_task()
-        assert task is not None  # a coroutine is running
-        deadline = _Deadline(self._timer, seconds, task.cancel, self._deadline)
-        session.on_queue, session.on_dequeue = deadline.stop, deadline.start
-        self._attempts.add(deadline)
-        deadline.start()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not deadline.expired:
-                raise
-            task.uncancel()
+        self._group.attempts.add(self)
+        self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stop()
+        self._group.attempts.discard(self)
+        if self.expired and kind is not None and issubclass(kind, asyncio.CancelledError):
+            self._task.uncancel()
             raise Expired from None
-        finally:
-            deadline.stop()
-            self._attempts.discard(deadline)
-
-    def close(self) -> None:
-        """Guard nothing any more."""
-        self._timer.cancel()
-
-    def _expire(self) -> None:
-        for deadline in self._attempts:
-            deadline.end()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import logging
 import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from rayrft.config import RunConfig
@@ -21,7 +19,7 @@ from rayrft.explorer.calls import Engines, GroupCalls, Parking, derive_seed
 from rayrft.explorer.deadlines import Expired, GroupDeadline
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.exchange import Sampling
-from rayrft.explorer.environments import EnvironmentClient, Environments
+from rayrft.explorer.environments import Environments
 from rayrft.explorer.trajectory import ContextFull, Model, PromptTooLong, Trajectory
 from rayrft.explorer.workflows import Workflow, build_workflow
 from rayrft.rewards import RewardResult, Transcript
@@ -67,11 +65,13 @@ class _BuiltRow:
     def scored(self, result: RewardResult) -> tuple[Experience, RewardResult]:
         """Return the row with the rewards of steps inside its answers, and the result: an unknown one if these cannot
         be placed."""
+        if not result.steps:
+            return self.row, result
         try:
             places = self.trajectory.step_rewards_by_token(result.steps)
         except ValueError as error:
             return self.row, RewardResult(None, result.components, f"steps: {error}", result.answer, error=True)
-        return self.row.with_fields(metrics=self.row.metrics | places) if places else self.row, result
+        return self.row.with_fields(metrics=self.row.metrics | places), result
 
 
 class BusyClock:
@@ -197,9 +197,14 @@ class Runner:
         seconds = self._config.explorer.deadline_s
         try:
             try:
-                async with self._environment(name, model.repeat) as env:
-                    with group.attempt(seconds, calls.session(repeat)):
-                        made = await self._workflow(workflow).run(task, model, env)
+                deadline = group.attempt(seconds, calls.session(repeat))
+                if self._environments is None:
+                    with deadline:
+                        made = await self._workflow(workflow).run(task, model, None)
+                else:
+                    async with self._environments.attempt(episode_seed(self._config, name, repeat)) as env:
+                        with deadline:
+                            made = await self._workflow(workflow).run(task, model, env)
             except (ContextFull, PromptTooLong) as error:
                 made = [trajectory for trajectory in model.started if trajectory.answers]
                 if not made:
@@ -231,11 +236,6 @@ class Runner:
         finally:
             calls.end(repeat)
             model.started.clear()  # model and trajectories would keep each other until garbage is collected
-
-    def _environment(self, name: str, repeat: int) -> AbstractAsyncContextManager[EnvironmentClient | None]:
-        if self._environments is None:
-            return contextlib.nullcontext()
-        return self._environments.attempt(episode_seed(self._config, name, repeat))
 
     def _failure(self, workflow: str, task: Task, reason: str, problem: str, trace: str) -> _Failure:
         """Log a failure, the first of its kind with its traceback, and return it."""

@@ -45,14 +45,12 @@ def apply_rewards(
     so all rows of that attempt are dropped.
     """
     unknown = [result.reason or "no reason given" for result in results if result.value is None]
-    lost = {row.repeat for row, result in zip(rows, results, strict=True) if result.value is None}
-    if config.on_unknown == "drop_group" and lost:
-        lost = {row.repeat for row in rows}
-    kept, penalties = list[Experience](), list[float]()
-    raw_rewards: list[float] = []
-    for row, result in zip(rows, results, strict=True):
-        if row.repeat in lost and config.on_unknown != "fallback":
-            continue
+    kept = list(zip(rows, results, strict=True))
+    if unknown and config.on_unknown != "fallback":
+        lost = {row.repeat for row, result in kept if result.value is None}
+        kept = [] if config.on_unknown == "drop_group" else [each for each in kept if each[0].repeat not in lost]
+    raw_rewards, penalties = list[float](), list[float]()
+    for row, result in kept:
         value, penalty = config.fallback if result.value is None else result.value, result.shaping
         if row.reward is None:
             value = reward_after_truncation(row.stop_reason, value, config)
@@ -60,18 +58,23 @@ def apply_rewards(
             penalty -= config.repetition_penalty * (row.stop_reason == "repetition")
         raw_rewards.append(value)
         penalties.append(penalty)
-        turns = {f"turn_reward_{turn}": reward for turn, reward in enumerate(result.turns)}
-        metrics = {**row.metrics, **turns} if turns else row.metrics
-        kept.append(row.with_fields(reward_components=result.components, error=result.reason, metrics=metrics))
     if config.length is not None:
-        lengths = length_rewards([int(row.action_mask.sum()) for row in kept], raw_rewards, config.length, step)
+        lengths = length_rewards([int(row.action_mask.sum()) for row, _ in kept], raw_rewards, config.length, step)
         # Those of a workflow are kept.
         penalties = [
             penalty + length * (row.reward is None)
-            for row, penalty, length in zip(kept, penalties, lengths, strict=True)
+            for (row, _), penalty, length in zip(kept, penalties, lengths, strict=True)
         ]
     values = [value + penalty for value, penalty in zip(raw_rewards, penalties, strict=True)]
-    kept = [row.with_fields(reward=value) for row, value in zip(kept, values, strict=True)]
+    scored = [
+        row.with_fields(
+            reward=value,
+            reward_components=result.components,
+            error=result.reason,
+            metrics=row.metrics | {f"turn_reward_{turn}": reward for turn, reward in enumerate(result.turns)},
+        )
+        for (row, result), value in zip(kept, values, strict=True)
+    ]
     report = GroupReport(
         rows=len(rows),
         reward_sum=sum(values),
@@ -80,7 +83,7 @@ def apply_rewards(
         truncated=sum(row.stop_reason in TRUNCATED for row in rows),
     )
     dropped = Counter(reward_unknown=len(rows) - len(kept)) if len(kept) < len(rows) else Counter[str]()
-    return ScoredGroup(kept, dropped, report, unknown[-1] if unknown else None, values, raw_rewards)
+    return ScoredGroup(scored, dropped, report, unknown[-1] if unknown else None, values, raw_rewards)
 
 
 def reward_after_truncation(stop_reason: str | None, value: float, config: RewardConfig) -> float:
@@ -176,6 +179,8 @@ def with_baseline(group: ScoredGroup, greedy: ScoredGroup) -> ScoredGroup:
 
 def with_failures(group: ScoredGroup, failed: Counter[str]) -> ScoredGroup:
     """Count every failed repeat as one row that was sampled and dropped."""
+    if not failed:
+        return group
     report = replace(group.report, rows=group.report.rows + failed.total())
     return replace(group, dropped=group.dropped + failed, report=report)
 

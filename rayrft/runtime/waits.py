@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -65,20 +65,17 @@ class Waits:
         self._number = 0
         self._progressed = time.monotonic()
 
-    @contextlib.contextmanager
-    def on(self, target: str, what: str | Callable[[], str], *, internal: bool = False) -> Iterator[None]:
+    def on(self, target: str, what: str | Callable[[], str], *, internal: bool = False) -> AbstractContextManager[None]:
         """Record a wait for ``what`` of ``target`` inside. ``internal``: the target is work of this actor, which waits
         in turn, so that anything the actor receives counts as progress."""
-        number = self.begin(target, what, internal=internal)
-        try:
-            yield
-        finally:
-            self.end(target, number)
+        return _OpenWait(self, target, what, internal)
 
     def begin(self, target: str, what: str | Callable[[], str], *, internal: bool = False) -> int:
         """Begin a wait; return its number, for `end`."""
         self._number += 1
-        self._targets.setdefault(target, _Target(internal)).waits[self._number] = time.monotonic(), what
+        if (entry := self._targets.get(target)) is None:
+            entry = self._targets[target] = _Target(internal)
+        entry.waits[self._number] = time.monotonic(), what
         return self._number
 
     def end(self, target: str, number: int) -> None:
@@ -103,3 +100,16 @@ class Waits:
             text = what if isinstance(what, str) else what()
             waits.append(Wait(self._waiter, target, text, len(entry.waits), now - latest))
         return WaitReport(waits, now - self._progressed)
+
+
+class _OpenWait(AbstractContextManager[None]):
+    """The context of a wait: a class, which costs less than a generator, as every group has dozens."""
+
+    def __init__(self, waits: Waits, target: str, what: str | Callable[[], str], internal: bool) -> None:
+        self._waits, self._target, self._what, self._internal = waits, target, what, internal
+
+    def __enter__(self) -> None:
+        self._number = self._waits.begin(self._target, self._what, internal=self._internal)
+
+    def __exit__(self, *_: object) -> None:
+        self._waits.end(self._target, self._number)
