@@ -72,7 +72,8 @@ class Scorer:
                 return await asyncio.gather(*(each.score(task, transcript) for transcript in transcripts))
             return [base.score_inline(each, task, transcript) for transcript in transcripts]
 
-        by_reward = await asyncio.gather(*map(score_by, several))
+        # One reward, the usual case, needs no task of its own.
+        by_reward = await asyncio.gather(*map(score_by, several)) if len(several) > 1 else [await score_by(several[0])]
         return [base.combine(parts, results) for results in zip(*by_reward, strict=True)] if parts else by_reward[0]
 
 

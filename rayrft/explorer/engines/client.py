@@ -60,7 +60,7 @@ class AnswerLengths:
         self._recent.append(lengths)
         self._added += 1
         doubled = self._added & (self._added - 1) == 0
-        if self._added >= _FEWEST and (doubled or self._added % 64 == 0):
+        if self._added >= _FEWEST and (doubled or self._added % 256 == 0):
             self._estimate()
 
     def expected(self, limit: int) -> tuple[float, float]:
