@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.schedule import Ticket
@@ -27,8 +26,6 @@ from rayrft.pipelines.run.models import open_models, running_engines
 from rayrft.rewards.scorer import DomainStats, ScoringBackend
 from rayrft.runtime.handle import Handle, TrackedHandle
 from rayrft.runtime.waits import WaitReport, Waits
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -128,20 +125,21 @@ class Explorer(TaskActor):
 
         Raises ActorDied if an engine has died, and RayrftError if too many consecutive groups fail.
         """
-        groups, algorithm = _Tasks(), stage.algorithm.build()
+        algorithm = stage.algorithm.build()
         await self._trained_rewards()
-        if not self._feed:
-            groups.start(self._end_surplus(stage))
         try:
-            while tickets := await groups.unless_failed(self._admit(stage)):
-                for ticket in tickets:
-                    groups.start(self.flow.run(stage, algorithm, ticket))
-            if self._feed:
-                return await groups.finished()
-            # After the last ticket the running groups finish, until the stage is closed.
-            await groups.unless_failed(asyncio.ensure_future(self._buffer.call(Buffer.closed)))
-        finally:
-            await groups.cancel()
+            async with asyncio.TaskGroup() as groups:
+                if not self._feed:
+                    groups.create_task(self._end_surplus(stage))
+                while tickets := await self._admit(stage):
+                    for ticket in tickets:
+                        groups.create_task(self.flow.run(stage, algorithm, ticket))
+                if not self._feed:  # after the last ticket the running groups finish, until the stage is closed
+                    await self._buffer.call(Buffer.closed)
+                    raise _Closed
+        except BaseExceptionGroup as failed:
+            if not isinstance(first := failed.exceptions[0], _Closed):
+                raise first from None
 
     async def evaluate(self, temperature: float, beside: bool = False) -> Evaluation:
         """Attempt every held-out task, as in training, on the rollout engines or, ``beside`` them, on those that only
@@ -177,10 +175,9 @@ class Explorer(TaskActor):
         with self._waits.on("rewards", "ready"):
             await self._scoring
 
-    def _admit(self, stage: StageConfig) -> asyncio.Future[list[Ticket]]:
+    def _admit(self, stage: StageConfig) -> Awaitable[list[Ticket]]:
         self._calls += 1
-        call = self._buffer.call(Buffer.admit, self._name, self._calls, stage.groups, self._feed)
-        return asyncio.ensure_future(call)
+        return self._buffer.call(Buffer.admit, self._name, self._calls, stage.groups, self._feed)
 
     def _make_pipeline(self, model: str, operators: Callable[[], Operators] | None) -> ExperiencePipeline:
         """Return the operators on experiences, which use the auxiliary models and rewards of the Explorer."""
@@ -210,39 +207,5 @@ async def explorer_timings(explorers: Sequence[Handle[Explorer]]) -> Timings:
     return Timings.of(await asyncio.gather(*(explorer.call(Explorer.timings) for explorer in explorers)))
 
 
-class _Tasks:
-    """Concurrent tasks. Nobody waits for them one by one: the first failure wakes who waits for something else."""
-
-    def __init__(self) -> None:
-        self._running: set[asyncio.Task[None]] = set()
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._running.add(task)
-        task.add_done_callback(self._end)
-
-    async def unless_failed(self, future: asyncio.Future[T]) -> T:
-        """Wait for the future; raise the error of the first task that fails before."""
-        waiting: set[asyncio.Future[Any]] = {future, self._failed}
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if self._failed.done():
-            self._failed.result()
-        return future.result()
-
-    async def finished(self) -> None:
-        """Wait until all have ended; raise the error of the first that fails."""
-        if self._running:
-            await self.unless_failed(asyncio.ensure_future(asyncio.wait(self._running)))
-
-    async def cancel(self) -> None:
-        """Cancel what is running, and wait until it has ended."""
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
-        self._failed.cancel()  # an error that nobody waited for would be logged as lost
-
-    def _end(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
-            self._failed.set_exception(error)
+class _Closed(Exception):
+    """The stage is closed: its groups in flight are abandoned."""

@@ -289,6 +289,6 @@ def test_streams_bring_every_token_once_and_in_order_until_they_are_interrupted(
         async with asyncio.timeout(20):
             await asyncio.gather(*(one(rng, requester, number) for number in range(count)))
         await until(lambda: engine.running == 0)
-        await until(lambda: not any(box._streams or box._running for box in engine._mailboxes.values()))
+        await until(lambda: not any(box._brought or box._running for box in engine._mailboxes.values()))
 
     asyncio.run(play())

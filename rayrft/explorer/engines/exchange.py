@@ -13,7 +13,7 @@ import logging
 import math
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,7 +88,7 @@ class Chunk:
 class Stream:
     """An answer on its way, at the engine: its tokens so far."""
 
-    def __init__(self, arrived: Callable[[], None]) -> None:
+    def __init__(self, arrived: Callable[[Stream], None]) -> None:
         self._arrived = arrived
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -99,7 +99,7 @@ class Stream:
         if token_ids:
             self.token_ids += token_ids
             self.logprobs += logprobs
-            self._arrived()
+            self._arrived(self)
 
     def take(self) -> Chunk:
         """Return the tokens since the last call."""
@@ -184,8 +184,7 @@ class Answering(ABC):
         for number in cancelled:
             mailbox.abort(number)
         for number, request in requests.items():
-            stream = mailbox.stream(number) if request.stream else None
-            mailbox.begin(number, request, self.generate(request, stream) if stream else self.generate(request))
+            mailbox.begin(number, request, self.generate)
         for number in interrupted:
             if (running := mailbox.running(number)) is not None:
                 await self.interrupt(running)
@@ -193,46 +192,33 @@ class Answering(ABC):
 
 
 class _Mailbox:
-    """The requests of one client, at the engine."""
+    """The requests of one client, at the engine, by the client's numbers."""
 
     def __init__(self) -> None:
-        self._running: dict[int, asyncio.Future[list[Completion]]] = {}
-        self._requests: dict[int, Request] = {}
+        self._running: dict[int, tuple[Request, asyncio.Future[list[Completion]]]] = {}
         self._finished: dict[int, Answer] = {}
-        self._streams: dict[int, Stream] = {}
-        """Those of running requests."""
-        self._brought: set[int] = set()
+        self._brought: dict[int, Stream] = {}
         """Streams with tokens that are not collected."""
         self._aborted: set[int] = set()
         """Aborted before they began, or after they had ended."""
         self._ready = asyncio.Event()
         """Set when the latest call to collect may return."""
 
-    def stream(self, number: int) -> Stream:
-        """Return the stream of a request that is about to begin."""
-
-        def arrived() -> None:
-            self._brought.add(number)
-            self._ready.set()
-
-        self._streams[number] = stream = Stream(arrived)
-        return stream
-
-    def begin(self, number: int, request: Request, answering: Coroutine[Any, Any, list[Completion]]) -> None:
+    def begin(self, number: int, request: Request, generate: Callable[..., Awaitable[list[Completion]]]) -> None:
         if number in self._aborted:
-            self._forget(number)
-            return answering.close()
-        self._requests[number] = request
-        self._running[number] = task = asyncio.ensure_future(answering)
+            return
+        stream = Stream(lambda each: self._bring(number, each)) if request.stream else None
+        task = asyncio.ensure_future(generate(request, stream) if stream else generate(request))
+        self._running[number] = request, task
         task.add_done_callback(lambda _: self._end(number))
 
     def running(self, number: int) -> Request | None:
-        return self._requests.get(number)
+        return self._running[number][0] if number in self._running else None
 
     def abort(self, number: int) -> None:
         if number in self._running:
-            self._forget(number)
-            self._running.pop(number).cancel()
+            self._brought.pop(number, None)
+            self._running.pop(number)[1].cancel()
         elif self._finished.pop(number, None) is None:
             self._aborted.add(number)
 
@@ -243,27 +229,26 @@ class _Mailbox:
             await ready.wait()
         if ready is not self._ready:
             return {}
-        finished, self._finished = self._finished, {}
-        chunks = {number: self._streams[number].take() for number in self._brought}
-        self._brought.clear()
+        chunks = {number: stream.take() for number, stream in self._brought.items()}
+        finished, self._finished, self._brought = self._finished, {}, {}
         return {**chunks, **finished}
 
-    def _end(self, number: int) -> None:
-        if number in self._running:  # else it was aborted
-            self._forget(number)
-            task = self._running.pop(number)
-            error = asyncio.CancelledError() if task.cancelled() else task.exception()
-            if error is not None and not isinstance(error, RayrftError):
-                log.error("a request failed", exc_info=error)
-                problem = f"the engine failed on the request: {type(error).__name__}: {error}"
-                error = EngineFailed(problem, "see the engine's log in the Ray dashboard", field="request")
-            self._finished[number] = error or task.result()
-            self._ready.set()
+    def _bring(self, number: int, stream: Stream) -> None:
+        self._brought[number] = stream
+        self._ready.set()
 
-    def _forget(self, number: int) -> None:
-        self._requests.pop(number, None)
-        self._streams.pop(number, None)
-        self._brought.discard(number)
+    def _end(self, number: int) -> None:
+        if number not in self._running:  # it was aborted
+            return
+        _, task = self._running.pop(number)
+        self._brought.pop(number, None)
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, RayrftError):
+            log.error("a request failed", exc_info=error)
+            problem = f"the engine failed on the request: {type(error).__name__}: {error}"
+            error = EngineFailed(problem, "see the engine's log in the Ray dashboard", field="request")
+        self._finished[number] = error or task.result()
+        self._ready.set()
 
 
 class Requester:

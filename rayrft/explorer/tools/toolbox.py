@@ -76,11 +76,8 @@ class Toolbox:
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[ToolSession]:
         """Open what one attempt calls tools by; its objects are closed in the end."""
-        session = ToolSession(self, self._objects)
-        try:
-            yield session
-        finally:
-            await session.close()
+        async with contextlib.AsyncExitStack() as lease:
+            yield ToolSession(self, self._objects, lease)
 
     async def close(self) -> None:
         """End all processes and servers."""
@@ -88,17 +85,22 @@ class Toolbox:
             self._pool.close(), self._objects.close(), *(server.close() for server in {*self._servers.values()})
         )
 
-    async def call(self, name: str, arguments: dict[str, Any], objects: _Objects) -> str:
+    async def call(self, name: str, arguments: dict[str, Any], session: ToolSession) -> str:
         """Call a tool with arguments that fit; return its result as text. Raises ToolFailed, and CallFailed."""
         limits = self.limits
         if name in self._servers:
             return shortened(await self._servers[name].call(name, arguments, limits.timeout_s), limits.characters)
         if name in self._methods:
-            return await objects.call(name, arguments, limits)
+            return await session.call_object(name, arguments)
         if name in self._async:
             return await self._await(name, arguments)
         async with self._pool.lease() as worker:
-            return await worker.call("call", name, arguments, limits.characters, deadline_s=limits.timeout_s)
+            return await self.call_in(worker, name, arguments)
+
+    async def call_in(self, worker: Worker, name: str, arguments: dict[str, Any]) -> str:
+        """Call a tool in a process."""
+        limits = self.limits
+        return await worker.call("call", name, arguments, limits.characters, deadline_s=limits.timeout_s)
 
     def warn(self, name: str, failure: ToolFailed) -> None:
         """Log the first failure of every tool: it may be the tool's own fault, of which the model alone would know."""
@@ -145,19 +147,29 @@ class Toolbox:
 
 
 class ToolSession:
-    """The calls of one attempt."""
+    """The calls of one attempt. Its objects are in one process, which is leased when the first of them is called."""
 
-    def __init__(self, toolbox: Toolbox, objects: ProcessPool) -> None:
-        self._toolbox = toolbox
-        self._objects = _Objects(objects)
+    def __init__(self, toolbox: Toolbox, pool: ProcessPool, lease: contextlib.AsyncExitStack) -> None:
+        self._toolbox, self._pool, self._lease = toolbox, pool, lease
+        self._lock = asyncio.Lock()
+        self._worker: Worker | None = None
 
     async def run(self, calls: Sequence[ToolCall | Malformed]) -> list[ToolResult]:
         """Run the calls of one answer concurrently; return their outcomes in order. Those of objects run one after
         another, and those beyond the limit not at all."""
         return await asyncio.gather(*(self._run(call, number) for number, call in enumerate(calls)))
 
-    async def close(self) -> None:
-        await self._objects.close()
+    async def call_object(self, name: str, arguments: dict[str, Any]) -> str:
+        """Call a method of an object. Raises CallFailed."""
+        async with self._lock:
+            if self._worker is None:
+                self._worker = await self._lease.enter_async_context(self._pool.lease())
+            try:
+                return await self._toolbox.call_in(self._worker, name, arguments)
+            finally:
+                if not self._worker.idle:  # the process has ended: the next call begins with fresh objects
+                    self._worker = None
+                    await self._lease.aclose()
 
     async def _run(self, call: ToolCall | Malformed, number: int) -> ToolResult:
         tools, limits = self._toolbox.tools, self._toolbox.limits
@@ -172,7 +184,7 @@ class ToolSession:
         if number >= limits.calls:
             return ToolResult(f"Error: not called, as an answer may call at most {limits.calls} tools", "failed")
         try:
-            return ToolResult(await self._toolbox.call(call.name, call.arguments, self._objects))
+            return ToolResult(await self._toolbox.call(call.name, call.arguments, self))
         except CallTimeout:
             failure = _late(limits)
         except CallFailed as error:
@@ -181,30 +193,6 @@ class ToolSession:
             failure = error
         self._toolbox.warn(call.name, failure)
         return ToolResult(shortened(f"Error: {failure}", limits.characters), failure.kind)
-
-
-class _Objects:
-    """The objects of one attempt, in one process, which is leased when the first of them is called."""
-
-    def __init__(self, pool: ProcessPool) -> None:
-        self._pool = pool
-        self._lock = asyncio.Lock()
-        self._lease = contextlib.AsyncExitStack()
-        self._worker: Worker | None = None
-
-    async def call(self, name: str, arguments: dict[str, Any], limits: ToolLimits) -> str:
-        async with self._lock:
-            if self._worker is None:
-                self._worker = await self._lease.enter_async_context(self._pool.lease())
-            try:
-                return await self._worker.call("call", name, arguments, limits.characters, deadline_s=limits.timeout_s)
-            finally:
-                if not self._worker.idle:  # it is no more: the next call begins with fresh objects
-                    await self.close()
-
-    async def close(self) -> None:
-        self._worker = None
-        await self._lease.aclose()
 
 
 _ATTEMPTS = 4096
