@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from rayrft.buffer.validation import find_faults
 from rayrft.config import RunConfig, load_config
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSetSpec
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task, from_batch
-from rayrft.explorer.engines.exchange import Answering, Completion, Request
+from rayrft.explorer.engines.exchange import Answering, Completion, Request, Session
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.explorer.explorer import Explorer
 from rayrft.rewards import RewardResult, Transcript
@@ -157,3 +159,27 @@ class Taken:
 
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: GroupReport) -> None:
         self.report, self.dropped = report, dropped
+
+
+class Speaker:
+    """Engines that say what ``says`` returns for the text of a prompt. ``asked`` are these texts; ``requests``,
+    ``sessions`` and ``sampled``, the token ids of the answers, are in the same order."""
+
+    def __init__(self, tokenizer: ChatTokenizer, says: Callable[[str], str], stop_reason: str = "stop") -> None:
+        self.tokenizer, self.says, self.stop_reason = tokenizer, says, stop_reason
+        self.asked, self.requests = list[str](), list[Request]()
+        self.sessions, self.sampled = list[Session](), list[tuple[int, ...]]()
+
+    async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
+        self.asked.append(str(self.tokenizer.hf.decode(request.prompt)))
+        self.requests.append(request)
+        self.sessions += sessions[:1]
+        said = self.tokenizer.tokens(self.says(self.asked[-1]))
+        ids = (*said, self.tokenizer.end_id)[: request.sampling.max_tokens]
+        self.sampled.append(ids)
+        return [Completion(ids, (-1.0,) * len(ids), ((0, len(ids), 0),), self.stop_reason)] * request.n
+
+
+async def full_marks(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+    """Score every answer 1."""
+    return [RewardResult(1.0, answer="x")] * len(transcripts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +13,14 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied, ConfigError, RequestRefused
 from rayrft.experience import Task
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
-from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import build_workflow, register_workflow
-from rayrft.rewards import RewardResult, Transcript
 from tests.errors import about
-from tests.explorer.scripted import config
+from tests.explorer.scripted import Speaker, config, full_marks
 
 TASK = Task.create("test", "Spell this word backward: cat", "tac", system="Spell.")
 ROOM = {"model.max_length": 400, "explorer.sampling.max_prompt_tokens": 300, "explorer.sampling.max_tokens": 60}
-
-
-class Engine:
-    """Says one thing, and remembers what it was asked in which session."""
-
-    def __init__(self, tokenizer: ChatTokenizer, says: str, error: Exception | None = None) -> None:
-        self._tokenizer, self._says, self._error = tokenizer, says, error
-        self.asked: list[tuple[str, Request, Session]] = []
-
-    async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
-        if self._error is not None:
-            raise self._error
-        self.asked.append((str(self._tokenizer.hf.decode(request.prompt)), request, sessions[0]))
-        ids = tuple(self._tokenizer.response(self._says))
-        return [Completion(ids, (-1.0,) * len(ids), ((0, len(ids), 0),), "stop")] * request.n
 
 
 @register_workflow("asks_the_judge")
@@ -55,19 +37,20 @@ class AsksTheJudge:
         return trajectory
 
 
-async def run(
-    model: Path, name: str, judge: Engine, options: dict[str, Any], n: int = 2, **described: Any
-) -> tuple[Rollout, Engine]:
-    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        return [RewardResult(1.0)] * len(transcripts)
+def speaker(tokenizer: ChatTokenizer, says: str) -> Speaker:
+    return Speaker(tokenizer, lambda _: says)
 
+
+async def run(
+    model: Path, name: str, judge: Speaker, options: dict[str, Any], n: int = 2, **described: Any
+) -> tuple[Rollout, Speaker]:
     tokenizer = ChatTokenizer(model)
     known = {"judge": {"model": str(model), "max_tokens": 7, "temperature": 0.5, **described}}
     workflow = {"explorer.workflow": name, "explorer.workflow_options": {name: options}}
     settings = config(**{**ROOM, "auxiliary": known, **workflow})
-    policy = Engine(tokenizer, "dog")
+    policy = speaker(tokenizer, "dog")
     served = {"judge": AuxiliaryModel("judge", settings.auxiliary["judge"], tokenizer, judge.generate)}
-    rollout = await Runner(settings, tokenizer, policy, score, served).run(TASK, "group", n, 1.0)
+    rollout = await Runner(settings, tokenizer, policy, full_marks, served).run(TASK, "group", n, 1.0)
     return rollout, policy
 
 
@@ -79,14 +62,14 @@ def tokenizer(tiny_model: Path) -> ChatTokenizer:
 async def test_a_simulated_user_sees_the_conversation_and_its_words_are_observed(
     tiny_model: Path, tokenizer: ChatTokenizer
 ) -> None:
-    user = Engine(tokenizer, "bird")
+    user = speaker(tokenizer, "bird")
     options = {"user": "judge", "turns": 2, "prompt": "word\n{conversation}\nhorse"}
     rollout, policy = await run(tiny_model, "user_simulator", user, options, n=1)
     [row] = rollout.rows
     assert [turn["content"] for turn in row.turns][1:] == [TASK.question, "dog", "bird", "dog", "bird", "dog"]
     assert [turn["role"] for turn in row.turns][1:] == ["user", "assistant"] * 3
-    assert "bird" in policy.asked[1][0]
-    said, _, _ = user.asked[1]
+    assert "bird" in policy.asked[1]
+    said = user.asked[1]
     assert said.index("word") < said.index("cat") < said.index("dog") < said.index("bird") < said.index("horse")
     assert "Spell." not in said, "what the system says to the assistant"
     answers = 3 * len(tokenizer.response("dog"))
@@ -96,10 +79,10 @@ async def test_a_simulated_user_sees_the_conversation_and_its_words_are_observed
 async def test_a_call_is_sampled_as_the_config_says_unless_it_says_otherwise(
     tiny_model: Path, tokenizer: ChatTokenizer
 ) -> None:
-    judge = Engine(tokenizer, "tac")
+    judge = speaker(tokenizer, "tac")
     rollout, _ = await run(tiny_model, "asks_the_judge", judge, {"max_tokens": 3, "temperature": 0.0}, n=1)
     assert [row.reward for row in rollout.rows] == [1.0]
-    (_, told, _), (_, default, _) = judge.asked
+    told, default = judge.requests
     assert (told.sampling.max_tokens, told.sampling.temperature) == (3, 0.0)
     assert (default.sampling.max_tokens, default.sampling.temperature) == (7, 0.5)
     assert told.sampling.stop_token_ids == tokenizer.stop_ids
@@ -108,19 +91,19 @@ async def test_a_call_is_sampled_as_the_config_says_unless_it_says_otherwise(
 async def test_an_attempt_keeps_its_engine_and_every_call_has_a_seed_of_its_own(
     tiny_model: Path, tokenizer: ChatTokenizer
 ) -> None:
-    judges = [Engine(tokenizer, "tac") for _ in range(2)]
+    judges = [speaker(tokenizer, "tac") for _ in range(2)]
     for judge in judges:
         await run(tiny_model, "asks_the_judge", judge, {})
-    sessions = [id(session) for _, _, session in judges[0].asked]
+    sessions = [id(session) for session in judges[0].sessions]
     assert len(set(sessions)) == 2 and len(sessions) == 4
-    seeds = [[request.sampling.seed for _, request, _ in judge.asked] for judge in judges]
+    seeds = [[request.sampling.seed for request in judge.requests] for judge in judges]
     assert seeds[0] == seeds[1] and len(set(seeds[0])) == 4
 
 
 async def test_a_prompt_without_room_for_an_answer_fails_the_attempt(
     tiny_model: Path, tokenizer: ChatTokenizer
 ) -> None:
-    judge = Engine(tokenizer, "tac")
+    judge = speaker(tokenizer, "tac")
     rollout, _ = await run(tiny_model, "asks_the_judge", judge, {"question": "cat horse bird"}, max_length=8)
     assert rollout.failed == {"workflow_error": 2} and "auxiliary.judge.max_length" in str(rollout.problem)
     model = AuxiliaryModel("judge", AuxiliaryConfig(model="m", max_length=8), tokenizer, judge.generate)
@@ -132,9 +115,11 @@ async def test_a_prompt_without_room_for_an_answer_fails_the_attempt(
 async def test_a_dead_engine_of_an_auxiliary_model_ends_the_run_with_its_name(
     tiny_model: Path, tokenizer: ChatTokenizer
 ) -> None:
-    judge = Engine(tokenizer, "", ActorDied("the engine failed to answer", field="auxiliary-judge-0"))
+    def dies(_: str) -> str:
+        raise ActorDied("the engine failed to answer", field="auxiliary-judge-0")
+
     with pytest.raises(ActorDied, check=about("auxiliary-judge-0")):
-        await run(tiny_model, "asks_the_judge", judge, {})
+        await run(tiny_model, "asks_the_judge", Speaker(tokenizer, dies), {})
 
 
 async def test_a_name_that_is_none_of_the_config_is_told_with_the_nearest(

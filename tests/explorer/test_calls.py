@@ -172,30 +172,27 @@ async def test_an_attempt_is_parked_when_none_of_its_concurrent_calls_goes_on() 
     assert {row.experience_id: row.stop_reason for row in rows} == {"group/0/1": "stop", "group/0/2": None}
 
 
-async def test_an_attempt_whose_deadline_is_over_is_not_parked_for_its_suspended_call() -> None:
+async def one_is_suspended(n: int = 1) -> tuple[GroupCalls, list[asyncio.Future[Completion]]]:
+    """Two open calls of attempt 0: one is sampled, and the other has spent the budget."""
     model = Model([9])
     model.slow[2] = asyncio.Event()
-    calls = GroupCalls(model, 1, COMMON, Parking(5))
-    generate = calls.of(0)
+    calls = GroupCalls(model, n, COMMON, Parking(5))
+    opened = [asyncio.ensure_future(calls.of(0)([prompt], 50, ())) for prompt in (2, 1)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return calls, opened
 
-    async def work() -> None:
-        await asyncio.gather(*(generate([prompt], 50, ()) for prompt in (2, 1)))
 
-    task = asyncio.ensure_future(work())
-    await model.asked.wait()
-    await asyncio.sleep(0)
-    task.cancel()  # one call is suspended, and one is sampled
-    await asyncio.wait({task})
+async def test_an_attempt_whose_deadline_is_over_is_not_parked_for_its_suspended_call() -> None:
+    calls, opened = await one_is_suspended()
+    work = asyncio.gather(*opened, return_exceptions=True)
+    work.cancel()
+    await asyncio.wait(opened)
     assert not calls.parked
 
 
 async def test_a_suspended_call_that_is_given_up_does_not_park_the_one_that_goes_on() -> None:
-    model = Model([9])
-    model.slow[2] = asyncio.Event()
-    calls = GroupCalls(model, 1, COMMON, Parking(5))
-    goes_on, suspended = (asyncio.ensure_future(calls.of(0)([prompt], 50, ())) for prompt in (2, 1))
-    for _ in range(10):  # one is sampled, and the other has spent the budget
-        await asyncio.sleep(0)
+    calls, (goes_on, suspended) = await one_is_suspended()
     suspended.cancel()
     await asyncio.wait({suspended})
     await asyncio.sleep(0)
@@ -204,12 +201,7 @@ async def test_a_suspended_call_that_is_given_up_does_not_park_the_one_that_goes
 
 
 async def test_an_attempt_that_has_ended_makes_no_calls() -> None:
-    model = Model([9])
-    model.slow[2] = asyncio.Event()
-    calls = GroupCalls(model, 2, COMMON, Parking(5))
-    opened = [asyncio.ensure_future(calls.of(0)([prompt], 50, ())) for prompt in (2, 1)]
-    for _ in range(10):  # one is sampled, and the other has spent the budget
-        await asyncio.sleep(0)
+    calls, opened = await one_is_suspended(n=2)
     calls.end(0)
     await asyncio.wait(opened)
     assert all(each.cancelled() for each in opened) and not calls.parked

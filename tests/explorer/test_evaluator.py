@@ -12,24 +12,20 @@ import pytest
 from rayrft.benchmark.worker import open_attempts, read_attempts, to_line
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ActorDied
-from rayrft.experience import Task
 from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.evaluation import Attempt, measure
 from rayrft.explorer.evaluator import Evaluator
 from rayrft.explorer.rollout import Runner
-from rayrft.rewards import RewardResult, Transcript
 from tests.errors import about
-from tests.explorer.scripted import config, spelling
+from tests.explorer.scripted import config, full_marks, spelling
 from tests.explorer.test_rollout import Engines, troubled
-
-
-async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-    return [RewardResult(1.0, answer="x") for _ in transcripts]
 
 
 def evaluator(tiny_model: Path, engines: Any, max_tokens: int | None = None, **overrides: Any) -> Evaluator:
     settings = config(**overrides)
-    return Evaluator(settings, Runner(settings, ChatTokenizer(tiny_model), engines, score).beside(engines, max_tokens))
+    return Evaluator(
+        settings, Runner(settings, ChatTokenizer(tiny_model), engines, full_marks).beside(engines, max_tokens)
+    )
 
 
 async def test_what_was_done_is_not_attempted_again_and_answers_are_as_long_as_asked_for(tiny_model: Path) -> None:

@@ -16,8 +16,7 @@ from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.rollout import Runner
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
-from rayrft.rewards import RewardResult, Transcript
-from tests.explorer.scripted import config
+from tests.explorer.scripted import config, full_marks
 
 Shown = tuple[Experience, "Engines", ChatTokenizer]
 
@@ -57,9 +56,6 @@ class Engines:
 
 @pytest.fixture
 async def shown(tiny_vision_model: Path, squares: list[Task], tmp_path: Path) -> Shown:
-    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        return [RewardResult(1.0)] * len(transcripts)
-
     settings = config(
         **{
             "storage": str(tmp_path),
@@ -70,7 +66,7 @@ async def shown(tiny_vision_model: Path, squares: list[Task], tmp_path: Path) ->
     )
     tokenizer = ChatTokenizer(tiny_vision_model)
     engines = Engines(tokenizer)
-    rollout = await Runner(settings, tokenizer, engines, score).run(squares[0], "group", 1, 1.0)
+    rollout = await Runner(settings, tokenizer, engines, full_marks).run(squares[0], "group", 1, 1.0)
     [row] = rollout.rows
     return row, engines, tokenizer
 
@@ -98,11 +94,8 @@ async def test_an_answer_with_the_token_of_an_image_is_the_last_one(
     engines = Engines(tokenizer)
     engines.answer = (tokenizer.images.token_id, *engines.answer)
 
-    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        return [RewardResult(1.0)] * len(transcripts)
-
     settings = config(**{"storage": str(tmp_path), "explorer.workflow": "slides", "model.max_length": 220})
-    [row] = (await Runner(settings, tokenizer, engines, score).run(squares[0], "group", 1, 1.0)).rows
+    [row] = (await Runner(settings, tokenizer, engines, full_marks).run(squares[0], "group", 1, 1.0)).rows
     assert len(engines.requests) == 1 and row.stop_reason == "length" and len(row.images) == 1
 
 

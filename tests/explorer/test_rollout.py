@@ -16,7 +16,7 @@ import pytest
 
 from rayrft.config.explorer import RepetitionConfig
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ActorDied, ConfigError, RequestRefused
+from rayrft.errors import ConfigError, RequestRefused
 from rayrft.experience import Experience, Task, rewards_by_token
 from rayrft.explorer.calls import GroupCalls
 from rayrft.explorer.engines.exchange import Completion, Request, Sampling, Session
@@ -27,7 +27,7 @@ from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
 from rayrft.rewards import RewardResult, StepReward, Transcript
 from tests.errors import about
-from tests.explorer.scripted import config
+from tests.explorer.scripted import config, full_marks
 
 TASK = Task.create("test", "Spell this word backward: horse", "x")
 
@@ -94,8 +94,6 @@ class Troubled:
                 trajectory.reward("good")  # type: ignore[arg-type]
             case "refused":
                 raise RequestRefused("too long", field="request")
-            case "dead engine":
-                raise ActorDied("gone", field="engine-0")
             case "observes a library":
                 await trajectory.act()
                 trajectory.observe("x" * 1_000_000)
@@ -138,10 +136,7 @@ class Troubled:
 
 
 async def run(tiny_model: Path, engines: Engines, n: int = 2, task: Task = TASK, **overrides: Any) -> Rollout:
-    async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        return [RewardResult(1.0)] * len(transcripts)
-
-    runner = Runner(config(**overrides), ChatTokenizer(tiny_model), engines, score)
+    runner = Runner(config(**overrides), ChatTokenizer(tiny_model), engines, full_marks)
     return await runner.run(task, "group", n, 1.0)
 
 
@@ -387,11 +382,6 @@ async def test_rewards_of_steps_of_another_text_than_the_tokens_say_are_unknown(
     assert told.value is None and told.error and "do not begin with the first 2 characters" in str(told.reason)
     assert kept.value == 1.0 and list(rewards_by_token(rollout.rows[1].metrics).values()) == [1.0]
     assert rewards_by_token(rollout.rows[0].metrics) == {}
-
-
-async def test_a_dead_engine_is_no_mistake_of_the_workflow(tiny_model: Path) -> None:
-    with pytest.raises(ActorDied, check=about("engine-0")):
-        await run(tiny_model, Engines(), **troubled("dead engine"))
 
 
 async def test_a_trajectory_without_room_ends_with_what_it_has(tiny_model: Path) -> None:

@@ -75,11 +75,6 @@ def test_an_unknown_reward_is_not_zero(policy: Any, kept: int, dropped: dict[str
         assert group.rows[1].error == UNKNOWN.reason
 
 
-@pytest.mark.parametrize(("worth", "earned"), [(1.0, 0.0), (-1.0, -1.0)])
-def test_an_answer_is_not_paid_for_being_cut(worth: float, earned: float) -> None:
-    assert score(rows("length"), [RewardResult(worth)], config()).rewards == [earned]
-
-
 def test_the_unknown_reward_of_an_answer_that_was_cut_is_unknown() -> None:
     group = score(rows("stop", "length"), [RewardResult(1.0), UNKNOWN], config())
     assert group.rewards == [1.0] and group.dropped == {"reward_unknown": 1} and group.unknown == UNKNOWN.reason
@@ -99,10 +94,11 @@ def test_a_trajectory_of_several_rows_is_dropped_whole_where_one_is_unknown() ->
     assert len(score(parts, results, config(on_unknown="fallback")).rows) == 4
 
 
-def test_an_answer_without_its_end_earns_nothing_unless_asked_for() -> None:
-    results = [RewardResult(1.0), RewardResult(1.0)]
-    assert score(rows("stop", "length"), results, config()).rewards == [1.0, 0.0]
-    assert score(rows("stop", "length"), results, config(truncated="score")).rewards == [1.0, 1.0]
+@pytest.mark.parametrize(("worth", "earned"), [(1.0, 0.0), (-1.0, -1.0)])
+def test_an_answer_without_its_end_earns_nothing_unless_asked_for(worth: float, earned: float) -> None:
+    results = [RewardResult(worth), RewardResult(worth)]
+    assert score(rows("stop", "length"), results, config()).rewards == [worth, earned]
+    assert score(rows("stop", "length"), results, config(truncated="score")).rewards == [worth, worth]
 
 
 def test_a_reward_that_the_workflow_gave_stays() -> None:

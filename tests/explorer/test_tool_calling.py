@@ -14,14 +14,13 @@ import pytest
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task
-from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.explorer.tools.base import function_tool
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.trainer.tiny import make_tokenizer
 from tests.data.expert_data import jsonl, load
 from tests.explorer.sample_tools import multiply
-from tests.explorer.scripted import config
+from tests.explorer.scripted import Speaker, config
 
 HERE = "tests.explorer.sample_tools"
 TASK = Task.create("test", "What is 6 times 7?", "42")
@@ -83,21 +82,6 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Speaker:
-    """An engine that gives these answers, one after another; ``prompts`` are the requests' token ids."""
-
-    def __init__(self, tokenizer: ChatTokenizer, answers: Iterator[str], stop_reason: str = "stop") -> None:
-        self.tokenizer, self.answers, self.stop_reason = tokenizer, answers, stop_reason
-        self.prompts: list[list[int]] = []
-        self.sampled: list[tuple[int, ...]] = []
-
-    async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
-        self.prompts.append(list(request.prompt))
-        ids = tuple(self.tokenizer.response(next(self.answers)))[: request.sampling.max_tokens]
-        self.sampled.append(ids)
-        return [Completion(ids, (-1.0,) * len(ids), ((0, len(ids), 0),), self.stop_reason)]
-
-
 async def play(
     model: Path, answers: Sequence[str] | Iterator[str], task: Task = TASK, stop_reason: str = "stop", **options: Any
 ) -> tuple[Rollout, Speaker]:
@@ -116,7 +100,8 @@ async def play(
         }
     )
     tokenizer = ChatTokenizer(model)
-    speaker = Speaker(tokenizer, iter(answers), stop_reason)
+    said = iter(answers)
+    speaker = Speaker(tokenizer, lambda _: next(said), stop_reason)
     rollout = await Runner(settings, tokenizer, speaker, score).run(task, "group", 1, 1.0)
     return rollout, speaker
 
@@ -125,12 +110,13 @@ def check_exact(row: Experience, speaker: Speaker) -> None:
     """Each prompt extends all that came before it, and the row is the last one with its answer: nothing but what was
     sampled is an action, and nothing of it is tokenised twice."""
     ids, mask = row.token_ids.tolist(), row.action_mask.tolist()
-    for prompt, sampled in zip(speaker.prompts, speaker.sampled, strict=True):
+    for request, sampled in zip(speaker.requests, speaker.sampled, strict=True):
+        prompt = request.prompt
         assert ids[: len(prompt)] == prompt, "the prefix property"
         assert tuple(ids[len(prompt) : len(prompt) + len(sampled)]) == sampled
         assert mask[len(prompt) : len(prompt) + len(sampled)] == [1] * len(sampled)
     assert sum(mask) == sum(map(len, speaker.sampled)), "the mask is 0 on the template and on what tools say"
-    assert row.prompt_length == len(speaker.prompts[0])
+    assert row.prompt_length == len(speaker.requests[0].prompt)
     assert np.array_equal(row.logprobs, -row.action_mask.astype(np.float32))
 
 
@@ -145,15 +131,15 @@ async def test_a_model_whose_template_shows_tools_is_told_results_in_their_own_r
     assert row.metrics == {"tool_calls": 3.0, "tool_errors": 0.0}
 
     decode = speaker.tokenizer.hf.decode
-    prompt = decode(speaker.prompts[0])
+    prompt = speaker.asked[0]
     [tools] = [json.loads(line) for line in prompt.splitlines() if '"multiply"' in line]
     assert tools["function"]["parameters"]["required"] == ["a"]
     assert prompt.endswith("<|im_start|>user\nWhat is 6 times 7?<|im_end|>\n<|im_start|>assistant\n")
-    first = len(speaker.prompts[0]) + len(speaker.sampled[0])
+    first = len(speaker.requests[0].prompt) + len(speaker.sampled[0])
     after = "<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert decode(speaker.prompts[1][first - 1 :]) == after, "the end of the turn is the one that was sampled"
+    assert decode(speaker.requests[1].prompt[first - 1 :]) == after, "the end of the turn is the one that was sampled"
     both = "\n<tool_response>\n42\n</tool_response>\n<tool_response>\n420\n</tool_response><|im_end|>"
-    assert both in decode(speaker.prompts[2])
+    assert both in speaker.asked[2]
 
 
 @pytest.mark.parametrize(("form", "call"), [("hermes", MULTIPLY), ("json", PLAIN)])
@@ -210,7 +196,7 @@ async def test_a_model_that_calls_on_and_on_ends_after_its_turns(qwen: Path) -> 
     rollout, speaker = await play(qwen, itertools.repeat(MULTIPLY), max_turns=3)
     [row] = rollout.rows
     check_exact(row, speaker)
-    assert len(speaker.prompts) == 3 and row.metrics["tool_calls"] == 2.0, "nobody would read the third result"
+    assert len(speaker.asked) == 3 and row.metrics["tool_calls"] == 2.0, "nobody would read the third result"
     assert [result.value for result in rollout.results] == [0.0]
 
 

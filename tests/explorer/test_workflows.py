@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +11,15 @@ import pytest
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.experience import Task, rewards_by_token
-from rayrft.explorer.engines.exchange import Completion, Request, Session
 from rayrft.explorer.environments import Step
 from rayrft.explorer.rollout import Rollout, Runner
 from rayrft.rewards import RewardResult, StepReward, Transcript, build_reward
 from rayrft.rewards.base import score_inline
 from tests.errors import about
-from tests.explorer.scripted import config
+from tests.explorer.scripted import Speaker, config
 
 TASK = Task.create("test", "Spell this word backward: cat", "tac")
 ROOM = {"model.max_length": 400, "explorer.sampling.max_prompt_tokens": 300, "explorer.sampling.max_tokens": 60}
-
-
-class Speaker:
-    """An engine that says what a function of the prompt's text returns; ``asked`` are the prompts."""
-
-    def __init__(self, tokenizer: ChatTokenizer, says: Callable[[str], str]) -> None:
-        self.tokenizer, self.says, self.asked = tokenizer, says, list[str]()
-
-    async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
-        self.asked.append(str(self.tokenizer.hf.decode(request.prompt)))
-        ids = (*self.tokenizer.tokens(self.says(self.asked[-1])), self.tokenizer.end_id)
-        return [Completion(ids, (-1.0,) * len(ids), ((0, len(ids), 0),), "stop")] * request.n
 
 
 async def run(

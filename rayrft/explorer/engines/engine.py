@@ -14,7 +14,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayrft.config.explorer import EngineConfig, RepetitionConfig
+from rayrft.config.explorer import EngineConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError, RequestRefused
 from rayrft.explorer.engines.exchange import Answering, Capacity, Completion, Request, Stream
@@ -24,7 +24,6 @@ from rayrft.weights.messages import Link
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
 
 @dataclass(frozen=True)
@@ -107,12 +106,13 @@ class RolloutEngine(Answering, Watched):
         Raises RequestRefused if vLLM rejects it, and ActorDied if its core has died.
         """
         from vllm.exceptions import VLLMClientError
+        from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
         vocabulary = self._engine.model_config.get_vocab_size()
         if not all(0 <= token < vocabulary for token in request.prompt):  # vLLM checks too late and its core dies
             raise _refused("the prompt has token ids outside the vocabulary", vocabulary)
-        sampling = request.sampling
+        sampling, repetition = request.sampling, request.sampling.repetition
         try:
             params = self._params(
                 stream=stream is not None,
@@ -124,8 +124,13 @@ class RolloutEngine(Answering, Watched):
                 stop_token_ids=list(sampling.stop_token_ids),
                 logprobs=0,
                 seed=sampling.seed,
-                repetition_detection=_repetition(sampling.repetition),
-                structured_outputs=_structured(sampling.json_schema),
+                repetition_detection=repetition
+                and RepetitionDetectionParams(
+                    max_pattern_size=repetition.max_pattern,
+                    min_pattern_size=repetition.min_pattern,
+                    min_count=repetition.count,
+                ),
+                structured_outputs=StructuredOutputsParams(json=sampling.json_schema) if sampling.json_schema else None,
             )
             name = self._names[id(request)] = uuid.uuid4().hex
             output = await self._run(request.prompt, request.images, params, name, stream)
@@ -269,22 +274,6 @@ class RolloutEngine(Answering, Watched):
 
 def _logprobs(answer: CompletionOutput) -> list[float]:
     return [at[token].logprob for at, token in zip(answer.logprobs or (), answer.token_ids, strict=True)]
-
-
-def _structured(json_schema: str) -> StructuredOutputsParams | None:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    return StructuredOutputsParams(json=json_schema) if json_schema else None
-
-
-def _repetition(config: RepetitionConfig | None) -> RepetitionDetectionParams | None:
-    from vllm.sampling_params import RepetitionDetectionParams
-
-    if config is None:
-        return None
-    return RepetitionDetectionParams(
-        max_pattern_size=config.max_pattern, min_pattern_size=config.min_pattern, min_count=config.count
-    )
 
 
 def _core_ended() -> ActorDied:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rayrft.config.explorer import EnvironmentConfig
 from rayrft.errors import ActorDied, CallFailed, CallTimeout, EnvironmentFailed, EnvironmentTimeout, ProcessDied
@@ -24,6 +24,7 @@ from rayrft.explorer.environments.base import (
     runs_in_event_loop,
 )
 from rayrft.runtime.processes.pool import ProcessPool
+from rayrft.runtime.processes.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +34,13 @@ _INFO_BYTES = 64 << 10
 """Room for a step's ``info`` beside its observation, in the answer of a process."""
 
 
-class _Callee(Protocol):
-    async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any: ...
-
-
 class EnvironmentClient:
     """The environment of one attempt, as its workflow sees it. ``seed`` is that of the episode."""
 
     def __init__(self, environments: Environments, seed: int, leases: contextlib.AsyncExitStack) -> None:
         self._environments = environments
         self._leases = leases
-        self._callee: _Callee | None = None
+        self._callee: Worker | _Local | None = None
         self.seed = seed
 
     async def reset(self, task: Task) -> Observation:
@@ -144,7 +141,7 @@ class Environments:
             yield client
 
     @contextlib.asynccontextmanager
-    async def lease(self) -> AsyncIterator[_Callee]:
+    async def lease(self) -> AsyncIterator[Worker | _Local]:
         """An environment that nobody has acted in. Raises CallFailed if it cannot be created."""
         if self._pool is not None:
             async with self._pool.lease() as worker:

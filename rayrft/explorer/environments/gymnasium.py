@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rayrft.data.reasoning import split_reasoning
@@ -171,12 +171,8 @@ def _text_renderer(env: Any, id: str, actions: list[str] | None) -> TextRenderer
     names = actions or [str(number) for number in range(size)]
     if len(names) != size:
         raise ValueError(f"{id} has {size} actions, and {len(names)} are named")
-    words = tuple((name,) for name in names)
-    return (
-        TextRenderer(known.rules, words, known.map, known.state)
-        if known
-        else TextRenderer("", words, _rendered, lambda _: "")
-    )
+    renderer = known or TextRenderer("", (), _rendered, lambda _: "")
+    return replace(renderer, actions=tuple((name,) for name in names))
 
 
 def _rendered(env: Any) -> str:
@@ -186,7 +182,9 @@ def _rendered(env: Any) -> str:
     return _COLOURED.sub(lambda found: f"[{found[1]}]", str(env.render())).strip("\n")
 
 
-def _grid(rows: list[list[str]]) -> str:
+def _grid(rows: list[list[str]], at: tuple[int, int], player: str = "P") -> str:
+    row, column = at
+    rows[row][column] = player
     return "\n".join("".join(row) for row in rows)
 
 
@@ -196,9 +194,7 @@ def _at(row: int, column: int) -> str:
 
 def _lake_map(env: Any) -> str:
     rows = [[tile.decode() for tile in row] for row in env.unwrapped.desc]
-    row, column = divmod(int(env.unwrapped.s), len(rows[0]))
-    rows[row][column] = "P"
-    return _grid(rows)
+    return _grid(rows, divmod(int(env.unwrapped.s), len(rows[0])))
 
 
 def _lake_state(env: Any) -> str:
@@ -212,14 +208,11 @@ def _cliff_map(env: Any) -> str:
     cliff = env.unwrapped
     rows = [["C" if cell else "." for cell in row] for row in cliff._cliff]
     rows[-1][-1] = "G"
-    row, column = divmod(int(cliff.s), cliff.shape[1])
-    rows[row][column] = "P"
-    return _grid(rows)
+    return _grid(rows, divmod(int(cliff.s), cliff.shape[1]))
 
 
 def _cliff_state(env: Any) -> str:
-    row, column = divmod(int(env.unwrapped.s), env.unwrapped.shape[1])
-    return f"You are at {_at(row, column)}."
+    return f"You are at {_at(*divmod(int(env.unwrapped.s), env.unwrapped.shape[1]))}."
 
 
 _STANDS = ("Red", "Green", "Yellow", "Blue")
@@ -228,9 +221,7 @@ _STANDS = ("Red", "Green", "Yellow", "Blue")
 def _taxi_map(env: Any) -> str:
     taxi = env.unwrapped
     row, column, _, _ = taxi.decode(taxi.s)
-    rows = [[cell.decode() for cell in line] for line in taxi.desc]
-    rows[row + 1][2 * column + 1] = "T"
-    return _grid(rows)
+    return _grid([[cell.decode() for cell in line] for line in taxi.desc], (row + 1, 2 * column + 1), "T")
 
 
 def _taxi_state(env: Any) -> str:

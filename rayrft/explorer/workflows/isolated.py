@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -94,22 +93,14 @@ class Isolated:
         async with contextlib.AsyncExitStack() as leases:
             with model.queued():
                 worker = await leases.enter_async_context(self._pool.lease())
-            end: _AttemptEnd = await worker.call("run", *arguments, deadline_s=math.inf, serve=attempt.serve)
-        if end.uncaught is not None:
-            raise attempt.errors[end.uncaught]
-        return [attempt.objects[key] for key in end.trajectories]
+            made: list[int] | int = await worker.call("run", *arguments, deadline_s=math.inf, serve=attempt.serve)
+        if isinstance(made, int):
+            raise attempt.errors[made]
+        return [attempt.objects[key] for key in made]
 
     async def close(self) -> None:
         """End the processes."""
         await self._pool.close()
-
-
-@dataclass(frozen=True)
-class _AttemptEnd:
-    """The keys of the trajectories that the workflow returned, or the number of the error that it did not catch."""
-
-    trajectories: tuple[int, ...] = ()
-    uncaught: int | None = None
 
 
 class _Attempt:
@@ -143,15 +134,16 @@ class _WorkflowHost:
     def __init__(self, create: Callable[[], Any]) -> None:
         self._workflow = create()
 
-    async def run(self, task: Task, model: RemoteModel, env: RemoteEnvironment | None) -> _AttemptEnd:
+    async def run(self, task: Task, model: RemoteModel, env: RemoteEnvironment | None) -> list[int] | int:
+        """Return the keys of the workflow's trajectories, or the number of the error that it did not catch."""
         raised.clear()
         try:
             made = await self._workflow.run(task, model, env)
         except Exception as error:
             if error in raised:
-                return _AttemptEnd(uncaught=raised[error])
+                return raised[error]
             raise
         trajectories = made if isinstance(made, list) else [made]
         if not trajectories or not all(isinstance(each, RemoteTrajectory) for each in trajectories):
             raise TypeError(f"a workflow must return a Trajectory or a list of them, not {made!r}")
-        return _AttemptEnd(tuple(each.key for each in trajectories))
+        return [each.key for each in trajectories]
