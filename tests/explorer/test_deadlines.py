@@ -12,7 +12,7 @@ import uvloop
 
 from rayrft.explorer.deadlines import Expired, GroupDeadline
 from rayrft.explorer.engines.exchange import Completion, Request, Session
-from tests.explorer.test_rollout import Engines, run, troubled
+from tests.explorer.attempts import Engines, roll_out, troubled
 
 
 async def test_an_attempt_does_not_begin_when_its_groups_deadline_is_over() -> None:
@@ -26,7 +26,7 @@ async def test_an_attempt_does_not_begin_when_its_groups_deadline_is_over() -> N
 
 
 async def test_a_repeat_that_hangs_ends_at_its_deadline(tiny_model: Path) -> None:
-    rollout = await run(tiny_model, Engines(), **troubled("hangs"), **{"explorer.deadline_s": 0.2})
+    rollout = await roll_out(tiny_model, Engines(), **troubled("hangs"), **{"explorer.deadline_s": 0.2})
     assert len(rollout.rows) == 1 and rollout.failed == {"timeout": 1}
 
 
@@ -68,7 +68,7 @@ async def test_waiting_for_an_engine_does_not_count_for_a_deadline(
 ) -> None:
     engines, time = Queue(), Time(monkeypatch)
     limits = {"explorer.deadline_s": 1000.0, "explorer.group_deadline_s": 10.0} if of_group else {}
-    running = asyncio.create_task(run(tiny_model, engines, n=3, **{"explorer.deadline_s": 10.0, **limits}))
+    running = asyncio.create_task(roll_out(tiny_model, engines, n=3, **{"explorer.deadline_s": 10.0, **limits}))
     await time.passes(500)
     assert not running.done()
     engines.begin.set()
@@ -102,7 +102,7 @@ async def test_at_a_groups_deadline_what_has_finished_is_kept(
 ) -> None:
     time = Time(monkeypatch)
     settings = {**troubled("hangs"), "explorer.deadline_s": 100.0, "explorer.group_deadline_s": 10.0}
-    running = asyncio.create_task(run(tiny_model, Engines(), n=3, **settings))
+    running = asyncio.create_task(roll_out(tiny_model, Engines(), n=3, **settings))
     await time.passes(9.9)
     assert not running.done()
     await time.passes(0.2)

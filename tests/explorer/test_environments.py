@@ -13,34 +13,21 @@ from typing import Any
 import gymnasium
 import pytest
 
-from rayrft.config import RunConfig
 from rayrft.errors import ConfigError
-from rayrft.experience import Experience, Task, from_batch, to_batch
+from rayrft.experience import Task
 from rayrft.explorer.environments import Environments
 from rayrft.explorer.environments.gymnasium import GymnasiumEnvironment
 from rayrft.explorer.replay import replay
 from rayrft.explorer.rollout import Rollout
 from tests.errors import about
+from tests.explorer.attempts import earned, play, said, stored, where
 from tests.explorer.scripted import config
-from tests.explorer.test_workflows import earned, run, said
 
-HERE = "tests.explorer.acted_in"
 TASK = Task.create("test", "go", "")
 
 
-def where(name: str = "Blocking", **more: Any) -> dict[str, Any]:
-    settings = {"name": f"{HERE}:{name}", "deadline_s": 100.0, "processes": 4, "spares": 0, **more}
-    return {
-        "explorer.environment": settings,
-        "explorer.workflow": "episode",
-        "model.max_length": 8000,
-        "explorer.sampling.max_prompt_tokens": 4000,
-        "explorer.sampling.max_tokens": 60,
-    }
-
-
 async def act(model: Path, says: Any, n: int = 2, **more: Any) -> Rollout:
-    return (await run(model, "episode", says, n=n, task=more.pop("task", TASK), **more))[0]
+    return (await play(model, "episode", says, n=n, task=more.pop("task", TASK), **more))[0]
 
 
 @pytest.mark.parametrize("name", ["Blocking", "Async", "make_async"])
@@ -104,7 +91,7 @@ async def test_more_attempts_than_processes_all_act_and_waiting_costs_no_deadlin
 
 
 async def test_a_blocking_environment_does_not_stop_the_event_loop() -> None:
-    environments = Environments(settings(**where()).explorer.environment)  # type: ignore[arg-type]
+    environments = Environments(config(**where()).explorer.environment)  # type: ignore[arg-type]
     async with environments.attempt(0) as env:
         await env.reset(TASK)
         hanging = asyncio.ensure_future(env.step("hang"))
@@ -113,10 +100,6 @@ async def test_a_blocking_environment_does_not_stop_the_event_loop() -> None:
             assert (await other.step("go")).reward == 0.1 and not hanging.done()
         hanging.cancel()
     await environments.close()
-
-
-def settings(**more: Any) -> RunConfig:
-    return config(**more)
 
 
 LAKE = Task.create("test", "lake", "", metadata={"environment": {"desc": ["SFF", "FHF", "FFG"]}})
@@ -133,26 +116,20 @@ def wanders() -> Any:
     return lambda _: words.choice(["left", "down", "right", "up", "hm"])
 
 
-def stored(rollout: Rollout) -> list[Experience]:
-    """The rows as the Buffer has them."""
-    results = zip(rollout.rows, rollout.results, strict=True)
-    return from_batch(to_batch([row.with_fields(reward=result.value) for row, result in results]))
-
-
 @pytest.mark.parametrize("options", [{}, {"rows": "step"}, {"credit": "step"}, {"rows": "step", "credit": "step"}])
 async def test_an_episode_is_played_again_from_its_row(options: dict[str, Any], tiny_model: Path) -> None:
     place = lake(slippery=True)
-    rollout, _ = await run(tiny_model, "episode", wanders(), {"max_steps": 6, **options}, n=3, task=LAKE, **place)
+    rollout, _ = await play(tiny_model, "episode", wanders(), {"max_steps": 6, **options}, n=3, task=LAKE, **place)
     rows = list({row.repeat: row for row in stored(rollout)}.values())  # the last one of each attempt
     assert len(rows) == 3
     for row in rows:
-        played = await replay(row, LAKE, settings(**place))
+        played = await replay(row, LAKE, config(**place))
         assert played.differences == () and len(played.steps) == sum(turn["role"] == "assistant" for turn in row.turns)
 
 
 async def test_a_replay_finds_what_is_not_as_the_row_says(tiny_model: Path) -> None:
     place = lake()
-    rollout, _ = await run(tiny_model, "episode", lambda _: "down", {"max_steps": 4}, task=LAKE, **place)
+    rollout, _ = await play(tiny_model, "episode", lambda _: "down", {"max_steps": 4}, task=LAKE, **place)
     [row] = stored(rollout)
     wrong = {"role": "user", "content": "You are at row 9, column 9."}
     for changed, where_ in [
@@ -163,7 +140,7 @@ async def test_a_replay_finds_what_is_not_as_the_row_says(tiny_model: Path) -> N
         ),
         (row.with_fields(reward=1.0), "sum of rewards"),
     ]:
-        found = (await replay(changed, LAKE, settings(**place))).differences
+        found = (await replay(changed, LAKE, config(**place))).differences
         assert len(found) >= 1 and where_ in found[0]
 
 
@@ -217,7 +194,7 @@ async def test_a_taxi_takes_its_passenger_home(tiny_model: Path) -> None:
             return "east" if column < target[1] else "west"
         return "south" if row < target[0] else "north"
 
-    rollout, _ = await run(tiny_model, "episode", drives, {"max_steps": 30}, task=TAXI, **place)
+    rollout, _ = await play(tiny_model, "episode", drives, {"max_steps": 30}, task=TAXI, **place)
     assert earned(rollout)[0] > 0 and rollout.rows[0].turns[2]["content"].count("\n") == 0
     assert "+---------+" in rollout.rows[0].turns[0]["content"]
 
@@ -225,7 +202,7 @@ async def test_a_taxi_takes_its_passenger_home(tiny_model: Path) -> None:
 async def test_a_walk_along_the_cliff(tiny_model: Path) -> None:
     place = lake() | {"explorer.environment": {"name": "gymnasium", "options": {"id": "CliffWalking-v1"}}}
     answers = iter(["right", "up", *["right"] * 11, "down"])
-    rollout, _ = await run(tiny_model, "episode", lambda _: next(answers), task=TASK, **place)
+    rollout, _ = await play(tiny_model, "episode", lambda _: next(answers), task=TASK, **place)
     assert earned(rollout) == [-100.0 - 13.0]
     assert "PCCCCCCCCCCG" in rollout.rows[0].turns[2]["content"]
 
@@ -237,7 +214,7 @@ async def test_other_environments_are_told_by_what_they_render_or_observe(tiny_m
         ("FrozenLake-v1", ["a", "b", "c", "d"], "Actions: a, b, c, d."),
     ]:
         place = {"name": "gymnasium", "options": {"id": id, "actions": actions}}
-        rollout, _ = await run(
+        rollout, _ = await play(
             tiny_model,
             "episode",
             lambda _, says=actions[1]: says,
@@ -257,10 +234,10 @@ async def test_other_environments_are_told_by_what_they_render_or_observe(tiny_m
 )
 def test_an_environment_that_gymnasium_does_not_know_is_refused(options: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, check=about(field)):
-        Environments(settings(**lake(**options)).explorer.environment)  # type: ignore[arg-type]
+        Environments(config(**lake(**options)).explorer.environment)  # type: ignore[arg-type]
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ConfigError, match=r"install 'rayrft\[gymnasium\]'"):
-        Environments(settings(**lake()).explorer.environment)  # type: ignore[arg-type]
+        Environments(config(**lake()).explorer.environment)  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ from rayrft.explorer.evaluation import Attempt, measure
 from rayrft.explorer.evaluator import Evaluator
 from rayrft.explorer.rollout import Runner
 from tests.errors import about
+from tests.explorer.attempts import Engines, troubled
 from tests.explorer.scripted import config, full_marks, spelling
-from tests.explorer.test_rollout import Engines, troubled
 
 
 def evaluator(tiny_model: Path, engines: Any, max_tokens: int | None = None, **overrides: Any) -> Evaluator:

@@ -34,8 +34,8 @@ from rayrft.pipelines.run.models import RemoteChat
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.judge import ChatModel, OpenAIModel
 from tests.errors import about
+from tests.explorer.attempts import Engines, Room, visit
 from tests.explorer.scripted import config
-from tests.explorer.test_rollout import Engines, Room, visit
 
 TASK = Task.create("test", "Spell this word backward: horse", "x")
 

@@ -7,7 +7,6 @@ import gc
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,132 +15,18 @@ import pytest
 
 from rayrft.config.explorer import RepetitionConfig
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ConfigError, RequestRefused
+from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task, rewards_by_token
 from rayrft.explorer.calls import GroupCalls
-from rayrft.explorer.engines.exchange import Completion, Request, Sampling, Session
-from rayrft.explorer.environments import EnvironmentClient, Step, as_messages
-from rayrft.explorer.rollout import Rollout, Runner
+from rayrft.explorer.engines.exchange import Completion, Request, Session
+from rayrft.explorer.rollout import Runner
 from rayrft.explorer.scoring import apply_rewards
-from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
+from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
 from rayrft.rewards import RewardResult, StepReward, Transcript
 from tests.errors import about
-from tests.explorer.scripted import config, full_marks
-
-TASK = Task.create("test", "Spell this word backward: horse", "x")
-
-
-class Engines:
-    """Answers three tokens, of which one closes the turn, with a log-prob that is the request's seed and place."""
-
-    def __init__(self, stop_reason: str = "stop") -> None:
-        self.requests: list[tuple[list[int], int, Sampling]] = []
-        self.stop_reason = stop_reason
-
-    async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
-        sampling = request.sampling
-        self.requests.append((request.prompt, request.n, sampling))
-        seed = sampling.seed or 0
-        end = sampling.stop_token_ids[0] if self.stop_reason == "stop" else 6
-        ids = (5, 6, end)[: sampling.max_tokens]
-        return [
-            Completion(ids, (-float((seed + k) % 997),) * len(ids), ((0, len(ids), 7),), self.stop_reason)
-            for k in range(request.n)
-        ]
-
-
-@register_workflow("troubled")
-class Troubled:
-    """Repeat 0 answers; what the others do is said by the options."""
-
-    def __init__(self, trouble: str = "") -> None:
-        self._trouble = trouble
-        self._of_repeat_0: list[Trajectory] = []
-
-    async def run(self, task: Task, model: Model, env: Any = None) -> Any:
-        trajectory = model.start(task.messages)
-        if model.repeat == 0:
-            await trajectory.act()
-            if self._trouble == "another's":
-                self._of_repeat_0.append(trajectory)
-            return trajectory
-        match self._trouble:
-            case "raises":
-                raise KeyError("nothing here")
-            case "cancels itself":
-                helper = asyncio.ensure_future(asyncio.Event().wait())
-                helper.cancel()
-                await helper
-            case "exits":
-                raise SystemExit(2)
-            case "has a deadline of its own":
-                async with asyncio.timeout(0):
-                    await asyncio.Event().wait()
-            case "hangs":
-                await asyncio.Event().wait()
-            case "none":
-                return None
-            case "never acts":
-                return trajectory
-            case "another's":
-                await trajectory.act()
-                return self._of_repeat_0
-            case "twice":
-                await trajectory.act()
-                return [trajectory, trajectory]
-            case "no number":
-                trajectory.reward("good")  # type: ignore[arg-type]
-            case "refused":
-                raise RequestRefused("too long", field="request")
-            case "observes a library":
-                await trajectory.act()
-                trajectory.observe("x" * 1_000_000)
-            case "late":
-                await asyncio.sleep(0)
-            case "forges tokens" | "forges log-probs" | "forges a prompt":
-                await trajectory.act()
-                [(prompt, answer)] = trajectory.prompted()
-                if self._trouble == "forges tokens":
-                    answer = replace(answer, token_ids=(6, *answer.token_ids[1:]))
-                elif self._trouble == "forges log-probs":
-                    answer = replace(answer, logprobs=(0.0,) * len(answer.logprobs))
-                else:
-                    prompt = [7, *prompt[1:]]
-                trajectory.record([*prompt, *answer.token_ids], [(len(prompt), answer)])
-                return trajectory
-            case "forges and is full":
-                await trajectory.act()
-                [(prompt, answer)] = trajectory.prompted()
-                trajectory.record([7, *prompt, *answer.token_ids], [(len(prompt) + 1, answer)])
-                await self._full()
-            case "builds its own":
-                ids = model.tokenizer.prompt(task.messages)
-                count, answers = len(ids), []
-                for _ in range(2):
-                    answers.append((len(ids), await model.generate(ids)))
-                    ids += answers[-1][1].token_ids
-                return model.recorded(ids, count, answers, trajectory.messages)
-            case "one of two is full":
-                await trajectory.act()
-                await asyncio.gather(trajectory.act(), self._full())
-        for _ in range(50):
-            await trajectory.act()
-            trajectory.observe("again")
-        return [trajectory]
-
-    async def _full(self) -> None:
-        await asyncio.sleep(0)
-        raise ContextFull("like this")
-
-
-async def run(tiny_model: Path, engines: Engines, n: int = 2, task: Task = TASK, **overrides: Any) -> Rollout:
-    runner = Runner(config(**overrides), ChatTokenizer(tiny_model), engines, full_marks)
-    return await runner.run(task, "group", n, 1.0)
-
-
-def troubled(trouble: str) -> dict[str, Any]:
-    return {"explorer.workflow": "troubled", "explorer.workflow_options": {"troubled": {"trouble": trouble}}}
+from tests.explorer.attempts import TASK, Engines, Room, roll_out, troubled, visit
+from tests.explorer.scripted import config
 
 
 @pytest.mark.parametrize(
@@ -167,7 +52,7 @@ async def test_a_repeat_that_fails_costs_itself_and_is_told_with_workflow_and_ta
     trouble: str, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "rayrft"):
-        rollout = await run(tiny_model, Engines(), n=3, **troubled(trouble))
+        rollout = await roll_out(tiny_model, Engines(), n=3, **troubled(trouble))
     assert [row.repeat for row in rollout.rows] == ["0"] and rollout.failed == {"workflow_error": 2}
     first, second = (record.getMessage() for record in caplog.records)
     assert all("'troubled'" in message and TASK.id in message for message in (first, second))
@@ -179,75 +64,28 @@ async def test_a_text_that_cannot_fit_is_not_tokenised_and_the_attempt_ends_as_f
 ) -> None:
     """A megabyte takes seconds, in which the Explorer does nothing else."""
     monkeypatch.setattr(ChatTokenizer, "observation", None)
-    rollout = await run(tiny_model, Engines(), **troubled("observes a library"))
+    rollout = await roll_out(tiny_model, Engines(), **troubled("observes a library"))
     assert [row.stop_reason for row in rollout.rows] == ["stop", "length"] and not rollout.failed
     monkeypatch.setattr(ChatTokenizer, "prompt", None)
     book = Task.create("test", "x" * 1_000_000, "x")
-    rollout = await run(tiny_model, Engines(), task=book, **troubled("observes a library"))
+    rollout = await roll_out(tiny_model, Engines(), task=book, **troubled("observes a library"))
     assert rollout.rows == [] and rollout.failed == {"prompt_too_long": 2}
 
 
-class Room:
-    """An environment in which trouble may come at any point, and which says in `opened` how many are open."""
-
-    opened = 0
-
-    def __init__(self, trouble: str = "") -> None:
-        self._trouble = trouble
-        if trouble == "create":
-            raise OSError("no room")
-        Room.opened += 1
-
-    async def reset(self, task: Task, seed: int) -> str:
-        if self._trouble == "reset":
-            raise ValueError("no key")
-        if self._trouble == "hang":
-            await asyncio.Event().wait()
-        return task.question
-
-    async def step(self, action: str) -> Step:
-        return Step(action, reward=0.5, done=True)
-
-    async def close(self) -> None:
-        Room.opened -= 1
-        if self._trouble == "close":
-            raise OSError("stuck")
-        if self._trouble == "hang":
-            await asyncio.Event().wait()
-
-
-class Visit:
-    """Acts once in its environment."""
-
-    async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
-        assert env is not None
-        trajectory = model.start(as_messages(await env.reset(task)))
-        trajectory.reward((await env.step(await trajectory.act())).reward)
-        return trajectory
-
-
-def visit(trouble: str, name: str = "Room") -> dict[str, Any]:
-    here = "tests.explorer.test_rollout"
-    return {
-        "explorer.workflow": f"{here}:Visit",
-        "explorer.environment": {"name": f"{here}:{name}", "options": {"trouble": trouble}, "deadline_s": 0.2},
-    }
-
-
 async def test_every_attempt_acts_in_an_environment_of_its_own(tiny_model: Path) -> None:
-    rollout = await run(tiny_model, Engines(), n=3, **visit(""))
+    rollout = await roll_out(tiny_model, Engines(), n=3, **visit(""))
     assert [row.reward for row in rollout.rows] == [0.5] * 3 and Room.opened == 0
 
 
 @pytest.mark.parametrize("trouble", ["create", "reset", "hang"])
 async def test_an_environment_in_trouble_costs_its_attempt_and_is_closed(trouble: str, tiny_model: Path) -> None:
-    rollout = await run(tiny_model, Engines(), n=2, **visit(trouble))
+    rollout = await roll_out(tiny_model, Engines(), n=2, **visit(trouble))
     reason = "timeout" if trouble == "hang" else "environment_error"
     assert rollout.rows == [] and rollout.failed == {reason: 2} and Room.opened == 0
 
 
 async def test_what_was_acted_in_an_environment_is_kept_if_it_cannot_be_closed(tiny_model: Path) -> None:
-    rollout = await run(tiny_model, Engines(), n=2, **visit("close"))
+    rollout = await roll_out(tiny_model, Engines(), n=2, **visit("close"))
     assert len(rollout.rows) == 2 and Room.opened == 0
 
 
@@ -262,7 +100,7 @@ async def test_an_environment_that_cannot_be_created_is_refused_at_once(
     settings: dict[str, Any], field: str, tiny_model: Path
 ) -> None:
     with pytest.raises(ConfigError, check=about(field)):
-        await run(tiny_model, Engines(), **settings)
+        await roll_out(tiny_model, Engines(), **settings)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +119,7 @@ async def test_nothing_of_a_group_that_has_ended_is_left_to_the_garbage_collecto
     before = alive()  # what other tests have kept
     gc.disable()
     try:
-        await run(tiny_model, Engines(), **{"explorer.deadline_s": 0.2, **workflow})
+        await roll_out(tiny_model, Engines(), **{"explorer.deadline_s": 0.2, **workflow})
         await asyncio.sleep(0)
         left = {id(each) for each in alive()} - {id(each) for each in before}
     finally:
@@ -385,14 +223,14 @@ async def test_rewards_of_steps_of_another_text_than_the_tokens_say_are_unknown(
 
 
 async def test_a_trajectory_without_room_ends_with_what_it_has(tiny_model: Path) -> None:
-    rollout = await run(tiny_model, Engines(), **troubled(""))
+    rollout = await roll_out(tiny_model, Engines(), **troubled(""))
     short, full = rollout.rows
     assert (short.stop_reason, full.stop_reason) == ("stop", "length")
     assert len(full.token_ids) <= 64 and rollout.failed == {}
 
 
 async def test_a_trajectory_may_be_built_of_calls_of_the_model(tiny_model: Path) -> None:
-    rollout = await run(tiny_model, Engines(), **troubled("builds its own"))
+    rollout = await roll_out(tiny_model, Engines(), **troubled("builds its own"))
     assert rollout.failed == {} and [int(row.action_mask.sum()) for row in rollout.rows] == [3, 6]
 
 
@@ -411,21 +249,21 @@ async def test_nothing_more_is_sampled_for_an_attempt_that_has_ended(tiny_model:
             return await super().generate(request, sessions)
 
     engines = Slow()
-    rollout = await run(tiny_model, engines, n=3, **troubled("one of two is full"))
+    rollout = await roll_out(tiny_model, engines, n=3, **troubled("one of two is full"))
     assert [len(row.turns) for row in rollout.rows] == [2, 2, 2] and not rollout.failed
     assert engines.aborted == 2
 
 
 async def test_a_prompt_that_is_too_long_is_counted_with_its_length(tiny_model: Path) -> None:
-    rollout = await run(tiny_model, Engines(), **{"explorer.sampling.max_prompt_tokens": 3})
+    rollout = await roll_out(tiny_model, Engines(), **{"explorer.sampling.max_prompt_tokens": 3})
     assert rollout.rows == [] and rollout.failed == {"prompt_too_long": 2}
     assert rollout.problem is not None and rollout.problem.endswith("tokens, at most 3")
 
 
 async def test_what_is_sampled_does_not_depend_on_whether_first_requests_came_together(tiny_model: Path) -> None:
     together, apart = Engines(), Engines()
-    first = await run(tiny_model, together, n=3)
-    second = await run(tiny_model, apart, n=3, **troubled("late"))
+    first = await roll_out(tiny_model, together, n=3)
+    second = await roll_out(tiny_model, apart, n=3, **troubled("late"))
     assert [n for _, n, _ in together.requests] == [3]
     assert all(n == 1 for _, n, _ in apart.requests)
     seeds = [row.logprobs[row.prompt_length] for row in first.rows]
@@ -435,7 +273,7 @@ async def test_what_is_sampled_does_not_depend_on_whether_first_requests_came_to
 async def test_every_request_says_when_an_answer_repeats_itself(tiny_model: Path) -> None:
     repeats = {"explorer.sampling.repetition": {"max_pattern": 4, "count": 3}}
     engines = Engines()
-    await run(tiny_model, engines, **repeats, **troubled(""))
+    await roll_out(tiny_model, engines, **repeats, **troubled(""))
     assert {sampling.repetition for _, _, sampling in engines.requests} == {RepetitionConfig(max_pattern=4, count=3)}
     with pytest.raises(ConfigError, check=about("explorer.sampling.repetition.min_pattern")):
         config(**{"explorer.sampling.repetition": {"min_pattern": 5, "max_pattern": 4}})
@@ -444,8 +282,8 @@ async def test_every_request_says_when_an_answer_repeats_itself(tiny_model: Path
 async def test_a_task_is_acted_on_by_the_workflow_that_it_names(tiny_model: Path) -> None:
     named = Task.create("test", TASK.question, "x", workflow="troubled")
     options = {"explorer.workflow_options": {"troubled": {"trouble": "raises"}}}
-    assert (await run(tiny_model, Engines(), task=named, **options)).failed == {"workflow_error": 1}
-    assert (await run(tiny_model, Engines(), **options)).failed == {}
+    assert (await roll_out(tiny_model, Engines(), task=named, **options)).failed == {"workflow_error": 1}
+    assert (await roll_out(tiny_model, Engines(), **options)).failed == {}
 
 
 def test_options_that_a_workflow_does_not_take_are_refused(tiny_model: Path) -> None:
@@ -459,12 +297,12 @@ async def test_a_trajectory_is_one_sequence_of_what_was_sampled_and_observed(
     tiny_model: Path, stop_reason: str
 ) -> None:
     engines = Engines(stop_reason)
-    await run(tiny_model, engines, **troubled(""))
+    await roll_out(tiny_model, engines, **troubled(""))
     mine = [prompt for prompt, n, _ in engines.requests if n == 1]
     assert len(mine) > 1
     for earlier, later in itertools.pairwise(mine):
         assert later[: len(earlier)] == earlier, "what was sent before is the beginning of what is sent now"
-    rollout = await run(tiny_model, Engines(stop_reason), **troubled(""))
+    rollout = await roll_out(tiny_model, Engines(stop_reason), **troubled(""))
     tokenizer, row = ChatTokenizer(tiny_model), rollout.rows[1]
     answered = sum(turn["role"] == "assistant" for turn in row.turns)
     assert 3 * answered - 3 < row.action_mask.sum() <= 3 * answered and row.turns[-1]["role"] == "assistant"
