@@ -12,10 +12,8 @@ from typing import Any
 
 
 class RayrftError(Exception):
-    """A problem that the user can fix.
-
-    ``field`` is a config key, a file or an actor; ``value`` is its value; ``remedy`` is the action to take.
-    """
+    """A problem that the user can fix. ``field`` is a config key, a file or an actor; ``value`` is its value;
+    ``remedy`` is the action to take."""
 
     def __init__(self, problem: str, remedy: str = "", *, field: str = "", value: Any = None) -> None:
         super().__init__(problem, remedy, field, value)

@@ -48,11 +48,9 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Sync ``partial`` to disk and rename it to ``folder``, in the same parent folder. Raises OSError.
-
-    An existing ``folder`` is deleted after the rename: a crash in between leaves one of the two complete, the old one
-    possibly as ``.<name>.old``.
-    """
+    """Sync ``partial`` to disk and rename it to ``folder``, in the same parent folder. Raises OSError. An existing
+    ``folder`` is deleted after the rename: a crash in between leaves one of the two complete, the old one possibly as
+    ``.<name>.old``."""
     for path in (*partial.rglob("*"), partial):
         sync(path)
     old = folder.with_name(f".{folder.name}.old")

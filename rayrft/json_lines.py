@@ -20,11 +20,9 @@ T = TypeVar("T")
 
 
 def read_lines(path: Path, parse: Callable[[bytes], T]) -> Iterator[tuple[int, T]]:
-    """Iterate over the parsed lines of a file, each with the offset of its end; the file may be missing or in use.
-
-    The last line is left out if it is torn, or if ``parse`` raises ValueError. Raises StorageError if ``parse`` raises
-    it for any other line.
-    """
+    """Iterate over the parsed lines of a file, each with the offset of its end; the file may be missing or in use. The
+    last line is left out if it is torn, or if ``parse`` raises ValueError. Raises StorageError if ``parse`` raises it
+    for any other line."""
     if not path.exists():
         return
     end, damaged = 0, False

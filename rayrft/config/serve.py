@@ -98,10 +98,8 @@ class JudgementConfig(Section):
 
 
 class FeedbackConfig(HttpConfig):
-    """The page on which people judge a run's answers: the options of `rayrft serve feedback`.
-
-    Without keys_file and keys_env a key is generated at each start, and written to a file in the run's folder.
-    """
+    """The page on which people judge a run's answers: the options of `rayrft serve feedback`. Without keys_file and
+    keys_env a key is generated at each start, and written to a file in the run's folder."""
 
     replicas: int = Field(1, ge=1, le=1)
     """One, because it records which person has which item."""

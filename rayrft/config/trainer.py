@@ -55,10 +55,8 @@ class TrainerConfig(Section):
 
 @dataclass(frozen=True)
 class ProbeBounds:
-    """Allowed difference of engine and trainer log-probs: ``mean`` over all tokens, ``most`` for this ``share``.
-
-    The spacing of bfloat16 between 16 and 32 is 0.125: log-probs of unlikely tokens validly differ by several tenths.
-    """
+    """Allowed difference of engine and trainer log-probs: ``mean`` over all tokens, ``most`` for this ``share``. The
+    spacing of bfloat16 between 16 and 32 is 0.125: log-probs of unlikely tokens validly differ by several tenths."""
 
     mean: float
     most: float

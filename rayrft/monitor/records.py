@@ -72,11 +72,9 @@ class StepRecord:
         train_s: float,
         explores: bool = True,
     ) -> Self:
-        """Build the record of an optimiser step from the ``results`` of all ranks.
-
-        ``report`` is None if no weights were published, ``lost`` is from `Ledger.lost_since`. If the run does not
-        explore, other producers' groups come at any time: reward and rate are those of the trained rows.
-        """
+        """Build the record of an optimiser step from the ``results`` of all ranks. ``report`` is None if no weights
+        were published, ``lost`` is from `Ledger.lost_since`. If the run does not explore, other producers' groups come
+        at any time: reward and rate are those of the trained rows."""
         rollouts, stale, metrics = lease.rollouts, lease.staleness, results[0].metrics
         scored = rollouts.scored if explores else sum(each.scored for each in results)
         rewards = rollouts.reward_sum if explores else sum(each.reward_sum for each in results)
@@ -114,10 +112,8 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Accuracy on the held-out tasks of the weights at the end of ``step`` (0: before the first).
-
-    With evaluation engines it is written among the records of later steps.
-    """
+    """Accuracy on the held-out tasks of the weights at the end of ``step`` (0: before the first). With evaluation
+    engines it is written among the records of later steps."""
 
     kind: ClassVar[str] = "evaluation"
     stage: str
@@ -247,10 +243,8 @@ def read_records(folder: Path) -> list[Record]:
 
 
 class RecordFile:
-    """The file ``metrics.jsonl`` of a run: a record is visible to its readers when ``append`` returns.
-
-    Records are read by their numbers, from 0; the object itself keeps 8 bytes of each.
-    """
+    """The file ``metrics.jsonl`` of a run: a record is visible to its readers when ``append`` returns. Records are read
+    by their numbers, from 0; the object itself keeps 8 bytes of each."""
 
     def __init__(self, folder: Path) -> None:
         remedy = "free disk space or fix the storage, then: rayrft resume RUN"

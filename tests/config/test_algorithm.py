@@ -33,12 +33,6 @@ def test_an_algorithm_is_built_once() -> None:
     assert first.build() is second.build() and stage({"name": "grpo"}).algorithm.build() != first.build()
 
 
-def test_the_keys_of_an_algorithm_survive_being_written_and_read() -> None:
-    config = load_config(base(), {"stages.mix.algorithm.policy_loss": "cispo", "stages.mix.algorithm.clip_high": 2.0})
-    assert load_config(yaml.safe_load(dump_config(config))) == config
-    assert config.stages[0].algorithm.build().coefficients == {"clip_high": 2.0, "mu": 0.1}
-
-
 def test_chord_takes_its_share_of_expert_rows_as_mix_does() -> None:
     chord = {"name": "chord_mu", "mu_peak": 0.5}
     found = stage(chord, expert_share=0.2, demonstrations="expert")

@@ -40,11 +40,6 @@ def test_a_dictionary_is_the_same_run_as_the_file_it_would_be(tmp_path: Path) ->
     assert "seed" not in raw, "overrides leave the caller's dictionary alone"
 
 
-def test_overrides_reach_list_entries_by_name_and_by_number() -> None:
-    config = load_config(base(), {"stages.mix.steps": 7, "stages.0.optimizer.lr": 0.5, "trainer.ranks": 1})
-    assert (config.stages[0].steps, config.stages[0].optimizer.lr, config.trainer.ranks) == (7, 0.5, 1)
-
-
 def test_task_sources_are_overridden_by_number_and_those_with_a_name_by_name() -> None:
     raw = base()
     raw["tasks"]["sources"].append({"name": "gsm8k", "source": "file", "path": "a"})

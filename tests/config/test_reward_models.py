@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,8 +78,3 @@ def test_labelled_answers_are_for_the_stages_that_need_labels() -> None:
         config(kto, {**SFT, "demonstrations": "rated"}, **rated)
     with pytest.raises(ConfigError, check=about("stages.kto.demonstrations")):
         config({**kto, "demonstrations": None}, **rated)
-
-
-def test_the_folder_follows_a_run_that_is_moved(tmp_path: Path) -> None:
-    moved = load_config(config(RM, GRPO), {"storage": str(tmp_path)})
-    assert moved.scoring.options == {"model": str(tmp_path / "a" / "checkpoints" / "rm")}

@@ -23,11 +23,8 @@ from ray import _raylet
 from ray._private import services, utils
 from ray._private.authentication import authentication_token_setup
 from ray._raylet import AuthenticationTokenLoader
+from ray.core.generated import gcs_service_pb2_grpc as grpc_service
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply
-from ray.core.generated.gcs_service_pb2_grpc import (
-    NodeInfoGcsServiceServicer,
-    add_NodeInfoGcsServiceServicer_to_server,
-)
 
 from rayrft.core.cluster import connect, ensure_token, use_token
 from rayrft.errors import ClusterError
@@ -69,7 +66,7 @@ def head() -> Iterator[Head]:
     servers = []
 
     def start(*, token: str | None = None, seen: list[str | None] | None = None) -> str:
-        class Gcs(NodeInfoGcsServiceServicer):
+        class Gcs(grpc_service.NodeInfoGcsServiceServicer):
             def CheckAlive(self, request: Any, context: Any) -> Any:
                 sent = dict(context.invocation_metadata()).get("authorization")
                 if seen is not None:
@@ -79,7 +76,7 @@ def head() -> Iterator[Head]:
                 return CheckAliveReply()
 
         server = grpc.server(ThreadPoolExecutor(1))
-        add_NodeInfoGcsServiceServicer_to_server(Gcs(), server)
+        grpc_service.add_NodeInfoGcsServiceServicer_to_server(Gcs(), server)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         servers.append(server)
@@ -223,14 +220,9 @@ print("ready", flush=True)
 sys.stdin.read()
 """
     mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "RAY_ADDRESS": "local", "RAYRFT_TEST_MARK": mark},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    env = {**os.environ, "RAY_ADDRESS": "local", "RAYRFT_TEST_MARK": mark}
+    process = subprocess.Popen([sys.executable, "-c", code], env=env, text=True, **pipes)
     assert process.stdout is not None
     line = process.stdout.readline()
     started = [each for each in psutil.process_iter() if marked(each, mark)]
@@ -332,11 +324,9 @@ def test_a_token_is_made_in_the_file_that_is_named(home: Path, tmp_path: Path, m
     assert len(path.read_text()) == 64 and not list(home.iterdir())
 
 
-@pytest.mark.parametrize(("name", "value"), [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "t")])
-def test_no_token_is_made_that_nobody_asks_for(
-    home: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("variable", [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "t")])
+def test_no_token_is_made_that_nobody_asks_for(home: Path, monkeypatch: pytest.MonkeyPatch, variable: Any) -> None:
+    monkeypatch.setenv(*variable)
     ensure_token()
     assert not list(home.iterdir())
 

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -26,13 +25,10 @@ def groups() -> set[str]:
     return {key for key, entry in placement_group_table().items() if entry["state"] != "REMOVED"}
 
 
-def alive() -> dict[str, dict[str, Any]]:
-    """The actors that live or will, by id."""
-    return {
-        key: actor
-        for key, actor in actors().items()
-        if actor["State"] != "DEAD" and actor["ActorClassName"] not in SHARED_BY_RUNS
-    }
+def alive() -> set[str]:
+    """The ids of actors that live or will."""
+    found = actors().items()
+    return {key for key, each in found if each["State"] != "DEAD" and each["ActorClassName"] not in SHARED_BY_RUNS}
 
 
 def free() -> dict[str, float]:
@@ -78,14 +74,14 @@ def finish(run: rayrft.Run) -> None:
 def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(tmp_path: Path) -> None:
     config = small_config(tmp_path, "ending", evaluation={"enabled": False})
     config["stages"] = [{**config["stages"][0], "steps": 1_000_000}]
-    held, living, room = groups(), set(alive()), free()
+    held, living, room = groups(), alive(), free()
     run = rayrft.start(config, say=lambda _: None)
     for end in (kill, fail, lose_the_master, stop, finish):
         end(run)
         assert groups() <= held, end.__name__
         deadline = time.monotonic() + 20  # processes end, and Ray reports what they held, a moment later
-        while not (set(alive()) <= living and free() == room):
-            assert time.monotonic() < deadline, (end.__name__, alive().keys() - living, free(), room)
+        while not (alive() <= living and free() == room):
+            assert time.monotonic() < deadline, (end.__name__, alive() - living, free(), room)
             time.sleep(0.1)
         if end is not finish:
             enough = {"stages.warmup.steps": len(run.metrics()) + 1} if end is stop else {}

@@ -79,9 +79,8 @@ class Subject:
         self.saver = Saver(config, nobody, nobody, self.progress)
         sync: Any = self.sync
         self.stage = config.stages[0]
-        self.subject = Evaluations(
-            config, [remote(self.explorer)], group, self.recorder, self.progress, self.saver, sync, self._publish
-        )
+        shared = (self.recorder, self.progress, self.saver, sync, self._publish)
+        self.subject = Evaluations(config, [remote(self.explorer)], group, *shared)
 
     async def at(self, step: int) -> None:
         """What the train loop does at a step of the stage."""
@@ -125,10 +124,8 @@ async def test_the_record_comes_later_and_is_of_the_step_whose_weights_were_load
     made = make(2)
     await made.at(4)
     assert made.sync.loaded == [(["evaluation-0", "evaluation-1"], 4)] and not made.published
-    assert [(member.name, member.version) for member in (await made.pool.members()).members] == [
-        ("evaluation-0", 4),
-        ("evaluation-1", 4),
-    ]
+    members = (await made.pool.members()).members
+    assert [(member.name, member.version) for member in members] == [("evaluation-0", 4), ("evaluation-1", 4)]
     write(made.checkpoints, Progress("run", step=4))
     await made.at(6)
     await made.at(8)
@@ -161,9 +158,7 @@ async def test_an_engine_that_dies_costs_its_evaluation_and_the_others_make_the_
     assert made.sync.loaded[-1] == (["evaluation-1"], 4) and made.evaluated == [(4, 4, 1)]
     assert (await made.pool.members()).names == ("evaluation-1",)
     made.engines[1].died.set()
-    while (
-        "evaluation-1 died" not in made.notes
-    ):  # its watch has been told by the next turn of the loop or the one after
+    while "evaluation-1 died" not in made.notes:  # its watch is told by the next turn of the loop or the one after
         made.explorer.answers.put_nowait(answer(made.progress.step + 1))
         await made.at(made.progress.step + 1)
         await made.subject.end()

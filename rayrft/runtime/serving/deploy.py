@@ -42,11 +42,8 @@ class HttpApplication:
     arguments: tuple[Any, ...]
 
     def open(self) -> str:
-        """Deploy it on the cluster's head node; block until it answers, and return its base URL.
-
-        Raises ConfigError if it does not answer, if another program uses the port, or if Ray Serve has another address
-        on this cluster.
-        """
+        """Deploy it on the cluster's head node; block until it answers, and return its base URL. Raises ConfigError if
+        it does not answer, if another program uses the port, or if Ray Serve has another address on this cluster."""
         return on_head(_open, self)
 
 

@@ -168,26 +168,21 @@ class HttpService:
 
     async def body(self, request: Request) -> bytes:
         """Read the body. Raises ApiError 413 as soon as it is known to be too large, and 408 if it comes too slowly."""
+        limit, headers = self._config.max_body_kib << 10, {"Connection": "close"}  # the rest of the body is not read
+        declared, body = request.headers.get("content-length", ""), bytearray()
+        too_large = ApiError(413, f"The body has more than {limit} bytes.", code="request_too_large", headers=headers)
+        if declared.isdecimal() and int(declared) > limit:
+            raise too_large
         try:
             async with asyncio.timeout(self._config.body_s):
-                return await self._bounded_body(request)
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise too_large
         except TimeoutError:
             problem = f"The body did not arrive within {self._config.body_s:g} s."
-            raise ApiError(408, problem, code="body_timeout", headers={"Connection": "close"}) from None
-
-    async def _bounded_body(self, request: Request) -> bytes:
-        limit = self._config.max_body_kib << 10
-        declared, body = request.headers.get("content-length", ""), bytearray()
-        if not declared.isdecimal() or int(declared) <= limit:
-            async for part in request.stream():
-                body += part
-                if len(body) > limit:
-                    break
-            else:
-                return bytes(body)
-        # The rest of the body is not read.
-        headers = {"Connection": "close"}
-        raise ApiError(413, f"The body has more than {limit} bytes.", code="request_too_large", headers=headers)
+            raise ApiError(408, problem, code="body_timeout", headers=headers) from None
+        return bytes(body)
 
 
 def parse(model: type[Body], body: bytes) -> Body:
