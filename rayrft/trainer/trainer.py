@@ -192,7 +192,6 @@ class Trainer(Watched):
         import ray.train
         from ray.train.torch import TorchConfig
 
-        from rayrft.trainer.rank import run_rank  # imports torch, which this actor does not need
         from rayrft.trainer.ray_train import RankTrainer
 
         # Ray Train's record of saved folders, which nothing here reads; it would refuse to resume if one is missing.
@@ -204,7 +203,7 @@ class Trainer(Watched):
             resources["GPU"] = self._config.gpus
         RankTrainer(
             self._group,
-            run_rank,
+            _run_rank,
             train_loop_config={"setup": setup},
             scaling_config=ray.train.ScalingConfig(
                 num_workers=self._config.ranks, use_gpu=self._config.gpus > 0, resources_per_worker=resources
@@ -220,6 +219,12 @@ class Trainer(Watched):
             ),
             torch_config=TorchConfig(backend=backend, timeout_s=300),
         ).fit()
+
+
+def _run_rank(options: dict[str, Any]) -> None:
+    from rayrft.trainer.rank import run_rank  # with much of torch, which only a rank needs
+
+    run_rank(options)
 
 
 def _cause(error: BaseException, actor: str) -> Exception:

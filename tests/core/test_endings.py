@@ -11,11 +11,13 @@ import pytest
 import ray
 from ray._private.state import actors
 from ray.util.placement_group import placement_group_table
+from typer.testing import CliRunner
 
 import rayrft
+from rayrft.cli.main import app
 from rayrft.errors import ActorDied
 from rayrft.monitor.records import StepRecord
-from tests.e2e.conftest import small_config
+from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 SHARED_BY_RUNS = {"_AutoscalingCoordinatorActor"}  # of Ray: the first to train starts it, for the whole cluster
 
@@ -62,7 +64,7 @@ def lose_the_master(run: rayrft.Run) -> None:
 
 def stop(run: rayrft.Run) -> None:
     next(run.records())
-    run.stop()
+    assert CliRunner().invoke(app, ["stop", "ending"]).exit_code == 0
     assert run.result().status == "stopped"
 
 
@@ -72,7 +74,7 @@ def finish(run: rayrft.Run) -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(tmp_path: Path) -> None:
-    config = small_config(tmp_path, "ending", evaluation={"enabled": False})
+    config = small_config(tmp_path, "ending", evaluation={"enabled": False}, **WITHOUT_VLLM)
     config["stages"] = [{**config["stages"][0], "steps": 1_000_000}]
     held, living, room = groups(), alive(), free()
     run = rayrft.start(config, say=lambda _: None)

@@ -21,10 +21,6 @@ from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 
-def kill_engine(run: rayrft.Run) -> None:
-    os.kill(run.pids()["engine-0"], signal.SIGKILL)
-
-
 def kill_engine_core(run: rayrft.Run) -> None:
     children = psutil.Process(run.pids()["engine-0"]).children(recursive=True)
     core = max(children, key=lambda child: child.memory_info().rss)  # the others are helpers of multiprocessing
@@ -41,7 +37,6 @@ def kill_trainer_rank(run: rayrft.Run) -> None:
 @pytest.mark.parametrize(
     ("kill", "named", "settings"),
     [
-        pytest.param(kill_engine, "engine-0", WITHOUT_VLLM, id="engine"),
         pytest.param(kill_engine_core, "engine-0", {}, id="engine-core"),
         pytest.param(kill_trainer_rank, "trainer", WITHOUT_VLLM | {"trainer": {"ranks": 2}}, id="trainer-rank"),
     ],

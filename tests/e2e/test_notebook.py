@@ -10,6 +10,7 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.conftest import ROOT
+from tests.e2e.conftest import WITHOUT_VLLM
 
 
 def test_the_quickstart_notebook_executes(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +22,8 @@ def test_the_quickstart_notebook_executes(ray_cluster: Any, tmp_path: Path, monk
     # An untrained model earns nothing; without this every group would be dropped and the steps would never fill.
     start = next(cell for cell in notebook.cells if "rayrft.start" in cell.source)
     quick = '**{"explorer.drop_zero_variance": False, "tasks.eval_size": 50, "stages.mix.batch_size": 72, '
-    quick += '"explorer.engine.count": 1, "trainer.ranks": 1, '
+    plugins, tolerance = WITHOUT_VLLM["plugins"], WITHOUT_VLLM["weight_sync"]["tolerance"]
+    quick += f'"trainer.ranks": 1, "plugins": {plugins}, "weight_sync.tolerance": {tolerance}, '
     start.source = start.source.replace("**{", quick)
     resources = {"metadata": {"path": str(ROOT)}}
     NotebookClient(notebook, timeout=600, startup_timeout=600, resources=resources).execute()

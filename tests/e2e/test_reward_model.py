@@ -48,10 +48,10 @@ def make_config(folder: Path, **overrides: Any) -> dict[str, Any]:
     scope="module", params=[pytest.param(False, id="full"), pytest.param(True, id="lora", marks=pytest.mark.slow)]
 )
 def finished(request: Any, ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> rayrft.Run:
-    """Once with an adapter, and once without, stopped in the stage of the reward model and resumed."""
+    """Once without an adapter, and once with one, stopped in the stage of the reward model and resumed."""
     lora = {"rank": 4} if request.param else None
     run = rayrft.start(make_config(tmp_path_factory.mktemp("learned"), lora=lora), say=lambda _: None)
-    if lora is None:
+    if lora:
         next(record for record in run.records() if isinstance(record, StepRecord) and record.step == 6)
         run.stop()
         run.result()
@@ -63,7 +63,7 @@ def finished(request: Any, ray_cluster: Any, tmp_path_factory: pytest.TempPathFa
 def test_pairs_are_learnt_and_the_policy_waits(finished: rayrft.Run) -> None:
     records = read_records(finished.folder)
     stops = [r.text for r in records if isinstance(r, NoteRecord) and r.text.startswith("stage 'rm': resumes after")]
-    assert len(stops) == (load_config(finished.folder / "config.yaml").trainer.lora is None)
+    assert len(stops) == (load_config(finished.folder / "config.yaml").trainer.lora is not None)
     steps = [r for r in records if isinstance(r, StepRecord) and r.stage == "rm"]
     first, last = steps[0].metrics, steps[-1].metrics
     assert len(steps) == 12 and first.pair_accuracy == 0.0 and first.pair_score == 0.0

@@ -182,18 +182,7 @@ def under_way(path: Path, cluster: Any) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def check_stopped(folder: Path) -> None:
-    """It saved its weights under another name than that of a finished run, and its ledger closes."""
-    summary = read_summary(folder)
-    assert summary.status == "stopped"
-    ledger = summary.ledger
-    assert ledger.closes
-    assert [summary.checkpoint] == [str(each) for each in (folder / "checkpoints").glob("stopped-*")]
-    assert (Path(summary.checkpoint) / "model.safetensors").is_file()
-    assert not (folder / "checkpoints" / "final").exists()
-
-
-def test_a_run_is_seen_and_stopped_from_another_process(
+def test_a_run_is_seen_from_another_process_and_ctrl_c_saves_its_weights(
     config_file: Callable[..., Path], rayrft: Call, ray_cluster: Any, tmp_path: Path
 ) -> None:
     path = config_file("long", **WITHOUT_VLLM)
@@ -204,23 +193,19 @@ def test_a_run_is_seen_and_stopped_from_another_process(
         assert status["status"] == "running" and status["step"] >= 4
         assert status["sampled"] == status["trained"] + sum(status["dropped"].values()) + status["held"]
         assert "rayrft_train_reward" in metrics_page("rayrft_train_reward")
-        assert rayrft("stop", "long").returncode == 0
-        rest, _ = process.communicate(timeout=300)
-        assert process.returncode == 130, rest
-    check_stopped(tmp_path / "runs" / "long")
-    missing = rayrft("status", "long")
-    assert missing.returncode == 1 and "no run of that name is on this cluster (found 'long')" in missing.stderr
-
-
-def test_ctrl_c_saves_the_weights_and_ends_the_run(
-    config_file: Callable[..., Path], ray_cluster: Any, tmp_path: Path
-) -> None:
-    with under_way(config_file("interrupted", **WITHOUT_VLLM), ray_cluster) as process:
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=300)
         assert process.returncode == 130, rest
         assert "stopping after the current step" in rest and "stopped after" in rest
-    check_stopped(tmp_path / "runs" / "interrupted")
+    folder = tmp_path / "runs" / "long"
+    summary = read_summary(folder)
+    assert summary.status == "stopped" and summary.ledger.closes
+    # Its weights have another name than those of a finished run.
+    assert [summary.checkpoint] == [str(each) for each in (folder / "checkpoints").glob("stopped-*")]
+    assert (Path(summary.checkpoint) / "model.safetensors").is_file()
+    assert not (folder / "checkpoints" / "final").exists()
+    missing = rayrft("status", "long")
+    assert missing.returncode == 1 and "no run of that name is on this cluster (found 'long')" in missing.stderr
 
 
 def test_a_checkpoint_is_exported_as_it_was_saved(finished: Any, tmp_path: Path, rayrft: Call) -> None:
