@@ -180,11 +180,3 @@ def test_a_stage_begins_without_demonstrations_that_will_come_and_takes_them_whe
 def test_a_stage_does_not_begin_without_demonstrations_where(buffer: LocalBuffer, groups: int, grows: bool) -> None:
     with pytest.raises(DataError, match="no such demonstrations", check=about("demonstrations", "gold")):
         open_stage(buffer, groups=groups, grows=grows)
-
-
-def test_the_log_is_read_with_the_rows_that_were_added(buffer: LocalBuffer) -> None:
-    load(buffer, gold(0, 2))
-    extend(buffer, gold(2, 3))
-    reader = Archive(buffer.folder, SamplerConfig())
-    found = [row for batch in reader.rows("expert/gold") for row in batch.column("experience_id").to_pylist()]
-    assert found == names(0, 5)

@@ -30,21 +30,6 @@ def rewarded(*rewards: float | None) -> list[Experience]:
     return [row(reward=reward) for reward in rewards]
 
 
-def test_reward_deviation_has_divisor_n_and_is_0_for_a_group_of_one() -> None:
-    groups = rewarded(0, 1, 1, 0), rewarded(0.7), rewarded(0.3, 0.3), rewarded(None, 1, 3)
-    assert score("reward_deviation", *groups) == [0.5, 0.0, 0.0, 1.0]
-
-
-def test_failure_is_one_minus_the_mean_reward_clipped() -> None:
-    groups = rewarded(1, 0, 0, 0), rewarded(-5), rewarded(2, 3), rewarded(None, 0.5)
-    assert score("failure", *groups) == [0.75, 1.0, 0.0, 0.5]
-
-
-@pytest.mark.parametrize("name", ["reward_deviation", "failure"])
-def test_a_group_of_unknown_rewards_scores_0(name: str) -> None:
-    assert score(name, rewarded(None, None), rewarded(0, 0))[0] == 0.0
-
-
 def test_a_priority_is_the_mean_of_what_operators_gave_and_0_where_they_gave_none() -> None:
     groups = [row(priority=0.25), row(priority=None), row(priority=0.75)], rewarded(1, 0), [row(priority=3.0)]
     assert score("priority", *groups) == [0.5, 0.0, 3.0]
