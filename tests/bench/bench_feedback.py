@@ -92,7 +92,8 @@ def main() -> None:
         (config.folder / "config.yaml").write_text(dump_config(config))
         put(buffer, *(spoken(number) for number in range(options.groups)))
         page = serve_feedback(config.folder, FeedbackConfig(port=free_port(), max_groups=options.groups))
-        url, _, key = page.url.partition("#key=")
+        assert page.key_file is not None
+        url, key = page.url, page.key_file.read_text().strip()
         began = time.perf_counter()
         httpx.post(f"{url}v1/me", json={"person": "a"}, headers={"Authorization": f"Bearer {key}"}, timeout=120)
         print(f"{options.groups} groups of 8 were read in {time.perf_counter() - began:.1f} s")
