@@ -207,3 +207,42 @@ def test_an_optional_coefficient_takes_nothing_or_a_number() -> None:
     assert build("rloo", {"dual_clip": 3.0}).coefficients == {"dual_clip": 3.0}
     with pytest.raises(ConfigError, check=about("algorithm.dual_clip", 0.9)):
         build("grpo", {"dual_clip": 0.9})
+
+
+PUBLISHED = """
+advantage grpo: {epsilon: 1.0e-6, std_threshold: 0.0, below_threshold: drop}  # verl
+advantage gigpo: {step_weight: 1.0, discount: 0.95, deviation: true, epsilon: 1.0e-6}
+advantage asymre: {baseline_shift: -0.1}
+advantage gae: {gamma: 1.0, lam: 1.0, bootstrap_truncated: false}
+policy_loss ppo: {clip_low: 0.2, clip_high: 0.2, dual_clip: null}
+policy_loss gspo: {clip_low: 3.0e-4, clip_high: 4.0e-4}
+policy_loss gspo_token: {clip_low: 3.0e-4, clip_high: 4.0e-4}
+policy_loss cispo: {clip_low: 1.0, clip_high: 0.28}
+policy_loss sapo: {tau_positive: 1.0, tau_negative: 1.05}
+policy_loss topr: {}
+policy_loss sppo: {log_clip: 0.3}
+policy_loss rec: {keep_where: one_side, weigh_by_ratio: false, clip_low: 0.2, clip_high: 0.2,
+  ring_low: 0.6, ring_high: 2.0}
+correction truncated: {weight_cap: 2.0}  # verl
+correction masked: {weight_low: 0.5, weight_high: 5.0}  # IcePop
+correction sequence_mask: {sequence_low: 0.99, sequence_high: 1.01}  # SkyRL
+correction sequence_truncated: {sequence_cap: 2.0, sequence_ratio: product}  # verl
+correction sequence_masked: {sequence_cap: 3.0, sequence_ratio: product}  # TRL
+value_loss clipped: {value_clip: 0.2}
+preference dpo: {beta: 0.1, label_smoothing: 0.0}
+preference dpo_by_length: {beta: 5.0, label_smoothing: 0.0}  # Tulu 3
+preference simpo: {beta: 2.0, target_margin: 1.0}
+preference orpo: {beta: 0.1}  # TRL
+"""
+
+
+def test_defaults_are_the_published_ones() -> None:
+    for title, defaults in yaml.safe_load(PUBLISHED).items():
+        kind, name = title.split()
+        piece = next(registry for registry in REGISTRIES[kind] if name in registry).get(name)
+        assert dict(piece.coefficients) == defaults, title
+    for name in presets:
+        algorithm = build(name)
+        if algorithm.policy_loss == "ppo":  # the upper clip is higher where the paper has it
+            bounds = {**algorithm.piece("policy_loss").coefficients, **algorithm.coefficients}  # type: ignore[union-attr]
+            assert (bounds["clip_low"], bounds["clip_high"]) == (0.2, 0.28 if name in ("grpo", "dapo") else 0.2), name
