@@ -116,7 +116,9 @@ class BufferWriter:
 def _entry(
     batch: pa.RecordBatch, ticket: Ticket | None, report: GroupReport, dropped: dict[str, int], digest: int = 0
 ) -> GroupEntry:
-    name, rows, nbytes = batch.column("group_id")[0].as_py(), batch.num_rows, batch.get_total_buffer_size()
+    name = batch.column("group_id")[0].as_py()
+    rows = batch.num_rows
+    nbytes = batch.get_total_buffer_size()
     return GroupEntry(name, ticket, report, dropped, rows, nbytes, digest)
 
 
@@ -154,7 +156,8 @@ def put_groups(buffer: Handle[Buffer], rows: list[Experience], algorithms: list[
     with ThreadPoolExecutor(1) as thread:  # in a notebook this thread already runs an event loop
         receipts = thread.submit(asyncio.run, put()).result()
     if faults := [fault for receipt in receipts for fault in receipt.faults]:
-        refused, reasons = sum(bool(receipt.faults) for receipt in receipts), Counter(fault.reason for fault in faults)
+        refused = sum(bool(receipt.faults) for receipt in receipts)
+        reasons = Counter(fault.reason for fault in faults)
         problem = f"{refused} of {len(groups)} groups were rejected: {', '.join(reasons)}"
         found = {fault.experience_id: fault.reason for fault in faults}
         raise DataError(problem, "fix them, and put them again: the others were stored", field="rows", value=found)

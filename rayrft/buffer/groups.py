@@ -94,7 +94,8 @@ class GroupTable:
         self._slots[group.key] = slot
         self.key[slot], self.digest[slot] = group.key, group.digest
         self.sequence[slot] = -1 if group.sequence is None else group.sequence
-        self.order[slot], self.segment[slot] = order, segment
+        self.order[slot] = order
+        self.segment[slot] = segment
         for name, number in vars(group.stored).items():
             getattr(self, name)[slot] = number
         self.uses[slot], self.pending[slot], self.last_step[slot] = 0, 0, -1

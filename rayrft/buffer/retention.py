@@ -30,7 +30,9 @@ class Retention:
     def room(self, feed: str) -> int:
         """Return the number of groups that the producers of a feed may start."""
         state, config = self._store.state, self._store.config
-        stage, waits, full = state.stage, config.when_full == "wait", self._excess(1, 0) > 0
+        stage = state.stage
+        waits = config.when_full == "wait"
+        full = self._excess(1, 0) > 0
         if not feed:
             # A step that waits for new groups must get them even if the Buffer is full: it then frees room.
             return 0 if waits and full and not stage.schedule.needs_admission else state.capacity
@@ -148,7 +150,8 @@ class Retention:
             await self._delete(dead, [])
 
     async def _rewrite_sparse(self) -> None:
-        groups, extents = self._store.state.groups, self._store.state.contents.extents
+        groups = self._store.state.groups
+        extents = self._store.state.contents.extents
         kept = self._leased()
         for segment in sorted(extents)[:-1]:
             held = groups.where(GroupStatus.READY, GroupStatus.PARKED)

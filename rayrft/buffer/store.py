@@ -185,7 +185,8 @@ class Store:
     async def _write(self) -> None:
         """Write the waiting events, all that came during a write with the next one."""
         while self._waiting:
-            batch, self._waiting = self._waiting, []
+            batch = self._waiting
+            self._waiting = []
             try:
                 if self._renewing or self._journal.is_long:
                     self._renewing = False
@@ -197,7 +198,8 @@ class Store:
                     await asyncio.to_thread(self._append, events)
             except Exception as error:  # any error is raised in the waiting writers
                 self._error = _storage_error(error)
-                batch, self._waiting = [*batch, *self._waiting], []
+                batch = [*batch, *self._waiting]
+                self._waiting = []
             for done in [done for _, done in batch if not done.done()]:
                 if self._error is None:
                     done.set_result(None)

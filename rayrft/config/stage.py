@@ -129,7 +129,8 @@ class StageConfig(Section):
     def _check_update(self, algorithm: Algorithm) -> None:
         """Check that options of the update have an effect."""
         update, name = self.update, self.algorithm.name
-        warmup, has_own_critic = update.critic_warmup_steps, self.critic_optimizer != OptimizerConfig()
+        warmup = update.critic_warmup_steps
+        has_own_critic = self.critic_optimizer != OptimizerConfig()
         if "critic" not in algorithm.needs and (warmup or has_own_critic):
             key = "update.critic_warmup_steps" if warmup else "critic_optimizer"
             raise invalid(key, f"is not used: {name} has no critic", "remove it")

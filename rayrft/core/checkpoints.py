@@ -86,7 +86,8 @@ class Checkpoints:
     """The folders ``checkpoints/step-…`` of a run, created and deleted atomically."""
 
     def __init__(self, run_folder: Path, config: CheckpointConfig) -> None:
-        self.folder, self._config = run_folder / "checkpoints", config
+        self.folder = run_folder / "checkpoints"
+        self._config = config
         self.evaluating: set[int] = set()
         """Steps whose evaluation has not ended: their checkpoints are kept until it has."""
         self._begun: Path | None = None
@@ -199,7 +200,10 @@ class Saver:
     """Writes the checkpoint of the current ``progress``, one at a time, in the background."""
 
     def __init__(self, config: RunConfig, buffer: Handle[Buffer], trainer: Handle[Trainer], progress: Progress) -> None:
-        self._buffer, self._trainer, self._ranks, self._progress = buffer, trainer, Ranks(trainer), progress
+        self._buffer = buffer
+        self._trainer = trainer
+        self._ranks = Ranks(trainer)
+        self._progress = progress
         self._checkpoints = Checkpoints(config.folder, config.checkpoint)
         self._writing: asyncio.Future[None] | None = None
         self._judging: asyncio.Future[None] | None = None

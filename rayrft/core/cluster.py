@@ -186,7 +186,8 @@ def _find_token() -> str:
 def _token_files() -> list[Path]:
     if named := os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return [Path(named)]
-    home, own = Path(os.path.expanduser("~/.ray/auth_token")), Path(tempfile.gettempdir(), f"rayrft-{os.getuid()}")
+    home = Path(os.path.expanduser("~/.ray/auth_token"))
+    own = Path(tempfile.gettempdir(), f"rayrft-{os.getuid()}")
     files = [home] if home.is_absolute() else []
     # The temporary folder is shared: use a subfolder only if no other user can read it.
     with contextlib.suppress(FileNotFoundError):

@@ -58,14 +58,16 @@ class ExploreLoop:
         """Write a record for each step's number of groups, and one for the rest."""
         ended = False
         while not ended:
-            started, wanted = time.perf_counter(), self.progress.groups + self.stage.groups
+            started = time.perf_counter()
+            wanted = self.progress.groups + self.stage.groups
             progress = await self.buffer.call(SharedBuffer.progress, self.feed, wanted)
             ended = progress.groups < wanted
             await self._record(progress, time.perf_counter() - started)
 
     async def _record(self, progress: FeedProgress, seconds: float) -> None:
         new, before = progress.report, self.progress.report
-        groups, rows = progress.groups - self.progress.groups, new.rows - before.rows
+        groups = progress.groups - self.progress.groups
+        rows = new.rows - before.rows
         if not groups:
             return
         scored, tokens = new.scored - before.scored, new.tokens - before.tokens

@@ -95,9 +95,18 @@ class Master(Watched):
             return status_at_end(self._summary, self._config.folder)
         stats = await self._stats() if self._status == "running" else None
         version, ledger = self._known
-        overdue, ledger = self._stalls.overdue if self._stalls is not None else [], stats.ledger if stats else ledger
-        counts = self._progress.step, version
-        return RunStatus(self._config.name, self._status, None, *counts, self._config.folder, overdue, ledger)
+        overdue = self._stalls.overdue if self._stalls is not None else []
+        ledger = stats.ledger if stats else ledger
+        return RunStatus(
+            self._config.name,
+            self._status,
+            error=None,
+            step=self._progress.step,
+            version=version,
+            folder=self._config.folder,
+            waiting=overdue,
+            ledger=ledger,
+        )
 
     async def stop(self) -> None:
         """Ask the run to end after its current operation, saving its weights. If the process that asks is killed soon,

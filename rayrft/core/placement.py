@@ -172,7 +172,8 @@ class Placement:
         """Create the placement groups of these names; detached ones may exist. Raises PlacementError if one is not
         placed within 30 s, or if another run has one of that name."""
         for name in names:
-            bundles, full_name = [self._parts[name].bundle] * self._parts[name].count, actor_name(self._run, name)
+            bundles = [self._parts[name].bundle] * self._parts[name].count
+            full_name = actor_name(self._run, name)
             try:
                 self._groups[name] = ray.util.placement_group(bundles, "PACK", full_name, self._lifetime)
             except ray.exceptions.RaySystemError:

@@ -57,9 +57,12 @@ class Run:
         earlier: int = 0,
     ) -> None:
         """``earlier`` is the number of records of earlier attempts."""
-        self.name, self.folder = name, folder
-        self._master, self._master_name = master, actor_name(name, "master")
-        self._outcome, self._earlier = outcome, earlier
+        self.name = name
+        self.folder = folder
+        self._master = master
+        self._master_name = actor_name(name, "master")
+        self._outcome = outcome
+        self._earlier = earlier
 
     def dataset(
         self, store: str = "usual", *, columns: Sequence[str] | None = None, where: str | None = None

@@ -68,8 +68,16 @@ class TrainLoop:
         self._attempt = uuid.uuid4().hex
         """Distinguishes this attempt of the run from those before it was resumed."""
         self._saving = Saver(self.config, self.buffer, self.trainer, self.progress)
-        shared = (self.recorder, self.progress, self._saving, self.weight_sync, self.publish)
-        self._evaluations = Evaluations(self.config, self.explorers, self.evaluation, *shared)
+        self._evaluations = Evaluations(
+            self.config,
+            self.explorers,
+            self.evaluation,
+            self.recorder,
+            self.progress,
+            self._saving,
+            self.weight_sync,
+            self.publish,
+        )
         self._bottleneck, self._gap_noted = Bottleneck(), False
         """Of the current stage."""
 

@@ -44,8 +44,10 @@ class WeightSync:
     waits: Waits
 
     def __post_init__(self) -> None:
-        self._settings, self._ranks = self.config.weight_sync, Ranks(self.trainer)
-        self._tokens, self._images = [row.token_ids.tolist() for row in self.probe], [row.images for row in self.probe]
+        self._settings = self.config.weight_sync
+        self._ranks = Ranks(self.trainer)
+        self._tokens = [row.token_ids.tolist() for row in self.probe]
+        self._images = [row.images for row in self.probe]
         self._lock = asyncio.Lock()
         self._connected: int | None = None
         """The membership's generation that the present link was made under; None: under no membership."""

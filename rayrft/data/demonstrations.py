@@ -98,7 +98,8 @@ class RowEncoder:
                 return "too long"
             made = expert_row(group, group, ids, mask, messages, images=images, chosen=chosen)
             if len(sides) == 2:
-                side, given = f"{group}/{'chosen' if chosen else 'rejected'}", value_at(row, self.form.margin)
+                side = f"{group}/{'chosen' if chosen else 'rejected'}"
+                given = value_at(row, self.form.margin)
                 if given is not None and finite(given) is None:
                     raise DataError(f"{self.form.margin!r} is not a finite number")
                 made = replace(made, experience_id=side, pair_id=group, margin=finite(given))

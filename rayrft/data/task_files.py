@@ -78,6 +78,7 @@ def task_row(task: Task, source: str) -> dict[str, Any]:
 
 def _to_task(row: dict[str, Any], system: str | None) -> Task:
     del row["source"]
-    images, metadata = tuple(row["images"] or ()), json.loads(row["metadata"] or "{}")
+    images = tuple(row["images"] or ())
+    metadata = json.loads(row["metadata"] or "{}")
     filled = {"tries": row["tries"] or 0, "system": system or row["system"], "images": images, "metadata": metadata}
     return Task(**row | filled)

@@ -61,7 +61,8 @@ class _Call:
                     spans[-1] = (spans[-1][0], start + last, version)
                 else:
                     spans.append((start + first, start + last, version))
-            tokens, logprobs = begun.token_ids + by.token_ids, begun.logprobs + by.logprobs
+            tokens = begun.token_ids + by.token_ids
+            logprobs = begun.logprobs + by.logprobs
             by = Completion(tokens, logprobs, tuple(spans), by.stop_reason)
         return _Call(self.prompt, self.images, by)
 
@@ -85,7 +86,8 @@ class _Call:
     def of(cls, row: Experience) -> _Call:
         at = row.prompt_length
         spans = tuple((span.start - at, span.end - at, span.version) for span in row.weight_versions)
-        tokens, logprobs = tuple(row.token_ids[at:].tolist()), tuple(row.logprobs[at:].tolist())
+        tokens = tuple(row.token_ids[at:].tolist())
+        logprobs = tuple(row.logprobs[at:].tolist())
         answer = Completion(tokens, logprobs, spans, row.stop_reason or INTERRUPTED)
         return cls(row.token_ids[:at].tolist(), row.images, answer)
 

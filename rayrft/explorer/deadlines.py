@@ -63,7 +63,8 @@ class GroupDeadline:
 
     def _set(self, due: float) -> None:
         self.close()
-        self._due, self._timer = due, self.loop.call_at(due, self._ring)
+        self._due = due
+        self._timer = self.loop.call_at(due, self._ring)
 
     def _ring(self) -> None:
         """End what is due. What was stopped meanwhile is not, and what was started again is later."""
@@ -82,7 +83,9 @@ class _Deadline:
     """
 
     def __init__(self, group: GroupDeadline, seconds: float, expire: Callable[[], object]) -> None:
-        self._group, self._left, self._expire = group, seconds, expire
+        self._group = group
+        self._left = seconds
+        self._expire = expire
         self._active = 0
         self.due = 0.0
         """When it expires, in the event loop's time, if it is not stopped before."""

@@ -191,7 +191,8 @@ class PairsRecord:
     @classmethod
     def of(cls, stage: str, step: int, stage_step: int, found: PairRanking, seconds: float) -> Self:
         """Build the record of a ranking after ``step``."""
-        accuracy, interval = found.right / found.pairs, wilson_interval(found.right, found.pairs)
+        accuracy = found.right / found.pairs
+        interval = wilson_interval(found.right, found.pairs)
         counts = accuracy, *interval, found.right, found.pairs
         return cls(stage, step, stage_step, time.time(), *counts, found.margin, seconds)
 

@@ -16,7 +16,8 @@ def accuracy_table(records: Sequence[Record]) -> str:
     pairs = _pairs([record for record in records if isinstance(record, PairsRecord)])
     if not evaluations:
         return "\n".join(pairs) or "no evaluation was made"
-    temperatures, first = sorted({record.temperature for record in evaluations}), evaluations[0].stage
+    temperatures = sorted({record.temperature for record in evaluations})
+    first = evaluations[0].stage
     parts = {"untrained": [e for e in evaluations if e.stage == first and e.stage_step == 0]}
     for record in evaluations:
         if record.stage_step > 0:

@@ -46,7 +46,8 @@ def scalars(record: Record) -> dict[str, float]:
         values = {k: v for k, v in flat(record).items() if isinstance(v, int | float) and k not in ("step", "time")}
         part = "train" if isinstance(record, StepRecord) else "rollout"
         for domain, stats in record.timings.rewards.items():
-            scored, prefix = max(1, stats.scored), f"reward_{domain}_" if domain else "reward_"
+            scored = max(1, stats.scored)
+            prefix = f"reward_{domain}_" if domain else "reward_"
             values |= {f"{prefix}unknown_share": stats.unknown / scored, f"{prefix}mean_s": stats.seconds / scored}
             values |= {
                 f"{prefix}{name}": getattr(stats, name) for name in ("errors", "retried", "slowest_s", "pending")

@@ -194,5 +194,13 @@ def rows_in_log(folder: Path) -> RowStats | None:
 
 def status_at_end(summary: Summary, folder: Path) -> RunStatus:
     """Return the status of a run that has ended."""
-    counts = summary.steps, summary.weight_version
-    return RunStatus(summary.name, summary.status, summary.error, *counts, folder, [], summary.ledger)
+    return RunStatus(
+        summary.name,
+        summary.status,
+        summary.error,
+        step=summary.steps,
+        version=summary.weight_version,
+        folder=folder,
+        waiting=[],
+        ledger=summary.ledger,
+    )

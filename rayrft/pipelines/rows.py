@@ -196,7 +196,9 @@ def mark_made(made: pa.RecordBatch, parents: Sequence[tuple[str, ...]], operator
     """Return made rows, whose columns are those of `with_lineage`, with their parents and their own ids: a digest of
     parents, operator and place among the parents' rows; an experience's stay within its group. ``maker`` tells the
     operator from others of its name."""
-    column, count, names = id_column(made.schema), Counter[tuple[str, ...]](), list[str]()
+    column = id_column(made.schema)
+    count = Counter[tuple[str, ...]]()
+    names = list[str]()
     for ids in parents:
         names.append(_digest((operator, maker, ids, count[ids])))
         count[ids] += 1

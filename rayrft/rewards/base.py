@@ -194,7 +194,8 @@ def invoke(reward: Reward, task: Task, transcript: Transcript) -> Scored | Await
     if hasattr(reward, "score"):
         return cast("RewardModel", reward).score(task, transcript)
     response = transcript.response
-    found, reasoned = reward(task, response), len(transcript.turns[-1]["content"]) - len(response)
+    found = reward(task, response)
+    reasoned = len(transcript.turns[-1]["content"]) - len(response)
     if reasoned and isinstance(found, RewardResult):  # it has counted from the end of the last answer's reasoning
         last = len(transcript.answers) - 1
         moved = (replace(step, end=step.end + reasoned * (step.turn == last)) for step in found.steps)

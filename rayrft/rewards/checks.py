@@ -66,7 +66,8 @@ def _check_truths(reward: Reward, name: str, tasks: Sequence[Task], source: int)
     tried = tried[:: -(-len(tried) // _TRIED) or 1]
     if not (wrong := [(task, result) for task in tried if (result := _not_full(reward, task)) is not None]):
         return None
-    unknown, whose = sum(result.value is None for _, result in wrong), f"source {source}"
+    unknown = sum(result.value is None for _, result in wrong)
+    whose = f"source {source}"
     problem = f"{len(wrong)} of {len(tried)} reference answers of {whose if source >= 0 else 'held-out tasks'} "
     problem += f"do not get full marks ({unknown} unknown): {'; '.join(_shown(*each) for each in wrong[:_SHOWN])}"
     if len(wrong) == len(tried):

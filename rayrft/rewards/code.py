@@ -107,7 +107,8 @@ class Code:
         self.longest_s, self.notice = budget_s, sandbox.describe()
 
     def __call__(self, task: Task, response: str) -> RewardResult:
-        language, tests = task.metadata.get("language", self._language), tests_of(task)
+        language = task.metadata.get("language", self._language)
+        tests = tests_of(task)
         function = re.sub(r"^Solution(?:\(\))?\.", "", str(task.metadata.get("entry_point", "")))
         source = extract(response, language, re.escape(function))
         verdict = self._runner(task, source, tests, language, until_failure=not self._partial)

@@ -151,7 +151,8 @@ def deploy_rewards(
     applications.delete_applications(service.all_versions)
     config, targets = service.config, []
     for domain, model in config.models.items():
-        name, one = service.application(domain), RewardModelsConfig(domains={domain: model}) if domain else config
+        name = service.application(domain)
+        one = RewardModelsConfig(domains={domain: model}) if domain else config
         replica = serve.deployment(RewardReplica).options(name=_DEPLOYMENT, **_options(model.replicas))
         bound = replica.bind(one, service.plugins, owner, name, models)
         targets.append(serve.RunTarget(bound, name=name, route_prefix=None))

@@ -39,7 +39,8 @@ def vision(kind: Kind = "count", *, strict: bool = False, threshold: float | Non
     """
 
     def score(task: Task, response: str) -> RewardResult:
-        asked, found = task.metadata.get("kind", kind), statements(response, strict=strict)
+        asked = task.metadata.get("kind", kind)
+        found = statements(response, strict=strict)
         if asked == "choice":
             return choice(task, found)
         if asked not in _KINDS:

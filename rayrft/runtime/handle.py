@@ -46,7 +46,9 @@ class Handle(Generic[T_co]):
     Ray's options of the calls."""
 
     def __init__(self, name: str, actor: Any, **options: Any) -> None:
-        self.name, self.actor, self._options = name, actor, options
+        self.name = name
+        self.actor = actor
+        self._options = options
 
     @overload
     def call(
@@ -95,7 +97,9 @@ class TrackedHandle(Handle[T_co]):
         labels: Mapping[Callable[Concatenate[T_co, ...], Any], Callable[..., str]] | None = None,
     ) -> None:
         super().__init__(handle.name, handle.actor)
-        self._waits, self._endless, self._labels = waits, endless, labels or {}
+        self._waits = waits
+        self._endless = endless
+        self._labels = labels or {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Handle, (self.name, self.actor)

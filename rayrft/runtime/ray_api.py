@@ -15,7 +15,8 @@ class _Lazy:
 
 ray: Any = _Lazy()
 
-_GROUPS, _WORKERS = "ray.train.v2._internal.callbacks.placement_group_callback", "ray.train.v2._internal.execution"
+_GROUPS = "ray.train.v2._internal.callbacks.placement_group_callback"
+_WORKERS = "ray.train.v2._internal.execution"
 PRIVATE = {
     # Resources of each node: the public functions return sums over the cluster.
     "available_resources_per_node": "ray._private.state",

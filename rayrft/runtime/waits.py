@@ -104,7 +104,10 @@ class _OpenWait(AbstractContextManager[None]):
     """The context of a wait: a class, which costs less than a generator, as every group has dozens."""
 
     def __init__(self, waits: Waits, target: str, what: str | Callable[[], str], internal: bool) -> None:
-        self._waits, self._target, self._what, self._internal = waits, target, what, internal
+        self._waits = waits
+        self._target = target
+        self._what = what
+        self._internal = internal
 
     def __enter__(self) -> None:
         self._number = self._waits.begin(self._target, self._what, internal=self._internal)

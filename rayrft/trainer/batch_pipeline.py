@@ -223,7 +223,8 @@ def _units(together: list[list[_Row]], block: pa.RecordBatch, trained: np.ndarra
         group, size = ((first, len(rows)), 1) if rows[0].own else ((0, 0), len(rows))
         for place in range(first, first + len(rows), size):
             if trained[place]:
-                row, tokens = rows[place - first], int(lengths[place : place + size].sum())
+                row = rows[place - first]
+                tokens = int(lengths[place : place + size].sum())
                 unit = Unit(ref, place, size, tokens, float(weights[place]), row.alone, group)
                 units.setdefault(row.mini_batch, []).append(unit)
         first += len(rows)

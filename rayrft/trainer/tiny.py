@@ -78,7 +78,8 @@ def _text_model(config: TinyModelConfig, sizes: dict[str, Any], _: Any) -> Any:
     if config.experts:
         sizes |= {"num_experts": config.experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
         sizes |= {"moe_intermediate_size": config.intermediate_size, "mlp_only_layers": [0]}
-    kind, head_dim = "qwen3_moe" if config.experts else "qwen3", config.hidden_size // config.heads
+    kind = "qwen3_moe" if config.experts else "qwen3"
+    head_dim = config.hidden_size // config.heads
     settings = AutoConfig.for_model(kind, head_dim=head_dim, tie_word_embeddings=True, **sizes)
     return AutoModelForCausalLM.from_config(settings)
 

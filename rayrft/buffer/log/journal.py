@@ -144,7 +144,9 @@ class EventJournal:
         self._storage.write(f"snapshot-{number:08d}-{zlib.crc32(snapshot):08x}.arrow", snapshot)
         file = self._storage.open(_JOURNAL.format(number))
         self.close()
-        self._file, self.position, self._snapshot_bytes = file, Position(number), len(snapshot)
+        self._file = file
+        self.position = Position(number)
+        self._snapshot_bytes = len(snapshot)
         self._note_synced(self.position)
         for name in old:
             self._storage.delete(name)

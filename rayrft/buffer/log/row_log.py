@@ -171,7 +171,8 @@ class RowLog:
         if self._file is not None:
             self._file.sync()
             self._file.close()
-            self._file, self._pending = None, []
+            self._file = None
+            self._pending = []
             self._drop_blocks(self._segments[self._newest])
 
     def release(self, segments: list[int]) -> None:

@@ -32,9 +32,15 @@ class BufferPart(Part[Buffer]):
         buffer: Handle[Buffer] | None = self.run.shared
         if buffer is None:
             placed = self.run.placement.actor(Buffer, self.name, name=self.name, restarts=self.budget)
-            tasks, limits = prepared.task_set, prepared.limits
-            settings = config.buffer_folder, config.buffer, config.seed
-            buffer = placed.create(prepared.run_id, *settings, tasks, limits, self.run.logged)
+            buffer = placed.create(
+                prepared.run_id,
+                config.buffer_folder,
+                config.buffer,
+                config.seed,
+                prepared.task_set,
+                prepared.limits,
+                self.run.logged,
+            )
         # Without an Explorer, groups come when they come.
         serving = config.mode == "serve" and config.records_sessions
         return [self.track(buffer, endless=[Buffer.lease] if serving else [])]

@@ -53,9 +53,14 @@ class KeeperPart(Part[SessionKeeper]):
         from rayrft.runtime.serving.applications import Owner
         from rayrft.runtime.serving.deploy import HttpApplication
 
-        named, sampling = config.endpoint.model_name or config.name, config.explorer.sampling
-        keys, template = prepared.key_digests, model.template
-        settings = EndpointSettings(config.endpoint, named, model.max_length, sampling, keys, template)
+        settings = EndpointSettings(
+            config.endpoint,
+            config.endpoint.model_name or config.name,
+            model.max_length,
+            config.explorer.sampling,
+            prepared.key_digests,
+            model.template,
+        )
         pool = Owner(NAMESPACE, actor_name(config.name, "engine_pool"))
         keeper = actor_name(config.name, self.name) if self.actors else None
         name, arguments = actor_name(config.name, "serve"), (prepared.model, settings, pool, keeper)

@@ -191,8 +191,9 @@ class EvaluationEngines(EngineRole):
 
     def create_groups(self) -> dict[str, EngineGroup]:
         run, seed = self.run, self.config.seed + self.config.explorer.engine.count
-        model, names = _policy(self.config, run.prepared.model, seed), (self.name, self.name, "evaluation_pool")
-        return {"": EngineGroup(run.placement, model, *names, run.waits, expendable=True)}
+        model = _policy(self.config, run.prepared.model, seed)
+        group = EngineGroup(run.placement, model, self.name, self.name, "evaluation_pool", run.waits, expendable=True)
+        return {"": group}
 
     @property
     def supervised(self) -> list[Handle[Any]]:

@@ -40,6 +40,7 @@ def remote_operators(
         return None
     share = 1 / (config.explorer.count * pipelines.actors.count)
     models = partial(auxiliary_models, config.auxiliary, dict(pools), share=share) if pools else None
-    placed, chain = placement.actor(OperatorActor, OperatorsPart.name), experience_chain(config, model)
+    placed = placement.actor(OperatorActor, OperatorsPart.name)
+    chain = experience_chain(config, model)
     create = partial(placed.create, chain, pipelines, models, config.auxiliary, config.scoring)
     return partial(ActorOperators, create, pipelines.actors.count)

@@ -48,7 +48,8 @@ class RewardsPart(Part[RewardActor]):
         from rayrft.rewards.service import deploy_rewards
         from rayrft.runtime.serving.applications import Owner, on_head
 
-        owner, http = Owner(NAMESPACE, actor_name(config.name, "master")), config.endpoint or ServeConfig()
+        owner = Owner(NAMESPACE, actor_name(config.name, "master"))
+        http = config.endpoint or ServeConfig()
         address, serves = (http.host, http.port), config.endpoint is not None
         models = remote_models(config, self.run[AuxiliaryEngines].pools)
         with self.run.waits.on("rewards", "deployed"):

@@ -37,8 +37,16 @@ class TrainerPart(Part[Trainer]):
     async def start(self) -> str | None:
         config, model = self.config, self.config.model
         for trainer in self.actors:
-            given = trainer, config.trainer, self.run.prepared.model, model.dtype, config.explorer.sampling.temperature
-            setup = RankSetup(*given, config.plugins, config.seed, model.template)
+            setup = RankSetup(
+                trainer,
+                config.trainer,
+                self.run.prepared.model,
+                model.dtype,
+                config.explorer.sampling.temperature,
+                config.plugins,
+                config.seed,
+                model.template,
+            )
             if warning := await trainer.call(Trainer.start, config.folder, setup):
                 return f"trainer: {warning}"
         return None

@@ -230,7 +230,9 @@ class _Mailbox:
         if ready is not self._ready:
             return {}
         chunks = {number: stream.take() for number, stream in self._brought.items()}
-        finished, self._finished, self._brought = self._finished, {}, {}
+        finished = self._finished
+        self._finished = {}
+        self._brought = {}
         return {**chunks, **finished}
 
     def _bring(self, number: int, stream: Stream) -> None:

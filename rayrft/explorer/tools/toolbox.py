@@ -150,7 +150,9 @@ class ToolSession:
     """The calls of one attempt. Its objects are in one process, which is leased when the first of them is called."""
 
     def __init__(self, toolbox: Toolbox, pool: ProcessPool, lease: contextlib.AsyncExitStack) -> None:
-        self._toolbox, self._pool, self._lease = toolbox, pool, lease
+        self._toolbox = toolbox
+        self._pool = pool
+        self._lease = lease
         self._lock = asyncio.Lock()
         self._worker: Worker | None = None
 

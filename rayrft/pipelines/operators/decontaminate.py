@@ -87,7 +87,8 @@ class Decontaminate(Operator[DecontaminateOptions]):
         texts = [hashing.words(pa.array([task[at] for task in tasks], pa.string())) for at in (0, 1)]
         lengths = sorted({_SHORTEST, self.options.ngram}, reverse=True)
         self._indices = [_Index(texts[: 1 + (each == lengths[0])], each, self.options.common) for each in lengths]
-        self._seen, self._wholes = set[int](), dict[object, int]()
+        self._seen = set[int]()
+        self._wholes = dict[object, int]()
         for task, (question, _, _) in enumerate(tasks):
             self._wholes |= dict.fromkeys(_forms(question, self._answers[task]), task)
 
@@ -156,7 +157,8 @@ class _Index:
         fresh[1:] = (grams[1:] != grams[:-1]) | (tasks[1:] != tasks[:-1])
         self._owners = tasks[fresh]
         self._grams, self._starts, counts = np.unique(grams[fresh], return_index=True, return_counts=True)
-        self._ends, self._rows = self._starts + counts, np.zeros(len(counts), np.int64)
+        self._ends = self._starts + counts
+        self._rows = np.zeros(len(counts), np.int64)
         self._keep(counts <= common)
 
     def count(self, places: np.ndarray, rows: np.ndarray) -> None:
@@ -169,7 +171,9 @@ class _Index:
         self._keep(self._rows <= most)
 
     def _keep(self, kept: np.ndarray) -> None:
-        self._grams, self._starts, self._ends = self._grams[kept], self._starts[kept], self._ends[kept]
+        self._grams = self._grams[kept]
+        self._starts = self._starts[kept]
+        self._ends = self._ends[kept]
         self._rows = self._rows[kept]
 
     def hits(self, words: Words) -> Iterator[tuple[int, list[int]]]:

@@ -29,7 +29,8 @@ class _EmbeddingOperator(Operator[E]):
         path = options.model or context.tokenizer
         if path is None:
             raise ConfigError("there is no model to embed with", "name one, or give --config", field="model")
-        self._path, self._points = path, list[np.ndarray]()
+        self._path = path
+        self._points = list[np.ndarray]()
 
     def prepare(self) -> None:
         self._embed = embeddings.Embedder(self.options, self._path)

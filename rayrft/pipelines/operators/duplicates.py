@@ -108,7 +108,8 @@ class NearDuplicates(_FirstOfEach[NearOptions]):
     def __init__(self, options: NearOptions, context: Context) -> None:
         super().__init__(options, context)
         self._band_rows = hashing.band_rows(options.threshold)
-        self._low, self._keys = list[np.ndarray](), list[np.ndarray]()
+        self._low = list[np.ndarray]()
+        self._keys = list[np.ndarray]()
 
     def _note(self, columns: Sequence[pa.Array]) -> None:
         filled = [pc.fill_null(column.cast(pa.large_string()), "") for column in columns]

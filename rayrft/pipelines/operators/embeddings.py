@@ -39,7 +39,8 @@ class Embedder:
         import torch
         from transformers import AutoModel, AutoTokenizer
 
-        self._options, device = options, options.device
+        self._options = options
+        device = options.device
         self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path)
@@ -47,7 +48,8 @@ class Embedder:
         except (OSError, ValueError) as error:
             problem = f"cannot be loaded: {str(error).strip().splitlines()[0]}"
             raise ConfigError(problem, field="model", value=path) from None
-        size, wanted = self._model.config.get_text_config().hidden_size, options.dimensions
+        size = self._model.config.get_text_config().hidden_size
+        wanted = options.dimensions
         drawn = np.random.default_rng(0).standard_normal((size, wanted)) if size > wanted else None
         self._projection = None if drawn is None else (drawn / np.sqrt(wanted)).astype(np.float32)
 

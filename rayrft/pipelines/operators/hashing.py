@@ -46,7 +46,8 @@ def ngrams(hashes: U64, offsets: I64, length: int) -> tuple[U64, I64]:
 
 def count_words(hashes: U64, offsets: I64, length: int, kind: np.uint64) -> I64:
     """Count the words of a kind (`LETTER` or `IDEOGRAPH`) in each n-gram of `ngrams`."""
-    counts, bounds = np.append(0, np.cumsum((hashes & kind) != 0)), _bounds(offsets, length)
+    counts = np.append(0, np.cumsum((hashes & kind) != 0))
+    bounds = _bounds(offsets, length)
     starts = np.arange(bounds[-1]) + np.repeat(offsets[:-1] - bounds[:-1], np.diff(bounds))
     return counts[starts + length] - counts[starts]
 

@@ -89,7 +89,8 @@ class Juicer(Operator[JuicerOptions]):
     def prepare(self) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  it is open as long as the process
         # Isolated: neither this folder, whose modules have names of the standard library's, nor PYTHONPATH is for it.
-        command, pipe = [self._python, "-I", juicer_worker.__file__], subprocess.PIPE
+        command = [self._python, "-I", juicer_worker.__file__]
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._log)
         given = {"text_key": self.options.column, **(self.options.model_extra or {})}
         self._ask({"do": "start", "op": self.options.juicer, "options": given})

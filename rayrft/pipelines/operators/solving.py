@@ -81,7 +81,8 @@ class SolvingOperator(AskingOperator[S]):
         seeds = [request_seed(subject.row, self.options.seed, what, each) for each in range(tries)]
         replies = await asyncio.gather(*(self.ask(model, seed, messages) for seed in seeds))
         texts = [reply for reply, problem in replies if problem is None]
-        results, found = iter(await scored(subject.task, texts) if texts else ()), list[CheckedAnswer]()
+        results = iter(await scored(subject.task, texts) if texts else ())
+        found = list[CheckedAnswer]()
         for text, problem in replies:
             if problem is None:
                 result = next(results)
@@ -210,7 +211,8 @@ class SolutionOperator(SolvingOperator[F]):
             return with_column(made, self.options.response, pa.array(texts, kind))
         if not found:
             return made
-        experiences, groups = list[Experience](), made.column("group_id").to_pylist()
+        experiences = list[Experience]()
+        groups = made.column("group_id").to_pylist()
         for place, (group, (_, subject, attempt), text) in enumerate(zip(groups, found, texts, strict=True)):
             task = subject.task
             turns = [*task.messages, {"role": "assistant", "content": text}]

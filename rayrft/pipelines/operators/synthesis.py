@@ -52,7 +52,8 @@ class NumericVariation(Operator[VariationOptions]):
         for index, (name, question, answer) in enumerate(zip(*(each.to_pylist() for each in columns), strict=True)):
             problem = Problem.read(question or "", answer or "")
             found = set[tuple[str, str]]()
-            rng, tries = seeded(name, self.options.seed), self.options.variations * self.options.tries
+            rng = seeded(name, self.options.seed)
+            tries = self.options.variations * self.options.tries
             while problem is not None and tries and len(found) < self.options.variations:
                 tries -= 1
                 varied = problem.vary(rng)

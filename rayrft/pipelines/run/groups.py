@@ -127,7 +127,8 @@ def _split_by_group(together: GroupResult, groups: list[pa.RecordBatch], key: st
         for each in together.outcomes:  # all counts are the first group's
             left_out = [gone for gone in each.left_out if row_of.get(gone.row, 0) == number]
             outcomes.append(replace(each, left_out=left_out) if not number else Outcome(0, 0, 0, 0, 0.0, left_out))
-        places, changed = kept[mine] - (ends[number] - rows.num_rows), together.changed.take(pa.array(mine))
+        places = kept[mine] - (ends[number] - rows.num_rows)
+        changed = together.changed.take(pa.array(mine))
         added = made.take(pa.array(new)) if made is not None and len(new) else None
         found.append(GroupResult(places.tolist(), changed, added, outcomes))
     return found

@@ -192,7 +192,8 @@ class _Parser:
         raise Unreadable(self._text)
 
     def _closed(self, closing: str, inner_bars: int = 0) -> Node:
-        bars, self._bars = self._bars, inner_bars
+        bars = self._bars
+        self._bars = inner_bars
         node = self.sum()
         if self.take() != closing:
             raise Unreadable(self._text)

@@ -231,8 +231,10 @@ class Namespaces(Isolation):
 
     def start(self, job: Job) -> Started:
         def command(status: int, go: int) -> tuple[list[str], list[int]]:
-            size, devices = job.limits.folder_mib << 20, [path for path in _DEVICES if os.path.exists(path)]
-            user, folders = unused_user() if os.geteuid() == 0 else None, {FOLDER: size, "/dev/shm": size}
+            size = job.limits.folder_mib << 20
+            devices = [path for path in _DEVICES if os.path.exists(path)]
+            user = unused_user() if os.geteuid() == 0 else None
+            folders = {FOLDER: size, "/dev/shm": size}
             orders: dict[str, Any] = {"status": status, "go": go, "user": user, "nobody": _NOBODY}
             orders |= {"rlimits": job.limits.rlimits(), "seccomp": seccomp.program()}
             orders |= {"binds": [*job.root.binds, *devices], "links": dict(job.root.links), "folders": folders}
