@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,17 @@ import pyarrow.parquet as pq
 
 from rayrft.data.formats import open_rows
 from rayrft.data.selection import Selection
-from rayrft.data.tables import check_suffix
+from rayrft.data.tables import check_suffix, open_table, write_table
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA, Experience, pack
 
 GLANCE = ["id", "reward", "question", "answer", "labels", "versions"]
 _WHOLE = "give what `rayrft data export` wrote, with all columns"
 _ROLES = ("user", "assistant")
+_OWNERS = ["experience_id", "group_id", "labels", "finished_at"]
+"""Columns that tell whose rows they are."""
+_ROWS = 4096
+"""Rows of a file that are read at a time."""
 _MAPS = [field.name for field in SCHEMA if pa.types.is_map(field.type)]
 
 
@@ -44,6 +50,39 @@ def read_file(path: Path, where: str | None = None) -> pa.Table:
     if chosen.filters and not len(met):
         raise DataError(f"no row of {path} meets the condition", "widen it", field="where", value=where)
     return met
+
+
+def forget_rows(path: Path, ids: Collection[str], before: float) -> int:
+    """Write a file of `rayrft data export` again without the rows that `Buffer.forget` erases; return their number.
+
+    Raises DataError if there is no such file, or it lacks a column that tells whose rows they are.
+    """
+    source = open_table(path)
+    if missing := [name for name in _OWNERS if name not in source.schema.names]:
+        raise DataError(f"the rows have no column {missing[0]!r}", _WHOLE, field="file", value=str(path))
+    gone = pa.array(
+        {
+            group
+            for batch in source.batches(_ROWS)
+            for group, unwanted in zip(batch["group_id"].to_pylist(), are_personal(batch, {*ids}, before), strict=True)
+            if unwanted
+        },
+        pa.string(),
+    )
+    if not len(gone):
+        return 0
+    kept = (batch.filter(pc.invert(pc.is_in(batch["group_id"], gone))) for batch in source.batches(_ROWS))
+    return (source.rows or 0) - write_table(path, source.schema, kept)
+
+
+def are_personal(batch: pa.RecordBatch, ids: Collection[str], before: float) -> Iterator[bool]:
+    """Iterate over whether rows have one of these experience, session or response ids, or are of a session that was
+    finished before."""
+    columns = [batch.column(name).to_pylist() for name in ("experience_id", "labels", "finished_at")]
+    for name, pairs, finished in zip(*columns, strict=True):
+        labels = json.loads(pairs) if isinstance(pairs, str) else dict(pairs or ())  # JSON: from a file of JSON lines
+        names = {name, labels.get("session_id"), *labels.get("response_ids", "").split()}
+        yield not names.isdisjoint(ids) or ("session_id" in labels and (finished or 0.0) < before)
 
 
 def conform(table: pa.Table, field: str) -> pa.Table:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer import events as e
+from rayrft.buffer.export import are_personal
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.log.row_log import RowSpan
 from rayrft.buffer.samplers import log_priorities
@@ -87,7 +88,7 @@ class Retention:
             await store.in_row_thread(store.rows.end_segment)
             for segment, size in sorted(extents.items()):
                 batch = await store.in_row_thread(store.rows.read, [RowSpan(segment, 0, size.rows)])
-                unwanted = np.array(list(_personal(batch, {*ids}, before)), bool)
+                unwanted = np.array(list(are_personal(batch, {*ids}, before)), bool)
                 if not unwanted.any():
                     continue
                 until = np.concatenate([[0], np.cumsum(unwanted)])
@@ -173,13 +174,3 @@ class Retention:
         await self._store.commit(*events, e.SegmentsDeleted(segments, forgotten))
         await self._store.flush()
         await self._store.in_row_thread(self._store.rows.delete, segments)
-
-
-def _personal(batch: pa.RecordBatch, ids: set[str], before: float) -> Iterator[bool]:
-    """Iterate over whether rows have one of these experience, session or response ids, or are of a session that was
-    finished before."""
-    columns = [batch.column(name).to_pylist() for name in ("experience_id", "labels", "finished_at")]
-    for name, pairs, finished in zip(*columns, strict=True):
-        labels = dict(pairs or ())
-        names = {name, labels.get("session_id"), *labels.get("response_ids", "").split()}
-        yield bool(names & ids) or ("session_id" in labels and (finished or 0.0) < before)

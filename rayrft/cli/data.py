@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayrft.buffer.export import glance, read_file
+from rayrft.buffer.export import forget_rows, glance, read_file
 from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive, Found, log_folder
 from rayrft.cli import RUNS, Overrides, Storage, changes, say
 from rayrft.cli import Run as RunName
@@ -138,6 +138,9 @@ def forget(
         list[str] | None, typer.Option("--id", help="of a row, or of a session or response of the endpoint")
     ] = None,
     days: Annotated[float | None, typer.Option(min=0, help="sessions that were finished so many days ago")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Option("--file", help="a file of `data export` that is to lose them, too")
+    ] = None,
     storage: Storage = RUNS,
 ) -> None:
     """Erase rows from a run's log for good, each with its group: by ids, or sessions of the endpoint by age."""
@@ -157,6 +160,8 @@ def forget(
         erased, leased = asyncio.run(Retention(store).forget(ids or [], before))
         store.storage.unlock()
     print(f"{erased} rows erased" + (f"; {leased} can be once a checkpoint covers their step" if leased else ""))
+    for file in files or []:
+        print(f"{forget_rows(file, ids or [], before)} rows erased from {file}")
 
 
 @app.command("process")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,13 @@ def test_every_item_is_dealt_exactly_once(sizes: list[int], parts: int) -> None:
     assert sorted(index for part in dealt for index in part) == list(range(len(sizes)))
     assert all(dealt) or len(sizes) < parts
     assert max(map(len, balance([7] * len(sizes), parts))) == -(-len(sizes) // parts), "equal items are spread evenly"
+
+
+def test_rows_of_uneven_groups_keep_many_ranks_busy() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.repeat(rng.lognormal(5, 1, 64), 8) * rng.uniform(0.5, 1.5, 512)  # 64 groups of 8 rows
+    loads = [sum(int(lengths[row]) for row in part) for part in balance(lengths.astype(int).tolist(), 64)]
+    assert np.mean(loads) / max(loads) > 0.95
 
 
 def group_rows(rows: list[list[int]]) -> list[Unit]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
@@ -224,7 +225,9 @@ def test_damaged_files_are_passed_over_only_when_told_to(live: Path, tmp_path: P
     assert (tmp_path / "out.jsonl").read_text() == ""
 
 
-def test_rows_of_a_run_that_ended_are_erased_by_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_run_that_ended_are_erased_by_id_from_its_log_and_from_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config(small_config(tmp_path, "ended"))
     config.folder.mkdir()
     (config.folder / "config.yaml").write_text(dump_config(config))
@@ -232,7 +235,19 @@ def test_rows_of_a_run_that_ended_are_erased_by_id(tmp_path: Path, monkeypatch: 
     buffer = LocalBuffer(config.folder / "buffer", config.buffer)
     buffer.put([(group(number), None) for number in range(3)])
     buffer.kill()
-    assert call("forget", config.folder, "--id", "1/0").splitlines() == ["2 rows erased"]
-    assert call("forget", config.folder, "--id", "1/0", "--days", 0).splitlines() == ["0 rows erased"]
+    files = [tmp_path / "rows.jsonl", tmp_path / "rows.parquet"]
+    for file in files:
+        call("export", config.folder, file)
+    before = [files[0].read_text().splitlines(), pq.read_table(files[1])]
+    named = [part for file in files for part in ("--file", file)]
+    erased = call("forget", config.folder, "--id", "1/0", *named).splitlines()
+    assert erased == ["2 rows erased", *(f"2 rows erased from {file}" for file in files)]
+    assert files[0].read_text().splitlines() == [*before[0][:2], *before[0][4:]], "the others are as they were"
+    assert pq.read_table(files[1]) == pa.concat_tables([before[1][:2], before[1][4:]])
+    again = call("forget", config.folder, "--id", "1/0", "--days", 0, *named).splitlines()
+    assert again == ["0 rows erased", *(f"0 rows erased from {file}" for file in files)]
+    call("export", config.folder, files[0], "--columns", "experience_id,reward")
+    with pytest.raises(DataError, check=about("file", str(files[0]))):
+        call("forget", config.folder, "--id", "1/0", "--file", files[0])
     stats = json.loads(call("stats", config.folder))
     assert stats["ledger"]["dropped"] == {"forgotten": 2} and stats["stores"]["usual"]["rows"] == 4
