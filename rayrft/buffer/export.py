@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,13 @@ def forget_rows(path: Path, ids: Collection[str], before: float) -> int:
     source = open_table(path)
     if missing := [name for name in _OWNERS if name not in source.schema.names]:
         raise DataError(f"the rows have no column {missing[0]!r}", _WHOLE, field="file", value=str(path))
-    gone = pa.array(
-        {
-            group
-            for batch in source.batches(_ROWS)
-            for group, unwanted in zip(batch["group_id"].to_pylist(), are_personal(batch, {*ids}, before), strict=True)
-            if unwanted
-        },
-        pa.string(),
-    )
-    if not len(gone):
+    gone = set[str]()
+    for batch in source.batches(_ROWS):
+        gone.update(compress(batch["group_id"].to_pylist(), are_personal(batch, ids, before)))
+    if not gone:
         return 0
-    kept = (batch.filter(pc.invert(pc.is_in(batch["group_id"], gone))) for batch in source.batches(_ROWS))
+    groups = pa.array(gone, pa.string())
+    kept = (batch.filter(pc.invert(pc.is_in(batch["group_id"], groups))) for batch in source.batches(_ROWS))
     return (source.rows or 0) - write_table(path, source.schema, kept)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayrft.buffer.export import forget_rows, glance, read_file
+from rayrft.buffer.export import are_personal, forget_rows, glance, read_file
 from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive, Found, log_folder
 from rayrft.cli import RUNS, Overrides, Storage, changes, say
 from rayrft.cli import Run as RunName
@@ -143,15 +143,27 @@ def forget(
     ] = None,
     storage: Storage = RUNS,
 ) -> None:
-    """Erase rows from a run's log for good, each with its group: by ids, or sessions of the endpoint by age."""
+    """Erase rows for good, each with its group: by ids, or sessions of the endpoint by age. They are erased from the
+    run's log, and what people said of them from the page's journal."""
     import asyncio
 
     from rayrft.buffer.log.journal import Position
     from rayrft.buffer.retention import Retention
     from rayrft.buffer.store import Store
+    from rayrft.feedback.journal import FILE, feedback_folder, forget_judgements
 
     before = 0.0 if days is None else time.time() - 86_400 * days
     archive, folder = _archive(run, storage), find_folder(run, storage)
+    rows = {
+        name
+        for batch in archive.rows(columns=["experience_id", "labels", "finished_at"])
+        for name, unwanted in zip(
+            batch["experience_id"].to_pylist(), are_personal(batch, ids or [], before), strict=True
+        )
+        if unwanted
+    }
+    if ((page := feedback_folder(folder)) / FILE).exists():
+        print(f"{forget_judgements(page, rows)} entries of the feedback page erased")
     if (live := _live(folder)) is not None:
         erased, leased = live.forget(ids or [], before)
     else:

@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 
 from rayrft.feedback.judgements import Entry, entries
+from rayrft.files import atomic_file
 from rayrft.json_lines import JsonLines, open_lines, read_lines
 
 FILE = "journal.jsonl"
@@ -34,6 +35,29 @@ def open_journal(folder: Path, *, wait: bool = True) -> tuple[JsonLines, list[En
     without ``wait``, if another process holds the lock.
     """
     return open_lines(folder / FILE, _entry, locked=True, wait=wait)
+
+
+def forget_judgements(folder: Path, rows: set[str]) -> int:
+    """Write the journal in a folder again without what people said of these rows; return the number of entries erased.
+
+    Raises StorageError while the page is open, since it writes the file.
+    """
+    journal, found = open_journal(folder, wait=False)
+    about = {entry.judgement.id for entry in found if entry.kind == "judged" and rows & {*entry.judgement.rows}}
+    kept = [entry for entry in found if _subject(entry) not in (rows if entry.kind == "sent" else about)]
+    if len(kept) < len(found):
+        with atomic_file(journal.path) as draft:
+            draft.write_bytes(b"".join(map(entry_line, kept)))
+            draft.chmod(0o600)
+    journal.close()
+    return len(found) - len(kept)
+
+
+def _subject(entry: Entry) -> str:
+    """Return the id of the judgement, or of the row, that an entry is about."""
+    if entry.kind == "judged":
+        return entry.judgement.id
+    return entry.experience_id if entry.kind == "sent" else entry.id
 
 
 def entry_line(entry: Entry) -> bytes:

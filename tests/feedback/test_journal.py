@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rayrft.errors import StorageError
-from rayrft.feedback.journal import FILE, entry_line, open_journal, read_journal
+from rayrft.feedback.journal import FILE, entry_line, forget_judgements, open_journal, read_journal
 from rayrft.feedback.judgements import EditSent, Entry, Judgement, JudgementAdded, JudgementUndone, RowSent
 from tests.errors import about
 
@@ -42,6 +42,18 @@ def test_what_was_written_is_read_as_it_was(tmp_path: Path) -> None:
     assert entries == ENTRIES
     assert read_journal(tmp_path / "none") == []
     assert path.stat().st_mode & 0o077 == 0, "what people say is not for everybody"
+
+
+def test_what_was_said_of_a_row_is_erased_with_it_but_not_while_the_page_is_open(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert forget_judgements(tmp_path, {"g/2", "j1"}) == 0 and read_journal(path) == ENTRIES
+    journal, _ = open_journal(tmp_path)
+    with pytest.raises(StorageError, check=about(str(path))):
+        forget_judgements(tmp_path, {"g/1"})
+    journal.close()
+    assert forget_judgements(tmp_path, {"g/1"}) == 2 and read_journal(path) == [*ENTRIES[:2], ENTRIES[3]]
+    assert path.stat().st_mode & 0o077 == 0
+    assert forget_judgements(tmp_path, {"g/0"}) == 3 and read_journal(path) == []
 
 
 def test_any_tail_that_a_crash_cut_is_left_out_and_the_next_entry_follows_the_last_whole_one(tmp_path: Path) -> None:
