@@ -20,6 +20,8 @@ from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.data.demonstrations import RowEncoder, from_file
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, RunNotFound, StorageError
+from rayrft.feedback.journal import entry_line, feedback_folder, open_journal
+from rayrft.feedback.judgements import Judgement, JudgementAdded
 from tests.buffer.in_process import LocalBuffer, ObjectTable
 from tests.buffer.live import TURNS, live_run
 from tests.buffer.rows import group
@@ -240,12 +242,21 @@ def test_rows_of_a_run_that_ended_are_erased_by_id_from_its_log_and_from_files(
         call("export", config.folder, file)
     before = [files[0].read_text().splitlines(), pq.read_table(files[1])]
     named = [part for file in files for part in ("--file", file)]
-    erased = call("forget", config.folder, "--id", "1/0", *named).splitlines()
+    journal, _ = open_journal(feedback_folder(config.folder))
+    said = [Judgement(name, "Ann", f"one:{name}", "one", (name,), score=4) for name in ("1/0", "2/0")]
+    journal.append(*(entry_line(JudgementAdded(each)) for each in said))
+    journal.close()
+    page, *erased = call("forget", config.folder, "--id", "1/0", *named).splitlines()
+    assert page == "1 entries of the feedback page erased"
     assert erased == ["2 rows erased", *(f"2 rows erased from {file}" for file in files)]
     assert files[0].read_text().splitlines() == [*before[0][:2], *before[0][4:]], "the others are as they were"
     assert pq.read_table(files[1]) == pa.concat_tables([before[1][:2], before[1][4:]])
     again = call("forget", config.folder, "--id", "1/0", "--days", 0, *named).splitlines()
-    assert again == ["0 rows erased", *(f"0 rows erased from {file}" for file in files)]
+    assert again == [
+        "0 entries of the feedback page erased",
+        "0 rows erased",
+        *(f"0 rows erased from {file}" for file in files),
+    ]
     call("export", config.folder, files[0], "--columns", "experience_id,reward")
     with pytest.raises(DataError, check=about("file", str(files[0]))):
         call("forget", config.folder, "--id", "1/0", "--file", files[0])
