@@ -57,7 +57,7 @@ async def person(
         while time.perf_counter() < ends and (item := (await ask("next", view="one"))["item"]):
             await asyncio.sleep(chance.uniform(0, 2 * think))
             rows = [answer["id"] for answer in item["answers"]]
-            given = {"id": f"{time.time_ns()}-{name}", "item": item["key"], "rows": rows, "score": chance.randint(1, 5)}
+            given = {"id": f"{time.time_ns()}-{len(outcomes)}", "item": item["key"], "rows": rows, "score": chance.randint(1, 5)}
             outcomes.append((await ask("judge", **given))["outcome"])
 
 
