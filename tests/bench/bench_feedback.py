@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import ray
@@ -57,7 +58,7 @@ async def person(
         while time.perf_counter() < ends and (item := (await ask("next", view="one"))["item"]):
             await asyncio.sleep(chance.uniform(0, 2 * think))
             rows = [answer["id"] for answer in item["answers"]]
-            given = {"id": f"{time.time_ns()}-{len(outcomes)}", "item": item["key"], "rows": rows, "score": chance.randint(1, 5)}
+            given = {"id": uuid4().hex, "item": item["key"], "rows": rows, "score": chance.randint(1, 5)}
             outcomes.append((await ask("judge", **given))["outcome"])
 
 
