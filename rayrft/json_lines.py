@@ -132,6 +132,8 @@ def open_lines(
             except BlockingIOError:
                 problem, end = "another process is writing the file", "end that process, and try again"
                 raise StorageError(problem, end, field=str(path)) from None
+            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # replaced meanwhile
+                return open_lines(path, parse, remedy, locked=True, wait=wait)
         found = list(read_lines(path, parse))
         opened = JsonLines(path, file, remedy, [0, *(end for end, _ in found)])
         file.truncate(opened._ends[-1])

@@ -46,8 +46,10 @@ class Evaluations:
         self._skipped = 0
 
     async def begin(self, stage: StageConfig) -> None:
-        """Evaluate the policy, if evaluation is enabled; with evaluation engines return once they have its weights. One
-        that is due while the one before has not ended is skipped and counted."""
+        """Evaluate the policy, if evaluation is enabled; with evaluation engines return once they have its weights.
+
+        One that is due while the one before has not ended is skipped and counted.
+        """
         if not self.config.evaluation.enabled or not self.explorers:
             return
         if self._running is not None and not self._running.done():

@@ -47,8 +47,10 @@ def start(
 
 def resume(folder: str | Path, *, say: Callable[[str], None] = print, **overrides: Any) -> Run:
     """Resume a crashed or stopped run from its latest checkpoint; rows leased since are leased again in their order.
+
     ``overrides`` may raise a stage's steps, change resources and so on. Raises ConfigError if there is no such run or
-    it is finished, StorageError if its latest checkpoint is incomplete, and the errors of `start`."""
+    it is finished, StorageError if its latest checkpoint is incomplete, and the errors of `start`.
+    """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
         remedy = "give the folder of a run: <storage>/<name>"

@@ -41,8 +41,10 @@ _STATS_DEADLINE_S = 5.0
 
 
 class Master(Watched):
-    """The actor. ``run`` is the whole run; every other method may be called while it is running. The run resumes from
-    ``progress``: see `rayrft.core.checkpoints`."""
+    """The actor. ``run`` is the whole run; every other method may be called while it is running.
+
+    The run resumes from ``progress``: see `rayrft.core.checkpoints`.
+    """
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
         load_plugins(config.plugins)
@@ -60,7 +62,9 @@ class Master(Watched):
 
     async def run(self, prepared_refs: list[Any]) -> Summary:
         """Run all stages; return the summary. Raises the root cause if the run fails, after writing the summary.
-        ``prepared_refs`` holds one reference to a `Prepared`, inside a list so that it is fetched here."""
+
+        ``prepared_refs`` holds one reference to a `Prepared`, inside a list so that it is fetched here.
+        """
         prepared: Prepared = await prepared_refs[0]
         placement = Placement(self._config.name, plan_placement(self._config))
         stats: BufferStats | None = None
@@ -109,8 +113,10 @@ class Master(Watched):
         )
 
     async def stop(self) -> None:
-        """Ask the run to end after its current operation, saving its weights. If the process that asks is killed soon,
-        as by `ray job stop`, so is this actor: a summary is written at once."""
+        """Ask the run to end after its current operation, saving its weights.
+
+        If the process that asks is killed soon, as by `ray job stop`, so is this actor: a summary is written at once.
+        """
         self._stop.set()
         if self._summary is None:
             field = actor_name(self._config.name, "master")

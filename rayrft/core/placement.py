@@ -67,9 +67,11 @@ def show_plan(run: str, parts: list[Bundles]) -> str:
 
 
 def check_placement(parts: list[Bundles], resources: list[dict[str, float]], which: str = "free") -> None:
-    """Raise PlacementError, with the numbers, unless the bundles fit as Ray's scheduler will place them. ``resources``
-    are those of every live node, ``free`` or ``in all``. Ray does not report the free fraction per GPU: the best case
-    is assumed, so `Placement.reserve` may still fail."""
+    """Raise PlacementError, with the numbers, unless the bundles fit as Ray's scheduler will place them.
+
+    ``resources`` are those of every live node, ``free`` or ``in all``. Ray does not report the free fraction per GPU:
+    the best case is assumed, so `Placement.reserve` may still fail.
+    """
     need = _total(parts)
     for resource, keys in (
         ("CPU", "explorer.engine.count, explorer.engine.cpus, trainer.ranks or trainer.cpus"),
@@ -195,9 +197,11 @@ class Placement:
     def actor(
         self, cls: Callable[P, T], part: str, *, name: str | None = None, bundle: int = -1, restarts: int = 0
     ) -> PlacedClass[P, T]:
-        """Return an actor class placed in a bundle of its part; bundle -1 is any. The actor is named ``<run>:<name>``,
-        or anonymous without ``name``. Ray restarts it up to ``restarts`` times when it dies (-1: no limit), and retries
-        the calls in flight."""
+        """Return an actor class placed in a bundle of its part; bundle -1 is any.
+
+        The actor is named ``<run>:<name>``, or anonymous without ``name``. Ray restarts it up to ``restarts`` times
+        when it dies (-1: no limit), and retries the calls in flight.
+        """
         resources = self._parts[part].actor_resources
         options: dict[str, Any] = {"name": actor_name(self._run, name), "namespace": NAMESPACE} if name else {}
         if self._lifetime is not None:

@@ -68,8 +68,10 @@ def prepare(
     say: Callable[[str], None] = lambda line: None,
 ) -> Prepared:
     """Load and check everything a run reads, and create its folder; the folder of a ``resumed`` run is kept.
+
     ``engines`` has the auxiliary models for operators on its tasks; ``say`` receives what these did. Raises DataError,
-    ModelError or ConfigError. Requires a running Ray only for tasks from files."""
+    ModelError or ConfigError. Requires a running Ray only for tasks from files.
+    """
     check_auxiliary(config.auxiliary)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")

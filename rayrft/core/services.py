@@ -39,9 +39,11 @@ _START_S = 1800.0
 
 @dataclass(frozen=True)
 class OpenService:
-    """A service that is open until it is stopped, or the actor ``anchor`` ends, which ends with this process. In a
-    notebook it is shown as a link. ``key_file`` holds the key that people enter, if one was made: it is neither printed
-    nor part of the ``url``, since notebooks and logs are kept."""
+    """A service that is open until it is stopped, or the actor ``anchor`` ends, which ends with this process.
+
+    In a notebook it is shown as a link. ``key_file`` holds the key that people enter, if one was made: it is neither
+    printed nor part of the ``url``, since notebooks and logs are kept.
+    """
 
     url: str
     anchor: Handle[Watched]

@@ -138,8 +138,8 @@ class Explorer(TaskActor):
                     await self._buffer.call(Buffer.closed)
                     raise _Closed
         except BaseExceptionGroup as failed:
-            if not isinstance(first := failed.exceptions[0], _Closed):
-                raise first from None
+            if not any(isinstance(each, _Closed) for each in failed.exceptions):
+                raise failed.exceptions[0] from None
 
     async def evaluate(self, temperature: float, beside: bool = False) -> Evaluation:
         """Attempt every held-out task, as in training, on the rollout engines or, ``beside`` them, on those that only

@@ -6,6 +6,7 @@ It has one writer at a time, which holds a lock on it that ends with the process
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from pathlib import Path
@@ -43,13 +44,13 @@ def forget_judgements(folder: Path, rows: set[str]) -> int:
     Raises StorageError while the page is open, since it writes the file.
     """
     journal, found = open_journal(folder, wait=False)
-    about = {entry.judgement.id for entry in found if entry.kind == "judged" and rows & {*entry.judgement.rows}}
-    kept = [entry for entry in found if _subject(entry) not in (rows if entry.kind == "sent" else about)]
-    if len(kept) < len(found):
-        with atomic_file(journal.path) as draft:
-            draft.write_bytes(b"".join(map(entry_line, kept)))
-            draft.chmod(0o600)
-    journal.close()
+    with contextlib.closing(journal):
+        about = {entry.judgement.id for entry in found if entry.kind == "judged" and rows & {*entry.judgement.rows}}
+        kept = [entry for entry in found if _subject(entry) not in (rows if entry.kind == "sent" else about)]
+        if len(kept) < len(found):
+            with atomic_file(journal.path) as draft:
+                draft.write_bytes(b"".join(map(entry_line, kept)))
+                draft.chmod(0o600)
     return len(found) - len(kept)
 
 

@@ -41,9 +41,11 @@ class Watched:
 
 
 class Handle(Generic[T_co]):
-    """A handle of an actor of class ``T`` named ``name``; it may be sent to other processes. ``await
-    handle.call(Buffer.ack, step)`` calls `Buffer.ack` at the actor. ``actor`` is Ray's handle, and ``options`` are
-    Ray's options of the calls."""
+    """A handle of an actor of class ``T`` named ``name``; it may be sent to other processes.
+
+    ``await handle.call(Buffer.ack, step)`` calls `Buffer.ack` at the actor. ``actor`` is Ray's handle, and ``options``
+    are Ray's options of the calls.
+    """
 
     def __init__(self, name: str, actor: Any, **options: Any) -> None:
         self.name = name

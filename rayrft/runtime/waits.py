@@ -28,8 +28,10 @@ async def unless(ends: Awaitable[Any], error: Callable[[], BaseException], work:
 
 @dataclass(frozen=True)
 class Wait:
-    """``waiter`` waits for ``count`` results of ``target``, the oldest of which is ``what``. ``quiet_s`` is the time
-    without progress: since the last result, or since the wait began."""
+    """``waiter`` waits for ``count`` results of ``target``, the oldest of which is ``what``.
+
+    ``quiet_s`` is the time without progress: since the last result, or since the wait began.
+    """
 
     waiter: str
     target: str

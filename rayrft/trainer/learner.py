@@ -320,7 +320,7 @@ class Learner:
         self, model: nn.Module, batch: list[MicroBatch], share: Callable[[MicroBatch], tuple[Tensor, Tensor]]
     ) -> list[Tensor]:
         """Accumulate a model's gradient, if gradients are enabled. ``share`` computes a micro-batch's share of the loss
-        and the numbers to report, which are returned for every micro-batch."""
+        and the numbers to report. Returns these by micro-batch."""
         reported = []
         for index, micro in enumerate(batch):
             if isinstance(model, FSDPModule):

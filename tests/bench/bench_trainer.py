@@ -98,7 +98,7 @@ def padded(rows: list[TrainRow], budget: int) -> list[list[TrainRow]]:
 
 
 def contenders(folder: str, options: argparse.Namespace, rows: list[TrainRow]) -> dict[str, Callable[[], float]]:
-    """Return what trains on the rows once and gives the loss."""
+    """Return the functions to compare, which train on the rows once and return the loss."""
     learner = make_learner(
         load_policy(folder), options.algorithm, micro_batch_tokens=options.budget, device=CPU, compute=torch.float32
     )

@@ -122,6 +122,27 @@ async def test_groups_beyond_what_a_step_takes_are_abandoned_once_it_is_leased(
     assert (await buffer.stats()).ledger.sampled == 8
 
 
+async def test_a_group_that_fails_while_it_is_abandoned_fails_nobody(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, buffer, begun = config(), make_buffer(tmp_path), asyncio.Event()
+    explorer = make_explorer(settings, tiny_model, ScriptedEngine(0), buffer, ScriptedRewards())
+
+    async def run(*_: Any) -> None:
+        begun.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            raise OSError("a connection was cut")
+
+    monkeypatch.setattr(explorer.flow, "run", run)
+    await buffer.open_stage(plan(settings))
+    exploring = asyncio.create_task(explorer.explore(settings.stages[0]))
+    await begun.wait()
+    await buffer.close_stage()
+    await exploring
+
+
 class InterruptedEngine(Answering):
     """Answers ``WHOLE`` when it is told to, or ends with its first token when it is interrupted."""
 

@@ -6,13 +6,18 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rayrft import json_lines
 from rayrft.errors import StorageError
 from rayrft.feedback.journal import FILE, entry_line, forget_judgements, open_journal, read_journal
 from rayrft.feedback.judgements import EditSent, Entry, Judgement, JudgementAdded, JudgementUndone, RowSent
+from rayrft.files import atomic_file
 from tests.errors import about
 
 ENTRIES: list[Entry] = [
@@ -54,6 +59,29 @@ def test_what_was_said_of_a_row_is_erased_with_it_but_not_while_the_page_is_open
     assert forget_judgements(tmp_path, {"g/1"}) == 2 and read_journal(path) == [*ENTRIES[:2], ENTRIES[3]]
     assert path.stat().st_mode & 0o077 == 0
     assert forget_judgements(tmp_path, {"g/0"}) == 3 and read_journal(path) == []
+
+
+def test_a_page_that_waited_for_the_journal_writes_to_the_file_that_replaced_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked, lock = written(tmp_path), threading.Event(), json_lines.fcntl.flock
+
+    def flock(*given: Any) -> None:
+        asked.set()
+        lock(*given)
+
+    first, _ = open_journal(tmp_path)
+    monkeypatch.setattr(json_lines.fcntl, "flock", flock)
+    with ThreadPoolExecutor(1) as page:
+        waiting = page.submit(open_journal, tmp_path)
+        assert asked.wait(30)
+        with atomic_file(path) as draft:
+            draft.write_bytes(entry_line(ENTRIES[0]))
+        first.close()
+        journal, entries = waiting.result(30)
+    journal.append(entry_line(ENTRIES[1]))
+    journal.close()
+    assert entries == ENTRIES[:1] and read_journal(path) == ENTRIES[:2]
 
 
 def test_any_tail_that_a_crash_cut_is_left_out_and_the_next_entry_follows_the_last_whole_one(tmp_path: Path) -> None:

@@ -95,21 +95,21 @@ def _load_and_draw(folder: Path) -> Any:
     Checkpointer().load(learner, folder)
     begun = torch.get_rng_state()
     learner.rng.reseed(step=1)
-    anew = torch.equal(begun, torch.get_rng_state())
+    reseeded = torch.equal(begun, torch.get_rng_state())
     torch.set_rng_state(begun)
     for _ in range(2):
         learner.step([mine(own_rows())])
-    return weights(learner), anew
+    return weights(learner), reseeded
 
 
 def test_a_loss_that_draws_random_numbers_draws_the_same_ones_after_a_resume(tmp_path: Path) -> None:
     written, expected, drawn = on_ranks(2, _draw_and_go_on, tmp_path)
-    resumed, anew = on_ranks(2, _load_and_draw, tmp_path)
+    resumed, reseeded = on_ranks(2, _load_and_draw, tmp_path)
     assert written == [None] and drawn[0] != drawn[1]
     torch.testing.assert_close(resumed, expected, atol=1e-12, rtol=0)
-    assert not anew, "the state is that of a beginning"
-    _, anew = on_ranks(1, _load_and_draw, tmp_path)
-    assert anew, "on another number of ranks, it follows from seed, step and rank"
+    assert not reseeded, "the state is that of a beginning"
+    _, reseeded = on_ranks(1, _load_and_draw, tmp_path)
+    assert reseeded, "on another number of ranks, it follows from seed, step and rank"
 
 
 def _save_and_take_weights(folder: Path) -> Any:

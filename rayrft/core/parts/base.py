@@ -21,7 +21,9 @@ K = TypeVar("K", bound="Part[Any]")
 
 class Part(Generic[A]):
     """One kind of actor: its resources, how its actors are created, started and closed, and what their death means.
-    Placement, start-up, supervision and the end of a run loop over the subclasses in `KINDS`, and name no kind."""
+
+    Placement, start-up, supervision and the end of a run loop over the subclasses in `KINDS`, and name no kind.
+    """
 
     name: ClassVar[str]
     """Name of its placement group."""

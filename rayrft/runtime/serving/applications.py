@@ -50,9 +50,11 @@ def on_head(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 def start_serve(host: str, port: int, *, http: bool = True) -> None:
-    """Start Ray Serve, unless it runs; call it on the head node. Serve has one address in a cluster. Without ``http``
-    the address is reserved for later applications, if it is free. Raises ConfigError if another program has the port,
-    or if Serve is running at another address, or at none."""
+    """Start Ray Serve, unless it runs; call it on the head node.
+
+    Serve has one address in a cluster. Without ``http`` the address is reserved for later applications, if it is free.
+    Raises ConfigError if another program has the port, or if Serve is running at another address, or at none.
+    """
     with contextlib.suppress(ValueError):  # Serve is not running
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
         if http:

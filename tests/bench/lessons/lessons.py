@@ -67,7 +67,7 @@ def sft(name: str, demonstrations: str, steps: int, rows: int = 64, **more: Any)
 
 
 def base(name: str, folder: Path, seed: int, tokens: int, prompt: int, **explorer: Any) -> Row:
-    """Return what all configs share; answers have at most ``tokens``, and prompts ``prompt``."""
+    """Return the part that all configs share; ``tokens`` and ``prompt`` are the most in an answer and in a prompt."""
     sampling = {"max_tokens": tokens, "max_prompt_tokens": prompt}
     return {
         "name": f"{name}-{seed}",
