@@ -226,3 +226,34 @@ def test_recorded_calls_that_were_not_made_again_are_kept() -> None:
         assert [row.experience_id for row in calls.to_rows("group", "task")] == ["group/0/1", "group/0/2"]
 
     asyncio.run(history())
+
+
+@pytest.mark.parametrize("merged", [True, False])
+async def test_a_request_is_aborted_when_no_attempt_waits_for_it_and_not_before(merged: bool) -> None:
+    aborted = list[int]()
+
+    class Endless(Model):
+        async def generate(self, request: Request, sessions: Sequence[Session] = ()) -> list[Completion]:
+            self.requests.append(request)
+            try:
+                return await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                aborted.append(request.prompt[0])
+                raise
+
+    async def turns() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    model = Endless([5])
+    calls = GroupCalls(model, 2, COMMON)
+    prompts = [[1], [1]] if merged else [[1], [2]]
+    first, second = (asyncio.ensure_future(calls.of(k)(prompts[k], 5, ())) for k in range(2))
+    await turns()
+    assert [request.n for request in model.requests] == ([2] if merged else [1, 1])
+    first.cancel()
+    await turns()
+    assert aborted == ([] if merged else [1])
+    second.cancel()
+    await turns()
+    assert aborted == ([1] if merged else [1, 2])

@@ -80,6 +80,25 @@ async def test_waiting_for_an_engine_does_not_count_for_a_deadline(
     assert (len(rollout.rows), rollout.failed) == ((3, {}) if answered else (0, {"timeout": 3}))
 
 
+async def test_after_a_wait_an_attempt_has_the_time_that_it_had_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    time, session, ended = Time(monkeypatch), Session(), asyncio.Event()
+
+    async def attempt() -> None:
+        with contextlib.suppress(Expired), GroupDeadline(None).attempt(10.0, session):
+            await asyncio.Event().wait()
+        ended.set()
+
+    running = asyncio.create_task(attempt())
+    await time.passes(6)
+    with session.queued():
+        await time.passes(500)
+    await time.passes(3)
+    assert not ended.is_set()
+    await time.passes(2)
+    assert ended.is_set(), "6 s before the wait and 4 s after it"
+    await running
+
+
 def test_deadlines_hold_on_the_event_loop_of_ray_actors() -> None:
     """Where a timer that is due at once is no timer."""
 
