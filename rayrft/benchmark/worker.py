@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rayrft.config import RunConfig
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt
@@ -53,7 +54,8 @@ class BenchWorker(TaskActor):
         auxiliary: Mapping[str, Handle[EnginePool]],
     ) -> None:
         """See `TaskActor`."""
-        super().__init__(config, model, engine_pool, scoring, auxiliary, Waits("bench"))
+        tokenizer = ChatTokenizer(model, template=config.model.template)
+        super().__init__(config, tokenizer, engine_pool, scoring, auxiliary, Waits("bench"))
         self._evaluator = self._evaluator_on(self._engines, config.bench.max_tokens)
         self._answered = 0
         self._changed = asyncio.Condition()

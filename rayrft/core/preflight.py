@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 from rayrft.buffer.events import ModelTerms
@@ -38,6 +40,8 @@ class Prepared:
     """Unique id, which tells this run from others of its name, such as one whose log is in the same folder."""
     model: str
     """Its folder, or its id on the hub."""
+    tokenizer: Callable[[], ChatTokenizer]
+    """Unpickles its tokenizer, in a fifth of the time that importing ``AutoTokenizer`` takes."""
     terms: ModelTerms
     tasks: list[Task]
     task_set: TaskSetSpec | None
@@ -98,6 +102,7 @@ def prepare(
 
     model = _model(config, tasks)
     tokenizer = ChatTokenizer(model, template=config.model.template)
+    _ = tokenizer.stop_ids  # read before the tokenizer is pickled: it takes an import, too
     vocabulary, max_length = vocabulary_of(model), config.model.max_length
     if any(task.images for task in tasks):
         _ = tokenizer.images  # raises ModelError if the model takes none
@@ -114,6 +119,7 @@ def prepare(
     return Prepared(
         run_id=run_id,
         model=model,
+        tokenizer=partial(pickle.loads, pickle.dumps(tokenizer)),
         terms=ModelTerms(vocabulary, max_length, tokenizer.digest),
         tasks=splits.train,
         task_set=task_set,

@@ -46,7 +46,7 @@ class ChatTokenizer:
     def __init__(self, path: str | Path, field: str = "model.path", template: TemplateConfig | None = None) -> None:
         from transformers import AutoTokenizer
 
-        self._path, self._key = str(path), f"{field.rpartition('.')[0]}.template"
+        self.path, self._key = str(path), f"{field.rpartition('.')[0]}.template"
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError) as error:
@@ -67,6 +67,9 @@ class ChatTokenizer:
             # A default, so that the template has it wherever it is saved to, and requests may have their own.
             self.hf.chat_template = f"{{%- set {name} = {name} | default({value!r}) %}}{self._template}"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "images"}  # which has a cache of images
+
     @cached_property
     def end_id(self) -> int:
         """The token that ends an answer: the one that the chat template writes after it, else EOS."""
@@ -81,7 +84,7 @@ class ChatTokenizer:
         from transformers import GenerationConfig
 
         try:
-            more = GenerationConfig.from_pretrained(self._path).eos_token_id
+            more = GenerationConfig.from_pretrained(self.path).eos_token_id
         except OSError:  # it has none
             more = None
         ids = [self.end_id, self.hf.eos_token_id, *(more if isinstance(more, list) else [more])]
@@ -96,7 +99,7 @@ class ChatTokenizer:
     @cached_property
     def images(self) -> ImageReader:
         """Image reader of the tokenizer's model. Raises ModelError if the model takes no images."""
-        return ImageReader(self._path)
+        return ImageReader(self.path)
 
     @property
     def takes_tools(self) -> bool:
@@ -333,7 +336,7 @@ class ChatTokenizer:
     def _no_template(self, why: str) -> ModelError:
         problem = f"the tokenizer has no chat template, which {why}"
         remedy = "set tokenizer.chat_template and save the tokenizer again"
-        return ModelError(problem, remedy, field="model.path", value=self._path)
+        return ModelError(problem, remedy, field="model.path", value=self.path)
 
     def _render(
         self,

@@ -28,7 +28,7 @@ class TaskActor(Watched):
     def __init__(
         self,
         config: RunConfig,
-        model: str,
+        tokenizer: ChatTokenizer,
         engine_pool: Handle[EnginePool],
         scoring: Callable[[], ScoringBackend] | None,
         auxiliary: Mapping[str, Handle[EnginePool]],
@@ -42,7 +42,6 @@ class TaskActor(Watched):
         self._engines = EngineClient(engine_pool, waits, share)
         self._models = auxiliary_models(config.auxiliary, auxiliary, waits, share)
         self._rewards = Rewards(config.scoring, config.plugins, scoring, self._models)
-        tokenizer = ChatTokenizer(model, template=config.model.template)
         self._runner = Runner(config, tokenizer, self._engines, self._reward, self._models)
 
     def _evaluator_on(self, engines: EngineClient, max_tokens: int | None) -> Evaluator:

@@ -13,6 +13,7 @@ from itertools import chain
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig, StageConfig
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.pool import EnginePool
@@ -66,7 +67,7 @@ class Explorer(TaskActor):
     def __init__(
         self,
         config: RunConfig,
-        model: str,
+        tokenizer: Callable[[], ChatTokenizer],
         engine_pool: Handle[EnginePool],
         buffer: Handle[Buffer],
         tasks: list[Task],
@@ -77,10 +78,11 @@ class Explorer(TaskActor):
         evaluation_pool: Handle[EnginePool] | None = None,
         operators: Callable[[], Operators] | None = None,
     ) -> None:
-        """``operators`` makes remote operators on experiences, unless the Explorer runs them. ``feed`` is that of an
-        explore job, whose Buffer belongs to no run; the other arguments: see `TaskActor`."""
-        share = 1 / config.explorer.count
-        super().__init__(config, model, engine_pool, scoring, auxiliary or {}, Waits("explorer"), share)
+        """``tokenizer`` loads the model's; ``operators`` makes remote operators on experiences, unless the Explorer
+        runs them. ``feed`` is that of an explore job, whose Buffer belongs to no run; the other arguments: see
+        `TaskActor`."""
+        share, loaded = 1 / config.explorer.count, tokenizer()
+        super().__init__(config, loaded, engine_pool, scoring, auxiliary or {}, Waits("explorer"), share)
         self._buffer = TrackedHandle(buffer, self._waits, endless=[Buffer.admit, Buffer.closed, Buffer.leased])
         self._feed = feed
         self._tasks = {task.id: task for task in tasks}
@@ -94,7 +96,7 @@ class Explorer(TaskActor):
             self._buffer,
             self._tasks,
             self._waits,
-            pipeline=self._make_pipeline(model, operators) if config.pipelines.experiences else None,
+            pipeline=self._make_pipeline(loaded.path, operators) if config.pipelines.experiences else None,
             limits_tries=not feed,
         )
 

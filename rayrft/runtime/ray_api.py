@@ -15,7 +15,7 @@ class _Lazy:
 
 ray: Any = _Lazy()
 
-_GROUPS = "ray.train.v2._internal.callbacks.placement_group_callback"
+_CALLBACKS = "ray.train.v2._internal.callbacks"
 _WORKERS = "ray.train.v2._internal.execution"
 PRIVATE = {
     # Resources of each node: the public functions return sums over the cluster.
@@ -34,7 +34,8 @@ PRIVATE = {
     # The head node, where Ray Serve listens.
     "HEAD_NODE_RESOURCE_NAME": "ray._common.constants",
     # Ray Train in a placement group of the run: see `rayrft.trainer.ray_train`.
-    "PlacementGroupCleanerCallback": _GROUPS,
+    "PlacementGroupCleanerCallback": f"{_CALLBACKS}.placement_group_callback",
+    "DatasetsCallback": f"{_CALLBACKS}.datasets",
     "TrainController": f"{_WORKERS}.controller",
     "WorkerGroup": f"{_WORKERS}.worker_group.worker_group",
     "DefaultPlacementGroupHandle": f"{_WORKERS}.worker_group.placement_group_handle",

@@ -3,7 +3,7 @@
 Ray Train by default creates an unnamed placement group. If its controller is killed, as when a run fails, a cleaner
 actor removes the group only after the dashboard reports that the controller is dead; without an answering dashboard,
 group and actor leak until the cluster ends, and nothing tells which run they belong to. So the ranks live in a group
-that the run creates and removes like all its others, and the cleaner actor is left out.
+that the run creates and removes like all its others, and the cleaner actor is left out, as is the one for datasets.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class RankTrainer(TorchTrainer):
     def _initialize_and_run_controller(self, *, callbacks: list[Any], **settings: Any) -> Any:
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
+        unused = (ray_api.PlacementGroupCleanerCallback, ray_api.DatasetsCallback)  # each starts an actor
         controller = (
             ray.remote(_controller_on(self._group))
             .options(
@@ -48,10 +49,7 @@ class RankTrainer(TorchTrainer):
                 scheduling_strategy=PlacementGroupSchedulingStrategy(get_current_placement_group()),
                 runtime_env={"env_vars": ray_api.get_env_vars_to_propagate()},
             )
-            .remote(
-                callbacks=[hook for hook in callbacks if not isinstance(hook, ray_api.PlacementGroupCleanerCallback)],
-                **settings,
-            )
+            .remote(callbacks=[hook for hook in callbacks if not isinstance(hook, unused)], **settings)
         )
         ray.get(controller.run.remote())
         return ray.get(controller.get_result.remote())

@@ -16,6 +16,7 @@ import gc
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +32,7 @@ from rayrft.config import RunConfig, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.train_loop import TrainLoop
 from rayrft.data.task_sampler import TaskSetSpec
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
 from rayrft.explorer.engines.exchange import Answering, Completion, Request
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
@@ -122,7 +124,9 @@ async def run(steps: int, stepped: Any) -> None:
         EnginePool(),
     )
     pool._membership = Membership(1, (Member(remote(engine, "engine-0"), 0),))
-    explorer = Explorer(config, str(model), remote(pool, "engine_pool"), remote(buffer), tasks, [], None)
+    explorer = Explorer(
+        config, partial(ChatTokenizer, model), remote(pool, "engine_pool"), remote(buffer), tasks, [], None
+    )
     await explorer.start()
     sync: Any = engine
     recorder, stop = Recorder(config), asyncio.Event()

@@ -124,7 +124,7 @@ class Exploring:
         config, prepared, folder = self._config, self._prepared, Path(tempfile.mkdtemp(prefix="bench-"))
         self.pool = await start_pool(engines)
         self.buffer = actor(Buffer, "buffer", "bench", folder, config.buffer, 0, prepared.task_set, prepared.limits)
-        given: Any = config, prepared.model, self.pool, self.buffer, prepared.tasks, [], None
+        given: Any = config, prepared.tokenizer, self.pool, self.buffer, prepared.tasks, [], None
         self.explorer = actor(self._class, "explorer", *given)
         await self.explorer.call(Explorer.start)
         self._actors = [self.explorer, self.buffer, self.pool, *engines]

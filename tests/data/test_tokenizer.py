@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,19 @@ def conversation(*contents: str) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> ChatTokenizer:
     return ChatTokenizer(tiny_model)
+
+
+def test_a_pickled_tokenizer_gives_the_same_tokens_and_imports_no_torch(
+    tokenizer: ChatTokenizer, tmp_path: Path
+) -> None:
+    messages = conversation("How are you?")
+    expected = [tokenizer.prompt(messages), list(tokenizer.stop_ids)]
+    (tmp_path / "pickled").write_bytes(pickle.dumps(tokenizer))
+    code = f"""import pickle, sys
+tokenizer = pickle.load(open("pickled", "rb"))
+assert [tokenizer.prompt({messages}), list(tokenizer.stop_ids)] == {expected}
+assert not {{"torch", "transformers.models.auto"}} & {{*sys.modules}}"""
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300)
 
 
 def said(tokenizer: ChatTokenizer, template: str | None, messages: list[dict[str, str]]) -> tuple[str, str]:

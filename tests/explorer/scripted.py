@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,9 @@ def make_explorer(
     tasks = spelling(words)
     pool = EnginePool()
     pool._membership = Membership(1, (Member(remote(engine, "engine-0"), 0),))
-    explorer = Explorer(config, str(model), remote(pool, "engine_pool"), remote(buffer), tasks, tasks[:5], None)
+    explorer = Explorer(
+        config, partial(ChatTokenizer, model), remote(pool, "engine_pool"), remote(buffer), tasks, tasks[:5], None
+    )
     explorer._rewards = rewards
     return explorer
 

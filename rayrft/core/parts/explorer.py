@@ -40,7 +40,7 @@ class ExplorerPart(Part[Explorer]):
         explorers = [
             placement.actor(Explorer, self.name, name=f"explorer-{index}", bundle=index).create(
                 config,
-                prepared.model,
+                prepared.tokenizer,
                 policy.pool,
                 run[BufferPart].actor,
                 tasks,
