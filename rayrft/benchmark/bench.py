@@ -123,10 +123,10 @@ def attempt_all(
     if any(todo.values()):
         plan = plan_placement(config)
         say(show_plan(run, plan))
-        check_room(plan)
+        check_room(plan, config.placement.wait_s, say)
         placement, groups = Placement(run, plan), dict[str, EngineGroup]()
         try:
-            placement.reserve([each.name for each in plan if not each.served])
+            placement.reserve([each.name for each in plan if not each.served], config.placement.wait_s, say)
             groups |= EngineGroup.auxiliary(placement, config.auxiliary, config.seed)
             serve_engines(groups.values(), config.monitor.stall_s)
             pools = {name: group.pool for name, group in groups.items()}

@@ -15,6 +15,7 @@ from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.model import ModelConfig
 from rayrft.config.pipelines import PipelinesConfig
+from rayrft.config.placement import PlacementConfig
 from rayrft.config.reward import RewardConfig
 from rayrft.config.rules import RULES
 from rayrft.config.serve import EDITED, JudgementConfig, ServeConfig
@@ -49,6 +50,7 @@ class RunConfig(Section):
     buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
+    placement: PlacementConfig = PlacementConfig()
     stages: list[StageConfig] = Field(default_factory=list)
     """Required, except in mode ``bench``."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -80,10 +80,12 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     remove_leftovers(checked.name)
     parts = plan_placement(checked)
     say(show_plan(checked.name, parts))
-    check_room(parts)
+    check_room(parts, checked.placement.wait_s, say)
     placement = Placement(checked.name, parts)
     try:
-        placement.reserve(["master"])  # reserves the name, too: starting another run of this name now fails
+        placement.reserve(
+            ["master"], checked.placement.wait_s, say
+        )  # reserves the name, too: starting another run of this name now fails
         began = progress or Progress(uuid.uuid4().hex)
         # The Master keeps as many: see `Recorder`.
         earlier = began.records if checked.trains or not progress else len(read_records(checked.folder))

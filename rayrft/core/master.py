@@ -140,7 +140,12 @@ class Master(Watched):
         """Create the actors and run all stages; return why the run failed, or None if it finished or was stopped."""
         try:
             groups = [each.name for each in plan_placement(self._config) if each.name != "master" and not each.served]
-            await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, groups))
+            wait_s, loop = self._config.placement.wait_s, asyncio.get_running_loop()
+
+            def say(text: str) -> None:
+                asyncio.run_coroutine_threadsafe(self._note(text), loop)
+
+            await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, groups, wait_s, say))
             shared = await asyncio.to_thread(open_shared_buffer, self._config) if self._config.buffer.name else None
             logged, monitor = self._progress.logged, self._config.monitor
             parts = RunParts(KINDS, self._config, prepared, placement, self._waits, logged, shared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -20,6 +20,9 @@ T = TypeVar("T")
 NAMESPACE = "rayrft"
 _GIB = 1 << 30
 _REPORTING_S = 3.0
+_READY_S = 30.0
+"""Time for Ray to place groups for which there is room."""
+_SHOWN_NODES = 8
 _TOLERANCE = 1e-6
 """Ray counts resources in ten-thousandths; the rounding errors of their float sums are below this."""
 
@@ -38,6 +41,10 @@ class Bundles:
     """Another group that shares every bundle, and so the GPU, with this one."""
     served: bool = False
     """Whether they are replicas of Ray Serve, which has no placement group: the plan counts the most there may be."""
+    spread: bool = False
+    """Whether the bundles are spread over the nodes, instead of packed."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Label selector of their nodes."""
 
     @property
     def actor_resources(self) -> dict[str, float]:
@@ -54,23 +61,34 @@ class Bundles:
         return {key: round(value + other[key], 6) for key, value in self.actor_resources.items()}
 
 
+@dataclass(frozen=True)
+class ClusterNode:
+    """A live node: its host name, amounts of Ray's resources (bytes of memory), and its labels."""
+
+    name: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
 def show_plan(run: str, parts: list[Bundles]) -> str:
     """Format the plan as a table."""
     rows: list[tuple[str, ...]] = [("placement group", "bundles", "CPU", "GPU", "memory", "for")]
     for part in parts:
         for row in (part, part.beside) if part.beside else (part,):
             name = actor_name(run, row.name)
-            rows.append(_row(name, str(row.count), row.cpus, row.gpus, row.memory_gib, row.note))
+            where = [f"{key}={value}" for key, value in row.labels.items()] + ["spread over nodes"] * row.spread
+            note = ", ".join([row.note, *where])
+            rows.append(_row(name, str(row.count), row.cpus, row.gpus, row.memory_gib, note))
     total = _total(parts)
     rows.append(_row("total", "", total["CPU"], total["GPU"], total["memory"] / _GIB, ""))
     return format_table(rows)
 
 
-def check_placement(parts: list[Bundles], resources: list[dict[str, float]], which: str = "free") -> None:
+def check_placement(parts: list[Bundles], nodes: Sequence[ClusterNode], which: str = "free") -> None:
     """Raise PlacementError, with the numbers, unless the bundles fit as Ray's scheduler will place them.
 
-    ``resources`` are those of every live node, ``free`` or ``in all``. Ray does not report the free fraction per GPU:
-    the best case is assumed, so `Placement.reserve` may still fail.
+    The nodes' resources are those ``free`` or ``in all``. Ray does not report the free fraction per GPU: the best case
+    is assumed, so `Placement.reserve` may still fail.
     """
     need = _total(parts)
     for resource, keys in (
@@ -78,33 +96,51 @@ def check_placement(parts: list[Bundles], resources: list[dict[str, float]], whi
         ("GPU", "explorer.engine.count, explorer.engine.gpus, trainer.ranks or trainer.gpus"),
         ("memory", "explorer.engine.memory_gib or trainer.memory_gib"),
     ):
-        available = sum(node.get(resource, 0.0) for node in resources)
+        available = sum(node.resources.get(resource, 0.0) for node in nodes)
         if need[resource] > available + _TOLERANCE:
             scale, unit = (_GIB, " GiB") if resource == "memory" else (1, "")
             needed, there = (f"{amount / scale:.4g}{unit}" for amount in (need[resource], available))
-            problem = f"the run needs {needed} {resource} and the cluster has {there} {which}"
+            problem = f"the run needs {needed} {resource} and the cluster has {there} {which}: {_show_nodes(nodes)}"
             raise PlacementError(problem, f"lower {keys}, stop other runs, or add nodes", field="placement")
-    nodes = [_Node(dict(node)) for node in resources]
+    left = [_Node(node.name, dict(node.resources), node.labels) for node in nodes]
     for part in parts:
-        placed = _pack(part, nodes)
+        placed = _place(part, left)
         if placed < part.count:
-            problem = f"only {placed} of {part.count} bundles fit on a node and GPU beside the parts placed before"
+            labels = f" with {dict(part.labels)}" if part.labels else ""
+            problem = (
+                f"{placed} of {part.count} bundles of {part.name!r} fit on a node and GPU{labels} beside the groups "
+                f"before them: a bundle needs {_amounts(part.bundle)}, and there is left {_show_nodes(left)}"
+            )
             remedy = "lower the resources of one bundle, stop other runs, or add nodes"
-            raise PlacementError(problem, remedy, field=f"placement.{part.name}", value=part.bundle)
+            raise PlacementError(problem, remedy, field="placement")
 
 
-def check_room(parts: list[Bundles]) -> None:
-    """Raise PlacementError unless the cluster has room. Ray reports the resources of an ended run as free only after a
-    delay, so a plan that fits the cluster's total resources is retried for that long."""
+def check_room(parts: list[Bundles], wait_s: float = 0.0, say: Callable[[str], None] = print) -> None:
+    """Raise PlacementError unless the cluster has room; with ``wait_s``, ``say`` it instead: `Placement.reserve` waits.
+    Ray reports the resources of an ended run as free only after a delay, so a plan that fits the cluster's total
+    resources is retried for that long."""
     ends = time.monotonic() + _REPORTING_S
     while True:
         try:
-            return check_placement(parts, list(ray_api.available_resources_per_node().values()))
-        except PlacementError:
+            check_placement(parts, cluster_nodes(ray_api.available_resources_per_node()))
+        except PlacementError as error:
+            if wait_s:
+                return say(f"waiting up to {wait_s:g} s for nodes: {error.problem}")
             if time.monotonic() > ends:
                 raise
-        check_placement(parts, list(ray_api.total_resources_per_node().values()), "in all")
+        else:
+            return
+        check_placement(parts, cluster_nodes(ray_api.total_resources_per_node()), "in all")
         time.sleep(0.1)  # Ray has no event for it
+
+
+def cluster_nodes(resources: Mapping[str, Mapping[str, float]]) -> list[ClusterNode]:
+    """Return the live nodes with their ``resources``, which are given by node id."""
+    nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    return [
+        ClusterNode(nodes[id]["NodeManagerHostname"], resources[id], nodes[id]["Labels"])
+        for id in nodes.keys() & resources
+    ]
 
 
 def actor_name(run: str, part: str) -> str:
@@ -170,14 +206,17 @@ class Placement:
         """Return the number of bundles of a group."""
         return self._parts[name].count
 
-    def reserve(self, names: list[str]) -> None:
-        """Create the placement groups of these names; detached ones may exist. Raises PlacementError if one is not
-        placed within 30 s, or if another run has one of that name."""
+    def reserve(self, names: list[str], wait_s: float = 0.0, say: Callable[[str], None] | None = None) -> None:
+        """Create the placement groups of these names together; detached ones may exist. ``say`` receives what is waited
+        for. Raises PlacementError if one is not placed within ``wait_s`` (at least 30 s), or if another run has one of
+        that name."""
         for name in names:
-            bundles = [self._parts[name].bundle] * self._parts[name].count
-            full_name = actor_name(self._run, name)
+            part, full_name = self._parts[name], actor_name(self._run, name)
+            settings: dict[str, Any] = {"strategy": "SPREAD" if part.spread else "PACK", "lifetime": self._lifetime}
+            if part.labels:
+                settings["bundle_label_selector"] = [dict(part.labels)] * part.count
             try:
-                self._groups[name] = ray.util.placement_group(bundles, "PACK", full_name, self._lifetime)
+                self._groups[name] = ray.util.placement_group([part.bundle] * part.count, name=full_name, **settings)
             except ray.exceptions.RaySystemError:
                 if self._lifetime is not None:  # another job has made it
                     self._groups[name] = ray.util.get_placement_group(full_name)
@@ -185,14 +224,20 @@ class Placement:
                 remedy = "choose another name (name=…), or wait until it has ended"
                 problem = "a run of this name is starting or ending"
                 raise PlacementError(problem, remedy, field="name", value=self._run) from None
-        for name in names:
-            try:
-                ray.get(self._groups[name].ready(), timeout=30)
-            except ray.exceptions.GetTimeoutError:
-                remedy = "another job took resources meanwhile: stop it, or start the run again"
-                problem = f"placement group {actor_name(self._run, name)!r} could not be placed within 30 s"
-                value = {"asked": self._parts[name].bundle, "free": ray.available_resources()}
-                raise PlacementError(problem, remedy, field="placement", value=value) from None
+        ready, seconds = {self._groups[name].ready(): self._parts[name] for name in names}, max(wait_s, _READY_S)
+        for timeout in (_REPORTING_S, seconds - _REPORTING_S):
+            _, waiting = ray.wait(list(ready), num_returns=len(ready), timeout=timeout)
+            if not waiting:
+                return
+            groups = ", ".join(
+                f"{ready[each].name} ({ready[each].count} x {_amounts(ready[each].bundle)})" for each in waiting
+            )
+            nodes = _show_nodes(cluster_nodes(ray_api.available_resources_per_node()))
+            if say is not None and timeout == _REPORTING_S:
+                say(f"waiting up to {seconds:g} s for room for {groups}; free: {nodes}")
+        problem = f"no room for {groups} within {seconds:g} s; free: {nodes}"
+        remedy = "stop the jobs that have taken resources meanwhile, add nodes, or raise placement.wait_s"
+        raise PlacementError(problem, remedy, field="placement")
 
     def actor(
         self, cls: Callable[P, T], part: str, *, name: str | None = None, bundle: int = -1, restarts: int = 0
@@ -262,7 +307,9 @@ def _total(parts: list[Bundles]) -> dict[str, float]:
 class _Node:
     """Free resources of a node, and the free fraction of every GPU."""
 
+    name: str
     free: dict[str, float]
+    labels: Mapping[str, str]
     gpus: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -288,10 +335,34 @@ class _Node:
         return True
 
 
-def _pack(part: Bundles, nodes: list[_Node]) -> int:
-    """Place the bundles of a part as Ray's PACK does, filling nodes in order of free room; return how many fit."""
+def _place(part: Bundles, nodes: list[_Node]) -> int:
+    """Place the bundles of a part on the nodes with its labels, those with most room first; return how many fit. As Ray
+    does, PACK fills a node before the next, SPREAD takes the nodes in turn."""
+    order = [node for node in nodes if all(_has_label(node.labels, *label) for label in part.labels.items())]
+    order.sort(key=lambda node: node.score(part.bundle), reverse=True)
+    turns = order * part.count if part.spread else [node for node in order for _ in range(part.count)]
     placed = 0
-    for node in sorted(nodes, key=lambda node: node.score(part.bundle), reverse=True):
-        while placed < part.count and node.take(part.bundle):
+    for node in turns:
+        if placed < part.count and node.take(part.bundle):
             placed += 1
     return placed
+
+
+def _has_label(labels: Mapping[str, str], key: str, wanted: str) -> bool:
+    """Return whether labels match a value of Ray's label selectors: ``a``, ``!a``, ``in(a,b)`` or ``!in(a,b)``."""
+    value = wanted.removeprefix("!")
+    choices = value[3:-1].split(",") if value.startswith("in(") and value.endswith(")") else [value]
+    return (labels.get(key) in [choice.strip() for choice in choices]) != wanted.startswith("!")
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    cpus, gpus, memory = (resources.get(key, 0.0) for key in ("CPU", "GPU", "memory"))
+    return f"{cpus:.4g} CPU, {gpus:.4g} GPU, {memory / _GIB:.4g} GiB"
+
+
+def _show_nodes(nodes: Sequence[ClusterNode | _Node]) -> str:
+    """Return the resources of the nodes, those with the most first."""
+    found = [(node.name, node.free if isinstance(node, _Node) else node.resources) for node in nodes]
+    found.sort(key=lambda node: [node[1].get(key, 0.0) for key in ("GPU", "CPU", "memory")], reverse=True)
+    shown = [f"{name} {_amounts(resources)}" for name, resources in found[:_SHOWN_NODES]]
+    return "; ".join(shown + [f"{len(found) - _SHOWN_NODES} more nodes"] * (len(found) > _SHOWN_NODES)) or "no node"

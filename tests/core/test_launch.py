@@ -96,6 +96,7 @@ def room(monkeypatch: pytest.MonkeyPatch, *free: float, total: float) -> list[fl
     left = list(free)
     monkeypatch.setattr("ray._private.state.available_resources_per_node", lambda: {"n": node(left.pop(0))})
     monkeypatch.setattr("ray._private.state.total_resources_per_node", lambda: {"n": node(total)})
+    monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "n", "NodeManagerHostname": "n", "Labels": {}, "Alive": True}])
     return left
 
 
@@ -117,3 +118,11 @@ def test_what_does_not_fit_on_an_empty_cluster_is_refused_at_once(monkeypatch: p
     with pytest.raises(PlacementError):
         check_room([PART])
     assert len(left) == 1
+
+
+def test_a_run_that_waits_for_nodes_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    room(monkeypatch, 1, total=1)
+    said: list[str] = []
+    check_room([PART], wait_s=600, say=said.append)
+    [line] = said
+    assert line.startswith("waiting up to 600 s for nodes: the run needs 2 CPU and the cluster has 1 free: n 1 CPU")

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from rayrft.config import load_config
 from rayrft.core.parts.table import plan_placement
-from rayrft.core.placement import Bundles, Placement, check_placement, show_plan
-from rayrft.errors import PlacementError
+from rayrft.core.placement import Bundles, ClusterNode, Placement, check_placement, show_plan
+from rayrft.errors import ConfigError, PlacementError
 from tests.config.given import base
 
 GIB = 1 << 30
 LAPTOP = {"CPU": 2.0, "memory": 8.0 * GIB}
 
 
+def nodes(*resources: dict[str, float], labels: str = "") -> list[ClusterNode]:
+    """Nodes node-0, node-1, … with these resources, and each with the zone that is its letter in ``labels``."""
+    zones = [{"zone": letter} for letter in labels] or [{}] * len(resources)
+    return [ClusterNode(f"node-{i}", each, zones[i]) for i, each in enumerate(resources)]
+
+
 def test_the_quickstart_fits_two_cores() -> None:
     from tests.conftest import ROOT
 
     parts = plan_placement(load_config(ROOT / "jobs" / "quickstart.yaml"))
-    check_placement(parts, [LAPTOP])
+    check_placement(parts, nodes(LAPTOP))
 
 
 def test_the_plan_names_every_group_and_the_totals() -> None:
@@ -43,14 +51,43 @@ def test_the_plan_names_every_group_and_the_totals() -> None:
 )
 def test_what_does_not_fit_is_an_error_with_the_numbers(override: dict[str, float], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
-        check_placement(plan_placement(load_config(base(), override)), [LAPTOP])
+        check_placement(plan_placement(load_config(base(), override)), nodes(LAPTOP))
 
 
-def test_a_bundle_that_no_single_node_can_hold_is_an_error() -> None:
+def test_a_bundle_that_no_single_node_can_hold_is_an_error_with_the_need_and_the_free_of_every_node() -> None:
     parts = plan_placement(load_config(base(), {"explorer.engine.count": 1, "explorer.engine.cpus": 3}))
     with pytest.raises(PlacementError) as refused:
-        check_placement(parts, [LAPTOP] * 4)
-    assert refused.value.field == "placement.engines"
+        check_placement(parts, nodes(*[LAPTOP] * 10))
+    problem = refused.value.problem
+    assert "0 of 1 bundles of 'engines' fit" in problem and "a bundle needs 3 CPU, 0 GPU, 1.8 GiB" in problem
+    assert "node-5 2 CPU, 0 GPU, 8 GiB" in problem and problem.endswith("2 more nodes")
+
+
+def test_spread_bundles_take_the_nodes_in_turn_and_packed_ones_fill_them() -> None:
+    config = load_config(base(), {"placement.engines": "spread", "explorer.engine.cpus": 0.8})
+    spread = [part for part in plan_placement(config) if part.name == "engines"]
+    last = [part("last", 1, cpus=1.5)]
+    check_placement([part("engines", 2, cpus=0.8), *last], nodes(LAPTOP, LAPTOP))
+    with pytest.raises(PlacementError, match="0 of 1 bundles of 'last'"):
+        check_placement(spread + last, nodes(LAPTOP, LAPTOP))
+    assert "spread over nodes" in show_plan("a", spread)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [("a", 1), ("c", 0), ("!a", 1), ("in(a, b)", 2), ("!in(a,b)", 0), ("!in(c)", 2)],
+)
+def test_a_group_with_labels_is_placed_only_on_nodes_that_have_them(wanted: str, fits: int) -> None:
+    labels = {"engines": {"zone": wanted}}
+    config = load_config(base(), {"placement.labels": labels, "explorer.engine.cpus": 1.2, "explorer.engine.count": 3})
+    parts = [part for part in plan_placement(config) if part.name == "engines"]
+    with pytest.raises(PlacementError, match=f"{fits} of 3 bundles of 'engines' fit .* with {{'zone'"):
+        check_placement(parts, nodes(LAPTOP, LAPTOP, labels="ab"))
+
+
+def test_labels_of_an_unknown_group_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"placement.labels.*engine'.*engines"):
+        plan_placement(load_config(base(), {"placement.labels": {"engine": {"zone": "a"}}}))
 
 
 def part(name: str, count: int, cpus: float = 0.1, gpus: float = 0.0) -> Bundles:
@@ -58,7 +95,7 @@ def part(name: str, count: int, cpus: float = 0.1, gpus: float = 0.0) -> Bundles
 
 
 @pytest.mark.parametrize(
-    ("parts", "nodes", "left_over"),
+    ("parts", "free", "left_over"),
     [
         ([part("a", 2, cpus=1.2), part("b", 1, cpus=0.9)], [LAPTOP] * 2, "b"),  # 0.8 CPU is left on either node
         ([part("a", 2, cpus=1.2), part("b", 2, cpus=0.8)], [LAPTOP] * 2, None),
@@ -73,14 +110,13 @@ def part(name: str, count: int, cpus: float = 0.1, gpus: float = 0.0) -> Bundles
     ],
 )
 def test_what_is_enough_in_sum_and_fits_nowhere_is_refused_by_name(
-    parts: list[Bundles], nodes: list[dict[str, float]], left_over: str | None
+    parts: list[Bundles], free: list[dict[str, float]], left_over: str | None
 ) -> None:
     if left_over is None:
-        check_placement(parts, nodes)
+        check_placement(parts, nodes(*free))
     else:
-        with pytest.raises(PlacementError) as refused:
-            check_placement(parts, nodes)
-        assert refused.value.field == f"placement.{left_over}"
+        with pytest.raises(PlacementError, match=f"of '{left_over}' fit"):
+            check_placement(parts, nodes(*free))
 
 
 SHARED = {"explorer.engine.gpus": 0.3, "trainer.gpus": 0.4, "explorer.engine.cpus": 0.1, "trainer.cpus": 0.2}
@@ -121,3 +157,36 @@ class Device:
         import ray
 
         return ray.get_gpu_ids()
+
+
+LATE = """
+import ray
+from ray.cluster_utils import Cluster
+from rayrft.core.placement import NAMESPACE, Bundles, Placement
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False)
+engines = Bundles("engines", 2, 1, 0, 0.1, "", spread=True, labels={"zone": "in(a,b)"})
+placement = Placement("late", [Bundles("master", 1, 0.1, 0, 0.1, ""), engines])
+
+def join(text):
+    print(text)
+    for zone in "cab":
+        cluster.add_node(num_cpus=1, labels={"zone": zone}, wait=False)
+
+placement.reserve(["master"], say=join)
+placement.reserve(["engines"], 300, join)
+zones = {node["NodeID"]: node["Labels"].get("zone") for node in ray.nodes()}
+table = ray.util.placement_group_table()
+print(sorted(zones[node] for group in table.values() if group["name"] == "late:engines"
+             for node in group["bundles_to_node_id"].values()))
+placement.remove()
+"""
+
+
+def test_groups_wait_for_nodes_that_join_later_and_are_placed_on_those_with_their_labels() -> None:
+    # A cluster of its own, in a process of its own: the tests' cluster is connected already.
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=600, check=True)
+    waiting, placed = done.stdout.splitlines()[-2:]
+    assert waiting.startswith("waiting up to 300 s for room for engines (2 x 1 CPU, 0 GPU, 0.1 GiB); free: ")
+    assert placed == "['a', 'b']"

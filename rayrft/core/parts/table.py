@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rayrft.config import RunConfig
@@ -14,6 +15,7 @@ from rayrft.core.parts.operators import OperatorsPart
 from rayrft.core.parts.rewards import RewardsPart
 from rayrft.core.parts.trainer import TrainerPart
 from rayrft.core.placement import Bundles
+from rayrft.errors import ConfigError, nearest
 
 
 class MasterPart(Part[Any]):
@@ -42,5 +44,12 @@ KINDS: list[type[Part[Any]]] = [
 
 
 def plan_placement(config: RunConfig) -> list[Bundles]:
-    """Return the placement groups of a run, and the replicas that it has on Ray Serve."""
-    return [bundles for kind in KINDS for bundles in kind.bundles(config)]
+    """Return the placement groups of a run, and the replicas that it has on Ray Serve. Raises ConfigError if
+    ``placement.labels`` names another group."""
+    plan, labels = [bundles for kind in KINDS for bundles in kind.bundles(config)], config.placement.labels
+    names = [each.name for each in plan if not each.served]
+    if unknown := next(iter(labels.keys() - names), None):
+        problem = "the run has no such placement group"
+        raise ConfigError(problem, nearest(unknown, names), field="placement.labels", value=unknown)
+    spread = {PolicyEngines.name} if config.placement.engines == "spread" else set()
+    return [replace(each, spread=each.name in spread, labels=labels.get(each.name, {})) for each in plan]
