@@ -17,8 +17,7 @@ from rayrft.explorer.rollout import Runner
 from rayrft.rewards import RewardResult, Transcript, build_reward
 from rayrft.rewards.base import score as score_one
 from tests.conftest import ROOT
-from tests.explorer.attempts import Engines
-from tests.explorer.scripted import config
+from tests.explorer.scripted import Engines, config
 from tests.reference import PAGES
 
 READMES = [ROOT / "README.md", *sorted((ROOT / "rayrft").glob("**/README.md")), ROOT / "tests" / "bench" / "README.md"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,8 @@ from rayrft.config.explorer import SamplingConfig
 from rayrft.config.serve import ServeConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.app import PolicyEndpoint
-from rayrft.endpoint.recording import Call, Conversation, OpenCall
 from rayrft.endpoint.responder import Responder
-from rayrft.endpoint.sessions import Sessions, SessionStats
+from rayrft.endpoint.sessions import Sessions
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import RequestRefused
 from rayrft.explorer.engines.exchange import INTERRUPTED, Chunk, Completion, Request, Session, TokenCallback
@@ -84,32 +84,22 @@ class Policy:
 
 
 class LocalSessions:
-    """The sessions of a test, without an actor around them; ``now`` is the time."""
+    """The sessions of a test, without an actor around them, at time 0."""
 
-    def __init__(self, group_size: int = 1, drop_equal: bool = False, **config: Any) -> None:
-        self.sessions = Sessions(ServeConfig(**config), "run/serve/life", group_size, drop_equal=drop_equal)
-        self.now = 0.0
+    def __init__(self) -> None:
+        self.sessions = Sessions(ServeConfig(), "run/serve/life", 1, drop_equal=False)
 
-    async def begin(self, session: str, task: str | None, conversation: Conversation) -> OpenCall:
-        return self.sessions.begin(session, task, conversation, self.now)
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.sessions, name)
+        time = [0.0] if "now" in inspect.signature(method).parameters else []
 
-    async def answered(self, begun: OpenCall, call: Call) -> None:
-        self.sessions.answered(begun, call, self.now)
+        async def call(*given: Any) -> Any:
+            return method(*given, *time)
 
-    async def failed(self, begun: OpenCall, reason: str) -> None:
-        self.sessions.failed(begun, reason, self.now)
-
-    async def opted_out(self, rows: int) -> None:
-        self.sessions.opted_out(rows)
+        return call
 
     async def forget(self, name: str) -> tuple[int, int]:
         return self.sessions.forget(name), 0
-
-    async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
-        return self.sessions.feedback(name, reward, components, self.now)
-
-    async def stats(self) -> SessionStats:
-        return self.sessions.stats()
 
 
 class Served:

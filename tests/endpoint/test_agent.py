@@ -32,24 +32,17 @@ class Ran:
     """A runner over a scripted policy, whose workflow is an application; the reward is the length of a response."""
 
     def __init__(self, folder: Path, agent: str, say: Callable[[str], str], options: Any, settings: Any) -> None:
-        async def score(task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-            responses = [each.response for each in transcripts]
-            self.scored += responses
-            return [RewardResult(float(len(response))) for response in responses]
-
         self.scored: list[str] = []
         self.policy = Policy(ChatTokenizer(folder), say)
+        limits = {"model.max_length": 200, "explorer.sampling.max_tokens": 32, **settings}
         chosen = {"agent": agent if ":" in agent else f"tests.endpoint.applications:{agent}", **options}
-        self.runner = Runner(
-            config(**{
-                "model.max_length": 200,
-                "explorer.sampling.max_tokens": 32,
-                "explorer.workflow": AGENT,
-                "explorer.workflow_options": {AGENT: chosen},
-                **settings,
-            }),
-            ChatTokenizer(folder), self.policy, score,
-        )  # fmt: skip
+        workflow = {"explorer.workflow": AGENT, "explorer.workflow_options": {AGENT: chosen}}
+        self.runner = Runner(config(**limits, **workflow), ChatTokenizer(folder), self.policy, self._score)
+
+    async def _score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        responses = [each.response for each in transcripts]
+        self.scored += responses
+        return [RewardResult(float(len(response))) for response in responses]
 
     async def __call__(self, n: int = 1, parking: Parking | None = None) -> Any:
         return await self.runner.run(TASK, "group", n, 1.0, parking)
@@ -60,10 +53,8 @@ async def running(
     folder: Path, agent: str, say: Callable[[str], str] = lambda prompt: "dog", options: Any = None, **settings: Any
 ) -> AsyncIterator[Ran]:
     ran = Ran(folder, agent, say, options or {}, settings)
-    try:
-        yield ran
-    finally:
-        await ran.runner._workflow(AGENT).close()  # type: ignore[attr-defined]
+    yield ran
+    await ran.runner._workflow(AGENT).close()  # type: ignore[attr-defined]
 
 
 def calls_a_tool(prompt: str) -> str:
@@ -75,9 +66,8 @@ def sampled(row: Experience) -> list[int]:
 
 
 async def test_the_calls_of_a_loop_with_tools_are_one_row_as_it_was_sampled(tiny_model: Path) -> None:
-    async with running(
-        tiny_model, "calls_tools", calls_a_tool, **{"model.max_length": 400, "explorer.sampling.max_tokens": 80}
-    ) as ran:
+    limits = {"model.max_length": 400, "explorer.sampling.max_tokens": 80}
+    async with running(tiny_model, "calls_tools", calls_a_tool, **limits) as ran:
         ran.policy.version = 4
         rollout = await ran(n=2)
         assert rollout.problem is None and len(rollout.rows) == 2
@@ -95,7 +85,7 @@ async def test_the_calls_of_a_loop_with_tools_are_one_row_as_it_was_sampled(tiny
     ("agent", "reward", "scored"),
     [("rates_itself", 0.75, []), ("streams", 13.0, ["streamed: dog"]), ("returns_nothing", 3.0, ["dog"])],
 )
-async def test_the_reward_is_posted_or_returned_or_that_of_the_last_answer(
+async def test_the_reward_is_posted_or_returned_or_scored(
     agent: str, reward: float, scored: list[str], tiny_model: Path
 ) -> None:
     async with running(tiny_model, agent) as ran:
@@ -107,9 +97,7 @@ async def test_the_reward_is_posted_or_returned_or_that_of_the_last_answer(
 
 
 @pytest.mark.parametrize(("agent", "rows"), [("asks_twice", 2), ("asks_for_three", 3)])
-async def test_calls_that_do_not_continue_each_other_are_rows_of_one_attempt(
-    agent: str, rows: int, tiny_model: Path
-) -> None:
+async def test_calls_that_continue_no_other_are_rows_of_one_attempt(agent: str, rows: int, tiny_model: Path) -> None:
     async with running(tiny_model, agent) as ran:
         rollout = await ran()
         assert [row.experience_id for row in rollout.rows] == [f"group/0/{number}" for number in range(rows)]
@@ -135,9 +123,7 @@ async def test_a_process_serves_attempt_after_attempt_with_a_client_from_its_imp
         ("tests.endpoint.applications:missing", "workflow_error", "missing"),
     ],
 )
-async def test_an_application_that_fails_costs_its_attempt(
-    agent: str, reason: str, told: str, tiny_model: Path
-) -> None:
+async def test_an_application_that_fails_costs_an_attempt(agent: str, reason: str, told: str, tiny_model: Path) -> None:
     settings = {"explorer.deadline_s": 0.5} if agent == "hangs" else {}
     async with running(tiny_model, agent, **settings) as ran:
         rollout = await ran(n=2)
@@ -200,13 +186,6 @@ async def test_an_application_that_cannot_be_imported_is_an_error_before_the_sta
         Agent("tests.endpoint.applications:raises", processes=0)
     with pytest.raises(TypeError, match="tool_calls"):
         Agent("tests.endpoint.applications:raises", tool_calls="xml")  # type: ignore[arg-type]
-
-
-async def test_attempts_at_a_time_have_calls_of_their_own(tiny_model: Path) -> None:
-    async with running(tiny_model, "calls_tools") as ran:
-        rollouts = await asyncio.gather(*(ran.runner.run(TASK, f"group-{k}", 2, 1.0) for k in range(4)))
-        assert all(len(rollout.rows) == 2 for rollout in rollouts)
-        assert {len(row.turns) for rollout in rollouts for row in rollout.rows} == {2}
 
 
 async def test_a_call_of_an_attempt_that_ends_meanwhile_is_told_so() -> None:

@@ -38,18 +38,13 @@ class Scripted:
         await self.holding.wait()
         if task.answer == "broken":
             raise ZeroDivisionError("in the scorer")
-        return [
-            RewardResult(None, reason="timeout", error=True, seconds=2.0)
-            if each.response == "hang"
-            else RewardResult(
-                float(each.response == task.answer),
-                {"tags": 0.5},
-                turns=(1.0,),
-                seconds=0.5,
-                steps=(StepReward(0, 1, 0.25),),
-            )
-            for each in transcripts
-        ]
+        return [self._result(each.response, task) for each in transcripts]
+
+    def _result(self, response: str, task: Task) -> RewardResult:
+        if response == "hang":
+            return RewardResult(None, reason="timeout", error=True, seconds=2.0)
+        value, steps = float(response == task.answer), (StepReward(0, 1, 0.25),)
+        return RewardResult(value, {"tags": 0.5}, turns=(1.0,), seconds=0.5, steps=steps)
 
 
 def served(keys: tuple[str, ...] = ("sk-1",), **serve: Any) -> tuple[httpx.AsyncClient, Scripted]:
@@ -69,20 +64,10 @@ async def test_an_answer_has_its_reward_with_all_that_is_known_of_it() -> None:
     http, scripted = served()
     asked = {**MATH, "task": {**MATH["task"], "metadata": {"tests": ["a"]}}}  # type: ignore[dict-item]
     reply = (await http.post("/v1/score", json=asked)).json()
-    assert reply == {
-        "object": "score",
-        "domain": "math",
-        "value": 1.0,
-        "shaping": 0.0,
-        "components": {"tags": 0.5},
-        "turns": [1.0],
-        "steps": [{"turn": 0, "end": 1, "value": 0.25}],
-        "answer": None,
-        "reason": None,
-        "error": False,
-        "seconds": 0.5,
-        "version": "0a1b",
-    }
+    rewards = {"value": 1.0, "shaping": 0.0, "components": {"tags": 0.5}, "turns": [1.0]}
+    steps = {"steps": [{"turn": 0, "end": 1, "value": 0.25}]}
+    rest = {"answer": None, "reason": None, "error": False, "seconds": 0.5, "version": "0a1b"}
+    assert reply == {"object": "score", "domain": "math", **rewards, **steps, **rest}
     [(task, [transcript])] = scripted.asked
     assert (task.question, task.answer, task.domain, task.metadata) == ("1 + 1?", "2", "math", {"tests": ["a"]})
     assert transcript == Transcript.of(task, "2")
@@ -143,7 +128,7 @@ async def test_a_list_is_scored_in_its_order_and_answers_to_one_question_togethe
         ({**MATH, "task": {"prompt": "?", "answer": "broken"}}, 500, "internal_error", None),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_scored_is_refused_with_its_cause_and_scores_nothing(
+async def test_what_cannot_be_scored_is_refused_and_why(
     content: Any, status: int, code: str, param: str | None
 ) -> None:
     http, scripted = served(max_body_kib=64)
@@ -219,9 +204,7 @@ def test_a_wrong_config_is_refused_by_its_key(change: dict[str, Any], field: str
         ({"plugins": ["/nowhere.py"]}, "plugins"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_anything_starts(
-    change: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_served_is_refused(change: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrft.core.services.connect", lambda: pytest.fail("it connects"))
     with pytest.raises(ConfigError, check=about(field)):
         serve_rewards(read_config(RewardServiceConfig, {"reward": {"name": "math"}}, change), say=lambda text: None)

@@ -19,7 +19,7 @@ from rayrft.endpoint.keeper import SessionKeeper
 from rayrft.endpoint.recording import Call, Choice, Conversation, OpenCall
 from rayrft.endpoint.sessions import Sessions
 from rayrft.errors import DataError, FeedbackRefused
-from rayrft.experience import MASKED, to_batch
+from rayrft.experience import MASKED, VersionSpan, to_batch
 from rayrft.explorer.engines.exchange import Completion
 from tests.errors import about
 from tests.scripted import remote
@@ -54,6 +54,23 @@ def answer(
     turns = ({"role": "user", "content": "?"},)
     call = Call(f"r{begun.number}", (*prefix, *[5] * new), conversation, turns, tuple(said), trained, "engine-1")
     sessions.answered(begun, call, now)
+    return call
+
+
+def talk(
+    sessions: Sessions,
+    session: str,
+    said: Conversation,
+    *,
+    task: str | None = None,
+    reward: float | None = None,
+    now: float = 0.0,
+    **options: Any,
+) -> Call:
+    """Begin a call and answer it, and reward the session."""
+    call = answer(sessions, sessions.begin(session, task, said, now), said, now=now, **options)
+    if reward is not None:
+        sessions.feedback(session, reward, {}, now)
     return call
 
 
@@ -95,11 +112,7 @@ def test_calls_that_continue_each_other_are_one_row_with_answers_as_sampled() ->
     assert row.token_ids.tolist() == [5, 5, 5, 9, 9] * 3 and row.prompt_length == 3
     assert row.action_mask.tolist() == [0, 0, 0, 1, 1] * 3
     assert row.logprobs.tolist() == [0, 0, 0, -0.5, -0.25] * 3
-    assert [(span.start, span.end, span.version) for span in row.weight_versions] == [
-        (3, 5, 0),
-        (8, 10, 1),
-        (13, 15, 2),
-    ]
+    assert row.weight_versions == (VersionSpan(3, 5, 0), VersionSpan(8, 10, 1), VersionSpan(13, 15, 2))
     assert (row.reward, row.reward_components, row.task_id) == (0.75, {"style": 1.0}, "task")
     assert row.labels == {"session_id": "s", "response_ids": "r1 r2 r3"}, "so that an application finds its row"
     assert [turn["role"] for turn in row.turns] == ["user", "assistant"] * 3
@@ -120,7 +133,7 @@ def test_calls_that_continue_each_other_are_one_row_with_answers_as_sampled() ->
 )
 def test_a_call_that_does_not_continue_an_earlier_one_is_a_row_of_its_own(second: Conversation) -> None:
     sessions = make()
-    answer(sessions, sessions.begin("s", None, ("tools", "u1"), 0.0), ("tools", "u1"))
+    talk(sessions, "s", ("tools", "u1"))
     begun = sessions.begin("s", None, second, 0.0)
     assert begun.prefix is None
     answer(sessions, begun, second)
@@ -142,14 +155,14 @@ def test_a_call_of_a_session_with_many_rows_is_not_compared_with_each() -> None:
 
     sessions = make()
     for number in range(100):
-        answer(sessions, sessions.begin("s", None, ("tools", f"u{number}"), 0.0), ("tools", f"u{number}"))
+        talk(sessions, "s", ("tools", f"u{number}"))
     begun = sessions.begin("s", None, ("tools", Counted("u7"), "a", "more"), 0.0)
     assert begun.prefix is not None and begun.prefix.length == 3 and Counted.compared < 5
 
 
 def test_two_calls_that_continue_the_same_one_do_not_share_its_row() -> None:
     sessions = make()
-    answer(sessions, sessions.begin("s", None, ("t", "u"), 0.0), ("t", "u"))
+    talk(sessions, "s", ("t", "u"))
     longer = ("t", "u", "a", "v")
     first, second = (sessions.begin("s", None, longer, 0.0) for _ in range(2))
     assert first.prefix and second.prefix is None
@@ -165,23 +178,18 @@ def test_two_calls_that_continue_the_same_one_do_not_share_its_row() -> None:
 
 def test_other_choices_are_rows_that_any_later_call_may_continue() -> None:
     sessions = make()
-    answer(sessions, sessions.begin("s", None, ("t", "u"), 0.0), ("t", "u"), choices=3)
-    begun = sessions.begin("s", None, ("t", "u", "a1", "v"), 0.0)
-    assert begun.prefix
-    answer(sessions, begun, ("t", "u", "a1", "v"))
-    sessions.feedback("s", 1.0, {}, 0.0)
+    talk(sessions, "s", ("t", "u"), choices=3)
+    talk(sessions, "s", ("t", "u", "a1", "v"), reward=1.0)
     found = rows(sessions)
     assert sorted(len(row.token_ids) for row in found) == [5, 5, 10]
     assert not find_faults(to_batch(found), Limits(10, 100, 0))
 
 
 def test_answers_of_another_distribution_are_masked_and_a_row_of_them_alone_is_dropped() -> None:
-    sessions, conversation = make(), ("t", "u")
-    answer(sessions, sessions.begin("s", None, conversation, 0.0), conversation)
-    conversation = (*conversation, "a", "v")
-    answer(sessions, sessions.begin("s", None, conversation, 0.0), conversation, trained=False)
-    answer(sessions, sessions.begin("s", None, ("t", "x"), 0.0), ("t", "x"), trained=False)
-    sessions.feedback("s", 1.0, {}, 0.0)
+    sessions = make()
+    talk(sessions, "s", ("t", "u"))
+    talk(sessions, "s", ("t", "u", "a", "v"), trained=False)
+    talk(sessions, "s", ("t", "x"), trained=False, reward=1.0)
     groups, dropped = sessions.take()
     [row] = groups[0].rows
     assert row.token_ids.tolist() == [5, 5, 5, 9, 9] and dropped == {"not_trained": 1}
@@ -191,8 +199,7 @@ def test_sessions_of_a_task_make_a_group_and_others_those_that_begin_alike() -> 
     sessions = make(2)
     named = [("s0", "t0", "u0"), ("s1", "t1", "u0"), ("s2", None, "u0"), ("s3", "t0", "u9"), ("s4", None, "u0")]
     for session, task, said in named:
-        answer(sessions, sessions.begin(session, task, ("t", said), 0.0), ("t", said))
-        sessions.feedback(session, 1.0, {}, 0.0)
+        talk(sessions, session, ("t", said), task=task, reward=1.0)
     groups, dropped = sessions.take()
     assert [len(group.rows) for group in groups] == [2, 2] and not dropped
     assert groups[0].rows[0].task_id == "t0" and len({row.group_id for group in groups for row in group.rows}) == 2
@@ -204,9 +211,7 @@ def test_sessions_of_a_task_make_a_group_and_others_those_that_begin_alike() -> 
 def test_a_group_of_equal_rewards_is_dropped_if_nothing_can_be_learnt_from_it() -> None:
     sessions = make(2, drop_equal=True, group_by="any")
     for number, reward in enumerate((1.0, 0.7 + 0.2 + 0.1, 0.0, 1.0)):
-        said = ("t", str(number))
-        answer(sessions, sessions.begin(f"s{number}", None, said, 0.0), said)
-        sessions.feedback(f"s{number}", reward, {}, 0.0)
+        talk(sessions, f"s{number}", ("t", str(number)), reward=reward)
     groups, dropped = sessions.take()
     assert len(groups) == 1 and dropped == {"zero_variance": 2}
 
@@ -215,9 +220,8 @@ def test_a_group_of_equal_rewards_is_dropped_if_nothing_can_be_learnt_from_it() 
 def test_rows_that_were_cut_are_masked_where_the_run_masks_them(cut: int) -> None:
     sessions = make(2, mask_truncated=True)
     for number in range(2):
-        begun = sessions.begin(f"s{number}", "task", ("t", "u"), 0.0)
-        answer(sessions, begun, ("t", "u"), stop_reason="length" if number < cut else "stop")
-        sessions.feedback(f"s{number}", float(number), {}, 0.0)
+        reason = "length" if number < cut else "stop"
+        talk(sessions, f"s{number}", ("t", "u"), task="task", stop_reason=reason, reward=float(number))
     groups, dropped = sessions.take()
     if cut == 2:
         assert not groups and dropped == {"truncated": 2}
@@ -230,7 +234,7 @@ def test_rows_that_were_cut_are_masked_where_the_run_masks_them(cut: int) -> Non
 def test_feedback_that_is_late_twice_unknown_or_no_number_is_refused_and_counted() -> None:
     sessions = make(reward_s=10.0)
     for session in ("s", "late"):
-        call = answer(sessions, sessions.begin(session, None, ("t", "u"), 0.0), ("t", "u"))
+        call = talk(sessions, session, ("t", "u"))
     sessions.feedback("s", 1.0, {}, 5.0)
     with pytest.raises(FeedbackRefused):
         sessions.feedback("s", 0.0, {}, 5.0)
@@ -250,7 +254,7 @@ def test_feedback_that_is_late_twice_unknown_or_no_number_is_refused_and_counted
     groups, dropped = sessions.take()
     assert len(groups) == 1 and dropped == {"no_reward": 1}
     # An id may be used again.
-    answer(sessions, sessions.begin("late", None, ("t", "u"), 11.0), ("t", "u"), now=11.0)
+    talk(sessions, "late", ("t", "u"), now=11.0)
     # What is said of the one before is not said of this one.
     with pytest.raises(FeedbackRefused, match="no_reward"):
         sessions.feedback(call.response, 0.0, {}, 12.0)
@@ -261,7 +265,7 @@ def test_feedback_that_is_late_twice_unknown_or_no_number_is_refused_and_counted
 
 def test_the_default_reward_is_that_of_sessions_without_one_in_time() -> None:
     sessions = make(default_reward=-1.0, reward_s=1.0)
-    answer(sessions, sessions.begin("s", None, ("t", "u"), 0.0), ("t", "u"))
+    talk(sessions, "s", ("t", "u"))
     sessions.expire(1.0)
     assert [row.reward for row in rows(sessions)] == [-1.0]
 
@@ -284,21 +288,17 @@ def test_a_reward_during_a_call_waits_for_its_answer_and_a_call_without_an_end_i
 def test_too_many_sessions_drop_the_one_that_is_idle_for_longest() -> None:
     sessions = make(max_sessions=2)
     for number in range(4):
-        said = ("t", str(number))
-        answer(sessions, sessions.begin(f"s{number}", None, said, number), said, now=number)
+        talk(sessions, f"s{number}", ("t", str(number)), now=number)
     assert sessions.take()[1] == {"too_many_sessions": 2} and sessions.stats().open == 2
 
 
 def test_of_too_many_sessions_without_a_group_the_one_that_has_waited_longest_is_dropped() -> None:
     sessions = make(2, max_sessions=2, group_s=50.0)
     for number in range(3):
-        said = ("t", str(number))
-        answer(sessions, sessions.begin(f"s{number}", None, said, number), said, now=number)
-        sessions.feedback(f"s{number}", float(number), {}, number)
+        talk(sessions, f"s{number}", ("t", str(number)), now=number, reward=float(number))
     assert sessions.take()[1] == {"no_group": 1} and sessions.stats().ungrouped == 2
     assert sessions.next_expiry() == 51.0
-    answer(sessions, sessions.begin("again", None, ("t", "1"), 10.0), ("t", "1"), now=10.0)
-    sessions.feedback("again", 0.5, {}, 10.0)
+    talk(sessions, "again", ("t", "1"), now=10.0, reward=0.5)
     assert sorted(row.reward for row in rows(sessions)) == [0.5, 1.0]
     assert sessions.next_expiry() == 52.0
     sessions.expire(52.0)
@@ -308,8 +308,7 @@ def test_of_too_many_sessions_without_a_group_the_one_that_has_waited_longest_is
 def test_a_session_is_forgotten_wherever_it_is() -> None:
     sessions = make(2)
     for _ in range(2):  # the first waits for its group as the second of its id begins
-        begun = sessions.begin("s", "x", ("t", "u"), 0.0)
-        call = answer(sessions, begun, ("t", "u"))
+        call = talk(sessions, "s", ("t", "u"), task="x")
         if not sessions.stats().ungrouped:
             sessions.feedback("s", 1.0, {}, 0.0)
     sessions.begin("s", "x", ("t", "u", "a", "v"), 0.0)

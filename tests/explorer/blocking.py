@@ -87,18 +87,14 @@ class Troubled:
                 raise KeyError("nothing here")
             case "returns nothing":
                 return None
-            case "forges":
-                return "a trajectory"
-            case "is full":
-                while True:
-                    trajectory.observe("again")
-                    await trajectory.act()
-            case "catches what is full":
+            case "is full" | "catches what is full":
                 try:
                     while True:
                         trajectory.observe("again")
                         await trajectory.act()
                 except ContextFull as error:
+                    if self._trouble == "is full":
+                        raise
                     trajectory.count("caught", "tokens" in str(error))
             case "catches what is too long":
                 try:

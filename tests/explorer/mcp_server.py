@@ -1,7 +1,4 @@
-"""A small MCP server for the tests, on its standard streams, or with a port as argument at http://127.0.0.1:<port>/mcp.
-
-Every life of it takes a number, which it keeps in the file of the environment variable LIVES.
-"""
+"""An MCP server on its standard streams or at the port of its argument. $LIVES is a file with a dot for each start."""
 
 from __future__ import annotations
 

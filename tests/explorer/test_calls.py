@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,8 +18,7 @@ COMMON = Sampling(1.0, 50, (EOS,), seed=1)
 
 
 class Model:
-    """Continues a sequence by tokens that follow from it alone; an answer ends after ``length`` tokens. Counts what it
-    samples; ``version`` is that of its weights."""
+    """Continues a sequence by tokens that follow from it alone; an answer ends after ``length`` tokens."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
@@ -152,39 +150,30 @@ async def test_an_attempt_that_goes_another_way_samples_anew_from_there_on() -> 
     assert model.sampled == 14 + 6 + 6
 
 
-async def test_an_attempt_is_parked_when_none_of_its_concurrent_calls_goes_on() -> None:
-    model = Model([3, 9])
-    model.slow[2] = asyncio.Event()
-    calls = GroupCalls(model, 1, COMMON, Parking(5))
-    generate = calls.of(0)
-
-    async def work() -> None:
-        await asyncio.gather(*(generate([prompt], 50, ()) for prompt in (2, 1)))
-
-    task: asyncio.Task[Any] = asyncio.ensure_future(work())
-    calls.on_park(0, task.cancel)
-    await model.asked.wait()  # the call that is answered at once has spent the budget
-    assert not calls.parked
-    model.slow[2].set()
-    await asyncio.wait({task})
-    assert task.cancelled() and calls.is_parked(0)
-    rows = calls.to_rows("group", "task")
-    assert {row.experience_id: row.stop_reason for row in rows} == {"group/0/1": "stop", "group/0/2": None}
-
-
-async def one_is_suspended(n: int = 1) -> tuple[GroupCalls, list[asyncio.Future[Completion]]]:
+async def one_is_suspended(n: int = 1) -> tuple[Model, GroupCalls, list[asyncio.Future[Completion]]]:
     """Two open calls of attempt 0: one is sampled, and the other has spent the budget."""
-    model = Model([9])
+    model = Model([3, 9])
     model.slow[2] = asyncio.Event()
     calls = GroupCalls(model, n, COMMON, Parking(5))
     opened = [asyncio.ensure_future(calls.of(0)([prompt], 50, ())) for prompt in (2, 1)]
     for _ in range(10):
         await asyncio.sleep(0)
-    return calls, opened
+    return model, calls, opened
+
+
+async def test_an_attempt_is_parked_when_none_of_its_concurrent_calls_goes_on() -> None:
+    model, calls, opened = await one_is_suspended()
+    calls.on_park(0, asyncio.gather(*opened, return_exceptions=True).cancel)
+    assert not calls.parked
+    model.slow[2].set()
+    await asyncio.wait(opened)
+    assert opened[1].cancelled() and calls.is_parked(0)
+    rows = calls.to_rows("group", "task")
+    assert {row.experience_id: row.stop_reason for row in rows} == {"group/0/1": "stop", "group/0/2": None}
 
 
 async def test_an_attempt_whose_deadline_is_over_is_not_parked_for_its_suspended_call() -> None:
-    calls, opened = await one_is_suspended()
+    _, calls, opened = await one_is_suspended()
     work = asyncio.gather(*opened, return_exceptions=True)
     work.cancel()
     await asyncio.wait(opened)
@@ -192,7 +181,7 @@ async def test_an_attempt_whose_deadline_is_over_is_not_parked_for_its_suspended
 
 
 async def test_a_suspended_call_that_is_given_up_does_not_park_the_one_that_goes_on() -> None:
-    calls, (goes_on, suspended) = await one_is_suspended()
+    _, calls, (goes_on, suspended) = await one_is_suspended()
     suspended.cancel()
     await asyncio.wait({suspended})
     await asyncio.sleep(0)
@@ -201,7 +190,7 @@ async def test_a_suspended_call_that_is_given_up_does_not_park_the_one_that_goes
 
 
 async def test_an_attempt_that_has_ended_makes_no_calls() -> None:
-    calls, opened = await one_is_suspended(n=2)
+    _, calls, opened = await one_is_suspended(n=2)
     calls.end(0)
     await asyncio.wait(opened)
     assert all(each.cancelled() for each in opened) and not calls.parked
@@ -209,23 +198,13 @@ async def test_an_attempt_that_has_ended_makes_no_calls() -> None:
         await calls.of(0)([3], 50, ())
 
 
-async def test_an_attempt_that_goes_another_way_than_before_is_not_parked_again_for_its_budget() -> None:
+async def test_an_attempt_that_goes_another_way_is_not_parked_for_its_budget_and_recorded_calls_are_kept() -> None:
     model = Model([9])
-    _, begun = await iteration(model, 1, [[1], [2]], 5, [])
-    assert begun
+    _, begun = await iteration(model, 1, [[1], [2]], 10, [])
     calls = GroupCalls(model, 1, COMMON, Parking(5, begun))
+    assert [row.experience_id for row in calls.to_rows("group", "task")] == ["group/0/1", "group/0/2"]
     answer = await asyncio.wait_for(calls.of(0)([7], 50, ()), 10)
     assert answer.stop_reason == "stop" and len(answer.token_ids) == 9 and not calls.parked
-
-
-def test_recorded_calls_that_were_not_made_again_are_kept() -> None:
-    async def history() -> None:
-        model = Model([4])
-        _, begun = await iteration(model, 1, [[1], [2]], 6, [])
-        calls = GroupCalls(model, 1, COMMON, Parking(6, begun))
-        assert [row.experience_id for row in calls.to_rows("group", "task")] == ["group/0/1", "group/0/2"]
-
-    asyncio.run(history())
 
 
 @pytest.mark.parametrize("merged", [True, False])

@@ -1,11 +1,13 @@
-"""The engine's contract, on real vLLM: tokens and log-probs are the model's own, and new weights take effect."""
+"""The engine's contract, on real vLLM, with this process as the trainer: tokens, log-probs, and new weights."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +16,166 @@ import psutil
 import pytest
 import ray
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rayrft.config.explorer import RepetitionConfig
+from rayrft.config.auxiliary import AuxiliaryConfig
+from rayrft.config.explorer import EngineConfig, RepetitionConfig
+from rayrft.config.model import TinyModelConfig
+from rayrft.config.trainer import LoraConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, RequestRefused
+from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.client import EngineClient
+from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.exchange import INTERRUPTED, Capacity, Chunk, Completion, Request, Sampling, Session
 from rayrft.explorer.engines.pool import EnginePool, Member
+from rayrft.pipelines.run.models import AskedModel
+from rayrft.rewards import Reward, inline, register_reward
 from rayrft.runtime.waits import Waits
+from rayrft.trainer.learner import Learner
+from rayrft.trainer.lora import Lora
+from rayrft.trainer.model import load_hf, load_policy, named_weights, write_hf
+from rayrft.trainer.policy import Policy
+from rayrft.trainer.tiny import make_tiny_model
+from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets
+from rayrft.weights.channel import WeightChannel, open_store
+from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
 from tests.algorithms.flat import token_logprobs
 from tests.errors import about
-from tests.explorer.conftest import EngineUnderTest
+from tests.pipelines.asked import ran
+from tests.pipelines.small import rows
 from tests.scripted import handle, remote
 
 PROMPT = [5, 40, 41, 42, 43, 3]
+
+
+@dataclass
+class EngineUnderTest:
+    """An engine actor, the model it was started from, and the trainer's end of its link."""
+
+    actor: Any
+    folder: Path
+    channel: WeightChannel
+    transfers: int = 0
+
+    def model(self, seed: int | None = None) -> nn.Module:
+        """The model on disk; with a seed, its weights replaced by random ones."""
+        from transformers import AutoModelForCausalLM
+
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.folder).eval()
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        return model
+
+    def update(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        adapter: Adapter | None = None,
+        keep_cache: bool = False,
+    ) -> int:
+        """A round as of the weight sync, after which the engine must hold what was sent; gives the bytes of that."""
+        tensors = dict(weights)
+        metas = [TensorMeta.of(name, tensor, torch.float32) for name, tensor in tensors.items()]
+        parcel = Parcel(metas, 16 << 10, adapter)
+        ray.get(self.actor.pause.remote(keep_cache))
+        self.transfers += 1
+        receiving = self.actor.receive.remote(self.transfers, version)
+        sent = self.channel.send(self.transfers, parcel, _buckets(parcel, tensors))
+        held = ray.get(receiving)
+        assert (held.version, held.digests) == (version, (sent,))
+        return parcel.nbytes
+
+    def generate(self, n: int = 4, prompt: list[int] = PROMPT, **options: Any) -> list[Completion]:
+        return ray.get(self.actor.generate.remote(Request(prompt, n, sampling(**options))))
+
+    async def client(self) -> EngineClient:
+        pool = EnginePool()
+        await pool.join([Member(handle(self.actor, "engine-0"), 0)])
+        return EngineClient(remote(pool, "engine_pool"), Waits("test"))
+
+
+@torch.no_grad()
+def _buckets(parcel: Parcel, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
+    for bucket in plan_buckets(parcel.metas, parcel.bucket_bytes):
+        buffer = empty_bucket(bucket, "cpu")
+        fill_bucket(buffer, bucket, [tensors[meta.name] for meta in bucket])
+        yield buffer
+
+
+@pytest.fixture(scope="module")
+def engine(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+    """One with a dense layer, a layer of experts, whose size the engine pads, and a tied head."""
+    folder = tmp_path_factory.mktemp("engine")
+    shape = TinyModelConfig(layers=2, hidden_size=64, heads=2, intermediate_size=48, experts=4)
+    prompts = [f"Spell this word backward: {word}" for word in ("cat", "horse", "bird")]
+    make_tiny_model(shape, prompts, [], folder, max_length=64, seed=0)
+    # As on a machine without a C++ compiler.
+    bare = {"CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor"))}
+    options = {"num_cpus": 0.5, "max_concurrency": 1000, "runtime_env": {"env_vars": bare}}
+    actor = ray.remote(RolloutEngine).options(**options).remote()
+    ray.get(actor.start.remote(str(folder), EngineConfig(), max_length=64, dtype="float32", seed=0, structured=True))
+    host = "127.0.0.1"
+    store = open_store(60, host)
+    link = Link("gloo", host, store.port, number=1, senders=1, receivers=1, timeout_s=60, secret="s")
+    connecting = actor.connect.remote(link, 0)
+    channel = WeightChannel(link, sends=True, index=0, device=torch.device("cpu"), store=store)
+    ray.get(connecting)
+    yield EngineUnderTest(actor, folder, channel)
+    ray.kill(actor)
 
 
 def sampling(temperature: float = 1.0, max_tokens: int = 12, stop: tuple[int, ...] = ()) -> Sampling:
     return Sampling(temperature, max_tokens, stop)
 
 
-def generate(engine: EngineUnderTest, n: int = 4, prompt: list[int] = PROMPT, **options: Any) -> list[Completion]:
-    return ray.get(engine.actor.generate.remote(Request(prompt, n, sampling(**options))))
-
-
 @torch.no_grad()
-def recomputed(model: nn.Module, completion: Completion, temperature: float, prompt: list[int] = PROMPT) -> list[float]:
+def recomputed(
+    model: nn.Module, completion: Completion, temperature: float = 1.0, prompt: list[int] = PROMPT
+) -> list[float]:
     ids = torch.tensor([[*prompt, *completion.token_ids]])
     logprobs, _ = token_logprobs(model(input_ids=ids).logits, ids, temperature=temperature)
     return logprobs[0, len(prompt) :].tolist()
 
 
-def update(engine: EngineUnderTest, model: nn.Module, version: int) -> tuple[str, Any]:
-    """A whole round as the weight sync does it; gives the digest sent and what the engine holds."""
-    sent, held, _ = engine.update(dict(model.named_parameters()), version)
-    return sent, held
+@register_reward("has_an_a")
+@inline
+def has_an_a() -> Reward:
+    return lambda task, response: float("a" in response)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_behaviour_logprobs_are_those_of_the_distribution_that_was_sampled(
-    engine: EngineUnderTest, temperature: float
-) -> None:
-    update(engine, engine.model(), 1)
-    for completion in generate(engine, temperature=temperature):
-        assert completion.logprobs == pytest.approx(recomputed(engine.model(), completion, temperature), abs=1e-4)
+def test_an_operator_is_answered_for_hundreds_of_rows_at_once_and_the_same_again(engine: EngineUnderTest) -> None:
+    config = AuxiliaryConfig(model=str(engine.folder), max_length=64, max_tokens=12)
+
+    @asynccontextmanager
+    async def engines(names: Collection[str]) -> AsyncIterator[dict[str, AskedModel]]:
+        client = await engine.client()
+        yield {"m": AskedModel(AuxiliaryModel("m", config, ChatTokenizer(engine.folder), client.generate))}
+
+    def run(size: int) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+        words = ["cat", "horse", "bird"]
+        batch = rows(question=[f"Spell this word backward: {words[n % 3]}" for n in range(100)], answer=["x"] * 100)
+        found, _, gone = ran(
+            "hinted_solutions", batch, {"m": None}, reward="has_an_a", settings={"engines": engines}, batch_rows=size,
+            model="m", tries=3, max_pass_rate=1.0, least_words=1, hinted_tries=1,
+        )  # fmt: skip
+        return found, gone
+
+    found, gone = run(1000)
+    assert 5 < len(found) < 100 and all("a" in row["response"] for row in found)
+    assert len({row["response"] for row in found}) > 3, "rows of one question have seeds of their own"
+    problems = {reason for _, reason in gone} - {"replaced by a derived row"}
+    assert any("leaves no room for an answer" in each for each in problems), "the hint makes it too long"
+    assert all(each.startswith("no answer: ") for each in problems)
+    assert run(30) == (found, gone)
 
 
 async def test_a_stream_brings_the_answer_in_parts_and_may_be_interrupted(engine: EngineUnderTest) -> None:
-    update(engine, engine.model(), 2)
-    pool = EnginePool()
-    await pool.join([Member(handle(engine.actor, "engine-0"), 2)])
-    client = EngineClient(remote(pool), Waits("test"))
+    model, client = engine.model(), await engine.client()
+    engine.update(model.named_parameters(), 2)
     for enough in (100, 5):
         chunks, session = list[Chunk](), Session()
 
@@ -80,13 +190,13 @@ async def test_a_stream_brings_the_answer_in_parts_and_may_be_interrupted(engine
         ids = [token for chunk in chunks for token in chunk.token_ids]
         assert len(chunks) > 1 and tuple(ids) == answer.token_ids[: len(ids)]
         assert answer.versions == ((0, len(answer.token_ids), 2),)
-        assert answer.logprobs == pytest.approx(recomputed(engine.model(), answer, 1.0), abs=1e-4)
+        assert answer.logprobs == pytest.approx(recomputed(model, answer), abs=1e-4)
         assert len(answer.token_ids) == 50 if enough == 100 else 5 <= len(answer.token_ids) < 50
 
 
 def test_an_answer_ends_with_its_stop_token_or_at_the_limit(engine: EngineUnderTest) -> None:
     eos = ChatTokenizer(engine.folder).end_id
-    completions = generate(engine, n=32, max_tokens=40, temperature=1.0, stop=(eos,))
+    completions = engine.generate(n=32, max_tokens=40, stop=(eos,))
     assert {c.stop_reason for c in completions} <= {"stop", "length"}
     for completion in completions:
         if completion.stop_reason == "stop":
@@ -119,76 +229,62 @@ def test_an_answer_that_repeats_itself_is_stopped_with_its_own_reason(engine: En
 
 
 def test_an_interrupted_request_keeps_every_token_that_was_sampled(engine: EngineUnderTest) -> None:
-    update(engine, engine.model(), 1)
+    model = engine.model()
+    engine.update(model.named_parameters(), 1)
     found: list[Completion] = []
     for number in range(20):
         begun = engine.actor.exchange.remote("client", {number: Request(PROMPT, 3, sampling(max_tokens=40))}, [])
         if number % 2:
-            generate(engine, n=1, max_tokens=5)  # meanwhile the other answers have grown, too
+            engine.generate(n=1, max_tokens=5)  # meanwhile the other answers have grown, too
         ended = ray.get(engine.actor.exchange.remote("client", {}, [], [number]))
         found += ended.get(number) or ray.get(begun)[number]
     for completion in found:
         ids = completion.token_ids
         assert completion.stop_reason in (INTERRUPTED, "stop") or len(ids) == 40
-        assert completion.logprobs == pytest.approx(recomputed(engine.model(), completion, 1.0), abs=1e-4)
+        assert completion.logprobs == pytest.approx(recomputed(model, completion), abs=1e-4)
         assert completion.versions == ((0, len(ids), 1),)[: len(ids)]
     assert any(completion.stop_reason == INTERRUPTED and completion.token_ids for completion in found)
-    [after] = generate(engine, n=1, max_tokens=5)
+    [after] = engine.generate(n=1, max_tokens=5)
     assert len(after.token_ids) == 5 or after.stop_reason == "stop"
 
 
-async def client_of(engine: EngineUnderTest) -> EngineClient:
-    pool = EnginePool()
-    await pool.join([Member(handle(engine.actor, "engine-0"), 0)])
-    return EngineClient(remote(pool, "engine_pool"), Waits("test"))
+WRONG: dict[str, list[Any]] = {
+    "prompt": [[10**6], [-1], [5] * 200, []],
+    "n": [0, -1],
+    "max_tokens": [0, -3],
+    "temperature": [float("nan"), -1.0],
+    "images": [("/no/such/picture.png",)],
+}
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        pytest.param({"prompt": [10**6]}, id="outside the vocabulary"),
-        pytest.param({"prompt": [-1]}, id="negative token"),
-        pytest.param({"prompt": [5] * 200}, id="too long"),
-        pytest.param({"prompt": []}, id="empty"),
-        pytest.param({"n": 0}, id="n 0"),
-        pytest.param({"n": -1}, id="n -1"),
-        pytest.param({"max_tokens": 0}, id="max_tokens 0"),
-        pytest.param({"max_tokens": -3}, id="max_tokens -3"),
-        pytest.param({"temperature": float("nan")}, id="temperature NaN"),
-        pytest.param({"temperature": -1.0}, id="temperature -1"),
-        pytest.param({"images": ("/no/such/picture.png",)}, id="image"),
-    ],
-)
-async def test_a_request_that_cannot_be_is_refused_and_others_are_answered(
-    engine: EngineUnderTest, request_: dict[str, Any]
-) -> None:
-    client = await client_of(engine)
-    given = {"prompt": PROMPT, "n": 1, "temperature": 1.0, "max_tokens": 12, "images": (), **request_}
-    asked = Sampling(given["temperature"], given["max_tokens"], ())
+@pytest.mark.parametrize("part", WRONG)
+async def test_a_request_that_cannot_be_is_refused_and_others_are_answered(engine: EngineUnderTest, part: str) -> None:
+    client = await engine.client()
     # A model without images says so itself, before the picture is looked at.
-    kind, field = (ModelError, "model") if given["images"] else (RequestRefused, "request")
-    with pytest.raises(kind, check=about(field)):
-        await client.generate(Request(given["prompt"], given["n"], asked, given["images"]))
-    assert len(await client.generate(Request(PROMPT, 2, sampling()))) == 2
+    kind, field = (ModelError, "model") if part == "images" else (RequestRefused, "request")
+    for value in WRONG[part]:
+        given = {"prompt": PROMPT, "n": 1, "temperature": 1.0, "max_tokens": 12, "images": (), part: value}
+        asked = Sampling(given["temperature"], given["max_tokens"], ())
+        with pytest.raises(kind, check=about(field)):
+            await client.generate(Request(given["prompt"], given["n"], asked, given["images"]))
+        assert len(await client.generate(Request(PROMPT, 2, sampling()))) == 2
 
 
-async def test_answer_k_of_a_request_with_a_seed_is_that_of_a_request_with_the_seed_plus_k(
-    engine: EngineUnderTest,
-) -> None:
-    seed, client = 3, await client_of(engine)
+async def test_answer_k_of_a_request_with_a_seed_is_that_of_a_request_with_seed_plus_k(engine: EngineUnderTest) -> None:
+    seed, client = 3, await engine.client()
     together = await client.generate(Request(PROMPT, 3, replace(sampling(), seed=seed)))
     apart = [(await client.generate(Request(PROMPT, 1, replace(sampling(), seed=seed + k))))[0] for k in range(3)]
     assert [answer.token_ids for answer in together] == [answer.token_ids for answer in apart]
     assert len({answer.token_ids for answer in together}) == 3
 
 
-def test_broadcast_weights_arrive_whole_and_the_engine_computes_with_them(engine: EngineUnderTest) -> None:
-    model = engine.model(seed=7)
-    sent, held = update(engine, model, 7)
-    assert (held.version, held.digests) == (7, (sent,))
-    for completion in generate(engine):
-        assert completion.logprobs == pytest.approx(recomputed(model, completion, 1.0), abs=1e-4)
-        assert completion.versions == ((0, len(completion.token_ids), 7),)
+def test_the_engine_computes_with_broadcast_weights_and_gives_their_log_probs(engine: EngineUnderTest) -> None:
+    model = engine.model(seed=7)  # its head is tied to the embedding
+    engine.update(model.named_parameters(), 7)
+    for temperature in (1.0, 0.7):
+        for completion in engine.generate(temperature=temperature):
+            assert completion.logprobs == pytest.approx(recomputed(model, completion, temperature), abs=1e-4)
+            assert completion.versions == ((0, len(completion.token_ids), 7),)
     [scores] = ray.get([engine.actor.score.remote([*PROMPT, 50, 51])])
     with torch.no_grad():
         ids = torch.tensor([[*PROMPT, 50, 51]])
@@ -196,56 +292,32 @@ def test_broadcast_weights_arrive_whole_and_the_engine_computes_with_them(engine
     assert scores == pytest.approx(expected[0, 1:].tolist(), abs=1e-4)
 
 
-def test_the_output_layer_that_is_tied_to_the_embedding_is_not_left_stale(engine: EngineUnderTest) -> None:
-    model = engine.model()
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(1.7)  # type: ignore[operator]
-    update(engine, model, 8)
-    for completion in generate(engine):
-        assert completion.logprobs == pytest.approx(recomputed(model, completion, 1.0), abs=1e-4)
+def test_it_says_what_its_cache_holds(engine: EngineUnderTest) -> None:
+    bytes_a_token = 2 * 2 * 64 * 4  # keys and values, of 2 layers, of 64 numbers in float32
+    assert ray.get(engine.actor.capacity.remote()) == Capacity((64 << 20) // bytes_a_token, 256)
 
 
 def updated_in_flight(
-    engine: EngineUnderTest, versions: tuple[int, int], prompt: list[int], max_tokens: int, keep_cache: bool = False
+    engine: EngineUnderTest, old: nn.Module, new: nn.Module, prompt: list[int], keep_cache: bool
 ) -> tuple[list[Completion], list[Completion]]:
-    """Ask for 128 answers, and give the engine other weights while some of them are sampled; return these answers and
-    those to requests that came afterwards."""
-    request = Request(prompt, 16, sampling(max_tokens=max_tokens))
-    old, new = engine.model(), engine.model(seed=3)
+    """Change the weights while some of 128 answers are sampled; return these, and answers to later requests."""
+    request = Request(prompt, 16, sampling(max_tokens=28))
     for attempt in range(20):
-        update(engine, old, versions[0])
+        engine.update(old.named_parameters(), 30)
         running = [engine.actor.generate.remote(request) for _ in range(8)]
         first_token = {0: replace(request, n=1, stream=True)}  # of a request that is begun after the others
-        ray.get(engine.actor.exchange.remote(f"{versions}-{keep_cache}-{attempt}", first_token, []))
-        engine.update(dict(new.named_parameters()), versions[1], keep_cache=keep_cache)
-        later = generate(engine, 8, prompt, max_tokens=5)
+        ray.get(engine.actor.exchange.remote(f"{keep_cache}-{attempt}", first_token, []))
+        engine.update(new.named_parameters(), 31, keep_cache=keep_cache)
+        later = engine.generate(8, prompt, max_tokens=5)
         completions = [completion for each in ray.get(running) for completion in each]
         if any(len(completion.versions) == 2 for completion in completions):
             return completions, later
     pytest.fail("no request was in flight")
 
 
-def test_requests_in_flight_survive_an_update_and_say_which_weights_gave_each_token(engine: EngineUnderTest) -> None:
-    completions, _ = updated_in_flight(engine, (20, 21), PROMPT, max_tokens=50)
-    assert len(completions) == 128
-    for completion in completions:
-        length = len(completion.token_ids)
-        assert length == len(completion.logprobs)
-        assert length == 50 or completion.stop_reason == "stop"
-        spans = completion.versions
-        assert [span[0] for span in spans] == [0, *(span[1] for span in spans[:-1])], "spans leave a gap"
-        assert spans[-1][1] == length
-        assert [span[2] for span in spans] == sorted({span[2] for span in spans})
-        assert {span[2] for span in spans} <= {20, 21}
-
-
-def test_it_says_what_its_cache_holds(engine: EngineUnderTest) -> None:
-    bytes_a_token = 2 * 2 * 64 * 4  # keys and values, of 2 layers, of 64 numbers in float32
-    assert ray.get(engine.actor.capacity.remote()) == Capacity((64 << 20) // bytes_a_token, 256)
-
-
-def test_a_kept_cache_is_used_by_the_requests_that_were_running_and_by_no_later_one(engine: EngineUnderTest) -> None:
+def test_requests_in_flight_survive_an_update_and_alone_use_a_cache_that_is_kept(engine: EngineUnderTest) -> None:
     prompt = PROMPT * 6  # longer than a block of the cache
+    old, new = engine.model(), engine.model(seed=3)
 
     def difference(completions: list[Completion]) -> float:
         """The largest one of what the new weights gave from what they give from the start."""
@@ -256,11 +328,17 @@ def test_a_kept_cache_is_used_by_the_requests_that_were_running_and_by_no_later_
             if version == 31
         )
 
-    new, found = engine.model(seed=3), []
+    found = []
     for keep in (False, True):
-        running, later = updated_in_flight(engine, (30, 31), prompt, max_tokens=28, keep_cache=keep)
+        running, later = updated_in_flight(engine, old, new, prompt, keep)
         assert difference(later) < 1e-4
         found.append(difference(running))
+        assert len(running) == 128
+        for completion in running:
+            length, spans = len(completion.token_ids), completion.versions
+            assert length == len(completion.logprobs) and (length == 28 or completion.stop_reason == "stop")
+            assert [span[0] for span in spans] == [0, *(span[1] for span in spans[:-1])], "spans leave a gap"
+            assert spans[-1][1] == length and [span[2] for span in spans] in ([30], [31], [30, 31])
     assert found[0] < 1e-4 and found[1] > 1e-3
 
 
@@ -284,3 +362,58 @@ signal.pause()
         core = psutil.Process(int(actor.stdout.readline()))
         actor.kill()
         core.wait(timeout=60)  # raises if it is still there
+
+
+# Of a policy with an adapter
+
+ROWS = [[5, 40, 41, 42, 43, 3, 50, 51, 12], [5, 60, 3, 44]]
+
+
+def moved(policy: Policy, seed: int) -> Policy:
+    """The policy with an adapter that changes what it says."""
+    chance = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, factor in named_weights(policy):
+            factor.add_(torch.randn(factor.shape, generator=chance) * 0.3)
+    return policy
+
+
+def scored(policy: Policy) -> list[list[float]]:
+    return Learner(policy, micro_batch_tokens=64, temperature=1.0, device=torch.device("cpu")).score(ROWS)
+
+
+def adapted(engine: EngineUnderTest, policy: Policy, version: int) -> int:
+    """Send the adapter, after which the engine must say what the policy says; gives the bytes that were sent."""
+    assert policy.lora is not None
+    nbytes = engine.update(named_weights(policy), version, Adapter(policy.lora.base, policy.lora.scale))
+    for ours, theirs in zip(scored(policy), ray.get([engine.actor.score.remote(row) for row in ROWS]), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    return nbytes
+
+
+@pytest.fixture
+def policy(engine: EngineUnderTest) -> Policy:
+    policy = load_policy(str(engine.folder))
+    config = LoraConfig(rank=2, alpha=3, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
+    policy.lora = Lora(policy.model, config, origin=str(engine.folder), compute=torch.float32, seed=0)
+    return policy
+
+
+def test_only_the_adapter_is_sent_and_the_engine_computes_with_all(engine: EngineUnderTest, policy: Policy) -> None:
+    before = scored(policy)[0]
+    # Twice: the second adapter is added to the model's own weights, not to those with the first in them.
+    for version in (40, 41):
+        nbytes = adapted(engine, moved(policy, seed=version), version)
+    assert np.abs(np.subtract(before, scored(policy)[0])).max() > 0.1, "the adapter has no effect"
+    assert nbytes == 4 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    assert nbytes < 0.1 * 4 * sum(p.numel() for p in policy.parameters())
+
+
+def test_an_adapter_is_added_to_weights_of_an_earlier_stage(
+    engine: EngineUnderTest, policy: Policy, tmp_path: Any
+) -> None:
+    stage = tmp_path / "stage"
+    write_hf(moved(policy, seed=1), policy.state_dict(), ChatTokenizer(engine.folder), stage)
+    load_hf(policy, str(stage))
+    adapted(engine, policy, 50)
+    adapted(engine, moved(policy, seed=2), 51)

@@ -53,20 +53,13 @@ async def started(
     return engine, given
 
 
-@pytest.mark.parametrize(
-    ("config", "executor"),
-    [
-        (EngineConfig(), None),
-        (EngineConfig(gpus=1), None),
-        (EngineConfig(gpus=2, tensor_parallel=2), "mp"),  # by itself it would ask for a bundle per GPU
-    ],
-    ids=["cpu", "gpu", "tensor-parallel"],
-)
+# Over several GPUs, vLLM by itself would ask for a bundle of each.
+@pytest.mark.parametrize(("gpus", "executor"), [(0, None), (1, None), (2, "mp")])
 async def test_an_engine_over_gpus_runs_as_processes_of_its_actor(
-    config: EngineConfig, executor: str | None, monkeypatch: pytest.MonkeyPatch
+    gpus: int, executor: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, given = await started(config, monkeypatch)
-    assert given["tensor_parallel_size"] == config.tensor_parallel
+    _, given = await started(EngineConfig(gpus=gpus, tensor_parallel=max(1, gpus)), monkeypatch)
+    assert given["tensor_parallel_size"] == max(1, gpus)
     assert given["distributed_executor_backend"] == executor
 
 

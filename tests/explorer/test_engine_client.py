@@ -1,4 +1,4 @@
-"""Requests go to members alone, the least loaded first, and no more at once than an engine has room for."""
+"""Who is a member; requests go to members alone, the least loaded first, and no more than an engine has room for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, TaskCancelledError
 
-from rayrft.errors import ActorDied, EngineFailed
+from rayrft.errors import ActorDied, EngineFailed, WeightSyncError
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.exchange import INTERRUPTED, Answering, Capacity, Completion, Request, Sampling, Session
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
@@ -26,11 +26,17 @@ ANSWER = Completion((5, 1), (-0.5, -0.5), ((0, 2, 0),), "stop")
 class HeldEngine(Answering):
     """Holds its requests until it is released; ``arrived`` counts them."""
 
-    def __init__(self, capacity: Capacity | None = None) -> None:
+    def __init__(self, *failures: Exception, **capacity: int) -> None:
+        """Its first calls fail with ``failures``."""
         super().__init__()
-        self._capacity = capacity or Capacity()
+        self._capacity, self._failures = Capacity(**capacity), list(failures)
         self.asked: list[int] = []
         self.arrived, self.released = asyncio.Semaphore(0), asyncio.Event()
+
+    async def exchange(self, *call: Any) -> Any:
+        if self._failures:
+            raise self._failures.pop()
+        return await super().exchange(*call)
 
     async def generate(self, request: Request) -> list[Completion]:
         self.asked.append(request.n)
@@ -167,15 +173,11 @@ async def test_requests_wait_for_an_engine_to_join_and_the_wait_is_named(subject
 
 
 async def test_a_dead_engine_ends_its_requests_with_its_name_and_leaves_the_pool(subject: Subject) -> None:
-    class DeadEngine(HeldEngine):
-        async def exchange(self, *call: Any) -> Any:
-            raise ActorDiedError()
-
     class DeadCore(Answering):
         async def generate(self, request: Request, stream: Any = None) -> list[Completion]:
             raise ActorDied("the core ended", field="engine")
 
-    for dead in (DeadEngine(), DeadCore()):
+    for dead in (HeldEngine(ActorDiedError()), DeadCore()):
         await subject.join("engine-7", dead)
         with pytest.raises(ActorDied, check=about("engine-7")):
             await subject.ask()
@@ -185,21 +187,9 @@ async def test_a_dead_engine_ends_its_requests_with_its_name_and_leaves_the_pool
 
 
 async def test_a_cancelled_or_lost_call_is_no_death_and_the_next_request_is_answered(subject: Subject) -> None:
-    class Unlucky(HeldEngine):
-        """Its calls fail, at first, as those of Ray do; the pool's, too."""
-
-        def __init__(self, *failures: Exception) -> None:
-            super().__init__()
-            self.failures = list(failures)
-            self.released.set()
-
-        async def exchange(self, *call: Any) -> Any:
-            if self.failures:
-                raise self.failures.pop()
-            return await super().exchange(*call)
-
     cancelled = RayTaskError("exchange", "", TaskCancelledError()).as_instanceof_cause()
-    engine = Unlucky(ActorUnavailableError("lost", None), cancelled, TaskCancelledError())
+    engine = HeldEngine(ActorUnavailableError("lost", None), cancelled, TaskCancelledError())
+    engine.released.set()
     await subject.join("engine-0", engine)
     members = await subject.pool.members()
     for _ in range(3):
@@ -260,10 +250,8 @@ async def begun(engine: HeldEngine, count: int) -> None:
     assert engine.arrived.locked(), "more requests have begun than there is room for"
 
 
-async def test_a_request_waits_until_an_engine_has_room_and_the_next_turn_of_a_session_goes_first(
-    subject: Subject,
-) -> None:
-    engine = await subject.join("engine-0", HeldEngine(Capacity(answers=4)))
+async def test_a_request_waits_until_an_engine_has_room_and_next_turns_of_sessions_are_first(subject: Subject) -> None:
+    engine = await subject.join("engine-0", HeldEngine(answers=4))
     held = [subject.ask(2), subject.ask(1), subject.ask(3)]
     await begun(engine, 3)
     turn = Session(engine="engine-0")
@@ -279,7 +267,7 @@ async def test_a_request_waits_until_an_engine_has_room_and_the_next_turn_of_a_s
 
 
 async def test_tokens_that_are_expected_in_the_cache_are_limited_but_one_request_always_fits(subject: Subject) -> None:
-    engine = await subject.join("engine-0", HeldEngine(Capacity(tokens=15)))
+    engine = await subject.join("engine-0", HeldEngine(tokens=15))
     first = subject.ask(8)  # 1 token of the prompt, and 2 for each answer, which has 8 at most
     await begun(engine, 1)
     small = subject.ask(1)
@@ -296,14 +284,14 @@ async def test_tokens_that_are_expected_in_the_cache_are_limited_but_one_request
 
 async def test_a_client_uses_its_share_of_the_engines(subject: Subject) -> None:
     subject.client = EngineClient(remote(subject.pool, "engine_pool"), subject.waits, share=0.5)
-    engine = await subject.join("engine-0", HeldEngine(Capacity(answers=4)))
+    engine = await subject.join("engine-0", HeldEngine(answers=4))
     for _ in range(3):
         subject.ask(1)
     await begun(engine, 2)
 
 
 async def test_what_waits_for_room_may_be_interrupted_or_cancelled_and_says_when_it_begins(subject: Subject) -> None:
-    engine = await subject.join("engine-0", HeldEngine(Capacity(answers=1)))
+    engine = await subject.join("engine-0", HeldEngine(answers=1))
     subject.ask(1)
     await begun(engine, 1)
     told: list[str] = []
@@ -320,7 +308,7 @@ async def test_what_waits_for_room_may_be_interrupted_or_cancelled_and_says_when
 
 
 async def test_room_that_was_given_to_a_request_as_it_was_cancelled_is_free_again(subject: Subject) -> None:
-    engine = await subject.join("engine-0", HeldEngine(Capacity(answers=1)))
+    engine = await subject.join("engine-0", HeldEngine(answers=1))
     first = subject.ask(1)
     await begun(engine, 1)
     given, last = subject.ask(1), subject.ask(1)
@@ -375,3 +363,25 @@ async def test_long_tailed_answers_fill_the_cache_and_seldom_overflow_it(subject
     used = used[len(used) // 3 :]  # by then the long ones of the first answers are known
     assert np.mean(used) > 0.65 * tokens
     assert np.mean(np.array(used) > tokens) < 0.1
+
+
+async def test_the_long_poll_answers_when_the_membership_changes_and_not_before() -> None:
+    pool = EnginePool()
+    first = await pool.members()
+    later = asyncio.create_task(pool.members(first.generation))
+    await asyncio.sleep(0)
+    await pool.synced(["engine-0"], 7)
+    assert not later.done(), "a new version is no change of members"
+    await pool.join([Member(remote(None, "engine-0"), 3), Member(remote(None, "engine-1"), 3)])
+    second = await later
+    assert second.names == ("engine-0", "engine-1") and second.generation == first.generation + 1
+    await pool.synced(["engine-1", "engine-9"], 4)
+    assert [member.version for member in (await pool.members()).members] == [3, 4]
+    await pool.leave("engine-9", "never was one")
+    assert (await pool.members()).generation == second.generation
+    await pool.leave("engine-0", "scaled down")
+    third = await pool.members(second.generation)
+    assert third.names == ("engine-1",) and third.generation == second.generation + 1
+    with pytest.raises(WeightSyncError, check=about("engine-1")):
+        await pool.join([Member(remote(None, "engine-0"), 4), Member(remote(None, "engine-1"), 4)])
+    assert (await pool.members()) == third, "none of a refused change is made"

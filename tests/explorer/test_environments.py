@@ -1,4 +1,4 @@
-"""Environments: where they live, how they fail, what seed they get, and whether their episodes can be played again."""
+"""Environments, also of other libraries: where they live, how they fail, their seeds, and replay of their episodes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import asyncio
 import os
 import random
 import re
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import pytest
 
-from rayrft.errors import ConfigError
+from rayrft.config.tasks import TaskSourceConfig
+from rayrft.data.task_sources import read_source
+from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task
 from rayrft.explorer.environments import Environments
 from rayrft.explorer.environments.gymnasium import GymnasiumEnvironment
 from rayrft.explorer.replay import replay
 from rayrft.explorer.rollout import Rollout
+from tests.conftest import ROOT
+from tests.e2e.conftest import free_port
 from tests.errors import about
-from tests.explorer.attempts import earned, play, said, stored, where
-from tests.explorer.scripted import config
+from tests.explorer.scripted import config, earned, play, said, stored, where
 
 TASK = Task.create("test", "go", "")
 
@@ -32,7 +37,7 @@ async def act(model: Path, says: Any, n: int = 2, **more: Any) -> Rollout:
 
 @pytest.mark.parametrize("name", ["Blocking", "Async", "make_async"])
 async def test_every_attempt_acts_in_an_environment_of_its_own(name: str, tiny_model: Path) -> None:
-    rollout = await act(tiny_model, lambda _: "go", n=3, **where(name))
+    rollout = await act(tiny_model, "go", n=3, **where(name))
     assert earned(rollout) == [pytest.approx(0.3)] * 3 and said(rollout) == [["go"] * 3] * 3
     assert all(row.metrics == {"slips": 6.0} for row in rollout.rows)
     pids = {row.turns[2]["content"].split()[1] for row in rollout.rows}
@@ -41,7 +46,7 @@ async def test_every_attempt_acts_in_an_environment_of_its_own(name: str, tiny_m
 
 @pytest.mark.parametrize("name", ["Blocking", "Async"])
 @pytest.mark.parametrize(
-    ("trouble", "reason", "says"),
+    ("trouble", "reason", "problem"),
     [
         ("die", "environment_error", "exit code 1"),
         ("hang", "timeout", "0.5 s"),
@@ -52,41 +57,41 @@ async def test_every_attempt_acts_in_an_environment_of_its_own(name: str, tiny_m
         ("nan", "environment_error", "finite"),
     ],
 )
-async def test_an_environment_that_fails_costs_its_attempt_alone(
-    name: str, trouble: str, reason: str, says: str, tiny_model: Path
+async def test_one_that_fails_costs_its_attempt(
+    name: str, trouble: str, reason: str, problem: str, tiny_model: Path
 ) -> None:
     if name == "Async" and trouble == "die":
         pytest.skip("would be this process")
-    answers = iter([trouble])  # of whichever attempt comes first
+    says = [trouble, *["go"] * 99]  # of whichever attempt comes first
     settings = where(name, deadline_s=0.5 if trouble == "hang" else 100.0, observation_limit=1000, same_episode=False)
     n = 1 if trouble == "hang" else 3
-    rollout = await act(tiny_model, lambda _: next(answers, "go"), n=n, failures=True, **settings)
+    rollout = await act(tiny_model, says, n=n, failures=True, **settings)
     assert rollout.failed == {reason: 1} and len(rollout.rows) == n - 1
-    assert rollout.problem is not None and re.search(says, rollout.problem)
+    assert rollout.problem is not None and re.search(problem, rollout.problem)
 
 
 @pytest.mark.parametrize(("deaths", "rows"), [(2, 1), (3, 0)])
-async def test_a_process_that_dies_before_the_first_action_is_replaced_so_often(
+async def test_a_process_that_dies_at_first_is_replaced(
     deaths: int, rows: int, tiny_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "flag").write_text("x" * deaths)
     settings = where(options={"flag": str(tmp_path / "flag")}, reset_retries=2)
-    rollout = await act(tiny_model, lambda _: "go", n=1, failures=True, **settings)
+    rollout = await act(tiny_model, "go", n=1, failures=True, **settings)
     assert len(rollout.rows) == rows and rollout.failed == ({} if rows else {"environment_error": 1})
 
 
 @pytest.mark.parametrize("same", [True, False])
 async def test_attempts_of_a_group_face_the_same_episode_unless_told_otherwise(same: bool, tiny_model: Path) -> None:
-    rollout = await act(tiny_model, lambda _: "go", n=3, **where(same_episode=same))
+    rollout = await act(tiny_model, "go", n=3, **where("Async", same_episode=same))
     assert len({row.turns[0]["content"] for row in rollout.rows}) == (1 if same else 3)
-    again = await act(tiny_model, lambda _: "go", n=3, **where(same_episode=same))
+    again = await act(tiny_model, "go", n=3, **where("Async", same_episode=same))
     assert [row.turns[0] for row in again.rows] == [row.turns[0] for row in rollout.rows], "it follows from the seed"
-    other = await act(tiny_model, lambda _: "go", n=3, seed=1, **where(same_episode=same))
+    other = await act(tiny_model, "go", n=3, seed=1, **where("Async", same_episode=same))
     assert {row.turns[0]["content"] for row in other.rows}.isdisjoint(row.turns[0]["content"] for row in rollout.rows)
 
 
 async def test_more_attempts_than_processes_all_act_and_waiting_costs_no_deadline(tiny_model: Path) -> None:
-    rollout = await act(tiny_model, lambda _: "go", n=12, **where(processes=2))
+    rollout = await act(tiny_model, "go", n=12, **where(processes=2))
     assert len(rollout.rows) == 12
 
 
@@ -102,26 +107,24 @@ async def test_a_blocking_environment_does_not_stop_the_event_loop() -> None:
     await environments.close()
 
 
+def played(name: str, **options: Any) -> dict[str, Any]:
+    return where() | {"explorer.environment": {"name": name, "options": options, "deadline_s": 100.0, "spares": 0}}
+
+
 LAKE = Task.create("test", "lake", "", metadata={"environment": {"desc": ["SFF", "FHF", "FFG"]}})
-TAXI = Task.create("test", "taxi", "", metadata={"environment": {"seed": 3}})
 
 
 def lake(slippery: bool = False, **options: Any) -> dict[str, Any]:
-    more = {"id": "FrozenLake-v1", "options": {"is_slippery": slippery}, **options}
-    return where() | {"explorer.environment": {"name": "gymnasium", "options": more, "spares": 0}}
-
-
-def wanders() -> Any:
-    words = random.Random(0)
-    return lambda _: words.choice(["left", "down", "right", "up", "hm"])
+    return played("gymnasium", **{"id": "FrozenLake-v1", "options": {"is_slippery": slippery}, **options})
 
 
 @pytest.mark.parametrize("options", [{}, {"rows": "step"}, {"credit": "step"}, {"rows": "step", "credit": "step"}])
 async def test_an_episode_is_played_again_from_its_row(options: dict[str, Any], tiny_model: Path) -> None:
-    place = lake(slippery=True)
-    rollout, _ = await play(tiny_model, "episode", wanders(), {"max_steps": 6, **options}, n=3, task=LAKE, **place)
+    place, words = lake(slippery=True), random.Random(0)
+    says = lambda _: words.choice(["left", "down", "right", "up", "hm"])  # noqa: E731
+    rollout, _ = await play(tiny_model, "episode", says, {"max_steps": 6, **options}, n=2, task=LAKE, **place)
     rows = list({row.repeat: row for row in stored(rollout)}.values())  # the last one of each attempt
-    assert len(rows) == 3
+    assert len(rows) == 2
     for row in rows:
         played = await replay(row, LAKE, config(**place))
         assert played.differences == () and len(played.steps) == sum(turn["role"] == "assistant" for turn in row.turns)
@@ -129,25 +132,21 @@ async def test_an_episode_is_played_again_from_its_row(options: dict[str, Any], 
 
 async def test_a_replay_finds_what_is_not_as_the_row_says(tiny_model: Path) -> None:
     place = lake()
-    rollout, _ = await play(tiny_model, "episode", lambda _: "down", {"max_steps": 4}, task=LAKE, **place)
+    rollout, _ = await play(tiny_model, "episode", "down", {"max_steps": 4}, task=LAKE, **place)
     [row] = stored(rollout)
-    wrong = {"role": "user", "content": "You are at row 9, column 9."}
-    for changed, where_ in [
-        (row.with_fields(turns=(*row.turns[:2], wrong, *row.turns[3:])), "messages 2 to 2"),
-        (
-            row.with_fields(turns=(*row.turns[:1], {"role": "assistant", "content": "right"}, *row.turns[2:])),
-            "messages",
-        ),
+    wrong = {"role": "user", "content": "You are at row 9, column 9."}, {"role": "assistant", "content": "right"}
+    for changed, difference in [
+        (row.with_fields(turns=(*row.turns[:2], wrong[0], *row.turns[3:])), "messages 2 to 2"),
+        (row.with_fields(turns=(*row.turns[:1], wrong[1], *row.turns[2:])), "messages"),
         (row.with_fields(reward=1.0), "sum of rewards"),
     ]:
         found = (await replay(changed, LAKE, config(**place))).differences
-        assert len(found) >= 1 and where_ in found[0]
+        assert len(found) >= 1 and difference in found[0]
 
 
 async def test_a_lake_is_crossed_by_its_map(tiny_model: Path) -> None:
     path = ["I go right.", "right", "<answer>Down</answer> not left", "no idea", "down"]
-    answers = iter(path)
-    rollout = await act(tiny_model, lambda _: next(answers), n=1, task=LAKE, **lake(invalid_reward=-0.5))
+    rollout = await act(tiny_model, path, n=1, task=LAKE, **lake(invalid_reward=-0.5))
     assert earned(rollout) == [0.5] and said(rollout) == [path]
     [row] = rollout.rows
     assert row.metrics == {"invalid_actions": 1.0}
@@ -157,9 +156,7 @@ async def test_a_lake_is_crossed_by_its_map(tiny_model: Path) -> None:
     assert after_nonsense.startswith("That is no action") and "row 2, column 3" in after_nonsense
 
 
-def test_an_environment_is_made_before_it_is_asked_for_and_again_only_for_what_tasks_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_environment_is_made_early_and_again_only_for_what_tasks_change(monkeypatch: pytest.MonkeyPatch) -> None:
     made, make = [], gymnasium.make
 
     def counted(id: str, **options: Any) -> Any:
@@ -179,65 +176,155 @@ def test_an_environment_is_made_before_it_is_asked_for_and_again_only_for_what_t
 
 
 async def test_a_taxi_takes_its_passenger_home(tiny_model: Path) -> None:
-    place = lake() | {"explorer.environment": {"name": "gymnasium", "options": {"id": "Taxi-v4", "show_map": "first"}}}
-
-    def drives(prompt: str) -> str:
-        state = prompt.split("The taxi is at ")[-1]
-        (row, column), *rest = [(int(r), int(c)) for r, c in re.findall(r"row (\d), column (\d)", state)]
-        aboard = "in the taxi" in state
-        target = rest[-1] if aboard else rest[0]
-        if (row, column) == target:
-            return "drop off" if aboard else "pick up"
-        if column != target[1] and row != 3:  # no wall stands in the third row
-            return "south" if row < 3 else "north"
-        if column != target[1]:
-            return "east" if column < target[1] else "west"
-        return "south" if row < target[0] else "north"
-
-    rollout, _ = await play(tiny_model, "episode", drives, {"max_steps": 30}, task=TAXI, **place)
-    assert earned(rollout)[0] > 0 and rollout.rows[0].turns[2]["content"].count("\n") == 0
-    assert "+---------+" in rollout.rows[0].turns[0]["content"]
+    task = Task.create("test", "taxi", "", metadata={"environment": {"seed": 3}})
+    path = [
+        "south",
+        "south",
+        "west",
+        "west",
+        "north",
+        "north",
+        "pick-up",
+        "south",
+        "south",
+        "south",
+        "south",
+        "drop-off",
+    ]
+    rollout = await act(tiny_model, path, n=1, task=task, **played("gymnasium", id="Taxi-v4", show_map="first"))
+    [row] = rollout.rows
+    first, *_, last = (turn["content"] for turn in row.turns if turn["role"] == "user")
+    assert earned(rollout) == [20.0 - 11] and row.metrics == {} and row.turns[2]["content"].count("\n") == 0
+    assert "+---------+" in first and "at Red (row 1, column 1) and wants to go to Yellow (row 5, column 1)" in first
+    assert last.startswith("The taxi is at row 5, column 1. The passenger is in the taxi")
 
 
 async def test_a_walk_along_the_cliff(tiny_model: Path) -> None:
-    place = lake() | {"explorer.environment": {"name": "gymnasium", "options": {"id": "CliffWalking-v1"}}}
-    answers = iter(["right", "up", *["right"] * 11, "down"])
-    rollout, _ = await play(tiny_model, "episode", lambda _: next(answers), task=TASK, **place)
+    path = ["right", "up", *["right"] * 11, "down"]
+    rollout = await act(tiny_model, path, n=1, **played("gymnasium", id="CliffWalking-v1"))
     assert earned(rollout) == [-100.0 - 13.0]
     assert "PCCCCCCCCCCG" in rollout.rows[0].turns[2]["content"]
 
 
-async def test_other_environments_are_told_by_what_they_render_or_observe(tiny_model: Path) -> None:
-    for id, actions, seen in [
+@pytest.mark.parametrize(
+    ("id", "actions", "seen"),
+    [
         ("CartPole-v1", ["left", "right"], "Observation: ["),
         ("Blackjack-v1", ["stick", "hit"], "Observation: ("),
         ("FrozenLake-v1", ["a", "b", "c", "d"], "Actions: a, b, c, d."),
-    ]:
-        place = {"name": "gymnasium", "options": {"id": id, "actions": actions}}
-        rollout, _ = await play(
-            tiny_model,
-            "episode",
-            lambda _, says=actions[1]: says,
-            {"max_steps": 2},
-            task=TASK,
-            **lake() | {"explorer.environment": place},
-        )
-        assert rollout.rows[0].metrics == {} and seen in rollout.rows[0].turns[0]["content"]
+    ],
+)
+async def test_others_are_told_by_what_they_render_or_see(
+    id: str, actions: list[str], seen: str, tiny_model: Path
+) -> None:
+    rollout = await act(tiny_model, actions[1], n=1, **played("gymnasium", id=id, actions=actions))
+    assert rollout.rows[0].metrics == {} and seen in rollout.rows[0].turns[0]["content"]
 
 
 @pytest.mark.parametrize(
-    ("options", "field"),
+    ("place", "field"),
     [
-        ({"id": "FrozenLak-v1"}, "explorer.environment.options.id"),
-        ({"size": 4}, "explorer.environment.options"),
+        (lake(id="FrozenLak-v1"), "explorer.environment.options.id"),
+        (lake(size=4), "explorer.environment.options"),
+        (played("verifiers", id="no-such-words"), "explorer.environment.options.id"),
     ],
 )
-def test_an_environment_that_gymnasium_does_not_know_is_refused(options: dict[str, Any], field: str) -> None:
+def test_an_environment_that_its_library_does_not_know_is_refused(place: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, check=about(field)):
-        Environments(config(**lake(**options)).explorer.environment)  # type: ignore[arg-type]
+        Environments(config(**place).explorer.environment)  # type: ignore[arg-type]
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ConfigError, match=r"install 'rayrft\[gymnasium\]'"):
         Environments(config(**lake()).explorer.environment)  # type: ignore[arg-type]
+
+
+# Of other libraries, played for real by the runner
+
+
+def right_at_second(observation: str, wrong: str, right: str) -> Callable[[str], str]:
+    """Say what is wrong, but one of the attempts, after its first such observation, what is right."""
+    second = iter([right])
+    return lambda prompt: next(second, wrong) if prompt.count(observation) == 1 else wrong
+
+
+async def test_a_task_of_reasoning_gym_is_tried_till_solved(tiny_model: Path) -> None:
+    task = read_source(TaskSourceConfig(source="reasoning_gym", dataset="spell_backward", size=5), "tasks.sources.0")[0]
+    word = re.findall(r": (\w+)", task.question)[-1]
+    place = played("reasoning_gym", dataset="spell_backward", attempts=3)
+    says = right_at_second("best answer", word, f"<answer>{word[::-1]}</answer>")
+    rollout, _ = await play(tiny_model, "episode", says, n=2, task=task, **place)
+    solved, other = sorted(stored(rollout), key=lambda row: len(row.turns))
+    assert sorted(map(len, said(rollout))) == [2, 3]
+    assert "solved" in solved.metrics and "solved" not in other.metrics
+    assert solved.reward == pytest.approx(1.0) and other.reward is not None and other.reward < 0.9
+    for row in (solved, other):
+        assert "best answer" in row.turns[2]["content"]
+        assert (await replay(row, task, config(**place))).differences == ()
+
+
+@pytest.fixture
+def verifiers_words(monkeypatch: pytest.MonkeyPatch) -> TaskSourceConfig:
+    monkeypatch.syspath_prepend(Path(__file__).parent / "played")
+    return TaskSourceConfig(source="verifiers", dataset="guess-the-word", options={"words": ["cat", "dog"]})
+
+
+async def test_dialogues_of_verifiers_are_played_and_scored(
+    verifiers_words: TaskSourceConfig, tiny_model: Path
+) -> None:
+    tasks = read_source(verifiers_words, "tasks.sources.0")
+    assert {task.answer for task in tasks} == {"cat", "dog"}
+    task = next(task for task in tasks if task.answer == "cat")
+    place = played("verifiers", id="guess-the-word", arguments={"words": ["cat", "dog"]})
+    says = right_at_second("letters are right", "cow", "cat")
+    rollout, _ = await play(tiny_model, "episode", says, n=2, task=task, **place)
+    row, other = sorted(stored(rollout), key=lambda row: len(row.turns))
+    assert [turn["role"] for turn in row.turns] == ["system", "user", "assistant", "user", "assistant"]
+    assert row.turns[0]["content"] == "Say one word." and row.turns[3]["content"] == "1 letters are right."
+    assert row.reward == 2.0 and row.metrics == {"right": 1.0, "num_turns": 2.0}
+    assert (await replay(row, task, config(**place))).differences == ()
+    assert other.reward == 0.0 and len(other.turns) == 7, "it ends by its max_turns"
+
+
+async def test_a_dialogue_that_rewrites_itself_is_an_error(verifiers_words: TaskSourceConfig, tiny_model: Path) -> None:
+    task = read_source(verifiers_words, "tasks.sources.0")[0]
+    place = played("verifiers", id="guess-the-word", arguments={"rewrites": True})
+    rollout, _ = await play(tiny_model, "episode", "cow", task=task, failures=True, **place)
+    assert rollout.failed == {"environment_error": 1} and "earlier messages" in str(rollout.problem)
+
+
+def test_tasks_of_verifiers_that_are_not_installed_are_refused() -> None:
+    with pytest.raises(DataError, check=about("tasks.sources.0.dataset")):
+        read_source(TaskSourceConfig(source="verifiers", dataset="no-such-words"), "tasks.sources.0")
+
+
+@pytest.fixture(scope="module")
+def echo_server() -> Iterator[str]:
+    port = free_port()
+    command = [sys.executable, "-m", "tests.explorer.played.echo_server", str(port)]
+    server = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None and any("running on" in line for line in server.stderr)
+    yield f"http://127.0.0.1:{port}"
+    server.kill()
+    server.wait()
+
+
+async def test_an_openenv_server_is_acted_in(echo_server: str, tiny_model: Path) -> None:
+    task = Task.create("test", "echo", "", metadata={"environment": {"greeting": "good day"}})
+    place = played("openenv", url=echo_server, action="text", observation="echo", fixed={"loud": True})
+    rollout, _ = await play(tiny_model, "episode", "tac", n=2, task=task, **place)
+    assert earned(rollout) == [6.0] * 2 and said(rollout) == [["tac", "tac"]] * 2
+    assert all([turn["content"] for turn in row.turns[:3]] == ["good day True", "tac", "TAC"] for row in rollout.rows)
+    row = stored(rollout)[0]
+    assert (await replay(row, task, config(**place))).differences == ()
+    whole = played("openenv", url=echo_server)
+    says = ["what", '{"text": "tac"}', '{"text": "act"}']
+    rollout, _ = await play(tiny_model, "episode", says, task=task, **whole)
+    assert earned(rollout) == [6.0] and rollout.rows[0].metrics == {"invalid_actions": 1.0}
+
+
+async def test_an_openenv_server_that_is_not_there_fails_the_attempt(tiny_model: Path) -> None:
+    place = played("openenv", url="http://127.0.0.1:9")
+    rollout, _ = await play(tiny_model, "episode", "tac", failures=True, **place)
+    assert rollout.failed == {"environment_error": 1} and "connect" in str(rollout.problem)

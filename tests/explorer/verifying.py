@@ -49,16 +49,11 @@ def hangs_here(reward: float) -> bool:
         time.sleep(3600)
 
 
-@rayrft.register_operator("dies_of_seven", "filter")
-def dies_of_seven(reward: float) -> bool:
-    if reward == 7.25:
+@rayrft.register_operator("dies_of", "filter")
+def dies_of(reward: float, worth: float = 7.25) -> bool:
+    if reward == worth:
         os._exit(7)
     return True
-
-
-@rayrft.register_operator("dies_here", "filter")
-def dies_here(reward: float) -> bool:
-    os._exit(7)
 
 
 class _Any(Operator[Any]):

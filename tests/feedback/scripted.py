@@ -1,9 +1,9 @@
-"""A run for the page that is kept in a folder, so that tests can look into it, and end it, from another process."""
+"""A run for the page that is kept in a folder, so that tests can look into it and end it."""
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class ScriptedRows(RunRows):
 
     def __init__(self, folder: Path, groups: list[ShownGroup]) -> None:
         self.folder, self.found = folder, groups
+        self.on_feedback: Callable[[str], object] = lambda row: None
 
     def running(self) -> bool:
         return (self.folder / "running").exists()
@@ -59,6 +60,7 @@ class ScriptedRows(RunRows):
         return {group.task_id: f"reference of {group.group_id}" for group in self.found}
 
     def feedback(self, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
+        self.on_feedback(experience_id)
         self._tell({"row": experience_id, "reward": reward, "labels": labels})
         if self.find(experience_id).stop_reason == "late":
             raise FeedbackRefused("the row was taken for the step after version 3", field=experience_id, value=3)
@@ -85,24 +87,3 @@ def page(folder: Path, groups: list[ShownGroup], **settings: Any) -> FeedbackPag
     """A page over scripted groups, whose journal is in the same folder."""
     config = FeedbackConfig(labels=["polite", "wrong"], **settings)
     return FeedbackPage("demo", config, (key_digest(KEY),), ScriptedRows(folder, groups), folder)
-
-
-def demo_groups() -> list[ShownGroup]:
-    """Groups with all that a page must show."""
-    spoken = [group(f"g{number}", f"First {number}.", f"Second {number}.", f"Third {number}.") for number in range(30)]
-    evil = group("evil", "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>", "plain", "other")
-    late = group("late", "too late", stop_reason="late", waiting=False)
-    return [evil, *spoken, late]
-
-
-def main() -> None:
-    """Serve the demo: folder, port, settings as JSON."""
-    import uvicorn
-
-    folder, port, settings = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-    app = page(folder, demo_groups(), **settings).app()
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
-
-
-if __name__ == "__main__":
-    main()

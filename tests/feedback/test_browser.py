@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
-import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +17,6 @@ import uvicorn
 from rayrft.feedback.items import ShownGroup
 from rayrft.feedback.journal import FILE, read_journal
 from rayrft.feedback.judgements import Judgement, JudgementAdded, JudgementUndone
-from tests.conftest import ROOT
 from tests.feedback.scripted import KEY, ScriptedRows, group, page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra 'test'")
@@ -265,17 +259,6 @@ def test_every_action_by_mouse_and_by_keyboard(by: str, serve: Serve, arrive: Ar
     assert [each["reward"] for each in told if each.get("row") == first][:3] == [0.75, 0.5, 0.0]
 
 
-def test_answers_themselves_can_be_clicked(serve: Serve, arrive: Arrive, tmp_path: Path) -> None:
-    person = arrive(serve(*spoken(2)))
-    person.click('[data-view="pair"]')
-    person.see("main.pair[aria-busy=false]").to_be_visible()
-    left, right = person.shown
-    person.click(f'[data-id="{right}"]')
-    person.key("Enter")
-    person.saved(1)
-    assert said(tmp_path)[-1].ranking == (right, left)
-
-
 def test_enter_saves_whatever_was_clicked_before(serve: Serve, arrive: Arrive, tmp_path: Path) -> None:
     person = arrive(serve(*spoken(4)))
     for count, clicked in enumerate((["score"], ["thumb"], ["label"], ["score", "verdict", "reference"]), start=1):
@@ -284,21 +267,33 @@ def test_enter_saves_whatever_was_clicked_before(serve: Serve, arrive: Arrive, t
             person.click(ACTIONS[each][0])
         person.key("Enter")
         person.saved(count)
-    assert [(each.score, each.thumb, each.labels) for each in said(tmp_path)] == [
-        (4, None, ()),
-        (None, "down", ()),
-        (None, None, ("wrong",)),
-        (4, None, ()),
-    ]
+    found = [(each.score, each.thumb, each.labels) for each in said(tmp_path)]
+    assert found == [(4, None, ()), (None, "down", ()), (None, None, ("wrong",)), (4, None, ())]
     person.key("a")
     person.ready()
     person.click(ACTIONS["score"][0])
     person.saved(5)
     person.see("#hint").to_contain_text("1 is 0, 5 is 1")
     expect(person.window.get_by_role("button", name="Pair 4", exact=True)).to_be_visible()
+    person.key("a")
+    person.click('[data-view="pair"]')
+    person.see("main.pair[aria-busy=false]").to_be_visible()
+    left, right = person.shown
+    person.click(f'[data-id="{right}"]')
+    person.key("Enter")
+    person.saved(6)
+    assert said(tmp_path)[-1].ranking == (right, left), "answers themselves can be clicked"
+    (tmp_path / "running").unlink()
+    person.key("0", "Enter")
+    person.see("#toast").to_have_text("Saved. The run is not running.")
+    person.saved(7)
+    (tmp_path / "running").touch()
+    person.key("0", "Enter")
+    person.see("#toast").to_have_text("Saved.")
 
 
-def test_a_server_that_does_not_answer_is_said_and_asked_again(browser: Any, serve: Serve, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["hangs", "is gone"])
+def test_a_server_that_does_not_answer_is_asked_again(way: str, browser: Any, serve: Serve, tmp_path: Path) -> None:
     person = Person(browser, serve(*spoken(2)))
     person.window.clock.install()
     person.window.reload()
@@ -308,26 +303,34 @@ def test_a_server_that_does_not_answer_is_said_and_asked_again(browser: Any, ser
         const ends = new AbortController(); setTimeout(() => ends.abort(), ms); return ends.signal; }"""
     )
     held: list[Any] = []
-    person.window.route("**/v1/judge", lambda route: route.continue_() if held else held.append(route))
+
+    def hold(route: Any) -> None:
+        if held:
+            route.continue_()
+        elif way == "is gone":
+            route.abort()
+        held.append(route)
+
+    person.window.route("**/v1/judge", hold)
     with person.window.expect_request("**/v1/judge"):
         person.key("5", "c")
+        person.window.keyboard.insert_text("typed before")
         person.key("Control+Enter")
     person.see("#main").to_have_js_property("inert", True)
     person.window.keyboard.type("lost")
-    person.window.clock.run_for(3000)
+    if way == "hangs":
+        person.window.clock.run_for(3000)
     person.see("#offline").to_contain_text("The server does not answer")
     with person.window.expect_response("**/v1/judge"):
         person.window.clock.run_for(12_600)
     person.see("#offline").to_be_hidden()
     person.saved(1)
     person.see("#comment").to_have_value("")
-    assert [(each.score, each.comment) for each in said(tmp_path)] == [(5, "")]
+    assert [(each.score, each.comment) for each in said(tmp_path)] == [(5, "typed before")]
     person.context.close()
 
 
-def test_keys_in_a_text_are_text_and_a_button_that_has_the_focus_does_what_it_says(
-    serve: Serve, arrive: Arrive, tmp_path: Path
-) -> None:
+def test_keys_in_a_text_are_text_and_focused_buttons_act(serve: Serve, arrive: Arrive, tmp_path: Path) -> None:
     person = arrive(serve(*spoken(2)))
     person.ready()
     person.key("c")
@@ -348,9 +351,7 @@ def test_keys_in_a_text_are_text_and_a_button_that_has_the_focus_does_what_it_sa
     assert [each.skipped for each in said(tmp_path)] == [False, True]
 
 
-def test_two_people_see_different_answers_and_the_second_on_one_is_told(
-    serve: Serve, arrive: Arrive, tmp_path: Path
-) -> None:
+def test_two_people_see_different_answers_or_are_told(serve: Serve, arrive: Arrive, tmp_path: Path) -> None:
     url = serve(group("g", "only one"), group("h", "and one more"), lease_s=1.0)
     ann = arrive(url, "Ann")
     bob = arrive(url, "Bob")
@@ -403,45 +404,6 @@ def test_what_is_typed_is_there_after_a_reload(serve: Serve, arrive: Arrive) -> 
 def _text_of(row: str) -> str:
     name, _, at = row.partition("/")
     return f"{('First', 'Second', 'Third')[int(at)]} {name[1:]}."
-
-
-def test_a_server_that_is_killed_takes_nothing_with_it(browser: Any, tmp_path: Path) -> None:
-    (tmp_path / "running").touch()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-
-    def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.feedback.scripted", str(tmp_path), str(port), "{}"]
-        process = subprocess.Popen(command, cwd=ROOT)
-        while process.poll() is None:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                return process
-        raise AssertionError("the server did not start")
-
-    server = start()
-    try:
-        person = Person(browser, f"http://127.0.0.1:{port}/")
-        first = person.shown
-        person.key("5", "Enter")
-        person.saved(1)
-        person.key("3", "c")
-        person.window.keyboard.insert_text("typed before the end")
-        second = person.shown
-        os.kill(server.pid, signal.SIGKILL)
-        server.wait()
-        person.key("Control+Enter")
-        person.see("#offline").to_contain_text("The server does not answer")
-        assert len(said(tmp_path)) == 1
-        server = start()
-        person.saved(2)
-        person.see("#offline").to_be_hidden()
-        assert [list(each.rows) for each in said(tmp_path)] == [first, second]
-        assert said(tmp_path)[1].comment == "typed before the end" and person.shown not in (first, second)
-        assert [each["reward"] for each in ScriptedRows(tmp_path, []).told()] == [1.0, 0.5]
-        person.context.close()
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.mark.parametrize("way", ["the server is away", "the answer is late", "the answer is lost"])
@@ -513,31 +475,6 @@ def test_an_undo_that_is_asked_for_twice_takes_one_judgement_back(browser: Any, 
     person.context.close()
 
 
-def test_a_run_that_is_away_gets_what_was_said_when_it_is_back(
-    serve: Serve, arrive: Arrive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rayrft.feedback.delivery._AGAIN_S", 0.05)
-    person = arrive(serve(*spoken(3), group("late", "x", stop_reason="late", waiting=False)))
-    person.ready()
-    (tmp_path / "running").unlink()
-    person.key("5", "Enter")
-    person.see("#toast").to_have_text("Saved. The run is not running.")
-    person.saved(1)
-    (tmp_path / "running").touch()
-    person.key("1", "Enter")
-    person.see("#toast").to_have_text("Saved.")
-    assert {each["reward"] for each in ScriptedRows(tmp_path, []).told()} == {1.0, 0.0}
-
-
-def test_what_comes_too_late_for_training_is_said(serve: Serve, arrive: Arrive) -> None:
-    person = arrive(serve(group("late", "x", stop_reason="late", waiting=False)))
-    person.ready()
-    person.key("5", "Enter")
-    person.see("#toast").to_contain_text(
-        "Kept, but too late for the run: the row was taken for the step after version 3"
-    )
-
-
 def test_text_of_a_model_is_never_run(serve: Serve, arrive: Arrive) -> None:
     evil = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>"
     turns = ({"role": "user", "content": f"Q {evil}"}, {"role": evil, "content": evil},
@@ -592,11 +529,15 @@ def test_what_the_server_does_not_take_is_not_lost(serve: Serve, arrive: Arrive,
     person.errors.clear()
 
 
-def test_the_images_of_a_question_are_shown(serve: Serve, arrive: Arrive, tmp_path: Path) -> None:
+def test_images_are_shown_and_what_comes_too_late_is_said(serve: Serve, arrive: Arrive, tmp_path: Path) -> None:
     pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
     (tmp_path / "a.png").write_bytes(base64.b64decode(pixel))
-    person = arrive(serve(group("g", "x", images=(str(tmp_path / "a.png"),))))
+    images = (str(tmp_path / "a.png"),)
+    person = arrive(serve(group("late", "x", images=images, stop_reason="late", waiting=False)))
     person.see("#context img").to_have_js_property("naturalWidth", 1)
+    person.ready()
+    person.key("5", "Enter")
+    person.see("#toast").to_contain_text("Kept, but too late for the run: the row was taken for the step")
 
 
 def test_on_a_phone_everything_is_in_reach_of_a_thumb(serve: Serve, arrive: Arrive) -> None:

@@ -83,14 +83,6 @@ def test_a_lease_that_was_lost_begins_anew_when_its_person_is_heard_of_unless_so
     assert not other.queue.keep("Ann", str(earlier)), "a request that was late does not take what she has now"
 
 
-def test_who_leaves_gives_the_item_back() -> None:
-    setting = Setting(group("g", "a"))
-    setting.keys(["Ann"])
-    setting.queue.leave("Ann")
-    setting.queue.leave("nobody")
-    assert setting.keys(["Bob"]) == ["one:g/0"]
-
-
 def test_agreement_gives_an_item_to_so_many_people_and_to_none_twice() -> None:
     setting = Setting(group("g", "a"), agreement=2)
     assert setting.keys(["Ann", "Bob", "Cem"]) == ["one:g/0", "one:g/0", None]
@@ -116,17 +108,6 @@ def test_what_is_skipped_is_for_others_and_what_is_undone_comes_back_to_the_same
     assert setting.keys(["Ann"]) == ["one:g/0"], "both have it, as both had seen it"
 
 
-def test_the_second_of_two_people_on_one_item_is_known_to_be() -> None:
-    setting = Setting(group("g", "a"), lease_s=10)
-    item = setting.queue.take("Ann", "one")
-    assert setting.queue.others("one:g/0", "Ann") == []
-    setting.now = 11.0
-    setting.queue.take("Bob", "one")
-    assert setting.queue.others("one:g/0", "Ann") == ["Bob"]
-    setting.judge("Ann", item, score=2)
-    assert setting.queue.others("one:g/0", "Bob") == ["Ann"]
-
-
 def test_what_is_judged_already_is_not_in_the_queue_after_a_restart_and_stays_known() -> None:
     setting = Setting(group("g", "a"), group("h", "b"))
     setting.judge("Ann", setting.queue.items["one:g/0"], score=1)
@@ -141,10 +122,8 @@ def test_what_is_judged_already_is_not_in_the_queue_after_a_restart_and_stays_kn
 )
 def test_the_rule_says_what_comes_first(rule: str, first: str) -> None:
     def three(name: str, rewards: list[float], logprob: float, part: float) -> ShownGroup:
-        answers = [
-            answer(f"{name}/{at}", f"{name} {at}", reward, logprob=logprob, components={"part": part})
-            for at, reward in enumerate(rewards)
-        ]
+        more = {"logprob": logprob, "components": {"part": part}}
+        answers = (answer(f"{name}/{at}", f"{name} {at}", reward, **more) for at, reward in enumerate(rewards))
         return ShownGroup(name, "t", tuple(answers))
 
     groups = [
@@ -158,11 +137,11 @@ def test_the_rule_says_what_comes_first(rule: str, first: str) -> None:
 
 
 def test_people_who_differ_from_the_reward_make_a_disagreement() -> None:
-    setting = Setting(group("g", "a", reward=1.0, components={}), group("h", "b", reward=1.0, components={}),
-                      rule="disagreement", agreement=2)  # fmt: skip
+    groups = [group(name, "x", reward=1.0, components={}) for name in ("g", "h")]
+    setting = Setting(*groups, rule="disagreement", agreement=2)
     for key, score in (("one:g/0", 5), ("one:h/0", 1)):
         setting.judge("Ann", setting.queue.items[key], score=score)
-    setting.fill(*(group(name, "x", reward=1.0, components={}) for name in ("g", "h")))
+    setting.fill(*groups)
     assert setting.keys(["Bob"]) == ["one:h/0"]
 
 

@@ -61,9 +61,7 @@ def test_what_was_said_of_a_row_is_erased_with_it_but_not_while_the_page_is_open
     assert forget_judgements(tmp_path, {"g/0"}) == 3 and read_journal(path) == []
 
 
-def test_a_page_that_waited_for_the_journal_writes_to_the_file_that_replaced_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_waited_for_a_journal_has_its_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, asked, lock = written(tmp_path), threading.Event(), json_lines.fcntl.flock
 
     def flock(*given: Any) -> None:
@@ -122,9 +120,7 @@ async def test_what_is_written_at_once_is_all_there_in_order(tmp_path: Path) -> 
     journal.close()
 
 
-async def test_a_failed_write_leaves_nothing_behind_and_the_next_one_succeeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_write_leaves_nothing_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, _ = open_journal(tmp_path)
     await journal.append_durably(entry_line(JudgementUndone("first")))
     write = os.write

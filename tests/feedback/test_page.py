@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -23,7 +23,7 @@ class Client:
     """Someone at a page, and the run behind it."""
 
     def __init__(self, folder: Path, served: FeedbackPage) -> None:
-        self.folder, self.page = folder, served
+        self.folder, self.page, self.rows = folder, served, cast(ScriptedRows, served._rows)
         transport = httpx.ASGITransport(served.app())
         self.http = httpx.AsyncClient(
             transport=transport, base_url="http://page", headers={"Authorization": f"Bearer {KEY}"}
@@ -45,8 +45,13 @@ class Client:
             "judge", status, **{"id": f"judgement-{self._number}", "item": shown["key"], "rows": rows, **what}
         )
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():  # noqa: ASYNC110 - what is waited for is written by a thread
+                await asyncio.sleep(0.01)
+
     def told(self) -> list[dict[str, Any]]:
-        return ScriptedRows(self.folder, []).told()
+        return self.rows.told()
 
 
 @pytest.fixture
@@ -66,22 +71,26 @@ async def opened(folder: Path, *groups: ShownGroup, **settings: Any) -> AsyncIte
         await served.close()
 
 
-async def test_a_judgement_reaches_the_run_and_the_journal_and_counts(running: Path) -> None:
+@pytest.fixture
+async def client(running: Path) -> AsyncIterator[Client]:
     async with opened(running) as client:
-        taken = await client.post("next", view="one")
-        assert taken["left"] == {"one": 3, "pair": 1, "group": 1} and taken["mine"]["judged"] == 0
-        item = taken["item"]
-        assert item["reference"] == "reference of g" and item["answers"][0]["reward"] == 0.5
-        said = await client.judge(item, score=4, labels=["polite"], comment="fine", seconds=2.5)
-        assert (said["outcome"], said["others"], said["left"]["one"]) == ("applied", [], 2)
-        assert said["mine"] == {
-            "judged": 1, "skipped": 0, "today": 1, "edited": 0, "seconds": 2.5, "latest": "judgement-1"
-        }  # fmt: skip
-        row = item["answers"][0]["id"]
-        labels = {"score": "4", "labels": "polite", "comment": "fine", "people": "Ann"}
-        assert client.told() == [{"row": row, "reward": 0.75, "labels": labels}]
-        assert [entry.kind for entry in read_journal(running / FILE)] == ["judged", "sent"]
-        assert (await client.post("next", view="one"))["item"]["key"] != item["key"]
+        yield client
+
+
+async def test_a_judgement_reaches_the_run_and_the_journal_and_counts(client: Client) -> None:
+    taken = await client.post("next", view="one")
+    assert taken["left"] == {"one": 3, "pair": 1, "group": 1} and taken["mine"]["judged"] == 0
+    item = taken["item"]
+    assert item["reference"] == "reference of g" and item["answers"][0]["reward"] == 0.5
+    said = await client.judge(item, score=4, labels=["polite"], comment="fine", seconds=2.5)
+    assert (said["outcome"], said["others"], said["left"]["one"]) == ("applied", [], 2)
+    counts = {"judged": 1, "skipped": 0, "today": 1, "edited": 0}
+    assert said["mine"] == {**counts, "seconds": 2.5, "latest": "judgement-1"}
+    row = item["answers"][0]["id"]
+    labels = {"score": "4", "labels": "polite", "comment": "fine", "people": "Ann"}
+    assert client.told() == [{"row": row, "reward": 0.75, "labels": labels}]
+    assert [entry.kind for entry in read_journal(client.folder / FILE)] == ["judged", "sent"]
+    assert (await client.post("next", view="one"))["item"]["key"] != item["key"]
 
 
 async def test_each_kind_of_judgement_is_told_as_what_it_is(running: Path) -> None:
@@ -106,18 +115,17 @@ async def test_each_kind_of_judgement_is_told_as_what_it_is(running: Path) -> No
         assert [each["reward"] for each in told if each.get("row") == "g/0"][-1] == 0.5, "the mean of rank and thumb"
 
 
-async def test_what_comes_twice_is_one_judgement_and_anothers_id_is_refused(running: Path) -> None:
-    async with opened(running) as client:
-        many = await asyncio.gather(*(client.judge("g/0", id="the-same-one", score=2) for _ in range(5)))
-        assert {each["outcome"] for each in many} == {"applied"} and many[-1]["mine"]["judged"] == 1
-        assert len(client.told()) == 1
-        before = (running / FILE).read_bytes()
-        await client.judge("g/0", id="the-same-one", score=2)
-        assert (running / FILE).read_bytes() == before
-        refused = await client.judge("g/0", 409, id="the-same-one", score=5, person="Bob")
-        assert refused["error"]["code"] == "id_taken"
-        await client.judge("g/0", score=5)
-        assert [each["reward"] for each in client.told()] == [0.25, 1.0], "a later one of the same person replaces it"
+async def test_what_comes_twice_is_one_judgement_and_anothers_id_is_refused(client: Client) -> None:
+    many = await asyncio.gather(*(client.judge("g/0", id="the-same-one", score=2) for _ in range(5)))
+    assert {each["outcome"] for each in many} == {"applied"} and many[-1]["mine"]["judged"] == 1
+    assert len(client.told()) == 1
+    before = (client.folder / FILE).read_bytes()
+    await client.judge("g/0", id="the-same-one", score=2)
+    assert (client.folder / FILE).read_bytes() == before
+    refused = await client.judge("g/0", 409, id="the-same-one", score=5, person="Bob")
+    assert refused["error"]["code"] == "id_taken"
+    await client.judge("g/0", score=5)
+    assert [each["reward"] for each in client.told()] == [0.25, 1.0], "a later one of the same person replaces it"
 
 
 async def test_the_second_of_two_people_is_told_and_both_count(running: Path) -> None:
@@ -134,9 +142,7 @@ async def test_the_second_of_two_people_is_told_and_both_count(running: Path) ->
         assert stats["agreement"][0]["figure"] == "Cohen's kappa" and stats["agreement"][0]["items"] == 1
 
 
-async def test_what_comes_too_late_or_is_refused_is_kept_and_the_person_is_told(
-    running: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_too_late_or_refused_is_kept_and_said(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(running, group("late", "a", stop_reason="late"), group("g", "b")) as client:
         said = await client.judge("late/0", score=4)
         assert said["outcome"] == "late" and "after version 3" in said["reason"]
@@ -153,23 +159,17 @@ async def test_what_comes_too_late_or_is_refused_is_kept_and_the_person_is_told(
     assert (kinds[:3], sorted(kinds[3:])) == (["judged", "sent", "judged"], ["edit_sent", "sent"])
 
 
-async def test_what_is_said_while_the_run_is_away_is_kept_and_told_when_it_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_said_while_a_run_is_away_is_told_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrft.feedback.delivery._AGAIN_S", 0.01)
     async with opened(tmp_path) as client:
         said = await client.judge("g/0", score=5, edit="Better.")
         assert said["outcome"] == "kept" and not said["running"] and client.told() == []
         (tmp_path / "running").touch()
-        async with asyncio.timeout(20):
-            while len(client.told()) < 2:  # noqa: ASYNC110 - what is waited for is written by a thread
-                await asyncio.sleep(0.01)
+        await client.until(lambda: len(client.told()) == 2)
         assert {each.get("edit", each.get("reward")) for each in client.told()} == {1.0, "Better."}
 
 
-async def test_what_is_said_while_a_run_that_was_away_comes_back_is_told_to_it_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_said_as_a_run_returns_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looking, go_on, look = threading.Event(), threading.Event(), ScriptedRows.running
 
     def slow(self: ScriptedRows) -> bool:
@@ -185,46 +185,32 @@ async def test_what_is_said_while_a_run_that_was_away_comes_back_is_told_to_it_a
         assert await asyncio.to_thread(looking.wait, 60)
         (tmp_path / "running").touch()
         second = asyncio.create_task(client.judge("g/1", score=1))
-        while not client.page._judgements.all.keys() >= {"judgement-2"}:  # noqa: ASYNC110 - written by a task
-            await asyncio.sleep(0.01)
+        await client.until(lambda: "judgement-2" in client.page._judgements.all)
         go_on.set()
         await first
         assert (await second)["outcome"] == "applied"
 
 
-async def test_a_buffer_that_dies_while_it_is_told_is_told_again(
-    running: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_buffer_that_dies_as_it_is_told_is_told_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrft.feedback.delivery._AGAIN_S", 0.01)
-    tell, deaths = ScriptedRows.feedback, [ActorDied("died", field="buffer"), RunNotFound("ended", field="run")]
+    deaths = [ActorDied("died", field="buffer"), RunNotFound("ended", field="run")]
 
-    def dying(self: ScriptedRows, row: str, reward: float | None, labels: dict[str, str]) -> None:
+    def dying(row: str) -> None:
         if deaths:
             raise deaths.pop()
-        tell(self, row, reward, labels)
 
-    monkeypatch.setattr(ScriptedRows, "feedback", dying)
-    async with opened(running) as client:
-        assert (await client.judge("g/0", score=5))["outcome"] == "kept"
-        async with asyncio.timeout(20):
-            while not client.told():  # noqa: ASYNC110 - what is waited for is written by a thread
-                await asyncio.sleep(0.01)
-        assert not deaths and [each["reward"] for each in client.told()] == [1.0]
-        assert (await client.judge("g/1", score=1))["outcome"] == "applied"
+    client.rows.on_feedback = dying
+    assert (await client.judge("g/0", score=5))["outcome"] == "kept"
+    await client.until(lambda: bool(client.told()))
+    assert not deaths and [each["reward"] for each in client.told()] == [1.0]
+    assert (await client.judge("g/1", score=1))["outcome"] == "applied"
 
 
-async def test_who_was_not_told_at_once_that_it_was_too_late_is_told_later_and_once(
-    running: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_was_too_late_is_told_later_if_not_at_once(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrft.feedback.app._SETTLE_S", 0.01)
-    slow, tell = threading.Event(), ScriptedRows.feedback
-
-    def late(self: ScriptedRows, row: str, reward: float | None, labels: dict[str, str]) -> None:
-        assert slow.wait(60)
-        tell(self, row, reward, labels)
-
-    monkeypatch.setattr(ScriptedRows, "feedback", late)
+    slow = threading.Event()
     async with opened(running, group("late", "a", "b", stop_reason="late")) as client:
+        client.rows.on_feedback = lambda row: slow.wait(60)
         said = [await client.judge(f"late/{at}", score=4) for at in range(2)]
         assert [each["outcome"] for each in said] == ["kept", "kept"] and said[1]["news"] == []
         slow.set()
@@ -274,34 +260,28 @@ async def test_an_item_that_left_the_queue_can_still_be_judged(running: Path) ->
             assert refused["error"]["code"] == "item_not_found"
 
 
-async def test_undo_gives_the_item_back_with_what_was_said_and_the_row_its_reward(running: Path) -> None:
-    async with opened(running) as client:
-        item = (await client.post("next", view="one"))["item"]
-        await client.judge(item, score=1, comment="no")
-        back = await client.post("undo")
-        assert back["item"] == item and (back["draft"]["score"], back["draft"]["comment"]) == (1, "no")
-        assert back["mine"]["judged"] == 0 and back["left"]["one"] == 3
-        assert client.told()[-1] == {
-            "row": item["answers"][0]["id"],
-            "reward": 0.5,
-            "labels": {"score": "", "comment": "", "people": ""},
-        }
-        again = await client.post("undo", id=back["id"])
-        assert (again["item"], again["draft"]) == (item, back["draft"]), "the first answer may have been lost"
-        assert [entry.kind for entry in read_journal(running / FILE)].count("undone") == 1
-        await client.post("undo", 404, id=back["id"], person="Bob")
-        assert (await client.judge(item, id=back["id"], score=1))["outcome"] == "undone", "a late repeat stays undone"
-        await client.post("undo", 404)
-        edited = await client.judge("g/2", edit="x")
-        assert (await client.post("undo"))["outcome"] == "applied" and edited["outcome"] == "applied"
-        assert {"withdrawn": f"human/{edited['id']}"} in client.told()
-        assert (await client.http.get("/v1/stats")).json()["edits"] == {"taken back": 1}
-        await client.post("undo", 404, id="unknown-id", person="Bob")
+async def test_undo_gives_the_item_back_with_what_was_said_and_the_row_its_reward(client: Client) -> None:
+    item = (await client.post("next", view="one"))["item"]
+    await client.judge(item, score=1, comment="no")
+    back = await client.post("undo")
+    assert back["item"] == item and (back["draft"]["score"], back["draft"]["comment"]) == (1, "no")
+    assert back["mine"]["judged"] == 0 and back["left"]["one"] == 3
+    empty = {"score": "", "comment": "", "people": ""}
+    assert client.told()[-1] == {"row": item["answers"][0]["id"], "reward": 0.5, "labels": empty}
+    again = await client.post("undo", id=back["id"])
+    assert (again["item"], again["draft"]) == (item, back["draft"]), "the first answer may have been lost"
+    assert [entry.kind for entry in read_journal(client.folder / FILE)].count("undone") == 1
+    await client.post("undo", 404, id=back["id"], person="Bob")
+    assert (await client.judge(item, id=back["id"], score=1))["outcome"] == "undone", "a late repeat stays undone"
+    await client.post("undo", 404)
+    edited = await client.judge("g/2", edit="x")
+    assert (await client.post("undo"))["outcome"] == "applied" and edited["outcome"] == "applied"
+    assert {"withdrawn": f"human/{edited['id']}"} in client.told()
+    assert (await client.http.get("/v1/stats")).json()["edits"] == {"taken back": 1}
+    await client.post("undo", 404, id="unknown-id", person="Bob")
 
 
-async def test_what_left_the_queue_comes_back_when_it_is_undone_and_of_what_is_skipped_nothing_else_counts(
-    running: Path,
-) -> None:
+async def test_what_left_the_queue_comes_back_when_undone_and_skips_count_alone(running: Path) -> None:
     async with opened(running, group("g", "a", "b")) as client:
         item = (await client.post("next", view="one"))["item"]
         await client.judge(item, skipped=True, score=5, edit="Better.", labels=["polite"])
@@ -314,37 +294,28 @@ async def test_what_left_the_queue_comes_back_when_it_is_undone_and_of_what_is_s
         assert again["item"] is None and again["mine"]["judged"] == 1, "what was said since stays"
 
 
-async def test_a_row_on_which_the_run_fails_keeps_nothing_else_from_it(
-    running: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = ScriptedRows.feedback
-
-    def failing(self: ScriptedRows, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
-        if experience_id == "g/0":
+async def test_a_row_on_which_the_run_fails_harms_no_other(client: Client) -> None:
+    def failing(row: str) -> None:
+        if row == "g/0":
             raise ValueError("of the Buffer")
-        told(self, experience_id, reward, labels)
 
-    monkeypatch.setattr(ScriptedRows, "feedback", failing)
-    async with opened(running) as client:
-        failed = await client.judge("g/0", score=1)
-        assert (failed["outcome"], failed["reason"]) == ("refused", "ValueError: of the Buffer")
-        assert (await client.judge("g/1", score=1))["outcome"] == "applied"
+    client.rows.on_feedback = failing
+    failed = await client.judge("g/0", score=1)
+    assert (failed["outcome"], failed["reason"]) == ("refused", "ValueError: of the Buffer")
+    assert (await client.judge("g/1", score=1))["outcome"] == "applied"
 
 
-async def test_a_journal_that_cannot_be_written_takes_nothing_and_the_same_request_succeeds_later(
-    running: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(running) as client:
-        await client.post("me")
+async def test_a_journal_that_cannot_be_written_takes_nothing(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    await client.post("me")
 
-        def full(self: object, *lines: bytes, durable: bool) -> None:
-            raise StorageError("cannot be written: No space left on device", field="journal")
+    def full(self: object, *lines: bytes, durable: bool) -> None:
+        raise StorageError("cannot be written: No space left on device", field="journal")
 
-        with monkeypatch.context() as patch:
-            patch.setattr("rayrft.json_lines.JsonLines.append", full)
-            await client.judge("g/0", 500, id="the-same-one", score=5)
-        assert client.told() == [] and (await client.post("me"))["mine"]["judged"] == 0
-        assert (await client.judge("g/0", id="the-same-one", score=5))["outcome"] == "applied"
+    with monkeypatch.context() as patch:
+        patch.setattr("rayrft.json_lines.JsonLines.append", full)
+        await client.judge("g/0", 500, id="the-same-one", score=5)
+    assert client.told() == [] and (await client.post("me"))["mine"]["judged"] == 0
+    assert (await client.judge("g/0", id="the-same-one", score=5))["outcome"] == "applied"
 
 
 @pytest.mark.parametrize(
@@ -380,42 +351,39 @@ async def test_a_journal_that_cannot_be_written_takes_nothing_and_the_same_reque
         ({"item": "group:g", "rows": ["g/0", "g/1", "g/2"], "edit": "x"}, 400, "edit"),
     ],
 )  # fmt: skip
-async def test_what_does_not_fit_is_refused_with_its_field_and_leaves_no_trace(
-    running: Path, what: dict[str, Any], status: int, param: str
+async def test_what_does_not_fit_is_refused_and_leaves_no_trace(
+    client: Client, what: dict[str, Any], status: int, param: str
 ) -> None:
-    async with opened(running) as client:
-        refused = await client.judge("g/0", status, **what)
-        assert refused["error"]["param"] == param
-        assert read_journal(running / FILE) == [] and client.told() == []
+    refused = await client.judge("g/0", status, **what)
+    assert refused["error"]["param"] == param
+    assert read_journal(client.folder / FILE) == [] and client.told() == []
 
 
-async def test_broken_bodies_unknown_views_and_half_characters_are_refused(running: Path) -> None:
-    async with opened(running) as client:
-        half = b'{"person":"Ann","id":"12345678","item":"one:g/0","rows":["g/0"],"comment":"\\ud800"}'
-        unknown = b'{"person": "Ann", "view": "all"}'
-        for path, body in [("judge", b"{bad"), ("next", unknown), ("next", b""), ("judge", half)]:
-            response = await client.http.post(f"/v1/{path}", content=body)
-            assert response.status_code == 400, body
-        declared = await client.http.post("/v1/judge", content=b"{}", headers={"Content-Length": str(100 << 20)})
-        assert declared.status_code == 413 and read_journal(running / FILE) == []
+async def test_broken_bodies_unknown_views_and_half_characters_are_refused(client: Client) -> None:
+    half = b'{"person":"Ann","id":"12345678","item":"one:g/0","rows":["g/0"],"comment":"\\ud800"}'
+    unknown = b'{"person": "Ann", "view": "all"}'
+    for path, body in [("judge", b"{bad"), ("next", unknown), ("next", b""), ("judge", half)]:
+        response = await client.http.post(f"/v1/{path}", content=body)
+        assert response.status_code == 400, body
+    declared = await client.http.post("/v1/judge", content=b"{}", headers={"Content-Length": str(100 << 20)})
+    assert declared.status_code == 413 and read_journal(client.folder / FILE) == []
 
 
-async def test_a_wrong_key_opens_nothing_and_the_files_say_nothing_of_the_run(running: Path) -> None:
-    async with opened(running) as client:
-        for header in ("", "Bearer sk-wrong", f"Basic {KEY}"):
-            for path in ("next", "judge", "undo", "keep", "leave", "me"):
-                response = await client.http.post(f"/v1/{path}", json={}, headers={"Authorization": header})
-                assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
-            assert (await client.http.get("/v1/stats", headers={"Authorization": header})).status_code == 401
-        shown = await client.http.get("/", headers={"Authorization": ""})
-        policy = shown.headers["content-security-policy"]
-        assert "default-src 'none'" in policy and "unsafe" not in policy and "demo" not in shown.text
-        for file in ("page.js", "store.js", "page.css"):
-            found = await client.http.get(f"/{file}", headers={"Authorization": ""})
-            assert found.status_code == 200 and found.headers["x-content-type-options"] == "nosniff"
-            assert f'"{file}"' in shown.text or file == "store.js"
-        assert "innerHTML" not in (await client.http.get("/page.js")).text
-        assert (await client.http.get("/health", headers={"Authorization": ""})).status_code == 200
+async def test_a_wrong_key_opens_nothing_and_the_files_say_nothing_of_the_run(client: Client) -> None:
+    for header in ("", "Bearer sk-wrong", f"Basic {KEY}"):
+        for path in ("next", "judge", "undo", "keep", "leave", "me"):
+            response = await client.http.post(f"/v1/{path}", json={}, headers={"Authorization": header})
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert (await client.http.get("/v1/stats", headers={"Authorization": header})).status_code == 401
+    shown = await client.http.get("/", headers={"Authorization": ""})
+    policy = shown.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "demo" not in shown.text
+    for file in ("page.js", "store.js", "page.css"):
+        found = await client.http.get(f"/{file}", headers={"Authorization": ""})
+        assert found.status_code == 200 and found.headers["x-content-type-options"] == "nosniff"
+        assert f'"{file}"' in shown.text or file == "store.js"
+    assert "innerHTML" not in (await client.http.get("/page.js")).text
+    assert (await client.http.get("/health", headers={"Authorization": ""})).status_code == 200
 
 
 async def test_who_leaves_frees_the_item_and_who_keeps_it_has_it(running: Path) -> None:
@@ -431,32 +399,28 @@ async def test_new_rows_of_a_run_join_the_queue(running: Path, monkeypatch: pyte
     monkeypatch.setattr("rayrft.feedback.app._EMPTY_S", 0.0)
     async with opened(running, group("g", "a")) as client:
         await client.judge((await client.post("next", view="one"))["item"], score=1)
-        client.page._rows.found.append(group("new", "b"))  # type: ignore[attr-defined]
+        client.rows.found.append(group("new", "b"))
         assert (await client.post("next", view="one"))["item"]["key"] == "one:new/0"
 
 
-async def test_a_log_that_cannot_be_read_yet_is_read_when_somebody_asks_again(
-    running: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(running) as client:
+async def test_a_log_that_cannot_be_read_yet_is_read_later(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
 
-        def unreadable(self: object) -> None:
-            raise StorageError("no Buffer has written here", field="log")
+    def unreadable(self: object) -> None:
+        raise StorageError("no Buffer has written here", field="log")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(ScriptedRows, "groups", unreadable)
-            assert "no Buffer" in (await client.post("me", 500))["error"]["message"]
-        assert (await client.post("me"))["left"]["one"] == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(ScriptedRows, "groups", unreadable)
+        assert "no Buffer" in (await client.post("me", 500))["error"]["message"]
+    assert (await client.post("me"))["left"]["one"] == 3
 
 
-async def test_without_reference_answers_the_page_says_why(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_reference_answers_the_page_says_why(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreadable(self: object) -> None:
         raise DataError("no such data set", field="tasks.sources.0")
 
     monkeypatch.setattr(ScriptedRows, "references", unreadable)
-    async with opened(running) as client:
-        assert (await client.post("me"))["notice"] == "Reference answers cannot be read: no such data set"
-        assert (await client.post("next", view="one"))["item"]["reference"] is None
+    assert (await client.post("me"))["notice"] == "Reference answers cannot be read: no such data set"
+    assert (await client.post("next", view="one"))["item"]["reference"] is None
 
 
 async def test_images_of_an_item_are_given_out_and_no_other_file(running: Path) -> None:

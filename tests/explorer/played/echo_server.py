@@ -41,4 +41,4 @@ class Echo(Environment):
 
 if __name__ == "__main__":
     app = create_fastapi_app(Echo, Say, Heard, max_concurrent_envs=8)
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), access_log=False)
