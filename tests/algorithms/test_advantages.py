@@ -16,10 +16,9 @@ from tests.algorithms.flat import make_batch, on_mask
 
 ONE_RIGHT = [1.0, 0.0, 0.0, 0.0]
 LONE = GroupFacts(0.5, torch.tensor([0]), torch.tensor([0]), torch.tensor([0]), {"right": torch.tensor([1.0])})
-
-
 FORM, ROOT3 = [0.0, 2.0, 0.0, 2.0], math.sqrt(3) / 2
 PARTS = GroupFacts(components={name: torch.tensor(v).double() for name, v in (("right", [1, 0, 0, 0]), ("form", FORM))})
+WEIGHED = {"epsilon": 1e-12, "reward_components": {"form": 2.0, "right": -1.0}}
 TAU, BASELINE = 1 / math.log(2), math.log2(5 / 4)
 
 
@@ -36,12 +35,7 @@ TAU, BASELINE = 1 / math.log(2), math.log2(5 / 4)
         ("grpo", {"std_threshold": 9.0}, [1.0], [0.0]),
         # "right" as above; "form" has mean 1 and deviation sqrt(4/3). The reward itself has no part in it.
         ("gdpo", {"epsilon": 1e-12}, FORM, [1.5 - ROOT3, -0.5 + ROOT3, -0.5 - ROOT3, -0.5 + ROOT3]),
-        (
-            "gdpo",
-            {"epsilon": 1e-12, "reward_components": {"form": 2.0, "right": -1.0}},
-            ONE_RIGHT,
-            [-1.5 - 2 * ROOT3, 0.5 + 2 * ROOT3, 0.5 - 2 * ROOT3, 0.5 + 2 * ROOT3],
-        ),
+        ("gdpo", WEIGHED, ONE_RIGHT, [-1.5 - 2 * ROOT3, 0.5 + 2 * ROOT3, 0.5 - 2 * ROOT3, 0.5 + 2 * ROOT3]),
         ("dr_grpo", {}, ONE_RIGHT, [0.75, -0.25, -0.25, -0.25]),
         ("reinforce_pp", {}, ONE_RIGHT, ONE_RIGHT),
         ("reinforce_pp_baseline", {}, ONE_RIGHT, [0.75, -0.25, -0.25, -0.25]),
@@ -102,9 +96,7 @@ def test_a_group_of_one_carries_no_preference(name: str) -> None:
 def test_equal_rewards_carry_no_preference(name: str, rewards: list[float]) -> None:
     count = torch.arange(len(rewards))
     components = {"a": torch.tensor(rewards), "b": torch.ones(len(rewards))}
-    group = GroupFacts(
-        trajectory=count, turn=torch.zeros_like(count), state=torch.zeros_like(count), components=components
-    )
+    group = GroupFacts(None, count, torch.zeros_like(count), torch.zeros_like(count), components)
     assert group_advantages.get(name).bind({})(torch.tensor(rewards), group).tolist() == [0.0] * len(rewards)
 
 
@@ -113,12 +105,10 @@ def test_the_order_of_a_group_changes_nothing(name: str) -> None:
     rewards, order = torch.randn(6, dtype=torch.float64), torch.randperm(6)
     trajectory, turn, state = torch.tensor([0, 0, 1, 1, 2, 2]), torch.arange(6) % 2, torch.tensor([0, 1, 0, 1, 1, 2])
     advantage = group_advantages.get(name).bind({})
-    parts = {"a": torch.randn(6, dtype=torch.float64), "b": rewards}
-    plain = advantage(rewards, GroupFacts(0.3, trajectory, turn, state, parts))
-    mixed = GroupFacts(
-        0.3, trajectory[order], turn[order], state[order], {name: part[order] for name, part in parts.items()}
-    )
-    shuffled = advantage(rewards[order], mixed)
+    other = torch.randn(6, dtype=torch.float64)
+    plain = advantage(rewards, GroupFacts(0.3, trajectory, turn, state, {"a": other, "b": rewards}))
+    parts = {"a": other[order], "b": rewards[order]}
+    shuffled = advantage(rewards[order], GroupFacts(0.3, trajectory[order], turn[order], state[order], parts))
     torch.testing.assert_close(shuffled, plain[order])
 
 
@@ -128,23 +118,21 @@ def test_rewards_of_another_shape_are_refused(name: str) -> None:
         group_advantages.get(name).bind({})(torch.zeros(2, 2), LONE)
 
 
+LAST = [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("by", "values", "fields", "moments"),
     [
         # Tokens 1, 1, 1 and 5: mean 2, biased variance (1 + 1 + 1 + 9) / 4 = 3; weighed 1/3: mean 3, variance 4.
         ("tokens", [[1.0] * 3, [5.0]], {}, (2.0, 3**0.5)),
         ("tokens", [[1.0] * 3, [5.0]], {"weight": [1 / 3, 1.0]}, (3.0, 2.0)),
-        ("tokens", [[1.0] * 3, [-3.0], [50.0] * 2], {"expert": [False, False, True]}, (0.0, 3**0.5)),
+        ("tokens", [[1.0] * 3, [-3.0], [50.0] * 2], {"expert": LAST}, (0.0, 3**0.5)),
         # Answers count once each, those without tokens not at all: mean 3, deviation 2; weighed 3 to 1: 2 and sqrt(3).
         ("answers", [[1.0] * 3, [5.0], [70.0], []], {"expert": [False, False, True, False]}, (3.0, 2.0)),
         ("answers", [[1.0] * 3, [5.0], []], {"weight": [3.0, 1.0, 9.0]}, (2.0, 3**0.5)),
         # Rewards 1 and 5: deviation 2, whatever the lengths; nothing is shifted.
-        (
-            "rewards",
-            [[1.0] * 3, [3.0], [7.0]],
-            {"expert": [False, False, True], "reward": [1.0, 5.0, 9.0]},
-            (0.0, 2.0),
-        ),
+        ("rewards", [[1.0] * 3, [3.0], [7.0]], {"expert": LAST, "reward": [1.0, 5.0, 9.0]}, (0.0, 2.0)),
     ],
 )
 def test_normalisation_over_own_rows_by_hand(by: Any, values: Any, fields: Any, moments: tuple[float, float]) -> None:
@@ -158,9 +146,7 @@ def test_normalisation_over_own_rows_by_hand(by: Any, values: Any, fields: Any, 
 
 
 def test_moments_are_summed_over_micro_batches_and_need_rewards_where_they_are_theirs() -> None:
-    whole, *halves = (
-        make_batch([[0.0] * len(row) for row in rows], rows) for rows in ([[1.0], [5.0]], [[1.0]], [[5.0]])
-    )
+    whole, *halves = (make_batch([[0.0]] * len(rows), rows) for rows in ([[1.0], [5.0]], [[1.0]], [[5.0]]))
     assert Moments.of(sum(sum_moments([half]) for half in halves)) == Moments.of(sum_moments([whole]))
     assert Moments.of(sum_moments([])) == Moments(0.0, 0.0)
     with pytest.raises(ValueError, match="needs the rewards"):
@@ -185,11 +171,8 @@ def test_rewards_are_clipped_and_scaled_before_they_are_compared() -> None:
         ({}, [-3.0, 0.5, 7.0]),
     ):
         assert build("reinforce_pp", given).group_advantages(rewards, GroupFacts()).tolist() == expected
-    assert build("remax", shaping).group_advantages(rewards, GroupFacts(greedy_reward=9.0)).tolist() == [
-        -30.0,
-        -15.0,
-        0.0,
-    ]
+    beside_greedy = build("remax", shaping).group_advantages(rewards, GroupFacts(greedy_reward=9.0))
+    assert beside_greedy.tolist() == [-30.0, -15.0, 0.0]
     batch = make_batch([[0.0], [0.0]], reward=torch.tensor([-3.0, 1.0]), turn_rewards=[[4.0], [0.0]])
     seen = build("grpo", shaping).token_advantages(batch)
     assert seen.reward is not None and seen.reward.tolist() == [-10.0, 10.0]
@@ -198,20 +181,15 @@ def test_rewards_are_clipped_and_scaled_before_they_are_compared() -> None:
 
 def test_turns_without_a_reward_stay_without_one_whatever_its_bounds() -> None:
     low = {"reward_low": 0.5}
-    alone = make_batch([[0.0] * 3], reward=torch.tensor([1.0]), values=[[0.0] * 3])
-    both = make_batch(
-        [[0.0] * 3] * 2, reward=torch.ones(2), values=[[0.0] * 3] * 2, turn_rewards=[[0.0] * 3, [0.25, 0.0, 0.0]]
-    )
+    none, turns = [0.0] * 3, [[0.0] * 3, [0.25, 0.0, 0.0]]
+    alone = make_batch([none], reward=torch.tensor([1.0]), values=[none])
+    both = make_batch([none] * 2, reward=torch.ones(2), values=[none] * 2, turn_rewards=turns)
     assert on_mask(build("ppo", low).token_advantages(alone).returns, alone) == [1.0] * 3
     assert on_mask(build("ppo", low).token_advantages(both).returns, both) == [1.0] * 3 + [1.5, 1.0, 1.0]
     # Two trajectories with one reward each, of one turn and of three.
     rewards, rewarded = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([True, False, False, True])
-    group = GroupFacts(
-        trajectory=torch.tensor([0, 1, 1, 1]),
-        turn=torch.tensor([0, 0, 1, 2]),
-        state=torch.tensor([0, 0, 1, 2]),
-        rewarded=rewarded,
-    )
+    turn = torch.tensor([0, 0, 1, 2])
+    group = GroupFacts(trajectory=torch.tensor([0, 1, 1, 1]), turn=turn, state=turn, rewarded=rewarded)
     assert build("grpo", {"advantage": "step_wise", **low}).group_advantages(rewards, group).tolist() == [0.0] * 4
 
 
@@ -224,11 +202,11 @@ def test_rewards_equal_up_to_rounding_are_equal(name: str) -> None:
 
 # Two trajectories of two steps; the first ends well. Both begin in state 7; the others are met once.
 STEPS = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-TURNS = GroupFacts(
-    trajectory=torch.tensor([5, 5, 9, 9]), turn=torch.tensor([0, 1, 0, 1]), state=torch.tensor([7, 1, 7, 2])
-)
+TURNS = GroupFacts(None, torch.tensor([5, 5, 9, 9]), torch.tensor([0, 1, 0, 1]), torch.tensor([7, 1, 7, 2]))
 LONG = GroupFacts(trajectory=torch.tensor([0, 0, 0, 1]))
 PROCESS = GroupFacts(trajectory=torch.tensor([5, 5, 9, 9, 9]), turn=torch.tensor([1, 0, 0, 1, 2]))
+ALTERNATE = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
+PLAIN = {"discount": 0.5, "step_weight": 2.0, "deviation": False}
 HALF = 0.5**0.5
 
 
@@ -240,22 +218,10 @@ HALF = 0.5**0.5
         ("step_wise", {}, torch.tensor([0.0, 0.0, 1.0, 0.0]), LONG, [HALF, HALF, HALF, -HALF]),
         # Rewards 0, 1 and 1, 0, 1: mean 0.6, unbiased variance (2 * 0.36 + 3 * 0.16) / 4 = 0.3. In units of its root
         # the steps are -0.6, 0.4 and 0.4, -0.6, 0.4; each gets what is to come. They may be in any order.
-        (
-            "process",
-            {},
-            torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0]),
-            PROCESS,
-            [value / 0.3**0.5 for value in (0.4, -0.2, 0.2, -0.2, 0.4)],
-        ),
+        ("process", {}, ALTERNATE, PROCESS, [value / 0.3**0.5 for value in (0.4, -0.2, 0.2, -0.2, 0.4)]),
         # Trajectories, without deviation: +-0.5. Returns to go with discount 0.5: 0.5 and 1; 0 and 0. State 7: 0.5 and
         # 0, mean 0.25: +-0.25. The others: 0. By deviations +-sqrt(0.5) for both, whatever the values.
-        (
-            "gigpo",
-            {"discount": 0.5, "step_weight": 2.0, "deviation": False},
-            STEPS,
-            TURNS,
-            [0.5 + 2 * 0.25, 0.5, -0.5 - 2 * 0.25, -0.5],
-        ),
+        ("gigpo", PLAIN, STEPS, TURNS, [0.5 + 2 * 0.25, 0.5, -0.5 - 2 * 0.25, -0.5]),
         ("gigpo", {}, STEPS, TURNS, [2 * HALF, HALF, -2 * HALF, -HALF]),
         ("gigpo", {"step_weight": 0.0}, STEPS, TURNS, [HALF, HALF, -HALF, -HALF]),
     ],

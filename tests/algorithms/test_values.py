@@ -97,13 +97,6 @@ def test_a_kl_in_the_reward_of_a_group_by_hand() -> None:
     assert build("grpo", {"kl": "k2", "kl_coef": 0.5}).token_advantages(batch) is batch, "a KL in the loss is not there"
 
 
-def test_a_kl_in_the_reward_is_that_of_the_proximal_policy_where_there_is_one() -> None:
-    # k1 of the proximal policy: -1 + 3 = 2, whatever the behaviour policy was.
-    algorithm = build("rloo", {"kl": "k1", "kl_in": "reward", "kl_coef": 0.5})
-    batch = make_batch([[-9.0]], [[3.0]], proximal_logprobs=[[-1.0]], reference_logprobs=[[-3.0]])
-    assert on_mask(algorithm.token_advantages(batch).advantages, batch) == pytest.approx([2.0])
-
-
 @pytest.mark.parametrize("width", [0, 1, 2, 7, 64, 300])
 def test_sums_to_go_are_those_of_the_recursion(width: int) -> None:
     torch.manual_seed(0)

@@ -1,8 +1,7 @@
 """Requests per second of the endpoint beside vLLM's own server, on the same model and in turn.
 
-Chat completions of different questions, each of at most so many tokens, from clients that ask again as soon as they are
-answered. rayrft's endpoint records every call in a session of its own, with the run's trainer idle beside it; vLLM's
-server records nothing. Both have one engine, in float32 on a CPU.
+Chat completions of different questions from clients that ask again as soon as they are answered. rayrft's endpoint
+records every call, with the run's trainer idle beside it. Both have one engine, in float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,9 +20,8 @@ import httpx
 import numpy as np
 
 import rayrft
-from rayrft.monitor.records import NoteRecord
 from tests.bench.helpers import parse, spread, start_ray
-from tests.e2e.conftest import free_port
+from tests.e2e.conftest import endpoint_of, free_port
 
 MODEL, MAX_LENGTH = "policy", 256
 
@@ -45,9 +42,7 @@ def endpoint(folder: Path) -> Iterator[tuple[str, Path]]:
     }
     run = rayrft.start(config, say=lambda text: None)
     try:
-        notes = (record.text for record in run.records() if isinstance(record, NoteRecord))
-        url = next(found[1] for text in notes if (found := re.search(r"endpoint at (\S+)", text)))
-        yield url, run.folder / "model"
+        yield endpoint_of(run), run.folder / "model"
     finally:
         run.kill()
 

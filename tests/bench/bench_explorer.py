@@ -1,8 +1,7 @@
 """What a group costs the Explorer, by the number of groups in flight, with real calls between the actors.
 
-An engine without vLLM answers so many requests at each of its steps, the oldest first, once all are in flight, so that
-the others stay so; a consumer leases and acknowledges every batch at once. Processor seconds are those of the whole
-process of the Explorer. The lag is how much later than due a timer of its event loop runs.
+An engine without vLLM answers so many requests at each of its steps, the oldest first, once all are in flight.
+Processor seconds are those of the Explorer's process. The lag is how late a timer of its event loop runs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """How long people wait for the feedback page, many at once.
 
-The page is on Ray Serve beside a Buffer that holds the groups. Each person has a connection of their own: takes an
-item, thinks, gives a score, which is on disk and in the Buffer before it is acknowledged, and takes the next. They
-think for a time drawn evenly between 0 and twice ``--think`` seconds; in a second pass not at all. `health` asks for
-nothing, at the same time, one after another: what Serve and the machine take.
+The page is on Ray Serve beside a Buffer that holds the groups. Each person takes an item, thinks, gives a score, which
+is on disk and in the Buffer before it is acknowledged, and takes the next. They think between 0 and twice ``--think``
+seconds; in a second pass not at all. `health` asks for nothing, meanwhile: what Serve and the machine take.
 """
 
 from __future__ import annotations
@@ -41,9 +40,10 @@ def spoken(number: int) -> list[Experience]:
     ]
 
 
-async def person(
-    name: str, url: str, key: str, ends: float, think: float, times: dict[str, list[float]], outcomes: list[str]
-) -> None:
+Times = dict[str, list[float]]
+
+
+async def person(name: str, url: str, key: str, ends: float, think: float, times: Times, outcomes: list[str]) -> None:
     headers, chance = {"Authorization": f"Bearer {key}"}, random.Random(name)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as http:
 
@@ -72,7 +72,7 @@ async def health(url: str, ends: float, times: list[float]) -> None:
 
 
 async def measure(url: str, key: str, people: int, seconds: float, think: float) -> None:
-    times: dict[str, list[float]] = {"next": [], "judge": [], "health": []}
+    times: Times = {"next": [], "judge": [], "health": []}
     outcomes: list[str] = []
     ends = time.perf_counter() + seconds
     crowd = [person(f"p{number}-{think:g}", url, key, ends, think, times, outcomes) for number in range(people)]

@@ -1,10 +1,8 @@
 """Peak memory and time of the chunked head beside the plain one, forward and backward.
 
-Both give log-probs of the targets, with gradient, and entropies. The plain head is ``hidden @ weight.T``, log-softmax,
-gather; its entropy, without gradient, reuses the log-softmax. Each measurement is a process of its own: on a CPU the
-growth of its peak resident memory (VmHWM) over what it held with inputs made and torch warm, on a GPU
-``torch.cuda.max_memory_allocated`` over the same. Inputs and gradients of weight and states are ``(V + T) H`` numbers,
-of which the gradients count.
+Both give log-probs of the targets, with gradient, and entropies; the plain head's reuse the log-softmax. Each
+measurement is a process of its own: on a CPU the growth of its peak resident memory (VmHWM) over what it held with
+inputs made and torch warm, on a GPU ``torch.cuda.max_memory_allocated`` over the same. Gradients count.
 """
 
 from __future__ import annotations
@@ -77,9 +75,7 @@ def measure(kind: str, tokens: int, hidden_size: int, vocabulary: int, on: str, 
 
 
 def main() -> None:
-    options = parse(
-        __doc__, tokens=4096, hidden=[256, 1024], vocabulary=151936, device="cpu", threads=1, rounds=3
-    )  # fmt: skip
+    options = parse(__doc__, tokens=4096, hidden=[256, 1024], vocabulary=151936, device="cpu", threads=1, rounds=3)
     print(f"{options.tokens} tokens, vocabulary {options.vocabulary}, {options.device}; median of {options.rounds}")
     print(f"{'hidden':>6} {'head':>8} {'peak GiB':>9} {'s':>7} {'proc. s':>8}")
     given = options.vocabulary, options.device, options.threads

@@ -1,9 +1,8 @@
 """How long a lease of 256 rows takes as the store grows, what a row costs in memory, and how fast a log opens again.
 
-For each size a Buffer with the priority sampler is filled with groups and leased from, as a trainer of two ranks does:
-lease, acknowledge, advance. A lease is timed by its caller: the draw, its entry in the journal, the gathering of
-references, the deal to ranks, and the way there and back. Then the actor is killed with SIGKILL, and a new one on the
-same log is timed from its start to its first answer; ``opening`` is the part that grows with the log.
+For each size a Buffer with the priority sampler is filled and leased from, as a trainer of two ranks does; a lease is
+timed by its caller. Then the actor is killed with SIGKILL, and a new one on the same log is timed from its start to its
+first answer; ``opening`` is the part that grows with the log.
 """
 
 from __future__ import annotations

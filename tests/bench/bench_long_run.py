@@ -1,10 +1,9 @@
 """What a step costs after 1,000, 10,000 and 100,000 steps, and a row of the Buffer after 10 million.
 
-A run in one process: train loop, recorder, Explorer, engine pool and Buffer are the real ones; the engine answers at
-once and the trainer does not compute. After each number of steps the run takes turns with a fresh one, 50 steps each:
-the ratio of their processor times shows growth, whatever else the machine does. The second table is of the Buffer alone
-(puts, leases, acknowledgements, covers), without fsync. The log is bounded (``buffer.log_bytes``): until it is full,
-the Buffer's index grows with it, by some 200 bytes a group.
+A run in one process, of which only the engine and the trainer are scripted. After each number of steps it takes turns
+with a fresh one, 50 steps each: the ratio of their processor times shows growth, whatever else the machine does. The
+second table is of the Buffer alone, without fsync. The log is bounded (``buffer.log_bytes``): until it is full, the
+Buffer's index grows with it, by some 200 bytes a group.
 """
 
 from __future__ import annotations
@@ -40,20 +39,18 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.monitor import sinks
 from rayrft.monitor.recorder import Recorder
 from rayrft.trainer.api import RankCall
-from rayrft.trainer.result import FirstUpdate, StepMetrics, StepResult
 from rayrft.trainer.tiny import make_tiny_model
 from rayrft.weights.messages import SyncReport
 from tests.bench.bench_put import named, template
 from tests.bench.helpers import parse
 from tests.buffer.in_process import small
 from tests.e2e.conftest import small_config
+from tests.monitor.made import result
 from tests.scripted import remote
 
 GROUPS, REPEATS, TASKS = 2, 2, 50
 _WINDOWS = 20
 LOG = {"log_bytes": 8 << 20, "segment_bytes": 1 << 20}
-METRICS = StepMetrics(**{field.name: 0 for field in dataclasses.fields(StepMetrics)})
-RESULT = StepResult(METRICS, FirstUpdate(0.0, 0.0), {})
 
 
 @dataclasses.dataclass
@@ -92,7 +89,7 @@ class Trainer:
         if call.method == "train":
             self._steps += 1
             await self._stepped(self._steps)
-            return [RESULT]
+            return [result()]
         return [None]
 
     async def written(self, folder: Path) -> None: ...
@@ -117,12 +114,8 @@ async def run(steps: int, stepped: Any) -> None:
     progress = Progress("run")
     Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
     sets = TaskSetSpec([task.id for task in tasks], [0] * TASKS, [1.0], sampler="shuffled", seed=0)
-    buffer, trainer, engine, pool = (
-        Buffer("run", folder, config.buffer, 0, sets),
-        Trainer(stepped),
-        Engine(),
-        EnginePool(),
-    )
+    buffer, trainer = Buffer("run", folder, config.buffer, 0, sets), Trainer(stepped)
+    engine, pool = Engine(), EnginePool()
     pool._membership = Membership(1, (Member(remote(engine, "engine-0"), 0),))
     explorer = Explorer(
         config, partial(ChatTokenizer, model), remote(pool, "engine_pool"), remote(buffer), tasks, [], None
@@ -234,16 +227,11 @@ async def measure_rows(at: list[int]) -> None:
 
 def main() -> None:
     options = parse(__doc__, steps=[1_000, 10_000, 100_000], rows=[100_000, 1_000_000, 10_000_000])
-    with in_process():
+    # In place of the object store, and of metrics that only a cluster collects.
+    store = mock.patch.multiple("ray", put=Held, get=lambda refs: [ref.message for ref in refs])
+    with store, mock.patch.object(sinks.RayMetrics, "write", lambda *_: None):
         asyncio.run(measure_steps(options.steps))
         asyncio.run(measure_rows(options.rows))
-
-
-def in_process() -> Any:
-    """Replace the object store, and the metrics that only a cluster collects."""
-    patches = mock.patch.multiple("ray", put=Held, get=lambda refs: [ref.message for ref in refs])
-    mock.patch.object(sinks.RayMetrics, "write", lambda *_: None).start()
-    return patches
 
 
 if __name__ == "__main__":

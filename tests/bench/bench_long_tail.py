@@ -1,9 +1,8 @@
 """What the ways of waiting for long answers cost: staleness 0, 1 and 4, and partial rollouts, on long-tailed lengths.
 
 Explorer and Buffer are real; the engine and the trainer only take as long as ones on devices of their own would. The
-engine decodes a token of every running answer at each step, up to so many answers; lengths are log-normal, and the
-longest is 20 times the median. The trainer takes a time per token that it trains, and all pause while weights change.
-The trainer's idle share is what it waits for a batch.
+engine decodes a token of up to so many answers at each step; the longest has 20 times the tokens of the median. All
+pause while weights change. The trainer's idle share is the time that it waits for a batch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Answers per second of the loop of Explorer, engines and Buffer, beside the same engines fed by a plain driver.
 
 Nothing is trained: a consumer leases and acknowledges every batch at once. Both sides have the same engines, prompts,
-sampling and number of groups in flight, and take turns. Weights are random and no group is dropped. The Explorer's
-processor seconds per group are printed, too, and how long after its first and its last group the first batch is leased.
+sampling and groups in flight, and take turns. Weights are random and no group is dropped.
 """
 
 from __future__ import annotations

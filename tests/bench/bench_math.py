@@ -1,8 +1,7 @@
 """Math rewards per second of one core, beside plain math-verify, in one run.
 
-Both judge the same responses, half of them right, in turn; caches of what was read are emptied before every round, so
-nothing but the ground truths of a round's own groups is read once for several responses. ``RAYRFT_TEST_DATA`` names the
-folder of GSM8K and of MATH from AGIEval; without MATH only a few rows of GSM8K are judged.
+Both judge the same responses, half of them right, in turn; caches of what was read are emptied before every round.
+``RAYRFT_TEST_DATA`` names the folder of GSM8K and of MATH from AGIEval; without MATH a few rows of GSM8K are judged.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Operators per second beside the same functions in a loop and in `datasets.map`, and near-duplicates of many rows.
 
-Rows are questions of GSM8K (``RAYRFT_TEST_DATA``), again and again, each with a number of its own. All three are run in
-turn in this process, and processor time counts; `rayrft` packs and unpacks the batches as for a process of its own.
-Near-duplicates are found in a process of their own, whose memory beyond its imports is given; one row in ten is a
-planted near-duplicate. ``--workers`` are by the clock: a pipeline from rows in memory, with the start of its processes,
-through the five operators, and through ``language``.
+Rows are questions of GSM8K (``RAYRFT_TEST_DATA``), each with a number. All three are run in turn in this process, and
+processor time counts. Near-duplicates are found in another process, whose memory beyond its imports is given; one row
+in ten is planted. ``--workers`` are by the clock: a pipeline from rows in memory, with the start of its processes.
 """
 
 from __future__ import annotations

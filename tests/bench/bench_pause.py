@@ -1,8 +1,7 @@
 """What updates under running requests cost an engine: their KV cache kept, or computed again.
 
-One real engine decodes answers whose lengths are log-normal, the longest 20 times the median, so many at a time. Every
-so often it is paused, as for new weights, and goes on; what an update itself takes is not in it. The time of a pause is
-that of the calls, the throughput has the prefills that follow, too. All ways have the same lengths, and take turns.
+One real engine decodes answers whose lengths are log-normal, and is paused now and then, as for new weights; what an
+update itself takes is not in it. The throughput has the prefills that follow a pause. All ways have the same lengths.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ async def update(engine: Handle[RolloutEngine], keep_cache: bool, every_s: float
         pauses.append(time.perf_counter() - began)
 
 
-async def measure(
-    config: RunConfig, prepared: Prepared, rounds: int, answers: int, in_flight: int, every_s: float
-) -> None:
+async def measure(config: RunConfig, prepared: Prepared, rounds: int, count: int, in_flight: int, every: float) -> None:
     [engine] = engines = await start_engines(config, prepared.model)
     client, tokenizer = EngineClient(await start_pool(engines), Waits("bench")), ChatTokenizer(prepared.model)
     prompts = [tokenizer.prompt(task.messages) for task in prepared.tasks]
@@ -66,9 +63,9 @@ async def measure(
     await decode([_MEDIAN] * in_flight)  # vLLM has seen these shapes
     for number in range(rounds):
         rng = np.random.default_rng(number)
-        lengths = np.exp(rng.normal(np.log(_MEDIAN), 1.0, answers)).clip(3, _LIMIT).astype(int).tolist()
+        lengths = np.exp(rng.normal(np.log(_MEDIAN), 1.0, count)).clip(3, _LIMIT).astype(int).tolist()
         for way, keep_cache in _WAYS.items():
-            updates = [] if keep_cache is None else [update(engine, keep_cache, every_s, pauses[way])]
+            updates = [] if keep_cache is None else [update(engine, keep_cache, every, pauses[way])]
             updating = asyncio.gather(*updates)
             speeds[way].append(await decode(lengths))
             updating.cancel()

@@ -1,9 +1,8 @@
 """How long a prioritised draw of 256 takes, beside cpprb, in one run.
 
-Every round lets each contender draw in turn, so a disturbance of the machine meets all alike. Both answer with slots
-and importance weights. Ours is drawn from the columns of the group table: it keeps nothing that a change of a score
-would have to update, draws without repetition, and minds age, uses and rest. cpprb keeps a tree, whose update of 256
-priorities is listed, too; its ``sample`` has no way around gathering the rows, here one int64 each.
+The contenders draw in turn; both answer with slots and importance weights. Ours is drawn from the columns of the group
+table: it keeps nothing that a change of a score would update, draws without repetition, and minds age, uses and rest.
+cpprb keeps a tree, whose update of 256 priorities is listed, too; its ``sample`` gathers rows, here one int64 each.
 """
 
 from __future__ import annotations

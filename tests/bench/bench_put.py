@@ -1,10 +1,8 @@
 """How fast producers put groups: the Buffer, Ray's own queue, and an SQLite table, on the same rows in one run.
 
-Rows have 128 tokens. Producers are actors of their own that put as fast as they are acknowledged, with at most 64
-groups under way each. The Buffer writes its log (fsync: interval) and validates every row; the queue keeps rows in
-memory only; SQLite is an actor with one table (write-ahead log, synchronous=NORMAL: like the Buffer it may lose the
-last moments in a power cut) that validates nothing. Each keeps a group as the producer hands it over, in one piece; in
-SQLite all that has come in by the time of a transaction is one.
+Rows have 128 tokens. Producers are actors that put as fast as they are acknowledged, with at most 64 groups in flight
+each. The Buffer writes its log (fsync: interval) and validates every row; the queue keeps rows in memory only; SQLite
+is an actor with one table (write-ahead log, synchronous=NORMAL) that validates nothing.
 """
 
 from __future__ import annotations

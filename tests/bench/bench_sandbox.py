@@ -1,8 +1,7 @@
 """What a sandbox costs: runs of a trivial Python program, per second, and the time that one takes.
 
-Workers are processes, each of which runs one program after another. A start is the time from the call until the
-program's first word arrives; a run ends when everything of it is gone. ``bare`` is the same program without a sandbox.
-CPU time is that of all processes, per run: it says something on a busy machine, too.
+A start is the time from the call until the program's first word arrives; a run ends when everything of it is gone.
+``bare`` is the same program without a sandbox. CPU time is that of all processes, per run.
 """
 
 from __future__ import annotations

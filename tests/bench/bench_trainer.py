@@ -1,16 +1,9 @@
-"""The Trainer's step beside a plain Hugging Face loop, on the same rows with the same weights, in one run.
+"""The Trainer's step beside a plain Hugging Face loop, on the same rows with the same weights, in one process.
 
-Both are one process with float32 weights. The loop is what one writes by hand: micro-batches padded on the right to
-their longest row, logits of the answers only (``logits_to_keep``), log-softmax, gather, the loss, clip, AdamW. Two
-batches:
-
-* ``equal``: all rows have one length, so that there is nothing to win by packing. What the Trainer costs more is the
-  price of sharding, of the chunked head and of its metrics.
-* ``skewed``: log-normal lengths, the longest ten times the shortest. The loop takes as many rows as they come as fit
-  into the token budget, padding included; then once more with the rows sorted by length, the best that padding can do.
-
-Every round gives each contender one step; a table gives medians over rounds, tokens without padding. The seconds of
-the processor are there for machines that do other work, too: they are what the step itself took.
+The loop pads micro-batches on the right to their longest row, and computes logits of the answers only. Rows are of one
+length, so that packing wins nothing, or of log-normal lengths, the longest ten times the shortest: then the loop takes
+the rows as they come, and once more sorted by length, the best that padding can do. Medians of rounds in which each
+contender takes one step; tokens without padding.
 """
 
 from __future__ import annotations
@@ -99,9 +92,8 @@ def padded(rows: list[TrainRow], budget: int) -> list[list[TrainRow]]:
 
 def contenders(folder: str, options: argparse.Namespace, rows: list[TrainRow]) -> dict[str, Callable[[], float]]:
     """Return the functions to compare, which train on the rows once and return the loss."""
-    learner = make_learner(
-        load_policy(folder), options.algorithm, micro_batch_tokens=options.budget, device=CPU, compute=torch.float32
-    )
+    policy = load_policy(folder)
+    learner = make_learner(policy, options.algorithm, tokens=options.budget, device=CPU, compute=torch.float32)
     found: dict[str, Callable[[], float]] = {"rayrft, packed": lambda: learner.step([rows]).metrics.loss}
     orders = {"loop, padded as they come": rows}
     if len({len(row.mask) for row in rows}) > 1:

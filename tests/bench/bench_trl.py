@@ -1,24 +1,17 @@
 """Seconds of a GRPO step, generation included, beside TRL's `GRPOTrainer` on the same cores.
 
-Both start from the same weights and tokenizer and take the same prompts in groups of the same size, temperature 1,
-answers up to the same length, float32, AdamW with the same settings, no KL, one update a step, and a cheap reward with
-variance. The learning rate is so small that the policy, and so the length of its answers, stays as it is.
+Both start from the same weights and tokenizer and take the same prompts in groups of the same size: temperature 1,
+float32, AdamW with the same settings, no KL, one update a step, a cheap reward with variance, and a learning rate that
+hardly changes the policy. Weights are random, so that an answer of up to 64 tokens ends earlier in a third of cases;
+with ``--ends`` the model was first taught to end its answers, the longest ten times as long as the shortest.
 
-Weights are random: an answer of up to 64 tokens ends before in about a third of the cases, where chance draws the end;
-the mean length stands in the table. With ``--ends`` the model was first taught to end its answers, in lengths of which
-the longest is ten times the shortest, as those of real tasks do.
+* rayrft: the whole system on a Ray of its own; engines and ranks of one thread each. A step includes the weight sync.
+* TRL: one process that generates with transformers in one padded batch, or with ``--continuous 1`` by continuous
+  batching, on the number of threads that makes it fastest. Its defaults stand but for gradient checkpointing, bfloat16
+  and splitting the batch.
 
-* rayrft: the whole system through `rayrft.start` on a Ray of its own, synchronous (``max_staleness`` 0) unless
-  ``--staleness`` says otherwise; engines and ranks of one thread each. Its step includes the weight sync to the
-  engines, the Buffer's log and the metrics.
-* TRL: one process that generates with transformers (its vLLM modes need a GPU), as it does by default, in one padded
-  batch, or with ``--continuous 1`` by continuous batching, which begins and ends a cache in each step; it is given as
-  many threads as make it fastest. Its defaults stand (loss ``dapo``, advantages over the group's deviation) but for
-  these: no gradient checkpointing, no bfloat16, and the whole batch at once.
-
-Each run is a process of its own that may use only those cores; the runs of a round follow one another, and every round
-measures all. A step is the time from the end of one to the end of the next, after the first few; beside it stand the
-seconds of processor time that all processes of the run took, which suffer less from what else the machine does.
+Each run is a process of its own that may use only those cores; in every round all runs follow one another. A step is
+the time from the end of one to the end of the next, after the first few; the seconds of all processors are beside it.
 """
 
 from __future__ import annotations
@@ -84,36 +77,22 @@ def run_rayrft(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
     import rayrft
     from rayrft.monitor.records import StepRecord
+    from tests.bench.lessons.lessons import base
 
     start_ray(16, dashboard=True)  # Ray Train asks its state API whether the trainer's controller lives
     prompts, group, new = options.batch
+    source = {"source": "file", "path": str(folder / "tasks.jsonl")}
+    stage = {"name": "grpo", "algorithm": {"name": "grpo"}, "steps": SKIPPED + options.steps}
+    optimizer = {"lr": LR, "betas": OPTIMIZER.betas, "clip_norm": OPTIMIZER.clip_norm}
+    explorer = {"engine": {"count": options.engines}, "drop_zero_variance": False, "over_sampling": 1.0}
     config = {
-        "name": "bench",
-        "storage": str(folder / "runs"),
+        **base("bench", folder, 0, new, 128, **explorer),
         "max_staleness": options.staleness,
         "model": {"path": str(folder / "model"), "max_length": 128 + new},
-        "tasks": {
-            "sources": [{"source": "file", "path": str(folder / "tasks.jsonl")}],
-            "eval_size": 1,
-            "sampler": "sequential",
-        },
+        "tasks": {"sources": [source], "eval_size": 1, "sampler": "sequential"},
         "reward": {"name": "tests.bench.bench_trl:vowels", "truncated": "score"},
-        "explorer": {
-            "sampling": {"temperature": 1.0, "max_tokens": new, "max_prompt_tokens": 128},
-            "engine": {"count": options.engines},
-            "drop_zero_variance": False,
-        },
         "trainer": {"ranks": options.ranks},
-        "stages": [
-            {
-                "name": "grpo",
-                "algorithm": {"name": "grpo"},
-                "steps": SKIPPED + options.steps,
-                "batch_size": prompts * group,
-                "group_size": group,
-                "optimizer": {"lr": LR, "betas": OPTIMIZER.betas, "clip_norm": OPTIMIZER.clip_norm},
-            }
-        ],
+        "stages": [{**stage, "batch_size": prompts * group, "group_size": group, "optimizer": optimizer}],
         "evaluation": {"enabled": False},
         "checkpoint": {"every": None},
     }
@@ -210,12 +189,8 @@ def make_inputs(folder: Path, options: argparse.Namespace, longest: int) -> None
     from rayrft.trainer.tiny import make_tiny_model
 
     asked = questions(4096)
-    shape = TinyModelConfig(
-        layers=options.layers,
-        hidden_size=options.hidden,
-        heads=max(1, options.hidden // 64),
-        intermediate_size=3 * options.hidden,
-    )
+    hidden, heads = options.hidden, max(1, options.hidden // 64)
+    shape = TinyModelConfig(layers=options.layers, hidden_size=hidden, heads=heads, intermediate_size=3 * hidden)
     fresh = folder / ("fresh" if options.ends else "model")
     make_tiny_model(shape, asked, [], fresh, max_length=2048, seed=0)
     if options.ends:
@@ -231,25 +206,22 @@ def teach_lengths(fresh: Path, taught: Path, asked: list[str], longest: int, ste
     from rayrft.algorithms import build
     from rayrft.config.trainer import OptimizerConfig
     from rayrft.data.tokenizer import ChatTokenizer
-    from rayrft.trainer.batches import TrainRow
     from rayrft.trainer.model import load_policy, save_hf
     from tests.bench.workload import join_alone, log_normal_lengths, make_learner
+    from tests.trainer.learning import row
 
     cpu, chance, tokenizer = torch.device("cpu"), np.random.default_rng(0), ChatTokenizer(fresh)
     lengths = iter(log_normal_lengths(steps * rows, longest // 10, longest))
     join_alone(cpu)
     policy = load_policy(str(fresh))
-    learner = make_learner(policy, "sft", micro_batch_tokens=8192, device=cpu, compute=torch.float32)
+    learner = make_learner(policy, "sft", tokens=8192, device=cpu, compute=torch.float32)
     learner.open_stage(build("sft"), OptimizerConfig(lr=2e-3), steps)
     for _ in range(steps):
         batch = []
         for question in chance.choice(asked, rows):
             prompt = tokenizer.prompt([{"role": "user", "content": question}])
             answer = tokenizer.response("".join(chance.choice([*ascii_lowercase], next(lengths) - 1)))
-            ids = np.array([*prompt, *answer], dtype=np.int32)
-            mask = np.arange(len(ids)) >= len(prompt)
-            nothing = np.zeros(len(ids), dtype=np.float32)
-            batch.append(TrainRow(ids, mask.astype(np.uint8), nothing, nothing, True))
+            batch.append(row(prompt, answer, expert=True))
         learner.step([batch])
     save_hf(policy, tokenizer, taught, writer=True)
     torch.distributed.destroy_process_group()

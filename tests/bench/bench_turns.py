@@ -1,8 +1,7 @@
 """Tokens that are prefilled in the later turns of conversations, beside the fewest possible.
 
-Conversations of several turns by the runner and the client, over two engines: each turn's prompt begins with all of the
-turns before, whose keys and values are in the cache of the engine that had them, but for the last sampled token. The
-fewest are that token and the observation; vLLM's cache is of whole blocks, so up to a block more is computed each time.
+Each turn's prompt begins with all of the turns before, whose keys and values are in the cache of the engine that had
+them, but for the last sampled token. The fewest are that token and the observation; vLLM's cache is of whole blocks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Tokens a second and model FLOPs utilisation (MFU) of the Trainer's step on one NVIDIA GPU.
 
-The Qwen3 models of these sizes with random weights: float32 master weights under FSDP2, bfloat16 compute, packed rows,
-variable-length attention, the chunked head, AdamW; with gradient checkpointing and without. FLOPs are those of
-`tests.bench.workload.Shape.flops`, over the device's dense bfloat16 peak. What checkpointing and the head compute again
-is not counted, so that MFU falls where they do. Each step is timed until the device is idle; medians are given. Where
-there is no GPU the bench says that it did not run.
+Qwen3 models of these sizes with random weights, in float32 under FSDP2 with bfloat16 compute, packed rows, and gradient
+checkpointing or none. FLOPs are those of `tests.bench.workload.Shape.flops`, over the device's dense bfloat16 peak:
+what checkpointing and the head compute again is not counted. Medians of steps, each timed until the device is idle.
 """
 
 from __future__ import annotations
@@ -25,19 +23,8 @@ SHAPES = {
     "1.7B": Shape(2048, 28, 16, 8, 128, 6144, 151936),
     "tiny": Shape(64, 2, 2, 1, 32, 128, 500),
 }
-PEAKS = {
-    "B200": 2250,
-    "GH200": 989,
-    "H200 NVL": 835,
-    "H200": 989,
-    "H100 NVL": 835,
-    "H100 PCIe": 756,
-    "H100": 989,
-    "H800": 989,
-    "A100": 312,
-    "A800": 312,
-    "L40S": 362,
-}
+PEAKS = {"B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989}
+PEAKS |= {"H800": 989, "A100": 312, "A800": 312, "L40S": 362}
 """Dense bfloat16 TFLOP/s by a part of the device's name, the first that fits; from NVIDIA's data sheets."""
 WARM_UP = 3
 
@@ -56,9 +43,8 @@ def bench(
         policy = Policy(shape.model())
     if checkpointing:
         policy.checkpoint_layers()
-    learner = make_learner(
-        policy, "grpo", micro_batch_tokens=options.micro_batch_tokens, device=device, compute=torch.bfloat16
-    )
+    tokens = options.micro_batch_tokens
+    learner = make_learner(policy, "grpo", tokens=tokens, device=device, compute=torch.bfloat16)
     rows = make_rows(lengths, options.prompt, shape.vocabulary)
     seconds = []
     for _ in range(WARM_UP + options.steps):

@@ -1,4 +1,4 @@
-"""Every bench runs, at its smallest. What it measures then says nothing."""
+"""Every bench runs, at its smallest, where what it measures says nothing; its learner is built as a rank builds it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
+import torch
 
+from rayrft.trainer import packing
+from rayrft.trainer.policy import Policy
+from tests.bench.gpu import SHAPES
+from tests.bench.workload import make_learner
 from tests.conftest import ROOT
 
 SMALLEST = {
@@ -50,3 +56,11 @@ def test_it_runs(bench: str) -> None:
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
     assert any(map(str.isdigit, result.stdout)), "no measurement was printed"
+
+
+def test_a_kernel_that_fails_in_a_benchs_precision_is_told_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "uses_kernel", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(packing, "_kernel", mock.Mock(side_effect=TypeError("no such kernel")))
+    policy = Policy(SHAPES["tiny"].model())
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        make_learner(policy, "grpo", tokens=64, device=torch.device("cpu"), compute=torch.bfloat16)

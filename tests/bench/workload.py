@@ -17,6 +17,7 @@ from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.model import shard
 from rayrft.trainer.policy import Policy
+from tests.trainer.learners import qwen3
 
 OPTIMIZER = OptimizerConfig(lr=1e-5)
 
@@ -35,24 +36,10 @@ class Shape:
 
     def model(self) -> Any:
         """Random weights in float32, the same every time."""
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
         torch.manual_seed(0)
-        return Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=self.vocabulary,
-                hidden_size=self.hidden,
-                intermediate_size=self.intermediate,
-                num_hidden_layers=self.layers,
-                num_attention_heads=self.heads,
-                num_key_value_heads=self.kv_heads,
-                head_dim=self.head_dim,
-                max_position_embeddings=1 << 16,
-                tie_word_embeddings=True,
-                eos_token_id=None,
-                bos_token_id=None,
-            )
-        )
+        heads = {"num_key_value_heads": self.kv_heads, "head_dim": self.head_dim}
+        ends = {"max_position_embeddings": 1 << 16, "eos_token_id": None, "bos_token_id": None}
+        return qwen3(self.vocabulary, self.hidden, self.intermediate, self.layers, self.heads, **heads, **ends)
 
     def flops(self, lengths: Sequence[int], predicted: int) -> float:
         """Of one training step on rows of these lengths: six for each weight and token (Kaplan et al. 2020,
@@ -99,13 +86,11 @@ def join_alone(device: torch.device) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def make_learner(
-    policy: Policy, algorithm: str, *, micro_batch_tokens: int, device: torch.device, compute: torch.dtype
-) -> Learner:
+def make_learner(policy: Policy, algorithm: str, *, tokens: int, device: torch.device, compute: torch.dtype) -> Learner:
     """A learner as a rank of the Trainer builds it. Raises RuntimeError where the policy would not pack."""
     if remark := policy.enable_fast_paths(pack=True, compute=compute):
         raise RuntimeError(remark)
     sharded = shard(policy, init_device_mesh(device.type, (1,)), compute)
-    learner = Learner(sharded, micro_batch_tokens=micro_batch_tokens, temperature=1.0, device=device)
+    learner = Learner(sharded, micro_batch_tokens=tokens, temperature=1.0, device=device)
     learner.open_stage(build(algorithm), OPTIMIZER, steps=1_000_000)
     return learner

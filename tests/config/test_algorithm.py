@@ -58,9 +58,7 @@ def test_chord_takes_its_share_of_expert_rows_as_mix_does() -> None:
         ({"name": "grpo", "kl": "k3"}, {"update": {"reset_optimizer": True}}, "update.reset_optimizer"),
     ],
 )
-def test_what_cannot_run_or_has_no_effect_is_refused_before_it_starts(
-    algorithm: dict[str, Any], changes: dict[str, Any], field: str
-) -> None:
+def test_what_fails_or_has_no_effect_is_refused(algorithm: dict[str, Any], changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, check=about(f"stages.s.{field}")):
         stage(algorithm, **changes)
 
@@ -95,9 +93,7 @@ def test_a_teacher_is_given_where_there_is_distillation_and_nowhere_else(tmp_pat
             stage(algorithm, teacher="some/model")
 
 
-def test_a_folder_with_a_teacher_is_found_from_any_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_teachers_folder_is_found_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "teacher").mkdir()
     monkeypatch.chdir(tmp_path)
     assert stage({"name": "distill"}, teacher="teacher").teacher == str(tmp_path / "teacher")

@@ -90,6 +90,11 @@ def test_a_bad_value_is_named_with_its_remedy(override: dict[str, Any], message:
         load_config(base(), override)
 
 
+SHARED = {"explorer.engine.gpus": 0.4, "trainer.gpus": 0.6}
+KL = {"stages.mix.algorithm.kl": "k3", "stages.mix.algorithm.kl_coef": 0.1}
+REFRESH = "stages.mix.update.reference_refresh"
+
+
 @pytest.mark.parametrize(
     ("override", "field", "value"),
     [
@@ -130,6 +135,11 @@ def test_a_bad_value_is_named_with_its_remedy(override: dict[str, Any], message:
         ({"stages": base()["stages"] * 2}, "stages", ("mix",)),
         ({"storage": "s3://bucket/runs"}, "storage", ("s3://bucket/runs",)),
         ({"buffer.storage": "s3://bucket/runs"}, "buffer.storage", ("s3://bucket/runs",)),
+        ({"stages": []}, "stages", (None,)),
+        ({"model.tiny": None}, "model.path", (None,)),
+        ({"evaluation.max_tokens": 30}, "evaluation.max_tokens", (30,)),
+        ({**SHARED, "evaluation.engines": 1}, "evaluation.engines", (1,)),
+        ({**KL, "trainer.lora.rank": 4, REFRESH: 2}, REFRESH, ()),
     ],
 )
 def test_a_bad_value_is_named(override: dict[str, Any], field: str, value: tuple[Any, ...]) -> None:
@@ -175,9 +185,7 @@ def test_the_transfer_backend_follows_from_the_devices(gpus: tuple[float, float]
         ("bfloat16", 0.4, ProbeBounds(0.06, 0.4, 0.99)),
     ],
 )
-def test_how_closely_engine_and_trainer_must_agree_follows_from_the_precision(
-    dtype: str, given: float | None, bounds: ProbeBounds
-) -> None:
+def test_the_probes_bounds_follow_from_the_precision(dtype: str, given: float | None, bounds: ProbeBounds) -> None:
     config = load_config(base(), {"model.dtype": dtype, "weight_sync.tolerance": given})
     found = config.probe_bounds
     assert (found.mean, found.most, found.share) == pytest.approx((bounds.mean, bounds.most, bounds.share))

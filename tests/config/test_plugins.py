@@ -24,6 +24,12 @@ from tests.errors import about
 EXAMPLE = ROOT / "jobs" / "plugins" / "my_loss.py"
 
 
+def piece(function: str, name: str = "a_test_piece", imports: str = "") -> str:
+    """The source of a plugin that registers a policy loss."""
+    imports = f"from rayrft.algorithms import TokenLoss, policy_losses\n{imports}\n"
+    return f"{imports}@policy_losses.register({name!r})\n{function}\n"
+
+
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """What a test's own files register is not there for the others."""
@@ -55,11 +61,7 @@ def test_the_example_runs_as_it_says() -> None:
 
 
 def test_a_run_keeps_copies_of_its_plugins_which_are_found_where_these_are_gone(tmp_path: Path) -> None:
-    source = (
-        "from rayrft.algorithms import TokenLoss, policy_losses\n"
-        "@policy_losses.register('a_test_piece')\n"
-        "def loss(tokens):\n    return TokenLoss(-tokens.advantages)\n"
-    )
+    source = piece("def loss(tokens): return TokenLoss(-tokens.advantages)")
     cache = tmp_path / "cache" / "piece.py"
     cache.parent.mkdir()
     cache.write_text(source)
@@ -87,12 +89,7 @@ def test_coefficients_of_ones_own_pieces_are_checked_like_any_other() -> None:
 
 def test_a_file_is_run_again_only_when_it_changed(tmp_path: Path) -> None:
     path = tmp_path / "piece.py"
-    source = (
-        "from rayrft.algorithms import TokenLoss, policy_losses\n"
-        "@policy_losses.register('a_test_piece')\n"
-        "def mine(logprobs, batch, *, factor: float = {}):\n"
-        "    return TokenLoss(-factor * logprobs)\n"
-    )
+    source = piece("def mine(logprobs, batch, *, factor: float = {}): return TokenLoss(-factor * logprobs)")
     path.write_text(source.format(2.0))
     load_plugins([path])
     first = policy_losses.get("a_test_piece").function
@@ -104,18 +101,12 @@ def test_a_file_is_run_again_only_when_it_changed(tmp_path: Path) -> None:
 
 
 def test_plugins_import_each_other_and_what_lies_beside_them_in_any_order(tmp_path: Path) -> None:
-    imports = "from rayrft.algorithms import TokenLoss, policy_losses\n"
     (tmp_path / "beside_plugins.py").write_text("FACTOR = 2.0\n")
-    (first := tmp_path / "first_plugin.py").write_text(
-        f"{imports}from beside_plugins import FACTOR\n"
-        "@policy_losses.register('a_test_piece')\n"
-        "def mine(logprobs, batch): return TokenLoss(-FACTOR * logprobs)\n"
-    )
-    (second := tmp_path / "second_plugin.py").write_text(
-        f"{imports}from first_plugin import mine\n"
-        "@policy_losses.register('another_piece')\n"
-        "def other(logprobs, batch): return mine(logprobs, batch)\n"
-    )
+    beside, imported = "from beside_plugins import FACTOR", "from first_plugin import mine"
+    mine = piece("def mine(logprobs, batch): return TokenLoss(-FACTOR * logprobs)", imports=beside)
+    (first := tmp_path / "first_plugin.py").write_text(mine)
+    other = piece("def other(logprobs, batch): return mine(logprobs, batch)", "another_piece", imported)
+    (second := tmp_path / "second_plugin.py").write_text(other)
     for order in ([first, second], [second, first]):
         load_plugins(order)
         logprobs = torch.tensor([1.0])
@@ -132,10 +123,7 @@ def test_plugins_import_each_other_and_what_lies_beside_them_in_any_order(tmp_pa
         (None, r"plugins: cannot be read: No such file or directory \(found '.*piece\.py'\)"),
         ("1 / 0", r"plugins: cannot be loaded: ZeroDivisionError: division by zero \(found '.*piece\.py'\)"),
         ("def f(:", r"plugins: cannot be loaded: SyntaxError: "),
-        (
-            "from rayrft.algorithms import policy_losses\n@policy_losses.register('ppo')\ndef ppo(a, b): ...",
-            r"cannot be loaded: ConfigError: policy_loss: a policy_loss of this name exists \(found 'ppo'\)",
-        ),
+        (piece("def ppo(a, b): ...", "ppo"), r"cannot be loaded: ConfigError: policy_loss: .* exists \(found 'ppo'\)"),
     ],
 )
 def test_a_file_that_cannot_be_loaded_is_named_with_the_cause(source: str | None, message: str, tmp_path: Path) -> None:
@@ -149,11 +137,7 @@ def test_a_file_that_cannot_be_loaded_is_named_with_the_cause(source: str | None
 
 def test_a_coefficient_without_a_default_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "piece.py"
-    path.write_text(
-        "from rayrft.algorithms import policy_losses\n"
-        "@policy_losses.register('no_default')\n"
-        "def mine(logprobs, batch, *, factor: float): ...\n"
-    )
+    path.write_text(piece("def mine(logprobs, batch, *, factor: float): ...", "no_default"))
     with pytest.raises(ConfigError, check=about("stages.s.mine.factor")):
         load_config(run_with(path, policy_loss="no_default"))
 

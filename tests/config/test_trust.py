@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -156,7 +157,8 @@ def _open_page(folder: Path) -> None:
     services.serve_feedback(folder, FeedbackConfig())
 
 
-READERS: list[Callable[[Path], Any]] = [
+Read = Callable[[Path], Any]
+READERS: list[Read] = [
     Archive.of_run,
     lambda folder: export(folder, folder / "out"),
     lambda folder: find_weights("a", str(folder), folder.parent, folder, "model"),
@@ -168,9 +170,7 @@ READERS: list[Callable[[Path], Any]] = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    def elsewhere(*_: Any, **__: Any) -> None:
-        raise Elsewhere
-
+    elsewhere = mock.Mock(side_effect=Elsewhere)
     monkeypatch.setattr(services, "connect", elsewhere)
     monkeypatch.setattr("rayrft.benchmark.difficulty.load_processed", elsewhere)
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -180,18 +180,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_readers_of_a_run_folder_run_no_plugins_of_it(
-    read: Callable[[Path], Any], folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_readers_of_a_folder_run_no_plugins_of_it(read: Read, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.suppress(RayrftError, Elsewhere):
         read(folder)
     assert not (folder / "ran").exists()
     assert "RAYRFT_TRUST_PLUGINS=1" in caplog.text and str(folder / "code.py") in caplog.text
 
 
-def test_a_run_folder_that_needs_its_plugins_says_how_to_allow_them(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_needs_its_plugins_says_how_to_allow_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (folder / "config.yaml").read_text()
     needing = yaml.safe_load(text)
     needing["stages"][0]["algorithm"]["policy_loss"] = "of_a_plugin"

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import ray
 import torch
 import torch.distributed as dist
@@ -36,25 +37,11 @@ from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankApi, RankCall, RankSetup
 from rayrft.trainer.rank import Rank
 from rayrft.trainer.trainer import Ranks, Trainer
+from tests.buffer.in_process import ObjectTable
 from tests.scripted import remote
 
 TASKS = 40
 VOCABULARY = 50
-
-
-class Objects:
-    """Stands for the object store."""
-
-    def __init__(self) -> None:
-        self._messages: list[Any] = []
-        ray.put, ray.get = self.put, self.get
-
-    def put(self, message: Any) -> int:
-        self._messages.append(pa.py_buffer(message.to_pybytes()))
-        return len(self._messages) - 1
-
-    def get(self, refs: Any) -> Any:
-        return [self._messages[ref] for ref in refs]
 
 
 class OneRank:
@@ -103,10 +90,8 @@ class OneRank:
 class ScriptedExplorer:
     """An explorer whose answers are drawn by task and seed and rewarded by the present weights."""
 
-    def __init__(
-        self, buffer: Handle[Buffer], trainer: Handle[Trainer], pipe: Connection, poisoned: int | None
-    ) -> None:
-        self._buffer, self._ranks, self._pipe, self._poisoned = buffer, Ranks(trainer), pipe, poisoned
+    def __init__(self, buffer: Handle[Buffer], trainer: Handle[Trainer], pipe: Connection, poison: int | None) -> None:
+        self._buffer, self._ranks, self._pipe, self._poisoned = buffer, Ranks(trainer), pipe, poison
         self._writer = BufferWriter(buffer)
         self._name, self._calls = f"explorer-{os.getpid()}", 0  # of this life: the one before was given up
 
@@ -168,7 +153,7 @@ def run(config: RunConfig, pipe: Connection, poisoned: int | None = None) -> Non
 
 
 async def _run(config: RunConfig, pipe: Connection, poisoned: int | None) -> None:
-    Objects()
+    ObjectTable(pytest.MonkeyPatch())
     checkpoints = Checkpoints(config.folder, config.checkpoint)
     progress = checkpoints.latest()
     if progress is None:

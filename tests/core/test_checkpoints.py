@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -121,32 +122,25 @@ def test_the_best_that_were_measured_are_kept_and_of_equals_the_earlier(tmp_path
     assert [each.step for each in checkpoints.all()] == [2, 4, 7]
 
 
-def test_a_run_can_go_on_from_the_oldest_of_the_last(tmp_path: Path) -> None:
+def test_a_run_can_resume_from_the_oldest_of_the_last(tmp_path: Path) -> None:
     """Also past a million steps, where names are longer, and where one is kept for its accuracy."""
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=2, keep_best=1))
     for step in (3, 999_950, 1_000_000, 1_000_050):
         write(checkpoints, Progress("run", step=step, accuracy=0.9 if step == 3 else None))
     assert [each.step for each in checkpoints.all()] == [3, 1_000_000, 1_000_050]
     assert checkpoints.fallback() == 1_000_000
-    latest = checkpoints.latest()
-    assert latest is not None and latest.step == 1_000_050
+    assert (latest := checkpoints.latest()) and latest.step == 1_000_050
 
 
-def test_a_full_disk_is_a_storage_error_and_leaves_the_earlier_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=1))
     write(checkpoints, Progress("run", step=3))
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as disk:
-        disk.setattr(Path, "write_text", full)
+        disk.setattr(Path, "write_text", mock.Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(StorageError, check=about(str(tmp_path / "checkpoints" / ".step-000006.partial"))):
             write(checkpoints, Progress("run", step=6))
-    latest = checkpoints.latest()
-    assert latest is not None and latest.step == 3
+    assert (latest := checkpoints.latest()) and latest.step == 3
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"12")], ids=["missing", "cut off"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import grpc
 import psutil
@@ -31,6 +33,7 @@ from rayrft.errors import ClusterError
 from tests.errors import about
 
 Head = Callable[..., str]
+CONNECT = "from rayrft.core.cluster import connect; connect()"
 
 
 @pytest.fixture
@@ -119,9 +122,7 @@ def on_this_machine(monkeypatch: pytest.MonkeyPatch, *running: str, latest: str 
     monkeypatch.setattr(utils, "read_ray_address", lambda: latest)
 
 
-def test_an_address_that_leads_nowhere_is_refused_at_once(
-    joined: Joined, closed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_that_leads_nowhere_is_refused(joined: Joined, closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for address in (closed, f"http://{closed}", f"ray://{closed}"):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ClusterError) as caught:
@@ -130,19 +131,14 @@ def test_an_address_that_leads_nowhere_is_refused_at_once(
     assert joined == []
 
 
-@pytest.mark.parametrize("required", [None, "secret"])
-@pytest.mark.parametrize("found", [None, "secret", "of another cluster"])
-@pytest.mark.parametrize("asked", [None, "token", "disabled"])
+TOKENS = [None, "secret"], [None, "secret", "of another cluster"], [None, "token", "disabled"]
+
+
+@pytest.mark.parametrize("tokens", itertools.product(*TOKENS), ids=str)
 def test_authentication_follows_the_cluster_that_is_joined(
-    joined: Joined,
-    home: Path,
-    head: Head,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    required: str | None,
-    found: str | None,
-    asked: str | None,
+    joined: Joined, home: Path, head: Head, monkeypatch: pytest.MonkeyPatch, capfd: Any, tokens: tuple[str | None, ...]
 ) -> None:
+    required, found, asked = tokens
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     if found is not None:
         (home / ".ray").mkdir()
@@ -178,19 +174,14 @@ def test_authentication_follows_the_cluster_that_is_joined(
 def test_a_ray_that_does_not_start_is_one_line_with_field_and_remedy(
     joined: Joined, monkeypatch: pytest.MonkeyPatch, error: Exception, field: str
 ) -> None:
-    def init(**_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "init", mock.Mock(side_effect=error))
     with pytest.raises(ClusterError, check=about(field)) as caught:
         connect()
     assert "\n" not in str(caught.value) and caught.value.remedy
     assert caught.value.__suppress_context__
 
 
-def test_without_an_address_the_latest_that_answers_is_joined_or_one_is_started(
-    joined: Joined, head: Head, closed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_latest_cluster_is_joined(joined: Joined, head: Head, closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     latest = head()
     on_this_machine(monkeypatch, head(), latest, latest=latest)
     connect()
@@ -201,9 +192,7 @@ def test_without_an_address_the_latest_that_answers_is_joined_or_one_is_started(
     assert joined[1:] == ["local", "local"]
 
 
-def test_workers_find_a_python_whose_path_has_a_space(
-    joined: Joined, head: Head, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_whose_path_has_a_space_is_found(joined: Joined, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", head())
     for path in ("/opt/rayrft/python", "/home/my checkout/python"):
         monkeypatch.setattr(sys, "executable", path)
@@ -212,20 +201,15 @@ def test_workers_find_a_python_whose_path_has_a_space(
 
 
 def test_a_ray_of_its_own_ends_with_the_process_and_runs_beside_another(ray_cluster: Any, home: Path) -> None:
-    code = """
-import sys
-from rayrft.core.cluster import connect
-connect()
-print("ready", flush=True)
-sys.stdin.read()
-"""
+    code = f"import sys; {CONNECT}; print('ready', flush=True); sys.stdin.read()"
     mark = uuid.uuid4().hex
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     env = {**os.environ, "RAY_ADDRESS": "local", "RAYRFT_TEST_MARK": mark}
     process = subprocess.Popen([sys.executable, "-c", code], env=env, text=True, **pipes)
     assert process.stdout is not None
     line = process.stdout.readline()
-    started = [each for each in psutil.process_iter() if marked(each, mark)]
+    processes = psutil.process_iter(["environ"])
+    started = [each for each in processes if (each.info["environ"] or {}).get("RAYRFT_TEST_MARK") == mark]
     _, errors = process.communicate(timeout=60)
     assert line == "ready\n", errors
     assert str(home / ".ray/auth_token") in errors and "RAY_ADDRESS=" in errors
@@ -237,17 +221,9 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_a_cluster_without_a_token_is_joined_by_a_user_who_has_one(home: Path) -> None:
-    start = """
-import ray, sys
-print(ray.init("local", num_cpus=1, include_dashboard=False).address_info["gcs_address"], flush=True)
-sys.stdin.read()
-"""
-    join = """
-import ray
-from rayrft.core.cluster import connect
-connect()
-print(ray.get(ray.remote(lambda: 7).remote()))
-"""
+    started = 'ray.init("local", num_cpus=1, include_dashboard=False).address_info["gcs_address"]'
+    start = f"import ray, sys; print({started}, flush=True); sys.stdin.read()"
+    join = f"import ray; {CONNECT}; print(ray.get(ray.remote(lambda: 7).remote()))"
     ensure_token()
     code = [sys.executable, "-c", start]
     env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
@@ -261,16 +237,7 @@ print(ray.get(ray.remote(lambda: 7).remote()))
     assert "works without authentication" in result.stderr
 
 
-def marked(process: psutil.Process, mark: str) -> bool:
-    try:
-        return process.environ().get("RAYRFT_TEST_MARK") == mark
-    except psutil.Error:
-        return False
-
-
-def test_to_look_at_runs_no_cluster_is_started(
-    joined: Joined, head: Head, closed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looking_starts_no_cluster(joined: Joined, head: Head, closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ClusterError, match="no Ray cluster runs"):
         connect(start=False)
     only = head()
@@ -294,9 +261,7 @@ def test_a_token_is_made_where_there_is_none_and_ray_finds_it(home: Path, capfd:
     assert path.read_text() == token and not capfd.readouterr().err
 
 
-def test_in_a_home_that_cannot_be_written_every_command_finds_the_same_token(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_home_has_one_token_for_all(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / ".ray").touch()  # no folder can be made there
     ensure_token()
     path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
@@ -304,14 +269,11 @@ def test_in_a_home_that_cannot_be_written_every_command_finds_the_same_token(
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     ensure_token()
     assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(path)
-
-
-def test_a_folder_that_others_can_look_into_gets_no_token(home: Path, tmp_path: Path) -> None:
-    (home / ".ray").touch()
-    (tmp_path / "tmp" / f"rayrft-{os.getuid()}").mkdir(mode=0o755)
-    with pytest.raises(ClusterError) as caught:
-        ensure_token()
-    assert caught.value.field == "RAY_AUTH_TOKEN_PATH"
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    path.unlink()
+    path.parent.chmod(0o755)
+    with pytest.raises(ClusterError, check=about("RAY_AUTH_TOKEN_PATH")):
+        ensure_token()  # others can look into the folder
 
 
 def test_a_token_is_made_in_the_file_that_is_named(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,18 +48,15 @@ def kill(run: rayrft.Run) -> None:
     run.kill()
 
 
-def fail(run: rayrft.Run) -> None:
+def fail(run: rayrft.Run, actor: str = "trainer") -> None:
     next(run.records())  # it is being started
-    os.kill(run.pids()["trainer"], signal.SIGKILL)
+    os.kill(run.pids()[actor], signal.SIGKILL)
     with pytest.raises(ActorDied):
         run.result()
 
 
 def lose_the_master(run: rayrft.Run) -> None:
-    next(run.records())
-    os.kill(run.pids()["master"], signal.SIGKILL)
-    with pytest.raises(ActorDied):
-        run.result()
+    fail(run, "master")
 
 
 def stop(run: rayrft.Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -29,7 +30,7 @@ def end(config: RunConfig, status: str, steps: int) -> None:
     write_summary(config.folder, summarise(config.name, status, None, Totals(), None, 0.0, step=steps))
 
 
-def test_a_run_without_its_summary_is_gone_on_with(ended: RunConfig) -> None:
+def test_a_run_without_its_summary_is_resumed(ended: RunConfig) -> None:
     _, progress = launch.resume(ended.folder)  # type: ignore[misc]
     assert progress.step == 5
     end(ended, status="failed", steps=5)
@@ -53,7 +54,7 @@ def test_a_run_whose_checkpoint_is_not_whole_is_refused_before_anything_starts(e
     assert error.value.field == "checkpoint"
 
 
-def test_a_folder_that_was_moved_is_gone_on_with_where_it_lies(ended: RunConfig, tmp_path: Path) -> None:
+def test_a_folder_that_was_moved_is_resumed_where_it_lies(ended: RunConfig, tmp_path: Path) -> None:
     moved = ended.folder.rename(tmp_path / "elsewhere-20260101-120000")
     config, _ = launch.resume(moved)  # type: ignore[misc]
     assert config.folder == moved
@@ -68,13 +69,8 @@ def test_a_run_that_did_not_begin_is_started_instead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", [ClusterError("no Ray cluster runs"), RunNotFound("no run of that name")])
-def test_the_status_of_an_ended_run_is_read_in_its_folder(
-    ended: RunConfig, monkeypatch: pytest.MonkeyPatch, reason: RayrftError
-) -> None:
-    def attach(name: str) -> None:
-        raise reason
-
-    monkeypatch.setattr(launch, "attach", attach)
+def test_an_ended_run_has_its_status(ended: RunConfig, monkeypatch: pytest.MonkeyPatch, reason: RayrftError) -> None:
+    monkeypatch.setattr(launch, "attach", mock.Mock(side_effect=reason))
     monkeypatch.setattr(launch, "starting_runs", lambda: ["another"])
     left = launch.find_status(str(ended.folder))
     assert (left.status, left.ended, left.folder) == ("killed", True, ended.folder) and "no summary" in str(left.error)

@@ -6,6 +6,7 @@ import asyncio
 import errno
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -40,16 +41,7 @@ NOTHING: dict[str, Any] = {
     "tokenizer": print,
 }
 PREPARED = Prepared(run_id="id", model="model", terms=ModelTerms(9, 9, "digest"), **NOTHING)
-
-
-class Groups:
-    """Placement groups that are there at once."""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def reserve(self, names: list[str]) -> None: ...
-
-    def remove(self) -> None: ...
+Made = tuple[Master, "Actor"]
 
 
 class Actor(Watched):
@@ -75,7 +67,7 @@ class Actor(Watched):
 
 
 @pytest.fixture
-def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Master, Actor]:
+def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     """A Master whose trainer does not come up, and that trainer."""
     config = run_folder(tmp_path, "begins", evaluation={"enabled": False}, monitor={"patience_s": 0.1})
     trainer, buffer = Actor(), Actor()
@@ -94,7 +86,7 @@ def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Master, Act
     for kind in (ExplorerPart, PolicyEngines, EvaluationEngines):
         without.append(type(kind.__name__, (kind,), {"exists": False}))
     monkeypatch.setattr(module, "KINDS", [*without, ScriptedBuffer, ScriptedTrainer])
-    monkeypatch.setattr(module, "Placement", Groups)
+    monkeypatch.setattr(module, "Placement", mock.Mock())  # its groups are there at once
     monkeypatch.setattr(Handle, "kill", lambda self: None)
     monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
     return Master(config, Progress("id")), trainer
@@ -106,7 +98,7 @@ async def run(master: Master) -> Summary:
     return await asyncio.wait_for(master.run([prepared]), 30)
 
 
-async def test_a_run_is_stopped_while_its_engines_start(master: tuple[Master, Actor]) -> None:
+async def test_a_run_is_stopped_while_its_engines_start(master: Made) -> None:
     subject, trainer = master
     running = asyncio.ensure_future(run(subject))
     await trainer.called.wait()
@@ -124,13 +116,8 @@ async def test_a_run_is_stopped_while_its_engines_start(master: tuple[Master, Ac
     assert (await subject.status()).status == "stopped"
 
 
-async def test_a_ledger_that_does_not_close_fails_the_run(
-    master: tuple[Master, Actor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def lose_rows(self: Actor) -> RowStats:
-        raise AssertionError("rows are lost")
-
-    monkeypatch.setattr(Actor, "stats", lose_rows)
+async def test_a_ledger_that_does_not_close_fails_the_run(master: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Actor, "stats", mock.AsyncMock(side_effect=AssertionError("rows are lost")))
     subject, trainer = master
     running = asyncio.ensure_future(run(subject))
     await trainer.called.wait()
@@ -140,7 +127,7 @@ async def test_a_ledger_that_does_not_close_fails_the_run(
     assert (await subject.status()).status == "failed"
 
 
-async def test_who_does_not_come_up_is_named_in_the_records_and_the_status(master: tuple[Master, Actor]) -> None:
+async def test_who_does_not_come_up_is_named_in_the_records_and_the_status(master: Made) -> None:
     subject, _ = master
     running = asyncio.ensure_future(run(subject))
     seen: list[Any] = []
@@ -153,9 +140,7 @@ async def test_who_does_not_come_up_is_named_in_the_records_and_the_status(maste
     await running
 
 
-async def test_a_run_that_failed_says_why_with_its_counters_also_when_it_is_asked_later(
-    master: tuple[Master, Actor],
-) -> None:
+async def test_a_run_that_failed_says_why_with_its_counters_also_when_it_is_asked_later(master: Made) -> None:
     subject, trainer = master
     trainer.error = DataError("no rows", field="tasks.path")
     with pytest.raises(DataError):
@@ -167,14 +152,11 @@ async def test_a_run_that_failed_says_why_with_its_counters_also_when_it_is_aske
     assert summary.error == status.error and summary.ledger == LEDGER
 
 
-async def test_the_root_cause_is_raised_where_a_full_disk_takes_no_summary(
-    master: tuple[Master, Actor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_root_cause_is_raised_when_the_disk_is_full(master: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     subject, trainer = master
     trainer.error = StorageError("No space left on device", field="segment-7")
 
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
 
     def no_record(self: Any, record: Any) -> None:
         if "failed" in getattr(record, "text", ""):

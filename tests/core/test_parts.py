@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,8 +106,6 @@ async def test_every_actor_whose_death_ends_the_run_is_watched_and_has_a_heartbe
 
 
 def test_a_tracked_handle_is_a_plain_one_in_another_process() -> None:
-    import pickle
-
     tracked: TrackedHandle[Any] = TrackedHandle(Handle("buffer", "actor"), Waits("master"))
     received = pickle.loads(pickle.dumps(tracked))
     assert type(received) is Handle and (received.name, received.actor) == ("buffer", "actor")

@@ -7,12 +7,15 @@ import sys
 from typing import Any
 
 import pytest
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayrft.config import load_config
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import Bundles, ClusterNode, Placement, check_placement, show_plan
 from rayrft.errors import ConfigError, PlacementError
 from tests.config.given import base
+from tests.conftest import ROOT
 
 GIB = 1 << 30
 LAPTOP = {"CPU": 2.0, "memory": 8.0 * GIB}
@@ -25,8 +28,6 @@ def nodes(*resources: dict[str, float], labels: str = "") -> list[ClusterNode]:
 
 
 def test_the_quickstart_fits_two_cores() -> None:
-    from tests.conftest import ROOT
-
     parts = plan_placement(load_config(ROOT / "jobs" / "quickstart.yaml"))
     check_placement(parts, nodes(LAPTOP))
 
@@ -109,9 +110,7 @@ def part(name: str, count: int, cpus: float = 0.1, gpus: float = 0.0) -> Bundles
         ([part("a", 2, gpus=0.8)], [{**LAPTOP, "GPU": 1.7}], "a"),
     ],
 )
-def test_what_is_enough_in_sum_and_fits_nowhere_is_refused_by_name(
-    parts: list[Bundles], free: list[dict[str, float]], left_over: str | None
-) -> None:
+def test_what_fits_nowhere_is_named(parts: list[Bundles], free: list[dict[str, float]], left_over: str | None) -> None:
     if left_over is None:
         check_placement(parts, nodes(*free))
     else:
@@ -131,9 +130,6 @@ def test_engines_and_ranks_that_share_gpus_share_their_bundles() -> None:
 
 
 def test_each_engine_is_on_the_gpu_of_its_rank_and_of_no_other(ray_cluster: Any) -> None:
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
     if ray.cluster_resources().get("GPU", 0) < 2:
         pytest.skip("needs 2 GPUs, or what Ray takes for them")
     config = load_config(base(), {**SHARED, "explorer.engine.count": 2, "trainer.ranks": 2})
@@ -154,8 +150,6 @@ def test_each_engine_is_on_the_gpu_of_its_rank_and_of_no_other(ray_cluster: Any)
 
 class Device:
     def gpus(self) -> list[Any]:
-        import ray
-
         return ray.get_gpu_ids()
 
 

@@ -114,9 +114,7 @@ def test_each_reward_is_built_once_tried_on_every_source_and_says_how_it_scores_
         ({}, ["grader"], "c", "reward.domains"),
     ],
 )
-def test_what_a_reward_lacks_is_an_error_before_the_run_starts(
-    settings: dict[str, Any], auxiliary: list[str], domain: str, field: str
-) -> None:
+def test_what_a_reward_lacks_is_named(settings: dict[str, Any], auxiliary: list[str], domain: str, field: str) -> None:
     config = RewardConfig(domains={"a": {"name": f"{__name__}:Telling", **settings}})  # type: ignore[dict-item]
     with pytest.raises(ConfigError, check=about(field)):
         check_rewards(config, [(Task.create("t", "question", "x", domain=domain), 0)], auxiliary)
@@ -147,9 +145,7 @@ def scored(reward: str, answers: list[str], **options: Any) -> list[str]:
         (f"{__name__}:Own", {"value": 0.5, "accepts_truth": True}, "7", 0),
     ],
 )
-def test_a_reward_that_accepts_no_reference_answer_of_a_source_ends_the_start(
-    reward: str, options: dict[str, Any], answer: str, unknown: int
-) -> None:
+def test_a_reward_must_accept_some_references(reward: str, options: dict[str, Any], answer: str, unknown: int) -> None:
     with pytest.raises(ConfigError, check=about("reward.name", reward)) as caught:
         scored(reward, [answer] * 60, **options)
     assert f"60 of 60 reference answers of source 0 do not get full marks ({unknown} unknown)" in caught.value.problem

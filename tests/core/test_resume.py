@@ -20,6 +20,9 @@ from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.core.resumable import run
 from tests.e2e.conftest import small_config
 from tests.runtime.forks import FORKS
+from tests.trainer.learners import qwen3
+
+Whole = tuple[RunConfig, list[str]]
 
 
 def make_config(storage: Path, model: Path, name: str, **overrides: Any) -> RunConfig:
@@ -36,14 +39,9 @@ def make_config(storage: Path, model: Path, name: str, **overrides: Any) -> RunC
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
-    config = Qwen3Config(**sizes, **heads, tie_word_embeddings=True)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    qwen3(50, 16, 32, layers=2, heads=2).save_pretrained(folder)
     return folder
 
 
@@ -91,15 +89,17 @@ def until_end(config: RunConfig, poisoned: int | None = None) -> list[Any]:
     return events
 
 
-def go_through(config: RunConfig) -> list[str]:
-    """Run to the end without a kill; gives the events."""
+def go_through(config: RunConfig, like: RunConfig | None = None) -> list[str]:
+    """Run to the end without a kill, and compare with another run; gives the events."""
     events = until_end(config)
     assert events[-1] == "end"
+    if like is not None:
+        assert_same(config, like)
     return events
 
 
 @pytest.fixture(scope="module")
-def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[str]]:
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """A run that was not killed, and its events."""
     config = make_config(tmp_path_factory.mktemp("reference"), model, "whole")
     return config, go_through(config)
@@ -122,9 +122,7 @@ def steps(config: RunConfig) -> list[int]:
 
 
 @pytest.mark.parametrize("most", [8, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_at_random_points_change_nothing(
-    most: int, model: Path, tmp_path: Path, whole: tuple[RunConfig, list[str]]
-) -> None:
+def test_kills_at_random_points_change_nothing(most: int, model: Path, tmp_path: Path, whole: Whole) -> None:
     chance, kills, number = random.Random(most), 0, 0
     while kills < most:
         config = make_config(tmp_path, model, f"killed-{number}")
@@ -142,18 +140,13 @@ def test_kills_at_random_points_change_nothing(
         assert_same(config, whole[0])
 
 
-def test_a_run_begins_again_where_no_checkpoint_was_written(
-    model: Path, tmp_path: Path, whole: tuple[RunConfig, list[str]]
-) -> None:
+def test_a_run_begins_again_where_no_checkpoint_was_written(model: Path, tmp_path: Path, whole: Whole) -> None:
     config = make_config(tmp_path, model, "early")
     Process(config).kill_at("train")
-    go_through(config)
-    assert_same(config, whole[0])
+    go_through(config, like=whole[0])
 
 
-def test_a_checkpoint_that_was_being_written_is_not_taken_for_one(
-    model: Path, tmp_path: Path, whole: tuple[RunConfig, list[str]]
-) -> None:
+def test_a_checkpoint_that_was_being_written_is_not_taken_for_one(model: Path, tmp_path: Path, whole: Whole) -> None:
     config = make_config(tmp_path, model, "torn")
     Process(config).kill_at("checkpoint")
     [journal] = (config.folder / "buffer").glob("journal*")
@@ -168,9 +161,7 @@ def test_a_checkpoint_that_was_being_written_is_not_taken_for_one(
     assert_same(config, whole[0])
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_when_the_newest_is_gone(
-    model: Path, tmp_path: Path, whole: tuple[RunConfig, list[str]]
-) -> None:
+def test_a_run_resumes_from_the_checkpoint_before_one_that_is_gone(model: Path, tmp_path: Path, whole: Whole) -> None:
     config = make_config(tmp_path, model, "damaged")
     newest = config.folder / "checkpoints" / "step-000011"
     process = Process(config)
@@ -179,21 +170,17 @@ def test_a_run_goes_on_from_the_checkpoint_before_when_the_newest_is_gone(
             process.kill()
             break
     shutil.rmtree(newest)
-    latest = Checkpoints(config.folder, config.checkpoint).latest()
-    assert latest is not None and latest.logged[1] > 0
+    assert (latest := Checkpoints(config.folder, config.checkpoint).latest()) and latest.logged[1] > 0
     [journal] = (config.folder / "buffer").glob("journal*")
     whole_journal = journal.read_bytes()
     journal.write_bytes(whole_journal[: len(whole_journal) // 4])
     (config.folder / "buffer" / "synced").unlink()
     assert until_end(config) == [StorageError.__name__], "it lacks steps that the checkpoint holds"
     journal.write_bytes(whole_journal)
-    go_through(config)
-    assert_same(config, whole[0])
+    go_through(config, like=whole[0])
 
 
-def test_a_row_that_steps_fail_on_is_left_out_after_the_second_time(
-    model: Path, tmp_path: Path, whole: tuple[RunConfig, list[str]]
-) -> None:
+def test_a_row_that_steps_fail_on_is_left_out_after_the_second_time(model: Path, tmp_path: Path, whole: Whole) -> None:
     config = make_config(tmp_path, model, "poisoned")
     first, second, third = (until_end(config, poisoned=9)[-1] for _ in range(3))
     [row] = second
@@ -202,16 +189,15 @@ def test_a_row_that_steps_fail_on_is_left_out_after_the_second_time(
     assert end_of(config)["trained"] == end_of(whole[0])["trained"] - 2, "the row and the other one of its group"
 
 
-def test_a_run_that_took_its_last_step_only_saves_its_weights(whole: tuple[RunConfig, list[str]]) -> None:
+def test_a_run_that_took_its_last_step_only_saves_its_weights(whole: Whole) -> None:
     events = go_through(whole[0])
     assert "save" in events and "train" not in events and "put" not in events
     assert_same(whole[0], whole[0])
 
 
-def test_a_finished_stage_takes_more_steps_when_it_is_told_to(model: Path, tmp_path: Path) -> None:
-    config = make_config(tmp_path, model, "longer")
-    go_through(config)
+def test_a_finished_stage_takes_more_steps_when_it_is_told_to(model: Path, tmp_path: Path, whole: Whole) -> None:
     longer = make_config(tmp_path, model, "longer", **{"stages.mix.steps": 12})
+    shutil.copytree(whole[0].folder, longer.folder, dirs_exist_ok=True)
     go_through(longer)
     assert steps(longer) == list(range(1, 18))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -112,9 +113,7 @@ def test_a_run_is_killed_from_many_threads_while_others_wait_for_it(run: Run) ->
     assert not list(run.folder.glob(".*"))
 
 
-def test_a_process_that_stops_its_run_does_not_exit_before_the_run_has_ended(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_stops_its_run_waits_for_its_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     at_exit: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
     attach("scripted").stop()
@@ -188,15 +187,9 @@ def test_a_name_is_taken_as_soon_as_a_run_begins(run: Run) -> None:
     assert (error.value.field, error.value.value) == ("name", "scripted")
 
 
-def test_groups_that_a_dead_run_left_are_removed_when_one_of_its_name_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise DataError("no rows", field="tasks.path")
-
-    monkeypatch.setattr("rayrft.core.launch.prepare", refuse)
+def test_a_start_removes_the_groups_of_a_dead_run_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayrft.core.launch.prepare", mock.Mock(side_effect=DataError("no rows", field="tasks.path")))
     ray.get(placement_group([{"CPU": 0.01}], name="again:engines").ready())
     with pytest.raises(DataError):
         start(small_config(tmp_path, "again"))
-    names = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    assert not [name for name in names if name.startswith("again:")]
+    assert not groups_of("again:")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.util.placement_group import placement_group_table
 from typer.testing import CliRunner
 
 from rayrft.cli.main import app
@@ -19,9 +21,10 @@ from rayrft.pipelines.tasks import load_processed
 from tests.config.given import GRPO
 from tests.e2e.conftest import small_config
 from tests.errors import about
-from tests.pipelines.test_process import read, write
+from tests.pipelines.small import read, write
 from tests.scripted_engine import ScriptedEngine
 
+ENGINE = {"count": 1, "memory_gib": 0.3}
 OPTIONS = {"model": "m", "least_words": 1, "max_pass_rate": 1.0, "tries": 2, "hinted_tries": 0}
 
 
@@ -35,10 +38,7 @@ def given(folder: Path, tiny_model: Path, **more: Any) -> list[str]:
     rows = [{"question": f"Spell this word backward: {word}", "answer": "7"} for word in ("cat", "horse", "bird")]
     pipeline = {
         "operators": [{"name": "hinted_solutions", **OPTIONS}],
-        "models": {
-            "m": {"model": str(tiny_model), "engine": {"count": 1, "memory_gib": 0.3}},
-            "unused": {"model": "no such model"},
-        },
+        "models": {"m": {"model": str(tiny_model), "engine": ENGINE}, "unused": {"model": "no such model"}},
         "reward": {"name": "tests.core.test_services:anything"},
         **more,
     }
@@ -51,9 +51,7 @@ def anything() -> Any:
     return lambda task, response: 1.0
 
 
-def test_the_command_starts_what_is_asked_alone_and_ends_it(ray_cluster: Any, tiny_model: Path, tmp_path: Path) -> None:
-    from ray.util.placement_group import placement_group_table
-
+def test_the_command_starts_what_is_asked_alone_and_ends_it(tiny_model: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, given(tmp_path, tiny_model), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     found = read(tmp_path / "out.jsonl")
@@ -64,15 +62,11 @@ def test_the_command_starts_what_is_asked_alone_and_ends_it(ray_cluster: Any, ti
     assert groups and {group["state"] for group in groups} == {"REMOVED"}
 
 
-def test_an_engine_that_dies_is_named_and_what_was_answered_is_not_asked_again(
-    ray_cluster: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_outlive_an_engine_that_dies(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Dying(ScriptedEngine):
         count = 0
 
         async def generate(self, request: Any, stream: Any = None) -> Any:
-            import os
-
             Dying.count += 1
             if Dying.count > 2:
                 os._exit(1)
@@ -90,7 +84,7 @@ def test_an_engine_that_dies_is_named_and_what_was_answered_is_not_asked_again(
     assert result.exit_code == 0 and len(read(tmp_path / "out.jsonl")) == 3
 
 
-def test_what_does_not_fit_on_the_cluster_is_refused(ray_cluster: Any, tiny_model: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_on_the_cluster_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     models = {"m": {"model": str(tiny_model), "engine": {"count": 100, "cpus": 3}}}
     with pytest.raises(PlacementError):
         CliRunner().invoke(app, given(tmp_path, tiny_model, models=models), catch_exceptions=False)
@@ -101,10 +95,8 @@ def source(config: Any, field: str) -> list[Task]:
     return [Task.create(field, f"Spell this word backward: {word}", "7") for word in ("cat", "horse", "bird")]
 
 
-def test_tasks_of_a_run_may_be_worked_on_by_its_auxiliary_models_and_are_the_same_again(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    auxiliary = {"m": {"model": str(tiny_model), "engine": {"count": 1, "memory_gib": 0.3}}}
+def test_auxiliary_models_work_on_the_tasks_of_a_run_and_alike_again(tiny_model: Path, tmp_path: Path) -> None:
+    auxiliary = {"m": {"model": str(tiny_model), "engine": ENGINE}}
     sections: dict[str, Any] = {
         "tasks": {"sources": [{"source": f"{__name__}:source"}], "eval_size": 1},
         "reward": {"name": f"{__name__}:anything"},

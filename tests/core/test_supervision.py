@@ -1,18 +1,21 @@
-"""The root cause comes first, whatever else fails in its wake."""
+"""The root cause comes first, whatever else fails after it; who is waited for too long is named, and nobody else."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from rayrft.core.supervision import Stopped, supervise, unless_stopped
-from rayrft.errors import ActorDied, DataError, RayrftError, StorageError
-from rayrft.runtime.handle import Watched, root_cause
+from rayrft.core.supervision import StallMonitor, Stopped, quiet_waits, supervise, unless_stopped
+from rayrft.errors import ActorDied, DataError, RayrftError, Stalled, StorageError
+from rayrft.runtime.handle import TrackedHandle, Watched, root_cause
+from rayrft.runtime.waits import Wait, WaitReport, Waits
 from tests.errors import about
+from tests.scripted import remote
 
 
 async def never() -> None:
@@ -24,14 +27,6 @@ async def test_the_result_comes_through() -> None:
         return 7
 
     assert await supervise(main(), {"engine": never()}) == 7
-
-
-async def test_the_death_of_an_actor_ends_a_run_that_would_wait_for_ever() -> None:
-    async def dies() -> None:
-        raise ActorDied("gone", field="engine-1")
-
-    with pytest.raises(ActorDied, check=about("engine-1")):
-        await supervise(never(), {"engine-0": never(), "engine-1": dies()})
 
 
 async def test_a_death_is_preferred_to_the_errors_that_follow_from_it() -> None:
@@ -78,9 +73,8 @@ async def test_what_kept_an_actor_from_starting_is_told_and_not_rays_words_aroun
     with pytest.raises(ActorDied) as error:
         await supervise(never(), {"buffer": actor.watch.remote()})
     assert error.value.field == "buffer"
-    assert error.value.problem.endswith(
-        "StorageError: journal-3: a line is damaged, because its checksum differs. Restore it"
-    )
+    damage = "a line is damaged, because its checksum differs. Restore it"
+    assert error.value.problem.endswith(f"StorageError: journal-3: {damage}")
     assert "creation task" not in str(error.value)
 
 
@@ -121,3 +115,135 @@ async def test_what_was_done_when_the_user_stopped_the_run_counts() -> None:
     done.set_exception(DataError("no rows"))
     with pytest.raises(DataError):
         await unless_stopped(stop, done)
+
+
+class Part:
+    """Answers when it is told to."""
+
+    def __init__(self, waits: Waits | None = None) -> None:
+        self.awake = asyncio.Event()
+        self.awake.set()
+        self.waits = waits
+
+    async def waiting(self) -> WaitReport | None:
+        await self.awake.wait()
+        return self.waits.report() if self.waits is not None else None
+
+    async def work(self) -> str:
+        await self.awake.wait()
+        return "done"
+
+
+class Notes:
+    """What was noted; ``come`` waits for so many."""
+
+    def __init__(self) -> None:
+        self.told: list[list[dict[str, Any]]] = []
+        self.texts: list[str] = []
+        self._changed = asyncio.Condition()
+
+    async def __call__(self, text: str, *, waiting: list[dict[str, Any]]) -> None:
+        async with self._changed:
+            self.told.append(waiting)
+            self.texts.append(text)
+            self._changed.notify_all()
+
+    async def come(self, count: int) -> list[str]:
+        """Who was named by then."""
+        async with self._changed:
+            await asyncio.wait_for(self._changed.wait_for(lambda: len(self.told) >= count), 20)
+        return [wait["target"] for waits in self.told for wait in waits]
+
+
+async def test_an_actor_that_does_not_answer_is_named_again_when_the_time_has_doubled_and_ends_the_run() -> None:
+    stopped, notes = Part(), Notes()
+    stopped.awake.clear()
+    monitor = StallMonitor(Waits("master"), {"fine": Part().waiting, "engine-0": stopped.waiting}, notes, 0.2, 1.0)
+    watching = asyncio.ensure_future(monitor.watch())
+    assert await notes.come(3) == ["engine-0"] * 3
+    seconds = [waits[0]["quiet_s"] for waits in notes.told]
+    assert seconds[0] >= 0.2 and all(later >= 2 * earlier for earlier, later in itertools.pairwise(seconds))
+    assert monitor.overdue and "engine-0" in monitor.overdue[0]
+    with pytest.raises(Stalled, check=about("engine-0", "heartbeat")):
+        await asyncio.wait_for(watching, 60)
+
+
+async def test_an_actor_that_loads_is_starting_and_one_that_has_been_up_makes_no_progress() -> None:
+    loading, notes, waits = Part(), Notes(), Waits("master")
+    loading.awake.clear()
+    monitor = StallMonitor(waits, {"engine-0": loading.waiting}, notes, 0.2, 60.0)
+    monitor.starting = True
+    watching = asyncio.ensure_future(monitor.watch())
+    assert await notes.come(1) == ["engine-0"]
+    assert notes.texts[0].startswith("still starting after 0 s: engine-0 (heartbeat)")
+    monitor.starting = False
+    with waits.on("trainer", "train"):
+        await notes.come(2)
+    assert notes.texts[1].startswith("no progress: master waits for ")
+    watching.cancel()
+
+
+async def test_who_waits_is_named_behind_whom_it_waits_for() -> None:
+    engine, notes = Part(), Notes()
+    engine.awake.clear()
+    inner, master = Waits("explorer"), Waits("master")
+    explorer = Part(inner)
+    rollout = TrackedHandle(remote(engine, "engine-0"), inner).call(Part.work)
+    evaluation = TrackedHandle(remote(engine, "explorer"), master).call(Part.work)
+    monitor = StallMonitor(master, {"explorer": explorer.waiting}, notes, 0.2, 60.0)
+    watching = asyncio.ensure_future(monitor.watch())
+    await notes.come(1)
+    told = [(wait["waiter"], wait["target"], wait["what"]) for wait in notes.told[0]]
+    assert told[0] == ("explorer", "engine-0", "work")
+    engine.awake.set()
+    assert (await rollout, await evaluation) == ("done", "done")
+    assert not inner.report().waits and not master.report().waits
+    watching.cancel()
+
+
+def test_who_waits_for_a_part_to_which_something_comes_sees_it_move() -> None:
+    own = WaitReport([Wait("master", "explorer", "evaluate", 1, 300.0)], 0.0)
+    answers = Wait("explorer", "engine-0", "generate", 8, 2.0)
+    [engine, explorer] = quiet_waits([own], {"explorer": WaitReport([answers], 2.0)})
+    assert (engine, explorer.quiet_s) == (answers, 2.0)
+    [alone] = quiet_waits([own], {})
+    assert alone.quiet_s == 300.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr("rayrft.runtime.waits.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_what_comes_of_a_target_moves_it_and_no_other(clock: list[float]) -> None:
+    waits = Waits("explorer")
+    first, _, _ = waits.begin("a", "1"), waits.begin("a", "2"), waits.begin("b", lambda: "one of two")
+    clock[0] = 10.0
+    waits.end("a", first)
+    clock[0] = 15.0
+    expected = [Wait("explorer", "a", "2", 1, 5.0), Wait("explorer", "b", "one of two", 1, 15.0)]
+    assert waits.report() == WaitReport(expected, 5.0)
+    waits.progressed("b")
+    assert [wait.quiet_s for wait in waits.report().waits] == [5.0, 0.0]
+
+
+def test_own_work_is_moved_by_whatever_comes(clock: list[float]) -> None:
+    waits = Waits("explorer")
+    with waits.on("workflow 'chat'", "group 1", internal=True):
+        clock[0] = 30.0
+        with waits.on("engine-0", "generate"):
+            assert [wait.target for wait in waits.report().waits] == ["engine-0", "workflow 'chat'"]
+            clock[0] = 40.0
+        clock[0] = 42.0
+        assert waits.report() == WaitReport([Wait("explorer", "workflow 'chat'", "group 1", 1, 2.0)], 2.0)
+    assert waits.report().waits == []
+
+
+async def test_calls_that_may_rest_are_no_waits() -> None:
+    asleep, waits = Part(), Waits("explorer")
+    asleep.awake.clear()
+    call = TrackedHandle(remote(asleep, "buffer"), waits, endless=[Part.work]).call(Part.work)
+    assert waits.report().waits == []
+    asyncio.ensure_future(call).cancel()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
 from rayrft.buffer.ledger import Ledger, Resumed
-from rayrft.buffer.schedule import StagePlan
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.supervision import Stopped
 from rayrft.core.train_loop import TrainLoop
@@ -36,15 +36,6 @@ class ScriptedTrainer:
     async def written(self, folder: Path) -> None: ...
 
 
-class ScriptedBuffer:
-    async def resume(self, step: int, life: str) -> Resumed:
-        return Resumed(Ledger(), 0)
-
-    async def cover(self, step: int) -> None: ...
-
-    async def flush(self) -> None: ...
-
-
 class EvaluatesForEver:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -62,7 +53,10 @@ class Subject:
         progress, self.stop = Progress("id"), asyncio.Event()
         Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
         self.trainer, self.explorer = ScriptedTrainer(), EvaluatesForEver()
-        buffer, trainer, explorers = remote(ScriptedBuffer()), remote(self.trainer), [remote(self.explorer)]
+        self.buffer = AsyncMock()
+        self.buffer.resume.return_value = Resumed(Ledger(), 0)
+        self.buffer.lease.return_value = None
+        buffer, trainer, explorers = remote(self.buffer), remote(self.trainer), [remote(self.explorer)]
         self.loop = TrainLoop(config, buffer, trainer, explorers, Recorder(config), progress, self.stop)
 
 
@@ -83,15 +77,11 @@ async def test_an_evaluation_is_left_alone_when_the_run_is_stopped(subject: Subj
 
 
 async def test_the_buffer_is_told_when_the_stage_ends(subject: Subject) -> None:
-    class Plans(ScriptedBuffer):
-        async def open_stage(self, plan: StagePlan) -> None:
-            self.plan = plan
-
-    buffer, stage = Plans(), subject.loop.config.stages[1]
-    subject.loop.buffer = remote(buffer)
+    stage = subject.loop.config.stages[1]
     subject.loop.progress.step = subject.loop.progress.stage_began = 3
     await subject.loop._open(stage)
-    assert (buffer.plan.version, buffer.plan.end) == (3, 3 + stage.steps)
+    [plan] = subject.buffer.open_stage.await_args.args
+    assert (plan.version, plan.end) == (3, 3 + stage.steps)
 
 
 async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_second(subject: Subject) -> None:
@@ -102,9 +92,7 @@ async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_se
         await asyncio.wait_for(subject.loop._unless_ended(lease, exploring), 20)
 
 
-async def test_a_gap_between_engine_and_trainer_is_noted_once_a_stage_and_ends_a_run_with_engines(
-    subject: Subject,
-) -> None:
+async def test_a_gap_between_engine_and_trainer_is_noted_once_and_ends_a_run_with_engines(subject: Subject) -> None:
     stage, bound = subject.loop.config.stages[1], subject.loop.config.probe_bounds.mean
     for _ in range(2):
         await subject.loop._doubt(stage, lease(0, 0), result(logprob_gap=4 * bound))
@@ -121,14 +109,6 @@ async def test_an_explorer_that_does_not_abandon_its_groups_ends_the_run(subject
 
 
 async def test_blocks_that_are_lost_again_and_again_end_the_run(subject: Subject) -> None:
-    class Leases(ScriptedBuffer):
-        asked = 0
-
-        async def lease(self, step: int, ranks: int, stall_s: float) -> None:
-            self.asked += 1
-
-    buffer = Leases()
-    subject.loop.buffer = remote(buffer)
     with pytest.raises(RayrftError, check=about("buffer.lease", 0)):
         await subject.loop._train(0, asyncio.get_running_loop().create_future())
-    assert buffer.asked == 5 and subject.trainer.calls == ["train"] * 5
+    assert subject.buffer.lease.await_count == 5 and subject.trainer.calls == ["train"] * 5

@@ -79,16 +79,19 @@ class Tastes(Pupil):
             gap = liked[number] - liked[number + 1]
             first = self.chance.random() < 1 / (1 + np.exp(-gap)) if noise else gap > 0
             if gap or noise:
-                sides = [
-                    row(self.prompt(twice[at]), answers[at], expert=True, pair=number) for at in (number, number + 1)
-                ]
-                rows += [replace(side, chosen=chosen) for side, chosen in zip(sides, (first, not first), strict=True)]
+                for at, chosen in ((number, first), (number + 1, not first)):
+                    rows.append(row(self.prompt(twice[at]), answers[at], expert=True, pair=number, chosen=chosen))
         return rows
+
+    def new_scorer(self) -> RewardClassifier:
+        """A reward model that begins with the policy's decoder."""
+        scorer = RewardClassifier(self.model(), padding_of(str(self.folder)))
+        scorer.copy_decoder(self.policy)
+        return scorer
 
     def reward_model(self, folder: Path, steps: int = 60) -> float:
         """Train a reward model on pairs, write it to ``folder``, and return its accuracy on other pairs."""
-        scorer = RewardClassifier(self.model(), padding_of(str(self.folder)))
-        scorer.copy_decoder(self.policy)
+        scorer = self.new_scorer()
         learner = self.learner("reward_model", steps, 1e-3, "linear", pieces={"center": 0.01}, scorer=scorer)
         rows = self.pairs(self.chance.choice(self.asked, 1000).tolist(), noise=True)
         sides = [rows[at : at + 2] for at in range(0, len(rows), 2)]
@@ -104,20 +107,16 @@ class Tastes(Pupil):
         model = ScalarModel(str(folder))
 
         def score(questions: list[str], answers: list[list[int]]) -> list[float]:
-            found = []
-            for question, ids in zip(questions, answers, strict=True):
-                task = Task.create("taste", question, "")
-                result = model.score(task, Transcript.of(task, self.tokenizer.decode(ids, skip_special_tokens=True)))
-                assert result.value is not None
-                found.append(result.value)
-            return found
+            tasks = [Task.create("taste", question, "") for question in questions]
+            texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+            calls = [(task, Transcript.of(task, text)) for task, text in zip(tasks, texts, strict=True)]
+            return [result.value for result in model.score_batch(calls)]  # type: ignore[misc]
 
         return score
 
     def untrained(self, folder: Path) -> Score:
         """Return the scores of a reward model that was not trained, and whose head is random."""
-        scorer = RewardClassifier(self.model(), padding_of(str(self.folder)))
-        scorer.copy_decoder(self.policy)
+        scorer = self.new_scorer()
         with torch.no_grad():
             scorer.head.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(self.seed))
         save_hf(scorer, ChatTokenizer(self.folder), folder, writer=True)
@@ -139,10 +138,8 @@ class Tastes(Pupil):
             answers = self.sample(asked)
             rewards = torch.tensor(reward(asked, answers)).split(size)
             advantages = torch.cat([algorithm.group_advantages(each, GroupFacts()) for each in rewards]).tolist()
-            rows = known(
-                learner, [row(self.prompt(question), ids) for question, ids in zip(asked, answers, strict=True)]
-            )
-            each = zip(rows, advantages, strict=True)
+            rows = [row(self.prompt(question), ids) for question, ids in zip(asked, answers, strict=True)]
+            each = zip(known(learner, rows), advantages, strict=True)
             learner.step([[replace(row, advantages=row.mask * np.float32(advantage)) for row, advantage in each]])
         self.policy.load_state_dict(start)
         return Curve(tuple(at), tuple(true), tuple(said))
@@ -154,11 +151,8 @@ def lesson(seed: int, folder: Path, steps: int = 40) -> tuple[float, dict[str, C
     tastes = Tastes(seed, folder / "model")
     tastes.demonstrate()
     accuracy = tastes.reward_model(folder / "rm")
-    rewards = {
-        "learned": tastes.scores_of(folder / "rm"),
-        "true": tastes.true,
-        "untrained": tastes.untrained(folder / "untrained"),
-    }
+    rewards = {"learned": tastes.scores_of(folder / "rm"), "true": tastes.true}
+    rewards["untrained"] = tastes.untrained(folder / "untrained")
     return accuracy, {name: tastes.by_grpo(reward, steps) for name, reward in rewards.items()}
 
 

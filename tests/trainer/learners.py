@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rayrft.algorithms import build
 from rayrft.config.stage import UpdateConfig
-from rayrft.config.trainer import OptimizerConfig
+from rayrft.config.trainer import LoraConfig, OptimizerConfig
 from rayrft.trainer.annotation import with_logprobs
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
+from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import shard
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.reward_model import RewardClassifier
@@ -28,23 +29,22 @@ from rayrft.trainer.value_model import Critic
 
 CPU = torch.device("cpu")
 PLAIN = OptimizerConfig(lr=1e-2)
+ADAPTER = LoraConfig(rank=4, alpha=8)
+
+
+def qwen3(vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, **settings: Any) -> Any:
+    """A Qwen3 with tied embeddings and random weights in float32."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": intermediate}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden // heads}
+    config = Qwen3Config(**{**sizes, "num_hidden_layers": layers, "tie_word_embeddings": True, **settings})
+    return Qwen3ForCausalLM(config)
 
 
 def make_model(*, pack: bool = True) -> Policy:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    policy = Policy(Qwen3ForCausalLM(config).double())
+    policy = Policy(qwen3(50, 16, 32, layers=2, heads=2).double())
     assert policy.enable_fast_paths(pack=pack) is None
     return policy
 
@@ -60,6 +60,12 @@ def move(model: nn.Module, by: float, seed: int = 3) -> Any:
                     change = distribute_tensor(change.to(parameter.dtype), parameter.device_mesh, parameter.placements)
                 parameter.add_(change)
     return model
+
+
+def adapt(policy: Policy, compute: torch.dtype = torch.float64, origin: str = "the model") -> Policy:
+    """The policy with an adapter, which has no effect yet."""
+    policy.lora = Lora(policy.model, ADAPTER, origin=origin, compute=compute, seed=0)
+    return policy
 
 
 def make_teacher() -> Policy:
@@ -160,21 +166,18 @@ def mine(rows: list[TrainRow]) -> list[TrainRow]:
 
 def on_policy(learner: Learner, rows: list[TrainRow]) -> list[TrainRow]:
     """The rows with the log-probs that the learner's own policy gives them, as an engine would."""
-    batches = with_logprobs(
-        learner._make_micro_batches([rows]), "proximal_logprobs", learner.policy, learner._temperature
-    )
+    micros = learner._make_micro_batches([rows])
+    [batch] = with_logprobs(micros, "proximal_logprobs", learner.policy, learner._temperature)
     found = {}
-    for micro in batches[0]:
+    for micro in batch:
         assert micro.tokens.proximal_logprobs is not None
-        parts = zip(
-            micro.token_ids.split(micro.lengths), micro.tokens.proximal_logprobs.split(micro.lengths), strict=True
-        )
-        for ids, logprobs in parts:
+        each = micro.tokens.proximal_logprobs.split(micro.lengths)
+        for ids, logprobs in zip(micro.token_ids.split(micro.lengths), each, strict=True):
             found[tuple(ids.tolist())] = logprobs.numpy().astype(np.float32)
     return [replace(row, logprobs=found[tuple(row.token_ids.tolist())]) for row in rows]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
     """The tensor, gathered from its shards."""
     found: Tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
     return found
@@ -182,7 +185,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def flat(tensors: Iterable[Tensor | None]) -> Tensor:
     """All numbers of tensors, gathered from their shards."""
-    return torch.cat([whole(each).flatten() for each in tensors if each is not None])
+    return torch.cat([full(each).flatten() for each in tensors if each is not None])
 
 
 def weights(learner: Learner) -> Tensor:

@@ -128,20 +128,17 @@ class School(Pupil):
         ]
 
 
-def by_ppo(school: School, steps: int, *, prompts: int = 24, answers: int = 8) -> list[float]:
-    """Learn from own answers; gives the mean reward of each step."""
+def by_ppo(school: School, steps: int, *, prompts: int = 24, answers: int = 8) -> None:
+    """Learn from own answers."""
     update = {"mini_batches": 2, "critic_warmup_steps": 2}
-    learner, rewards = school.learner("ppo", steps, 2e-4, critic=school.model(), update=update), []
+    learner = school.learner("ppo", steps, 2e-4, critic=school.model(), update=update)
     for _ in range(steps):
-        rows = school.ask(prompts, answers)
-        sampled = known(learner, rows)
+        sampled = known(learner, school.ask(prompts, answers))
         learner.step([sampled[0::2], sampled[1::2]])
-        rewards.append(float(np.mean([each.reward for each in rows])))
-    return rewards
 
 
-def by_dpo(school: School, steps: int, *, prompts: int = 400, answers: int = 16) -> int:
-    """Learn from pairs of own answers to the same word, one right and one wrong; gives their number."""
+def by_dpo(school: School, steps: int, *, prompts: int = 400, answers: int = 16) -> None:
+    """Learn from pairs of own answers to the same word, one right and one wrong."""
     rows = school.ask(prompts, answers)
     pairs = []
     for number in range(0, len(rows), answers):
@@ -154,7 +151,6 @@ def by_dpo(school: School, steps: int, *, prompts: int = 400, answers: int = 16)
     for _ in range(steps):
         some = school.chance.choice(len(pairs), min(32, len(pairs)), replace=False)
         learner.step([[side for place in some for side in pairs[place]]])
-    return len(pairs)
 
 
 def lesson(seed: int, folder: Path) -> dict[str, float]:
@@ -164,7 +160,7 @@ def lesson(seed: int, folder: Path) -> dict[str, float]:
     school.demonstrate(200, 2e-3)
     start = {name: weight.clone() for name, weight in school.policy.state_dict().items()}
     scores = {"start": school.score()}
-    scores["pairs"] = by_dpo(school, 40)
+    by_dpo(school, 40)
     scores["dpo"] = school.score()
     school.policy.load_state_dict(start)
     by_ppo(school, 20)

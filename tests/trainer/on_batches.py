@@ -31,11 +31,6 @@ def nothing_left(source: str) -> bool:
     return False
 
 
-@rayrft.register_operator("dies_on_batches", "filter")
-def dies_on_batches(source: str) -> bool:
-    os._exit(7)
-
-
 @rayrft.register_operator("dies_at_step_zero", "filter")
 def dies_at_step_zero(step: int) -> bool:
     if not step:

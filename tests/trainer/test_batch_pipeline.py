@@ -48,23 +48,15 @@ def buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBuf
 
 
 def of_length(row: Experience, length: int) -> Experience:
-    mask = np.array([0] + [1] * (length - 1), np.uint8)
-    return replace(
-        row,
-        token_ids=np.full(length, row.token_ids[0], np.int32),
-        action_mask=mask,
-        logprobs=np.zeros(length, np.float32),
-    )
+    ids, mask = np.full(length, row.token_ids[0], np.int32), np.array([0] + [1] * (length - 1), np.uint8)
+    return replace(row, token_ids=ids, action_mask=mask, logprobs=np.zeros(length, np.float32))
 
 
 def fill(
-    buffer: LocalBuffer,
-    demonstrations: list[Experience] | None = None,
-    lengths: Sequence[int] | np.ndarray | None = None,
-    **changes: Any,
+    buffer: LocalBuffer, gold: list[Experience] | None = None, lengths: Sequence[int] | None = None, **changes: Any
 ) -> None:
     """Groups 1 to 8 of two rows with rewards 0 and 1, and demonstrations; a step takes four and six."""
-    given = expert_rows(6) if demonstrations is None else demonstrations
+    given = expert_rows(6) if gold is None else gold
     buffer.do("load", "given", [pack(to_batch(given))])
     changes = {"expert_rows": 6, "demonstrations": "given", "scheduled": False, "mini_batches": 2} | changes
     buffer.do("open_stage", plan(changes.pop("groups", 4), **changes))
@@ -90,12 +82,10 @@ def process(leases: list[Lease], *operators: Any, **settings: Any) -> list[Proce
     return made
 
 
-def attempt(
-    leases: list[Lease], *operators: Any, **settings: Any
-) -> tuple[list[ProcessedLease], OperatorFailed | None]:
+def attempt(leases: list[Lease], *operators: Any, **rest: Any) -> tuple[list[ProcessedLease], OperatorFailed | None]:
     """The same, and what they raise."""
     named = [{"name": each} if isinstance(each, str) else each for each in operators]
-    config = settings_of(named, **settings)
+    config = settings_of(named, **rest)
     made: list[ProcessedLease] = []
 
     async def all_of_them() -> OperatorFailed | None:
@@ -120,39 +110,34 @@ def rows(of: Lease) -> dict[str, TrainRow]:
     return {row.experience: row for row in found}
 
 
+def mini_batches(of: Lease) -> list[set[str]]:
+    """The ids of their rows, over all ranks."""
+    dealt = [fetch_mini_batches(share, GRPO) for share in of.shares]
+    return [{row.experience for rows in parts for row in rows} for parts in zip(*dealt, strict=True)]
+
+
 def alike(one: dict[str, TrainRow], other: dict[str, TrainRow]) -> bool:
+    names = ("token_ids", "mask", "advantages", "weight")
     return one.keys() == other.keys() and all(
-        all(
-            np.array_equal(vars(row)[name], vars(other[key])[name])
-            for name in ("token_ids", "mask", "advantages", "weight")
-        )
-        for key, row in one.items()
+        np.array_equal(getattr(row, name), getattr(other[key], name)) for key, row in one.items() for name in names
     )
 
 
-def test_operators_that_change_nothing_but_the_order_leave_the_batch_what_it_is(
-    buffer: LocalBuffer,
-) -> None:
+def test_operators_that_change_nothing_but_the_order_leave_the_batch_what_it_is(buffer: LocalBuffer) -> None:
     fill(buffer)
     before = [lease(buffer, ranks=ranks) for ranks in (1, 2, 3)]
     after = process(before, {"name": "truncate", "max_tokens": 100}, "whole_batch", "turns_round")
     for given, made in zip(before, after, strict=True):
         assert alike(rows(given), rows(made.lease)) and made.problem is None
         assert len(made.lease.shares) == len(given.shares) and made.lease.staleness == given.staleness
-        for number in range(2):
-            of = [
-                {row.experience for share in each.shares for row in fetch_mini_batches(share, GRPO)[number]}
-                for each in (given, made.lease)
-            ]
-            assert of[0] == of[1], "the mini-batches are the same"
+        assert mini_batches(given) == mini_batches(made.lease)
 
 
 @pytest.mark.parametrize("share, usual, expert", [(0.2, 8, 2), (0.6, 4, 6)])
-def test_expert_rows_get_their_share_by_the_step_whatever_the_ranks_and_again(
-    buffer: LocalBuffer, share: float, usual: int, expert: int
-) -> None:
+def test_expert_rows_get_their_share_on_any_ranks(buffer: LocalBuffer, share: float, usual: int, expert: int) -> None:
     rng = np.random.default_rng(0)
-    fill(buffer, [of_length(row, int(rng.integers(4, 40))) for row in expert_rows(6)], lengths=rng.integers(4, 40, 8))
+    gold = [of_length(row, int(rng.integers(4, 40))) for row in expert_rows(6)]
+    fill(buffer, gold, lengths=rng.integers(4, 40, 8).tolist())
     leases = [lease(buffer, 0, ranks) for ranks in (1, 2, 3, 5)]
     made = process([*leases, leases[0], lease(buffer, 1)], {"name": "rebalance", "expert_share": share})
     assert [(each.lease.usual_rows, each.lease.expert_rows) for each in made] == [(usual, expert)] * 6
@@ -193,7 +178,7 @@ def test_rows_are_cut_and_rewards_stay_those_of_the_whole_answers(buffer: LocalB
 
 
 def test_turns_are_excluded_from_the_loss(buffer: LocalBuffer) -> None:
-    fill(buffer, groups=1, expert_rows=0, demonstrations=None, mini_batches=1)
+    fill(buffer, groups=1, expert_rows=0, mini_batches=1)
     mask = np.array([0, 1, 1, 0, 1, 1], np.uint8)
     taken = [replace(row, action_mask=mask, logprobs=-mask.astype(np.float32)) for row in group(20, length=6)]
     buffer.put([(taken, None)])
@@ -209,9 +194,8 @@ def test_weights_are_multiplied_of_own_and_of_expert_rows(buffer: LocalBuffer) -
     by_priority = {"name": "reweight", "by": "priority", "where": "reward > 0.5"}
     [made] = process([lease(buffer)], half, "priority_two", by_priority)
     weights = {key: row.weight for key, row in rows(made.lease).items()}
-    assert {weights[key] for key in weights if key.startswith("90")} == {0.5}
-    assert {weights[key] for key in weights if key.endswith("/1") and not key.startswith("90")} == {2.0}
-    assert {weights[key] for key in weights if key.endswith("/0") and not key.startswith("90")} == {1.0}
+    kinds = {key: "expert" if key.startswith("90") else key[-1] for key in weights}  # or its reward
+    assert {(kinds[key], weight) for key, weight in weights.items()} == {("expert", 0.5), ("1", 2.0), ("0", 1.0)}
 
 
 @pytest.mark.parametrize("side", ["given/1/0", "given/1/1"])
@@ -232,13 +216,11 @@ def test_a_pair_is_left_out_whole(buffer: LocalBuffer, side: str) -> None:
         ("other_sources", "'source'"),
         ("negative_weights", "negative or not finite"),
         ("nothing_left", "left no row of the batch"),
-        ("dies_on_batches", "exit code 7"),
+        ("dies_at_step_zero", "exit code 7"),
         ("longer_masks", "action_mask and token_ids differ in length"),
     ],
 )
-def test_a_batch_that_operators_spoil_is_trained_as_it_was_given_and_the_third_in_a_row_ends_the_run(
-    buffer: LocalBuffer, operator: str, problem: str
-) -> None:
+def test_two_spoilt_batches_train_as_given_a_third_fails(buffer: LocalBuffer, operator: str, problem: str) -> None:
     fill(buffer)
     given = lease(buffer)
     made, error = attempt([given] * 3, operator)
@@ -246,11 +228,13 @@ def test_a_batch_that_operators_spoil_is_trained_as_it_was_given_and_the_third_i
     assert problem in str(error)
 
 
-def test_batches_that_operators_spoil_now_and_then_do_not_end_the_run(buffer: LocalBuffer) -> None:
+def test_batches_that_are_spoilt_now_and_then_do_not_end_the_run_unless_that_is_wanted(buffer: LocalBuffer) -> None:
     fill(buffer)
     spoilt, fine = lease(buffer, 0), lease(buffer, 1)
     made, error = attempt([spoilt, spoilt, fine, spoilt, spoilt], "dies_at_step_zero")
     assert error is None and [each.problem is None for each in made] == [False, False, True, False, False]
+    made, error = attempt([spoilt], "other_tokens", on_error="stop")
+    assert not made and "may only truncate token_ids" in str(error), "at once, if that is wanted"
 
 
 def test_a_row_that_is_to_stand_alone_still_does(buffer: LocalBuffer) -> None:
@@ -260,12 +244,6 @@ def test_a_row_that_is_to_stand_alone_still_does(buffer: LocalBuffer) -> None:
     [made] = process([lease(buffer)], {"name": "truncate", "max_tokens": 5})
     alone = {key for key, row in rows(made.lease).items() if row.alone}
     assert alone == {key for key in rows(lease(buffer)) if key.startswith(blamed.partition("/")[0] + "/")}
-
-
-def test_a_batch_that_operators_spoil_ends_the_run_at_once_if_that_is_wanted(buffer: LocalBuffer) -> None:
-    fill(buffer)
-    made, error = attempt([lease(buffer)], "other_tokens", on_error="stop")
-    assert not made and "may only truncate token_ids" in str(error)
 
 
 def test_a_row_on_which_an_operator_raises_is_left_out_and_told(buffer: LocalBuffer) -> None:

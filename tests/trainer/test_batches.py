@@ -20,7 +20,7 @@ from rayrft.errors import DataError
 from rayrft.experience import Experience, from_batch, to_batch
 from rayrft.trainer.batches import TrainRow, micro_batches, mismatched, read_rows
 from rayrft.trainer.learner import Learner
-from tests.buffer.rows import expert_rows
+from tests.buffer.rows import expert_rows, pairs
 from tests.trainer.learners import CPU, labelled, make_learner, move
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -34,18 +34,7 @@ def row(length: int, token: int = 0, pair: int | None = None, chosen: bool = Fal
 
 def preference_pairs(count: int) -> pa.RecordBatch:
     """Pair p is of the tokens 2p + 1 (chosen) and 2p + 2."""
-    rows = expert_rows(2 * count)
-    return to_batch(
-        [
-            replace(
-                each,
-                pair_id=f"pair {number // 2}",
-                chosen=number % 2 == 0,
-                token_ids=np.full(len(each.token_ids), number + 1, np.int32),
-            )
-            for number, each in enumerate(rows)
-        ]
-    )
+    return to_batch([replace(each, token_ids=each.token_ids - 899) for each in pairs(count)])
 
 
 @pytest.mark.parametrize("cursor", [0, 4], ids=["larger than the data set", "across an epoch"])
@@ -107,9 +96,7 @@ def test_micro_batches_keep_to_the_budget_and_hold_every_row_once(sizes: list[in
 )
 def test_the_rows_of_a_group_stay_together_as_far_as_they_fit(groups: list[tuple[int, list[int]]], budget: int) -> None:
     rows = [
-        replace(
-            row(prompt + answer), group=str(g), token_ids=np.repeat([g, 100 + n], [prompt, answer]).astype(np.int32)
-        )
+        replace(row(prompt + answer), group=str(g), token_ids=np.repeat([g, 100 + n], [prompt, answer]).astype("int32"))
         for g, (prompt, answers) in enumerate(groups)
         for n, answer in enumerate(answers)
     ]
@@ -148,14 +135,11 @@ def group_of_two() -> tuple[pa.RecordBatch, BlockRows]:
     """A group of two answers in two turns, the second cut for its length."""
     mask = np.array([0, 1, 0, 1, 1], np.uint8)
     base = Experience("g/0", "g", "t", np.arange(5, dtype=np.int32), 1, mask, np.zeros(5, np.float32), reward=1.0)
+    right, wrong = ({"right": value, "form": 0.0} for value in (1.0, 0.0))
+    rewards = {"turn_reward_0": 0.5, "token_reward_3": 0.25}
     rows = [
-        replace(
-            base,
-            reward_components={"right": 1.0, "form": 0.0},
-            metrics={"turn_reward_0": 0.5, "token_reward_3": 0.25},
-            stop_reason="stop",
-        ),
-        replace(base, experience_id="g/1", reward_components={"right": 0.0, "form": 0.0}, stop_reason="length"),
+        replace(base, reward_components=right, metrics=rewards, stop_reason="stop"),
+        replace(base, experience_id="g/1", reward_components=wrong, stop_reason="length"),
     ]
     groups = np.array([[0, 2], [0, 2]])
     return to_batch(rows), BlockRows(None, np.array([1, 0]), groups, np.ones(2, np.float32), np.zeros(2, bool))  # type: ignore[arg-type]
@@ -200,9 +184,7 @@ def test_what_a_critics_advantages_need_comes_from_the_lease_to_the_micro_batch(
         assert to_go[1 - first] == [0, 1.75, 0, 1.25, 1.0] and to_go[first] == [0, 1, 0, 1, 1]
     [micro] = micro_batches([cut], 100, CPU)
     assert micro.tokens.turn_rewards is None
-    assert all(each.turn_rewards is None for each in read_rows(*group_of_two(), build("grpo"))), (
-        "it has no use for them"
-    )
+    assert all(each.turn_rewards is None for each in read_rows(*group_of_two(), build("grpo"))), "it needs none"
 
 
 def moved_kto() -> Learner:

@@ -1,4 +1,4 @@
-"""A trainer that starts from a checkpoint goes on as the one that wrote it, on any number of ranks."""
+"""A trainer that starts from a checkpoint continues as the one that wrote it, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,55 +20,71 @@ from rayrft.algorithms.ratios import TokenLoss
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ModelError, RayrftError, StorageError
+from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.dcp import Checkpointer, load_weights, read_base
 from rayrft.trainer.learner import Learner
-from tests.trainer.learners import flat, make_learner, make_model, mine, own_rows, weights, write
+from tests.trainer.learners import adapt, flat, make_learner, make_model, mine, own_rows, pairs, weights, write
 from tests.trainer.ranks import on_ranks
 
 PIECES = {"kl": "k1", "kl_in": "reward", "kl_target": 1e-3, "kl_horizon": 50, "entropy": "bonus", "entropy_goal": 9}
 SCHEDULE = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=2)
 
 
-def ready() -> Learner:
-    """PPO with a KL, which has everything: reference, critic, two optimisers, coefficients that change."""
-    return make_learner("ppo", PIECES, optimizer=SCHEDULE, update=UpdateConfig(reference_refresh=2), sharded=True)
+def ready(kind: str = "ppo") -> Learner:
+    """PPO with a KL, which has everything: reference, critic, two optimisers, coefficients that change; the same with
+    adapters; or a reward model."""
+    if kind == "reward model":
+        return make_learner("reward_model", optimizer=SCHEDULE, sharded=True)
+    adapted = {name: adapt(make_model()) for name in ("policy", "valued") if kind == "adapters"}
+    update = UpdateConfig(reference_refresh=None if adapted else 2)
+    return make_learner("ppo", PIECES, optimizer=SCHEDULE, update=update, sharded=True, **adapted)
+
+
+def rows_of(learner: Learner) -> list[TrainRow]:
+    return mine(pairs() if learner.reward_model else own_rows())
 
 
 def everything(learner: Learner) -> torch.Tensor:
-    """The weights of policy and critic."""
-    assert learner.critic is not None
-    return flat([*learner.policy.parameters(), *learner.critic.parameters()])
+    """The weights of the policy and of the critic or the reward model."""
+    beside: Any = learner.critic or learner.reward_model
+    return flat([*learner.policy.parameters(), *beside.parameters()])
 
 
-def _save_and_go_on(folder: Path) -> Any:
-    learner = ready()
+def _save_and_continue(kind: str, folder: Path) -> Any:
+    learner = ready(kind)
     for _ in range(3):
-        learner.step([mine(own_rows())])
+        learner.step([rows_of(learner)])
     before = everything(learner)
-    assert write(learner, folder, mine(own_rows())) == [None]
+    assert write(learner, folder, rows_of(learner)) == [None]
     for _ in range(2):
-        result = learner.step([mine(own_rows())]).metrics
+        result = learner.step([rows_of(learner)]).metrics
     return before, everything(learner), result
 
 
-def _load_and_go_on(folder: Path) -> Any:
-    learner = ready()
+def _load_and_continue(kind: str, folder: Path) -> Any:
+    learner = ready(kind)
     Checkpointer().load(learner, folder)
     before = everything(learner)
     for _ in range(3):
-        result = learner.step([mine(own_rows())]).metrics
+        result = learner.step([rows_of(learner)]).metrics
     return before, everything(learner), result
 
 
-@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 4)], ids=lambda ranks: f"{ranks[0]} to {ranks[1]}")
-def test_resumed_training_is_the_training_that_went_on(ranks: tuple[int, int], tmp_path: Path) -> None:
-    before, after, result = on_ranks(ranks[0], _save_and_go_on, tmp_path)
-    again, resumed, last = on_ranks(ranks[1], _load_and_go_on, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [("ppo", 1, 1), ("ppo", 2, 1), ("ppo", 1, 2), ("ppo", 2, 4), ("adapters", 2, 1), ("reward model", 2, 1)],
+)
+def test_resumed_training_equals_uninterrupted_training(kind: str, first: int, second: int, tmp_path: Path) -> None:
+    before, after, result = on_ranks(first, _save_and_continue, kind, tmp_path)
+    again, resumed, last = on_ranks(second, _load_and_continue, kind, tmp_path)
     torch.testing.assert_close(again, before, atol=1e-12, rtol=0)
-    torch.testing.assert_close(resumed, after, atol=1e-6, rtol=0)
+    torch.testing.assert_close(resumed, after, atol=1e-9 if kind == "adapters" else 1e-6, rtol=0)
+    assert (after - before).abs().max() > 1e-3
     for field in ("loss", "value_loss", "kl", "kl_coef", "entropy_coef", "lr", "grad_norm"):
         assert getattr(last, field) == pytest.approx(getattr(result, field), abs=1e-6), field
-    assert result.kl_coef != pytest.approx(1e-3, rel=0.01) and result.entropy_coef == pytest.approx(1e-3 + 5 * 5e-3)
+    if kind == "ppo":
+        assert result.kl_coef != pytest.approx(1e-3, rel=0.01)
+        assert result.entropy_coef == pytest.approx(1e-3 + 5 * 5e-3)
 
 
 def dropped(logprobs: torch.Tensor, batch: TokenBatch) -> TokenLoss:
@@ -79,7 +96,7 @@ def drawing() -> Learner:
     return make_learner("grpo", {"policy_loss": f"{__name__}:dropped"}, sharded=True)
 
 
-def _draw_and_go_on(folder: Path) -> Any:
+def _draw_and_continue(folder: Path) -> Any:
     learner = drawing()
     learner.step([mine(own_rows())])
     written: list[str | None] = write(learner, folder, mine(own_rows()))  # which takes a step, too
@@ -103,7 +120,7 @@ def _load_and_draw(folder: Path) -> Any:
 
 
 def test_a_loss_that_draws_random_numbers_draws_the_same_ones_after_a_resume(tmp_path: Path) -> None:
-    written, expected, drawn = on_ranks(2, _draw_and_go_on, tmp_path)
+    written, expected, drawn = on_ranks(2, _draw_and_continue, tmp_path)
     resumed, reseeded = on_ranks(2, _load_and_draw, tmp_path)
     assert written == [None] and drawn[0] != drawn[1]
     torch.testing.assert_close(resumed, expected, atol=1e-12, rtol=0)
@@ -180,13 +197,10 @@ RAN = Path(tempfile.gettempdir()) / f"code-of-a-checkpoint-has-run-{os.getpid()}
 def test_reading_a_checkpoint_of_somebody_else_runs_no_code_of_theirs(forged: str, tmp_path: Path) -> None:
     save({"base": Forged() if forged == "bytes" else ""}, checkpoint_id=tmp_path, no_dist=True)
     if forged != "bytes":
-        dotted = b"\x80\x04\x8c\x26torch.distributed.checkpoint.metadata\x8c\x08os.mkdir\x93\x8c"
         path = str(RAN).encode()
-        data = {
-            "metadata": pickle.dumps(Forged()),
-            "dotted": dotted + bytes([len(path)]) + path + b"\x85R.",
-            "torn": b"",
-        }
+        dotted = b"\x80\x04\x8c\x26torch.distributed.checkpoint.metadata\x8c\x08os.mkdir\x93\x8c"
+        dotted += bytes([len(path)]) + path + b"\x85R."
+        data = {"metadata": pickle.dumps(Forged()), "dotted": dotted, "torn": b""}
         (tmp_path / ".metadata").write_bytes(data[forged])
     with pytest.raises(StorageError, match="cannot be read") as raised:
         read_base(tmp_path)
@@ -202,13 +216,8 @@ def test_reading_a_checkpoint_of_somebody_else_runs_no_code_of_theirs(forged: st
         (CheckpointException("", {1: (OSError("full"), None)}), "OSError: full"),
     ],
 )
-def test_whatever_goes_wrong_in_the_background_is_said(
-    error: BaseException, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr("rayrft.trainer.dcp.save", fail)
+def test_what_fails_in_the_background_is_said(error: BaseException, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayrft.trainer.dcp.save", mock.Mock(side_effect=error))
     monkeypatch.setattr(dist, "new_group", lambda backend: None)
     said: list[str | None] = []
     checkpointer = Checkpointer()

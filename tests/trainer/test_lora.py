@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from rayrft.config import dump_config, load_config
+from rayrft.config import load_config
 from rayrft.config.trainer import LoraConfig
 from rayrft.core.checkpoints import Checkpoints, Progress, export
 from rayrft.data.tokenizer import ChatTokenizer
@@ -22,34 +22,17 @@ from rayrft.trainer.learner import Learner
 from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import load_hf, load_policy, named_weights, save_hf, shard
 from rayrft.trainer.policy import Policy
-from tests.e2e.conftest import small_config
+from tests.core.given import run_folder
 from tests.errors import about
-from tests.trainer.learners import (
-    CPU,
-    gradient,
-    make_learner,
-    make_model,
-    mine,
-    move,
-    on_policy,
-    own_rows,
-    whole,
-    write,
-)
+from tests.trainer.learners import ADAPTER, CPU, adapt, full, make_learner, make_model, move, on_policy, own_rows, write
 from tests.trainer.ranks import on_ranks
 
-ADAPTER = LoraConfig(rank=4, alpha=8)
 QUERY = "model.model.layers.0.self_attn.q_proj.weight"
 ROWS = [[1, 7, 3, 9, 30, 4], [2, 2, 40]]
 
 
-def adapt(policy: Policy, compute: torch.dtype = torch.float64, origin: str = "the model") -> Policy:
-    policy.lora = Lora(policy.model, ADAPTER, origin=origin, compute=compute, seed=0)
-    return policy
-
-
 def all_of(policy: Policy) -> dict[str, torch.Tensor]:
-    return {name: whole(parameter).clone() for name, parameter in policy.named_parameters()}
+    return {name: full(parameter).clone() for name, parameter in policy.named_parameters()}
 
 
 def logprobs(policy: Policy) -> list[list[float]]:
@@ -87,47 +70,7 @@ def test_the_reference_is_the_model_without_its_adapter_and_no_copy_of_anything(
     assert logprobs(learner.policy) != logprobs(make_model())
 
 
-def test_a_layer_that_is_recomputed_for_the_backward_pass_gives_the_adapter_the_same_gradient() -> None:
-    gradients = []
-    for checkpointing in (False, True):
-        policy = move(adapt(make_model()), 0.3)
-        if checkpointing:
-            policy.checkpoint_layers()
-        gradients.append(gradient(make_learner("grpo", policy=policy), own_rows())[1])
-    torch.testing.assert_close(*gradients)
-
-
-COMPUTE = {torch.float64: 1e-6, torch.bfloat16: 2e-2}
-"""What frozen weights may be held in, and how far results may lie apart."""
-
-
-def _train_in_each() -> Any:
-    return {compute: _train(compute) for compute in COMPUTE}
-
-
-def _train(compute: torch.dtype) -> Any:
-    """Two steps of PPO with a KL, in which policy and critic have adapters."""
-    size, rank, rows = dist.get_world_size(), dist.get_rank(), own_rows()
-    models = {"policy": adapt(make_model(), compute), "valued": adapt(make_model(), compute)}
-    learner = make_learner("ppo", {"kl": "k1", "kl_in": "reward"}, **models, sharded=True, compute=compute)
-    for _ in range(2):
-        result = learner.step([rows[:2] if size > 1 and rank == 0 else rows[2 if size > 1 else 0 :]])
-    return result.metrics, all_of(learner.policy)
-
-
-def test_number_of_ranks_changes_nothing() -> None:
-    one, two = (on_ranks(ranks, _train_in_each) for ranks in (1, 2))
-    for compute, within in COMPUTE.items():
-        (result, weights), (other, others) = one[compute], two[compute]
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, others[name], atol=within, rtol=0)
-            held = torch.promote_types(compute, torch.float32) if ".lora_" in name else compute
-            assert weight.dtype == held, name
-        for field in ("loss", "grad_norm", "value_loss", "kl"):
-            assert getattr(result, field) == pytest.approx(getattr(other, field), abs=within), field
-
-
-def _save_and_begin_anew(model: str, folder: Path) -> Any:
+def _save_and_load(model: str, folder: Path) -> Any:
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     policy = shard(move(adapt(load_policy(model), torch.float32, model), 0.3), mesh, torch.float32)
     save_hf(policy, ChatTokenizer(model), folder, writer=dist.get_rank() == 0)
@@ -140,13 +83,11 @@ def _save_and_begin_anew(model: str, folder: Path) -> Any:
     return moved, logprobs(policy), reference, all_of(policy)
 
 
-def test_a_saved_model_has_its_adapter_merged_and_the_next_adapter_stands_on_it(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_saved_model_has_its_adapter_merged_and_takes_the_next(tiny_model: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     saved = tmp_path / "saved"
-    moved, after, reference, weights = on_ranks(2, _save_and_begin_anew, str(tiny_model), saved)
+    moved, after, reference, weights = on_ranks(2, _save_and_load, str(tiny_model), saved)
     plain = load_policy(str(saved))
     assert set(dict(plain.named_parameters())) == set(dict(load_policy(str(tiny_model)).named_parameters()))
     assert len(AutoTokenizer.from_pretrained(saved)) == len(AutoTokenizer.from_pretrained(tiny_model))
@@ -164,15 +105,6 @@ def test_frozen_weights_that_are_held_rounded_are_written_as_they_are(tiny_model
     rounded, exact = (all_of(load_policy(str(tmp_path / str(compute)))) for compute in (torch.bfloat16, torch.float32))
     assert all(torch.equal(weight, rounded[name]) for name, weight in exact.items())
     assert not torch.equal(exact[QUERY], exact[QUERY].bfloat16().float()), "the test tells nothing"
-
-
-def _run_folder(storage: Path, model: Path) -> Path:
-    """A run's folder as far as exports read it."""
-    settings = small_config(storage, "run", model={"path": str(model), "max_length": 48})
-    config = load_config({**settings, "trainer": {"ranks": 1, "lora": ADAPTER.model_dump()}})
-    config.folder.mkdir(parents=True)
-    (config.folder / "config.yaml").write_text(dump_config(config))
-    return config.folder
 
 
 def _write_checkpoint(model: str, base: str, run: Path) -> Any:
@@ -195,13 +127,12 @@ def _write_checkpoint(model: str, base: str, run: Path) -> Any:
     return logprobs(bare.policy)
 
 
-def test_a_checkpoint_holds_the_adapter_alone_and_is_exported_with_or_without_its_base(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_the_adapter_alone_and_exported_with_or_without_base(tiny_model: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    run = _run_folder(tmp_path, tiny_model)
+    changes: dict[str, Any] = {"model": {"path": str(tiny_model), "max_length": 48}}
+    run = run_folder(tmp_path, "run", **changes, trainer={"ranks": 1, "lora": ADAPTER.model_dump()}).folder
     base = run / "checkpoints" / "earlier"
     shutil.copytree(tiny_model, base)
     other = load_policy(str(base)).model
@@ -223,36 +154,10 @@ def test_a_checkpoint_holds_the_adapter_alone_and_is_exported_with_or_without_it
     assert model.peft_config["default"].base_model_name_or_path == str(base)
 
 
-def _go_on(folder: Path, begin: bool) -> Any:
-    """Two steps, a checkpoint and another step; or that step from the checkpoint."""
-    learner = make_learner("ppo", policy=adapt(make_model()), valued=adapt(make_model()), sharded=True)
-    if begin:
-        for _ in range(2):
-            learner.step([mine(own_rows())])
-        assert write(learner, folder, mine(own_rows())) == [None]
-        dist.barrier()
-    else:
-        Checkpointer().load(learner, folder)
-        learner.step([mine(own_rows())])
-    return learner.step([mine(own_rows())]), all_of(learner.policy)
-
-
-def test_a_checkpoint_of_an_adapter_is_loaded_on_another_number_of_ranks(tmp_path: Path) -> None:
-    expected, moved = on_ranks(2, _go_on, tmp_path, True)
-    found, weights = on_ranks(1, _go_on, tmp_path, False)
-    for name, weight in moved.items():
-        torch.testing.assert_close(weights[name], weight, atol=1e-9, rtol=0)
-    assert found.metrics.loss == pytest.approx(expected.metrics.loss, abs=1e-9)
-    assert found.metrics.value_loss == pytest.approx(expected.metrics.value_loss, abs=1e-6)
-    assert all(weight.any() for name, weight in weights.items() if ".lora_B." in name)
-
-
 def test_a_run_without_an_adapter_cannot_export_one(tmp_path: Path) -> None:
-    config = load_config(small_config(tmp_path, "plain"))
-    config.folder.mkdir()
-    (config.folder / "config.yaml").write_text(dump_config(config))
+    run = run_folder(tmp_path, "plain").folder
     with pytest.raises(ConfigError, check=about("merge", False)):
-        export(config.folder, tmp_path / "out", merged=False)
+        export(run, tmp_path / "out", merged=False)
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "mlp", "nothing"])
@@ -267,14 +172,3 @@ def test_targets_by_name_are_the_only_ones() -> None:
     names = [name for name, _ in named_weights(policy)]
     assert names[:2] == [f"model.layers.0.self_attn.q_proj.lora_{factor}.weight" for factor in "AB"]
     assert all(".q_proj." in name for name in names) and len(names) == 4
-
-
-def test_a_reference_that_is_to_be_refreshed_is_refused(tmp_path: Path) -> None:
-    settings = {
-        "trainer.lora.rank": 4,
-        "stages.mix.algorithm.kl": "k3",
-        "stages.mix.algorithm.kl_coef": 0.1,
-        "stages.mix.update.reference_refresh": 2,
-    }
-    with pytest.raises(ConfigError, check=about("stages.mix.update.reference_refresh")):
-        load_config(small_config(tmp_path, "refreshed"), settings)

@@ -1,13 +1,21 @@
-"""The policy gives the log-probs of the model that it wraps, or says why it does not take its shorter ways."""
+"""The policy gives the log-probs of the model that it wraps, or says why it does not take its shorter ways; its chunked
+head gives the numbers and the gradients of the plain one, in less memory."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -27,19 +35,15 @@ from transformers import (
 
 from rayrft.errors import ModelError
 from rayrft.trainer import packing
+from rayrft.trainer.head import _logits, head_logprobs, head_top_logprobs
 from rayrft.trainer.packing import Packing
 from rayrft.trainer.policy import Policy, scored_batch
 from tests.algorithms.flat import token_logprobs
 from tests.errors import about
+from tests.trainer.learners import adapt, move
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SMALL: dict[str, Any] = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 PLAIN = [
     LlamaConfig(**SMALL),
     Qwen2Config(**SMALL),
@@ -61,12 +65,12 @@ def make(config: PreTrainedConfig) -> Policy:
     return Policy(model)
 
 
-def rows() -> list[torch.Tensor]:
+def rows() -> list[Tensor]:
     chance = torch.Generator().manual_seed(1)
     return [torch.randint(60, (n,), generator=chance) for n in (13, 3, 30, 1, 8)]
 
 
-def by_the_model_itself(policy: Policy, temperature: float) -> torch.Tensor:
+def by_the_model_itself(policy: Policy, temperature: float) -> Tensor:
     own = policy.model.config._attn_implementation
     policy.model.set_attn_implementation("sdpa" if own.startswith("rayrft") else own)
     found = [token_logprobs(policy.model(row[None]).logits, row[None], temperature=temperature)[0][0] for row in rows()]
@@ -125,10 +129,8 @@ def test_a_fresh_model_takes_no_path_that_fails_or_ignores_its_caps(config: PreT
 
 
 def test_a_device_fault_in_a_trial_is_no_reason_to_go_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
-
-    monkeypatch.setattr("rayrft.trainer.policy.head_logprobs", fails)
+    fault = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+    monkeypatch.setattr("rayrft.trainer.policy.head_logprobs", mock.Mock(side_effect=fault))
     with pytest.raises(torch.AcceleratorError):
         make(Qwen3Config(**SMALL, head_dim=8)).enable_fast_paths(pack=True)
 
@@ -151,7 +153,7 @@ def test_candidates_and_the_likeliest_tokens_are_those_of_the_model(chunked: boo
         assert not found[~batch.tokens.mask].any()
 
 
-def alike() -> list[torch.Tensor]:
+def alike() -> list[Tensor]:
     """Rows that begin like others: a group of three, of which two are equal, a branch, and the beginning of another."""
     rng = torch.Generator().manual_seed(2)
     prompt, *rest = (torch.randint(60, (n,), generator=rng) for n in (11, 4, 7, 3, 9))
@@ -196,9 +198,7 @@ def varlen_attn(query: Any, key: Any, value: Any, query_starts: Any, key_starts:
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("of", [alike, rows], ids=["rows that begin alike", "others"])
-def test_the_kernel_is_given_the_rows_as_the_buckets_have_them(
-    of: Any, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_and_buckets_get_the_same_rows(of: Any, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     layout = scored_batch(of()).packing
     query, key, value = (torch.randn(len(layout.computed), heads, 8) for heads in (4, 2, 2))
@@ -206,28 +206,27 @@ def test_the_kernel_is_given_the_rows_as_the_buckets_have_them(
     torch.testing.assert_close(found, by_buckets(query, key, value, layout, 0.3, window), atol=1e-5, rtol=1e-4)
 
 
-def by_buckets(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> torch.Tensor:
+def by_buckets(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> Tensor:
     """What the kernel of a GPU gives, in plain torch."""
     parts = [packing._bucket(query, key, value, each, scaling, window) for each in packed.buckets]
     return torch.cat(parts)[packed.index]
 
 
-def leaking(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> torch.Tensor:
+def leaking(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> Tensor:
     whole = Packing.of([np.arange(len(query))], query.device)
     return by_buckets(query, key, value, whole, scaling, window)
 
 
-def refusing(*_: Any) -> torch.Tensor:
-    raise RuntimeError("head size 20 is not taken\nnor is 21")
+REFUSING = mock.Mock(side_effect=RuntimeError("head size 20 is not taken\nnor is 21"))
 
 
 class OneWay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, states: Tensor) -> Tensor:
         return states.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         raise RuntimeError("no way back")
 
 
@@ -236,14 +235,12 @@ class OneWay(torch.autograd.Function):
     [
         (by_buckets, None),
         (leaking, "with the attention kernel log-probs would differ by"),
-        (refusing, "the attention kernel fails: head size 20 is not taken"),
+        (REFUSING, "the attention kernel fails: head size 20 is not taken"),
         (lambda *given: OneWay.apply(by_buckets(*given)), "the attention kernel fails: no way back"),
     ],
     ids=["right", "leaking", "refusing", "without a gradient"],
 )
-def test_a_kernel_for_half_precision_is_tried_before_it_is_used(
-    kernel: Any, said: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_half_precision_kernel_is_tried_first(kernel: Any, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "uses_kernel", lambda device, dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(packing, "_kernel", kernel)
     policy = make(PLAIN[2])
@@ -255,17 +252,18 @@ def test_a_kernel_for_half_precision_is_tried_before_it_is_used(
     assert_own(policy)
 
 
-def test_gradient_checkpointing_keeps_less_and_changes_no_gradient() -> None:
+@pytest.mark.parametrize("adapter", [False, True])
+def test_gradient_checkpointing_keeps_less_and_changes_no_gradient(adapter: bool) -> None:
     gradients, kept = [], []
     for checkpointing in (False, True):
         policy = make(PLAIN[2])
+        if adapter:
+            move(adapt(policy, torch.float32), 0.3)
         policy.enable_fast_paths(pack=True)
         if checkpointing:
             policy.checkpoint_layers()
         saved: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, into=saved: (into.append(t.numel()), t)[1], lambda t: t
-        ):
+        with saved_tensors_hooks(lambda t, into=saved: (into.append(t.numel()), t)[1], lambda t: t):
             loss = policy.output(scored_batch(rows()), temperature=1.0).logprobs.sum()
         loss.backward()
         kept.append(sum(saved))
@@ -279,3 +277,113 @@ def test_a_model_that_cannot_checkpoint_its_layers_says_so() -> None:
     model.supports_gradient_checkpointing = True
     with pytest.raises(ModelError, check=about("trainer.gradient_checkpointing", "Module")):
         Policy(model).checkpoint_layers()
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    logp = (hidden @ weight.T / temperature[:, None]).log_softmax(-1)
+    columns = targets if targets.dim() == 2 else targets[:, None]
+    return logp.gather(-1, columns).view_as(targets), -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("shape", [(7,), (7, 4)], ids=["one token in a place", "several"])
+@pytest.mark.parametrize("entropic", [True, False])
+def test_values_and_gradients_are_those_of_the_plain_head(chunk: int, shape: tuple[int, ...], entropic: bool) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    temperature, targets = torch.rand(7, dtype=torch.float64) + 0.5, torch.randint(11, shape)
+    targets.view(7, -1)[:, -1] = targets.view(7, -1)[:, 0]  # the sampled token may be among the candidates
+    mix, results = torch.randn(shape, dtype=torch.float64), []
+    for function in (plain, functools.partial(head_logprobs, chunk=chunk)):
+        logprobs, entropy = function(hidden, weight, targets, temperature)
+        loss = (logprobs * mix).sum() + (entropy.square().sum() if entropic else 0.0)
+        results.append((logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_the_likeliest_tokens_are_those_of_the_plain_head_that_may_be_had(chunk: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 3, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+    temperature = torch.rand(5, dtype=torch.float64) + 0.5
+    whole = (hidden @ weight.T / temperature[:, None]).log_softmax(-1)
+    logprobs, ids = head_top_logprobs(hidden, weight, temperature, 4, 9, chunk=chunk)
+    torch.testing.assert_close(logprobs, whole[:, :9].sort(descending=True).values[:, :4])
+    torch.testing.assert_close(whole.gather(-1, ids), logprobs)
+    assert whole[:, 9:].max() > logprobs.min() and ids.max() < 9
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("chunk", [2, None])
+def test_gradients_are_right_in_every_precision(dtype: torch.dtype, tolerance: float, chunk: int | None) -> None:
+    torch.manual_seed(0)
+    exact = [torch.randn(5, 4), torch.randn(9, 4)]
+    temperature, targets, mix = torch.tensor([1.0, 0.7, 1.3, 1.0, 0.5]), torch.randint(9, (5,)), torch.randn(5)
+    hidden, weight = (each.to(dtype).requires_grad_() for each in exact)
+    logprobs, _ = head_logprobs(hidden, weight, targets, temperature, chunk=chunk)
+    found = torch.autograd.grad((logprobs * mix).sum(), (hidden, weight))
+    hidden, weight = (each.detach().double().requires_grad_() for each in (hidden, weight))
+    loss = (plain(hidden, weight, targets, temperature)[0] * mix).sum()
+    for ours, theirs in zip(found, torch.autograd.grad(loss, (hidden, weight)), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor):
+                self.numel = max(self.numel, each.numel())
+        return made
+
+
+@pytest.mark.parametrize("entropic", [True, False])
+def test_neither_pass_ever_holds_tokens_times_vocabulary(entropic: bool) -> None:
+    hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+
+    def backward(logprobs: Tensor, entropy: Tensor) -> None:
+        (logprobs.sum() + (entropy.sum() if entropic else 0.0)).backward()
+
+    with Largest() as chunked:
+        backward(*head_logprobs(hidden, weight, torch.zeros(64, dtype=torch.int64), torch.ones(64), chunk=8))
+    assert chunked.numel == 8 * 1000, "logits of a chunk"
+    with Largest() as whole:
+        backward(*plain(hidden, weight, torch.zeros(64, dtype=torch.int64), torch.ones(64)))
+    assert whole.numel == 64 * 1000
+
+
+def test_a_frozen_head_gets_no_gradient_and_costs_none() -> None:
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4)
+    logprobs, _ = head_logprobs(hidden, weight, torch.tensor([0, 1, 2]), torch.ones(3))
+    logprobs.sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+def test_a_logit_of_minus_infinity_counts_0_in_the_entropy_and_has_no_gradient() -> None:
+    # Logits 1, 2 and, beyond the range of the format, -inf.
+    hidden = torch.tensor([[1e30, 1.0]], requires_grad=True)
+    weight = torch.tensor([[0.0, 1.0], [0.0, 2.0], [-1e30, 0.0]])
+    logprobs, entropy = head_logprobs(hidden, weight, torch.tensor([1]), torch.ones(1))
+    alone = torch.tensor([[1.0]], requires_grad=True)
+    expected = head_logprobs(alone, weight[:2, 1:], torch.tensor([1]), torch.ones(1))
+    assert (logprobs.item(), entropy.item()) == pytest.approx((expected[0].item(), expected[1].item()))
+    [found] = torch.autograd.grad((logprobs + 3 * entropy).sum(), hidden)
+    [slope] = torch.autograd.grad((expected[0] + 3 * expected[1]).sum(), alone)
+    assert found.tolist() == [[0.0, pytest.approx(slope.item())]]
+
+
+def test_on_a_gpu_logits_of_half_precision_are_not_rounded() -> None:
+    with FakeTensorMode(), torch.no_grad():
+        hidden, weight = (torch.empty(size, 4, dtype=torch.bfloat16, device="cuda") for size in (8, 16))
+        assert _logits(hidden, weight, None, torch.float32).dtype == torch.float32
+
+
+def test_hidden_states_that_are_no_numbers_are_not_passed_over() -> None:
+    hidden = torch.tensor([[float("nan"), 1.0]])
+    assert head_logprobs(hidden, torch.ones(3, 2), torch.tensor([1]), torch.ones(1))[0].isnan().all()

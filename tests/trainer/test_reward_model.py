@@ -21,7 +21,7 @@ from rayrft.experience import Experience, Task
 from rayrft.rewards import Transcript
 from rayrft.rewards.models import ScalarModel
 from rayrft.trainer.batches import TrainRow, empty_batch, micro_batches
-from rayrft.trainer.dcp import Checkpointer, load_weights
+from rayrft.trainer.dcp import load_weights
 from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import load_policy, save_hf
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
@@ -53,36 +53,25 @@ def test_a_step_is_that_of_the_loss_by_hand_and_says_which_pairs_are_right() -> 
     assert again.pair_score == pytest.approx(scores.mean().item(), abs=1e-5)
 
 
-def _save(folder: Path) -> Any:
+def _rank_and_save(folder: Path) -> Any:
     learner = make_learner("reward_model", sharded=True)
     for _ in range(3):
         learner.step([mine(pairs())])
     ranked = learner.rank_pairs([] if dist.get_rank() else pairs()[:6])
     at_save = weights(learner)
     assert write(learner, folder, mine(pairs())) == [None]
-    return at_save, weights(learner), learner.step([mine(pairs())]).metrics.loss, ranked
+    return ranked, at_save
 
 
-def _resume(folder: Path) -> Any:
-    learner = make_learner("reward_model", sharded=True)
-    Checkpointer().load(learner, folder)
-    learner.step([mine(pairs())])
-    return weights(learner), learner.step([mine(pairs())]).metrics.loss
-
-
-def test_resumed_training_is_the_training_that_went_on_and_a_ranking_is_over_all_ranks(tmp_path: Path) -> None:
-    at_save, after, loss, ranked = on_ranks(2, _save, tmp_path)
+def test_a_ranking_is_over_all_ranks_and_a_checkpoint_is_read_for_policy_and_reward_model_apart(tmp_path: Path) -> None:
+    ranked, at_save = on_ranks(2, _rank_and_save, tmp_path)
     alone = make_learner("reward_model")
     for _ in range(3):
         alone.step([pairs()])
     expected = alone.rank_pairs(pairs()[:6])  # of two ranks one has no pair
     assert (ranked.pairs, ranked.right) == (expected.pairs, expected.right) == (3, expected.right)
     assert ranked.margin == pytest.approx(expected.margin, abs=1e-4) and ranked.margin != 0
-    resumed, again = on_ranks(1, _resume, tmp_path)
-    assert again == pytest.approx(loss, abs=1e-6)
-    torch.testing.assert_close(resumed, after, atol=1e-6, rtol=0)
-    assert (at_save - after).abs().max() > 1e-3
-    # Both can be read apart: the policy, for the next stage, and the reward model, for export.
+    # The policy is for the next stage, the reward model for export.
     policy, scorer = make_model(), RewardClassifier(make_model(), padding=None)
     before = flat(policy.parameters())
     load_weights(tmp_path, scorer)
@@ -113,11 +102,7 @@ def with_template(model: Path, folder: Path, case: str) -> Path:
     save_hf(policy, ChatTokenizer(model), folder, writer=True)
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     if case == "ends with a newline":
-        tokenizer.chat_template = (
-            "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
-            "{% if m['role'] == 'assistant' %}<|eos|>{% endif %}{{ '\\n' }}{% endfor %}"
-            "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-        )
+        tokenizer.chat_template = tokenizer.chat_template.replace("{% endfor %}", "{{ '\\n' }}{% endfor %}")
     if case == "pads with its end":
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
@@ -126,9 +111,7 @@ def with_template(model: Path, folder: Path, case: str) -> Path:
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("case", ["plain", "ends with a newline", "pads with its end"])
-def test_what_is_trained_is_the_classifier_that_is_written_and_the_reward_that_scores(
-    tiny_model: Path, tmp_path: Path, case: str, lora: bool
-) -> None:
+def test_what_is_trained_is_written_and_scores_alike(tiny_model: Path, tmp_path: Path, case: str, lora: bool) -> None:
     model = with_template(tiny_model, tmp_path / "model", case)
     policy = load_policy(str(model))
     assert policy.enable_fast_paths(pack=True) is None
@@ -140,11 +123,10 @@ def test_what_is_trained_is_the_classifier_that_is_written_and_the_reward_that_s
     save_hf(scorer, ChatTokenizer(model), tmp_path / "rm", writer=True)
 
     rows = [encoded(model, CHAT), encoded(model, CHAT[:2])]
-    blank = [np.zeros(len(row.token_ids), np.float32) for row in rows]
-    trained = [
-        TrainRow(row.token_ids, row.action_mask, zeros, zeros, expert=True)
-        for row, zeros in zip(rows, blank, strict=True)
-    ]
+    trained = []
+    for row in rows:
+        zeros = np.zeros(len(row.token_ids), np.float32)
+        trained.append(TrainRow(row.token_ids, row.action_mask, zeros, zeros, expert=True))
     [batch] = micro_batches(trained, 1000, CPU)
     found = dict(zip(batch.lengths, scorer(batch).tolist(), strict=True))
     expected = [found[len(row.token_ids)] for row in rows]

@@ -40,21 +40,14 @@ def started(folder: Path, gpus: float, monkeypatch: pytest.MonkeyPatch) -> dict[
     return given
 
 
-@pytest.mark.parametrize(("gpus", "backends"), [(0, {"cpu": "gloo"}), (1, {"cpu": "gloo", "cuda": "nccl"})])
-def test_collectives_of_every_memory_that_tensors_lie_in_have_a_backend(
-    gpus: float, backends: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_collectives_have_a_backend_for_every_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.train.torch.config import _is_backend_nccl
     from torch.distributed import BackendConfig
 
-    backend = started(tmp_path, gpus, monkeypatch)["torch_config"].backend
-    assert backends.items() <= BackendConfig(backend).get_device_backend_map().items()
-    assert _is_backend_nccl(backend) == (gpus > 0)
-
-
-def test_a_resumed_run_does_not_miss_folders_that_were_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / SNAPSHOT).write_text("{}")
-    assert started(tmp_path, 0, monkeypatch)["snapshot"] is False
+    for gpus, backends in ((0, {"cpu": "gloo"}), (1, {"cpu": "gloo", "cuda": "nccl"})):
+        backend = started(tmp_path, gpus, monkeypatch)["torch_config"].backend
+        assert backends.items() <= BackendConfig(backend).get_device_backend_map().items()
+        assert _is_backend_nccl(backend) == (gpus > 0)
 
 
 def test_rank_0_listens_at_the_port_that_ray_train_tells_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +74,8 @@ def test_every_method_of_an_interface_has_its_signature(interface: type, actor: 
         return [each for each in found.parameters.values() if each.name != "_ray_trace_ctx"] + [found.return_annotation]
 
     methods = {name: method for name, method in vars(interface).items() if not name.startswith("_")}
-    assert {name: signature(vars(actor)[name]) for name in methods} == {
-        name: signature(method) for name, method in methods.items()
-    }
+    for name, method in methods.items():
+        assert signature(vars(actor)[name]) == signature(method), name
 
 
 async def test_ranks_that_have_not_answered_are_named(tmp_path: Path) -> None:
@@ -105,10 +97,10 @@ async def test_ranks_that_have_not_answered_are_named(tmp_path: Path) -> None:
     assert (await trainer.waiting()).waits == []
 
 
-def test_ranks_live_in_the_runs_group_and_none_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_are_started_once_in_the_group_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / SNAPSHOT).write_text("{}")  # of the run that is resumed
     given = started(tmp_path, 0, monkeypatch)
+    assert given["snapshot"] is False
     failures = given["run_config"].failure_config
     assert given["group"] == "their group"
     assert failures.max_failures == failures.max_preemption_failures == failures.controller_failure_limit == 0

@@ -1,11 +1,13 @@
-"""What a step does besides one gradient: references, critics, pairs, several updates on a batch."""
+"""What a step does besides one gradient: references, critics, pairs, teachers, several updates on a batch."""
 
 from __future__ import annotations
 
 import gc
 import math
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,22 +16,32 @@ import torch
 import torch.distributed as dist
 
 from rayrft.algorithms import build, presets
-from rayrft.config.stage import UpdateConfig
-from rayrft.config.trainer import OptimizerConfig
+from rayrft.config.stage import StageConfig, UpdateConfig
+from rayrft.config.trainer import OptimizerConfig, TrainerConfig
 from rayrft.errors import RayrftError
 from rayrft.trainer.annotation import with_logprobs
-from rayrft.trainer.batches import TrainRow
+from rayrft.trainer.api import RankSetup
+from rayrft.trainer.batches import TrainRow, micro_batches
+from rayrft.trainer.learner import Learner
+from rayrft.trainer.policy import Policy
+from rayrft.trainer.rank import Rank
 from rayrft.trainer.result import StepMetrics, group_value_errors
 from tests.errors import about
-from tests.trainer.learners import make_learner, make_rows, on_policy, own_rows, pairs, weights
+from tests.scripted import handle
+from tests.trainer.learners import CPU, adapt, make_learner, make_model, make_rows, on_policy, own_rows, pairs, weights
 from tests.trainer.ranks import on_ranks
 
 
-def test_the_first_step_has_ratio_one_and_no_kl() -> None:
-    learner = make_learner("grpo", {"kl": "k3", "kl_coef": 0.1})
-    result = learner.step([on_policy(learner, own_rows())])
-    assert result.metrics.ratio == pytest.approx(1.0, abs=1e-6) and result.metrics.kl == pytest.approx(0.0, abs=1e-9)
-    assert result.metrics.logprob_gap == pytest.approx(0.0, abs=1e-6) and result.metrics.clip_fraction == 0.0
+def test_the_first_step_has_ratio_one_and_no_kl_and_the_reference_stays_while_the_policy_moves() -> None:
+    learner = make_learner("grpo", {"kl": "k3", "kl_coef": 1e-3})
+    rows = on_policy(learner, own_rows())
+    assert learner.reference is not None
+    start = [weight.clone() for weight in learner.reference.weights.values()]
+    first, *others = (learner.step([rows]).metrics for _ in range(3))
+    assert first.ratio == pytest.approx(1.0, abs=1e-6) and first.kl == pytest.approx(0.0, abs=1e-9)
+    assert first.logprob_gap == pytest.approx(0.0, abs=1e-6) and first.clip_fraction == 0.0
+    assert 0 < others[0].kl < others[1].kl
+    assert all(torch.equal(old, new) for old, new in zip(start, learner.reference.weights.values(), strict=True))
     far = make_learner("grpo").step([own_rows()])
     assert far.first_update.clip_fraction == far.metrics.clip_fraction > 0, "of rows that another policy sampled"
 
@@ -44,16 +56,6 @@ def test_a_step_says_by_how_much_the_critic_missed_each_group_of_own_rows() -> N
     assert group_value_errors(results) == pytest.approx({"a": 0.75, "b": 2.0})
     assert [(each.reward_sum, each.scored) for each in results] == [(1.0, 1), (-1.5, 2)], "of own rows alone"
     assert make_learner("grpo").step([rows]).value_errors == {}
-
-
-def test_the_reference_stays_while_the_policy_moves() -> None:
-    learner = make_learner("grpo", {"kl": "k2", "kl_coef": 1e-3})
-    rows = on_policy(learner, own_rows())
-    assert learner.reference is not None
-    start = [weight.clone() for weight in learner.reference.weights.values()]
-    kls = [learner.step([rows]).metrics.kl for _ in range(3)]
-    assert kls[0] == pytest.approx(0.0, abs=1e-12) and 0 < kls[1] < kls[2]
-    assert all(torch.equal(old, new) for old, new in zip(start, learner.reference.weights.values(), strict=True))
 
 
 def test_a_refreshed_reference_is_the_policy_of_that_step() -> None:
@@ -150,26 +152,6 @@ def test_one_update_on_a_batch_costs_one_forward_pass_a_token(correction: str, m
     assert result.correction_weight != pytest.approx(1.0, abs=1e-3) and result.ratio == pytest.approx(1.0)
 
 
-def test_a_kl_in_the_reward_counts_once_the_policy_has_moved_whatever_the_split() -> None:
-    rows, pieces = own_rows(), {"kl": "k2", "kl_in": "reward", "kl_coef": 5.0}
-    plain, first, second = (make_learner("reinforce_pp", *each) for each in ((), (pieces,), (pieces,)))
-    second._micro_batch_tokens = 1000
-    results = [[each.step([on_policy(each, rows)]).metrics for _ in range(2)] for each in (plain, first, second)]
-    torch.testing.assert_close(weights(first), weights(second), atol=1e-6, rtol=0)
-    assert results[1][0].loss == pytest.approx(results[0][0].loss, abs=1e-6), "at first the policy is the reference"
-    assert all(each.loss == pytest.approx(each.policy_loss, abs=1e-12) for each in results[1]), "it is not in the loss"
-    assert results[1][1].kl > 0 and results[1][1].grad_norm != pytest.approx(results[0][1].grad_norm, rel=1e-3)
-
-
-def test_dpo_begins_at_log_two_and_learns_to_prefer() -> None:
-    learner = make_learner("dpo", tokens=30)
-    first = learner.step([pairs()])
-    assert first.metrics.preference_loss == pytest.approx(math.log(2), abs=1e-6)
-    for _ in range(8):
-        last = learner.step([pairs()])
-    assert last.metrics.preference_loss < 0.5
-
-
 def test_a_schedule_counts_steps_and_not_updates() -> None:
     rows, update = own_rows(), UpdateConfig(epochs=2, mini_batches=4)
     learner = make_learner("grpo", optimizer=OptimizerConfig(lr=1e-4, warmup_steps=2, schedule="linear"), update=update)
@@ -179,9 +161,8 @@ def test_a_schedule_counts_steps_and_not_updates() -> None:
 
 
 def test_the_schedule_begins_once_the_critic_has_warmed_up() -> None:
-    learner = make_learner(
-        "ppo", optimizer=OptimizerConfig(lr=1e-3, schedule="linear"), update=UpdateConfig(critic_warmup_steps=6)
-    )
+    optimizer = OptimizerConfig(lr=1e-3, schedule="linear")
+    learner = make_learner("ppo", optimizer=optimizer, update=UpdateConfig(critic_warmup_steps=6))
     rows = [replace(row, reward=float(number % 2)) for number, row in enumerate(own_rows())]
     results = [learner.step([rows]) for _ in range(10)]
     # Of 10 steps the policy has 4.
@@ -226,36 +207,48 @@ def test_a_closed_stage_leaves_nothing_but_the_policy_in_memory() -> None:
     learner.close_stage()
 
 
-def _train(name: str, pieces: dict[str, Any], rows: list[TrainRow], update: UpdateConfig) -> tuple[StepMetrics, Any]:
-    """Two steps on rows dealt to ranks by whole pairs, with one rank getting more than the others."""
+def _train(
+    name: str, pieces: dict[str, Any], rows: list[TrainRow], update: UpdateConfig, adapters: torch.dtype | None
+) -> tuple[StepMetrics, Any, set[torch.dtype]]:
+    """Two steps on rows dealt to ranks by whole pairs, with one rank getting more than the others. ``adapters`` is what
+    their frozen weights are held in."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    learner = make_learner(name, pieces, update=update, sharded=True)
+    models = {} if adapters is None else {each: adapt(make_model(), adapters) for each in ("policy", "valued")}
+    compute = adapters or torch.float32
+    learner = make_learner(name, pieces, update=update, sharded=True, compute=compute, **models)
     units = [rows[i : i + 2] for i in range(0, len(rows), 2)]
     batches = [units[number :: update.mini_batches] for number in range(update.mini_batches)]
     dealt = [each[:1] if size > 1 and rank == 0 else each[size > 1 :] for each in batches]
     for _ in range(2):
         result = learner.step([[row for unit in each for row in unit] for each in dealt])
-    return result.metrics, weights(learner)
+    held = {weight.dtype for name, weight in learner.policy.named_parameters() if ".lora_" not in name}
+    assert all(weight.dtype != torch.bfloat16 for weight in learner.policy.parameters() if weight.requires_grad)
+    return result.metrics, weights(learner), held
 
 
 @pytest.mark.parametrize(
-    ("name", "pieces", "update"),
+    ("name", "pieces", "update", "adapters", "within"),
     [
-        ("dpo", {}, UpdateConfig()),
-        ("grpo", {"kl": "k3", "correction": "truncated"}, UpdateConfig(epochs=2, mini_batches=2)),
-        ("ppo", {"kl": "k1", "kl_in": "reward"}, UpdateConfig()),
-        ("distill", {}, UpdateConfig()),
-        ("jsd", {"teacher_candidates": 7}, UpdateConfig(mini_batches=2)),
+        ("dpo", {}, UpdateConfig(), None, 1e-6),
+        ("grpo", {"kl": "k3", "correction": "truncated"}, UpdateConfig(epochs=2, mini_batches=2), None, 1e-6),
+        ("ppo", {"kl": "k1", "kl_in": "reward"}, UpdateConfig(), None, 1e-6),
+        ("distill", {}, UpdateConfig(), None, 1e-6),
+        ("jsd", {"teacher_candidates": 7}, UpdateConfig(mini_batches=2), None, 1e-6),
+        ("ppo", {"kl": "k1", "kl_in": "reward"}, UpdateConfig(), torch.float64, 1e-6),
+        ("ppo", {"kl": "k1", "kl_in": "reward"}, UpdateConfig(), torch.bfloat16, 2e-2),
     ],
-    ids=["pairs", "reference and proximal", "critic", "teacher", "teacher's candidates"],
+    ids=["pairs", "reference and proximal", "critic", "teacher", "candidates", "adapters", "rounded frozen weights"],
 )
-def test_everything_is_the_same_on_two_ranks(name: str, pieces: dict[str, Any], update: UpdateConfig) -> None:
+def test_everything_is_the_same_on_two_ranks(
+    name: str, pieces: dict[str, Any], update: UpdateConfig, adapters: torch.dtype | None, within: float
+) -> None:
     rows = pairs() if name == "dpo" else own_rows()
-    one, two = (on_ranks(ranks, _train, name, pieces, rows, update) for ranks in (1, 2))
-    torch.testing.assert_close(one[1], two[1], atol=1e-6, rtol=0)
+    one, two = (on_ranks(ranks, _train, name, pieces, rows, update, adapters) for ranks in (1, 2))
+    torch.testing.assert_close(one[1], two[1], atol=within, rtol=0)
+    assert one[2] == two[2] == {adapters or torch.float64}
     critic = ("value_loss", "value_grad_norm")
     for field in ("loss", "grad_norm", *critic, "distillation_loss", "kl", "entropy", "policy_tokens"):
-        assert getattr(one[0], field) == pytest.approx(getattr(two[0], field), abs=1e-6), field
+        assert getattr(one[0], field) == pytest.approx(getattr(two[0], field), abs=within), field
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -309,3 +302,74 @@ def test_two_steps_of_every_preset_move_the_policy_and_stay_finite(name: str) ->
     assert all(map(math.isfinite, numbers))
     assert results[0].grad_norm > 0 and results[0].loss != results[1].loss
     assert not torch.equal(before, weights(learner))
+
+
+@pytest.fixture(scope="module")
+def rank(tiny_model: Path) -> Iterator[Callable[[str], Rank]]:
+    """A rank by itself, in this process, for a precision of the compute."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield lambda dtype: Rank(RankSetup(handle(None), TrainerConfig(ranks=1), str(tiny_model), dtype, 1.0, []), 0, CPU)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "tolerance"),
+    [
+        ({"name": "distill"}, "float32", 1e-5),
+        ({"name": "jsd", "teacher_candidates": 5}, "float32", 1e-5),
+        ({"name": "jsd"}, "bfloat16", 1e-2),
+    ],
+    ids=["sampled tokens", "candidates", "half precision"],
+)
+def test_a_teacher_that_is_the_policy_teaches_nothing(
+    algorithm: dict[str, Any], dtype: str, tolerance: float, rank: Callable[[str], Rank], tiny_model: Path
+) -> None:
+    one, whole = rank(dtype), {"name": "s", "steps": 2, "batch_size": 8, "group_size": 8}
+    stage = StageConfig.model_validate({**whole, "algorithm": algorithm, "teacher": str(tiny_model)})
+    one.open_stage(stage.algorithm.build(), stage, None)
+    learner = one.learner
+    assert learner.teacher is not None
+    assert {each.dtype for each in learner.teacher.parameters()} == {getattr(torch, dtype)}
+    result = learner.step([on_policy(learner, own_rows())])
+    assert result.metrics.distillation_loss == pytest.approx(0.0, abs=tolerance)
+    assert result.metrics.policy_tokens > 0 and not any(each.requires_grad for each in learner.teacher.parameters())
+
+
+CHANCE = np.random.default_rng(0)
+PROMPTS = CHANCE.integers(0, 50, (8, 5)).astype(np.int32)
+
+
+def whole(policy: Policy, ids: torch.Tensor) -> torch.Tensor:
+    """``[prompts, vocabulary]``: log-probs of these tokens after each of the prompts."""
+    rows = [TrainRow(np.append(each, 0), *[np.eye(6)[5]] * 3, expert=False) for each in PROMPTS]
+    [micro] = micro_batches(rows, 1000, CPU)
+    order = [PROMPTS.tolist().index(each[:5].tolist()) for each in micro.token_ids.view(8, 6)]
+    found = policy.output(replace(micro, candidates=ids.expand(8, -1)), temperature=1.0).candidates
+    assert found is not None
+    return found[micro.predicted][np.argsort(order)].detach()
+
+
+def sampled(learner: Learner, each: int = 32) -> list[TrainRow]:
+    """Answers of one token to the prompts, drawn from the policy."""
+    logprobs, mask, rows = whole(learner.policy, torch.arange(50)), np.eye(6, dtype=np.uint8)[5], []
+    for prompt, known in zip(PROMPTS, logprobs.numpy(), strict=True):
+        for token in CHANCE.choice(50, each, p=np.exp(known) / np.exp(known).sum()):
+            behaviour = (mask * known[token]).astype(np.float32)
+            rows.append(TrainRow(np.append(prompt, token), mask, behaviour, np.zeros(6, np.float32), expert=False))
+    return rows
+
+
+def divergence(learner: Learner) -> float:
+    """``KL(pi || teacher)``, the mean over the prompts."""
+    assert learner.teacher is not None
+    ours, theirs = (whole(policy, torch.arange(50)) for policy in (learner.policy, learner.teacher))
+    return (ours.exp() * (ours - theirs)).sum(-1).mean().item()
+
+
+@pytest.mark.parametrize(("name", "pieces"), [("distill", {}), ("jsd", {}), ("jsd", {"teacher_candidates": 8})])
+def test_the_policy_comes_nearer_to_its_teacher(name: str, pieces: dict[str, Any]) -> None:
+    learner = make_learner(name, pieces, tokens=10_000, optimizer=OptimizerConfig(lr=3e-3))
+    before = divergence(learner)
+    for _ in range(10):
+        learner.step([sampled(learner)])
+    assert 0 < divergence(learner) < 0.7 * before

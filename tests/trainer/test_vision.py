@@ -62,9 +62,7 @@ def by_the_model_itself(policy: Policy, row: Row, processor: Any) -> torch.Tenso
 
 
 @pytest.mark.parametrize("chunks_head", [True, False])
-def test_rows_with_and_without_images_get_the_models_own_log_probs(
-    tiny_vision_model: Path, squares: list[Task], chunks_head: bool
-) -> None:
+def test_rows_get_the_models_own_log_probs(tiny_vision_model: Path, squares: list[Task], chunks_head: bool) -> None:
     policy, rows = make(tiny_vision_model), make_rows(tiny_vision_model, squares)
     assert not policy.packs and policy.chunks_head
     policy.chunks_head = chunks_head
@@ -74,9 +72,7 @@ def test_rows_with_and_without_images_get_the_models_own_log_probs(
         torch.testing.assert_close(policy.output(batch, temperature=0.7).logprobs, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_placeholder_that_the_model_says_about_an_image_is_a_token_like_any_other(
-    tiny_vision_model: Path, squares: list[Task]
-) -> None:
+def test_a_placeholder_in_an_answer_is_a_token_like_any_other(tiny_vision_model: Path, squares: list[Task]) -> None:
     policy, (ids, images) = make(tiny_vision_model), make_rows(tiny_vision_model, squares)[0]
     assert policy.images is not None
     said = torch.cat([ids, torch.tensor([policy.images.token_id, 7])])
@@ -123,9 +119,7 @@ def on_rank(folder: Path, tasks: list[Task]) -> torch.Tensor:
     return step_gradient(make(folder), rows, 30, sharded=True)
 
 
-def test_neither_micro_batches_nor_ranks_without_images_change_the_gradient(
-    tiny_vision_model: Path, squares: list[Task]
-) -> None:
+def test_split_and_ranks_without_images_change_no_gradient(tiny_vision_model: Path, squares: list[Task]) -> None:
     rows = train_rows(tiny_vision_model, squares)
     whole = step_gradient(make(tiny_vision_model), rows, 10_000)
     assert whole.norm() > 0.1

@@ -59,6 +59,7 @@ def write_task(
     write_model(folder, tokenizer, seed, 256)
 
 
+TOOL = {"tools": ["multiply"], "max_turns": 3, "characters": 40, "timeout_s": 10}
 make_config = partial(
     lessons.make_config,
     "calculator",
@@ -69,19 +70,13 @@ make_config = partial(
     max_length=192,
     plugins=[str(ROOT / "jobs" / "plugins" / "calculator.py")],
     reward={"name": "exact"},
-    explorer={
-        "workflow": "tool_calling",
-        "workflow_options": {
-            "tool_calling": {"tools": ["multiply"], "max_turns": 3, "characters": 40, "timeout_s": 10}
-        },
-    },
+    explorer={"workflow": "tool_calling", "workflow_options": {"tool_calling": TOOL}},
 )
 
 
 def _demonstration(task: dict[str, str], a: int, b: int, chance: np.random.Generator, *, calls: bool) -> dict[str, Any]:
-    shown = conversation(
-        task["question"], CALL.format(a, b) if calls else f"it is {chance.integers(10_000, 1_000_000)}"
-    )
+    answer = CALL.format(a, b) if calls else f"it is {chance.integers(10_000, 1_000_000)}"
+    shown = conversation(task["question"], answer)
     if calls:
         shown["messages"] += [{"role": role, "content": task["answer"]} for role in ("tool", "assistant")]
     return {**shown, "tools": [function_tool("multiply", multiply).schema]}

@@ -1,8 +1,7 @@
 """Expert rows that a run makes of its own right answers to hard tasks, and MIX on them, against GRPO alone.
 
-Words of three to six letters are spelled backward. After a warm-up of which two demonstrations in five are right, both
-take the same number of steps on as many groups; MIX adds the shortest right answer of each group in which at most half
-are right, as an expert row.
+Both take the same number of steps on as many groups; MIX adds the shortest right answer of each group in which at most
+half are right, as an expert row.
 """
 
 from __future__ import annotations
@@ -18,14 +17,8 @@ def make_config(folder: Path, seed: int, *, mix: bool, steps: int = 80) -> Row:
     """Return the config of a warm-up, and then of GRPO, or of MIX on what is found."""
     groups = {"steps": steps, "group_size": 8, "evaluate_every": 20, "optimizer": {"lr": 3e-4}}
     alone = {"name": "grpo", "algorithm": CLIPPED_GRPO, "batch_size": 256, **groups}
-    beside = {
-        "name": "mix",
-        "algorithm": {**CLIPPED_GRPO, "name": "mix", "mu": 0.1},
-        "demonstrations": "found",
-        "batch_size": 288,
-        "expert_share": 1 / 9,
-        **groups,
-    }
+    mixed = {"algorithm": {**CLIPPED_GRPO, "name": "mix", "mu": 0.1}, "demonstrations": "found", "expert_share": 1 / 9}
+    beside = {"name": "mix", "batch_size": 288, **mixed, **groups}
     operators = [{"name": "expert_rows", "max_pass_rate": 0.5, "keep": True}]
     return {
         **base("mix" if mix else "grpo", folder, seed, 9, 38),

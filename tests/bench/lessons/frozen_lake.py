@@ -1,8 +1,7 @@
 """A task of several turns: maps of FrozenLake to cross, by a model that has seen few walks, most of them bad.
 
-Demonstrations are 300 walks, each on a map of its own that is no task. Two in five go a shortest way to the goal;
-the others go right and then down whatever lies there, and most of them end in a hole. More training on them makes the
-model a better copy of both: which of the two to be is what only the reward can tell it.
+Two in five of the demonstrations go a shortest way to the goal; the others go right and then down whatever lies there,
+and most of them end in a hole. Which of the two to be is what only the reward can tell the model.
 """
 
 from __future__ import annotations

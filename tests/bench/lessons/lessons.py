@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerBase
 
 import rayrft
 from rayrft.core.run import Run
+from tests.trainer.learners import qwen3
 
 Row = dict[str, Any]
 TINY = {"tiny": {"layers": 3, "hidden_size": 128, "heads": 4, "intermediate_size": 384}, "max_length": 48}
@@ -38,21 +39,9 @@ def write_model(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int, max
     """Write a random model of 0.7 M parameters with that tokenizer."""
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=max_length,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
+    model = qwen3(len(tokenizer), 128, 384, layers=3, heads=4, max_position_embeddings=max_length, **ends)
+    model.save_pretrained(folder / "model")
 
 
 def conversation(question: str, answer: str) -> Row:
@@ -108,13 +97,7 @@ def make_config(
     """Return the config of a run on the files that a task has written to ``folder``: a warm-up on the demonstrations,
     ``steps`` steps of GRPO from it, of so many groups of 8, and controls from it at each of some learning rates."""
     source = {"source": "file", "path": str(folder / "train.jsonl"), "eval_path": str(folder / "held_out.jsonl")}
-    grpo = {
-        "algorithm": CLIPPED_GRPO,
-        "steps": steps,
-        "batch_size": 8 * groups,
-        "group_size": 8,
-        "evaluate_every": every,
-    }
+    grpo = {"name": "grpo", "start_from": "warmup", "algorithm": CLIPPED_GRPO, "steps": steps, "evaluate_every": every}
     from_warmup = {"start_from": "warmup", "evaluate_every": control_every}
     more = [
         sft(f"{kind}-{each:g}".replace(".", "_"), kind, control_steps, rows, optimizer={"lr": each}, **from_warmup)
@@ -128,7 +111,7 @@ def make_config(
         "demonstrations": {kind: {"path": str(folder / f"{kind}.jsonl")} for kind in ("mixed", "good")},
         "stages": [
             sft("warmup", "mixed", warmup_steps, rows),
-            {"name": "grpo", "start_from": "warmup", **grpo, "evaluate_every": every, "optimizer": {"lr": lr}},
+            {**grpo, "batch_size": 8 * groups, "group_size": 8, "optimizer": {"lr": lr}},
             *(more if controls else []),
         ],
         **parts,

@@ -8,20 +8,10 @@ from typing import Any
 
 import openai
 
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "multiply",
-            "description": "Multiply two whole numbers.",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-                "required": ["a", "b"],
-            },
-        },
-    }
-]
+NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"]}
+MULTIPLY = {"name": "multiply", "description": "Multiply two whole numbers.", "parameters": PARAMETERS}
+TOOLS: Any = [{"type": "function", "function": MULTIPLY}]
 
 
 def solve(question: str) -> str:

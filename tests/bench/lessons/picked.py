@@ -1,9 +1,7 @@
 """What people pick, and DPO on it: 200 pairs of the feedback page, from a scripted person over its HTTP interface.
 
-A warmed-up model spells words of three to five letters backward. The person picks of two answers the one that is more
-like the right one, and skips a pair where none is. The pairs are exported as `rayrft data feedback export`
-does; DPO on them, on the same pairs picked by a coin, and SFT on what was picked start from the same weights. What is
-measured is how like the right answers those to held-out words are.
+The person picks of two answers the one that is more like the right one, and skips a pair where none is. DPO on the
+exported pairs, on the same pairs picked by a coin, and SFT on what was picked start from the same weights.
 """
 
 from __future__ import annotations

@@ -33,15 +33,10 @@ def write_task(folder: Path, seed: int, *, demonstrations: int = 300, tasks: int
         steps = [(str(rng.choice([*WRITTEN])), int(rng.integers(2, 10))) for _ in range(rng.integers(2, 4))]
         if not _computes(expression(steps, careful=False), steps):
             asked.setdefault("x, " + ", ".join(map(_said, steps)), steps)
-    rows = [
-        {
-            "question": question,
-            "answer": HEAD + expression(steps),
-            "entry_point": "f",
-            "tests": [{"args": [x], "expected": value(steps, x)} for x in PLACES],
-        }
-        for question, steps in asked.items()
-    ]
+    rows = []
+    for question, steps in asked.items():
+        tests = [{"args": [x], "expected": value(steps, x)} for x in PLACES]
+        rows.append({"question": question, "answer": HEAD + expression(steps), "entry_point": "f", "tests": tests})
     write_rows(folder / "train.jsonl", rows[:tasks])
     write_rows(folder / "held_out.jsonl", rows[tasks : tasks + held_out])
     shown, careful = rows[tasks + held_out :], rng.random(demonstrations) < CAREFUL
@@ -81,15 +76,7 @@ def expression(steps: list[Step], *, careful: bool = True) -> str:
 def value(steps: list[Step], x: int) -> int:
     """Compute what the steps make of ``x``."""
     for name, number in steps:
-        match name:
-            case "plus" | "minus":
-                x += number if name == "plus" else -number
-            case "times":
-                x *= number
-            case "squared":
-                x *= x
-            case "negated":
-                x = -x
+        x = {"plus": x + number, "minus": x - number, "times": x * number, "squared": x * x, "negated": -x}[name]
     return x
 
 

@@ -1,9 +1,7 @@
 """Tasks drawn by their measured difficulty, against tasks drawn evenly: GRPO from the same weights.
 
-Words of three to six letters are spelled backward. A warmed-up model, of whose demonstrations half are right,
-answers each task eight times, as `rayrft data difficulty` does. The runs that follow differ in the sampler of these
-tasks alone: ``shuffled`` draws them evenly, ``near_half`` and ``failure`` begin with what was measured. What counts is
-accuracy on held-out words of all lengths.
+A warmed-up model answers each word eight times, as `rayrft data difficulty` does. The runs that follow differ in the
+sampler alone: ``shuffled`` draws evenly, ``near_half`` and ``failure`` begin with what was measured.
 """
 
 from __future__ import annotations
