@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from rayrft.experience import Task
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # beside other lanes, threads that wait for each other only burn time
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # nice workers would get nothing beside other lanes
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
