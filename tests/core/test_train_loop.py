@@ -55,7 +55,7 @@ class Subject:
         self.trainer, self.explorer = ScriptedTrainer(), EvaluatesForEver()
         self.buffer = AsyncMock()
         self.buffer.resume.return_value = Resumed(Ledger(), 0)
-        self.buffer.lease.return_value = None
+        self.buffer.flush.return_value = self.buffer.lease.return_value = None
         buffer, trainer, explorers = remote(self.buffer), remote(self.trainer), [remote(self.explorer)]
         self.loop = TrainLoop(config, buffer, trainer, explorers, Recorder(config), progress, self.stop)
 
