@@ -32,15 +32,9 @@ from tests.errors import about
 from tests.scripted import remote
 
 LEDGER = Ledger(sampled=3, trained=2, dropped={"late": 1})
-NOTHING: dict[str, Any] = {
-    "tasks": [],
-    "task_set": None,
-    "held_out": [],
-    "demonstrations": {},
-    "probe": [],
-    "tokenizer": print,
-}
-PREPARED = Prepared(run_id="id", model="model", terms=ModelTerms(9, 9, "digest"), **NOTHING)
+NOTHING: dict[str, Any] = {"tasks": [], "task_set": None, "held_out": [], "demonstrations": {}, "probe": []}
+TERMS: Any = {"terms": ModelTerms(9, 9, "digest"), "tokenizer": print}
+PREPARED = Prepared(run_id="id", model="model", **TERMS, **NOTHING)
 Made = tuple[Master, "Actor"]
 
 
