@@ -114,9 +114,13 @@ class LocalBuffer:
         """Groups of these numbers, without tickets, in one call."""
         self.put([(group(number), None) for number in numbers])
 
+    def leased(self, step: int) -> list[str]:
+        """Ids of the rows of the step's batch, sorted; it must have one."""
+        return sorted(row for share in self.lease(step)[1] for row, _, _ in share)
+
     def trained(self, step: int, *, advance: bool = False) -> list[str]:
         """Train a step, which has a batch; return the ids of its rows, sorted."""
-        names = sorted(row for share in self.lease(step)[1] for row, _, _ in share)
+        names = self.leased(step)
         self.do("ack", step)
         if advance:
             self.do("advance", step + 1)

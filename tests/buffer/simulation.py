@@ -369,7 +369,7 @@ class Producer:
 
 @dataclass
 class Checkpoint:
-    """From where a run is resumed: stage and steps of it, and the step at which the stage began."""
+    """From where a run is resumed; ``began`` is the step at which the stage began."""
 
     step: int = 0
     stage: int = 0

@@ -10,12 +10,18 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive
+from rayrft.buffer import events as e
+from rayrft.buffer.log.journal import EventJournal
+from rayrft.buffer.log.segments import segment_name
+from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive, read_state
+from rayrft.buffer.state import State
+from rayrft.buffer.transitions import apply
 from rayrft.config import dump_config, load_config
 from rayrft.config.buffer import SamplerConfig
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import DataError, StorageError
-from rayrft.experience import SCHEMA
+from rayrft.experience import SCHEMA, SCHEMA_VERSION
 from tests.buffer.in_process import LocalBuffer, ObjectTable, small
 from tests.buffer.live import history
 from tests.buffer.rows import group, plan
@@ -69,12 +75,6 @@ def segments(folder: Path) -> list[Path]:
     return sorted(folder.glob("segment-*.arrow"))
 
 
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
-
-
 def test_every_row_is_there_with_what_became_of_it(ended: Ended) -> None:
     folder, expected = ended
     seen = archive(folder)
@@ -85,6 +85,8 @@ def test_every_row_is_there_with_what_became_of_it(ended: Ended) -> None:
     assert steps == {"0": (0, 1), "1": (0, 1), **{number: (None, 0) for number in "2349"}}
     assert {row["group_status"] for row in rows(seen, "expert/gold")} == {None} and len(rows(seen, "expert/gold")) == 5
     assert all((folder / row["segment"]).is_file() for row in [*rows(seen), *rows(seen, "expert/gold")])
+    labels = {row["experience_id"]: row["labels"] for row in rows(seen) if row["group_id"] == "4"}
+    assert labels == {"4/0": {"quality": "good"}, "4/1": {}}, "what feedback changed is there once, as it is now"
 
 
 def test_the_ledger_is_the_live_ones_and_stores_are_counted(buffer: LocalBuffer) -> None:
@@ -142,32 +144,14 @@ def test_columns_and_conditions_on_what_became_of_a_row(log: Path) -> None:
     seen = archive(log)
     kept = rows(seen, columns=["experience_id"], where="group_status = 'trained' and reward = 1")
     assert kept == [{"experience_id": "0/1"}, {"experience_id": "1/1"}]
-    with pytest.raises(DataError, check=about("columns", "group_statuses")):
-        seen.rows(columns=["group_statuses"])
-    with pytest.raises(DataError, check=about("where", "group_statuses = 'trained'")):
-        seen.rows(where="group_statuses = 'trained'")
     with pytest.raises(DataError, check=about("store")):
         seen.rows("expert/silver")
 
 
-def test_a_row_that_feedback_changed_is_there_once_as_it_is_now(log: Path) -> None:
-    found = {row["experience_id"]: row["labels"] for row in rows(archive(log)) if row["group_id"] == "4"}
-    assert found == {"4/0": {"quality": "good"}, "4/1": {}}
-
-
-class TestFind:
-    def test_a_row_is_found_with_its_fate_and_what_was_said_too_late(self, log: Path) -> None:
-        found = archive(log).find("0/1")
-        fate = found.store, found.group_status, found.trained_step, found.experience.uses
-        assert fate == ("usual", "trained", 0, 1)
-        assert set(found.experience.token_ids) == {1} and found.experience.reward == 1.0
-        assert [(late.labels, late.version) for late in found.late_feedback] == [({"quality": "bad"}, 0)]
-        assert archive(log).find("4/0").experience.labels == {"quality": "good"}
-        found = archive(log).find("90/3")
-        assert (found.store, found.group_status, found.trained_step) == ("expert/gold", None, None)
-
-    @pytest.mark.parametrize("unknown", ["0/2", "77/0", "", "0/1/2"])
-    def test_an_unknown_id_is_named(self, log: Path, unknown: str) -> None:
+def test_a_row_is_found_as_it_is_now_and_an_unknown_id_is_named(log: Path) -> None:
+    found = archive(log).find("4/0").experience
+    assert (set(found.token_ids), found.reward, found.labels) == ({40}, 7.0, {"quality": "good"})
+    for unknown in ("0/2", "77/0", "", "0/1/2"):
         with pytest.raises(DataError, match=f"no row of this id is in the log .found '{unknown}'"):
             archive(log).find(unknown)
 
@@ -176,7 +160,9 @@ class TestDamage:
     def test_a_damaged_segment_is_named_and_the_others_stay_readable(self, log: Path) -> None:
         whole = {row["experience_id"]: row["segment"] for row in rows(archive(log))}
         broken = whole["2/0"]
-        damage(log / broken)
+        data = bytearray((log / broken).read_bytes())
+        data[len(data) // 2] ^= 0xFF
+        (log / broken).write_bytes(data)
         with pytest.raises(StorageError, match=rf"{broken}: the file was changed"):
             rows(archive(log))
         seen = archive(log)
@@ -187,21 +173,13 @@ class TestDamage:
             seen.find("2/0")
         assert seen.find("4/0").group_status == "ready" and seen.stats().ledger.sampled == 12
 
-    def test_missing_demonstrations_are_named(self, log: Path) -> None:
+    def test_missing_demonstrations_and_a_folder_without_a_log_are_named(self, log: Path, tmp_path: Path) -> None:
         [file] = log.glob("expert-gold*.arrow")
         file.unlink()
         seen = archive(log)
         with pytest.raises(StorageError, match=f"{file.name}: the file is gone"):
             rows(seen, "expert/gold")
         assert rows(seen, "expert/gold", skip_damaged=True) == [] and seen.damaged == {str(file): 5}
-
-    def test_a_damaged_journal_is_named(self, log: Path) -> None:
-        [journal] = log.glob("journal-*")
-        damage(journal)
-        with pytest.raises(StorageError, match=rf"{journal.name}, line \d+"):
-            archive(log)
-
-    def test_a_folder_without_a_log_is_refused(self, tmp_path: Path) -> None:
         for folder in (tmp_path, tmp_path / "nowhere"):
             with pytest.raises(StorageError, match="no Buffer has written here"):
                 archive(folder)
@@ -231,3 +209,82 @@ def test_other_programs_read_the_log(log: Path) -> None:
     labelled = "select max(reward) from rows where labels['quality'] = 'good'"
     assert duckdb.from_arrow(table).query("rows", labelled).fetchall() == [(7.0,)]
     assert duckdb.sql(f"select count(*) from read_json('{journal}') where event = 'groups_stored'").fetchall() == [(6,)]
+
+
+# What a live Buffer does between two looks at its log
+
+
+class Writer:
+    """Writes a journal whose events say the version, and begins a new one on request."""
+
+    def __init__(self, folder: Path) -> None:
+        self.version = 0
+        self._state = State(SamplerConfig(), 0, None)
+        self._journal = EventJournal(Storage(folder))
+        self._journal.open()
+        self._write(e.Began("run", SCHEMA_VERSION))
+        self.compact()
+
+    def compact(self) -> None:
+        self._journal.begin(self._state.to_snapshot())
+        self.version += 1
+        self._write(e.VersionAdvanced(self.version))
+
+    def _write(self, event: e.Event) -> None:
+        apply(self._state, event)
+        self._journal.append([event])
+
+
+class Interrupted(Storage):
+    """Something happens before a look at the files, counted from 1, and before every later one, up to ``times``."""
+
+    def __init__(self, folder: Path, before: int, happens: Callable[[], None], times: int = 1) -> None:
+        super().__init__(folder)
+        self._before, self._happens, self._times = before, happens, times
+        self._looks = 0
+        self.interruptions = 0
+
+    def files(self) -> dict[str, int]:
+        self._look()
+        return super().files()
+
+    def read(self, name: str) -> pa.Buffer:
+        self._look()
+        return super().read(name)
+
+    def _look(self) -> None:
+        self._looks += 1
+        if self._looks >= self._before and self.interruptions < self._times:
+            self.interruptions += 1
+            self._happens()
+
+
+def test_a_journal_that_is_replaced_while_it_is_read_is_read_again_and_if_it_always_is_given_up(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    for before in range(1, 6):
+        reader = Interrupted(tmp_path, before, writer.compact)
+        reading = read_state(reader, SamplerConfig(), 0)
+        assert (reading.state.training.version, reading.state.meta.run) == (writer.version, "run")
+        assert reader.interruptions == 1
+    with pytest.raises(StorageError, match="each of the 5 times"):
+        read_state(Interrupted(tmp_path, 1, writer.compact, times=100), SamplerConfig(), 0)
+
+
+def test_groups_are_read_once_wherever_they_are_moved(opened: Callable[..., LocalBuffer]) -> None:
+    buffer = opened(segment_bytes=400_000, log_bytes=1 << 20)
+    for number in range(8):
+        buffer.put([(group(number, length=5800), None)])
+    reading = Archive(buffer.folder, SamplerConfig()).rows(columns=["group_id", "segment"])
+    before = next(reading).to_pylist()
+    assert {row["group_id"] for row in before} == {"0", "1", "2", "3"}
+    buffer.do("open_stage", plan(7, scheduled=False))
+    buffer.trained(0)
+    for number in range(8, 16):
+        buffer.put([(group(number, length=5800), None)])
+    buffer.do("cover", 1)  # nothing needs the first two segments any more, but for group 7
+    after = [row for batch in reading for row in batch.to_pylist()]
+    found = [row["group_id"] for row in [*before, *after]]
+    assert {number: found.count(number) for number in found} == dict.fromkeys(found, 2)
+    assert {"7", "8", "15"} <= set(found)
+    moved = {row["segment"] for row in after if row["group_id"] == "7"}
+    assert moved and not moved & {segment_name(number) for number in (0, 1)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,13 @@ import pyarrow as pa
 import pytest
 import ray
 
+from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.dataset import dataset, load_dataset, newest
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA, Experience, from_batch, to_batch
-from tests.buffer.live import put
-from tests.buffer.rows import expert_rows, group, packed, plan, train_rows
+from rayrft.runtime.handle import Handle, fetch
+from tests.buffer.live import buffers, put
+from tests.buffer.rows import expert_rows, group, plan, train_rows
 from tests.errors import about
 from tests.scripted import handle
 
@@ -25,6 +27,16 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 @pytest.fixture
 def buffer(start: Callable[..., Any]) -> Any:
     return start()
+
+
+@pytest.fixture(scope="module")
+def filled(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle[Any]]:
+    """A Buffer of two groups of five rows, the first of which finished last."""
+    with buffers() as begin:
+        actor = begin(tmp_path_factory.mktemp("filled"))
+        for number, finished in ((1, 20.0), (2, 10.0)):
+            put(actor, [replace(row, finished_at=finished + at) for at, row in enumerate(group(number, rows=5))])
+        yield handle(actor)
 
 
 def ids(made: Any) -> list[str]:
@@ -53,7 +65,7 @@ def test_a_dataset_has_every_held_row_as_it_was_put(buffer: Any) -> None:
 
 def test_an_empty_store_gives_an_empty_dataset_that_knows_its_columns(buffer: Any) -> None:
     made = dataset(handle(buffer))
-    assert made.count() == 0
+    assert made.count() == 0 and newest(handle(buffer), 3) == []
     assert made.schema().base_schema.equals(SCHEMA)
     assert dataset(handle(buffer), columns=["reward", "labels"]).schema().names == ["reward", "labels"]
     assert list(dataset(handle(buffer), columns=["reward"]).to_pandas().columns) in (["reward"], [])
@@ -73,13 +85,12 @@ def test_what_happens_later_does_not_disturb_a_dataset(start: Callable[..., Any]
     assert not {"0/0", "7/1"} & set(ids(dataset(handle(buffer), columns=["experience_id"])))
 
 
-def test_columns_and_a_condition_on_a_column_that_is_not_selected(buffer: Any) -> None:
-    put(buffer, group(1, rows=5), group(2, rows=5))
-    made = dataset(handle(buffer), columns=["experience_id", "token_ids"], where="reward >= 3")
+def test_columns_and_a_condition_on_a_column_that_is_not_selected(filled: Handle[Any]) -> None:
+    made = dataset(filled, columns=["experience_id", "token_ids"], where="reward >= 3")
     assert made.schema().names == ["experience_id", "token_ids"]
     assert ids(made) == ["1/3", "1/4", "2/3", "2/4"]
     assert made.count() == 4
-    assert dataset(handle(buffer), where="reward > 100").count() == 0
+    assert dataset(filled, where="reward > 100").count() == 0
 
 
 def test_rows_keep_their_order_under_a_condition(buffer: Any) -> None:
@@ -89,21 +100,14 @@ def test_rows_keep_their_order_under_a_condition(buffer: Any) -> None:
     assert kept["experience_id"].tolist() == [row.experience_id for row in many if row.reward == 1]
 
 
-def test_expert_rows_are_a_store_of_their_own(buffer: Any) -> None:
-    ray.get(buffer.load.remote("gold", packed(expert_rows(3))))
-    put(buffer, group(1))
-    assert ids(dataset(handle(buffer), "expert/gold")) == ["90/0", "90/1", "90/2"]
-    assert ids(dataset(handle(buffer))) == ["1/0", "1/1"]
-
-
-def test_what_cannot_be_read_is_refused_before_anything_is_read(buffer: Any) -> None:
+def test_what_cannot_be_read_is_refused_before_anything_is_read(filled: Handle[Any]) -> None:
     for asked, problem in (
         ({"store": "expert/gld"}, r"store: no such store \(found 'expert/gld'\).*usual"),
         ({"columns": ["tokens_ids"]}, r"columns: no such column \(found 'tokens_ids'\). Did you mean 'token_ids"),
         ({"where": "rewards > 1"}, r"where: not a valid condition: .*\(found 'rewards > 1'\).*\"reward\""),
     ):
         with pytest.raises(DataError, match=problem):
-            dataset(handle(buffer), **asked)
+            dataset(filled, **asked)
 
 
 def test_rows_can_be_looked_at_while_a_run_has_every_cpu(buffer: Any) -> None:
@@ -127,27 +131,25 @@ def test_what_a_run_found_can_be_imitated(buffer: Any) -> None:
     rows = train_rows(lease, "sft")
     assert sorted(int(row.token_ids[0]) for row in rows) == [12, 13, 22, 23]
     assert all(row.expert and not row.advantages.any() for row in rows)
+    assert dataset(handle(buffer)).count() == 8, "expert rows are a store of their own"
     found = rows_of(dataset(handle(buffer), "expert/found"))
     assert [row.source for row in found] == ["expert"] * 4
     assert all(row.reward in (2.0, 3.0) and row.weight_versions for row in found), "where they came from is kept"
 
 
-def test_loaded_rows_keep_the_order_of_the_dataset(buffer: Any) -> None:
+def test_loaded_rows_keep_the_order_of_the_dataset(filled: Handle[Any]) -> None:
     rows = expert_rows(64)
     tables = [pa.Table.from_batches([to_batch([row])]) for row in rows]
-    assert load_dataset(handle(buffer), ray.data.from_arrow(tables).map_batches(lambda batch: batch), "gold") == 64
-    assert [row.experience_id for row in rows_of(dataset(handle(buffer), "expert/gold"))] == [
-        r.experience_id for r in rows
-    ]
+    assert load_dataset(filled, ray.data.from_arrow(tables).map_batches(lambda batch: batch), "gold") == 64
+    kept = rows_of(dataset(filled, "expert/gold"))
+    assert [row.experience_id for row in kept] == [row.experience_id for row in rows]
 
 
-def test_rows_come_back_whole_from_what_ray_data_does_with_them(buffer: Any) -> None:
+def test_rows_come_back_whole_from_what_ray_data_does_with_them(filled: Handle[Any]) -> None:
     turns = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "!"})
-    given = [
-        replace(row, turns=turns, labels={"a": "b"}, metrics={"m": 0.5}, reward=1.0, pair_id="p", chosen=chosen)
-        for row, chosen in zip(group(1, rows=2), (True, False), strict=True)
-    ]
-    put(buffer, given)
+    rich = {"turns": turns, "labels": {"a": "b"}, "metrics": {"m": 0.5}, "reward": 1.0, "pair_id": "p"}
+    given = [replace(row, **rich, chosen=at == 0) for at, row in enumerate(group(1))]
+    assert load_dataset(filled, pa.Table.from_batches([to_batch(given)]), "given") == 2
     functions: dict[str, Callable[[Any], Any]] = {
         "map": lambda made: made.map(lambda row: row),
         "filter": lambda made: made.filter(lambda row: row["reward"] > 0),
@@ -156,20 +158,13 @@ def test_rows_come_back_whole_from_what_ray_data_does_with_them(buffer: Any) -> 
         "another-column": lambda made: made.add_column("mine", lambda batch: batch["reward"]),
     }
     for function, call in functions.items():
-        assert load_dataset(handle(buffer), call(dataset(handle(buffer))), function) == 2
-        for before, after in zip(given, rows_of(dataset(handle(buffer), f"expert/{function}")), strict=True):
+        assert load_dataset(filled, call(dataset(filled, "expert/given")), function) == 2
+        for before, after in zip(given, rows_of(dataset(filled, f"expert/{function}")), strict=True):
             for name, value in vars(replace(before, source="expert")).items():
                 assert np.array_equal(getattr(after, name), value), (function, name)
 
 
-def test_a_missing_column_is_named(buffer: Any) -> None:
-    put(buffer, group(1))
-    with pytest.raises(DataError, check=about("demonstrations.found")):
-        load_dataset(handle(buffer), dataset(handle(buffer), columns=["experience_id", "group_id", "task_id"]), "found")
-    assert ray.get(buffer.stats.remote()).expert == {}
-
-
-def test_rows_that_cannot_be_experiences_are_refused(buffer: Any) -> None:
+def test_rows_that_cannot_be_experiences_are_refused_and_so_is_a_name_that_is_no_file_name(filled: Handle[Any]) -> None:
     table = pa.Table.from_batches([to_batch(expert_rows(2))])
 
     def with_column(name: str, values: list[Any]) -> pa.Table:
@@ -181,21 +176,17 @@ def test_rows_that_cannot_be_experiences_are_refused(buffer: Any) -> None:
         (with_column("group_id", [None, "90"]), "'group_id' has missing values"),
         (with_column("prompt_length", [4, 1]), "row 0 is invalid: empty prompt or answer"),
         (table.slice(0, 0), "there are no rows"),
+        (dataset(filled, columns=["experience_id", "group_id", "task_id"]), ""),
     ):
-        with pytest.raises(DataError, match=rf"demonstrations\.gold: .*{problem}"):
-            load_dataset(handle(buffer), broken, "gold")
-
-
-def test_a_name_that_is_no_file_name_is_refused(buffer: Any) -> None:
+        with pytest.raises(DataError, match=rf"demonstrations\.bad: .*{problem}"):
+            load_dataset(filled, broken, "bad")
     for name in ("../journal", "a/b", "", ".hidden"):
         with pytest.raises(DataError, check=about("name")):
-            load_dataset(handle(buffer), pa.Table.from_batches([to_batch(expert_rows(2))]), name)
+            load_dataset(filled, table, name)
+    assert "bad" not in fetch(filled.call(Buffer.stats)).expert
 
 
-def test_the_newest_rows_are_those_that_finished_last(buffer: Any) -> None:
-    assert newest(handle(buffer), 3) == []
-    for number, finished in ((1, 30.0), (2, 10.0), (3, 20.0)):
-        put(buffer, [replace(row, finished_at=finished + place) for place, row in enumerate(group(number))])
-    assert [row.experience_id for row in newest(handle(buffer), 3)] == ["1/1", "1/0", "3/1"]
-    assert len(newest(handle(buffer), 100)) == 6
-    assert newest(handle(buffer), 0) == []
+def test_the_newest_rows_are_those_that_finished_last(filled: Handle[Any]) -> None:
+    assert [row.experience_id for row in newest(filled, 6)] == ["1/4", "1/3", "1/2", "1/1", "1/0", "2/4"]
+    assert len(newest(filled, 100)) == 10
+    assert newest(filled, 0) == []

@@ -23,7 +23,7 @@ from rayrft.errors import DataError, StorageError
 from rayrft.experience import to_batch
 from tests.buffer.disk import Disk
 from tests.buffer.in_process import LocalBuffer, small
-from tests.buffer.rows import expert_rows, group, packed, plan
+from tests.buffer.rows import group, plan
 from tests.errors import about
 from tests.scripted import remote
 
@@ -49,12 +49,7 @@ class TestOpening:
         put(buffer, 2)
         assert held(buffer) == [1, 2]
 
-    def test_a_file_where_the_folder_should_be_is_named(self, tmp_path: Path) -> None:
-        (tmp_path / "file").touch()
-        with pytest.raises(StorageError, check=about("buffer")):
-            LocalBuffer(tmp_path / "file" / "buffer", CONFIG)
-
-    def test_a_folder_that_may_not_be_written_is_named_with_the_remedy(self) -> None:
+    def test_a_folder_that_may_not_be_written_is_named_with_the_remedy(self, tmp_path: Path) -> None:
         with tempfile.TemporaryDirectory() as folder:
             os.chmod(folder, 0o555)
             user = os.geteuid()
@@ -65,6 +60,9 @@ class TestOpening:
                     LocalBuffer(Path(folder), CONFIG)
             finally:
                 os.seteuid(user)
+        (tmp_path / "file").touch()
+        with pytest.raises(StorageError, check=about("buffer")):
+            LocalBuffer(tmp_path / "file" / "buffer", CONFIG)
 
     def test_a_folder_that_vanishes_is_an_error_and_not_a_silent_wait(self, buffer: LocalBuffer) -> None:
         put(buffer, 1)
@@ -96,24 +94,6 @@ class TestFullDisk:
         put(buffer, 2, 3)
         buffer.restart()
         assert held(buffer) == [1, 2, 3]
-
-    def test_nothing_is_said_to_be_done_already_that_the_journal_does_not_hold(self, buffer: LocalBuffer) -> None:
-        put(buffer, 1, 2)
-        buffer.do("open_stage", plan(1, scheduled=False))
-        buffer.lease(0)
-        fill_disk(buffer.buffer._store._journal)
-        calls = [
-            lambda: put(buffer, 3),
-            lambda: buffer.do("ack", 0),
-            lambda: buffer.lease(1),
-            lambda: buffer.do("requeue", 0, 0),
-            lambda: buffer.do("cover", 1),
-        ]
-        for call in [*calls, *calls]:
-            with pytest.raises(StorageError, check=about("journal-00000000.jsonl")):
-                call()
-        buffer.restart()
-        assert buffer.do("stats").ledger.trained == 0 and held(buffer) == [1, 2]
 
     @pytest.mark.parametrize("limit", [3000, 5001, 5999])
     def test_a_write_that_is_cut_short_by_a_limit_leaves_no_trace(self, limit: int, opened: Opened) -> None:
@@ -364,16 +344,3 @@ class TestDoors:
         put(buffer, 1, 1)
         stats = buffer.do("stats")
         assert (stats.ledger.sampled, stats.ledger.held, stats.ledger.dropped) == (2, 2, {})
-
-    def test_a_lease_has_its_demonstrations_also_after_others_took_their_place(self, buffer: LocalBuffer) -> None:
-        buffer.do("load", "gold", packed(expert_rows(5)))
-        buffer.do("open_stage", plan(0, expert_rows=3, demonstrations="gold"))
-        lease = buffer.lease(0)
-        buffer.do("load", "gold", packed(expert_rows(2)))
-        buffer.restart()
-        assert buffer.lease(0) == lease
-        assert len(list(buffer.folder.glob("expert-*"))) == 2
-        buffer.do("ack", 0)
-        buffer.do("cover", 1)
-        buffer.do("load", "gold", packed(expert_rows(3)))
-        assert len(list(buffer.folder.glob("expert-*"))) == 1

@@ -6,15 +6,25 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rayrft.algorithms import build
-from rayrft.errors import LeaseEnded
-from rayrft.experience import MASKED
+from rayrft.buffer import client
+from rayrft.buffer.client import BufferWriter
+from rayrft.buffer.leases import Unit, balance, deal
+from rayrft.errors import DataError, LeaseEnded
+from rayrft.experience import MASKED, to_batch
 from rayrft.trainer.batches import fetch_rows
 from tests.buffer.in_process import LocalBuffer
 from tests.buffer.rows import group, plan, train_rows, trained_ids
+from tests.errors import about
+from tests.scripted import remote
 
 Opened = Callable[..., LocalBuffer]
 
@@ -109,3 +119,121 @@ def test_groups_are_drawn_by_how_far_the_critic_missed_them_and_again_after_a_re
     buffer.do("feedback", "7/0", None, {"quality": "good"})
     drawn = {name for step in range(4, 20) for name in buffer.trained(step)}
     assert drawn == {"2/0", "2/1", "7/0", "7/1"}, "what is new counts as much as the greatest error; others stay"
+
+
+# Tickets, what comes of them, and producers that end or die
+
+
+def test_a_closed_stage_wakes_all_that_a_producer_waits_for(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(1))
+    [ticket] = buffer.do("admit", "explorer", 1, 10)
+    buffer.put([(group(0), ticket)])
+    waiting = [buffer.begin("admit", "explorer", 2, 10), buffer.begin("leased", 0), buffer.begin("closed")]
+    buffer.lease(0)
+    assert buffer.do("leased", -1) == 0 and not any(each.done() for each in waiting)
+    buffer.do("close_stage")
+    assert [buffer.run(each) for each in waiting] == [[], 0, None]
+
+
+def test_a_group_of_another_schema_or_that_cannot_be_sent_is_an_error_of_its_own(
+    buffer: LocalBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full object store, for example: who waits for the receipt must not wait for ever."""
+    payload, errors, writer = client._payload, [OSError("full")], BufferWriter(remote(buffer.buffer))
+
+    def sometimes(message: pa.Buffer) -> Any:
+        if errors:
+            raise errors.pop()
+        return payload(message)
+
+    async def put_two() -> list[Any]:
+        async with asyncio.timeout(60):
+            first = await asyncio.gather(writer.put(to_batch(group(0))), return_exceptions=True)
+            return [*first, await writer.put(to_batch(group(1)))]
+
+    monkeypatch.setattr(client, "_payload", sometimes)
+    refused, receipt = buffer.run(put_two())
+    assert isinstance(refused, OSError) and receipt.faults == () and buffer.do("stats").ledger.held == 2
+    with pytest.raises(DataError, check=about("schema")):
+        buffer.run(BufferWriter(remote(buffer.buffer)).put(pa.RecordBatch.from_pydict({"group_id": ["x"]})))
+
+
+def test_groups_of_an_ended_stage_are_dropped_and_not_taken_for_those_of_the_next(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(1, max_staleness=1))
+    left, late = buffer.do("admit", "explorer", 1, 10)
+    buffer.put([(group(0), left)])
+    buffer.do("close_stage")
+    buffer.do("open_stage", plan(1, version=5))
+    [new] = buffer.do("admit", "explorer", 2, 10)
+    buffer.put([(group(1), late), (group(2, version=5), new)])
+    assert buffer.trained(5) == ["2/0", "2/1"]
+    assert buffer.do("stats").ledger.dropped == {"stage_ended": 2, "late": 2}
+
+
+def test_tickets_of_the_life_before_go_to_the_next(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(1))
+    first = buffer.do("admit", "one", 1, 1)
+    buffer.resume(0, "again")
+    assert buffer.do("admit", "two", 1, 1) == first
+    assert buffer.do("admit", "one", 2, 1) == ("DataError", "one")
+
+
+# Dealing rows to ranks
+
+
+@given(sizes=st.lists(st.integers(1, 1000), max_size=40), parts=st.integers(1, 6))
+def test_every_item_is_dealt_exactly_once(sizes: list[int], parts: int) -> None:
+    dealt = balance(sizes, parts)
+    assert len(dealt) == parts
+    assert sorted(index for part in dealt for index in part) == list(range(len(sizes)))
+    assert all(dealt) or len(sizes) < parts
+    assert max(map(len, balance([7] * len(sizes), parts))) == -(-len(sizes) // parts), "equal items are spread evenly"
+
+
+def test_rows_of_uneven_groups_keep_many_ranks_busy_and_there_is_one_at_least() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.repeat(rng.lognormal(5, 1, 64), 8) * rng.uniform(0.5, 1.5, 512)  # 64 groups of 8 rows
+    loads = [sum(int(lengths[row]) for row in part) for part in balance(lengths.astype(int).tolist(), 64)]
+    assert np.mean(loads) / max(loads) > 0.95
+    with pytest.raises(ValueError, match="at least 1"):
+        balance([1], 0)
+
+
+def group_rows(rows: list[list[int]]) -> list[Unit]:
+    return [
+        Unit(None, 100 * number + row, 1, tokens, group=(100 * number, len(group)))  # type: ignore[arg-type]
+        for number, group in enumerate(rows)
+        for row, tokens in enumerate(group)
+    ]
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 100), min_size=1, max_size=9), min_size=1, max_size=20),
+    st.integers(1, 6),
+)
+def test_every_row_is_dealt_once_and_no_share_is_larger_than_it_must(rows: list[list[int]], ranks: int) -> None:
+    units = group_rows(rows)
+    shares = deal([units], ranks)
+    assert sorted(row for share in shares for part in share.parts for row in part.rows) == [u.row for u in units]
+    total, largest = sum(unit.tokens for unit in units), max(unit.tokens for unit in units)
+    assert max(share.tokens for share in shares) <= total / ranks + max(largest, total / ranks / 4)
+    assert all(share.rows[0] for share in shares) or len(units) < ranks
+
+
+def test_groups_stay_on_one_rank_where_that_leaves_the_shares_even() -> None:
+    shares = deal([group_rows([[10] * 8] * 16)], 2)
+    assert [share.tokens for share in shares] == [640, 640]
+    for share in shares:
+        rows = [int(row) for part in share.parts for row in part.rows]
+        assert len({row // 100 for row in rows}) == 8
+
+
+def test_each_mini_batch_is_dealt_evenly_by_itself() -> None:
+    units = [Unit(0, row=number * 2, rows=2, tokens=10 + number) for number in range(16)]
+    shares = deal([units[number::4] for number in range(4)], 2)
+    for share in shares:
+        assert share.rows == (4, 4, 4, 4)
+    for number in range(4):
+        starts = [sum(share.rows[:number]) for share in shares]
+        rows = [share.parts[0].rows[start : start + 4].tolist() for share, start in zip(shares, starts, strict=True)]
+        assert sorted(rows[0] + rows[1]) == sorted(r for u in units[number::4] for r in (u.row, u.row + 1))

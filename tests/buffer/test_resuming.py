@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayrft.buffer.log.storage import Appender, Storage
+from rayrft.buffer.events import Extent
+from rayrft.buffer.ledger import Ledger
+from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.schedule import Ticket
+from rayrft.buffer.state import ExpertCursor
 from rayrft.errors import RayrftError, StorageError
+from tests.buffer.disk import Disk
 from tests.buffer.in_process import LocalBuffer
-from tests.buffer.rows import expert_rows, group, packed, plan
+from tests.buffer.rows import expert_rows, group, packed, pairs, plan
 
 Opened = Callable[..., LocalBuffer]
 
@@ -27,8 +31,7 @@ def fill(buffer: LocalBuffer, call: int, count: int, producer: str = "explorer")
 
 def take(buffer: LocalBuffer, step: int) -> list[str]:
     """Ids of the groups of the step's batch."""
-    _, shares, *_ = buffer.lease(step, 1)
-    return sorted({name.split("/")[0] for name, *_ in shares[0]})
+    return sorted({name.split("/")[0] for name in buffer.leased(step)})
 
 
 def test_nothing_is_admitted_until_the_weights_of_the_last_repeated_step_are_published(buffer: LocalBuffer) -> None:
@@ -122,29 +125,10 @@ def test_a_full_buffer_of_rows_to_replay_takes_the_new_groups_that_the_next_step
     assert len(take(buffer, 1)) == 2
 
 
-def test_rows_that_were_not_forced_to_the_disk_stand_elsewhere_until_they_are(
+def test_before_rows_are_deleted_everything_that_was_written_anywhere_is_on_the_disk(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a segment is deleted, everything that was appended anywhere is on the disk."""
-    loose: set[int] = set()
-    deleted = []
-
-    def append(self: Appender, data: Any, real: Any = Appender.append) -> None:
-        real(self, data)
-        loose.add(id(self))
-
-    def sync(self: Appender, real: Any = Appender.sync) -> None:
-        real(self)
-        loose.discard(id(self))
-
-    def delete(self: Storage, name: str, real: Any = Storage.delete) -> None:
-        if name.startswith(("segment-", "expert-")):
-            assert not loose, f"{name} is deleted before what replaces it is on the disk"
-            deleted.append(name)
-        real(self, name)
-
-    for owner, function in ((Appender, append), (Appender, sync), (Storage, delete)):
-        monkeypatch.setattr(owner, function.__name__, function)
+    disk = Disk(monkeypatch)
     buffer = opened(log_bytes=20_000, segment_bytes=3000)
     buffer.do("load", "gold", packed(expert_rows(4)))
     buffer.do("load", "gold", packed(expert_rows(6)))
@@ -154,6 +138,15 @@ def test_rows_that_were_not_forced_to_the_disk_stand_elsewhere_until_they_are(
         if number % 4:
             buffer.trained(number)
             buffer.do("cover", number)
+    loose, deleted = set[str](), list[str]()
+    for call, file in disk.calls:
+        if call == "write":
+            loose.add(file)
+        elif call in ("fsync", "fdatasync"):
+            loose.discard(file)
+        elif call == "unlink" and file.startswith(("segment-", "expert-")):
+            assert not loose, f"{file} is deleted before what replaces it is on the disk"
+            deleted.append(file)
     assert len([name for name in deleted if name.startswith("segment")]) > 3 and deleted[0].startswith("expert")
 
 
@@ -168,3 +161,99 @@ def test_a_file_whose_sync_failed_takes_no_more(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(StorageError, match="Input/output error"):
             call()
     assert (tmp_path / "file").read_bytes() == b"one"
+
+
+# Rows on which a step fails: tried once more by themselves, then left out and counted, whatever is killed between
+
+
+def begin(buffer: LocalBuffer, groups: int, count: int, **more: Any) -> list[str]:
+    """A stage that takes so many groups a step, and groups 1 .. ``count``; gives the rows of its first batch."""
+    buffer.do("open_stage", plan(groups, scheduled=False, name="stage", **more))
+    buffer.put_numbers(*range(1, count + 1))
+    return buffer.leased(0)
+
+
+def alone(buffer: LocalBuffer) -> int:
+    """How many rows of the first batch are to stand alone."""
+    return sum(int(part.alone.sum()) for share in buffer.do("lease", 0, 2, 0).shares for part in share.parts)
+
+
+def blame(buffer: LocalBuffer, *rows: str, attempts: Sequence[str] = ("first", "second")) -> None:
+    """The first step fails on these rows in each attempt, and the Buffer dies."""
+    for attempt in attempts:
+        for _ in range(2):  # a call may be made again
+            buffer.do("blame", 0, attempt, [*rows])
+        buffer.restart()
+
+
+def resumed(buffer: LocalBuffer, attempt: str, *rows: str) -> list[str]:
+    """The run fails on these rows, and is resumed; gives the rows of its first batch."""
+    blame(buffer, *rows, attempts=[attempt])
+    buffer.do("resume", 0, f"after the {attempt}")
+    buffer.do("open_stage", plan(2, scheduled=False, name="stage"))
+    return buffer.leased(0)
+
+
+def test_a_row_that_fails_twice_is_left_out_with_its_group_and_counted(buffer: LocalBuffer) -> None:
+    whole = begin(buffer, 2, 3)
+    assert whole == ["1/0", "1/1", "2/0", "2/1"] and alone(buffer) == 0
+    assert resumed(buffer, "first", "1/1", "2/0") == whole
+    assert alone(buffer) == 4, "each row that may be to blame by itself"
+    assert resumed(buffer, "second", "2/0") == ["1/0", "1/1"] and alone(buffer) == 2
+    buffer.do("ack", 0)
+    stats = buffer.do("stats")
+    assert stats.ledger == Ledger(sampled=6, trained=2, dropped={"failed_twice": 2}, held=2)
+
+
+def test_rows_that_fail_once_are_trained(buffer: LocalBuffer) -> None:
+    begin(buffer, 2, 2)
+    resumed(buffer, "first", "1/1")
+    assert resumed(buffer, "second", "2/1") == ["1/0", "1/1", "2/0", "2/1"]
+    buffer.do("ack", 0)
+    blame(buffer, "1/1", attempts=["third"])
+    assert buffer.do("stats").ledger.trained == 4, "a step that is trained is beyond blame"
+
+
+def test_a_step_of_which_nothing_is_left_gets_other_groups(buffer: LocalBuffer) -> None:
+    assert begin(buffer, 1, 2) == ["1/0", "1/1"]
+    blame(buffer, "1/0")
+    assert buffer.leased(0) == ["2/0", "2/1"]
+
+
+def test_a_last_step_of_which_nothing_is_left_may_have_others_sampled(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(1, name="stage", steps=1, max_staleness=1))
+    fill(buffer, 1, 1)
+    assert buffer.leased(0) == ["0/0", "0/1"] and not buffer.may_admit(), "it has its batch"
+    blame(buffer, "0/0")
+    assert buffer.may_admit()
+
+
+def test_mini_batches_are_as_few_as_what_is_left(buffer: LocalBuffer) -> None:
+    begin(buffer, 2, 2, mini_batches=2)
+    blame(buffer, "1/0")
+    assert [len(share.rows) for share in buffer.do("lease", 0, 1, 0).shares] == [1]
+
+
+@pytest.mark.parametrize("unit", [1, 2], ids=["conversations", "pairs"])
+def test_a_demonstration_that_fails_twice_is_drawn_no_more(buffer: LocalBuffer, unit: int) -> None:
+    gold = pairs(3) if unit == 2 else expert_rows(6)
+    buffer.do("load", "gold", packed(gold))
+    buffer.do("open_stage", plan(0, expert_rows=4, demonstrations="gold", pairs=unit == 2))
+    first = buffer.leased(0)
+    gone = [row.experience_id for row in gold if row.experience_id in first][:unit]
+    blame(buffer, gone[-1])
+    assert buffer.leased(0) == sorted(set(first) - set(gone))
+    drawn = [name for step in range(1, 7) for name in buffer.leased(step)]
+    assert len(drawn) == 24 and not set(drawn) & set(gone)
+    buffer.restart()
+    assert [name for step in range(1, 7) for name in buffer.leased(step)] == drawn
+
+
+def test_every_epoch_has_each_of_the_other_demonstrations_once() -> None:
+    cursor, drawn = ExpertCursor(Extent(0, rows=6), seed=0), list[int]()
+    cursor.advance(4)
+    cursor.exclude(cursor.peek(2)[:1])  # still to come in this epoch
+    while len(drawn) < 31:
+        drawn += cursor.peek(3)
+        cursor.advance(3)
+    assert [len(set(drawn[at : at + 5])) for at in range(1, 31, 5)] == [5] * 6 and cursor.excluded[0] not in drawn

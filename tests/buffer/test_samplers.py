@@ -7,14 +7,19 @@ from collections import Counter
 from itertools import permutations
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rayrft.buffer.groups import GroupTable
 from rayrft.buffer.samplers import Candidates, draw, draw_oldest, eligible, samplers
 from rayrft.buffer.schedule import Draw
+from rayrft.buffer.scores import check_scores, scores
 from rayrft.config.buffer import SamplerConfig
 from rayrft.errors import ConfigError, DataError
-from tests.buffer.rows import stored_group
+from rayrft.experience import Experience, to_batch
+from tests.buffer.rows import group, stored_group
 from tests.errors import about
 
 POOLS = ["uniform", "priority"]
@@ -78,26 +83,27 @@ def test_a_draw_of_several_is_one_after_another_without_replacement(name: str, s
     assert all(abs(found[pair] - count) <= 4 * math.sqrt(count) for pair, count in expected.items())
 
 
-def test_a_group_of_score_0_can_still_be_drawn() -> None:
-    assert set(Pool("priority", [0.0] * 3 + [5.0] * 3, alpha=1).draw(6).slots.tolist()) == set(range(6))
-
-
-def test_age_divides_a_weight_by_e_every_tau_steps_and_the_step_changes_no_draw() -> None:
+def test_age_and_each_use_decay_a_weight_and_the_step_changes_no_draw() -> None:
     versions = [40, 43, 50, 90]
     pool = Pool("priority", [1.0] * 4, versions, tau=10, beta=1)
     expected = np.exp((np.array(versions) - 40) / 10)
     for step in (90, 91, 500, 4000):
         np.testing.assert_allclose(pool.relative_weights(4, step), expected, rtol=1e-6)
         assert (pool.draw(2, step).slots == pool.draw(2, 90).slots).all()
+    pool = Pool("priority", [1.0] * 3, max_uses=9, use_decay=0.25, beta=1)
+    pool.use(1, 1, 0)
+    pool.use(2, 3, 0)
+    np.testing.assert_allclose(pool.relative_weights(3, 1), [1, 0.25, 0.25**3], rtol=1e-6)
 
 
-def test_corrections_are_those_of_the_paper() -> None:
+def test_corrections_are_those_of_the_paper_and_uniform_needs_none() -> None:
     scores = np.array([0.5, 1, 2, 3, 5, 8, 13, 21])
     drawn = Pool("priority", scores.tolist(), alpha=0.7, beta=0.4).draw(5)
     shares = scores**0.7 / np.sum(scores**0.7)
     paper = (len(scores) * shares[drawn.slots]) ** -0.4
     np.testing.assert_allclose(drawn.weights, paper / paper.max(), rtol=1e-6)
     assert drawn.weights.max() == 1
+    assert (Pool("uniform", [1, 2, 300]).draw(2).weights == 1).all()
 
 
 @pytest.mark.parametrize(("step", "beta"), [(0, 0.4), (5, 0.7), (10, 1.0), (99, 1.0)])
@@ -106,24 +112,7 @@ def test_beta_rises_linearly_to_1(step: int, beta: float) -> None:
     assert sorted(weights.tolist()) == pytest.approx([16**-beta, 1.0])
 
 
-def test_uniform_needs_no_correction() -> None:
-    assert (Pool("uniform", [1, 2, 300]).draw(2).weights == 1).all()
-
-
-def test_each_use_multiplies_the_weight_by_use_decay() -> None:
-    pool = Pool("priority", [1.0] * 3, max_uses=9, use_decay=0.25, beta=1)
-    pool.use(1, 1, 0)
-    pool.use(2, 3, 0)
-    np.testing.assert_allclose(pool.relative_weights(3, 1), [1, 0.25, 0.25**3], rtol=1e-6)
-
-
-def test_a_changed_score_changes_the_share() -> None:
-    pool = Pool("priority", [1.0, 1.0], alpha=1, beta=1)
-    pool.groups.score[1] = 6.0
-    np.testing.assert_allclose(pool.relative_weights(2), [1, 6], rtol=1e-6)
-
-
-def test_extreme_settings_still_draw_every_group_with_finite_corrections() -> None:
+def test_extreme_settings_and_a_score_of_0_still_draw_every_group_with_finite_corrections() -> None:
     scores = np.geomspace(1e-30, 1e30, 300).tolist()
     versions = [number * 5000 for number in range(300)]
     pool = Pool("priority", scores, versions, alpha=80, tau=0.01, use_decay=1e-9, max_uses=1000)
@@ -132,6 +121,7 @@ def test_extreme_settings_still_draw_every_group_with_finite_corrections() -> No
     drawn = pool.draw(300, 1_500_000)
     assert np.isfinite(drawn.weights).all()
     assert ((drawn.weights >= 0) & (drawn.weights <= 1)).all()
+    assert set(Pool("priority", [0.0] * 3 + [5.0] * 3, alpha=1).draw(6).slots.tolist()) == set(range(6))
 
 
 # Reuse and rest.
@@ -209,3 +199,79 @@ def test_draws_differ_by_number_and_by_seed_only(name: str) -> None:
     assert slots(1, 4) == slots(1, 4)
     assert slots(1, 4) != slots(1, 5)
     assert slots(1, 4) != slots(2, 4)
+
+
+# What groups are worth
+
+
+def row(reward: float | None = None, priority: float | None = None) -> Experience:
+    return group(1, 1)[0].with_fields(reward=reward, priority=priority)
+
+
+def score(name: str, *groups: list[Experience]) -> list[float]:
+    starts = np.cumsum([0, *(len(group) for group in groups[:-1])])
+    values = scores.get(name)(to_batch([each for group in groups for each in group]), starts)
+    assert values.dtype == np.float64
+    return values.tolist()
+
+
+def rewarded(*rewards: float | None) -> list[Experience]:
+    return [row(reward=reward) for reward in rewards]
+
+
+def test_a_priority_is_the_mean_of_what_operators_gave_and_a_td_error_1_without_a_critic() -> None:
+    groups = [row(priority=0.25), row(priority=None), row(priority=0.75)], rewarded(1, 0), [row(priority=3.0)]
+    assert score("priority", *groups) == [0.5, 0.0, 3.0]
+    assert score("td_error", rewarded(0, 5), rewarded(None)) == [1.0, 1.0]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    groups=st.lists(
+        st.lists(st.one_of(st.none(), st.floats(-2, 2, width=32)), min_size=1, max_size=4), min_size=1, max_size=5
+    ),
+    cut=st.integers(0, 3),
+)
+def test_vectorised_scores_equal_loops_also_on_a_slice(groups: list, cut: int) -> None:
+    rows, expected = [], {"reward_deviation": [], "failure": []}
+    for each in groups:
+        rewards = [reward for reward in each if reward is not None]
+        rows += rewarded(*each)
+        expected["reward_deviation"].append(np.std(rewards) if rewards else 0.0)
+        expected["failure"].append(np.clip(1 - np.mean(rewards), 0, 1) if rewards else 0.0)
+    batch = to_batch([row(reward=5.0)] * cut + rows).slice(cut)
+    starts = np.cumsum([0, *(len(each) for each in groups[:-1])])
+    for name, values in expected.items():
+        np.testing.assert_allclose(scores.get(name)(batch, starts), values, atol=1e-6)
+
+
+def by_row(batch: pa.RecordBatch, starts: np.ndarray) -> np.ndarray:
+    return np.ones(batch.num_rows)
+
+
+def infinite(batch: pa.RecordBatch, starts: np.ndarray) -> np.ndarray:
+    return np.full(len(starts), np.inf)
+
+
+def whole(batch: pa.RecordBatch, starts: np.ndarray) -> np.ndarray:
+    return np.diff(starts, append=batch.num_rows)
+
+
+def test_an_own_score_is_found_by_its_path_and_an_unknown_one_names_the_nearest() -> None:
+    assert score(f"{__name__}:whole", rewarded(1, 2), rewarded(1)) == [2.0, 1.0]
+    with pytest.raises(ConfigError, check=about("buffer.sampler.score", "reward_deviations")):
+        scores.get("reward_deviations", "buffer.sampler.score")
+
+
+@pytest.mark.parametrize(("name", "found"), [("infinite", "inf"), ("by_row", r"\(3,\)")])
+def test_what_is_wrong_with_an_own_function_is_said_with_its_name(name: str, found: str) -> None:
+    with pytest.raises(DataError, match=f"buffer.sampler.score: .*{__name__}:{name}.*found {found}"):
+        score(f"{__name__}:{name}", rewarded(1, 2), rewarded(1))
+
+
+@pytest.mark.parametrize("bad", [-1e-9, np.nan, np.inf, -np.inf])
+def test_one_bad_score_among_good_ones_is_refused(bad: float) -> None:
+    check_scores(np.zeros(0), "nobody")
+    check_scores(np.array([0.0, 1e308]), "somebody")
+    with pytest.raises(DataError, match="somebody", check=about("buffer.sampler.score")):
+        check_scores(np.array([1.0, bad, 2.0]), "somebody")

@@ -31,6 +31,7 @@ def test_a_group_that_can_no_longer_be_in_time_makes_room_for_another_at_once(
     [new] = schedule.admit(1)
     assert (old.deadline, new.deadline) == (0, 1)
     assert not finish(schedule, old) and finish(schedule, new)
+    assert not schedule.offer(9, 0)
 
 
 def no_pool() -> Draw:
@@ -94,30 +95,7 @@ def test_a_step_is_never_stuck_once_everything_admitted_has_finished_and_none_is
     assert schedule.admit(100) == [] and not schedule.running and not schedule.ready
 
 
-def test_one_step_off_admits_the_next_batch_while_this_one_trains() -> None:
-    schedule = WindowedSchedule(2, 1)
-    tickets = schedule.admit(10)
-    assert len(tickets) == 4
-    for ticket in tickets[:2]:
-        finish(schedule, ticket)
-    assert take(schedule, 0) == [0, 1]
-    assert len(schedule.running) == 2
-
-
-def test_a_step_waits_for_a_straggler_that_is_due() -> None:
-    schedule = WindowedSchedule(1, 1)
-    straggler, quick = schedule.admit(2)
-    finish(schedule, quick)
-    assert take(schedule, 0) == [quick.sequence]
-    schedule.advance(1)
-    [later] = schedule.admit(1)
-    finish(schedule, later)
-    assert take(schedule, 1) is None, "the straggler is due at step 1; taking another would make it too old"
-    finish(schedule, straggler)
-    assert take(schedule, 1) == [straggler.sequence]
-
-
-def test_over_sampling_takes_the_first_ready_and_expires_the_rest() -> None:
+def test_over_sampling_takes_the_first_ready_and_no_step_waits_for_nobody() -> None:
     schedule = WindowedSchedule(2, 0, over_sampling=2.0)
     tickets = schedule.admit(10)
     assert len(tickets) == 4
@@ -127,28 +105,14 @@ def test_over_sampling_takes_the_first_ready_and_expires_the_rest() -> None:
     assert take(schedule, 0) == [1, 2]
     assert schedule.advance(1) == [3]
     assert not finish(schedule, tickets[0]), "it finished after its deadline"
-
-
-def test_versions_only_grow() -> None:
-    schedule = WindowedSchedule(1, 0, version=5)
-    with pytest.raises(ValueError, match="versions only grow"):
-        schedule.advance(4)
-
-
-def test_a_group_with_older_tokens_than_its_ticket_promised_is_due_earlier() -> None:
-    schedule = WindowedSchedule(1, 2, version=3)
-    first, second, _ = schedule.admit(3)
-    assert finish(schedule, first)
-    assert finish(schedule, Ticket(second.sequence, 2, 4))
-    assert take(schedule, 3) == [second.sequence]
-
-
-def test_a_step_does_not_wait_for_nobody() -> None:
     schedule = WindowedSchedule(1, 1)
     for ticket in schedule.admit(2):
         assert finish(schedule, Ticket(ticket.sequence, 0, 0))
     assert take(schedule, 0) == [0], "both are due now: one will be late whatever is done, and nobody is under way"
     assert schedule.advance(1) == [1]
+    schedule = WindowedSchedule(1, 0, version=5)
+    with pytest.raises(ValueError, match="versions only grow"):
+        schedule.advance(4)
 
 
 @settings(max_examples=300, deadline=None)
@@ -220,10 +184,3 @@ class TestReplay:
         schedule.take([])
         schedule.advance(9)
         assert schedule.capacity(0) == 0
-
-    def test_a_group_that_is_too_old_does_not_count(self) -> None:
-        schedule = PoolSchedule(groups_per_step=1, fresh=1, max_staleness=1)
-        old, _ = schedule.admit(schedule.capacity(0))
-        schedule.advance(2)
-        assert not finish(schedule, old) and not self.ready(schedule)
-        assert not schedule.offer(9, 0) and schedule.offer(9, 1)

@@ -26,7 +26,7 @@ from rayrft.rewards import RewardResult
 from tests.buffer.rows import group
 from tests.errors import about
 from tests.explorer.scripted import QuickEngine, Rewards, Taken, config, make_explorer, run_group
-from tests.pipelines.asked import Scripted
+from tests.scripted import ScriptedChat
 
 PLUGIN = Path(__file__).with_name("verifying.py")
 DIES = {"name": "dies_of", "worth": 1.0}
@@ -88,7 +88,7 @@ async def test_operators_decide_what_a_group_ends_as(
 
 
 async def test_operators_in_an_actor_ask_the_models_that_it_is_given_and_know_the_task(tiny_model: Path) -> None:
-    judge = Scripted(lambda messages, seed: '{"reason": "", "grade": 7}' if "tac" in str(messages) else "nothing")
+    judge = ScriptedChat(lambda messages, seed: '{"reason": "", "grade": 7}' if "tac" in str(messages) else "nothing")
     operators = [{"name": "judged", "model": "judge", "column": "response", "least": 5.0}, {"name": "scored_again"}]
     known = {"auxiliary": {"judge": {"model": str(tiny_model)}}, "reward.name": "exact"}
     settings = config(plugins=[str(PLUGIN)], **{"pipelines.experiences": operators}, **known)

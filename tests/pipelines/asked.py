@@ -1,15 +1,13 @@
-"""Operators that ask, in their process, and models whose answers a function gives, here."""
+"""Operators that ask, in their process, and models that answer here."""
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pyarrow as pa
 
@@ -20,7 +18,6 @@ from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.run.models import AskedModel, open_models
 from rayrft.pipelines.run.process import Pipeline
 from rayrft.rewards import Reward, RewardResult, inline, register_reward
-from rayrft.rewards.judge import Messages
 from tests.pipelines.small import operator
 
 
@@ -36,27 +33,6 @@ def last_number() -> Reward:
         return RewardResult(float(found[-1:] == [task.answer]), reason="another number", answer=(found or [None])[-1])
 
     return score
-
-
-@dataclass
-class Scripted:
-    """A model whose answers a function gives, from the messages and the seed; coroutines may wait."""
-
-    reply: Callable[[Messages, int], Any]
-    seed: int = 0
-    asked: list[tuple[Messages, int, Mapping[str, Any]]] = field(default_factory=list)
-
-    def with_seed(self, seed: int | None) -> Self:
-        return type(self)(self.reply, seed or 0, self.asked)
-
-    async def chat(self, messages: Messages, **sampling: Any) -> str:
-        self.asked.append((messages, self.seed, sampling))
-        found = self.reply(messages, self.seed)
-        return await found if inspect.iscoroutine(found) else found
-
-
-def says(text: str) -> Scripted:
-    return Scripted(lambda messages, seed: text)
 
 
 def ran(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.pipelines import EndpointConfig
@@ -20,9 +21,11 @@ from rayrft.data.tables import json_field
 from rayrft.errors import ActorDied, ConfigError, OperatorFailed, OperatorTimeout, RequestRefused
 from rayrft.pipelines import Context
 from rayrft.pipelines.run.models import AnswerJournal, AskedModel, ModelServer
+from rayrft.rewards.judge import Messages
 from tests.errors import about
-from tests.pipelines.asked import Scripted, ran, says
+from tests.pipelines.asked import ran
 from tests.pipelines.small import OWN, linked, operator, rows
+from tests.scripted import ScriptedChat, chat_endpoint, says
 
 GRADE = '{"reason": "", "grade": 7}'
 
@@ -32,8 +35,10 @@ async def hang() -> str:
     raise AssertionError
 
 
-def texts(count: int) -> pa.RecordBatch:
-    return rows(answer=[f"answer {number}" for number in range(count)])
+def judged(count: int, judge: ScriptedChat | None = None, *, least: float = 5, **more: Any) -> Any:
+    """What `ran` gives where so many rows are judged."""
+    batch = rows(answer=[f"answer {number}" for number in range(count)])
+    return ran("judged", batch, {"judge": judge} if judge else {}, model="judge", least=least, **more)
 
 
 @pytest.mark.parametrize("calls", [500, 20])
@@ -48,116 +53,95 @@ def test_as_many_rows_are_asked_at_once_as_the_model_takes(calls: int) -> None:
         running -= 1
         return GRADE
 
-    model = Scripted(lambda messages, seed: reply())
-    found, _, _ = ran("judged", texts(1000), {"judge": model}, calls=calls, model="judge", least=7)
+    model = ScriptedChat(lambda messages, seed: reply())
+    found, _, _ = judged(1000, model, calls=calls, least=7)
     assert len(found) == 1000 and found[0]["grade"] == 7.0 and most == calls
 
 
 @pytest.mark.parametrize("least", [29, 57, 58])
 def test_the_lowest_grade_is_kept_on_any_scale(least: int) -> None:
     judge = says(f'{{"reason": "", "grade": {least}}}')
-    found, _, _ = ran("judged", texts(1), {"judge": judge}, model="judge", low=0, high=100, least=least)
-    assert len(found) == 1
+    assert len(judged(1, judge, low=0, high=100, least=least)[0]) == 1
 
 
 def test_the_same_rows_are_asked_the_same_in_whatever_batches() -> None:
     seen = []
     for size in (3, 100):
-        model = Scripted(lambda messages, seed: f'{{"reason": "", "grade": {seed % 11}}}')
-        found, _, _ = ran(
-            "judged", texts(20), {"judge": model}, batch_rows=size, model="judge", least=5, votes=3, temperature=1.0
-        )
+        model = ScriptedChat(lambda messages, seed: f'{{"reason": "", "grade": {seed % 11}}}')
+        found, _, _ = judged(20, model, batch_rows=size, votes=3, temperature=1.0)
         seen.append((found, sorted(str(each) for each in model.asked)))
     assert seen[0] == seen[1] and 0 < len(seen[0][0]) < 20
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (RequestRefused("the prompt has 900 tokens"), "no answer of the judge: the prompt has 900 tokens"),
-        (None, "no answer of the judge: no answer within 0.2 s"),
-    ],
-)
-def test_a_failed_request_is_its_rows_problem(error: Exception | None, reason: str) -> None:
-    async def fail() -> str:
-        if error is not None:
-            raise error
-        return await hang()
+def test_a_failed_request_is_its_rows_problem() -> None:
+    async def refuse() -> str:
+        raise RequestRefused("the prompt has 900 tokens")
 
-    model = Scripted(lambda messages, seed: fail() if "answer 1\n" in messages[1]["content"] else GRADE)
-    settings = {"answer_s": 0.2}
-    options = {"settings": settings, "model": "judge", "least": 0}
-    found, report, gone = ran("judged", texts(3), {"judge": model}, **options)
-    assert [row["answer"] for row in found] == ["answer 0", "answer 2"] and [why for _, why in gone] == [reason]
-    found, report, gone = ran("judged", texts(3), {"judge": model}, **options, without="keep")
-    assert [row["grade"] for row in found] == [7.0, None, 7.0] and not gone
-    assert report.notes == {"no answer of the judge": 1} and report.noted == [reason]
+    def reply(messages: Messages, seed: int) -> Any:
+        [number] = map(int, re.findall("answer ([0-9])", messages[1]["content"]))
+        return refuse() if number == 1 else hang() if number == 2 else GRADE
+
+    reasons = [f"no answer of the judge: {why}" for why in ("the prompt has 900 tokens", "no answer within 0.2 s")]
+    model, settings = ScriptedChat(reply), {"answer_s": 0.2}
+    found, report, gone = judged(4, model, settings=settings)
+    assert [row["answer"] for row in found] == ["answer 0", "answer 3"] and [why for _, why in gone] == reasons
+    found, report, gone = judged(4, model, settings=settings, without="keep")
+    assert [row["grade"] for row in found] == [7.0, None, None, 7.0] and not gone
+    assert report.notes == {"no answer of the judge": 2} and report.noted == reasons
 
 
-def test_a_dead_engine_fails_the_operator_and_is_named() -> None:
+def test_a_dead_engine_or_an_endpoint_that_is_not_there_fails_the_operator() -> None:
     async def die() -> str:
         raise ActorDied("the engine failed to answer", field="auxiliary-judge-0")
 
     with pytest.raises(OperatorFailed, check=about("operators.0.judged", "auxiliary-judge-0")) as caught:
-        ran("judged", texts(5), {"judge": Scripted(lambda m, s: die())}, model="judge", least=5)
+        judged(5, ScriptedChat(lambda m, s: die()))
     assert "the engine failed to answer" in str(caught.value) and "5 rows" in str(caught.value)
+    endpoint = EndpointConfig(url="http://127.0.0.1:9/v1", model="m", retries=0)
+    with pytest.raises(OperatorFailed, match="Connection", check=about("operators.0.judged", "judge")):
+        judged(40, settings={"endpoints": {"judge": endpoint}})
 
 
-def test_a_model_that_answers_nothing_any_more_counts_as_dead_and_what_it_answered_is_kept(tmp_path: Path) -> None:
+def test_a_model_that_answers_nothing_any_more_counts_as_dead_and_a_few_failures_do_not(tmp_path: Path) -> None:
     answered = 40
-    model: Scripted = Scripted(lambda m, s: GRADE if len(model.asked) <= answered else hang())
+    model: ScriptedChat = ScriptedChat(lambda m, s: GRADE if len(model.asked) <= answered else hang())
     settings = {"answer_s": 0.05, "journal": tmp_path / "answers.jsonl"}
     with pytest.raises(OperatorFailed, match="32 requests in a row had no answer", check=about("operators.0.judged")):
-        ran("judged", texts(100), {"judge": model}, calls=8, settings=settings, model="judge", least=5)
-    again = says(GRADE)
-    found, _, _ = ran("judged", texts(100), {"judge": again}, settings=settings, model="judge", least=5)
+        judged(100, model, calls=8, settings=settings)
+    found, _, _ = judged(100, again := says(GRADE), settings=settings)
     assert len(found) == 100 and len(again.asked) == 100 - answered
-
-
-def test_a_few_failures_between_answers_do_not_count_as_death() -> None:
-    model: Scripted = Scripted(lambda m, s: GRADE if len(model.asked) % 10 == 0 else hang())
-    settings = {"answer_s": 0.01}
-    _, _, gone = ran("judged", texts(60), {"judge": model}, calls=1, settings=settings, model="judge", least=5)
+    model: ScriptedChat = ScriptedChat(lambda m, s: GRADE if len(model.asked) % 10 == 0 else hang())
+    _, _, gone = judged(60, model, calls=1, settings={"answer_s": 0.01})
     assert len(gone) == 54
 
 
 def test_an_operator_that_asks_and_then_hangs_is_stopped() -> None:
     with pytest.raises(OperatorTimeout, check=about("operators.0.asks_and_hangs")):
-        ran("asks_and_hangs", texts(1), {"judge": says("yes")}, deadline_s=0.5, plugins=[OWN])
+        ran("asks_and_hangs", rows(answer=["a"]), {"judge": says("yes")}, deadline_s=0.5, plugins=[OWN])
 
 
 async def test_an_endpoint_is_asked_again_and_what_it_does_not_answer_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WRITER_KEY", "secret")
-    tries = Counter[str]()
+    tries, soon = Counter[str](), {"retry-after": "0.01"}
+    odd: dict[str, Callable[[], web.Response]] = {
+        "busy": lambda: web.json_response({"error": {"message": "slow down"}}, status=429, headers=soon),
+        "broken": lambda: web.Response(status=500, text="oh no", headers=soon),
+        "html": lambda: web.Response(text="<html>welcome</html>", content_type="text/html"),
+        "null": lambda: web.json_response({"choices": None}),
+        "list": lambda: web.json_response({"choices": [{"message": {"content": [1, 2]}}]}),
+        "long": lambda: web.json_response({"error": {"message": "too many tokens"}}, status=400),
+    }
 
-    async def complete(request: web.Request) -> web.Response:
-        assert request.headers["Authorization"] == "Bearer secret"
-        body = await request.json()
-        text = body["messages"][-1]["content"]
-        kind = next((word for word in ("busy", "broken", "html", "null", "long", "list") if word in text), "fine")
+    def reply(headers: Mapping[str, str], body: dict[str, Any]) -> str | web.Response:
+        assert headers["Authorization"] == "Bearer secret"
+        kind = next((word for word in odd if word in body["messages"][-1]["content"]), "fine")
         tries[kind] += 1
-        if kind == "busy" and tries[kind] < 3:
-            return web.json_response({"error": {"message": "slow down"}}, status=429, headers={"retry-after": "0.01"})
-        if kind == "broken":
-            return web.Response(status=500, text="oh no", headers={"retry-after": "0.01"})
-        if kind == "html":
-            return web.Response(text="<html>welcome</html>", content_type="text/html")
-        if kind == "null":
-            return web.json_response({"choices": None})
-        if kind == "list":
-            return web.json_response({"choices": [{"message": {"content": [1, 2]}}]})
-        if kind == "long":
-            return web.json_response({"error": {"message": "too many tokens"}}, status=400)
-        message = {"role": "assistant", "content": GRADE}
-        return web.json_response({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+        return GRADE if kind == "fine" or (kind == "busy" and tries[kind] == 3) else odd[kind]()
 
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", complete)
-    given = rows(answer=["fine", "busy", "broken", "html", "null", "list", *["long"] * 40])
-    async with TestServer(app) as server:
-        url = str(server.make_url("/v1"))
+    given = rows(answer=["fine", *list(odd)[:-1], *["long"] * 40])
+    async with chat_endpoint(reply) as url:
         endpoint = EndpointConfig(url=url, model="m", key_variable="WRITER_KEY", retries=2, calls=2)
         settings = {"endpoints": {"judge": endpoint}}
         found, _, gone = await asyncio.to_thread(ran, "judged", given, {}, settings=settings, model="judge", least=5)
@@ -169,18 +153,11 @@ async def test_an_endpoint_is_asked_again_and_what_it_does_not_answer_is_counted
     assert all(each.startswith("status 400") and "too many tokens" in each for each in reasons[4:])
 
 
-def test_an_endpoint_that_is_not_there_fails_the_operator() -> None:
-    endpoint = EndpointConfig(url="http://127.0.0.1:9/v1", model="m", retries=0)
-    with pytest.raises(OperatorFailed, match="Connection", check=about("operators.0.judged", "judge")):
-        ran("judged", texts(40), {}, settings={"endpoints": {"judge": endpoint}}, model="judge", least=5)
-
-
 SCORED = Context(models=["a"], scores=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "context", "field"),
-    [
+def test_what_cannot_be_asked_is_refused_before_anything_starts() -> None:
+    for name, options, context, field in (
         ("judged", {"model": "b", "least": 5}, Context(models=["a"]), ".model"),
         ("judged", {"least": 5}, Context(), ".model"),
         ("judged", {"least": 50}, Context(models=["a"]), ".least"),
@@ -193,14 +170,10 @@ SCORED = Context(models=["a"], scores=True)
         ("paraphrase", {"question": "q"}, SCORED, ".question"),
         ("hinted_solutions", {"hint": "h"}, SCORED, ".hinted_solutions"),
         ("corrected_answers", {}, SCORED, ".response"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused_before_anything_starts(
-    name: str, options: dict[str, Any], context: Context, field: str
-) -> None:
-    batch = rows(question=["q"], answer=["a"]).append_column(json_field("mixed"), pa.array(['"London"']))
-    with pytest.raises(ConfigError, check=about(f"operators.0{field}")):
-        linked(batch, operator(name, **{"model": "a", **options}), context=context)
+    ):
+        batch = rows(question=["q"], answer=["a"]).append_column(json_field("mixed"), pa.array(['"London"']))
+        with pytest.raises(ConfigError, check=about(f"operators.0{field}")):
+            linked(batch, operator(name, **{"model": "a", **options}), context=context)
 
 
 SAMPLING = ({"max_tokens": 9}, {"temperature": 0.5})

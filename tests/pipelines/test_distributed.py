@@ -14,7 +14,6 @@ import pyarrow as pa
 import pytest
 from ray.exceptions import ActorDiedError
 
-from rayrft.config.pipelines import OperatorConfig
 from rayrft.errors import ClusterError, OperatorFailed, OperatorTimeout
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import build_chain
@@ -25,7 +24,7 @@ from rayrft.registry import load_plugins
 from rayrft.runtime.handle import Handle
 from tests.conftest import ROOT
 from tests.errors import about
-from tests.pipelines.small import OWN
+from tests.pipelines.small import OWN, operator
 from tests.scripted import remote
 
 SCHEMA = pa.schema({"id": pa.string(), "question": pa.string()})
@@ -39,17 +38,13 @@ def batch(*questions: str) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict({"id": [f"{q}-{i}" for i, q in enumerate(questions)], "question": questions})
 
 
-def configs(operators: list[dict[str, Any]]) -> list[OperatorConfig]:
-    return [OperatorConfig.model_validate(each) for each in operators]
-
-
 class Ran:
     """What a pipeline gave, and in which order it told of it."""
 
     def __init__(self, batches: list[pa.RecordBatch], operators: list[dict[str, Any]], **settings: Any) -> None:
         self.rows: list[dict[str, Any]] = []
         self.told: list[tuple[Any, ...]] = []
-        pipeline = Pipeline(configs(operators), SCHEMA, plugins=(OWN,), **settings)
+        pipeline = Pipeline([operator(**each) for each in operators], SCHEMA, plugins=(OWN,), **settings)
         self.report = pipeline.run(
             batches,
             lambda batch: self.rows.extend(batch.to_pylist()),
@@ -72,8 +67,8 @@ def test_workers_give_what_one_process_gives_in_its_order() -> None:
     assert sum(row["made_by"] is None for row in one.rows) == 19 and len(one.rows) == 38
     assert two.rows == one.rows
     assert two.report == one.report
-    for operator in (0, 1, 2, 3, 4, "brief", "exact_duplicates"):
-        told = [[each for each in ran.told if each[0] == operator] for ran in (one, two)]
+    for who in (0, 1, 2, 3, 4, "brief", "exact_duplicates"):
+        told = [[each for each in ran.told if each[0] == who] for ran in (one, two)]
         assert told[0] == told[1] and told[0], "what was left out is told, and how far it is"
 
 
@@ -113,11 +108,16 @@ class NeverPlaced(OperatorWorker):
         await asyncio.Event().wait()
 
 
-def test_workers_of_which_none_ever_starts_are_given_up(workers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_never_start_are_given_up_and_refused_without_a_cluster(
+    workers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     workers += [NeverPlaced, NeverPlaced]
     monkeypatch.setattr("rayrft.pipelines.run.distributed.START_S", 0.1)
     with pytest.raises(OperatorTimeout, check=about("operators.0.size")):
         Ran([batch("good")], [{"name": "size"}], workers=2, deadline_s=0.1)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with pytest.raises(ClusterError, check=about("operators.0.shout")):
+        Ran(BATCHES, OPERATORS[:1], workers=2)
 
 
 def test_a_worker_that_the_cluster_has_no_room_for_is_not_waited_for_and_one_that_dies_is_replaced(
@@ -135,12 +135,13 @@ def test_a_worker_that_the_cluster_has_no_room_for_is_not_waited_for_and_one_tha
         Ran(BATCHES, OPERATORS[:1], workers=2)
 
 
-def segment(*operators: dict[str, Any], deadline_s: float = 60.0, **settings: Any) -> Segment:
+def segment(*operators: dict[str, Any], leave_out: bool = False) -> Segment:
     load_plugins((OWN,))
-    build = partial(build_chain, configs([*operators]), SCHEMA, field="operators", origin="test", context=Context())
+    configs = [operator(**each) for each in operators]
+    build = partial(build_chain, configs, SCHEMA, field="operators", origin="test", context=Context())
     numbers = tuple(range(len(operators)))
-    create = partial(OperatorHost, build, 3, settings.get("leave_out", False), numbers)
-    return Segment(numbers, build, create, (OWN,), deadline_s)
+    create = partial(OperatorHost, build, 3, leave_out, numbers)
+    return Segment(numbers, build, create, (OWN,), 60.0)
 
 
 async def worked(segment: Segment, *batches: pa.RecordBatch) -> list[BatchResult]:
@@ -158,16 +159,11 @@ async def test_a_worker_applies_operators_and_tells_what_each_did() -> None:
     assert nothing.rows is None and nothing.failure is None and len(nothing.outcomes) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("raises", "no such thing"), ("hangs", "deadline_s"), ("dies", "exit code 7")]
-)
-async def test_an_error_of_an_operator_is_the_result_of_the_batch(name: str, words: str) -> None:
-    kind = OperatorTimeout if name == "hangs" else OperatorFailed
-    operators = segment({"name": "size"}, {"name": name}, deadline_s=2.0 if name == "hangs" else 60.0)
-    good, failed = await worked(operators, batch("good"), batch("good", "bad"))
-    assert good.failure is None
-    assert type(failed.failure) is kind and words in str(failed.failure) and failed.rows is None
-    assert failed.failure.field == f"operators.1.{name}" and "good-0" in failed.failure.problem
+async def test_an_error_of_an_operator_is_the_result_of_the_batch() -> None:
+    good, failed = await worked(segment({"name": "size"}, {"name": "dies"}), batch("good"), batch("good", "bad"))
+    assert good.failure is None and failed.rows is None
+    assert type(failed.failure) is OperatorFailed and "exit code 7" in str(failed.failure)
+    assert failed.failure.field == "operators.1.dies" and "good-0" in failed.failure.problem
     assert [number for number, _ in failed.outcomes] == [0], "what came before it counts"
 
 
@@ -176,12 +172,6 @@ async def test_a_worker_names_operators_that_cannot_be_started_and_leaves_out_ro
     assert result.failure is not None and "could not be started" in str(result.failure)
     [result] = await worked(segment({"name": "raises"}, leave_out=True), batch("good", "bad"))
     assert result.rows is not None and unpacked(result.rows)["question"].to_pylist() == ["good"]
-
-
-def test_without_a_cluster_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.is_initialized", lambda: False)
-    with pytest.raises(ClusterError, check=about("operators.0.shout")):
-        Ran(BATCHES, OPERATORS[:1], workers=2)
 
 
 @pytest.mark.parametrize(

@@ -94,17 +94,14 @@ def test_rows_like_others_are_left_out_and_those_unlike_others_come_first(tiny_m
     assert priorities[:6] == pytest.approx([0] * 6, abs=1e-3) and min(priorities[6:8]) > 0.1 and priorities[8] is None
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
+def test_options_that_do_not_fit_are_refused() -> None:
+    for options, field in (
         ({"rows": 3}, "operators.0.model"),
         ({"model": "m"}, "operators.0.share"),
         ({"model": "m", "rows": 3, "share": 0.5}, "operators.0.share"),
         ({"model": "m", "rows": 3, "clusters": 2}, "operators.0.clusters"),
         ({"model": "m", "rows": 3, "column": "other"}, "operators.0.diverse"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError, check=about(field)):
-        linked(rows(question=["q"]), operator("diverse", **options))
+    ):
+        with pytest.raises(ConfigError, check=about(field)):
+            linked(rows(question=["q"]), operator("diverse", **options))
     assert linked(rows(question=["q"]), operator("diverse", rows=1), context=Context((), "model"))

@@ -90,23 +90,18 @@ def test_what_data_juicer_does_not_take_is_told_with_its_words(tmp_path: Path) -
         run(LINKED, tmp_path, [{"juicer": "text_length_filter", "min_len": []}])
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
+def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PYTHON, raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    for options, field in (
         ({"juicer_python": "/no/such/python"}, "operators.0.juicer_python"),
         ({"juicer": "naive_grouper", "juicer_python": sys.executable}, "operators.0.juicer"),
         ({"juicer_python": sys.executable, "column": "answers"}, "operators.0.juicer"),
         ({}, "operators.0.juicer"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_starts(
-    options: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(PYTHON, raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("ray.is_initialized", lambda: False)
-    with pytest.raises(ConfigError, check=about(field)):
-        linked(rows(question=["q"]), OperatorConfig.model_validate({"juicer": "clean_links_mapper", **options}))
+    ):
+        with pytest.raises(ConfigError, check=about(field)):
+            linked(rows(question=["q"]), OperatorConfig.model_validate({"juicer": "clean_links_mapper", **options}))
 
 
 @pytest.mark.slow

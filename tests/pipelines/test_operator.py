@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 
 import rayrft
-from rayrft.config.pipelines import OperatorConfig
 from rayrft.errors import ConfigError, DataError, OperatorFailed
 from rayrft.experience import Task
 from rayrft.pipelines import Context
@@ -52,43 +50,35 @@ def test_made_rows_carry_their_parents_and_the_operator_with_its_version() -> No
     assert applied("mirror", FOX)[0] == found, "the same rows make the same rows"
 
 
-@pytest.mark.parametrize(
-    ("operators", "files"),
-    [
+def test_no_two_rows_have_one_id() -> None:
+    for chain, files in (
         ([operator("numeric_variation"), operator("numeric_variation", seed=1)], [["1", "2"]]),
         ([operator("echo"), operator("echo")], [["1", "2"]]),
         ([operator("mirror")], [["1", "2"], ["1", "2"]]),
         ([operator("mirror")], [["1", "1-2", None], ["1", "1", "1-2"]]),
         ([operator("mirror")], [[1, 2], [1, 2]]),
-    ],
-)
-def test_no_two_rows_have_one_id(operators: list[OperatorConfig], files: list[list[Any]]) -> None:
-    ids, found = Ids(), []
-    for number, given in enumerate(files):
-        eggs = [33 + 10 * number + row for row in range(len(given))]
-        columns = {
-            "id": given,
-            "question": [f"Ann has {each} eggs." for each in eggs],
-            "answer": [f"{each} * 2 = <<{each}*2={2 * each}>>{2 * each} #### {2 * each}" for each in eggs],
-        }
-        batch = ids.add(pa.RecordBatch.from_pydict(columns))
-        for link in linked(batch, *operators):
-            batch, _ = apply_link(link, batch, 0)
-        found += batch.to_pylist()
-    assert len(found) == sum(map(len, files)) * 2 ** len(operators)
-    assert len({row["id"] for row in found}) == len(found)
-    assert {str(each) for each in files[0] if each is not None} <= {row["id"] for row in found}
+    ):
+        ids, found = Ids(), []
+        for number, given in enumerate(files):
+            eggs = [33 + 10 * number + row for row in range(len(given))]
+            columns = {
+                "id": given,
+                "question": [f"Ann has {each} eggs." for each in eggs],
+                "answer": [f"{each} * 2 = <<{each}*2={2 * each}>>{2 * each} #### {2 * each}" for each in eggs],
+            }
+            batch = ids.add(pa.RecordBatch.from_pydict(columns))
+            for link in linked(batch, *chain):
+                batch, _ = apply_link(link, batch, 0)
+            found += batch.to_pylist()
+        assert len(found) == sum(map(len, files)) * 2 ** len(chain)
+        assert len({row["id"] for row in found}) == len(found)
+        assert {str(each) for each in files[0] if each is not None} <= {row["id"] for row in found}
 
 
-@pytest.mark.parametrize(
-    "parents", [pa.array([None, None], pa.string()), pa.array([["x"], None], pa.large_list(pa.string()))]
-)
-def test_rows_are_made_where_a_file_does_not_tell_the_kind_of_its_lineage(parents: pa.Array) -> None:
-    found, _ = applied("mirror", FOX.append_column("parents", parents).append_column("made_by", pa.nulls(2)))
-    assert [row["parents"] for row in found] == [*parents.to_pylist(), [found[1]["id"]]]
-
-
-def test_rows_with_something_else_where_made_rows_have_their_lineage_are_refused() -> None:
+def test_a_file_need_not_tell_the_kind_of_its_lineage_and_something_else_is_refused() -> None:
+    for parents in (pa.array([None, None], pa.string()), pa.array([["x"], None], pa.large_list(pa.string()))):
+        found, _ = applied("mirror", FOX.append_column("parents", parents).append_column("made_by", pa.nulls(2)))
+        assert [row["parents"] for row in found] == [*parents.to_pylist(), [found[1]["id"]]]
     with pytest.raises(DataError, check=about("column parents")):
         applied("mirror", FOX.append_column("parents", pa.array(["Ann and Bob", None])))
 
@@ -103,9 +93,14 @@ def test_operators_on_all_rows_settle_though_there_is_none(name: str) -> None:
     link.operator.settle()
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
+def test_columns_that_polars_writes_are_as_good_as_others(tiny_model: Path) -> None:
+    questions, sizes = ["a b", "a  b c", "a b", None, "a b " * 20, "<b>a  b</b>"], [[1], [2], [1], [1], [1] * 30, None]
+    columns = {"question": questions, "answer": ["x"] * 6, "sizes": sizes}
+    context, batches = Context([Task.create("test", "a  b c", "x")], tokenizer=str(tiny_model)), list[pa.RecordBatch]()
+    for text, many in ((pa.string(), pa.list_(pa.int64())), (pa.large_string(), pa.large_list(pa.int64()))):
+        schema = pa.schema({"question": text, "answer": text, "sizes": many})
+        batches.append(Ids().add(pa.RecordBatch.from_pydict(columns, schema=schema)))
+    for name, options in (
         ("near_duplicates", {"columns": ["question", "answer"]}),
         ("exact_duplicates", {}),
         ("normalise", {}),
@@ -118,53 +113,37 @@ def test_operators_on_all_rows_settle_though_there_is_none(name: str) -> None:
         ("novelty", {}),
         ("expression", {"where": "question = 'a b'"}),
         ("echo", {}),
-    ],
-)
-def test_columns_that_polars_writes_are_as_good_as_others(name: str, options: dict[str, Any], tiny_model: Path) -> None:
-    questions, sizes = ["a b", "a  b c", "a b", None, "a b " * 20, "<b>a  b</b>"], [[1], [2], [1], [1], [1] * 30, None]
-    context = Context([Task.create("test", "a  b c", "x")], tokenizer=str(tiny_model))
-    found = []
-    for text, many in ((pa.string(), pa.list_(pa.int64())), (pa.large_string(), pa.large_list(pa.int64()))):
-        schema = pa.schema({"question": text, "answer": text, "sizes": many})
-        columns = {"question": questions, "answer": ["x"] * 6, "sizes": sizes}
-        batch = Ids().add(pa.RecordBatch.from_pydict(columns, schema=schema))
-        found.append(applied(name, batch, context=context, **options)[0])
-    assert found[0] == found[1]
+    ):
+        usual, large = (applied(name, batch, context=context, **options)[0] for batch in batches)
+        assert usual == large, name
 
 
-@pytest.mark.parametrize(
-    "column",
-    [
+def test_no_number_is_no_other_value_than_no_number() -> None:
+    for column in (
         pa.array([float("nan"), 1.0, None]),
         pa.array([[0.0, float("nan")], [], None]),
         pa.array([{"x": float("nan")}, {"x": 1.0}, None]),
-    ],
-)
-def test_no_number_is_no_other_value_than_no_number(column: pa.Array) -> None:
-    batch = rows(question=["a", "b", "c"]).append_column("number", column)
-    assert applied("copies", batch)[1].changed == 0
-    other = batch.set_column(2, "number", pa.array([7.0, 1.0, None]))
-    assert applied("shout", other)[1].changed == 3
-    message = [packed(batch), packed(pa.RecordBatch.from_pylist(batch.to_pylist(), schema=batch.schema))]
-    kept, changed, made = _difference(*map(unpacked, message), "id")
-    assert (kept, changed.schema.names, made) == ([0, 1, 2], [], None)
+    ):
+        batch = rows(question=["a", "b", "c"]).append_column("number", column)
+        assert applied("copies", batch)[1].changed == 0
+        other = batch.set_column(2, "number", pa.array([7.0, 1.0, None]))
+        assert applied("shout", other)[1].changed == 3
+        message = [packed(batch), packed(pa.RecordBatch.from_pylist(batch.to_pylist(), schema=batch.schema))]
+        kept, changed, made = _difference(*map(unpacked, message), "id")
+        assert (kept, changed.schema.names, made) == ([0, 1, 2], [], None)
 
 
-def test_operators_are_named_by_module_too() -> None:
+def test_operators_are_named_by_module_too_and_an_unknown_name_names_the_nearest() -> None:
     found, _ = applied("tests.pipelines.small:whisper", rows(question=["FOX"]))
     assert found[0]["question"] == "fox"
     with pytest.raises(ConfigError, check=about("operators.0.name", "tests.pipelines.small:rows")):
         linked(FOX, operator("tests.pipelines.small:rows"))
-
-
-def test_an_unknown_name_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'near_duplicates'", check=about("operators.0.name")):
         linked(FOX, operator("near_duplicate"))
 
 
-@pytest.mark.parametrize(
-    ("config", "field"),
-    [
+def test_options_are_checked_before_anything_starts() -> None:
+    for config, field in (
         (operator("brief", limt=3), "operators.0.limt"),
         (operator("brief", limit="many"), "operators.0.limit"),
         (operator("near_duplicates", threshold=1.5), "operators.0.threshold"),
@@ -175,14 +154,12 @@ def test_an_unknown_name_names_the_nearest() -> None:
         (operator("length"), "operators.0.tokenizer"),
         (operator("decontaminate"), "operators.0.against"),
         (operator("decontaminate", against=[{"path": "nowhere.jsonl"}]), "operators.0.against.0.path"),
-    ],
-)
-def test_options_are_checked_before_anything_starts(config: OperatorConfig, field: str) -> None:
-    with pytest.raises(ConfigError, check=about(field)):
-        linked(FOX, config)
+    ):
+        with pytest.raises(ConfigError, check=about(field)):
+            linked(FOX, config)
 
 
-def test_a_missing_column_names_the_operator_before_it_and_what_that_gives() -> None:
+def test_a_column_that_is_missing_or_of_another_type_names_the_operator_before_it() -> None:
     with pytest.raises(ConfigError, check=about("operators.0.top_share", "priority")) as raised:
         linked(FOX, operator("top_share", share=0.5))
     assert "test does not give" in raised.value.problem and "id, question, answer" in raised.value.problem
@@ -190,9 +167,6 @@ def test_a_missing_column_names_the_operator_before_it_and_what_that_gives() -> 
         linked(FOX, operator("vowels"), operator("top_share", share=0.5, column="priorty"))
     assert "vowels (operator 0)" in raised.value.problem and "priority" in raised.value.problem
     linked(FOX, operator("vowels"), operator("top_share", share=0.5))
-
-
-def test_a_column_of_another_type_is_an_error() -> None:
     with pytest.raises(ConfigError, check=about("operators.0.difficulty", "question")):
         linked(FOX, operator("difficulty", column="question"))
     with pytest.raises(ConfigError, check=about("operators.0.normalise", "question")):
@@ -208,19 +182,14 @@ def test_a_second_operator_of_a_name_is_refused_and_the_same_one_is_not() -> Non
     assert "needs_kind" not in operators
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_what_an_operator_may_not_return_is_an_error() -> None:
+    for name in (
         *("loses_rows", "loses_columns", "adds_columns", "changes_types", "few_reasons"),
         *("true_reasons", "no_notes", "makes_rows", "no_parents", "returns_rows"),
-    ],
-)
-def test_what_an_operator_may_not_return_is_an_error_that_names_it(name: str) -> None:
-    with pytest.raises(OperatorFailed, check=about(f"operators.0.{name}")):
-        applied(name, FOX)
+    ):
+        with pytest.raises(OperatorFailed, check=about(f"operators.0.{name}")):
+            applied(name, FOX)
 
-
-def test_a_filter_that_says_nothing_is_an_error() -> None:
     @rayrft.register_operator("silent", "filter")
     def silent(question: str) -> None: ...
 

@@ -97,14 +97,6 @@ def test_values_that_operators_do_not_read_come_through_as_they_were(tmp_path: P
         assert {name: after[name] for name in before} == {**before, "question": before["question"].upper() + "!"}
 
 
-def test_parquet_in_and_out(tmp_path: Path) -> None:
-    source, out = tmp_path / "in.parquet", tmp_path / "out.parquet"
-    table = pa.table({"question": ["a", "bc" * 9], "answer": ["1", "2"], "score": pa.array([1, None], pa.int8())})
-    pq.write_table(table, source)
-    assert processed([source], out, {"name": "brief"}).rows == 1
-    assert pq.read_table(out).drop_columns("id").equals(table.slice(0, 1))
-
-
 def test_duplicates_are_found_across_files(tmp_path: Path) -> None:
     out, operator = tmp_path / "out.jsonl", {"name": "exact_duplicates"}
     one = write(tmp_path / "one.jsonl", questions(3))
@@ -165,15 +157,6 @@ def test_rows_of_another_layout_are_renamed_taken_apart_and_converted(tmp_path: 
             run(given, tmp_path, [{"name": "columns", **wrong}])
 
 
-def test_a_file_is_not_overwritten_by_what_is_made_of_it(tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", questions(2))
-    config = PipelineConfig(operators=[operator("drop_broken")])
-    for out, left_out in ((source, None), (tmp_path / "out.jsonl", tmp_path / "." / "in.jsonl")):
-        with pytest.raises(DataError, check=about("out")):
-            process([open_table(source)], config, out, left_out=left_out)
-    assert read(source) == questions(2)
-
-
 @pytest.mark.parametrize("name", ["raises", "hangs", "dies"])
 def test_an_operator_that_fails_is_named_and_nothing_is_written(name: str, tmp_path: Path) -> None:
     error = OperatorTimeout if name == "hangs" else OperatorFailed
@@ -227,18 +210,15 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
         list(open_table(file).batches(100))
 
 
-def test_rows_left_out_by_two_operators_of_one_name_add_up() -> None:
+def test_left_out_rows_of_two_operators_of_one_name_add_up_and_failed_ones_count_if_they_are() -> None:
     reasons = [Counter(short=2, long=1), Counter(short=3)]
     report = Report([OperatorReport("brief", reasons=each) for each in reasons])
     assert report.left_out == {"brief: short": 5, "brief: long": 1}
-
-
-@pytest.mark.parametrize("left_out", [0, 5])
-def test_rows_on_which_an_operator_failed_count_as_left_out_if_they_are(left_out: int) -> None:
-    links = linked(rows(question=["q"]), operator("language_mixing", column="question"))
-    log = OperatorLog(links, "operators")
-    log.fail(OperatorFailed("it died", field=links[0].field), 5, left_out)
-    assert log.take() == {"language_mixing": OperatorStats(taken=5, left_out=left_out, failed=left_out)}
+    for left_out in (0, 5):
+        links = linked(rows(question=["q"]), operator("language_mixing", column="question"))
+        log = OperatorLog(links, "operators")
+        log.fail(OperatorFailed("it died", field=links[0].field), 5, left_out)
+        assert log.take() == {"language_mixing": OperatorStats(taken=5, left_out=left_out, failed=left_out)}
 
 
 def test_a_pipeline_file_is_checked(tmp_path: Path) -> None:
@@ -253,7 +233,7 @@ def test_a_pipeline_file_is_checked(tmp_path: Path) -> None:
         read_config(PipelineConfig, tmp_path / "nowhere.yaml")
 
 
-def test_lineage_is_walked_over_files(tmp_path: Path) -> None:
+def test_lineage_is_walked_over_files_whose_columns_may_differ(tmp_path: Path) -> None:
     first = tmp_path / "first.jsonl"
     processed([write(tmp_path / "in.jsonl", questions(2))], first, {"name": "mirror"})
     processed([first], tmp_path / "second.jsonl", {"name": "mirror"})
@@ -266,9 +246,6 @@ def test_lineage_is_walked_over_files(tmp_path: Path) -> None:
     assert [each.row is None for each in walk_lineage(child["id"], [open_table(lonely)])] == [False, True]
     with pytest.raises(DataError, check=about("id", "nobody")):
         walk_lineage("nobody", [open_table(first)])
-
-
-def test_parents_are_found_in_files_whose_columns_differ(tmp_path: Path) -> None:
     one = write(tmp_path / "one.jsonl", [{"question": "ab", "answer": "1", "level": 3}] * 2)
     two = write(tmp_path / "two.jsonl", [{"level": 0.5, "answer": "2", "question": "cd", "hint": "e"}])
     processed([one, two], tmp_path / "out.jsonl", {"name": "mirror"}, batch_rows=1)
@@ -368,15 +345,18 @@ def test_operators_on_groups_and_on_batches_are_tried_on_the_rows_of_a_run(tmp_p
         process([open_table(source)], config, tmp_path / "out.parquet")
 
 
-def test_files_that_cannot_be_written_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    source = open_table(write(tmp_path / "in.jsonl", questions(2)))
+def test_files_that_are_read_or_cannot_be_written_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    source = open_table(file := write(tmp_path / "in.jsonl", questions(2)))
     config = PipelineConfig(operators=[operator("drop_broken")])
     for name in ("nowhere/out.jsonl", "nowhere/out.parquet", "out.csv"):
         with pytest.raises(DataError, check=about("file", str(tmp_path / name))):
             process([source], config, tmp_path / name)
     with pytest.raises(DataError, check=about("left_out")):
         process([source], config, tmp_path / "out.jsonl", left_out=tmp_path / "nowhere" / "gone.jsonl")
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    for out, left_out in ((file, None), (tmp_path / "out.jsonl", tmp_path / "." / "in.jsonl")):
+        with pytest.raises(DataError, check=about("out")):
+            process([source], config, out, left_out=left_out)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"] and read(file) == questions(2)
 
 
 def test_rows_on_which_an_operator_raises_are_left_out_if_asked_for(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from rayrft.buffer.expert_rows import demonstration_kind
 from rayrft.experience import check_schema, from_batch, to_batch
 from rayrft.pipelines.operators.synthesis import Problem, evaluate
@@ -38,68 +36,51 @@ def test_a_worked_problem_is_varied_and_right() -> None:
     assert applied("numeric_variation", batch, variations=5, seed=1)[0] != found
 
 
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [
-        pytest.param("Ann has 33 eggs.", "She has 33 * 2 = 66. #### 66", id="no calculation"),
-        pytest.param("Ann has 33 eggs.", "33 * 2 = <<33*2=67>>67 #### 67", id="a wrong calculation"),
-        pytest.param("Ann has 33 eggs.", "33 * 2 = <<33*2=66>>66 #### 65", id="another result"),
-        pytest.param("Ann has 33 eggs, Bob 33.", "33 + 33 = <<33+33=66>>66 #### 66", id="twice in the question"),
-        pytest.param("A week has 7 days.", "7 * 2 = <<7*2=14>>14 #### 14", id="may mean something else"),
-        pytest.param("Ann has 33 eggs.", "33 + 33 = <<33+33=66>>66 #### 66", id="used twice"),
-        pytest.param("Ann has 33 eggs.", "33 + 44 = <<33+44=77>>77 #### 77", id="a number from nowhere"),
-        pytest.param(
-            "Ann has 33 eggs, Bob 66.",
-            "33 * 2 = <<33*2=66>>66, 66 + 66 = <<66+66=132>>132 #### 132",
-            id="a result like a given number",
-        ),
-        pytest.param("Ann has 33% of all.", "33 * 2 = <<33*2=66>>66 #### 66", id="per cent"),
-        pytest.param("Ann has 33 eggs.", "__import__('os') <<__import__('os').getpid()=1>>1 #### 1", id="code"),
-    ],
-)
-def test_what_cannot_be_varied_for_sure_is_left_alone(question: str, answer: str) -> None:
-    assert Problem.read(question, answer) is None
-    assert applied("numeric_variation", rows(question=[question], answer=[answer]))[1].made == 0
-
-
-def test_a_sum_without_an_end_is_read_in_time_proportional_to_its_length() -> None:
-    answer = f"33 * 2 = <<33*2=66>>66, then {'9+' * 100_000} and {'9' * 100_000} #### 66"
-    assert Problem.read("Ann has 33 eggs.", answer) is not None
-
-
-@pytest.mark.parametrize(
-    ("calculation", "decimals"),
-    [("90/36=2.5", 1), ("91*0.25=22.75", 2), ("90+0.50=90.5", 1), ("90/40=2.25", 2), ("34/17=2", 0)],
-)
-def test_a_variation_has_no_more_decimals_than_its_original(calculation: str, decimals: int) -> None:
-    expression, result = calculation.split("=")
-    given = " and ".join(re.findall(r"\d+\.?\d*", expression))
-    answer = f"{expression} = <<{calculation}>>{result} m. #### {result}"
-    batch = rows(question=[f"Ann has {given}."] * 20, answer=[answer] * 20)
-    made = applied("numeric_variation", batch, variations=3)[0][20:]
-    assert len(made) > 20
-    for row in made:
-        assert re.fullmatch(rf"\d+(\.\d{{1,{decimals}}})?" if decimals else r"\d+", row["answer"].partition("#### ")[2])
-        assert "(" not in row["answer"] and "/1" not in row["question"]
-
-
-def test_prose_that_would_become_wrong_makes_no_row() -> None:
+def test_what_cannot_be_varied_for_sure_is_left_alone() -> None:
+    for why, question, answer in (
+        ("no calculation", "Ann has 33 eggs.", "She has 33 * 2 = 66. #### 66"),
+        ("a wrong calculation", "Ann has 33 eggs.", "33 * 2 = <<33*2=67>>67 #### 67"),
+        ("another result", "Ann has 33 eggs.", "33 * 2 = <<33*2=66>>66 #### 65"),
+        ("twice in the question", "Ann has 33 eggs, Bob 33.", "33 + 33 = <<33+33=66>>66 #### 66"),
+        ("may mean something else", "A week has 7 days.", "7 * 2 = <<7*2=14>>14 #### 14"),
+        ("used twice", "Ann has 33 eggs.", "33 + 33 = <<33+33=66>>66 #### 66"),
+        ("a number from nowhere", "Ann has 33 eggs.", "33 + 44 = <<33+44=77>>77 #### 77"),
+        ("a given result", "33 eggs, 66 hens.", "33 * 2 = <<33*2=66>>66, 66 + 66 = <<66+66=132>>132 #### 132"),
+        ("per cent", "Ann has 33% of all.", "33 * 2 = <<33*2=66>>66 #### 66"),
+        ("code", "Ann has 33 eggs.", "__import__('os') <<__import__('os').getpid()=1>>1 #### 1"),
+    ):
+        assert Problem.read(question, answer) is None, why
+        assert applied("numeric_variation", rows(question=[question], answer=[answer]))[1].made == 0
     answer = "33 + 5 = <<33+5=38>>38, that is 33+4 = 37 and one. #### 38"
     assert applied("numeric_variation", rows(question=["Ann has 33 eggs and gets five."], answer=[answer]))[1].made == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
+def test_a_variation_has_no_more_decimals_than_its_original() -> None:
+    calculations = {"90/36=2.5": 1, "91*0.25=22.75": 2, "90+0.50=90.5": 1, "90/40=2.25": 2, "34/17=2": 0}
+    for calculation, decimals in calculations.items():
+        expression, result = calculation.split("=")
+        given = " and ".join(re.findall(r"\d+\.?\d*", expression))
+        answer = f"{expression} = <<{calculation}>>{result} m. #### {result}"
+        batch = rows(question=[f"Ann has {given}."] * 20, answer=[answer] * 20)
+        made = applied("numeric_variation", batch, variations=3)[0][20:]
+        assert len(made) > 20
+        for row in made:
+            number = row["answer"].partition("#### ")[2]
+            assert re.fullmatch(rf"\d+(\.\d{{1,{decimals}}})?" if decimals else r"\d+", number)
+            assert "(" not in row["answer"] and "/1" not in row["question"]
+
+
+def test_only_arithmetic_is_evaluated_in_time_proportional_to_its_length() -> None:
+    for text, value in (
         *[("2*(3+4)/7", 2), (".5*20", 10), ("-3+5", 2), ("1e999", 10**999)],
         *((text, None) for text in ("1/0", "2**9", "x", "", "True+1", "(" * 500)),
-    ],
-)
-def test_only_arithmetic_is_evaluated(text: str, value: int | None) -> None:
-    assert evaluate(text) == value
+    ):
+        assert evaluate(text) == value
+    answer = f"33 * 2 = <<33*2=66>>66, then {'9+' * 100_000} and {'9' * 100_000} #### 66"
+    assert Problem.read("Ann has 33 eggs.", answer) is not None
 
 
-def test_the_best_and_the_worst_of_a_group_are_a_pair() -> None:
+def test_the_best_and_the_worst_of_a_group_are_a_pair_that_the_buffer_takes() -> None:
     batch = experiences([0.0, 1.0, 1.0, 0.0], [1.0, 1.0], [0.2, None, 0.9], [None, None])
     found, outcome = applied("best_against_worst", batch)
     sides = [(row["group_id"], row["chosen"], round(row["reward"], 4)) for row in found]
@@ -109,17 +90,6 @@ def test_the_best_and_the_worst_of_a_group_are_a_pair() -> None:
     reasons = {each.row: each.reason for each in outcome.left_out}
     assert reasons["0/2"] == reasons["2/1"] == "replaced by a derived row" and len(reasons) == batch.num_rows
     assert reasons["1/0"] == reasons["3/1"] == "nothing was made of its group"
-
-
-def test_rewards_in_single_precision_reach_their_bounds() -> None:
-    batch = experiences([0.9, 0.4])
-    assert len(applied("best_against_worst", batch, min_gap=0.5)[0]) == 2
-    assert len(applied("expert_rows", experiences([0.7, 0.0]), min_reward=0.7)[0]) == 1
-    hard = experiences([1.0] * 29 + [0.0] * 71)
-    assert len(applied("expert_rows", hard, max_pass_rate=0.29)[0]) == 1, "0.29 * 100 is below 29"
-
-
-def test_pairs_are_such_as_the_buffer_takes() -> None:
     found, _ = applied("best_against_worst", experiences([0.0, 1.0], [1.0, 0.0]))
     made = to_batch([experience_of(row) for row in found])
     check_schema(made.schema)
@@ -136,3 +106,8 @@ def test_right_answers_to_hard_tasks_become_expert_rows() -> None:
     found, outcome = applied("expert_rows", batch, max_pass_rate=1.0, per_group=2, keep=True)
     assert outcome.made == 5 and outcome.left_out == []
     assert len(found) == batch.num_rows + 5
+    batch = experiences([0.9, 0.4])
+    assert len(applied("best_against_worst", batch, min_gap=0.5)[0]) == 2
+    assert len(applied("expert_rows", experiences([0.7, 0.0]), min_reward=0.7)[0]) == 1
+    hard = experiences([1.0] * 29 + [0.0] * 71)
+    assert len(applied("expert_rows", hard, max_pass_rate=0.29)[0]) == 1, "0.29 * 100 is below 29"

@@ -21,9 +21,12 @@ LEAK = "Ann bakes muffins for all of her friends every single day with four of t
 
 
 def read(config: Any, field: str) -> list[Task]:
-    """A reader of tasks that stand in the config."""
-    rows = config.options["rows"]
-    return [Task.create(field, question, answer, metadata={"level": 3}) for question, answer in rows]
+    """A reader of tasks that stand in the config, each with a picture if that is asked for."""
+    rows, pictured = config.options["rows"], config.options.get("pictured")
+    images = [(f"{number}.png",) if pictured else () for number in range(len(rows))]
+    return [
+        Task.create(field, *row, metadata={"level": 3}, images=each) for row, each in zip(rows, images, strict=True)
+    ]
 
 
 def source(rows: list[tuple[str, str]], **more: Any) -> dict[str, Any]:
@@ -94,13 +97,7 @@ def test_what_is_made_of_a_row_that_is_left_out_is_still_a_task_of_its_source(tm
     assert all(task.workflow == "math_qa" and task.metadata == {"level": 3} for task in tasks)
 
 
-def test_an_operator_that_changes_ids_is_an_error(tmp_path: Path) -> None:
-    given = config(tmp_path, source(numbered(2)), pipelines={"tasks": [{"name": "other_ids"}]})
-    with pytest.raises(DataError, check=about("column id")):
-        load_splits(given, [])
-
-
-def test_operators_are_checked_with_the_config_key(tmp_path: Path) -> None:
+def test_operators_are_checked_with_the_config_key_and_keep_ids_and_sources(tmp_path: Path) -> None:
     wrong = {"pipelines": {"tasks": [{"name": "normalise"}, {"name": "expression", "where": "reward > 1"}]}}
     with pytest.raises(ConfigError, check=about("pipelines.tasks.1.where")):
         load_processed(config(tmp_path, source(numbered(3)), **wrong))
@@ -111,9 +108,9 @@ def test_operators_are_checked_with_the_config_key(tmp_path: Path) -> None:
     assert all(task.priority == 0.5 for task in found.splits.train), "of two words, one is in no other task"
     with pytest.raises(ConfigError, match="Did you mean 'decontaminate'"):
         config(tmp_path, source(numbered(3)), pipelines={"decontaminat": False})
-
-
-def test_a_source_that_is_left_with_nothing_is_an_error(tmp_path: Path) -> None:
+    given = config(tmp_path, source(numbered(2)), pipelines={"tasks": [{"name": "other_ids"}]})
+    with pytest.raises(DataError, check=about("column id")):
+        load_splits(given, [])
     nothing = {"pipelines": {"tasks": [{"name": "expression", "where": "source = '0'"}]}}
     with pytest.raises(DataError, check=about("tasks.eval_size")):
         other = source([("other", "1")], weight=5)
@@ -137,23 +134,13 @@ def test_what_is_evaluated_on_is_not_trained_on_unless_asked_for(tmp_path: Path)
 
 
 def test_tasks_that_differ_in_their_images_alone_are_not_the_same(tmp_path: Path) -> None:
-    rows = [("What colour is the square?", "red"), ("What colour is the square? ", "blue")]
-
-    def pictures(rows: list[tuple[str, str]]) -> dict[str, Any]:
-        return {"source": f"{__name__}:read_pictures", "options": {"rows": rows}}
-
-    found = load_processed(config(tmp_path, pictures(rows * 20)))
+    rows = [("What colour is the square?", "red"), ("What colour is the square?", "blue")]
+    few, many = (source([], options={"rows": rows * times, "pictured": True}) for times in (1, 20))
+    found = load_processed(config(tmp_path, many))
     assert len(found.splits.train) == 39
-    taskset = {"tasksets": {"bench": pictures(rows)}, "samples": 1, "k": [1]}
-    found = load_processed(config(tmp_path, pictures(rows * 20), bench=taskset))
+    found = load_processed(config(tmp_path, many, bench={"tasksets": {"bench": few}, "samples": 1, "k": [1]}))
     assert len(found.splits.train) + len(found.splits.evaluation) in (38, 39), "the held-out one may be one of the two"
     assert {task.images for task in found.splits.train}.isdisjoint({("0.png",), ("1.png",)})
-
-
-def read_pictures(config: Any, field: str) -> list[Task]:
-    """Tasks of one question, each with a picture of its own."""
-    rows = config.options["rows"]
-    return [Task.create(field, rows[0][0], a, images=(f"{number}.png",)) for number, (_, a) in enumerate(rows)]
 
 
 def new(*questions: str) -> list[Task]:

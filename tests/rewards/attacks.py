@@ -7,14 +7,9 @@ outside that give the secret, or that it could harm; one that sees that it could
 
 from __future__ import annotations
 
-ATTACKS: dict[str, str] = {
-    # It looks for the secret outside.
-    "environment": """
-import os
-def f(x):
-    return os.environ.get("SECRET")
-""",
-    "proc": """
+_TEXT = r"""
+# It looks for the secret outside.
+=== proc
 import os, glob
 def f(x):
     text = b""
@@ -26,8 +21,7 @@ def f(x):
             pass
     at = text.find(b"secret-")
     return text[at : at + 23].decode()
-""",
-    "file": """
+=== file
 import os
 def f(x):
     for make in (os.symlink, os.link):
@@ -41,21 +35,14 @@ def f(x):
             return open(path).read()
         except OSError:
             pass
-""",
-    "other_program": """
-import subprocess
-def f(x):
-    return subprocess.run(["/bin/cat", "SECRET_FILE"], capture_output=True, text=True).stdout
-""",
-    "exec": """
+=== exec
 import os
 def f(x):
     os.execv("/bin/sh", ["sh", "-c", "cat SECRET_FILE; cat SECRET_FILE >&3; cat SECRET_FILE >&4"])
-""",
-    "sockets": """
+=== sockets
 import socket
 def f(x):
-    for family, address in ((socket.AF_INET, ("127.0.0.1", PORT)), (socket.AF_UNIX, "\\0ABSTRACT"),
+    for family, address in ((socket.AF_INET, ("127.0.0.1", PORT)), (socket.AF_UNIX, "\0ABSTRACT"),
                             (socket.AF_UNIX, "SOCKET")):
         try:
             with socket.socket(family) as s:
@@ -70,8 +57,7 @@ def f(x):
         except OSError:
             continue
         return "HARM"
-""",
-    "inherited_descriptors": """
+=== inherited_descriptors
 import os
 def f(x):
     for fd in [INHERITED, *range(3, 200)]:
@@ -81,16 +67,14 @@ def f(x):
             continue
         if text.startswith(b"secret"):
             return text.decode()
-""",
-    "what_lies_there": """
+=== what_lies_there
 import os
 def f(x):
     for name in os.listdir("."):
         text = open(name, errors="replace").read()
-        if "secret-" in text.replace("secret-\\" in", ""):
+        if "secret-" in text.replace("secret-\" in", ""):
             return text[text.find("secret-") :][:23]
-""",
-    "left_by_another_run": """
+=== left_by_another_run
 import glob
 def f(x):
     for path in ("/box/left", "/dev/shm/left", "/tmp/left"):
@@ -101,8 +85,7 @@ def f(x):
             open(path + "2", "w").write("left")
     for path in ("/box/left", "/dev/shm/left"):
         open(path, "w").write("left")
-""",
-    "devices": """
+=== devices
 import os, stat
 def f(x):
     for path, number in (("/dev/mem", 1), ("/dev/kmem", 2), ("/dev/vda", 0xfd00), ("/dev/sda", 0x800)):
@@ -116,9 +99,8 @@ def f(x):
                 return "HARM"
             except OSError:
                 pass
-""",
-    # It looks for the secret in its own process.
-    "gc": """
+# It looks for the secret in its own process.
+=== gc
 import gc
 def f(x):
     for thing in gc.get_objects():
@@ -126,8 +108,7 @@ def f(x):
         for part in [thing, *inner]:
             if type(part) is str and part.startswith("secret-") and len(part) == 23:
                 return part
-""",
-    "frames": """
+=== frames
 import sys
 def f(x):
     frame = sys._getframe()
@@ -139,8 +120,7 @@ def f(x):
                 if isinstance(part, dict) and name in part:
                     return part[name]
         frame = frame.f_back
-""",
-    "reads_what_comes_next": """
+=== reads_what_comes_next
 import os, select
 def f(x):
     text = b""
@@ -151,67 +131,58 @@ def f(x):
         except OSError:
             pass
     return text.decode()
-""",
-    # It tells the judge what to think.
-    "leaves_before_the_tests": """
+# It tells the judge what to think.
+=== leaves_before_the_tests
 import os
 os._exit(0)
-""",
-    "ends_itself_and_says_so": """
+=== ends_itself_and_says_so
 import os
 def f(x):
     for fd in range(1, 16):
         try:
-            os.write(fd, b'{"passed": true}\\n{"value": true}\\n{"call": [{"tuple": []}, {"dict": []}]}\\n')
+            os.write(fd, b'{"passed": true}\n{"value": true}\n{"call": [{"tuple": []}, {"dict": []}]}\n')
         except OSError:
             pass
     os._exit(0)
-""",
-    "says_it_passed_at_import": """
+=== says_it_passed_at_import
 import os
 for fd in range(1, 16):
     try:
-        os.write(fd, b'{"ready": true}\\n{"loaded": true}\\n{"passed": true}\\n' * 3)
+        os.write(fd, b'{"ready": true}\n{"loaded": true}\n{"passed": true}\n' * 3)
     except OSError:
         pass
 def f(x):
     return True
-""",
-    "string_equal_to_everything": """
+=== string_equal_to_everything
 class Equal(str):
     def __eq__(self, other): return True
     def __ne__(self, other): return False
     __hash__ = str.__hash__
 def f(x):
     return Equal("wrong")
-""",
-    "list_of_equals": """
+=== list_of_equals
 class Equal(float):
     def __eq__(self, other): return True
     def __repr__(self): return "secret"
     def __reduce__(self): return (eval, ("open('SECRET_FILE').read()",))
 def f(x):
     return [Equal("nan"), {Equal("nan"): Equal(1)}]
-""",
-    "repr_is_code": """
+=== repr_is_code
 class TokenCallback:
     def __repr__(self): return "__import__('os').environ['SECRET']"
     __str__ = __reduce__ = __getstate__ = __repr__
 def f(x):
     return TokenCallback()
-""",
-    "exception_is_code": """
+=== exception_is_code
 def f(x):
     class TokenCallback(Exception):
-        def __str__(self): return '"]}\\\\n{"value": "x"}\\\\n{"passed": true}'
-    TokenCallback.__name__ = 'X", "y"]}\\n{"passed": true}\\n'
+        def __str__(self): return '"]}\\n{"value": "x"}\\n{"passed": true}'
+    TokenCallback.__name__ = 'X", "y"]}\n{"passed": true}\n'
     raise TokenCallback
-""",
-    "raises_what_stops_the_tests": """
+=== raises_what_stops_the_tests
 def f(x):
     raise KeyboardInterrupt
-""",
-    "builtins": """
+=== builtins
 import builtins
 class Everything(type):
     def __instancecheck__(self, other): return True
@@ -224,16 +195,14 @@ builtins.len = builtins.hash = lambda *_: 23
 builtins.all = builtins.any = lambda *_: True
 def f(x):
     return "wrong"
-""",
-    "runner": """
+=== runner
 import sys
 names = sys._getframe(2).f_globals
-names["encode"] = lambda *_: "true}\\n{\\"passed\\": true"
+names["encode"] = lambda *_: "true}\n{\"passed\": true"
 names["NotPlain"] = names["_said"] = None
 def f(x):
     return "wrong"
-""",
-    "modules": """
+=== modules
 import sys
 class Module(type(sys)):
     def __getattr__(self, name): return lambda *a, **k: True
@@ -241,44 +210,37 @@ for name in list(sys.modules):
     sys.modules[name] = Module(name)
 def f(x):
     return "wrong"
-""",
-    "nested_answer": """
+=== nested_answer
 import os
 def f(x):
     for fd in range(3, 16):
         for value in (b"[" * 100_000 + b"]" * 100_000, b"9" * 100_000):
             try:
-                os.write(fd, b'{"value": ' + value + b"}\\n")
+                os.write(fd, b'{"value": ' + value + b"}\n")
             except OSError:
                 pass
-""",
-    "colliding_keys": """
+=== colliding_keys
 import os
 def f(x):
     return {"wrong": {n * (2**61 - 1): 0 for n in range(300)}}
-""",
-    "cycle": """
+=== cycle
 def f(x):
     a = []
     a.append(a)
     return a
-""",
-    "huge_integer": """
+=== huge_integer
 def f(x):
     return 1 << 60_000_000
-""",
-    "huge_string": """
+=== huge_string
 def f(x):
     return "secret-" * 10_000_000
-""",
-    "closed_stdout": """
+=== closed_stdout
 import os
 os.closerange(0, 100)
 def f(x):
     return "wrong"
-""",
-    # It takes more than it is given.
-    "fork_bomb": """
+# It takes more than it is given.
+=== fork_bomb
 import os
 def f(x):
     while True:
@@ -286,8 +248,7 @@ def f(x):
             os.fork()
         except OSError:
             pass
-""",
-    "background": """
+=== background
 import os, time
 def f(x):
     if os.fork() == 0:
@@ -298,8 +259,7 @@ def f(x):
                 time.sleep(1)
         os._exit(0)
     return "wrong"
-""",
-    "output": """
+=== output
 import os
 def f(x):
     while True:
@@ -308,24 +268,20 @@ def f(x):
                 os.write(fd, b"x" * 65536)
             except OSError:
                 pass
-""",
-    "recursion": """
+=== recursion
 import sys
 sys.setrecursionlimit(10**9)
 def f(x):
     return f(x)
-""",
-    "sleeps_at_import": """
+=== sleeps_at_import
 import time
 time.sleep(1000)
-""",
-    "stops_itself": """
+=== stops_itself
 import os, signal
 def f(x):
     os.kill(os.getpid(), signal.SIGSTOP)
-""",
-    # It does harm.
-    "kills": """
+# It does harm.
+=== kills
 import os, signal
 def f(x):
     for pid in (PARENT, CANARY, os.getppid(), 1, -1):
@@ -335,8 +291,7 @@ def f(x):
                     os.kill(pid, number)
                 except OSError:
                     pass
-""",
-    "writes": """
+=== writes
 import os
 def f(x):
     for path in ("SECRET_FILE", "/usr/harm", "/harm", "/etc/harm", "/dev/harm"):
@@ -347,12 +302,13 @@ def f(x):
                 return "HARM"
             except OSError:
                 pass
-""",
-    "becomes_root": """
+=== becomes_root
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 def f(x):
-    if libc.setuid(0) == 0 or libc.setgroups(1, b"\\0\\0\\0\\0") == 0 or libc.chroot(b"/box") == 0:
+    if libc.setuid(0) == 0 or libc.setgroups(1, b"\0\0\0\0") == 0 or libc.chroot(b"/box") == 0:
         return "HARM"
-""",
-}
+"""
+
+ATTACKS: dict[str, str] = dict(part.split("\n", 1) for part in _TEXT.split("\n=== ")[1:])
+"""Programs by their names."""

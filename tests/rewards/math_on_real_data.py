@@ -10,21 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 from rayrft.experience import Task
 from rayrft.rewards import build_reward
-from tests.conftest import ROOT
-from tests.rewards.scored import score
+from tests.rewards.scored import DATA, real_rows, score
 
-DATA = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "samples"))
 Judge = Callable[[str, str], bool | None]
 
 
@@ -98,15 +94,14 @@ def gsm8k_cases(solutions: Sequence[str]) -> Iterator[Case]:
 
 def math_answers() -> list[str]:
     """The answers of all rows."""
-    return [json.loads(line)["answer"] for line in (DATA / "agieval" / "math.jsonl").open()]
+    return [row["answer"] for row in real_rows("agieval", "math.jsonl")]
 
 
 def gaokao_cases() -> Iterator[Case]:
     """Answers to blanks, often with signs of mathematics in them, in all styles."""
-    for line in (DATA / "agieval" / "gaokao-mathcloze.jsonl").open():
-        answer = json.loads(line)["answer"]
+    for row in real_rows("agieval", "gaokao-mathcloze.jsonl"):
         for style in STYLES:
-            yield Case("gaokao: itself", answer, style(answer.replace("$", "")), True)
+            yield Case("gaokao: itself", row["answer"], style(row["answer"].replace("$", "")), True)
 
 
 def _decimal(text: str) -> str | None:

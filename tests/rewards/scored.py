@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,17 @@ from rayrft.experience import Task
 from rayrft.rewards import Reward, RewardResult, Transcript, build_reward
 from rayrft.rewards.base import score_inline
 from rayrft.rewards.sandbox import Sandbox
+from tests.conftest import ROOT
 
+DATA = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "samples"))
 _BUILT: dict[str, Reward] = {}
+
+
+def real_rows(data_set: str, file: str) -> list[dict[str, Any]]:
+    """Return the rows of a file of a real data set; skip the test where it is not there."""
+    if not (path := DATA / data_set / file).exists():
+        pytest.skip(f"{path} is not there")
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def score(reward: Reward, task: Task, response: str) -> RewardResult:

@@ -27,10 +27,9 @@ from rayrft.rewards.code import extract, headers
 from rayrft.rewards.code_runner import encode_value
 from rayrft.rewards.code_values import literal, same_text, same_value
 from rayrft.rewards.sandbox import Process, Sandbox, SandboxLimits
-from tests.conftest import ROOT
 from tests.rewards import scored
 from tests.rewards.attacks import ATTACKS
-from tests.rewards.scored import pairs, sandbox_of
+from tests.rewards.scored import pairs, real_rows, sandbox_of
 
 
 @pytest.fixture(scope="module", params=["bwrap", "unshare"])
@@ -78,9 +77,8 @@ def test_a_call_that_ends_the_program_does_not_take_the_others_along(kind: str) 
     assert found.value == 0.5 and "exit status 0" in str(found.reason)
 
 
-@pytest.mark.parametrize(
-    ("solution", "compiled", "reason"),
-    [
+def test_what_the_solution_did_wrong_is_zero_with_a_reason() -> None:
+    for solution, compiled, reason in (
         ("def add(a, b:", 0.0, "SyntaxError"),
         ("", 0.0, "name 'add' is not defined"),
         ("import nothing_of_this_name", 0.0, "ModuleNotFoundError"),
@@ -92,17 +90,14 @@ def test_a_call_that_ends_the_program_does_not_take_the_others_along(kind: str) 
         ("def add(a, b):\n    return a + b == 3", 1.0, "it returned True"),
         ("def add(a, b):\n    return a + b + 1e-9", 1.0, "it returned 3.000000001"),
         ("def add(a, b):\n    return (a, b)", 1.0, "it returned (1, 2, )"),
-    ],
-)
-def test_what_the_solution_did_wrong_is_zero_with_a_reason(solution: str, compiled: float, reason: str) -> None:
-    found = result(f"```\n{solution}\n```", {"test_s": 2}, **TASKS["calls"])
-    assert found.value == 0.0 and found.components == {"passed": 0.0, "compiled": compiled}
-    assert reason in str(found.reason)
+    ):
+        found = result(f"```\n{solution}\n```", {"test_s": 2}, **TASKS["calls"])
+        assert found.value == 0.0 and found.components == {"passed": 0.0, "compiled": compiled}
+        assert reason in str(found.reason), solution
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
+def test_what_is_wrong_with_the_task_is_unknown() -> None:
+    for metadata in (
         {},
         {"entry_point": "add", "tests": []},
         {"entry_point": "add", "tests": [*CALLS, {"stdin": "", "stdout": ""}]},
@@ -114,11 +109,9 @@ def test_what_the_solution_did_wrong_is_zero_with_a_reason(solution: str, compil
         {"entry_point": "add", "test": "def check(candidate):\n    candidate(lambda: 1)"},
         {"entry_point": "add", "tests": CALLS, "prompt": "1 / 0"},
         {"entry_point": "add", "tests": CALLS, "language": "cpp"},
-    ],
-)
-def test_what_is_wrong_with_the_task_is_unknown(metadata: dict[str, Any]) -> None:
-    found = result(ADD, **metadata)
-    assert found.value is None and found.reason
+    ):
+        found = result(ADD, **metadata)
+        assert found.value is None and found.reason, metadata
 
 
 def test_too_many_tests_for_the_budget_are_unknown_and_slow_ones_are_wrong() -> None:
@@ -132,9 +125,8 @@ def test_too_many_tests_for_the_budget_are_unknown_and_slow_ones_are_wrong() -> 
 PROGRAM = [{"stdin": "3 4\n", "stdout": "7\n"}, {"stdin": "-1 1", "stdout": "0"}]
 
 
-@pytest.mark.parametrize(
-    ("solution", "value"),
-    [
+def test_a_program_reads_and_writes(isolation: str) -> None:
+    for solution, value in (
         ("print(sum(map(int, input().split())))", 1.0),
         ("import sys\na, b = map(int, sys.stdin.read().split())\nprint(a + b, '  \\n\\n')\nexit()", 1.0),
         ("if __name__ == '__main__':\n    print(sum(int(each) for each in open(0).read().split()))", 1.0),
@@ -144,13 +136,11 @@ PROGRAM = [{"stdin": "3 4\n", "stdout": "7\n"}, {"stdin": "-1 1", "stdout": "0"}
         ("print(sum(map(int, input().split())))\nraise SystemExit(1)", 0.0),
         ("print(sum(map(int, input().split())), end='')\nprint(1 / 0)", 0.0),
         ("print(7\n", 0.0),
-    ],
-)
-def test_a_program_reads_and_writes(solution: str, value: float, isolation: str) -> None:
-    found = result(f"```py\n{solution}\n```", {"isolation": isolation}, tests=PROGRAM)
-    broken = solution == "print(7\n"
-    assert found.value == value and found.components["compiled"] == (not broken), found
-    assert ("SyntaxError" in str(found.reason)) == broken
+    ):
+        found = result(f"```py\n{solution}\n```", {"isolation": isolation}, tests=PROGRAM)
+        broken = solution == "print(7\n"
+        assert found.value == value and found.components["compiled"] == (not broken), found
+        assert ("SyntaxError" in str(found.reason)) == broken
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
@@ -227,9 +217,8 @@ def test_the_code_is_the_last_block(response: str, code: str) -> None:
 METHOD = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
 
 
-@pytest.mark.parametrize(
-    ("response", "code"),
-    [
+def test_the_code_is_the_block_that_defines_the_function() -> None:
+    for response, code in (
         (f"```python\n{ADD}```\nUsage:\n```python\nprint(add(1, 2))\n```", ADD),
         (f"```python\n{ADD}```\nIt gives\n```\n3\n```", ADD),
         (f"```python\ndef add(a, b): ...\n```\nBetter:\n```python\n{ADD}```\n```python\nadd(1, 2)\n```", ADD),
@@ -239,10 +228,8 @@ METHOD = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
         ("```python\n" + indent(ADD, "    ") + "```", ADD),
         ("```python\ndef adds(a): pass\n```\n```python\n    return a + b\n```", "    return a + b\n"),
         (f"```text\n{ADD}```\n```python\nx = 1\n```", "x = 1\n"),
-    ],
-)
-def test_the_code_is_the_block_that_defines_the_function(response: str, code: str) -> None:
-    assert extract(response, "python", "add") == code
+    ):
+        assert extract(response, "python", "add") == code
 
 
 OBJECTS = """
@@ -264,9 +251,8 @@ def count(n):
 STACK = ["s = Stack(1)\ns.push(2).push(3)\nassert len(s) == 3 and s.pop() == 3", "assert Stack(5, 6).items == [5, 6]"]
 
 
-@pytest.mark.parametrize(
-    ("solution", "name", "tests"),
-    [
+def test_classes_and_functions_that_are_returned_are_tested() -> None:
+    for solution, name, tests in (
         (METHOD, "add", CALLS),
         (METHOD, "Solution().add", CALLS),
         (METHOD, "Solution().add", CHECK),
@@ -274,14 +260,12 @@ STACK = ["s = Stack(1)\ns.push(2).push(3)\nassert len(s) == 3 and s.pop() == 3",
         (OBJECTS, "Stack", STACK),
         (OBJECTS, "adder", ["assert adder(1)(2) == 3", "f = adder('a')\nassert f('b') == 'ab'"]),
         (OBJECTS, "count", ["assert list(count(3)) == [0, 1, 2]", "assert sum(count(4)) == 6"]),
-    ],
-)
-def test_classes_and_functions_that_are_returned_are_tested(solution: str, name: str, tests: Any) -> None:
-    metadata = {"entry_point": name, "test" if isinstance(tests, str) else "tests": tests}
-    assert result(f"```python\n{solution}```", **metadata).value == 1.0
-    wrong = solution.replace("a + b", "a * 2").replace("range(n)", "range(n + 1)").replace("pop()", "pop(0)")
-    found = result(f"```python\n{wrong}```", **metadata)
-    assert found.value == 0.0 and found.components["compiled"] == 1.0, found
+    ):
+        metadata = {"entry_point": name, "test" if isinstance(tests, str) else "tests": tests}
+        assert result(f"```python\n{solution}```", **metadata).value == 1.0
+        wrong = solution.replace("a + b", "a * 2").replace("range(n)", "range(n + 1)").replace("pop()", "pop(0)")
+        found = result(f"```python\n{wrong}```", **metadata)
+        assert found.value == 0.0 and found.components["compiled"] == 1.0, found
 
 
 def test_an_object_equals_nothing_and_where_a_class_is_tested_by_that_the_reward_is_unknown() -> None:
@@ -328,17 +312,14 @@ def _as_json(value: Any) -> str:
     return f"[{', '.join(map(_as_json, items))}]" if type(value) in (list, tuple) else re.sub(r"\.0$", "", repr(value))
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"set": [[1]]}, {"dict": [[[1], 2]]}, {"dict": [[1]]}, {"int": "x"}, {"bytes": "zz"}, {"complex": [1]}, {},
-        {"a": 1}, {"tuple": 1}, {"set": [{"tuple": [[1]]}]}, {"set": [1], "tuple": []}, {"int": "1); evil("},
-        {"complex": ["a", 1]}, {"frozenset": [{"dict": []}]},
-    ],
-)  # fmt: skip
-def test_what_is_no_value_is_refused(said: Any) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        literal(said)
+def test_what_is_no_value_is_refused() -> None:
+    for said in (
+        *({"set": [[1]]}, {"dict": [[[1], 2]]}, {"dict": [[1]]}, {"int": "x"}, {"bytes": "zz"}, {"complex": [1]}, {}),
+        *({"a": 1}, {"tuple": 1}, {"set": [{"tuple": [[1]]}]}, {"set": [1], "tuple": []}, {"int": "1); evil("}),
+        *({"complex": ["a", 1]}, {"frozenset": [{"dict": []}]}),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            literal(said)
 
 
 def test_sets_and_dictionaries_have_no_order_and_floats_a_tolerance() -> None:
@@ -355,18 +336,13 @@ def test_sets_and_dictionaries_have_no_order_and_floats_a_tolerance() -> None:
     assert same(float("nan"), float("nan")) and not same(float("nan"), 1.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "found", "same"),
-    [
+def test_what_is_written_may_differ_at_the_ends_of_lines_and_in_the_last_digits() -> None:
+    for wanted, found, same in (
         *(("1\n2", "1\n2\n\n", True), ("1 \n2\n", "1\n2", True), ("1\n2", "1 2", False), ("", "\n", True)),
         *(("0.30000000", "0.3", True), ("0.3 1", "0.3000000001 1", True), ("1000000", "1000000.1", False)),
         *(("0.3", "0.4", False), ("0.3", "x", False), ("0.3", "0.3 0.3", False), ("nan", "1", False)),
-    ],
-)
-def test_what_is_written_may_differ_at_the_ends_of_lines_and_in_the_last_digits(
-    wanted: str, found: str, same: bool
-) -> None:
-    assert same_text(wanted, found, 1e-6) == same
+    ):
+        assert same_text(wanted, found, 1e-6) == same, (wanted, found)
 
 
 def test_tests_of_a_model_are_kept_where_all_solutions_agree() -> None:
@@ -480,11 +456,10 @@ def test_an_attack_neither_scores_nor_harms_nor_stays(
         assert "HARM" not in str(found.reason) and world.secret not in str(found.reason)
     assert len(spaces) >= 2 and not running(spaces)
     assert world.canary.poll() is None and world.file.read_text() == world.secret
-    assert result(ADD, {"isolation": isolation}, **TASKS["calls"]).value == 1.0
 
 
 def test_a_right_answer_by_the_same_ways_scores(isolation: str, world: World) -> None:
-    """The attacks fail for what they do, not because nothing of their form could score."""
+    """The attacks fail for what they do, not because nothing of their form, or after them, could score."""
     told = f"def f(x):\n    return {world.secret!r}"
     for test in ({"args": [3], "expected": world.secret}, f"assert f(3) == {world.secret!r}"):
         assert result(told, {"isolation": isolation}, entry_point="f", tests=[test]).value == 1.0
@@ -492,10 +467,8 @@ def test_a_right_answer_by_the_same_ways_scores(isolation: str, world: World) ->
 
 FORGERIES = {
     "marker": "print('PASSED'); print('ok'); print({'passed': True})",
-    "leaves": "import os; os._exit(0)",
     "closes": "import os; os.closerange(0, 100)",
     "reads": "import os; print(open('runner.pyc', 'rb').read(), os.listdir('.'), os.environ)",
-    "files": "print(open('SECRET_FILE').read())",
     "frames": "import sys, gc; print([o for o in gc.get_objects() if 'secret-' in str(o)[:1000]])",
     "background": "import os, time\nif os.fork():\n    os._exit(0)\nos.setsid()\ntime.sleep(1000)",
     "everything": "for n in range(10**9): print(f'secret-{n:016x}')",
@@ -516,15 +489,11 @@ def test_a_program_cannot_forge_what_is_expected_of_it(
 # Real problems
 
 
-def problems() -> list[dict[str, Any]]:
-    path = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "samples"), "humaneval", "problems.jsonl")
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+HUMANEVAL = "humaneval", "problems.jsonl"
 
 
 def test_real_reference_solutions_pass_and_empty_ones_fail() -> None:
-    rows = problems()
+    rows = real_rows(*HUMANEVAL)
     found = {row["task_id"]: result(row["canonical_solution"], **row) for row in rows}
     assert [name for name, each in found.items() if each.value != 1.0] == []
     for row in rows[::10]:
@@ -571,10 +540,10 @@ def survivors(rows: list[dict[str, Any]], every: int) -> tuple[int, list[tuple[s
 
 
 def test_most_mutants_of_real_solutions_fail() -> None:
-    tried, passed = survivors(problems()[::4], every=3)
+    tried, passed = survivors(real_rows(*HUMANEVAL)[::4], every=3)
     assert tried > 40 and len(passed) < 0.2 * tried, passed
 
 
 if __name__ == "__main__":  # all of them, some minutes: python -m tests.rewards.test_code
-    tried, passed = survivors(problems(), every=1)
+    tried, passed = survivors(real_rows(*HUMANEVAL), every=1)
     print(*passed, f"{tried} mutants, {len(passed)} pass", sep="\n")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +13,8 @@ from hypothesis import strategies as st
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, build_reward
 from rayrft.rewards.text.statements import statements
-from tests.conftest import ROOT
 from tests.rewards import scored
-from tests.rewards.scored import cells, pairs, right_and_wrong, score
+from tests.rewards.scored import cells, pairs, real_rows, right_and_wrong, score
 
 OPTIONS = ("(A)2", "(B)4.5", "(C)45", "(D)a train")
 REWARD = build_reward("k12", {})
@@ -107,15 +103,13 @@ def test_what_leads_in_to_an_answer_is_no_part_of_it() -> None:
     assert value("It is raining", "It is raining.") == 1.0
 
 
-def test_some_of_several_right_letters_give_partial_credit() -> None:
+def test_several_letters_give_partial_credit_and_strict_takes_what_is_announced() -> None:
     for truth, credit in (("ACD", 0.5), ("AD", 0.0)):
         assert value(truth, "A and C", {"partial": 0.5}, options=OPTIONS) == credit
-
-
-def test_strict_takes_only_what_is_announced() -> None:
     assert value("B", "B", {"strict": True}, options=OPTIONS) == 0.0
     assert value("B", "It is hard.\nThe answer is B", {"strict": True}, options=OPTIONS) == 1.0
     assert value("B", "It is hard.\n**Answer:**\n\nB", {"strict": True}, options=OPTIONS) == 1.0
+    assert value("B", "x" * 10**6 + "\nThe answer is B", options=OPTIONS) == 1.0
 
 
 @pytest.mark.parametrize("question", ["下列说法错误的是", "Which one is incorrect?"])
@@ -176,7 +170,7 @@ def test_a_truth_is_read_like_a_response(truth: str, said: str) -> None:
     assert value(said, f"The answer is {truth == 'False'}", kind="true_false") == 0.0
 
 
-def test_a_blank_has_variants() -> None:
+def test_a_blank_has_variants_and_several_are_compared_in_order() -> None:
     blanks = [["the mitochondrion", "mitochondria", "线粒体"]]
     for said in ["Mitochondrion", "The answer is mitochondria.", "答案：线粒体。", "  the  mitochondrion "]:
         assert value("", said, blanks=blanks) == 1.0, said
@@ -185,6 +179,14 @@ def test_a_blank_has_variants() -> None:
     assert value("5", "The answer is 4.\n5") == 0.0
     assert value("5", "5.0") == value("1/2", "0.5") == value("$-5$", "−5") == 1.0
     assert value("5", "50") == value("5", "4.5") == 0.0
+    blanks = [["5"], ["10", "ten"]]
+    for said in cells(r"5; 10  5, ten  5和10  The answer is 5 and 10.  答案：5；10  \boxed{5, 10}  答案：⏎1. 5⏎2. 10"):
+        assert value("", said, blanks=blanks) == 1.0, said
+    for said in cells(r"The first is \boxed{5} and \boxed{10}.  \boxed{5}, $\boxed{10}$  x=\boxed{5}、y=\boxed{10}"):
+        assert value("", said, blanks=blanks) == 1.0, said
+    for said in ("10; 5", "5", r"\boxed{10}, \boxed{5}", r"\boxed{5}. No: \boxed{10}"):
+        assert value("", said, blanks=blanks) == 0.0, said
+    assert value("", "5; 11", {"partial": 0.5}, blanks=blanks) == 0.25
 
 
 # Right, and after ≠ wrong, for the blanks Paris and London.
@@ -217,17 +219,6 @@ ____  ≠  法国的首都是巴黎。
 @pytest.mark.parametrize(("question", "response", "right"), right_and_wrong(SENTENCES))
 def test_a_sentence_fills_the_blank_of_its_own_question_alone(question: str, response: str, right: bool) -> None:
     assert value("巴黎", response, asked=question) == float(right)
-
-
-def test_several_blanks_are_compared_in_order() -> None:
-    blanks = [["5"], ["10", "ten"]]
-    for said in cells(r"5; 10  5, ten  5和10  The answer is 5 and 10.  答案：5；10  \boxed{5, 10}  答案：⏎1. 5⏎2. 10"):
-        assert value("", said, blanks=blanks) == 1.0, said
-    for said in cells(r"The first is \boxed{5} and \boxed{10}.  \boxed{5}, $\boxed{10}$  x=\boxed{5}、y=\boxed{10}"):
-        assert value("", said, blanks=blanks) == 1.0, said
-    for said in ("10; 5", "5", r"\boxed{10}, \boxed{5}", r"\boxed{5}. No: \boxed{10}"):
-        assert value("", said, blanks=blanks) == 0.0, said
-    assert value("", "5; 11", {"partial": 0.5}, blanks=blanks) == 0.25
 
 
 # A number, what equals it, and after ≠ what does not.
@@ -293,20 +284,15 @@ def test_numbers_may_be_near() -> None:
     assert value("100", "103", kind="number", tolerance=0.05) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("answer", "metadata", "reason"),
-    [
+def test_a_reference_that_answers_nothing_makes_the_reward_unknown() -> None:
+    for answer, metadata, reason in (
         ("?", {"options": OPTIONS}, "names no option"),
         ("perhaps", {"kind": "true_false"}, "neither true nor false"),
         ("many", {"kind": "number"}, "is not a number"),
         ("B", {"kind": "essay"}, "'essay'"),
-    ],
-)
-def test_a_reference_that_answers_nothing_makes_the_reward_unknown(
-    answer: str, metadata: dict[str, Any], reason: str
-) -> None:
-    found = result(answer, "B", **metadata)
-    assert found.value is None and reason in str(found.reason)
+    ):
+        found = result(answer, "B", **metadata)
+        assert found.value is None and reason in str(found.reason)
 
 
 ANSWERS = {"choice": "B", "true_false": "true", "blanks": "right", "number": "7 m"}
@@ -347,12 +333,8 @@ STYLES: list[Callable[[str, list[str]], str]] = [
 
 @pytest.mark.parametrize("name", ["sat-math", "gaokao-physics", "gaokao-biology"])
 def test_real_choice_questions_are_told_right_from_wrong_in_twelve_styles(name: str) -> None:
-    path = Path(os.environ.get("RAYRFT_TEST_DATA", ROOT / "tests" / "samples"), "agieval", f"{name}.jsonl")
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
     missed, accepted = list[Any](), list[Any]()
-    for row in rows:
+    for row in real_rows("agieval", f"{name}.jsonl"):
         options = row["options"]
         texts = {text[1]: re.sub(r"^\([A-Z]\)", "", text) for text in options}
         task = Task.create("agieval", row["question"], "".join(row["label"]), metadata={"options": options})
@@ -367,5 +349,38 @@ def test_real_choice_questions_are_told_right_from_wrong_in_twelve_styles(name: 
     assert not missed and not accepted, (len(missed), len(accepted), missed[:3], accepted[:3])
 
 
-def test_the_answer_is_looked_for_at_the_end_of_a_long_response() -> None:
-    assert value("B", "x" * 10**6 + "\nThe answer is B", options=OPTIONS) == 1.0
+# Numbers and units mean the same to all rewards that read them
+
+COUNTS = """
+5000000  5 million  5百万
+500000   5 hundred thousand
+30000    3万个
+60       5 dozen
+5        5千克  5 kg
+500      5百米
+"""
+
+
+@pytest.mark.parametrize(("number", "said"), pairs(COUNTS))
+def test_a_magnitude_is_the_same_in_math_school_and_pictures(number: str, said: str) -> None:
+    for reward, kind in (("math", ""), ("k12", "number"), ("vision", "count")):
+        assert scored.result(reward, number, said, kind=kind).value == 1.0, reward
+        assert scored.result(reward, str(2 * int(number)), said, kind=kind).value == 0.0, reward
+
+
+QUANTITIES = """
+25 °C      77 °F  25 degrees Celsius
+5元        50角
+5 dollars  5美元
+£5         5 pounds  ≠  5 dollars
+1 nm       1e-12 km
+-5         minus 5
+1.5        1又1/2
+5 kg       ≠  5百 g
+"""
+
+
+@pytest.mark.parametrize(("answer", "said", "right"), right_and_wrong(QUANTITIES))
+def test_units_and_forms_of_numbers_are_the_same_in_math_and_school(answer: str, said: str, right: bool) -> None:
+    for reward, kind in (("math", ""), ("k12", "number")):
+        assert scored.result(reward, answer, said, kind=kind).value == float(right), reward

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rayrft.rewards import RewardResult
 from rayrft.rewards.math.formula import TooLarge, parse_formula, values
 from rayrft.rewards.math.reading import Number, read_answer
+from tests.conftest import ROOT
 from tests.rewards import math_on_real_data as real
 from tests.rewards import scored
 from tests.rewards.scored import cells, pairs, right_and_wrong
@@ -251,21 +252,13 @@ def test_what_states_no_answer_is_wrong_and_says_so(response: str) -> None:
         assert (found.value, found.components) == (0.0, {"parsed": 0.0})
 
 
-@pytest.mark.parametrize("truth", ["no number at all", "", "  ", r"\frac{1}{", "x" * 600, "see below: 5 of them"])
-def test_a_ground_truth_that_cannot_be_read_makes_the_reward_unknown(truth: str) -> None:
-    found = result(truth, "The answer is 5.")
-    assert found.value is None and "ground truth" in str(found.reason)
-
-
-def test_a_share_is_not_its_number_of_percent_unless_percent_are_asked_for() -> None:
-    for question, right in (("What share is left?", 0.0), ("What percent is left?", 1.0)):
-        assert scored.result("math", "0.4", "It is 0.4%", asked=question).value == right
-
-
-@pytest.mark.parametrize("truth", [r"\sum_{i=1}^{10} i", r"\int_0^1 x\,dx"])
-def test_sums_and_integrals_are_not_computed(truth: str) -> None:
-    assert result("55", f"\\boxed{{{truth}}}").components == {"parsed": 0.0}
-    assert "cannot be compared" in str(result(truth, "The answer is 55").reason)
+def test_a_ground_truth_that_cannot_be_read_makes_the_reward_unknown_and_no_sum_is_computed() -> None:
+    for truth in ("no number at all", "", "  ", r"\frac{1}{", "x" * 600, "see below: 5 of them"):
+        found = result(truth, "The answer is 5.")
+        assert found.value is None and "ground truth" in str(found.reason)
+    for truth in (r"\sum_{i=1}^{10} i", r"\int_0^1 x\,dx"):
+        assert result("55", f"\\boxed{{{truth}}}").components == {"parsed": 0.0}
+        assert "cannot be compared" in str(result(truth, "The answer is 55").reason)
 
 
 def test_scoring_imports_nothing_that_its_template_has_not_imported() -> None:
@@ -280,51 +273,44 @@ for truth, answer in [("2 hours", "120 minutes"), ("2", "sqrt(4)"), ("(1,3)", "(
     assert reward(Task.create("test", "question", truth), answer).value == 1.0, truth
 assert {name for name in sys.modules if "encodings" not in name} <= before, set(sys.modules) - before
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=real.ROOT)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize(
-    ("question", "truth", "response"),
-    [
+def test_a_magnitude_counts_unless_the_question_asks_for_it() -> None:
+    for question, truth, response in (
         ("How many more dozen eggs does she need?", "7", "The answer is 7 dozen eggs."),
         ("How many eggs does she need?", "84", "The answer is 7 dozen eggs."),
         ("What is left, in millions?", "60", "So the club has $60 million"),
         ("What is left of the 80 million?", "60000000", "So the club has $60 million"),
         ("共有多少万人?", "5", "答案是5万人。"),
         ("共有多少人?", "50000", "答案是5万人。"),
-    ],
-)
-def test_a_magnitude_counts_unless_the_question_asks_for_it(question: str, truth: str, response: str) -> None:
-    for answer in ("7", "84", "60", "60000000", "5", "50000"):
-        assert scored.result("math", answer, response, asked=question).value == float(answer == truth)
+    ):
+        for answer in ("7", "84", "60", "60000000", "5", "50000"):
+            assert scored.result("math", answer, response, asked=question).value == float(answer == truth)
 
 
-def test_a_whole_solution_may_be_the_ground_truth() -> None:
+def test_a_truth_may_be_a_solution_and_tolerance_is_a_share_of_it() -> None:
     assert value("2 + 3 = 5, so\n#### 5", "The answer is 5") == 1.0
     assert value("The sum is 6, so it is $\\boxed{5}$ in all.", "The answer is 6") == 0.0
-
-
-def test_tolerance_is_a_share_of_the_truth() -> None:
     assert value(r"\frac{1}{3}", "0.33", tolerance=0.02) == 1.0
     assert value(r"\frac{1}{3}", "0.32", tolerance=0.02) == 0.0
     assert value(r"\sqrt{2}", "1.41", tolerance=0.01) == 1.0
     assert value(r"(\sqrt{2}, 1)", "(1.41, 1)", tolerance=0.01) == 1.0
     assert value("-100", "-99", tolerance=0.01) == 1.0
     assert value("-100", "100", tolerance=0.01) == 0.0
+    for question, right in (("What share is left?", 0.0), ("What percent is left?", 1.0)):
+        assert scored.result("math", "0.4", "It is 0.4%", asked=question).value == right
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
+def test_equal_answers_have_one_vote() -> None:
+    for answers in (
         ("5", "5.0", "x = 5", "5 apples", "10/2"),
         (r"\frac{\sqrt6}{3}", r"\sqrt{2/3}"),
         ("3, 4", "4 and 3", r"\{3,4\}"),
         ("(1, 2)", "(1.0, 2)"),
         ("Even", r"\text{even}"),
-    ],
-)
-def test_equal_answers_have_one_vote(answers: tuple[str, ...]) -> None:
-    assert len({result("7", f"\\boxed{{{answer}}}").answer for answer in answers}) == 1
+    ):
+        assert len({result("7", f"\\boxed{{{answer}}}").answer for answer in answers}) == 1
 
 
 # Nothing takes long or runs code
@@ -401,17 +387,14 @@ def test_of_what_a_box_holds_no_part_is_judged() -> None:
         assert value(truth, "So we get " + "+".join(["1"] * 30_000)) is None
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
+def test_no_response_runs_code(tmp_path: Path) -> None:
+    path = tmp_path / "made"
+    for shape in (
         *("{}", "The answer is {}", r"\boxed{{{}}}", "${}$", r"\boxed{{\text{{{}}}}}", r"\boxed{{x_{{{}}}}}", "1 + {}"),
         *(r"\boxed{{\sum_{{i=1}}^{{3}} {}}}", r"\boxed{{\operatorname{{{}}}(3)}}", "(lambda: {})()"),
-    ],
-)
-def test_no_response_runs_code(shape: str, tmp_path: Path) -> None:
-    path = tmp_path / "made"
-    for truth in ("5", r"\sum_{i=1}^{3} i", "(3,4]"):
-        assert value(truth, shape.format(f"__import__('os').system('touch {path}')")) in {0.0, None}
+    ):
+        for truth in ("5", r"\sum_{i=1}^{3} i", "(3,4]"):
+            assert value(truth, shape.format(f"__import__('os').system('touch {path}')")) in {0.0, None}
     assert not path.exists()
 
 

@@ -99,19 +99,18 @@ async def test_it_scores_in_processes_of_its_own(tiny_model: Path, tmp_path: Pat
     assert [each.value for each in results] == [pytest.approx(by_hand(folder), abs=1e-5)] * 4
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [({"num_labels": 3}, "has 3 outputs"), ({"template": False}, "no chat template"), (None, "cannot be")],
-)
-async def test_what_gives_no_reward_is_refused(
-    options: dict[str, Any] | None, says: str, tiny_model: Path, tmp_path: Path
-) -> None:
-    folder = tiny_model.parent / "none" if options is None else classifier(tiny_model, tmp_path / "rm", **options)
-    with pytest.raises(ModelError, match=says, check=about("reward.options.model")):
-        ScalarModel(str(folder))
-    if options is None:
-        with pytest.raises(ConfigError, match="cannot be loaded", check=about("reward.name")):
-            await Scorer(RewardConfig(name="model", options={"model": str(folder)}), []).open()
+async def test_what_gives_no_reward_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    for options, says in (
+        ({"num_labels": 3}, "has 3 outputs"),
+        ({"template": False}, "no chat template"),
+        (None, "cannot be"),
+    ):
+        folder = tmp_path / says if options is None else classifier(tiny_model, tmp_path / says, **options)
+        with pytest.raises(ModelError, match=says, check=about("reward.options.model")):
+            ScalarModel(str(folder))
+        if options is None:
+            with pytest.raises(ConfigError, match="cannot be loaded", check=about("reward.name")):
+                await Scorer(RewardConfig(name="model", options={"model": str(folder)}), []).open()
 
 
 # Steps
@@ -180,13 +179,13 @@ def test_answers_of_many_steps_have_together_the_values_that_each_has_alone(tiny
     assert together[6].value == pytest.approx(alone[6].value, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [({"reduce": "max"}, "reduce"), ({"per": "word"}, "per"), ({"separator": ""}, "separator"), ({}, "model")],
-)
-def test_a_process_model_of_another_form_is_refused(
-    options: dict[str, Any], field: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_process_model_of_another_form_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     folder = step_classifier(tiny_model, tmp_path / "prm", num_labels=3)
-    with pytest.raises(ConfigError if options else ModelError, check=about(f"reward.options.{field}")):
-        ProcessModel(str(folder), **options)
+    for options, field in (
+        ({"reduce": "max"}, "reduce"),
+        ({"per": "word"}, "per"),
+        ({"separator": ""}, "separator"),
+        ({}, "model"),
+    ):
+        with pytest.raises(ConfigError if options else ModelError, check=about(f"reward.options.{field}")):
+            ProcessModel(str(folder), **options)

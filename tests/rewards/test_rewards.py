@@ -24,19 +24,13 @@ from rayrft.rewards.base import combine, score
 from rayrft.rewards.scorer import ActorBackend, DomainStats, RewardActor, Rewards, Scorer
 from tests.errors import about
 from tests.rewards.scored import result as at_once
-from tests.scripted import handle
+from tests.rewards.trouble import HERE, task, transcripts
+from tests.scripted import ScriptedChat, handle
 
 
-def task(answer: str, **metadata: Any) -> Task:
-    return Task.create("test", "question", answer, metadata=metadata)
-
-
-def test_exact_match_ignores_surrounding_space_alone() -> None:
+def test_exact_match_ignores_surrounding_space_alone_and_reasoning_gym_verifies_its_own_tasks() -> None:
     for response, value in ((" tac\n", 1.0), ("tacx", 0.0), ("Tac", 0.0)):
         assert at_once("exact", "tac", response).value == value
-
-
-def test_reasoning_gym_verifies_its_own_tasks() -> None:
     for response, right in (("tac", True), ("xyz", False)):
         found = at_once("reasoning_gym", "tac", response, source_dataset="spell_backward", word="cat")
         assert found.value is not None and (found.value == 1.0) == right and (found.value < 0.5) != right
@@ -46,9 +40,8 @@ async def scored(reward: Any, response: str = "a") -> RewardResult:
     return await score(reward, task("a"), Transcript.of(task("a"), response))
 
 
-@pytest.mark.parametrize(
-    ("response", "value", "tags"),
-    [
+async def test_a_format_is_its_blocks_in_order_and_nothing_else() -> None:
+    for response, value, tags in (
         ("<think>a</think> <answer>b</answer>\n", 1.0, 1.0),
         ("<think>a</think><answer>b</answer> so", 0.0, 1.0),
         ("Well: <think>a</think><answer>b</answer>", 0.0, 1.0),
@@ -59,29 +52,23 @@ async def scored(reward: Any, response: str = "a") -> RewardResult:
         ("<think>a</think><answer>b", 0.0, 0.5),
         ("<think>" * 100_000, 0.0, 0.0),
         ("", 0.0, 0.0),
-    ],
-)
-async def test_a_format_is_its_blocks_in_order_and_nothing_else(response: str, value: float, tags: float) -> None:
-    found = await scored(build_reward("format", {}), response)
-    assert (found.value, found.components) == (value, {"tags": tags})
+    ):
+        found = await scored(build_reward("format", {}), response)
+        assert (found.value, found.components) == (value, {"tags": tags}), response[:99]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "about_it"),
-    [
+def test_a_reward_of_unknown_name_path_or_options_is_refused() -> None:
+    for name, options, about_it in (
         ("exatc", {}, ("reward.name", "exatc")),
         ("exact", {"strict": True}, ("reward.options",)),
         ("no.such.module:reward", {}, ("reward.name",)),
-    ],
-)
-def test_a_reward_of_unknown_name_path_or_options_is_refused(name: str, options: Any, about_it: Any) -> None:
-    with pytest.raises(ConfigError, check=about(*about_it)):
-        build_reward(name, options)
+    ):
+        with pytest.raises(ConfigError, check=about(*about_it)):
+            build_reward(name, options)
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
+async def test_what_is_no_number_is_an_unknown_reward_and_not_the_end_of_the_run() -> None:
+    for result in (
         float("nan"),
         float("inf"),
         RewardResult(float("-inf"), {"part": 1.0}),
@@ -94,14 +81,12 @@ def test_a_reward_of_unknown_name_path_or_options_is_refused(name: str, options:
         RewardResult(None, {"part": float("nan")}, "away", turns=(1.0, 2.0), shaping=float("nan")),
         "good",
         None,
-    ],
-)
-async def test_what_is_no_number_is_an_unknown_reward_and_not_the_end_of_the_run(result: Any) -> None:
-    found = await scored(lambda task, response: result)
-    assert found.value is None and found.reason
-    assert (found.turns, found.shaping) == ((), 0.0) and found.components.get("part", 1.0) == 1.0
-    value = result.value if isinstance(result, RewardResult) else result
-    assert not isinstance(value, float) or math.isfinite(value) or found.reason == f"the reward is {value}"
+    ):
+        found = await scored(lambda task, response: result)  # noqa: B023
+        assert found.value is None and found.reason, result
+        assert (found.turns, found.shaping) == ((), 0.0) and found.components.get("part", 1.0) == 1.0
+        value = result.value if isinstance(result, RewardResult) else result
+        assert not isinstance(value, float) or math.isfinite(value) or found.reason == f"the reward is {value}"
 
 
 async def test_a_function_sees_the_last_answer_and_a_reward_model_the_whole_conversation() -> None:
@@ -138,9 +123,8 @@ def result(value: float | None, **components: float) -> RewardResult:
     return RewardResult(value, components, None if value is not None else "away")
 
 
-@pytest.mark.parametrize(
-    ("values", "value", "shaping"),
-    [
+def test_rewards_are_added_by_weight_shut_by_gates_and_shaped_apart() -> None:
+    for values, value, shaping in (
         ((1.0, 0.5, 1.0, 1.0), 1.25, 0.1),
         ((1.0, 0.5, 0.0, -1.0), 0.0, -0.1),
         ((1.0, 0.5, -3.0, 1.0), 0.0, 0.1),
@@ -148,38 +132,28 @@ def result(value: float | None, **components: float) -> RewardResult:
         ((None, None, 0.0, 1.0), 0.0, 0.1),  # shut, whatever the others would say
         ((1.0, 0.5, None, 1.0), None, 0.1),
         ((1.0, 0.5, 1.0, None), None, 0.0),
-    ],
-)
-def test_rewards_are_added_by_weight_shut_by_gates_and_shaped_apart(
-    values: tuple[float | None, ...], value: float | None, shaping: float
-) -> None:
-    found = combine(PARTS, [result(each, seen=2.0) for each in values])
-    assert (found.value, found.shaping) == (value, pytest.approx(shaping))
-    known = {part.name: each for part, each in zip(PARTS, values, strict=True) if each is not None}
-    assert found.components == {**known, **{f"{part.name}.seen": 2.0 for part in PARTS}}
-    assert (found.value is None) == ("away" in str(found.reason))
+    ):
+        found = combine(PARTS, [result(each, seen=2.0) for each in values])
+        assert (found.value, found.shaping) == (value, pytest.approx(shaping))
+        known = {part.name: each for part, each in zip(PARTS, values, strict=True) if each is not None}
+        assert found.components == {**known, **{f"{part.name}.seen": 2.0 for part in PARTS}}
+        assert (found.value is None) == ("away" in str(found.reason))
 
 
-def test_parts_with_full_marks_sum_to_full_marks() -> None:
+def test_parts_with_full_marks_sum_to_full_marks_and_what_a_part_shapes_is_weighed_with_it() -> None:
     parts = [RewardPart(name=str(weight), weight=weight) for weight in (0.7, 0.2, 0.1)]
     found = combine(parts, [RewardResult(1.0, turns=(1.0,))] * 3)
     assert (found.value, found.turns) == (1.0, (1.0,)), "and not 0.9999999999999999"
-
-
-def test_what_a_part_shapes_by_itself_is_weighed_with_it() -> None:
     found = combine(PARTS[:2], [RewardResult(1.0, shaping=0.5), RewardResult(1.0, shaping=-1.0)])
     assert (found.value, found.shaping) == (1.5, 0.0)
 
 
-def test_two_parts_of_one_name_are_told_apart_by_a_label() -> None:
+def test_two_parts_of_one_name_are_told_apart_by_a_label_and_one_must_be_added() -> None:
     with pytest.raises(ValueError, match="Give one a label"):
         RewardConfig(parts=[{"name": "exact"}, {"name": "exact", "weight": 0.5}])
     RewardConfig(parts=[{"name": "exact"}, {"name": "exact", "weight": 0.5, "label": "again"}])
     found = combine([RewardPart(name="a"), RewardPart(name="a", label="b")], [result(1.0, x=1.0), result(0.5, x=2.0)])
     assert found.value == 1.5 and found.components == {"a": 1.0, "b": 0.5, "a.x": 1.0, "b.x": 2.0}
-
-
-def test_parts_of_which_none_is_added_are_refused() -> None:
     with pytest.raises(ValueError, match="a part with role add"):
         RewardConfig(parts=[{"name": "exact", "role": "gate"}])
 
@@ -196,7 +170,7 @@ def test_rewards_of_turns_and_of_steps_are_added_where_they_end() -> None:
     assert combine(PARTS[:3], [first, second, result(0.0)]).steps == (), "shut"
 
 
-async def test_steps_that_end_in_order_inside_their_answers_are_kept_as_plain_numbers() -> None:
+async def test_steps_that_end_in_order_inside_their_answers_are_kept_and_others_make_the_reward_unknown() -> None:
     told = await scored(lambda task, response: RewardResult(1.0, steps=(StepReward(0, 1, 1.0),)), "<think></think>ab")
     assert told.steps == (StepReward(0, len("<think></think>a"), 1.0),), (
         "a function counts in the answer that it is given"
@@ -205,11 +179,7 @@ async def test_steps_that_end_in_order_inside_their_answers_are_kept_as_plain_nu
     found = await scored(lambda task, response: RewardResult(1.0, steps=steps), "ab")
     assert found.steps == (StepReward(0, 0, 1.0), StepReward(0, 2, 0.5))
     assert [type(step.end) for step in found.steps] == [int, int] and type(found.steps[1].value) is float
-
-
-@pytest.mark.parametrize(
-    ("steps", "says"),
-    [
+    for steps, says in (
         ((StepReward(0, 3, 1.0),), "steps[0].end is 3, and may be 0 to 2"),
         ((StepReward(0, -1, 1.0),), "steps[0].end is -1"),
         ((StepReward(0, 1.5, 1.0),), "steps[0].end is 1.5"),  # type: ignore[arg-type]
@@ -218,16 +188,12 @@ async def test_steps_that_end_in_order_inside_their_answers_are_kept_as_plain_nu
         ((StepReward(0, 2, 1.0), StepReward(0, 1, 2.0)), "steps[1].end is 1, not after"),
         ((StepReward(0, 1, 1.0), StepReward(0, 2, math.nan)), "steps[1].value is nan"),
         (((0, 1, 1.0),), "steps[0] is not a StepReward"),
-    ],
-)
-async def test_steps_that_are_none_make_the_reward_unknown_and_name_the_field(steps: Any, says: str) -> None:
-    found = await scored(lambda task, response: RewardResult(1.0, steps=steps), "ab")
-    assert found.value is None and found.error and says in str(found.reason) and found.steps == ()
+    ):
+        found = await scored(lambda task, response: RewardResult(1.0, steps=steps), "ab")  # noqa: B023
+        assert found.value is None and found.error and says in str(found.reason) and found.steps == ()
 
 
 # The scorer
-
-HERE = "tests.rewards.trouble:"
 
 
 @asynccontextmanager
@@ -239,10 +205,6 @@ async def scorer_of(**config: Any) -> AsyncIterator[Rewards]:
         yield pool
     finally:
         await scorer.close()
-
-
-def transcripts(*responses: str) -> list[Transcript]:
-    return [Transcript.of(task("a"), response) for response in responses]
 
 
 async def test_a_reward_that_raises_hangs_or_dies_is_unknown_and_touches_no_other_of_its_group() -> None:
@@ -269,12 +231,6 @@ async def test_a_slow_domain_holds_up_no_other() -> None:
         assert fine.value == 1.0 and not hanging.done()
         assert {domain: each.pending for domain, each in scorer.take_stats().items()} == {"slow": 2, "fast": 0}
         hanging.cancel()
-
-
-async def test_the_deadline_of_a_call_begins_when_it_is_made() -> None:
-    async with scorer_of(name=HERE + "moody", deadline_s=2.0) as scorer:
-        results = await scorer.score(task("a"), transcripts("nap", "nap", "nap", "nap"))
-        assert [each.value for each in results] == [1.0] * 4, "four naps of 0.7 s, one after another"
 
 
 async def test_a_call_that_hangs_takes_no_worker_from_others() -> None:
@@ -320,14 +276,6 @@ async def test_calls_that_wait_are_made_together_and_those_that_fail_together_ea
         assert (stats.scored, stats.errors) == (26, 3)
 
 
-async def test_a_task_that_cannot_be_sent_is_unknown_and_holds_up_nobody() -> None:
-    async with scorer_of(name=HERE + "moody", workers=1) as scorer:
-        [found] = await scorer.score(task("a", hook=lambda: None), transcripts("fine"))
-        assert found.value is None and "cannot be sent" in str(found.reason)
-        [fine] = await scorer.score(task("a"), transcripts("fine"))
-        assert fine.value == 1.0
-
-
 @pytest.mark.parametrize("trouble", ["cancelled", "exits", "times out"])
 async def test_a_coroutine_that_cancels_exits_or_times_out_is_unknown_and_costs_no_other(trouble: str) -> None:
     async with scorer_of(name=HERE + "Gone") as scorer:
@@ -344,22 +292,24 @@ async def test_a_coroutine_is_cancelled_at_its_deadline_and_others_run_meanwhile
         assert alone.value is None and alone.reason == "timeout: no reward within 2 s"
 
 
-async def test_who_gives_up_a_call_gets_nothing_of_it_and_holds_up_nobody() -> None:
-    async with scorer_of(name=HERE + "moody") as scorer:
+async def test_a_call_that_waits_is_given_up_or_cannot_be_sent_holds_up_nobody() -> None:
+    async with scorer_of(name=HERE + "moody", deadline_s=2.0, workers=1) as scorer:
         given_up = asyncio.ensure_future(scorer.score(task("a"), transcripts("nap", "fine")))
         await asyncio.sleep(0)
         following = asyncio.ensure_future(scorer.score(task("a"), transcripts("fine")))
         given_up.cancel()
         [found] = await following
         assert found.value == 1.0 and scorer.take_stats()[""].scored == 1
+        [lost] = await scorer.score(task("a", hook=lambda: None), transcripts("fine"))
+        assert lost.value is None and "cannot be sent" in str(lost.reason)
+        results = await scorer.score(task("a"), transcripts("nap", "nap", "nap", "nap"))
+        assert [each.value for each in results] == [1.0] * 4, "of 0.7 s, one after another; each has its own deadline"
 
 
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        ({"name": HERE + "cannot_be_built"}, "reward.name"),
         ({"domains": {"a": {"name": HERE + "cannot_be_built", "workers": 3}}}, "reward.name"),
-        ({"name": "exatc"}, "reward.name"),
         ({"name": "exact", "options": {"strict": True}}, "reward.options"),
     ],
 )
@@ -413,14 +363,8 @@ async def test_reward_actors_share_the_work_and_one_that_dies_is_replaced(tmp_pa
 
 
 async def test_a_judge_elsewhere_asks_the_models_that_its_process_is_given() -> None:
-    class Yes:
-        def with_seed(self, seed: int | None) -> Yes:
-            return self
-
-        async def chat(self, messages: Any, **options: Any) -> str:
-            return "yes!" if "Is x right?" in messages[0]["content"] else ""
-
-    actor = RewardActor(RewardConfig(name=HERE + "AsksAnother"), [], lambda: {"grader": Yes()})
+    yes = ScriptedChat(lambda messages, seed: "yes!" if "Is x right?" in messages[0]["content"] else "")
+    actor = RewardActor(RewardConfig(name=HERE + "AsksAnother"), [], lambda: {"grader": yes})
     await actor.open()
     results = await actor.score(task("a"), transcripts("x", "y"))
     assert [result.components for result in results] == [{"said": 4.0}, {"said": 0.0}]

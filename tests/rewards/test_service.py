@@ -22,7 +22,7 @@ from rayrft.rewards.service import RewardService, ServeBackend, deploy_rewards
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.serving.applications import Owner, applications, create_anchor, delete_applications, on_head
 from tests.errors import about
-from tests.rewards.test_rewards import HERE, task, transcripts
+from tests.rewards.trouble import HERE, task, transcripts
 
 OWNER = Owner("rayrft", "test:rewards")
 
@@ -53,45 +53,42 @@ async def served(config: RewardConfig) -> AsyncIterator[tuple[Rewards, RewardSer
 # The version
 
 
-def test_another_reward_is_another_version_and_more_workers_are_not(tmp_path: Path) -> None:
-    def version(plugins: list[Path] | None = None, **config: Any) -> str:
-        return RewardService.of("run", RewardConfig(**{"name": "math", **config}), plugins or []).version
+def version(plugins: list[Path] | None = None, **config: Any) -> str:
+    config = {key: value for key, value in {"name": "math", **config}.items() if value is not None}
+    return RewardService.of("run", RewardConfig(**config), plugins or []).version
 
+
+def test_another_reward_is_another_version_and_no_two_domains_share_an_application(tmp_path: Path) -> None:
     first = version()
     assert version(workers=4, spare_workers=0, placement="serve", replicas={"max": 3}, fallback=0.5) == first
     (plugin := tmp_path / "plugin.py").write_text("ONE = 1\n")
     others = [version(name="exact"), version(options={"strict": True}), version(deadline_s=11), version([plugin])]
-    others.append(RewardService.of("run", RewardConfig(domains={"a": {"name": "math"}}), []).version)
+    others.append(version(name=None, domains={"a": {"name": "math"}}))
     plugin.write_text("ONE = 2\n")
     others.append(version([plugin]))
     assert len({first, *others}) == 7
+    service = RewardService("run", "0a", RewardConfig(name="math"), [])
+    assert service.application("") == "run:rewards-0a"
+    assert len({service.application(each) for each in ("", "a", "a b", "a#b", "a/b", "a%2Fb")}) == 6
 
 
 def test_other_weights_in_the_folder_of_a_model_are_another_version(tmp_path: Path) -> None:
-    def version(folder: Path) -> str:
+    def scored_by(folder: Path) -> str:
         judge = {"name": "judge", "options": {"model": "a name", "url": "http://x"}}
-        parts = [{"name": "model", "options": {"model": str(folder)}}, judge]
-        return RewardService.of("run", RewardConfig(parts=parts), []).version
+        return version(name=None, parts=[{"name": "model", "options": {"model": str(folder)}}, judge])
 
     (folder := tmp_path / "rm").mkdir()
     (folder / "config.json").write_text("{}")
     (weights := folder / "model.safetensors").write_bytes(b"12345678")
     (folder / "more").mkdir()
-    first = version(folder)
-    assert version(folder) == first
+    first = scored_by(folder)
     os.utime(weights, ns=(1, 1))
-    assert version(folder) == first, "the same content, however old"
+    assert scored_by(folder) == first, "the same content, however old"
     weights.write_bytes(b"12345679")
-    second = version(folder)
+    second = scored_by(folder)
     os.utime(weights, ns=(2, 2))
     (folder / "tokenizer.json").write_text("{}")
-    assert len({first, second, version(folder), version(tmp_path / "none")}) == 4
-
-
-def test_no_two_domains_share_an_application() -> None:
-    service = RewardService("run", "0a", RewardConfig(name="math"), [])
-    assert service.application("") == "run:rewards-0a"
-    assert len({service.application(each) for each in ("", "a", "a b", "a#b", "a/b", "a%2Fb")}) == 6
+    assert len({first, second, scored_by(folder), scored_by(tmp_path / "none")}) == 4
 
 
 # A handle that a test scripts
@@ -156,14 +153,6 @@ async def test_who_gives_up_a_call_cancels_it_and_counts_nothing(monkeypatch: py
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     assert replicas.cancelled == [True] and pool.take_stats() == {"": DomainStats()}
-
-
-async def test_a_task_of_no_domain_reaches_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    replicas = _Replicas(FINE)
-    pool = await pool_over(replicas, monkeypatch, domains={"math": {"name": "exact"}})
-    with pytest.raises(ConfigError, check=about("reward.domains", "code")):
-        await pool.score(replace(task("a"), domain="code"), transcripts("a"))
-    assert replicas.replies == [FINE]
 
 
 # Ray Serve itself

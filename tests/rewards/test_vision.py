@@ -55,7 +55,7 @@ def test_a_count_is_recognised_in_digits_and_words_as_a_whole(number: str, said:
         assert not right or value("count", part, said) == 0.0
 
 
-def test_text_is_right_as_far_as_it_is_the_same() -> None:
+def test_text_is_right_as_far_as_it_is_the_same_and_choices_are_those_of_school() -> None:
     assert value("text", "No Entry", "no  entry\n") == 1.0
     assert value("text", "No Entry", "The answer is No Entry") == 1.0
     assert value("text", "The answer is 42", "The answer is 42") == 1.0
@@ -66,30 +66,26 @@ def test_text_is_right_as_far_as_it_is_the_same() -> None:
     assert value("text", "abcd", "abcd" * 10_000) < 0.05
     assert value("text", "abcd", "abce", {"threshold": 0.7}) == 1.0
     assert value("text", "abcd", "abce", {"threshold": 0.8}) == 0.0
+    assert value("choice", "B", "The answer is (B)", options=["a cat", "a dog"]) == 1.0
+    assert value("choice", "B", "a cat", options=["a cat", "a dog"]) == 0.0
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
+def test_points_may_be_written_in_many_ways_and_what_is_no_point_is_wrong() -> None:
+    for said in (
         *("(10, 20)", "[10,20]", '{"x": 10, "y": 20}', "<point>10 20</point>", "x1=10, y1=20", "位于10,20处"),
         *("The answer is (10.0, 20).", '```json\n[{"point_2d": [10, 20], "label": "cat 1"}]\n```'),
-    ],
-)
-def test_points_may_be_written_in_many_ways(said: str) -> None:
-    assert value("point", "10, 20", said) == 1.0
-    assert value("point", "11, 20", said) == 0.0
-    assert value("point", "13, 24", said, radius=5) == 1.0
-    assert value("point", "13, 24", said, radius=4.9) == 0.0
-    assert value("point", "", said, box=[0, 0, 10, 20]) == 1.0
-    assert value("point", "", said, box=[11, 0, 20, 20]) == 0.0
+    ):
+        assert value("point", "10, 20", said) == 1.0
+        assert value("point", "11, 20", said) == 0.0
+        assert value("point", "13, 24", said, radius=5) == 1.0
+        assert value("point", "13, 24", said, radius=4.9) == 0.0
+        assert value("point", "", said, box=[0, 0, 10, 20]) == 1.0
+        assert value("point", "", said, box=[11, 0, 20, 20]) == 0.0
+    for said in ("", "10", "10, 20, 30", "nowhere", "1e9999, 4", "(10, 20)\n\nBut I cannot see it."):
+        assert value("point", "10, 20", said, radius=10**6) == 0.0
 
 
-@pytest.mark.parametrize("said", ["", "10", "10, 20, 30", "nowhere", "1e9999, 4", "(10, 20)\n\nBut I cannot see it."])
-def test_what_is_no_point_is_wrong(said: str) -> None:
-    assert value("point", "10, 20", said, radius=10**6) == 0.0
-
-
-def test_boxes_are_right_as_far_as_they_overlap() -> None:
+def test_boxes_are_right_as_far_as_they_overlap_and_may_fill_several_lines() -> None:
     assert value("box", "0, 0, 10, 10", "[0, 0, 10, 10]") == 1.0
     assert value("box", "0, 0, 10, 10", '{"bbox_2d": [0, 0, 10, 5]}') == 0.5
     assert value("box", "0, 0, 10, 10", "5 0 15 10") == pytest.approx(50 / 150)
@@ -97,47 +93,20 @@ def test_boxes_are_right_as_far_as_they_overlap() -> None:
     assert value("box", "0, 0, 10, 10", "10, 10, 0, 0") == 0.0, "its corners are in another order"
     assert value("box", "0, 0, 10, 10", "0, 0, 10, 10, 10, 10") == 0.0, "two boxes hedge"
     assert value("box", "0, 0, 10, 10", "0, 0, 10, 6", {"threshold": 0.5}) == 1.0
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
+    for said in (
         '```json\n[{"bbox_2d": [1, 2, 30, 40], "label": "cat 1"}]\n```',
         'The answer is:\n```json\n[\n  {"bbox_2d": [1, 2, 30, 40]}\n]\n```\nThat is the cat.',
         '{\n  "bbox_2d": [\n    1,\n    2,\n    30,\n    40\n  ]\n}',
         "I see 2 cats.\n\nTop-left: (1, 2)\nBottom-right: (30, 40)",
         "[[1, 2], [30, 40]]",
-    ],
-)
-def test_boxes_may_fill_several_lines_unless_strict(said: str) -> None:
-    assert value("box", "1, 2, 30, 40", said) == 1.0
-    assert value("box", "30, 40, 50, 60", said) == 0.0
-    assert value("box", "1, 2, 30, 40", said, {"strict": True}) == 0.0
-    assert value("box", "1, 2, 30, 40", said.replace("40", "40, 50")) == 0.0
+    ):
+        assert value("box", "1, 2, 30, 40", said) == 1.0
+        assert value("box", "30, 40, 50, 60", said) == 0.0
+        assert value("box", "1, 2, 30, 40", said, {"strict": True}) == 0.0
+        assert value("box", "1, 2, 30, 40", said.replace("40", "40, 50")) == 0.0
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        *(
-            "[[1, 2],\n [3, 4]]",
-            '[["1", "2"], ["3", "4"]]',
-            "```json\n[[1, 2], [3, 4]]\n```",
-            "| 1 | 2 |\n|---|---|\n| 3 | 4 |",
-        ),
-        *("The answer is [[1,2],[3,4]].", "<answer>1 2\n3 4</answer>", "<answer>\n12\n34\n</answer>"),
-        *("The grid:\n1 2\n3 4\nThat is what I see.", "43\n21\n\nNo, it is\n12\n34\n\nI hope this helps!"),
-    ],
-)
-def test_grids_may_be_lists_and_stand_among_words(said: str) -> None:
-    for right in ("12\n34", "1 2\n3 4"):
-        assert value("grid", right, said) == 1.0
-    assert value("grid", "12\n35", said) == 0.75
-    assert value("grid", "12\n34\n56", said) == 0.0
-    assert value("grid", "123\n456", said) == 0.0
-
-
-def test_grids_are_right_as_far_as_their_cells_are() -> None:
+def test_grids_are_right_as_far_as_their_cells_are_and_may_stand_among_words() -> None:
     right = "XO.\n.X.\nO.X"
     assert value("grid", right, right) == 1.0
     assert value("grid", right, f"I see:\n```\n{right}\n```\nand nothing else") == 1.0
@@ -146,6 +115,14 @@ def test_grids_are_right_as_far_as_their_cells_are() -> None:
     assert value("grid", right, "XO.\n.X.") == 0.0
     assert value("grid", right, "XO.\n.X.\nO.") == 0.0
     assert value("grid", "red, blue\ngreen, red", "| red | blue |\n| green | red |") == 1.0
+    for said in (
+        *("[[1, 2],\n [3, 4]]", '[["1", "2"], ["3", "4"]]', "```json\n[[1, 2], [3, 4]]\n```"),
+        "| 1 | 2 |\n|---|---|\n| 3 | 4 |",
+        *("The answer is [[1,2],[3,4]].", "<answer>1 2\n3 4</answer>", "<answer>\n12\n34\n</answer>"),
+        *("The grid:\n1 2\n3 4\nThat is what I see.", "43\n21\n\nNo, it is\n12\n34\n\nI hope this helps!"),
+    ):
+        for right, worth in (("12\n34", 1), ("1 2\n3 4", 1), ("12\n35", 0.75), ("12\n34\n56", 0), ("123\n456", 0)):
+            assert value("grid", right, said) == worth, said
 
 
 def test_what_is_read_and_drawn_is_worth_what_digits_and_pixels_say() -> None:
@@ -154,14 +131,8 @@ def test_what_is_read_and_drawn_is_worth_what_digits_and_pixels_say() -> None:
     assert len(cases) > 1500 and disagreements(cases) == []
 
 
-def test_choices_are_those_of_school() -> None:
-    assert value("choice", "B", "The answer is (B)", options=["a cat", "a dog"]) == 1.0
-    assert value("choice", "B", "a cat", options=["a cat", "a dog"]) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("kind", "answer", "reason"),
-    [
+def test_a_reference_that_answers_nothing_makes_the_reward_unknown() -> None:
+    for kind, answer, reason in (
         ("count", "many", "not a count"),
         ("text", " ", "empty"),
         ("point", "here", "not a point"),
@@ -169,11 +140,9 @@ def test_choices_are_those_of_school() -> None:
         ("box", "10, 10, 0, 0", "not a box"),
         ("grid", "ab\nc", "not a grid"),
         ("video", "1", "'video'"),
-    ],
-)
-def test_a_reference_that_answers_nothing_makes_the_reward_unknown(kind: str, answer: str, reason: str) -> None:
-    found = result(kind, answer, "1")
-    assert found.value is None and reason in str(found.reason)
+    ):
+        found = result(kind, answer, "1")
+        assert found.value is None and reason in str(found.reason)
 
 
 ANSWERS = {"count": "3", "text": "no entry", "point": "1, 2", "box": "0, 0, 5, 5", "grid": "ab\ncd"}

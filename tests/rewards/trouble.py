@@ -16,6 +16,17 @@ from rayrft.experience import Task
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.judge import ChatModel
 
+HERE = f"{__name__}:"
+"""What the names of these rewards begin with."""
+
+
+def task(answer: str, **metadata: Any) -> Task:
+    return Task.create("test", "question", answer, metadata=metadata)
+
+
+def transcripts(*responses: str) -> list[Transcript]:
+    return [Transcript.of(task("a"), response) for response in responses]
+
 
 class Bomb(RewardResult):
     def __reduce__(self) -> Any:
