@@ -12,10 +12,16 @@ import openai
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
 
-def say(client: openai.OpenAI, messages: list[Any], **options: Any) -> str:
+def say(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
     answer = client.chat.completions.create(model="gpt-5", messages=messages, **options).choices[0].message
     messages.append(answer.model_dump(exclude_none=True))
-    return answer.content or ""
+    return answer
+
+
+def chosen(question: str) -> Any:
+    """Call the application that the question begins with."""
+    name, question = question.split(" ")
+    return globals()[name](question)
 
 
 def calls_tools(question: str) -> float:
@@ -24,8 +30,7 @@ def calls_tools(question: str) -> float:
     messages: list[Any] = [{"role": "user", "content": question}]
     called = 0
     while called < 4:
-        answer = client.chat.completions.create(model="gpt-5", messages=messages, tools=TOOLS).choices[0].message
-        messages.append(answer.model_dump(exclude_none=True))
+        answer = say(client, messages, tools=TOOLS)
         if not answer.tool_calls:
             break
         called += 1
@@ -42,11 +47,10 @@ async def streams(question: str) -> str:
 
 
 def returns_nothing(question: str) -> None:
-    client = openai.OpenAI()
-    messages: list[Any] = [{"role": "user", "content": question}]
-    say(client, messages)
-    messages.append({"role": "user", "content": "Sure?"})
-    say(client, messages)
+    client, messages = openai.OpenAI(), list[Any]()
+    for text in (question, "Sure?"):
+        messages.append({"role": "user", "content": text})
+        say(client, messages)
 
 
 def rates_itself(question: str) -> str:

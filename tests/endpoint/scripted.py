@@ -107,12 +107,9 @@ class Served:
 
     def __init__(self, endpoint: PolicyEndpoint, policy: Policy, book: LocalSessions, url: str) -> None:
         self.endpoint, self.policy, self.book, self.url = endpoint, policy, book, url
+        # Loading certificates takes longer than a test.
         self.http = httpx.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {KEY}"},
-            timeout=60,
-            verify=False,  # loading certificates takes longer than a test
-            limits=httpx.Limits(max_connections=None),
+            base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60, verify=False
         )
         self.client = openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key=KEY, max_retries=0, http_client=openai.DefaultAsyncHttpxClient(verify=False)

@@ -25,7 +25,6 @@ from tests.errors import about
 from tests.explorer.scripted import config
 
 AGENT = "rayrft.endpoint.agent:Agent"
-TASK = Task.create("test", "cat", "x")
 
 
 class Ran:
@@ -44,8 +43,9 @@ class Ran:
         self.scored += responses
         return [RewardResult(float(len(response))) for response in responses]
 
-    async def __call__(self, n: int = 1, parking: Parking | None = None) -> Any:
-        return await self.runner.run(TASK, "group", n, 1.0, parking)
+    async def __call__(self, n: int = 1, parking: Parking | None = None, chosen: str = "") -> Any:
+        task = Task.create("test", f"{chosen} cat".strip(), "x")
+        return await self.runner.run(task, "group", n, 1.0, parking)
 
 
 @contextlib.asynccontextmanager
@@ -81,27 +81,25 @@ async def test_the_calls_of_a_loop_with_tools_are_one_row_as_it_was_sampled(tiny
         assert ran.scored == [] and len(ran.policy.requests[0].prompt) == rollout.rows[0].prompt_length
 
 
-@pytest.mark.parametrize(
-    ("agent", "reward", "scored"),
-    [("rates_itself", 0.75, []), ("streams", 13.0, ["streamed: dog"]), ("returns_nothing", 3.0, ["dog"])],
-)
-async def test_the_reward_is_posted_or_returned_or_scored(
-    agent: str, reward: float, scored: list[str], tiny_model: Path
+async def test_rewards_are_posted_or_returned_or_scored_and_other_calls_are_other_rows(
+    tiny_model: Path,
 ) -> None:
-    async with running(tiny_model, agent) as ran:
-        rollout = await ran()
-        assert rollout.problem is None
-        assert [row.reward for row in rollout.rows] == [reward] and ran.scored == scored
-        assert rollout.results[0].components == ({"style": 1.0} if agent == "rates_itself" else {})
+    async with running(tiny_model, "chosen") as ran:
+        for agent, reward, scored, rows in [
+            ("rates_itself", 0.75, [], 1),
+            ("streams", 13.0, ["streamed: dog"], 1),
+            ("returns_nothing", 3.0, ["dog"], 1),
+            ("asks_twice", 1.0, [], 2),
+            ("asks_for_three", 3.0, [], 3),
+        ]:
+            rollout = await ran(chosen=agent)
+            assert rollout.problem is None
+            assert [row.reward for row in rollout.rows] == [reward] * rows and ran.scored == scored
+            ids = ["group/0"] if rows == 1 else [f"group/0/{number}" for number in range(rows)]
+            assert [row.experience_id for row in rollout.rows] == ids
+            assert rollout.results[0].components == ({"style": 1.0} if agent == "rates_itself" else {})
+            ran.scored.clear()
         assert {request.sampling.temperature for request in ran.policy.requests} == {1.0}  # whatever it asks for
-
-
-@pytest.mark.parametrize(("agent", "rows"), [("asks_twice", 2), ("asks_for_three", 3)])
-async def test_calls_that_continue_no_other_are_rows_of_one_attempt(agent: str, rows: int, tiny_model: Path) -> None:
-    async with running(tiny_model, agent) as ran:
-        rollout = await ran()
-        assert [row.experience_id for row in rollout.rows] == [f"group/0/{number}" for number in range(rows)]
-        assert len({row.reward for row in rollout.rows}) == 1
 
 
 async def test_a_process_serves_attempt_after_attempt_with_a_client_from_its_import(tiny_model: Path) -> None:
@@ -112,28 +110,25 @@ async def test_a_process_serves_attempt_after_attempt_with_a_client_from_its_imp
         assert said == ["cat 1", "cat 2", "cat 3"] and all(len(row.turns) == 2 for row in rollout.rows)
 
 
-@pytest.mark.parametrize(
-    ("agent", "reason", "told"),
-    [
-        ("raises", "workflow_error", "no such customer"),
-        ("never_asks", "workflow_error", "no call of the model"),
-        ("returns_a_list", "workflow_error", "['right']"),
-        ("exits", "workflow_error", "exit code 3"),
-        ("hangs", "timeout", "explorer.deadline_s"),
-        ("tests.endpoint.applications:missing", "workflow_error", "missing"),
-    ],
-)
-async def test_an_application_that_fails_costs_an_attempt(agent: str, reason: str, told: str, tiny_model: Path) -> None:
-    settings = {"explorer.deadline_s": 0.5} if agent == "hangs" else {}
-    async with running(tiny_model, agent, **settings) as ran:
-        rollout = await ran(n=2)
-        assert rollout.failed == {reason: 2} and rollout.problem is not None and told in rollout.problem
-        if agent in ("exits", "hangs"):
-            server = await ran.runner._workflow(AGENT)._listening  # type: ignore[attr-defined]
-            async with asyncio.timeout(20):  # the endpoints of processes that are gone are gone, too
-                while server.apps:
-                    gc.collect()
-                    await asyncio.sleep(0.01)
+async def test_an_application_that_fails_costs_its_attempt(tiny_model: Path) -> None:
+    problems = {"raises": "customer", "never_asks": "no call of the model", "returns_a_list": "['right']"}
+    async with running(tiny_model, "chosen") as ran:
+        for agent, problem in problems.items():
+            rollout = await ran(n=2, chosen=agent)
+            assert rollout.failed == {"workflow_error": 2} and problem in str(rollout.problem)
+
+
+async def test_an_application_that_exits_or_hangs_costs_its_attempt_and_its_process(tiny_model: Path) -> None:
+    async with running(tiny_model, "chosen", **{"explorer.deadline_s": 2.0}) as ran:
+        rollout = await ran(n=2, chosen="exits")
+        assert rollout.failed == {"workflow_error": 2} and "exit code 3" in str(rollout.problem)
+        rollout = await ran(n=2, chosen="hangs")
+        assert rollout.failed == {"timeout": 2} and "explorer.deadline_s" in str(rollout.problem)
+        server = await ran.runner._workflow(AGENT)._listening  # type: ignore[attr-defined]
+        async with asyncio.timeout(20):  # the endpoints of processes that are gone are gone, too
+            while server.apps:
+                gc.collect()
+                await asyncio.sleep(0.01)
 
 
 async def test_a_dead_engine_ends_the_run_though_the_application_catches_everything(tiny_model: Path) -> None:

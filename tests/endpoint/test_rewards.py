@@ -128,9 +128,7 @@ async def test_a_list_is_scored_in_its_order_and_answers_to_one_question_togethe
         ({**MATH, "task": {"prompt": "?", "answer": "broken"}}, 500, "internal_error", None),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_scored_is_refused_and_why(
-    content: Any, status: int, code: str, param: str | None
-) -> None:
+async def test_what_cannot_be_scored_is_refused(content: Any, status: int, code: str, param: str | None) -> None:
     http, scripted = served(max_body_kib=64)
     if len(content) > 1000:
         http, scripted = served()

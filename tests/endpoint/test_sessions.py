@@ -24,8 +24,6 @@ from rayrft.explorer.engines.exchange import Completion
 from tests.errors import about
 from tests.scripted import remote
 
-SAID = ("a",)
-
 
 def make(group_size: int = 1, *, drop_equal: bool = False, mask_truncated: bool = False, **config: Any) -> Sessions:
     return Sessions(
@@ -38,21 +36,20 @@ def answer(
     begun: OpenCall,
     conversation: Conversation,
     *,
-    new: int = 3,
     now: float = 0.0,
     trained: bool = True,
     choices: int = 1,
     version: int = 0,
     stop_reason: str = "stop",
 ) -> Call:
-    """Answer a call whose prompt is its prefix and ``new`` tokens; answers are of token 9, observations of token 5."""
+    """Answer a call whose prompt is its prefix and three tokens; answers are of token 9, observations of token 5."""
     prefix = begun.prefix.token_ids if begun.prefix else ()
     completion = Completion((9, 9), (-0.5, -0.25), ((0, 2, version),), stop_reason)
     texts = [f"a{k}" if choices > 1 else "a" for k in range(choices)]
     like = {str: lambda text: text, tuple: lambda text: (text,)}[type(conversation)]
     said = (Choice(completion, like(text), "text") for text in texts)
     turns = ({"role": "user", "content": "?"},)
-    call = Call(f"r{begun.number}", (*prefix, *[5] * new), conversation, turns, tuple(said), trained, "engine-1")
+    call = Call(f"r{begun.number}", (*prefix, 5, 5, 5), conversation, turns, tuple(said), trained, "engine-1")
     sessions.answered(begun, call, now)
     return call
 
@@ -106,7 +103,7 @@ def test_calls_that_continue_each_other_are_one_row_with_answers_as_sampled() ->
         if begun.prefix:
             assert begun.prefix.length == len(conversation) - 1 and begun.prefix.engine == "engine-1"
         answer(sessions, begun, conversation, version=turn)
-        conversation = (*conversation, *SAID, f"u{turn + 2}")
+        conversation = (*conversation, "a", f"u{turn + 2}")
     assert sessions.feedback("r1", 0.75, {"style": 1.0}, 0.0) == "s"
     [row] = rows(sessions)
     assert row.token_ids.tolist() == [5, 5, 5, 9, 9] * 3 and row.prompt_length == 3

@@ -57,23 +57,24 @@ class InProcess(Thorough):
 
 
 class Troubled:
-    """Repeat 0 answers; what the others do is said by the options. ``place`` is a file for what it has to tell."""
+    """Repeat 0 answers; the others have troubles of the options, in turn. ``place`` is a file for what it tells."""
 
     blocking = True
 
     def __init__(self, trouble: str = "", place: str = "") -> None:
-        self._trouble, self._place = trouble, Path(place)
+        self._troubles, self._place = trouble.split(", "), Path(place)
 
     async def run(self, task: Task, model: Any, env: Any = None) -> Any:
         trajectory = model.start(task.messages)
-        if self._trouble == "catches all":
+        trouble = self._troubles[(model.repeat - 1) % len(self._troubles)]
+        if trouble == "catches all":
             with contextlib.suppress(Exception):
                 await trajectory.act()
             return trajectory
         await trajectory.act()
         if model.repeat == 0:
             return trajectory
-        match self._trouble:
+        match trouble:
             case "blocks":
                 self._place.read_text()  # of a pipe: until somebody has written
             case "hangs":
@@ -93,7 +94,7 @@ class Troubled:
                         trajectory.observe("again")
                         await trajectory.act()
                 except ContextFull as error:
-                    if self._trouble == "is full":
+                    if trouble == "is full":
                         raise
                     trajectory.count("caught", "tokens" in str(error))
             case "catches what is too long":

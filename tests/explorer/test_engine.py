@@ -409,9 +409,7 @@ def test_only_the_adapter_is_sent_and_the_engine_computes_with_all(engine: Engin
     assert nbytes < 0.1 * 4 * sum(p.numel() for p in policy.parameters())
 
 
-def test_an_adapter_is_added_to_weights_of_an_earlier_stage(
-    engine: EngineUnderTest, policy: Policy, tmp_path: Any
-) -> None:
+def test_an_adapter_is_added_to_an_earlier_stage(engine: EngineUnderTest, policy: Policy, tmp_path: Any) -> None:
     stage = tmp_path / "stage"
     write_hf(moved(policy, seed=1), policy.state_dict(), ChatTokenizer(engine.folder), stage)
     load_hf(policy, str(stage))

@@ -44,36 +44,36 @@ async def test_every_attempt_acts_in_an_environment_of_its_own(name: str, tiny_m
     assert (pids == {str(os.getpid())}) == (name == "Async"), "what may block lives in other processes"
 
 
+TROUBLES = {
+    "die": "exit code 1",
+    "shout": "large|characters",
+    "talk": "1000 characters",
+    "raise": "no way",
+    "nothing": "NoneType",
+    "nan": "finite",
+}
+
+
 @pytest.mark.parametrize("name", ["Blocking", "Async"])
-@pytest.mark.parametrize(
-    ("trouble", "reason", "problem"),
-    [
-        ("die", "environment_error", "exit code 1"),
-        ("hang", "timeout", "0.5 s"),
-        ("shout", "environment_error", "large|characters"),
-        ("talk", "environment_error", "1000 characters"),
-        ("raise", "environment_error", "no way"),
-        ("nothing", "environment_error", "NoneType"),
-        ("nan", "environment_error", "finite"),
-    ],
-)
-async def test_one_that_fails_costs_its_attempt(
-    name: str, trouble: str, reason: str, problem: str, tiny_model: Path
-) -> None:
-    if name == "Async" and trouble == "die":
-        pytest.skip("would be this process")
-    says = [trouble, *["go"] * 99]  # of whichever attempt comes first
-    settings = where(name, deadline_s=0.5 if trouble == "hang" else 100.0, observation_limit=1000, same_episode=False)
-    n = 1 if trouble == "hang" else 3
-    rollout = await act(tiny_model, says, n=n, failures=True, **settings)
-    assert rollout.failed == {reason: 1} and len(rollout.rows) == n - 1
-    assert rollout.problem is not None and re.search(problem, rollout.problem)
+async def test_one_that_fails_costs_itself(name: str, tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    troubles = [each for each in TROUBLES if (name, each) != ("Async", "die")]  # would be this process
+    settings = where(name, observation_limit=1000, same_episode=False)
+    says = [*troubles, *["go"] * 3]  # of whichever attempts come first
+    rollout = await act(tiny_model, says, n=len(troubles) + 1, failures=True, **settings)
+    assert rollout.failed == {"environment_error": len(troubles)} and len(rollout.rows) == 1
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == len(troubles)
+    assert all(any(re.search(TROUBLES[each], text) for text in told) for each in troubles), told
+
+
+@pytest.mark.parametrize("name", ["Blocking", "Async"])
+async def test_one_that_hangs_ends_at_its_deadline(name: str, tiny_model: Path) -> None:
+    rollout = await act(tiny_model, "hang", n=1, failures=True, **where(name, deadline_s=0.5))
+    assert rollout.failed == {"timeout": 1} and "0.5 s" in str(rollout.problem)
 
 
 @pytest.mark.parametrize(("deaths", "rows"), [(2, 1), (3, 0)])
-async def test_a_process_that_dies_at_first_is_replaced(
-    deaths: int, rows: int, tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_process_that_dies_is_replaced(deaths: int, rows: int, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "flag").write_text("x" * deaths)
     settings = where(options={"flag": str(tmp_path / "flag")}, reset_retries=2)
     rollout = await act(tiny_model, "go", n=1, failures=True, **settings)
@@ -214,9 +214,7 @@ async def test_a_walk_along_the_cliff(tiny_model: Path) -> None:
         ("FrozenLake-v1", ["a", "b", "c", "d"], "Actions: a, b, c, d."),
     ],
 )
-async def test_others_are_told_by_what_they_render_or_see(
-    id: str, actions: list[str], seen: str, tiny_model: Path
-) -> None:
+async def test_others_say_what_they_render_or_see(id: str, actions: list[str], seen: str, tiny_model: Path) -> None:
     rollout = await act(tiny_model, actions[1], n=1, **played("gymnasium", id=id, actions=actions))
     assert rollout.rows[0].metrics == {} and seen in rollout.rows[0].turns[0]["content"]
 
@@ -270,9 +268,7 @@ def verifiers_words(monkeypatch: pytest.MonkeyPatch) -> TaskSourceConfig:
     return TaskSourceConfig(source="verifiers", dataset="guess-the-word", options={"words": ["cat", "dog"]})
 
 
-async def test_dialogues_of_verifiers_are_played_and_scored(
-    verifiers_words: TaskSourceConfig, tiny_model: Path
-) -> None:
+async def test_dialogues_of_verifiers_are_played(verifiers_words: TaskSourceConfig, tiny_model: Path) -> None:
     tasks = read_source(verifiers_words, "tasks.sources.0")
     assert {task.answer for task in tasks} == {"cat", "dog"}
     task = next(task for task in tasks if task.answer == "cat")

@@ -296,9 +296,7 @@ async def test_tokens_have_log_probs_and_no_greedy_answer_is_asked_for_without_n
 
 
 @pytest.mark.parametrize(("worth", "mean", "unknown"), [(1.0, 0.0, 0), (-1.0, -1.0, 0), (None, math.nan, 5)])
-async def test_cut_answers_earn_what_they_do_in_training(
-    worth: float | None, mean: float, unknown: int, tiny_model: Path
-) -> None:
+async def test_cut_answers_earn_as_trained(worth: float | None, mean: float, unknown: int, tiny_model: Path) -> None:
     found = await make_explorer(config(), tiny_model, QuickEngine("length"), Taken(), Rewards(worth)).evaluate(1.0)
     assert (found.right, sum(found.unknown.values())) == (0, unknown)
     assert found.mean_reward == pytest.approx(mean, nan_ok=True)
@@ -315,9 +313,7 @@ async def test_cut_answers_earn_what_they_do_in_training(
     ],
     ids=["gigpo", "whole answers", "step_wise"],
 )
-async def test_every_turn_has_its_advantage(
-    algorithm: dict[str, Any], first: float, second: float, tiny_model: Path
-) -> None:
+async def test_turns_have_advantages(algorithm: dict[str, Any], first: float, second: float, tiny_model: Path) -> None:
     engine = QuickEngine()
     taken = await explored(tiny_model, engine, Rewards(1.0, 0.0), algorithm, **{"explorer.workflow": "two_turns"})
     assert [n for n, _ in engine.asked] == [2, 1, 1] and taken.report.tokens == 12

@@ -65,9 +65,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenised(tiny_model: Path, monkeyp
         ("hang", {"timeout": 2}),
     ],
 )
-async def test_an_environment_that_fails_costs_its_attempt(
-    trouble: str, failed: dict[str, int], tiny_model: Path
-) -> None:
+async def test_environments_in_trouble_cost_an_attempt(trouble: str, failed: dict[str, int], tiny_model: Path) -> None:
     rollout = await roll_out(tiny_model, Engines(), n=2, **visit(trouble))
     assert [row.reward for row in rollout.rows] == ([] if failed else [0.5] * 2)
     assert rollout.failed == failed and Room.opened == 0

@@ -37,9 +37,7 @@ async def test_a_chat_goes_through_the_users_messages_and_its_last_answer_is_sco
 @pytest.mark.parametrize(
     ("answers", "reward"), [(["tac"], 1.0), (["cat", "tac"], 0.5), (["cat"] * 3, 0.0), (["cat", "odd"], None)]
 )
-async def test_an_answer_is_tried_again_until_it_is_right(
-    answers: list[str], reward: float | None, tiny_model: Path
-) -> None:
+async def test_an_answer_is_tried_until_it_is_right(answers: list[str], reward: float | None, tiny_model: Path) -> None:
     options = {"attempts": 3, "discount": 0.5, "hint": "again"}
     rollout, speaker = await play(tiny_model, "reflect_and_retry", answers, options)
     assert said(rollout) == [answers] and earned(rollout) == [reward]
@@ -57,9 +55,7 @@ async def test_an_answer_is_tried_again_until_it_is_right(
         ("odd", "yes", None),
     ],
 )
-async def test_a_true_verdict_on_ones_answer_is_rewarded(
-    answer: str, verdict: str, reward: float | None, tiny_model: Path
-) -> None:
+async def test_true_verdicts_are_rewarded(answer: str, verdict: str, reward: float | None, tiny_model: Path) -> None:
     rollout, speaker = await play(tiny_model, "self_verification", [answer, verdict], {"weight": 0.25})
     assert "Say" in speaker.asked[1]
     assert said(rollout) == [[answer, verdict]] and earned(rollout) == [reward]
@@ -336,9 +332,7 @@ async def test_pictures_reach_engine_and_row(tiny_vision_model: Path, squares: l
     assert ids.count(tokenizer.images.token_id) == places, "those after the last answer are not part of the row"
 
 
-async def test_an_answer_with_image_tokens_is_last(
-    tiny_vision_model: Path, squares: list[Task], tmp_path: Path
-) -> None:
+async def test_answers_of_image_tokens_are_last(tiny_vision_model: Path, squares: list[Task], tmp_path: Path) -> None:
     """A prompt with it could not be told from one with another image."""
     tokenizer = ChatTokenizer(tiny_vision_model)
     speaker = Speaker(tokenizer, str(tokenizer.hf.convert_ids_to_tokens(tokenizer.images.token_id)))

@@ -59,9 +59,8 @@ def test_picks_and_rankings_become_preference_pairs_as_most_people_have_them(tmp
 
 
 def test_pairs_that_differ_before_the_last_answer_are_whole_conversations(tmp_path: Path) -> None:
-    longer = replace(
-        ANSWERS["g/2"], turns=(TURN, {"role": "assistant", "content": "hm"}, TURN, ANSWERS["g/2"].turns[1])
-    )
+    turns = (TURN, {"role": "assistant", "content": "hm"}, TURN, ANSWERS["g/2"].turns[1])
+    longer = replace(ANSWERS["g/2"], turns=turns)
     done = write_feedback(known(SAID[2:3]), ANSWERS | {"g/2": longer}, tmp_path / "pairs.jsonl", "pairs")
     row = json.loads((tmp_path / "pairs.jsonl").read_text())
     chosen, rejected = conversations(row, RowFormat())
@@ -78,11 +77,8 @@ def test_edits_scores_and_thumbs_become_rows_to_train_on(tmp_path: Path) -> None
 
 
 def as_read(given: Sequence[Judgement], tool: str) -> list[Judgement]:
-    kept = [each.seconds if tool == "label_studio" else 0.0 for each in given]  # Argilla keeps no times
-    read = (
-        replace(each, id="", given_at=0.0, rows=tuple(sorted(each.rows)), seconds=seconds)
-        for each, seconds in zip(given, kept, strict=True)
-    )
+    rest = {} if tool == "label_studio" else {"seconds": 0.0}  # Argilla keeps no times
+    read = (replace(each, id="", given_at=0.0, rows=tuple(sorted(each.rows)), **rest) for each in given)
     return sorted(read, key=repr)
 
 
