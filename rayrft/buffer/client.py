@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 
@@ -27,7 +29,11 @@ _INLINE_BYTES = 64 << 10
 _CALL_BYTES = 4 << 20
 
 
-_Waiting = tuple[GroupEntry, pa.RecordBatch, "asyncio.Future[Receipt]"]
+_TOKEN_BYTES, _ROW_BYTES = 16, 512
+"""Estimates: what a row takes for each of its tokens, with their log-probs and text, and beside them."""
+
+Rows: TypeAlias = Sequence[Experience] | pa.RecordBatch
+_Waiting = tuple[GroupEntry, Rows, "asyncio.Future[Receipt]"]
 
 
 class BufferWriter:
@@ -43,22 +49,25 @@ class BufferWriter:
 
     async def put(
         self,
-        batch: pa.RecordBatch,
+        rows: Rows,
         report: GroupReport | None = None,
         *,
         ticket: Ticket | None = None,
         dropped: dict[str, int] | None = None,
     ) -> Receipt:
-        """Put a group, as one record batch; return its receipt when it is in the Buffer's log.
+        """Put a group; return its receipt when it is in the Buffer's log. Experiences that have a ticket are converted
+        together with those of the groups that are sent with them.
 
-        Raises DataError if the rows do not have the experience schema, StorageError if the log cannot be written.
+        Raises DataError if a row does not fit its columns' types, or a batch does not have the experience schema, and
+        StorageError if the log cannot be written.
         """
-        check_schema(batch.schema)
-        check_filled(batch)
-        digest = zlib.crc32(pack(batch)) if ticket is None else 0
-        entry = _entry(batch, ticket, report or GroupReport(rows=batch.num_rows), dropped or {}, digest)
+        if ticket is None:
+            rows = _batch(rows)
+        if isinstance(rows, pa.RecordBatch):
+            check_schema(rows.schema)
+            check_filled(rows)
         done = asyncio.get_running_loop().create_future()
-        self._waiting.append((entry, batch, done))
+        self._waiting.append((_entry(rows, ticket, report or GroupReport(rows=len(rows)), dropped or {}), rows, done))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
         return await done
@@ -75,9 +84,10 @@ class BufferWriter:
             if call is not None and sum(entry.nbytes for entry, _, _ in self._waiting) < _CALL_BYTES:
                 await call
             sent = self._next()
-            batches = [batch for _, batch, _ in sent]
-            try:  # their schema was checked
-                payload = _payload((pa.concat_batches(batches) if len(batches) > 1 else batches[0]).serialize())
+            try:  # the schema of batches was checked
+                payload = _payload(_joined([rows for _, rows, _ in sent]).serialize())
+            except DataError:
+                self._waiting[:0] = _converted(sent)
             except Exception as error:  # raised in the callers of `put`, as those of the call
                 _fail(sent, error)
             else:
@@ -113,13 +123,35 @@ class BufferWriter:
                     done.set_result(receipt)
 
 
-def _entry(
-    batch: pa.RecordBatch, ticket: Ticket | None, report: GroupReport, dropped: dict[str, int], digest: int = 0
-) -> GroupEntry:
-    name = batch.column("group_id")[0].as_py()
-    rows = batch.num_rows
-    nbytes = batch.get_total_buffer_size()
-    return GroupEntry(name, ticket, report, dropped, rows, nbytes, digest)
+def _entry(rows: Rows, ticket: Ticket | None, report: GroupReport, dropped: dict[str, int]) -> GroupEntry:
+    if isinstance(rows, pa.RecordBatch):
+        name, nbytes = rows.column("group_id")[0].as_py(), rows.get_total_buffer_size()
+    else:
+        name, nbytes = rows[0].group_id, sum(_ROW_BYTES + _TOKEN_BYTES * len(row.token_ids) for row in rows)
+    digest = zlib.crc32(pack(rows)) if ticket is None else 0
+    return GroupEntry(name, ticket, report, dropped, len(rows), nbytes, digest)
+
+
+def _batch(rows: Rows) -> pa.RecordBatch:
+    return rows if isinstance(rows, pa.RecordBatch) else to_batch(rows)
+
+
+def _joined(groups: list[Rows]) -> pa.RecordBatch:
+    """Return one batch of the rows of groups. Raises DataError if a row does not fit its columns' types."""
+    if not any(isinstance(rows, pa.RecordBatch) for rows in groups):
+        return to_batch([*chain.from_iterable(groups)])
+    return pa.concat_batches([*map(_batch, groups)]) if len(groups) > 1 else _batch(groups[0])
+
+
+def _converted(groups: list[_Waiting]) -> list[_Waiting]:
+    """Return groups with their rows as batches. Groups with a row that does not fit end in the error."""
+    fitting = list[_Waiting]()
+    for entry, rows, done in groups:
+        try:
+            fitting.append((entry, _batch(rows), done))
+        except DataError as error:
+            _fail([(entry, rows, done)], error)
+    return fitting
 
 
 def _fail(sent: list[_Waiting], error: Exception) -> None:

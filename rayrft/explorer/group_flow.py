@@ -109,12 +109,11 @@ class GroupFlow:
         group = with_failures(self._filter(verified, algorithm, ticket), rollout.failed)
         if group.rows:
             try:
-                batch = to_batch(group.rows)
+                await self.writer.put(group.rows, group.report, ticket=ticket, dropped=dict(group.dropped))
             except DataError as error:  # of what the workflow has put into the rows
                 await self._buffer.call(Buffer.fail, ticket, "workflow_error")
                 workflow = task.workflow or self._config.explorer.workflow
                 return self._count_failure(number, f"workflow {workflow!r} on task {task.id}: {error}")
-            await self.writer.put(batch, group.report, ticket=ticket, dropped=dict(group.dropped))
         else:
             await self._buffer.call(Buffer.drop, ticket, dict(group.dropped), group.report)
         if group.unknown and not group.rewards:

@@ -166,7 +166,10 @@ class Taken:
         self.dropped: dict[str, int] = {}
         self.made: dict[str, list[Experience]] = {}
 
-    async def put(self, batch: pa.RecordBatch, report: GroupReport, *, ticket: Ticket, dropped: dict[str, int]) -> None:
+    async def put(
+        self, rows: list[Experience], report: GroupReport, *, ticket: Ticket, dropped: dict[str, int]
+    ) -> None:
+        batch = to_batch(rows)
         assert find_faults(batch) == {}
         self.rows, self.report, self.dropped = from_batch(batch), report, dropped
 
