@@ -220,14 +220,15 @@ class ChatTokenizer:
         shared = min(shared, len(ids) - 1)
         return ids, [0] * shared + [1] * (len(ids) - shared)
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Decode an answer without padding and the template's marks of turns and of their ends."""
-        kept = [token for token in token_ids if token not in self._silent]
-        return str(self.hf.decode(kept, skip_special_tokens=False))
+        silent = self._silent
+        # `decode` would look at every token once more, in Python.
+        return str(self.hf._decode([token for token in token_ids if token not in silent], skip_special_tokens=False))
 
     def answer(self, token_ids: Sequence[int]) -> str:
         """Decode an answer to a chat prompt; it begins with the ``<think>`` that the prompt has opened, if any."""
-        return self._opening + self.decode(list(token_ids))
+        return self._opening + self.decode(token_ids)
 
     def opening(self, options: Mapping[str, Any] | None = None) -> str:
         """Return the beginning of answers that the template writes, from ``<think>`` on; empty if the model does."""

@@ -11,7 +11,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -40,8 +40,7 @@ class Parking:
 _UNBEGUN = Completion((), (), (), INTERRUPTED)
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """A call of the model, and what was sampled for it: it is not finished while the stop reason is `INTERRUPTED`."""
 
     prompt: list[int]
@@ -173,14 +172,12 @@ class GroupCalls:
     def answered(self, repeat: int, prompt: list[int], answer: Completion) -> bool:
         """Return whether the model answered this to the prompt in that attempt, perhaps at more length."""
         end = len(answer.token_ids)
-        return any(
-            call.prompt == prompt
-            and (
-                call.answer is answer
-                or (call.answer.token_ids[:end] == answer.token_ids and call.answer.logprobs[:end] == answer.logprobs)
-            )
-            for call in self._attempts[repeat].made.values()
-        )
+        for call in self._attempts[repeat].made.values():
+            if call.prompt == prompt:
+                made = call.answer
+                if made is answer or (made.token_ids[:end], made.logprobs[:end]) == (answer.token_ids, answer.logprobs):
+                    return True
+        return False
 
     def end(self, repeat: int) -> None:
         """Cancel the tasks of an attempt that has ended which wait for an answer still: nobody will train it."""
@@ -202,15 +199,17 @@ class GroupCalls:
             if attempt.ended:
                 raise RuntimeError("the attempt has ended: await all that a workflow begins")
             number = len(attempt.made) + 1
-            call = attempt.recorded.pop(number, _Call(prompt, images))
-            if call.prompt != prompt or call.images != images:
-                log.warning(
-                    "a continued attempt differs from its recorded calls from call %d on: they are sampled again",
-                    number,
-                )
-                attempt.recorded.clear()
-                attempt.diverged = True
-                call = _Call(prompt, images)
+            call = _Call(prompt, images)
+            if recorded := attempt.recorded.pop(number, None):
+                if (recorded.prompt, recorded.images) == (prompt, images):
+                    call = recorded
+                else:
+                    log.warning(
+                        "a continued attempt differs from its recorded calls from call %d on: they are sampled again",
+                        number,
+                    )
+                    attempt.recorded.clear()
+                    attempt.diverged = True
             attempt.made[number] = call
             if not call.finished:
                 task = asyncio.current_task()

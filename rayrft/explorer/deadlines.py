@@ -79,13 +79,16 @@ class GroupDeadline:
 class _Deadline:
     """Calls ``expire`` when work of the group has been running for so many seconds.
 
-    It runs while it was started more often than stopped.
+    It runs while it was started more often than stopped, and the ``whole`` group's runs with it.
     """
 
-    def __init__(self, group: GroupDeadline, seconds: float, expire: Callable[[], object]) -> None:
+    def __init__(
+        self, group: GroupDeadline, seconds: float, expire: Callable[[], object], whole: _Deadline | None = None
+    ) -> None:
         self._group = group
         self._left = seconds
         self._expire = expire
+        self._whole = whole
         self._active = 0
         self.due = 0.0
         """When it expires, in the event loop's time, if it is not stopped before."""
@@ -96,12 +99,16 @@ class _Deadline:
         if self._active == 1:
             self.due = self._group.loop.time() + self._left
             self._group.add(self)
+            if self._whole is not None:
+                self._whole.start()
 
     def stop(self) -> None:
         self._active -= 1
         if self._active == 0:
             self._left = self.due - self._group.loop.time()
             self._group.discard(self)
+            if self._whole is not None:
+                self._whole.stop()
 
     def end(self) -> None:
         if not self.expired:
@@ -113,18 +120,8 @@ class _AttemptDeadline(_Deadline, AbstractContextManager[None]):
     """The deadline of an attempt, inside which that of its group runs, too."""
 
     def __init__(self, group: GroupDeadline, seconds: float, task: asyncio.Task[object]) -> None:
-        super().__init__(group, seconds, task.cancel)
+        super().__init__(group, seconds, task.cancel, group.whole)
         self._task = task
-
-    def start(self) -> None:
-        super().start()
-        if self._active == 1 and self._group.whole is not None:
-            self._group.whole.start()
-
-    def stop(self) -> None:
-        super().stop()
-        if self._active == 0 and self._group.whole is not None:
-            self._group.whole.stop()
 
     def __enter__(self) -> None:
         if self._group.expired:

@@ -10,6 +10,7 @@ import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
@@ -46,8 +47,7 @@ class Rollout:
     """The calls of the group, if it was parked: it has no rows then."""
 
 
-@dataclass(frozen=True)
-class _BuiltRow:
+class _BuiltRow(NamedTuple):
     """A trajectory of a workflow, its row, what a reward sees of it, and the reward that the workflow has set."""
 
     trajectory: Trajectory
@@ -148,11 +148,11 @@ class Runner:
         calls = GroupCalls(self._engines, n, common, parking)
         group = GroupDeadline(self._config.explorer.group_deadline_s)
         attempts = [asyncio.create_task(self._scored(task, repeat, calls, group, name)) for repeat in range(n)]
-        for repeat, attempt in enumerate(attempts):
-            calls.on_park(repeat, attempt.cancel)
         rows, results, failed, problem = list[Experience](), list[RewardResult](), Counter[str](), None
         if parking is not None:
             self._parkable[name] = calls
+            for repeat, attempt in enumerate(attempts):
+                calls.on_park(repeat, attempt.cancel)
         try:
             outcomes = await asyncio.gather(*attempts)
         finally:
@@ -307,11 +307,11 @@ def _rows(
     trajectories = made if isinstance(made, list) else [made]
     if not trajectories or not all(isinstance(trajectory, Trajectory) for trajectory in trajectories):
         raise TypeError(f"a workflow must return a Trajectory or a list of them, not {made!r}")
-    if not all(trajectory.answers for trajectory in trajectories):
-        raise ValueError("the trajectory has no answer of the model: await act() first")
-    if any(trajectory not in model.started for trajectory in trajectories) or len({*trajectories}) < len(trajectories):
-        raise ValueError("a workflow must return trajectories of this attempt, each once")
     for trajectory in trajectories:
+        if not trajectory.answers:
+            raise ValueError("the trajectory has no answer of the model: await act() first")
+        if trajectory not in model.started or trajectories.count(trajectory) > 1:
+            raise ValueError("a workflow must return trajectories of this attempt, each once")
         if not all(calls.answered(model.repeat, *prompted) for prompted in trajectory.prompted()):
             raise ValueError("the trajectory has tokens that were not sampled for it, or with other log-probs")
     first = f"{name}/{model.repeat}"

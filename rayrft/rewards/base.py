@@ -148,6 +148,8 @@ def checked(found: object, transcript: Transcript) -> RewardResult:
     """Return a result whose numbers are finite, or an unknown one. Raises ValueError or TypeError for other values."""
     if not isinstance(found, RewardResult):
         found = RewardResult(float(cast("float", found)))
+        if math.isfinite(found.value or 0.0):
+            return found
     if found.value is None:
         return _unknown(found, found.reason)
     if len(found.turns) not in (0, len(transcript.answers)):
