@@ -42,7 +42,7 @@ class TaskActor(Watched):
         self._engines = EngineClient(engine_pool, waits, share)
         self._models = auxiliary_models(config.auxiliary, auxiliary, waits, share)
         self._rewards = Rewards(config.scoring, config.plugins, scoring, self._models)
-        self._runner = Runner(config, tokenizer, self._engines, self._reward, self._models)
+        self._runner = Runner(config, tokenizer, self._engines, self._reward, self._models, self._rewards.scores_inline)
 
     def _evaluator_on(self, engines: EngineClient, max_tokens: int | None) -> Evaluator:
         return Evaluator(self._config, self._runner.beside(engines, max_tokens))

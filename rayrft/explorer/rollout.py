@@ -10,7 +10,6 @@ import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
@@ -47,7 +46,8 @@ class Rollout:
     """The calls of the group, if it was parked: it has no rows then."""
 
 
-class _BuiltRow(NamedTuple):
+@dataclass(slots=True)
+class _BuiltRow:
     """A trajectory of a workflow, its row, what a reward sees of it, and the reward that the workflow has set."""
 
     trajectory: Trajectory
@@ -62,16 +62,17 @@ class _BuiltRow(NamedTuple):
         result = None if trajectory.result is None else checked(trajectory.result, transcript)
         return cls(trajectory, row, transcript, result)
 
-    def scored(self, result: RewardResult) -> tuple[Experience, RewardResult]:
-        """Return the row with the rewards of steps inside its answers, and the result: an unknown one if these cannot
-        be placed."""
-        if not result.steps:
-            return self.row, result
-        try:
-            places = self.trajectory.step_rewards_by_token(result.steps)
-        except ValueError as error:
-            return self.row, RewardResult(None, result.components, f"steps: {error}", result.answer, error=True)
-        return self.row.with_fields(metrics=self.row.metrics | places), result
+    def score(self, result: RewardResult) -> RewardResult:
+        """Set the result, with the rewards of steps inside answers, and return it: an unknown one if these cannot be
+        placed."""
+        if result.steps:
+            try:
+                places = self.trajectory.step_rewards_by_token(result.steps)
+                self.row = self.row.with_fields(metrics=self.row.metrics | places)
+            except ValueError as error:
+                result = RewardResult(None, result.components, f"steps: {error}", result.answer, error=True)
+        self.result = result
+        return result
 
 
 class BusyClock:
@@ -108,8 +109,11 @@ class Runner:
         engines: Engines,
         score: ScoreAnswers,
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
+        scores_inline: Callable[[Task], bool] = lambda task: False,
     ) -> None:
+        """``scores_inline``: whether the rewards of a task do not wait. Its attempts are scored together then."""
         self._config = config
+        self._scores_inline = scores_inline
         self._auxiliary = auxiliary or {}
         self._tokenizer = tokenizer
         self._engines = engines
@@ -147,8 +151,9 @@ class Runner:
         common = Sampling(temperature, sampling.max_tokens, self._tokenizer.stop_ids, seed, sampling.repetition)
         calls = GroupCalls(self._engines, n, common, parking)
         group = GroupDeadline(self._config.explorer.group_deadline_s)
-        attempts = [asyncio.create_task(self._scored(task, repeat, calls, group, name)) for repeat in range(n)]
-        rows, results, failed, problem = list[Experience](), list[RewardResult](), Counter[str](), None
+        inline, create_task = self._scores_inline(task), asyncio.get_running_loop().create_task
+        attempts = [create_task(self._scored(task, repeat, calls, group, name, inline)) for repeat in range(n)]
+        made, failed, problem = list[_BuiltRow](), Counter[str](), None
         if parking is not None:
             self._parkable[name] = calls
             for repeat, attempt in enumerate(attempts):
@@ -170,9 +175,11 @@ class Runner:
                 failed[outcome.reason] += 1
                 problem = outcome.problem or problem
             else:
-                rows += outcome[0]
-                results += outcome[1]
-        return Rollout(rows, results, failed, problem)
+                made += outcome
+                outcome.clear()  # the attempt's task and its trajectories would keep each other
+        if inline:
+            await self._score_rows(task, made)
+        return Rollout([each.row for each in made], [each.result for each in made if each.result], failed, problem)
 
     def park(self, name: str) -> None:
         """Park the group of that id, which runs with ``parking``; nothing happens if it is not running."""
@@ -180,15 +187,14 @@ class Runner:
             self._parkable[name].park()
 
     async def _scored(
-        self, task: Task, repeat: int, calls: GroupCalls, group: GroupDeadline, name: str
-    ) -> tuple[list[Experience], list[RewardResult]] | _Failure:
-        """Make an attempt, and score its rows while other attempts run."""
+        self, task: Task, repeat: int, calls: GroupCalls, group: GroupDeadline, name: str, inline: bool
+    ) -> list[_BuiltRow] | _Failure:
+        """Make an attempt and, unless rewards are ``inline``, score its rows while other attempts run."""
         with self.rolling:
             made = await self._attempt(task, repeat, calls, group, name)
-        if isinstance(made, _Failure):
-            return made
-        scored = await self._results(task, made)
-        return [row for row, _ in scored], [result for _, result in scored]
+        if not inline and not isinstance(made, _Failure):
+            await self._score_rows(task, made)
+        return made
 
     async def _attempt(
         self, task: Task, repeat: int, calls: GroupCalls, group: GroupDeadline, name: str
@@ -247,19 +253,16 @@ class Runner:
             self._logged.add(kind)
         return _Failure(reason, text)
 
-    async def _results(self, task: Task, made: list[_BuiltRow]) -> list[tuple[Experience, RewardResult]]:
-        """Return each row with its result: the workflow's reward if it set one, else that of the config."""
-        unscored = [each.transcript for each in made if each.result is None]
-        if unscored:
+    async def _score_rows(self, task: Task, made: list[_BuiltRow]) -> None:
+        """Set the results of rows: the workflow's reward if it set one, else that of the config."""
+        found = iter(list[RewardResult]())
+        if unscored := [each.transcript for each in made if each.result is None]:
             with self.scoring:
                 found = iter(await self._score(task, unscored))
-        else:
-            found = iter([])
-        results = [each.scored(next(found) if each.result is None else each.result) for each in made]
-        for _, result in results:
+        for each in made:
+            result = each.score(next(found) if each.result is None else each.result)
             if result.value is None:
                 log.warning("the reward of task %s is unknown: %s", task.id, result.reason)
-        return results
 
     async def _score_one(self, task: Task, response: str) -> RewardResult:
         with self.scoring:
@@ -269,7 +272,7 @@ class Runner:
     def _model(self, repeat: int, calls: GroupCalls, name: str) -> Model:
         """``name`` is the group's id."""
         sampling = self._config.explorer.sampling
-        auxiliary = {
+        auxiliary = self._auxiliary and {
             of: each.with_seed(
                 derive_seed(self._config.seed, f"{name}/{repeat}/{of}") if self._config.seeds_requests else None
             )

@@ -66,15 +66,13 @@ def apply_rewards(
             for (row, _), penalty, length in zip(kept, penalties, lengths, strict=True)
         ]
     values = [value + penalty for value, penalty in zip(raw_rewards, penalties, strict=True)]
-    scored = [
-        row.with_fields(
-            reward=value,
-            reward_components=result.components,
-            error=result.reason,
-            metrics=row.metrics | {f"turn_reward_{turn}": reward for turn, reward in enumerate(result.turns)},
-        )
-        for (row, result), value in zip(kept, values, strict=True)
-    ]
+    scored = list[Experience]()
+    for (row, result), value in zip(kept, values, strict=True):
+        fields = {"reward": value, "reward_components": result.components, "error": result.reason}
+        if result.turns:
+            turns = {f"turn_reward_{turn}": reward for turn, reward in enumerate(result.turns)}
+            fields["metrics"] = row.metrics | turns
+        scored.append(row.with_fields(**fields))
     report = GroupReport(
         rows=len(rows),
         reward_sum=sum(values),

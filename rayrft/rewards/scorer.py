@@ -62,6 +62,10 @@ class Scorer:
                 elif isinstance(each, InLoop) and (close := getattr(each.reward, "close", None)):
                     await close()
 
+    def is_inline(self, domain: str) -> bool:
+        """Return whether the rewards of a domain run in the caller, without waiting."""
+        return not any(isinstance(each, InLoop | InProcesses) for each in self._rewards[domain])
+
     async def score(self, task: Task, transcripts: Sequence[Transcript]) -> list[RewardResult]:
         """Return one result per transcript. Raises ConfigError if the task's domain has no reward."""
         domain = self._config.domain_of(task.domain)
@@ -260,6 +264,11 @@ class Rewards:
             self._stats[domain].pending -= len(transcripts)
         self._stats[domain].add(results)
         return results
+
+    def scores_inline(self, task: Task) -> bool:
+        """Return whether a task is scored without waiting. Raises ConfigError if the task's domain has no reward."""
+        domain = self._config.domain_of(task.domain)
+        return isinstance(self._backend, Scorer) and self._backend.is_inline(domain)
 
     def take_stats(self) -> dict[str, DomainStats]:
         """Return the statistics since the last call, by domain."""

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.validation import find_faults
@@ -101,10 +99,13 @@ class ScriptedRewards:
         """Tasks of whose two answers one is scored, each with whether it is in a flat group."""
 
     async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        return [self._score(task) for _ in transcripts]
+
+    def _score(self, task: Task) -> RewardResult:
         if task.id in self.begun:
-            return [RewardResult(float(self.begun.pop(task.id)))]
+            return RewardResult(float(self.begun.pop(task.id)))
         self.begun[task.id] = self.random.random() < 0.3
-        return [RewardResult(1.0)]
+        return RewardResult(1.0)
 
 
 def config(**overrides: Any) -> RunConfig:

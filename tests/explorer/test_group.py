@@ -201,7 +201,7 @@ async def test_what_answers_operators_raises_where_the_group_is_waited_for(tiny_
             return [RewardResult(1.0)] * len(transcripts)
 
     async with Verifying(tiny_model, ["scored_again"]) as verifying:
-        verifying.explorer._rewards = Refuses(1.0, 1.0)  # type: ignore[assignment]
+        verifying.explorer._rewards = Refuses(1.0)  # type: ignore[assignment]
         for _ in range(2):
             with pytest.raises(ConfigError, match="no reward scores"):
                 await verifying.group()
