@@ -128,7 +128,7 @@ class School(Pupil):
         ]
 
 
-def by_ppo(school: School, steps: int, *, prompts: int = 24, answers: int = 8) -> None:
+def by_ppo(school: School, steps: int, *, prompts: int, answers: int = 8) -> None:
     """Learn from own answers."""
     update = {"mini_batches": 2, "critic_warmup_steps": 2}
     learner = school.learner("ppo", steps, 2e-4, critic=school.model(), update=update)
@@ -153,8 +153,8 @@ def by_dpo(school: School, steps: int, *, prompts: int = 400, answers: int = 16)
         learner.step([[side for place in some for side in pairs[place]]])
 
 
-def lesson(seed: int, folder: Path) -> dict[str, float]:
-    """Scores before and after, each way from the same warm-up."""
+def lesson(seed: int, folder: Path, steps: int, prompts: int) -> dict[str, float]:
+    """Scores before and after, each way from the same warm-up; PPO takes so many steps of so many prompts."""
     torch.set_num_threads(1)
     school = School(seed, folder)
     school.demonstrate(200, 2e-3)
@@ -163,7 +163,7 @@ def lesson(seed: int, folder: Path) -> dict[str, float]:
     by_dpo(school, 40)
     scores["dpo"] = school.score()
     school.policy.load_state_dict(start)
-    by_ppo(school, 20)
+    by_ppo(school, steps, prompts=prompts)
     return {**scores, "ppo": school.score()}
 
 

@@ -11,11 +11,11 @@ from tests.trainer import learned_reward
 from tests.trainer.learning import lesson
 
 
-@pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_ppo_and_dpo_better_a_small_model_by_a_margin(tmp_path: Path, seeds: int) -> None:
-    folders = [tmp_path / str(seed) for seed in range(seeds)]
+@pytest.mark.parametrize(("seeds", "steps", "prompts"), [(1, 15, 16), pytest.param(3, 20, 24, marks=pytest.mark.slow)])
+def test_ppo_and_dpo_better_a_small_model_by_a_margin(tmp_path: Path, seeds: int, steps: int, prompts: int) -> None:
+    given = [(seed, tmp_path / str(seed), steps, prompts) for seed in range(seeds)]
     with FORKS.Pool(seeds) as pool:
-        scores = pool.starmap(lesson, enumerate(folders), chunksize=1)
+        scores = pool.starmap(lesson, given, chunksize=1)
     assert all(each["start"] < 0.4 for each in scores), scores
     assert all(each["ppo"] > each["start"] + 0.15 for each in scores), scores
     # What DPO gains differs by 0.05 and more with the pairs that happen to be sampled: the mean of the seeds counts.
