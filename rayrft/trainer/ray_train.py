@@ -12,13 +12,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import ray
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayrft.runtime import ray_api
-from rayrft.weights.channel import open_store
+from rayrft.weights.channel import node_address, open_store
 
 _SETTINGS = {
     # Poll interval of Ray Train's controller; its default costs 2 s per checkpoint.
@@ -63,8 +64,10 @@ def _controller_on(group: Any) -> type:
             return ray_api.DefaultPlacementGroupHandle(group)
 
         def execute_single(self, rank: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # Ray Train looks for a free port and binds it later: meanwhile another process may take it.
-            fn = _rendezvous if fn is ray_api.get_address_and_port else fn
+            if fn is ray_api.get_address_and_port:  # before the ranks form their process group
+                self.execute(_bind_gloo)
+                # Ray Train looks for a free port and binds it later: meanwhile another process may take it.
+                fn = _rendezvous
             return super().execute_single(rank, fn, *args, **kwargs)
 
     class Controller(ray_api.TrainController):
@@ -75,6 +78,15 @@ def _controller_on(group: Any) -> type:
 
 _stores: list[Any] = []
 """Stores that this rank hosts for process groups; they live as long as the process."""
+
+
+def _bind_gloo() -> None:
+    """Let gloo use the interface of this node's address, unless GLOO_SOCKET_IFNAME is set. By default it takes what the
+    host's name resolves to, which is a loopback address on many distributions."""
+    address = node_address()
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address == address for each in found):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _rendezvous() -> tuple[str, int]:

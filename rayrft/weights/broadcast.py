@@ -70,7 +70,11 @@ class Gloo(Broadcast):
     def _form(self, end: Endpoint, rank: int, size: int, timeout: timedelta) -> Any:
         import torch.distributed as dist
 
-        return dist.ProcessGroupGloo(end.store, rank, size, timeout)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        # By default gloo takes what the host's name resolves to, which is a loopback address on many distributions.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=end.address)]
+        return dist.ProcessGroupGloo(end.store, rank, size, options)
 
 
 @register_transport("nccl")

@@ -30,10 +30,7 @@ def open_store(timeout_s: float = 300.0, host: str | None = None) -> TCPStore:
     listener; keep this one until then.
     """
     if host is None:
-        import ray
-
-        alone = sum(node["Alive"] for node in ray.nodes()) == 1
-        host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
+        host = node_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listening:
         port, listening_fd = listening.getsockname()[1], listening.detach()
@@ -46,6 +43,21 @@ def open_store(timeout_s: float = 300.0, host: str | None = None) -> TCPStore:
         multi_tenant=True,
         master_listen_fd=listening_fd,
     )
+
+
+def node_address() -> str:
+    """Return this node's address, or the loopback address while the cluster has no other node."""
+    import ray
+
+    alone = sum(node["Alive"] for node in ray.nodes()) == 1
+    return "127.0.0.1" if alone else ray.util.get_node_ip_address()
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return this process' address in the network in which it reaches ``host``; nothing is sent."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
 
 
 class WeightChannel:
@@ -66,7 +78,8 @@ class WeightChannel:
         self._store = SignedStore(shared, link.secret)
         self._transport = transports.get(link.transport)()
         ends, own = (link.senders, link.receivers), PrefixStore("transport", shared)
-        self._transport.connect(Endpoint(sends, index, *ends, device, own, link.timeout_s, link.secret))
+        address = address_towards(link.host, link.port)
+        self._transport.connect(Endpoint(sends, index, *ends, device, own, link.timeout_s, link.secret, address))
 
     def send(self, number: int, parcel: Parcel, buckets: Iterable[Tensor]) -> str:
         """Send the buckets of a parcel as transfer ``number``; return their digest, on the first sender."""

@@ -47,6 +47,8 @@ class Endpoint:
     timeout_s: float
     secret: str = field(repr=False)
     """The link's secret, which only its ends have."""
+    address: str = "127.0.0.1"
+    """This end's address in the network of the first sender."""
 
 
 class SignedStore:

@@ -1,0 +1,140 @@
+#!/usr/bin/env bash
+# A Ray cluster of several nodes on this machine, to try what goes wrong only between nodes.
+#
+#   bash cluster/several_nodes.sh N           start N nodes, print RAY_ADDRESS, and stay until Ctrl-C
+#   bash cluster/several_nodes.sh --exec I COMMAND …   run a command on node I, in the current folder
+#   bash cluster/several_nodes.sh --join I    start node I as one more node of the running cluster
+#   bash cluster/several_nodes.sh --kill I    kill node I with all its processes
+#   bash cluster/several_nodes.sh --cut I     cut the network link of node I
+#   bash cluster/several_nodes.sh --stop      kill all nodes
+#
+# Each node has its own network, mount, uts and pid namespace: its own address and host name, its own /tmp/ray and
+# /dev/shm. Its hosts file maps its own name to 127.0.1.1, as Debian's does. A bridge in one more namespace connects the
+# nodes, so that nothing of this machine's network changes. Node 0 is in the network, but runs no Ray. All other files
+# are shared. Needs root, or unprivileged user namespaces.
+#
+# RAYRFT_NODES is the folder of the cluster's state (/tmp/rayrft-nodes); RAYRFT_NODE_CPUS the CPUs of a node (2);
+# RAYRFT_NODE_STORE the bytes of its object store (100 MB); RAYRFT_NODE_SECRETLESS=1 starts it without a token.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+state=${RAYRFT_NODES:-/tmp/rayrft-nodes}
+ray=$here/../.venv/bin/ray
+network=10.77.0
+
+fail() {
+  printf 'several_nodes: %s\n' "$1" >&2
+  exit "${2:-1}"
+}
+
+pid_of() { cat "$state/$1.pid" 2>/dev/null || fail "node $1 is not running"; }
+
+# Run a command in the namespaces of a node.
+enter() {
+  local node=$1 folder=$PWD
+  shift
+  nsenter -t "$(pid_of "$node")" $(cat "$state/user") -n -m -u -p -- env -C "$folder" RAY_ADDRESS="$network.1:6379" \
+    RAY_AUTH_MODE="$(cat "$state/mode")" RAY_AUTH_TOKEN_PATH="$state/token" "$@"
+}
+
+# The first process of a node, inside its namespaces: its end is the node's.
+node() {
+  local node=$1
+  hostname "node-$node"
+  mkdir -p /tmp/ray
+  mount -t tmpfs tmpfs /tmp/ray
+  mount -t tmpfs tmpfs /dev/shm
+  mount --bind "$state/hosts.$node" /etc/hosts
+  mount --bind "$state/resolv.conf" /etc/resolv.conf
+  ip link set lo up
+  read -r _ <"$state/$node.cable"
+  ip address add "$network.$((node ? node : 250))/24" dev eth0
+  ip link set eth0 up
+  export RAY_AUTH_TOKEN_PATH=$state/token RAY_raylet_start_wait_time_s=120 RAY_AUTH_MODE
+  RAY_AUTH_MODE=$(cat "$state/mode")
+  local common=(--node-ip-address "$network.$node" --num-cpus "${RAYRFT_NODE_CPUS:-2}" --disable-usage-stats --block
+    --object-store-memory "${RAYRFT_NODE_STORE:-100000000}" --labels "node=$node")
+  case $node in
+    0) exec sleep infinity ;;
+    1) exec "$ray" start --head --port 6379 --dashboard-host "$network.1" "${common[@]}" ;;
+    *) exec "$ray" start --address "$network.1:6379" "${common[@]}" ;;
+  esac
+}
+
+# Start a node, and plug it into the bridge.
+start() {
+  local node=$1 keeper
+  printf '127.0.0.1 localhost\n127.0.1.1 node-%s\n' "$node" >"$state/hosts.$node"
+  for other in 1 2 3 4 5 6 7 8; do
+    [ "$other" = "$node" ] || printf '%s.%s node-%s\n' "$network" "$other" "$other" >>"$state/hosts.$node"
+  done
+  mkfifo "$state/$node.cable"
+  setsid unshare --net --mount --uts --pid --fork --mount-proc --kill-child bash "$here/several_nodes.sh" --node "$node" \
+    >"$state/$node.log" 2>&1 </dev/null &
+  keeper=$!
+  until pgrep -P "$keeper" >"$state/$node.pid"; do
+    kill -0 "$keeper" 2>/dev/null || fail "node $node did not start: $(tail -n 1 "$state/$node.log")"
+    sleep 0.05
+  done
+  nsenter -t "$(pid_of bridge)" $(cat "$state/user") -n -- ip link add "node$node" type veth peer name eth0 \
+    netns "$(pid_of "$node")"
+  nsenter -t "$(pid_of bridge)" $(cat "$state/user") -n -- ip link set "node$node" master bridge up
+  printf 'plugged\n' >"$state/$node.cable"
+  rm "$state/$node.cable"
+}
+
+# Wait until so many nodes are alive, or node 1 has ended.
+await_nodes() {
+  until [ "$(enter 1 "$ray" status 2>/dev/null | grep -c ' node_')" = "$1" ]; do
+    kill -0 "$(pid_of 1)" 2>/dev/null || fail "the head did not start: $(tail -n 5 "$state/1.log")"
+    sleep 0.5
+  done
+}
+
+stop() {
+  for file in "$state"/*.pid; do
+    [ -s "$file" ] && kill -9 "$(cat "$file")" 2>/dev/null
+  done
+  rm -rf "$state"
+}
+
+case ${1:-} in
+  --node) node "$2" ;;
+  --exec) enter "${@:2}" ;;
+  --join)
+    start "$2"
+    ;;
+  --kill)
+    kill -9 "$(pid_of "$2")"
+    rm "$state/$2.pid"
+    ;;
+  --cut) nsenter -t "$(pid_of bridge)" $(cat "$state/user") -n -- ip link set "node$2" down ;;
+  --stop) stop ;;
+  [1-8])
+    for tool in ip unshare nsenter; do
+      command -v "$tool" >/dev/null || fail "$tool is missing: install iproute2 and util-linux" 77
+    done
+    [ -x "$ray" ] || fail "there is no .venv: run bash cluster/setup.sh"
+    if [ "$(id -u)" != 0 ]; then
+      unshare --user --map-root-user --net true 2>/dev/null ||
+        fail "needs root, or unprivileged user namespaces, which this machine does not allow" 77
+      RAYRFT_NODE_USER="-U --preserve-credentials" exec unshare --user --map-root-user bash "$0" "$@"
+    fi
+    unshare --net --mount --uts --pid --fork true 2>/dev/null || fail "this machine allows no namespaces" 77
+    [ ! -e "$state" ] || fail "a cluster is running already, or was killed: bash cluster/several_nodes.sh --stop"
+    mkdir -m 700 "$state"
+    trap stop EXIT
+    printf '%s' "${RAYRFT_NODE_USER:-}" >"$state/user"
+    printf 'nameserver 127.0.0.1\n' >"$state/resolv.conf"
+    printf '%s' "$([ -n "${RAYRFT_NODE_SECRETLESS:-}" ] && echo disabled || echo token)" >"$state/mode"
+    head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$state/token"
+    setsid unshare --net sleep infinity &
+    printf '%s' "$!" >"$state/bridge.pid"
+    until nsenter -t "$(pid_of bridge)" -n -- ip link add bridge type bridge 2>/dev/null; do sleep 0.05; done
+    nsenter -t "$(pid_of bridge)" -n -- ip link set bridge up
+    for number in $(seq 0 "$1"); do start "$number"; done
+    await_nodes "$1"
+    printf 'RAY_ADDRESS=%s.1:6379\n' "$network"
+    wait "$(pid_of bridge)" || true
+    ;;
+  *) fail "usage: several_nodes.sh N | --exec I COMMAND … | --join I | --kill I | --cut I | --stop (N and I up to 8)" 2 ;;
+esac
