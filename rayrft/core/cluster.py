@@ -7,6 +7,7 @@ import os
 import secrets
 import shlex
 import signal
+import socket
 import stat
 import sys
 import tempfile
@@ -48,6 +49,7 @@ def connect(*, start: bool = True) -> None:
                 f"the Ray at {address} works without authentication: anyone who can reach it can run code on it. For "
                 "a token, stop it, run `ray get-auth-token --generate`, and start it again"
             )
+        _check_raylet(address, mode)
         _init(address, mode)
     elif not start:
         raise ClusterError("no Ray cluster runs on this machine", "set RAY_ADDRESS to the address of the run's cluster")
@@ -109,8 +111,41 @@ def _mode_of(address: str) -> str:
     raise ClusterError(problem, remedy, field="RAY_ADDRESS", value=address)
 
 
+def _check_raylet(address: str, mode: str) -> None:
+    """Raise ClusterError unless this machine is a node of the cluster: without a raylet, Ray aborts the process."""
+    import grpc
+
+    request = ray_api.GetAllNodeInfoRequest()
+    with contextlib.suppress(grpc.RpcError):
+        nodes = _ask(address, _find_token() if mode == "token" else "", "GetAllNodeInfo", request).node_info_list
+        if not any(_listens(node.raylet_socket_name) for node in nodes):
+            problem = "this machine is not a node of the cluster"
+            head = address.rpartition(":")[0]
+            remedy = f"run it on the cluster: RAY_ADDRESS=http://{head}:8265 ray job submit -- rayrft run my.yaml"
+            raise ClusterError(problem, remedy, field="RAY_ADDRESS", value=address)
+
+
+def _listens(path: str) -> bool:
+    """Return whether a process listens on the Unix socket."""
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+        probe.connect(path)
+        return True
+    return False
+
+
 def _answer(address: str, token: str) -> grpc.StatusCode:
-    """Ask the head at ``address`` whether it is alive: with a token, or "" for none, whatever this process' mode is."""
+    """Ask the head at ``address`` whether it is alive, and return the status of the call."""
+    import grpc
+
+    try:
+        _ask(address, token, "CheckAlive", ray_api.CheckAliveRequest())
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def _ask(address: str, token: str, method: str, request: Any) -> Any:
+    """Call a method of the head: with a token, or "" for none, whatever this process' mode is. Raises grpc.RpcError."""
     import grpc
 
     options = [("grpc.enable_http_proxy", 0)]
@@ -120,12 +155,8 @@ def _answer(address: str, token: str) -> grpc.StatusCode:
         channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, chain), options)
     header = [("authorization", f"Bearer {token}")] if token else None
     with channel:
-        try:
-            check = ray_api.NodeInfoGcsServiceStub(channel).CheckAlive
-            check(ray_api.CheckAliveRequest(), timeout=_CONNECT_TIMEOUT_S, metadata=header)
-        except grpc.RpcError as error:
-            return error.code()
-    return grpc.StatusCode.OK
+        call = getattr(ray_api.NodeInfoGcsServiceStub(channel), method)
+        return call(request, timeout=_CONNECT_TIMEOUT_S, metadata=header)
 
 
 def _on_this_machine(*, any_one: bool) -> str:

@@ -17,6 +17,7 @@ from rayrft.core.placement import (
     actor_name,
     check_room,
     find_actor,
+    fitting_nodes,
     remove_leftovers,
     running_runs,
     show_plan,
@@ -26,6 +27,7 @@ from rayrft.core.preflight import prepare
 from rayrft.core.run import ANSWER_S, Run
 from rayrft.core.run_folder import write_config
 from rayrft.core.services import task_engines
+from rayrft.core.shared_files import check_shared, check_storage, named_files
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RunNotFound, nearest
 from rayrft.monitor.records import read_records
 from rayrft.monitor.summary import RunStatus, read_summary, remove_summary, status_at_end, summarise_from_folder
@@ -75,6 +77,7 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
 
 def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], None]) -> Run:
     """Start a run, or resume one from ``progress``."""
+    check_storage(checked)
     connect()
     _check_name(checked.name)
     remove_leftovers(checked.name)
@@ -91,6 +94,8 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
         earlier = began.records if checked.trains or not progress else len(read_records(checked.folder))
         resumed, models = progress is not None, task_engines(checked, say)
         prepared = prepare(checked, began.run_id, resumed=resumed, engines=models, say=say)
+        images = (image for task in (*prepared.tasks, *prepared.held_out) for image in task.images)
+        check_shared(checked.folder, named_files(checked, images), fitting_nodes(parts))
         if progress is None:
             Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
         else:

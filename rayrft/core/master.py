@@ -24,6 +24,7 @@ from rayrft.core.parts.trainer import TrainerPart
 from rayrft.core.placement import Placement, actor_name
 from rayrft.core.preflight import Prepared
 from rayrft.core.shared_buffer import join_feed, join_trainer, open_shared_buffer
+from rayrft.core.shared_files import check_shared, named_files
 from rayrft.core.supervision import StallMonitor, Stopped, supervise, unless_stopped
 from rayrft.core.train_loop import TrainLoop
 from rayrft.core.weight_sync import WeightSync
@@ -146,6 +147,9 @@ class Master(Watched):
                 asyncio.run_coroutine_threadsafe(self._note(text), loop)
 
             await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, groups, wait_s, say))
+            if wait_s:  # the nodes that were there at the start have been looked at
+                files = named_files(self._config)
+                await asyncio.to_thread(lambda: check_shared(self._config.folder, files, placement.nodes))
             shared = await asyncio.to_thread(open_shared_buffer, self._config) if self._config.buffer.name else None
             logged, monitor = self._progress.logged, self._config.monitor
             parts = RunParts(KINDS, self._config, prepared, placement, self._waits, logged, shared)

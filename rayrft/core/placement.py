@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from rayrft.errors import PlacementError
@@ -63,11 +63,12 @@ class Bundles:
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A live node: its host name, amounts of Ray's resources (bytes of memory), and its labels."""
+    """A live node: its host name, amounts of Ray's resources (bytes of memory), its labels and its id."""
 
     name: str
     resources: Mapping[str, float]
     labels: Mapping[str, str] = field(default_factory=dict)
+    id: str = ""
 
 
 def show_plan(run: str, parts: list[Bundles]) -> str:
@@ -102,7 +103,7 @@ def check_placement(parts: list[Bundles], nodes: Sequence[ClusterNode], which: s
             needed, there = (f"{amount / scale:.4g}{unit}" for amount in (need[resource], available))
             problem = f"the run needs {needed} {resource} and the cluster has {there} {which}: {_show_nodes(nodes)}"
             raise PlacementError(problem, f"lower {keys}, stop other runs, or add nodes", field="placement")
-    left = [_Node(node.name, dict(node.resources), node.labels) for node in nodes]
+    left = [_Node.of(node) for node in nodes]
     for part in parts:
         placed = _place(part, left)
         if placed < part.count:
@@ -138,9 +139,17 @@ def cluster_nodes(resources: Mapping[str, Mapping[str, float]]) -> list[ClusterN
     """Return the live nodes with their ``resources``, which are given by node id."""
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     return [
-        ClusterNode(nodes[id]["NodeManagerHostname"], resources[id], nodes[id]["Labels"])
-        for id in nodes.keys() & resources
+        ClusterNode(nodes[id]["NodeManagerHostname"], amounts, nodes[id]["Labels"], id)
+        for id, amounts in resources.items()
+        if id in nodes
     ]
+
+
+def fitting_nodes(parts: list[Bundles]) -> set[str]:
+    """Return the ids of the nodes on which one of the bundles could be placed if all were free."""
+    nodes = cluster_nodes(ray_api.total_resources_per_node())
+    one = [replace(part, count=1) for part in parts]
+    return {node.id for node in nodes if any(_place(part, [_Node.of(node)]) for part in one)}
 
 
 def actor_name(run: str, part: str) -> str:
@@ -266,6 +275,12 @@ class Placement:
         )
         return PlacedClass(name or part, remote_class)
 
+    @property
+    def nodes(self) -> set[str]:
+        """The ids of the nodes of the reserved groups."""
+        tables = map(ray.util.placement_group_table, self._groups.values())
+        return {node for table in tables for node in table["bundles_to_node_id"].values()}
+
     def remove(self) -> None:
         """Remove the placement groups; Ray kills the actors in them."""
         for group in list(self._groups.values()):  # a run that is stopped may still be reserving
@@ -315,6 +330,10 @@ class _Node:
     def __post_init__(self) -> None:
         whole, rest = divmod(self.free.get("GPU", 0.0) + _TOLERANCE, 1)
         self.gpus = [1.0] * int(whole) + ([rest] if rest > 2 * _TOLERANCE else [])
+
+    @classmethod
+    def of(cls, node: ClusterNode) -> _Node:
+        return cls(node.name, dict(node.resources), node.labels)
 
     def score(self, bundle: dict[str, float]) -> float:
         """Return the share of the resources that would remain, as Ray scores nodes; -1 if the bundle does not fit."""

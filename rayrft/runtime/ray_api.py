@@ -26,6 +26,7 @@ PRIVATE = {
     "read_ray_address": "ray._private.utils",
     # Whether a cluster answers, and requires a token: `ray.init` tries for two minutes, and then fails in many ways.
     "CheckAliveRequest": "ray.core.generated.gcs_service_pb2",
+    "GetAllNodeInfoRequest": "ray.core.generated.gcs_service_pb2",
     "NodeInfoGcsServiceStub": "ray.core.generated.gcs_service_pb2_grpc",
     "load_certs_from_env": "ray._common.tls_utils",
     # The authentication mode of this process, which Ray reads once.

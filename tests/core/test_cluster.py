@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,8 @@ from ray._private import services, utils
 from ray._private.authentication import authentication_token_setup
 from ray._raylet import AuthenticationTokenLoader
 from ray.core.generated import gcs_service_pb2_grpc as grpc_service
-from ray.core.generated.gcs_service_pb2 import CheckAliveReply
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
+from ray.core.generated.gcs_service_pb2 import CheckAliveReply, GetAllNodeInfoReply
 
 from rayrft.core.cluster import connect, ensure_token, use_token
 from rayrft.errors import ClusterError
@@ -68,7 +69,7 @@ def head() -> Iterator[Head]:
     """Starts a server that answers like a head node: without authentication, or only to its token."""
     servers = []
 
-    def start(*, token: str | None = None, seen: list[str | None] | None = None) -> str:
+    def start(*, token: str | None = None, seen: list[str | None] | None = None, sockets: Sequence[Path] = ()) -> str:
         class Gcs(grpc_service.NodeInfoGcsServiceServicer):
             def CheckAlive(self, request: Any, context: Any) -> Any:
                 sent = dict(context.invocation_metadata()).get("authorization")
@@ -77,6 +78,13 @@ def head() -> Iterator[Head]:
                 if token is not None and sent != f"Bearer {token}":
                     context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
                 return CheckAliveReply()
+
+            def GetAllNodeInfo(self, request: Any, context: Any) -> Any:
+                if not sockets:
+                    context.abort(grpc.StatusCode.UNIMPLEMENTED, "not asked")
+                return GetAllNodeInfoReply(
+                    node_info_list=[GcsNodeInfo(raylet_socket_name=str(each)) for each in sockets]
+                )
 
         server = grpc.server(ThreadPoolExecutor(1))
         grpc_service.add_NodeInfoGcsServiceServicer_to_server(Gcs(), server)
@@ -129,6 +137,27 @@ def test_an_address_that_leads_nowhere_is_refused(joined: Joined, closed: str, m
             connect()
         assert (caught.value.field, caught.value.value) == ("RAY_ADDRESS", address)
     assert joined == []
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_machine_that_is_no_node_of_the_cluster_is_refused_with_the_command_that_submits(
+    joined: Joined, head: Head, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, here: bool
+) -> None:
+    left, live = tmp_path / "left", tmp_path / "live"
+    with socket.socket(socket.AF_UNIX) as stale, socket.socket(socket.AF_UNIX) as raylet:
+        stale.bind(str(left))  # of a raylet that was killed: nothing listens
+        raylet.bind(str(live))
+        raylet.listen()
+        address = head(sockets=[tmp_path / "of another machine", left, *[live] * here])
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        if here:
+            connect()
+        else:
+            with pytest.raises(
+                ClusterError, match=r"RAY_ADDRESS: this machine is not a node.*ray job submit -- rayrft run"
+            ):
+                connect()
+    assert joined == [address] * here
 
 
 TOKENS = [None, "secret"], [None, "secret", "of another cluster"], [None, "token", "disabled"]

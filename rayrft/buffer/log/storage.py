@@ -19,6 +19,10 @@ _REMEDY = {
     errno.EFBIG: "raise the limit on the size of files and start again: nothing that was acknowledged is lost",
     errno.EACCES: "make the folder writable for this user, or choose another buffer.storage",
     errno.EPERM: "make the folder writable for this user, or choose another buffer.storage",
+    **dict.fromkeys(
+        (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP),
+        "the file system has no file locks (Lustre: mount it with flock): choose another buffer.storage",
+    ),
     errno.EROFS: "the file system is read-only: choose another buffer.storage",
 }
 
@@ -37,14 +41,15 @@ class Storage:
 
     def lock(self) -> None:
         """Lock the folder against other writers until this process ends."""
-        with self._errors("lock"):
+        with self._errors("lock"), contextlib.ExitStack() as closing:
             descriptor = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            remedy = "end the run that uses it, or choose another name or buffer.storage"
-            raise StorageError("another process writes here", remedy, field=str(self.folder)) from None
+            closing.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                remedy = "end the run that uses it, or choose another name or buffer.storage"
+                raise StorageError("another process writes here", remedy, field=str(self.folder)) from None
+            closing.pop_all()
         self._lock = descriptor
 
     def unlock(self) -> None:

@@ -1,0 +1,89 @@
+"""Checks that all nodes of a run see its folder, and the files that its config names."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rayrft.config import RunConfig
+from rayrft.core.placement import cluster_nodes
+from rayrft.errors import ClusterError, ConfigError
+from rayrft.runtime import ray_api
+from rayrft.runtime.ray_api import ray
+
+_ANSWER_S = 120.0
+"""Time for the nodes to look: each starts a process for it."""
+_IMAGES = 100
+"""Number of images that are looked for."""
+
+
+def check_storage(config: RunConfig) -> None:
+    """Raise ConfigError if a folder that the run writes is in a job's copy of its working directory: Ray makes it on
+    one node, and deletes it after the job."""
+    for field, folder in (("storage", config.folder), ("buffer.storage", config.buffer_folder)):
+        if "runtime_resources/working_dir_files" in str(folder):
+            problem = "is inside the job's copy of its working directory, which no other node sees and Ray deletes"
+            remedy = "give the absolute path of a folder that all nodes share: storage=/shared/runs"
+            raise ConfigError(problem, remedy, field=field, value=str(folder))
+
+
+def named_files(config: RunConfig, images: Iterable[str] = ()) -> dict[str, list[str]]:
+    """Return the files and folders that actors read, by the config's field; hub ids are not among them."""
+    files: dict[str, Iterable[Any]] = {
+        "model.path": [config.model.path],
+        "plugins": config.plugins,
+        **{f"auxiliary.{name}.model": [each.model] for name, each in config.auxiliary.items()},
+        **{f"stages.{each.name}.teacher": [each.teacher] for each in config.stages},
+        "images of tasks": [*dict.fromkeys(images)][:_IMAGES],
+    }
+    named = {field: [str(path) for path in paths if path and Path(path).exists()] for field, paths in files.items()}
+    return {field: paths for field, paths in named.items() if paths}
+
+
+def check_shared(folder: Path, files: Mapping[str, list[str]], nodes: Iterable[str]) -> None:
+    """Raise ConfigError unless every node, by id, writes into this process' ``folder`` and sees the ``files``; and
+    ClusterError if a node cannot look."""
+    others = {*nodes} - {ray.get_runtime_context().get_node_id()}
+    if not others:
+        return
+    names = {node.id: node.name for node in cluster_nodes(ray_api.total_resources_per_node())}
+    marker = folder / f".seen-{uuid.uuid4().hex}"
+    marker.touch()
+    try:
+        looks = {node: _look_on(node, marker, files) for node in others}
+        ready, _ = ray.wait([*looks.values()], num_returns=len(looks), timeout=_ANSWER_S)
+        for node, look in looks.items():
+            try:
+                missing = ray.get(look) if look in ready else "it did not answer"
+            except (ray.exceptions.RayError, ImportError) as error:
+                missing = str(error).strip().splitlines()[-1]
+            if isinstance(missing, str):
+                problem = f"node {names[node]} cannot run rayrft: {missing}"
+                raise ClusterError(problem, "install the same rayrft on every node: bash cluster/setup.sh")
+            for field, path in missing:
+                remedy = "use a path that all nodes share, or keep the run off the node: placement.labels"
+                problem = f"node {names[node]} does not see it, as the node that starts the run does"
+                raise ConfigError(problem, remedy, field=field, value=path)
+    finally:
+        marker.unlink()
+
+
+def _look_on(node: str, marker: Path, files: Mapping[str, list[str]]) -> object:
+    where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    look = ray.remote(num_cpus=0, max_retries=0)(find_missing)
+    return look.options(scheduling_strategy=where).remote(marker, files)
+
+
+def find_missing(marker: Path, files: Mapping[str, list[str]]) -> list[tuple[str, str]]:
+    """Return the fields and paths that this node does not see, or cannot write: ``storage`` for the marker's folder."""
+    missing = [(field, path) for field, paths in files.items() for path in paths if not Path(path).exists()]
+    own = marker.with_suffix(f".{uuid.uuid4().hex}")
+    try:
+        own.touch()
+        own.unlink()
+        shared = marker.exists()
+    except OSError:
+        shared = False
+    return missing if shared else [("storage", str(marker.parent)), *missing]
