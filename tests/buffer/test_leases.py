@@ -135,6 +135,21 @@ def test_a_closed_stage_wakes_all_that_a_producer_waits_for(buffer: LocalBuffer)
     assert [buffer.run(each) for each in waiting] == [[], 0, None]
 
 
+def test_a_group_with_a_row_of_other_types_fails_alone_among_those_it_is_sent_with(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(3, max_staleness=1))
+    tickets, writer = buffer.do("admit", "explorer", 1, 3), BufferWriter(remote(buffer.buffer))
+    groups = [group(number) for number in range(3)]
+    groups[1][0] = groups[1][0].with_fields(reward="high")
+
+    async def put_all() -> list[Any]:
+        puts = (writer.put(rows, ticket=ticket) for rows, ticket in zip(groups, tickets, strict=True))
+        return await asyncio.gather(*puts, return_exceptions=True)
+
+    first, refused, last = buffer.run(put_all())
+    assert isinstance(refused, DataError) and refused.field == "reward"
+    assert first.faults == last.faults == () and buffer.do("stats").ledger.held == 4
+
+
 def test_a_group_of_another_schema_or_that_cannot_be_sent_is_an_error_of_its_own(
     buffer: LocalBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
