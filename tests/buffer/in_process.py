@@ -21,7 +21,7 @@ from rayrft.buffer.schedule import Ticket
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, FeedbackRefused, LeaseEnded
-from rayrft.experience import Experience, from_batch, to_batch, unpack
+from rayrft.experience import Experience, to_batch, unpack
 from tests.buffer.rows import group
 from tests.scripted import remote
 
@@ -46,8 +46,20 @@ def small(**settings: Any) -> BufferConfig:
     return BufferConfig.model_construct(**{"fsync": "never", **settings, "sampler": sampler})
 
 
+class InlineLoop(asyncio.SelectorEventLoop):
+    """Does in a turn of its own what is meant for a thread: nobody waits for threads."""
+
+    def run_in_executor(self, executor: Any, function: Any, *arguments: Any) -> asyncio.Task[Any]:  # type: ignore[override]
+        async def work() -> Any:
+            return function(*arguments)
+
+        return self.create_task(work())
+
+
 class LocalBuffer:
     """A Buffer at ``folder``. ``do`` makes a call and gives what came of it: errors of the contract as their names."""
+
+    make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.SelectorEventLoop
 
     def __init__(
         self,
@@ -63,7 +75,7 @@ class LocalBuffer:
 
     def open(self) -> None:
         self.buffer = Buffer(*self._arguments, **self.named)
-        self.loop = asyncio.new_event_loop()
+        self.loop = self.make_loop()
 
     def kill(self) -> None:
         """As SIGKILL does it: nothing is written any more, and the lock is free."""
@@ -143,7 +155,7 @@ class LocalBuffer:
         """Id and reward of every held row."""
         found: list[tuple[str, float | None]] = []
         for ref, rows in self.do("partition", "usual"):
-            batch = unpack(ray.get([ref])[0]).take(pa.array(rows))
+            batch = unpack(ray.get([ref])[0]).select(["experience_id", "reward"]).take(pa.array(rows))
             found += zip(batch.column("experience_id").to_pylist(), batch.column("reward").to_pylist(), strict=True)
         return sorted(found)
 
@@ -161,8 +173,5 @@ class LocalBuffer:
 
 def _rows(part: BlockRows) -> list[tuple[str, float | None, float]]:
     """Id, reward and weight of the rows of a part."""
-    batch = unpack(ray.get([part.ref])[0]).take(pa.array(part.rows))
-    return [
-        (row.experience_id, row.reward, float(weight))
-        for row, weight in zip(from_batch(batch), part.weights, strict=True)
-    ]
+    batch = unpack(ray.get([part.ref])[0]).select(["experience_id", "reward"]).take(pa.array(part.rows))
+    return list(zip(*(column.to_pylist() for column in batch.columns), part.weights.tolist(), strict=True))

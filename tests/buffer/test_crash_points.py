@@ -18,7 +18,7 @@ from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import StorageError
 from rayrft.experience import Experience
 from tests.buffer.disk import Disk, Killed
-from tests.buffer.in_process import LocalBuffer, ObjectTable, small
+from tests.buffer.in_process import InlineLoop, LocalBuffer, ObjectTable, small
 from tests.buffer.rows import expert_rows, group, packed, plan
 
 Made = tuple[str, tuple[Any, ...], Any]
@@ -117,6 +117,8 @@ REPLAYED = small(**FULL, sampler={"name": "priority", "max_uses": 3})
 
 class Mortal(LocalBuffer):
     """Whose calls end when the disk says that the process is gone."""
+
+    make_loop = InlineLoop
 
     def __init__(self, disk: Disk, *arguments: Any) -> None:
         self._disk = disk

@@ -31,7 +31,7 @@ from rayrft.buffer.log import journal
 from rayrft.buffer.schedule import Ticket
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.experience import Experience, Task
-from tests.buffer.in_process import LocalBuffer, ObjectTable, small
+from tests.buffer.in_process import InlineLoop, LocalBuffer, ObjectTable, small
 from tests.buffer.rows import group, plan
 
 TASKS = TaskSetSpec(
@@ -44,6 +44,10 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "priority": {"name": "priority", "max_uses": 3, "cooldown": 1, "tau": 2.0, "use_decay": 0.5, "replay_ratio": 2.0},
     "critic": {"name": "priority", "score": "td_error", "max_uses": 3, "replay_ratio": 2.0},
 }
+
+
+class Inline(LocalBuffer):
+    make_loop = InlineLoop
 
 
 @dataclass
@@ -94,7 +98,7 @@ class Twins(RuleBasedStateMachine):
         sizes = {"segment_bytes": 6000, "memory_bytes": 10_000, "log_bytes": log_bytes}
         config = small(**sizes, **bounds, sampler=SAMPLERS[self.sampler])
         self.roomy, self.staleness, self.max_uses = log_bytes > 20_000, staleness, config.sampler.max_uses
-        self.twin, self.killed = (LocalBuffer(Path(self.folder.name) / name, config, TASKS) for name in "ab")
+        self.twin, self.killed = (Inline(Path(self.folder.name) / name, config, TASKS) for name in "ab")
         self.open_stage()
 
     def both(self, method: str, *arguments: Any, **named: Any) -> Any:
