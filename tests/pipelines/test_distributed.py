@@ -151,12 +151,16 @@ async def worked(segment: Segment, *batches: pa.RecordBatch) -> list[BatchResult
     return results
 
 
-async def test_a_worker_applies_operators_and_tells_what_each_did() -> None:
+async def test_a_worker_tells_what_each_operator_did_and_leaves_out_rows_on_which_one_raises() -> None:
     operators = segment({"name": "shout"}, {"name": "brief", "limit": 4})
     result, nothing = await worked(operators, batch("cat", "horse"), batch("horses"))
     assert result.rows is not None and unpacked(result.rows)["question"].to_pylist() == ["CAT!"]
     assert [(number, outcome.taken, outcome.given) for number, outcome in result.outcomes] == [(0, 2, 2), (1, 2, 1)]
     assert nothing.rows is None and nothing.failure is None and len(nothing.outcomes) == 2
+    [result] = await worked(segment({"name": "cannot_prepare"}), batch("good"))
+    assert result.failure is not None and "could not be started" in str(result.failure)
+    [result] = await worked(segment({"name": "raises"}, leave_out=True), batch("good", "bad"))
+    assert result.rows is not None and unpacked(result.rows)["question"].to_pylist() == ["good"]
 
 
 async def test_an_error_of_an_operator_is_the_result_of_the_batch() -> None:
@@ -165,13 +169,6 @@ async def test_an_error_of_an_operator_is_the_result_of_the_batch() -> None:
     assert type(failed.failure) is OperatorFailed and "exit code 7" in str(failed.failure)
     assert failed.failure.field == "operators.1.dies" and "good-0" in failed.failure.problem
     assert [number for number, _ in failed.outcomes] == [0], "what came before it counts"
-
-
-async def test_a_worker_names_operators_that_cannot_be_started_and_leaves_out_rows_on_which_one_raises() -> None:
-    [result] = await worked(segment({"name": "cannot_prepare"}), batch("good"))
-    assert result.failure is not None and "could not be started" in str(result.failure)
-    [result] = await worked(segment({"name": "raises"}, leave_out=True), batch("good", "bad"))
-    assert result.rows is not None and unpacked(result.rows)["question"].to_pylist() == ["good"]
 
 
 @pytest.mark.parametrize(

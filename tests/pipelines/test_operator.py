@@ -133,13 +133,19 @@ def test_no_number_is_no_other_value_than_no_number() -> None:
         assert (kept, changed.schema.names, made) == ([0, 1, 2], [], None)
 
 
-def test_operators_are_named_by_module_too_and_an_unknown_name_names_the_nearest() -> None:
+def test_operators_are_named_by_module_too_and_no_two_have_one_name() -> None:
     found, _ = applied("tests.pipelines.small:whisper", rows(question=["FOX"]))
     assert found[0]["question"] == "fox"
     with pytest.raises(ConfigError, check=about("operators.0.name", "tests.pipelines.small:rows")):
         linked(FOX, operator("tests.pipelines.small:rows"))
     with pytest.raises(ConfigError, match="Did you mean 'near_duplicates'", check=about("operators.0.name")):
         linked(FOX, operator("near_duplicate"))
+    with pytest.raises(ConfigError, check=about("operator", "shout")):
+        rayrft.register_operator("shout", "clean")(lambda question: question)
+    rayrft.register_operator("shout", "clean")(operators.get("shout").function)  # as in a notebook cell that is rerun
+    with pytest.raises(ConfigError, check=about("needs_kind")):
+        rayrft.register_operator("needs_kind")(lambda question: question)
+    assert "needs_kind" not in operators
 
 
 def test_options_are_checked_before_anything_starts() -> None:
@@ -171,15 +177,6 @@ def test_a_column_that_is_missing_or_of_another_type_names_the_operator_before_i
         linked(FOX, operator("difficulty", column="question"))
     with pytest.raises(ConfigError, check=about("operators.0.normalise", "question")):
         linked(rows(question=[1], answer=["x"]), operator("normalise"))
-
-
-def test_a_second_operator_of_a_name_is_refused_and_the_same_one_is_not() -> None:
-    with pytest.raises(ConfigError, check=about("operator", "shout")):
-        rayrft.register_operator("shout", "clean")(lambda question: question)
-    rayrft.register_operator("shout", "clean")(operators.get("shout").function)  # as in a notebook cell that is rerun
-    with pytest.raises(ConfigError, check=about("needs_kind")):
-        rayrft.register_operator("needs_kind")(lambda question: question)
-    assert "needs_kind" not in operators
 
 
 def test_what_an_operator_may_not_return_is_an_error() -> None:

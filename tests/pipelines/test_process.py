@@ -78,7 +78,7 @@ def test_groups_are_whole_though_their_rows_are_scattered(size: int, tmp_path: P
     assert deviation["c"] == pytest.approx(2.449, abs=1e-3) and deviation["d"] == deviation[None] == 0
 
 
-def test_broken_rows_are_counted_and_listed(tmp_path: Path) -> None:
+def test_broken_rows_are_counted_and_listed_and_no_row_is_an_empty_file(tmp_path: Path) -> None:
     given = [questions(1)[0], "{not json", '["a list"]', '{"question": "\\ud800"}', "", questions(2)[1]]
     found, done = run(given, tmp_path, [{"name": "drop_broken"}])
     assert [row["answer"] for row in found] == ["0", "1"]
@@ -86,6 +86,9 @@ def test_broken_rows_are_counted_and_listed(tmp_path: Path) -> None:
     reasons = {number: problem.partition(" (")[0] for number, problem in broken.items()}
     assert reasons == {2: "not JSON", 3: "not a JSON object", 4: "not valid Unicode"}
     assert [entry["number"] for entry in read(tmp_path / "left_out.jsonl")] == [2, 3, 4]
+    found, done = run(questions(3), tmp_path, [{"name": "expression", "where": "false"}, {"name": "novelty"}])
+    assert found == [] and done.rows == 0
+    assert done.report.operators[1].taken == 0
 
 
 def test_values_that_operators_do_not_read_come_through_as_they_were(tmp_path: Path) -> None:
@@ -170,12 +173,6 @@ def test_an_operator_that_fails_is_named_and_nothing_is_written(name: str, tmp_p
         assert f"row {bad}: it raised KeyError" in raised.value.problem
     assert (tmp_path / "out.jsonl").read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
-
-
-def test_no_row_that_goes_on_is_an_empty_file(tmp_path: Path) -> None:
-    found, done = run(questions(3), tmp_path, [{"name": "expression", "where": "false"}, {"name": "novelty"}])
-    assert found == [] and done.rows == 0
-    assert done.report.operators[1].taken == 0
 
 
 @pytest.mark.parametrize("rest", [{"id": "x"}, {"id": "7"}, {}])

@@ -87,7 +87,7 @@ It is {}.  It's {}  So it must be {}  Therefore, {}  I think it is {}.  That is 
 OPEN = cells("It is not {}  It isn't {}  Is it {}?  So it is {}?  So what about {}  It could be {}  这是{}吗?  不是{}")
 
 
-def test_what_leads_in_to_an_answer_is_no_part_of_it() -> None:
+def test_what_leads_in_to_an_answer_is_no_part_of_it_and_an_option_may_be_a_verdict() -> None:
     for led_in in LED_IN:
         for right, said, metadata in (
             ("B", "B", {"options": OPTIONS}),
@@ -101,6 +101,9 @@ def test_what_leads_in_to_an_answer_is_no_part_of_it() -> None:
         assert value("B", led_in.format("B"), options=OPTIONS) == 0.0, led_in
         assert led_in.endswith("?") or value("Paris", led_in.format("Paris")) == 0.0, led_in
     assert value("It is raining", "It is raining.") == 1.0
+    for right, response in (("A", "A. True"), ("B", "False"), ("B", "B. False"), ("", "A. True\nB. False")):
+        for truth in "AB":
+            assert value(truth, response, options=("True", "False")) == float(truth == right), response
 
 
 def test_several_letters_give_partial_credit_and_strict_takes_what_is_announced() -> None:
@@ -118,12 +121,6 @@ def test_the_option_that_is_wrong_is_chosen_where_it_is_asked_for(question: str)
     for response in said:
         assert value("D", response, options=OPTIONS, asked=question) == 1.0, response
         assert value("D", response, options=OPTIONS) == float(response == "D is the answer")
-
-
-def test_an_option_may_be_a_verdict() -> None:
-    for right, response in (("A", "A. True"), ("B", "False"), ("B", "B. False"), ("", "A. True\nB. False")):
-        for truth in "AB":
-            assert value(truth, response, options=("True", "False")) == float(truth == right), response
 
 
 @pytest.mark.parametrize("text", cells("选举  请选择语言  所以从5人中选2人共有10种方法。  故选2人  我们选举  自然选择"))

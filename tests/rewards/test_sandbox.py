@@ -48,9 +48,6 @@ def test_a_program_gets_its_input_and_files_and_gives_its_output_and_status(sand
     data = b"x" * 999 + b"\n"
     outcome = run(sandbox, source, data * 3000, output_bytes=10 << 20)
     assert outcome.exit_code == 0 and outcome.stdout == data * 9000
-
-
-def test_a_conversation_goes_line_by_line(sandbox: Sandbox) -> None:
     source = "import sys\nfor line in sys.stdin:\n    print(int(line) ** 2, flush=True)"
     with sandbox.start({"program.py": source}, [*sandbox.python, "program.py"]) as process:
         for number in range(50):
