@@ -39,6 +39,10 @@ class ConfigError(RayrftError):
     """The configuration is invalid or inconsistent."""
 
 
+class RunFinished(ConfigError):
+    """There is nothing left to do for the run."""
+
+
 class DataError(RayrftError):
     """A task set or a demonstration file is missing, empty or broken."""
 

@@ -24,7 +24,7 @@ from rayrft.core.checkpoints import export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.placement import running_runs, starting_runs
 from rayrft.core.shared_buffer import buffer_status, buffers, stop_buffer
-from rayrft.errors import ActorDied, RayrftError
+from rayrft.errors import ActorDied, RayrftError, RunFinished
 from rayrft.runtime.handle import until_dead
 
 if TYPE_CHECKING:
@@ -49,7 +49,11 @@ def run(config: ConfigFile, overrides: Overrides = None) -> None:
     checked = load_config(config, changes(overrides))
     if checked.mode == "bench":
         return _bench(checked)
-    follow(launch.start(checked, say=say))
+    try:
+        handle = launch.start(checked, say=say)
+    except RunFinished as finished:  # with on_existing: resume, the command succeeds as often as it is run
+        return say(finished.problem)
+    follow(handle)
 
 
 @app.command("bench")
@@ -227,8 +231,8 @@ def follow(handle: Run) -> Summary:
     """Print a run's lines, final table and paths; return its summary. Raises the root cause if the run fails, and
     SystemExit with status 130 if it is stopped from elsewhere.
 
-    Ctrl-C (or SIGTERM, or SIGHUP) asks the run to stop, and a second one ends it immediately. In both cases a summary
-    is written, and SystemExit is raised with 128 plus the signal's number.
+    Ctrl-C (or SIGTERM, SIGUSR1 or SIGHUP) asks the run to stop, and a second one ends it immediately. In both cases a
+    summary is written, and SystemExit is raised with 128 plus the signal's number.
     """
     received: list[int] = []
 
@@ -268,7 +272,7 @@ def _last_line(status: RunStatus) -> str:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Raise SystemExit inside at SIGINT, SIGTERM and SIGHUP: before a run is up nothing is to be saved."""
+    """Raise SystemExit inside at SIGINT, SIGTERM, SIGUSR1 and SIGHUP: before a run is up nothing is to be saved."""
     received: list[int] = []
 
     def end(number: int, _: Any) -> None:
@@ -287,7 +291,7 @@ def exit_on_signals() -> Iterator[None]:
 def _signal_numbers() -> list[signal.Signals]:
     """Return the signals that end a run: not SIGHUP under nohup."""
     hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
-    return [signal.SIGINT, signal.SIGTERM, *hangup]
+    return [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *hangup]
 
 
 @contextlib.contextmanager

@@ -36,6 +36,9 @@ class RunConfig(Section):
     engines; models are evaluated, and nothing is trained."""
     storage: Folder = Path("runs")
     """The run folder is ``<storage>/<name>``."""
+    on_existing: Literal["rename", "resume", "refuse"] = "rename"
+    """What a run does with the folder of an earlier run of its name: rename it by its date, resume that run (one
+    command then starts and resumes, as schedulers need it), or refuse to start."""
     seed: int = 0
     max_staleness: int = Field(0, ge=0)
     """Largest number of optimiser steps between sampling a token and training on it: 0 is synchronous."""

@@ -28,7 +28,7 @@ from rayrft.core.run import ANSWER_S, Run
 from rayrft.core.run_folder import write_config
 from rayrft.core.services import task_engines
 from rayrft.core.shared_files import check_shared, check_storage, named_files
-from rayrft.errors import ClusterError, ConfigError, PlacementError, RunNotFound, nearest
+from rayrft.errors import ClusterError, ConfigError, PlacementError, RunFinished, RunNotFound, nearest
 from rayrft.monitor.records import read_records
 from rayrft.monitor.summary import RunStatus, read_summary, remove_summary, status_at_end, summarise_from_folder
 from rayrft.runtime.handle import Handle, fetch
@@ -40,18 +40,24 @@ def start(
 ) -> Run:
     """Check a config, place the run on the cluster and start it; return while it is running. ``overrides`` are dotted
     keys: ``start("run.yaml", **{"trainer.ranks": 1})``. ``say`` receives the placement plan. Raises a RayrftError,
-    before any actor starts, if config, data, model or cluster are unsuitable."""
+    before any actor starts, if config, data, model or cluster are unsuitable; RunFinished if ``on_existing: resume``
+    finds the run finished."""
     checked = load_config(config, overrides)
     if checked.mode == "bench":
         raise ConfigError("a bench is not a run", "use rayrft.bench, or: rayrft bench", field="mode", value="bench")
-    return _start(checked, None, say)
+    if checked.on_existing == "rename" or not (checked.folder / "config.yaml").exists():
+        return _start(checked, None, say)
+    if checked.on_existing == "refuse":
+        remedy = "choose another name, or set on_existing to rename or resume"
+        raise ConfigError("a run of this name exists", remedy, field="name", value=str(checked.folder))
+    return _start(checked, _find_progress(checked), say)
 
 
 def resume(folder: str | Path, *, say: Callable[[str], None] = print, **overrides: Any) -> Run:
     """Resume a crashed or stopped run from its latest checkpoint; rows leased since are leased again in their order.
 
-    ``overrides`` may raise a stage's steps, change resources and so on. Raises ConfigError if there is no such run or
-    it is finished, StorageError if its latest checkpoint is incomplete, and the errors of `start`.
+    ``overrides`` may raise a stage's steps, change resources and so on. Raises ConfigError if there is no such run,
+    RunFinished if it is finished, StorageError if its latest checkpoint is incomplete, and the errors of `start`.
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
@@ -60,19 +66,29 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     config = load_config(folder / "config.yaml", overrides)
     if config.folder != folder.absolute():  # it was moved, or the storage is mounted elsewhere
         config = load_config(config, {"storage": str(folder.absolute().parent), "name": folder.name})
+    progress = _find_progress(config)
+    if progress is None:
+        raise ConfigError("the run was never started", "start it instead", field="run", value=str(folder))
+    return _start(config, progress, say)
+
+
+def _find_progress(config: RunConfig) -> Progress | None:
+    """Return where a run continues: its latest checkpoint, or None if it was never started. Raises RunFinished, and
+    StorageError if the checkpoint is incomplete."""
     checkpoints = Checkpoints(config.folder, config.checkpoint)
     progress = checkpoints.latest()
     if progress is None:
-        raise ConfigError("the run was never started", "start it instead", field="run", value=str(folder))
+        return None
     last = config.stages[-1]
     ended = read_summary(config.folder)
     # A run killed after its last step and before the summary may lack its final weights.
     finished = ended is not None and ended.status == "finished" and ended.steps == progress.step
     if finished and progress.stage == len(config.stages) - 1 and not progress.needs(last.steps):
         remedy = f"to continue training, raise stages.{last.name}.steps"
-        raise ConfigError(f"the run is finished after {progress.step} steps", remedy, field="run", value=str(folder))
+        problem = f"the run is finished after {progress.step} steps"
+        raise RunFinished(problem, remedy, field="run", value=str(config.folder))
     checkpoints.check(progress.step)
-    return _start(config, progress, say)
+    return progress
 
 
 def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], None]) -> Run:

@@ -20,7 +20,7 @@ from rayrft.core import launch
 from rayrft.errors import ActorDied
 from rayrft.monitor.summary import RunStatus, Summary, Totals, summarise
 
-SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGHUP, 129)]
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 
-from rayrft.config import RunConfig
+from rayrft.config import RunConfig, load_config
 from rayrft.core import launch
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.placement import Bundles, check_room
-from rayrft.errors import ClusterError, ConfigError, PlacementError, RayrftError, RunNotFound, StorageError
+from rayrft.errors import ClusterError, ConfigError, PlacementError, RayrftError, RunFinished, RunNotFound, StorageError
 from rayrft.monitor.summary import Totals, summarise, write_summary
 from tests.core.given import run_folder, write
 
@@ -45,6 +45,25 @@ def test_a_finished_run_is_refused_unless_it_is_asked_for_more_steps(ended: RunC
         launch.resume(ended.folder)
     config, _ = launch.resume(ended.folder, **{"stages.mix.steps": 3})  # type: ignore[misc]
     assert config.stages[1].steps == 3
+
+
+@pytest.mark.parametrize("existing", ["rename", "refuse", "resume"])
+def test_what_is_done_with_the_folder_of_an_earlier_run_is_chosen(ended: RunConfig, existing: str) -> None:
+    config = load_config(ended, {"on_existing": existing})
+    if existing == "refuse":
+        with pytest.raises(ConfigError, match="name: a run of this name exists"):
+            launch.start(config)
+    else:
+        _, progress = launch.start(config)  # type: ignore[misc]
+        assert (progress is None) is (existing == "rename")
+    fresh = load_config(config, {"name": "fresh"})
+    assert launch.start(fresh) == (fresh, None), "there is no earlier run"
+    end(ended, status="finished", steps=5)
+    if existing == "resume":
+        with pytest.raises(RunFinished):
+            launch.start(config)
+        more = load_config(config, {"stages.mix.steps": 3})
+        assert launch.start(more)[1].step == 5  # type: ignore[index]
 
 
 def test_a_run_whose_checkpoint_is_not_whole_is_refused_before_anything_starts(ended: RunConfig) -> None:

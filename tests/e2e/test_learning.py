@@ -20,7 +20,7 @@ from tests.e2e.conftest import small_config
 @pytest.mark.parametrize(
     ("steps", "settings"),
     [
-        pytest.param(20, ["explorer.engine.count=1", "trainer.ranks=1", "tasks.eval_size=200"], id="small"),
+        pytest.param(12, ["explorer.engine.count=1", "trainer.ranks=1", "tasks.eval_size=200"], id="small"),
         pytest.param(45, ["tasks.eval_size=500"], id="as shipped", marks=pytest.mark.slow),
     ],
 )

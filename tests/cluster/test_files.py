@@ -1,0 +1,81 @@
+"""The files for clusters, read as Ray, KubeRay and the shell read them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from rayrft.config import load_config
+from tests.conftest import ROOT
+
+CLUSTER = ROOT / "cluster"
+MANIFESTS = sorted((CLUSTER / "kuberay").glob("*.yaml"))
+SCRIPTS = [*sorted(CLUSTER.glob("*.sh")), CLUSTER / "slurm.sbatch"]
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_ray_up_accepts_its_files_and_workers_start_on_demand(cloud: str) -> None:
+    config = prepare_config(yaml.safe_load((CLUSTER / f"ray_up_{cloud}.yaml").read_text()))
+    validate_config(config)
+    workers = {name: kind for name, kind in config["available_node_types"].items() if name != config["head_node_type"]}
+    assert workers and all(kind["min_workers"] == 0 < kind["max_workers"] for kind in workers.values())
+    assert all(kind["resources"]["GPU"] > 0 for kind in workers.values())
+
+
+def ray_clusters(manifest: Path) -> list[dict[str, Any]]:
+    """The RayClusters of a file, by themselves or inside jobs."""
+    found = [each for each in yaml.safe_load_all(manifest.read_text()) if each["kind"] in ("RayCluster", "RayJob")]
+    specs = [each["spec"] if each["kind"] == "RayCluster" else each["spec"]["rayClusterSpec"] for each in found]
+    metadata = {"namespace": "default", "name": "rayrft"}
+    return [{"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": spec} for spec in specs]
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
+def test_kuberay_finds_the_resources_of_the_containers(manifest: Path) -> None:
+    [cluster] = ray_clusters(manifest)
+    cluster["spec"].setdefault("workerGroupSpecs", [])  # which only the autoscaler requires
+    types = _derive_autoscaling_config_from_ray_cr(cluster)["available_node_types"]
+    groups = {"headgroup": cluster["spec"]["headGroupSpec"]}
+    groups |= {each["groupName"]: each for each in cluster["spec"]["workerGroupSpecs"]}
+    assert types.keys() == groups.keys()
+    for name, group in groups.items():
+        pod = group["template"]["spec"]
+        [container] = pod["containers"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+        assert pod["securityContext"]["runAsUser"] == 1000
+        asked = container["resources"]["requests"]
+        cpus = group["rayStartParams"].get("num-cpus", asked["cpu"])
+        found = types[name]["resources"]
+        assert found["CPU"] == int(cpus) and found["memory"] == int(asked["memory"].removesuffix("Gi")) << 30
+        assert found.get("GPU", 0) == int(asked.get("nvidia.com/gpu", 0))
+
+
+def test_jobs_run_configs_that_exist_and_resume_after_a_loss() -> None:
+    for manifest in MANIFESTS:
+        for job in yaml.safe_load_all(manifest.read_text()):
+            if job["kind"] == "RayJob":
+                command, mode, config, *overrides = job["spec"]["entrypoint"].split()
+                assert (command, mode) == ("rayrft", "run") and job["spec"]["backoffLimit"] > 0
+                values = dict(override.split("=") for override in overrides)
+                checked = load_config(ROOT / Path(config).relative_to("/opt/rayrft"), values)
+                assert checked.on_existing == "resume" and checked.storage == Path("/shared/runs")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if (shellcheck := shutil.which("shellcheck")) is not None:
+        subprocess.run([shellcheck, "--severity", "warning", str(script)], check=True)
+
+
+def test_nodes_in_namespaces_are_refused_by_name_without_arguments() -> None:
+    done = subprocess.run(["bash", str(CLUSTER / "several_nodes.sh")], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("several_nodes: usage: several_nodes.sh N | --exec I")
