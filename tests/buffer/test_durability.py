@@ -95,6 +95,17 @@ class TestFullDisk:
         buffer.restart()
         assert held(buffer) == [1, 2, 3]
 
+    def test_nothing_is_said_to_be_done_already_that_the_journal_does_not_hold(self, buffer: LocalBuffer) -> None:
+        put(buffer, 1, 2)
+        buffer.do("open_stage", plan(1, scheduled=False))
+        buffer.lease(0)
+        fill_disk(buffer.buffer._store._journal)
+        for method, *arguments in (("ack", 0), ("lease", 1, 1, 0), ("requeue", 0, 0), ("cover", 1), ("ack", 0)):
+            with pytest.raises(StorageError, check=about("journal-00000000.jsonl")):
+                buffer.do(method, *arguments)
+        buffer.restart()
+        assert buffer.do("stats").ledger.trained == 0 and held(buffer) == [1, 2]
+
     @pytest.mark.parametrize("limit", [3000, 5001, 5999])
     def test_a_write_that_is_cut_short_by_a_limit_leaves_no_trace(self, limit: int, opened: Opened) -> None:
         buffer, acknowledged, most = opened(segment_bytes=1 << 20), list[int](), resource.RLIM_INFINITY
