@@ -111,7 +111,10 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
         resumed, models = progress is not None, task_engines(checked, say)
         prepared = prepare(checked, began.run_id, resumed=resumed, engines=models, say=say)
         images = (image for task in (*prepared.tasks, *prepared.held_out) for image in task.images)
-        check_shared(checked.folder, named_files(checked, images), fitting_nodes(parts))
+        nodes = fitting_nodes(parts)
+        check_shared(checked.folder, named_files(checked, images), nodes)
+        if len(nodes) > 1:
+            say(f"files: {len(nodes)} nodes share {checked.folder}; the Buffer's log is in {checked.buffer_folder}")
         if progress is None:
             Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
         else:

@@ -1,0 +1,140 @@
+"""A cluster of two nodes, each in namespaces of its own: what goes wrong only between nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.monitor.records import StepRecord, read_records
+from rayrft.monitor.summary import read_summary
+from tests.conftest import ROOT
+from tests.e2e.conftest import WITHOUT_VLLM, small_config
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = ["bash", str(ROOT / "cluster" / "several_nodes.sh")]
+RAYRFT = str(ROOT / ".venv" / "bin" / "rayrft")
+On = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which the script finds the running cluster."""
+    environment = {
+        **os.environ,
+        "RAYRFT_NODES": f"/tmp/rayrft-test-{os.getpid()}",
+        "HOME": str(tmp_path_factory.mktemp("home")),
+        "PYTHONPATH": str(ROOT),
+    }
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        environment.pop(name, None)
+    pipe = subprocess.PIPE
+    cluster = subprocess.Popen([*SCRIPT, "2"], stdout=pipe, stderr=pipe, text=True, env=environment)
+    try:
+        assert cluster.stdout is not None and cluster.stderr is not None  # they are pipes
+        if not cluster.stdout.readline().startswith("RAY_ADDRESS="):
+            pytest.skip(cluster.stderr.read().strip())
+        yield environment
+    finally:
+        cluster.send_signal(signal.SIGINT)
+        subprocess.run([*SCRIPT, "--stop"], env=environment)
+        cluster.wait(60)
+
+
+@pytest.fixture
+def on(nodes: dict[str, str]) -> On:
+    """Runs a command on a node, in an environment with these changes; node 0 runs no Ray."""
+
+    def run(node: int, *command: str, cwd: Path = ROOT, **changes: str) -> subprocess.CompletedProcess[str]:
+        variables = [f"{key}={value}" if value else f"--unset={key}" for key, value in changes.items()]
+        full = [*SCRIPT, "--exec", str(node), "env", *sorted(variables), *command]
+        return subprocess.run(full, env=nodes, cwd=cwd, capture_output=True, text=True, timeout=900)
+
+    return run
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a small run's config, with Explorer and engines on node 2, and Buffer and ranks on node 1."""
+
+    def write(name: str, **changes: Any) -> Path:
+        made = small_config(tmp_path / "runs", name, evaluation={"enabled": False}, **changes)
+        where = {"engines": "2", "explorer": "2", "buffer": "1", "ranks": "1", "master": "1"}
+        made["placement"] = {"labels": {group: {"node": node} for group, node in where.items()}}
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(made))
+        return path
+
+    return write
+
+
+def test_a_killed_node_ends_the_run_and_a_new_node_resumes_it_without_loss(
+    nodes: dict[str, str], on: On, config: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With real engines: hosts files that map a node's name to 127.0.1.1 are no obstacle to gloo."""
+    path = config("lives", checkpoint={"every": 2})
+    long = ["stages.mix.steps=1000"]
+    command = [*SCRIPT, "--exec", "1", RAYRFT, "run", str(path), *long]
+    with subprocess.Popen(command, env=nodes, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None  # it is a pipe
+        assert any(line.startswith("[mix    8]") for line in running.stdout), "it ended before its eighth step"
+        subprocess.run([*SCRIPT, "--kill", "2"], env=nodes, check=True)
+        running.communicate(timeout=180)
+    assert running.returncode == 1
+    folder = tmp_path / "runs" / "lives"
+    summary = read_summary(folder)
+    assert summary is not None and summary.ledger is not None
+    assert summary.status == "failed" and summary.ledger.closes
+    subprocess.run([*SCRIPT, "--join", "2"], env=nodes, check=True)
+    reached = max(int(found.name.removeprefix("step-")) for found in folder.glob("checkpoints/step-*[0-9]"))
+    resumed = on(1, RAYRFT, "resume", str(folder), f"stages.mix.steps={reached}", "placement.wait_s=300")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    summary = read_summary(folder)
+    assert summary is not None and summary.ledger is not None
+    assert summary.status == "finished" and summary.ledger.closes
+    steps = [record for record in read_records(folder) if isinstance(record, StepRecord)]
+    assert [record.step for record in steps] == [*range(1, 4 + reached)], "nothing twice, nothing lost"
+    assert all(record.metrics.logprob_gap < 1e-4 for record in steps if record.usual_rows)
+
+
+def test_what_a_node_does_not_see_is_refused_with_its_name(on: On, config: Callable[..., Path]) -> None:
+    path = config("unseen", **WITHOUT_VLLM)
+    done = on(1, RAYRFT, "run", str(path), "storage=/dev/shm/runs")
+    assert done.returncode == 1 and "error: storage: node node-2 does not see it" in done.stderr
+    assert on(1, "cp", str(ROOT / "tests" / "without_vllm.py"), "/dev/shm/plugin.py").returncode == 0
+    done = on(1, RAYRFT, "run", str(path), 'plugins=["/dev/shm/plugin.py"]')
+    assert done.returncode == 1 and "error: plugins: node node-2 does not see it" in done.stderr
+
+
+def test_a_machine_outside_and_a_process_without_the_token_are_refused_in_one_line(
+    on: On, config: Callable[..., Path]
+) -> None:
+    path = config("outside", **WITHOUT_VLLM)
+    done = on(0, RAYRFT, "run", str(path))
+    assert done.returncode == 1 and "RAY_ADDRESS: this machine is not a node of the cluster" in done.stderr
+    assert "http://10.77.0.1:8265 ray job submit" in done.stderr.splitlines()[-1]
+    done = on(1, RAYRFT, "run", str(path), RAY_AUTH_MODE="", RAY_AUTH_TOKEN_PATH="")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: RAY_ADDRESS: the cluster requires a token, and we send none")
+
+
+def test_a_job_is_submitted_from_outside_with_its_working_directory(
+    on: On, config: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    config("job", **WITHOUT_VLLM).rename(source / "my.json")
+    submit = [str(ROOT / ".venv/bin/ray"), "job", "submit", "--working-dir", ".", "--", RAYRFT, "run", "my.json"]
+    address = {"RAY_ADDRESS": "http://10.77.0.1:8265"}
+    done = on(0, *submit, f"storage={tmp_path / 'runs'}", cwd=source, **address)
+    assert done.returncode == 0 and "finished after" in done.stdout, done.stdout + done.stderr
+    assert f"files: 2 nodes share {tmp_path / 'runs' / 'job'}; the Buffer's log is in" in done.stdout
+    lost = on(0, *submit, "name=lost", "storage=runs", cwd=source, **address)
+    assert lost.returncode != 0 and "storage: is inside the job's copy of its working directory" in lost.stdout
