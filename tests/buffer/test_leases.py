@@ -252,3 +252,10 @@ def test_each_mini_batch_is_dealt_evenly_by_itself() -> None:
         starts = [sum(share.rows[:number]) for share in shares]
         rows = [share.parts[0].rows[start : start + 4].tolist() for share, start in zip(shares, starts, strict=True)]
         assert sorted(rows[0] + rows[1]) == sorted(r for u in units[number::4] for r in (u.row, u.row + 1))
+
+
+def test_a_group_with_tokens_older_than_its_ticket_is_due_earlier(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(1, max_staleness=2, version=3))
+    first, second, _ = buffer.do("admit", "explorer", 1, 3)
+    buffer.put([(group(1, version=3), first), (group(2, version=1), second)])
+    assert buffer.do("lease", 3, 1, 5).staleness == (2,), "the second group would be too old for a later step"

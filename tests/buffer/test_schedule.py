@@ -95,6 +95,19 @@ def test_a_step_is_never_stuck_once_everything_admitted_has_finished_and_none_is
     assert schedule.admit(100) == [] and not schedule.running and not schedule.ready
 
 
+def test_a_step_waits_for_a_straggler_that_is_due() -> None:
+    schedule = WindowedSchedule(1, 1)
+    straggler, quick = schedule.admit(2)
+    finish(schedule, quick)
+    assert take(schedule, 0) == [quick.sequence]
+    schedule.advance(1)
+    [later] = schedule.admit(1)
+    finish(schedule, later)
+    assert take(schedule, 1) is None, "the straggler is due at step 1; taking another would make it too old"
+    finish(schedule, straggler)
+    assert take(schedule, 1) == [straggler.sequence]
+
+
 def test_over_sampling_takes_the_first_ready_and_no_step_waits_for_nobody() -> None:
     schedule = WindowedSchedule(2, 0, over_sampling=2.0)
     tickets = schedule.admit(10)
