@@ -49,7 +49,7 @@ node() {
   read -r _ <"$state/$node.cable"
   ip address add "$network.$((node ? node : 250))/24" dev eth0
   ip link set eth0 up
-  export RAY_AUTH_TOKEN_PATH=$state/token RAY_raylet_start_wait_time_s=120 RAY_AUTH_MODE
+  export RAY_AUTH_TOKEN_PATH=$state/token RAY_raylet_start_wait_time_s=120 RAY_AUTH_MODE RAY_JOB_STOP_WAIT_TIME_S=600
   RAY_AUTH_MODE=$(cat "$state/mode")
   local common=(--node-ip-address "$network.$node" --num-cpus "${RAYRFT_NODE_CPUS:-2}" --disable-usage-stats --block
     --object-store-memory "${RAYRFT_NODE_STORE:-100000000}" --labels "node=$node")

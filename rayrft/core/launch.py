@@ -9,7 +9,7 @@ from typing import Any
 
 from rayrft.config import RunConfig, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress, find_folder
-from rayrft.core.cluster import connect
+from rayrft.core.cluster import connect, warn_of_short_stop
 from rayrft.core.master import Master
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import (
@@ -95,6 +95,7 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     """Start a run, or resume one from ``progress``."""
     check_storage(checked)
     connect()
+    warn_of_short_stop(say)
     _check_name(checked.name)
     remove_leftovers(checked.name)
     parts = plan_placement(checked)

@@ -138,3 +138,21 @@ def test_a_job_is_submitted_from_outside_with_its_working_directory(
     assert f"files: 2 nodes share {tmp_path / 'runs' / 'job'}; the Buffer's log is in" in done.stdout
     lost = on(0, *submit, "name=lost", "storage=runs", cwd=source, **address)
     assert lost.returncode != 0 and "storage: is inside the job's copy of its working directory" in lost.stdout
+
+
+def test_a_job_that_is_stopped_saves_its_weights_and_its_summary(
+    nodes: dict[str, str], on: On, config: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = config("halted", **WITHOUT_VLLM)
+    job = [str(ROOT / ".venv/bin/ray"), "job"]
+    address = ["env", "RAY_ADDRESS=http://10.77.0.1:8265"]
+    command = [*job, "submit", "--submission-id", "halted", "--", RAYRFT, "run", str(path), "stages.mix.steps=100000"]
+    following = [*SCRIPT, "--exec", "0", *address, *command]
+    with subprocess.Popen(following, env=nodes, cwd=ROOT, stdout=subprocess.PIPE, text=True) as submitted:
+        assert submitted.stdout is not None  # it is a pipe
+        assert any(line.startswith("[mix    6]") for line in submitted.stdout), "it ended before its sixth step"
+        assert on(0, *job, "stop", "halted", RAY_ADDRESS="http://10.77.0.1:8265").returncode == 0
+        submitted.communicate(timeout=180)
+    summary = read_summary(tmp_path / "runs" / "halted")
+    assert summary is not None and summary.status == "stopped" and summary.checkpoint is not None
+    assert (Path(summary.checkpoint) / "model.safetensors").is_file()
