@@ -32,7 +32,7 @@ pid_of() { cat "$state/$1.pid" 2>/dev/null || fail "node $1 is not running"; }
 enter() {
   local node=$1 folder=$PWD
   shift
-  nsenter -t "$(pid_of "$node")" $(cat "$state/user") -n -m -u -p -- env -C "$folder" RAY_ADDRESS="$network.1:6379" \
+  nsenter -t "$(pid_of "$node")" -n -m -u -p -- env -C "$folder" RAY_ADDRESS="$network.1:6379" \
     RAY_AUTH_MODE="$(cat "$state/mode")" RAY_AUTH_TOKEN_PATH="$state/token" "$@"
 }
 
@@ -75,9 +75,9 @@ start() {
     kill -0 "$keeper" 2>/dev/null || fail "node $node did not start: $(tail -n 1 "$state/$node.log")"
     sleep 0.05
   done
-  nsenter -t "$(pid_of bridge)" $(cat "$state/user") -n -- ip link add "node$node" type veth peer name eth0 \
+  nsenter -t "$(pid_of bridge)" -n -- ip link add "node$node" type veth peer name eth0 \
     netns "$(pid_of "$node")"
-  nsenter -t "$(pid_of bridge)" $(cat "$state/user") -n -- ip link set "node$node" master bridge up
+  nsenter -t "$(pid_of bridge)" -n -- ip link set "node$node" master bridge up
   printf 'plugged\n' >"$state/$node.cable"
   rm "$state/$node.cable"
 }
@@ -97,6 +97,9 @@ stop() {
   rm -rf "$state"
 }
 
+if [ -s "$state/user" ] && [ -z "${RAYRFT_NODE_USER:-}" ]; then
+  exec nsenter -t "$(pid_of bridge)" --user --preserve-credentials env RAYRFT_NODE_USER=1 bash "$0" "$@"
+fi
 case ${1:-} in
   --node) node "$2" ;;
   --exec) enter "${@:2}" ;;
@@ -107,7 +110,7 @@ case ${1:-} in
     kill -9 "$(pid_of "$2")"
     rm "$state/$2.pid"
     ;;
-  --cut) nsenter -t "$(pid_of bridge)" $(cat "$state/user") -n -- ip link set "node$2" down ;;
+  --cut) nsenter -t "$(pid_of bridge)" -n -- ip link set "node$2" down ;;
   --stop) stop ;;
   [1-8])
     for tool in ip unshare nsenter; do
@@ -117,13 +120,13 @@ case ${1:-} in
     if [ "$(id -u)" != 0 ]; then
       unshare --user --map-root-user --net true 2>/dev/null ||
         fail "needs root, or unprivileged user namespaces, which this machine does not allow" 77
-      RAYRFT_NODE_USER="-U --preserve-credentials" exec unshare --user --map-root-user bash "$0" "$@"
+      RAYRFT_NODE_USER=1 exec unshare --user --map-root-user bash "$0" "$@"
     fi
     unshare --net --mount --uts --pid --fork true 2>/dev/null || fail "this machine allows no namespaces" 77
     [ ! -e "$state" ] || fail "a cluster is running already, or was killed: bash cluster/several_nodes.sh --stop"
     mkdir -m 700 "$state"
     trap stop EXIT
-    printf '%s' "${RAYRFT_NODE_USER:-}" >"$state/user"
+    printf '%s' "${RAYRFT_NODE_USER:-}" >"$state/user" # not empty: all of it is in a user namespace
     printf 'nameserver 127.0.0.1\n' >"$state/resolv.conf"
     printf '%s' "$([ -n "${RAYRFT_NODE_SECRETLESS:-}" ] && echo disabled || echo token)" >"$state/mode"
     head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$state/token"

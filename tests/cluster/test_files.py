@@ -69,11 +69,34 @@ def test_jobs_run_configs_that_exist_and_resume_after_a_loss() -> None:
                 assert checked.on_existing == "resume" and checked.storage == Path("/shared/runs")
 
 
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
+def test_kubernetes_accepts_pods_and_volumes(manifest: Path) -> None:
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    claims = [each for each in yaml.safe_load_all(manifest.read_text()) if each["apiVersion"] == "v1"]
+    [cluster] = [each["spec"] for each in ray_clusters(manifest)]
+    pods = [group["template"] for group in (cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", []))]
+    for made in [*claims, *({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, **pod} for pod in pods)]:
+        kubernetes.validate(made, "1.31", strict=True)
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
-    if (shellcheck := shutil.which("shellcheck")) is not None:
-        subprocess.run([shellcheck, "--severity", "warning", str(script)], check=True)
+
+
+YAMLLINT = "{extends: relaxed, rules: {line-length: {max: 200}}}"
+LINTERS = [
+    ["shellcheck", "--severity", "warning", *map(str, SCRIPTS)],
+    ["hadolint", str(CLUSTER / "Containerfile")],
+    ["yamllint", "-d", YAMLLINT, str(CLUSTER)],
+]
+
+
+@pytest.mark.parametrize("command", LINTERS, ids=lambda command: command[0])
+def test_linters_find_nothing(command: list[str]) -> None:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    subprocess.run(command, check=True)
 
 
 def test_nodes_in_namespaces_are_refused_by_name_without_arguments() -> None:
