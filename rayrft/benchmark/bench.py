@@ -21,8 +21,9 @@ from rayrft.core.cluster import connect
 from rayrft.core.parts.engines import EngineGroup, serve_engines
 from rayrft.core.parts.rewards import remote_models, remote_scoring, reward_service
 from rayrft.core.parts.table import plan_placement
-from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, show_plan
+from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, fitting_nodes, show_plan
 from rayrft.core.services import task_engines
+from rayrft.core.shared_files import check_shared, check_storage, named_files
 from rayrft.data.models import check_auxiliary, find_model
 from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import load_taskset
@@ -69,6 +70,7 @@ def bench(
     named = {f"bench.models.{name}": model for name, model in (models or {}).items()}
     checked = load_config(config, {**overrides, **named, "mode": "bench"})
     folder = checked.folder / "bench"
+    check_storage(checked)
     connect()  # files of tasks are read by Ray
     tasksets = _tasksets(checked, say)
     numbered = [(task, number) for number, (tasks, _) in enumerate(tasksets.values()) for task in tasks]
@@ -124,6 +126,12 @@ def attempt_all(
         plan = plan_placement(config)
         say(show_plan(run, plan))
         check_room(plan, config.placement.wait_s, say)
+        folder.mkdir(parents=True, exist_ok=True)
+        files = named_files(
+            config, (image for tasks, _ in tasksets.values() for task in tasks for image in task.images)
+        )
+        files["bench.models"] = [model.path for model in models if Path(model.path).exists()]
+        check_shared(folder, files, fitting_nodes(plan))
         placement, groups = Placement(run, plan), dict[str, EngineGroup]()
         try:
             placement.reserve([each.name for each in plan if not each.served], config.placement.wait_s, say)
