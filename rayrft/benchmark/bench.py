@@ -127,11 +127,11 @@ def attempt_all(
         say(show_plan(run, plan))
         check_room(plan, config.placement.wait_s, say)
         folder.mkdir(parents=True, exist_ok=True)
-        files = named_files(
+        named = named_files(
             config, (image for tasks, _ in tasksets.values() for task in tasks for image in task.images)
         )
-        files["bench.models"] = [model.path for model in models if Path(model.path).exists()]
-        check_shared(folder, files, fitting_nodes(plan))
+        named["bench.models"] = [model.path for model in models if Path(model.path).exists()]
+        check_shared(folder, named, fitting_nodes(plan))
         placement, groups = Placement(run, plan), dict[str, EngineGroup]()
         try:
             placement.reserve([each.name for each in plan if not each.served], config.placement.wait_s, say)
