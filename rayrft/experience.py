@@ -223,7 +223,7 @@ _DEFAULTS = {f.name: f.default for f in fields(Experience) if f.default is not M
 
 def to_batch(experiences: Sequence[Experience]) -> pa.RecordBatch:
     """Convert experiences to a batch of :data:`SCHEMA`. Raises DataError, with the column, for a misfit."""
-    columns = zip(*map(itemgetter(*_NAMES), map(vars, experiences)), strict=True)
+    columns = [*zip(*map(itemgetter(*_NAMES), map(vars, experiences)), strict=True)] or [()] * len(_NAMES)
     arrays = [_column(name, values) for name, values in zip(_NAMES, columns, strict=True)]
     batch = pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
     check_filled(batch)
