@@ -58,6 +58,8 @@ def check_shared(folder: Path, files: Mapping[str, list[str]], nodes: Iterable[s
             try:
                 missing = ray.get(look) if look in ready else "it did not answer"
             except (ray.exceptions.RayError, ImportError) as error:
+                if node not in {each.id for each in cluster_nodes(ray_api.total_resources_per_node())}:
+                    continue  # it was lost meanwhile
                 missing = str(error).strip().splitlines()[-1]
             if isinstance(missing, str):
                 problem = f"node {names[node]} cannot run rayrft: {missing}"

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from rayrft.errors import Stalled
+from rayrft.errors import ActorUnreachable, Stalled
+from rayrft.runtime import ray_api
 from rayrft.runtime.handle import root_cause
 from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import Wait, WaitReport, Waits, unless
@@ -122,6 +123,8 @@ def _key(wait: Wait) -> tuple[str, str]:
 T = TypeVar("T")
 _GRACE_S = 3.0
 """Time to wait for an actor's death to become known after another failure, which it may have caused."""
+_LOST_S = 60.0
+"""The same after a call to an actor that cannot be reached: Ray notices within this time that a node is lost."""
 
 
 class Stopped(Exception):
@@ -139,7 +142,10 @@ async def supervise(main: Coroutine[Any, Any, T], watches: dict[str, Awaitable[A
         await asyncio.wait({work, *watching}, return_when=asyncio.FIRST_COMPLETED)
         if work.done() and not work.cancelled() and work.exception() is None:
             return work.result()
-        deaths, _ = await asyncio.wait(watching, timeout=_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        failure = work.exception() if work.done() and not work.cancelled() else None
+        lost = failure is not None and isinstance(root_cause(failure), ActorUnreachable)
+        grace = _LOST_S if lost else _GRACE_S
+        deaths, _ = await asyncio.wait(watching, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         for dead in deaths:
             if (error := dead.exception()) is not None:
                 raise error
@@ -159,4 +165,13 @@ async def _watch(name: str, watch: Awaitable[Any]) -> None:
     try:
         await watch
     except Exception as error:
-        raise root_cause(error, name) from None
+        cause = root_cause(error, name)
+        if isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed:
+            cause.problem += _seen(error.actor_id)
+        raise cause from None
+
+
+def _seen(actor: str | None) -> str:
+    """Return the addresses of an actor, by its id, and of this process, as the end of a sentence; "" if unknown."""
+    found = ray_api.actors(actor) if actor and ray.is_initialized() else None
+    return f", on {found['Address']['IPAddress']}, seen from {ray.util.get_node_ip_address()}" if found else ""

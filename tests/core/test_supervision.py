@@ -44,6 +44,23 @@ async def test_a_death_is_preferred_to_the_errors_that_follow_from_it() -> None:
         await supervise(main(), {"trainer": dies()})
 
 
+async def test_the_loss_of_a_node_is_waited_for_where_a_call_could_not_reach_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rayrft.core.supervision._GRACE_S", 0.0)
+
+    async def main() -> None:
+        raise ray.exceptions.ActorUnavailableError("the connection is lost", b"0" * 16)
+
+    async def dies() -> None:
+        for _ in range(50):
+            await asyncio.sleep(0)
+        raise ActorDied("its node is lost", field="engine-0")
+
+    with pytest.raises(ActorDied, check=about("engine-0")):
+        await supervise(main(), {"engine-0": dies()})
+
+
 async def test_an_error_without_a_death_is_raised_as_it_is() -> None:
     async def main() -> None:
         raise DataError("no rows", field="tasks.path")

@@ -10,6 +10,7 @@ import rayrft
 from tests.conftest import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_two_steps_of_the_gsm8k_job_on_cpu(gsm8k: Path, tmp_path: Path) -> None:
     run = rayrft.start(
