@@ -55,8 +55,9 @@ node() {
     --object-store-memory "${RAYRFT_NODE_STORE:-100000000}" --labels "node=$node")
   case $node in
     0) exec sleep infinity ;;
-    1) exec "$ray" start --head --port 6379 --dashboard-host "$network.1" "${common[@]}" ;;
-    *) exec "$ray" start --address "$network.1:6379" "${common[@]}" ;;
+    # Not by exec: the shell reaps the processes that end.
+    1) "$ray" start --head --port 6379 --dashboard-host "$network.1" "${common[@]}" ;;
+    *) "$ray" start --address "$network.1:6379" "${common[@]}" ;;
   esac
 }
 
