@@ -198,10 +198,11 @@ def root_cause(error: BaseException, actor: str = "master") -> RayrftError:
     """Unwrap Ray's wrappers of an error and return it as a RayrftError, about ``actor`` if it is not typed."""
     if isinstance(error, BaseExceptionGroup):
         return root_cause(error.exceptions[0], actor)
-    if isinstance(error, RayrftError):
-        return error
+    # First: Ray's wrapper of a RayrftError is one, too, whose text is a traceback.
     if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
         return root_cause(error.cause, actor)
+    if isinstance(error, RayrftError):
+        return error
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return ActorUnreachable(death_reason(error), _REMEDY, field=actor)
     if isinstance(error, ray.exceptions.RayActorError):

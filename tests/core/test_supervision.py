@@ -72,6 +72,8 @@ async def test_an_error_without_a_death_is_raised_as_it_is() -> None:
 def test_the_root_cause_is_found_under_groups() -> None:
     inner = DataError("no rows")
     assert root_cause(ExceptionGroup("many", [ExceptionGroup("more", [inner])])) is inner
+    remote = ray.exceptions.RayTaskError("run", "Traceback …", inner).as_instanceof_cause()
+    assert isinstance(remote, DataError) and root_cause(remote) is inner, "not its text, which is a traceback"
     wrapped = root_cause(KeyError("x"), "explorer")
     assert isinstance(wrapped, ActorDied) and wrapped.field == "explorer" and "KeyError" in str(wrapped)
 
