@@ -25,7 +25,7 @@ from rayrft.core.cluster import connect
 from rayrft.core.placement import running_runs, starting_runs
 from rayrft.core.shared_buffer import buffer_status, buffers, stop_buffer
 from rayrft.errors import ActorDied, RayrftError, RunFinished
-from rayrft.runtime.handle import until_dead
+from rayrft.runtime.handle import root_cause, until_dead
 
 if TYPE_CHECKING:
     from rayrft.config import RunConfig
@@ -343,5 +343,6 @@ def main() -> None:
         try:
             app()
         except RayrftError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            # An actor's error may come with Ray's traceback as its text.
+            print(f"error: {root_cause(error)}", file=sys.stderr, flush=True)
             sys.exit(1)

@@ -10,7 +10,7 @@ from rayrft.config.base import Section
 
 
 class PlacementConfig(Section):
-    """Nodes of a run's placement groups; `rayrft plan` shows the groups."""
+    """Nodes of a run's placement groups, which the table at its start names."""
 
     wait_s: float = Field(0.0, ge=0)
     """Seconds to wait for nodes that the cluster does not have yet, such as those of an autoscaler, which sees the

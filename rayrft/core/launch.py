@@ -103,9 +103,8 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     check_room(parts, checked.placement.wait_s, say)
     placement = Placement(checked.name, parts)
     try:
-        placement.reserve(
-            ["master"], checked.placement.wait_s, say
-        )  # reserves the name, too: starting another run of this name now fails
+        # Reserves the name, too: starting another run of this name now fails.
+        placement.reserve(["master"], checked.placement.wait_s, say)
         began = progress or Progress(uuid.uuid4().hex)
         # The Master keeps as many: see `Recorder`.
         earlier = began.records if checked.trains or not progress else len(read_records(checked.folder))

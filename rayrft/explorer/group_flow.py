@@ -28,7 +28,7 @@ from rayrft.explorer.scoring import (
     with_verified,
 )
 from rayrft.pipelines.experiences import ExperiencePipeline
-from rayrft.runtime.handle import TrackedHandle
+from rayrft.runtime.handle import TrackedHandle, root_cause
 from rayrft.runtime.waits import Waits
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class GroupFlow:
             except DataError as error:  # of what the workflow has put into the rows
                 await self._buffer.call(Buffer.fail, ticket, "workflow_error")
                 workflow = task.workflow or self._config.explorer.workflow
-                return self._count_failure(number, f"workflow {workflow!r} on task {task.id}: {error}")
+                return self._count_failure(number, f"workflow {workflow!r} on task {task.id}: {root_cause(error)}")
         else:
             await self._buffer.call(Buffer.drop, ticket, dict(group.dropped), group.report)
         if group.unknown and not group.rewards:

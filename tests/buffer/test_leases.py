@@ -153,7 +153,7 @@ def test_a_group_with_a_row_of_other_types_fails_alone_among_those_it_is_sent_wi
 def test_a_group_of_another_schema_or_that_cannot_be_sent_is_an_error_of_its_own(
     buffer: LocalBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full object store, for example: who waits for the receipt must not wait for ever."""
+    """A full object store, for example: the producer must get an error instead of a receipt."""
     payload, errors, writer = client._payload, [OSError("full")], BufferWriter(remote(buffer.buffer))
 
     def sometimes(message: pa.Buffer) -> Any:

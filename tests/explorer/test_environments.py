@@ -58,7 +58,7 @@ TROUBLES = {
 async def test_one_that_fails_costs_itself(name: str, tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     troubles = [each for each in TROUBLES if (name, each) != ("Async", "die")]  # would be this process
     settings = where(name, observation_limit=1000, same_episode=False)
-    says = [*troubles, *["go"] * 3]  # of whichever attempts come first
+    says = [*troubles, *["go"] * 3]  # of the attempts that come first
     rollout = await act(tiny_model, says, n=len(troubles) + 1, failures=True, **settings)
     assert rollout.failed == {"environment_error": len(troubles)} and len(rollout.rows) == 1
     told = [record.getMessage() for record in caplog.records]

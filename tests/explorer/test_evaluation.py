@@ -145,7 +145,7 @@ async def test_what_was_done_is_not_attempted_again_and_answers_are_as_long_as_a
     assert all(sampling.max_tokens == 2 for *_, sampling in engines.requests)
     assert all(a.tokens == 2 and a.right and a.answer == "x" and a.versions == (7,) for g in groups.values() for a in g)
     seeds = {sampling.seed + repeat for _, n, sampling in engines.requests for repeat in range(n)}
-    assert len(seeds) == 7, "another answer for every attempt"
+    assert len(seeds) == 7, "each attempt has a seed of its own"
 
 
 async def test_a_failed_attempt_is_unknown_by_its_reason_and_takes_none_of_the_others(tiny_model: Path) -> None:

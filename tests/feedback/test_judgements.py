@@ -188,7 +188,7 @@ def test_who_picks_at_random_agrees_as_by_chance_whatever_the_answers_are_called
         order = rows if first else rows[::-1]
         return Judgement(f"{person}{number}", person, f"pair:{number}", "pair", rows, ranking=order)
 
-    # Of each four items they agree in two, whichever they pick.
+    # Of each four items they agree in two.
     mixed = [pick(who, at, bool(at & bit)) for at in range(40) for who, bit in (("Ann", 1), ("Bob", 2))]
     opposite = [pick(who, at, (at % 2 == 0) == (who == "Ann")) for at in range(40) for who in ("Ann", "Bob")]
     assert [figure.value for figure in measure_agreement(mixed)] == [0.0]
