@@ -93,7 +93,7 @@ await_nodes() {
 
 stop() {
   for file in "$state"/*.pid; do
-    [ -s "$file" ] && kill -9 "$(cat "$file")" 2>/dev/null
+    [ ! -s "$file" ] || kill -9 "$(cat "$file")" 2>/dev/null || true # it may have ended by itself
   done
   rm -rf "$state"
 }

@@ -1,5 +1,5 @@
-"""What holds for every registered piece, whatever a step is split into, what is off the mask and how small log-probs
-are."""
+"""Losses and gradients of every registered piece depend neither on the split of a step, nor on values off the mask, nor
+on the size of log-probs."""
 
 from __future__ import annotations
 

@@ -156,3 +156,10 @@ def test_a_job_that_is_stopped_saves_its_weights_and_its_summary(
     summary = read_summary(tmp_path / "runs" / "halted")
     assert summary is not None and summary.status == "stopped" and summary.checkpoint is not None
     assert (Path(summary.checkpoint) / "model.safetensors").is_file()
+
+
+def test_a_head_that_does_not_start_is_an_error_and_leaves_nothing(nodes: dict[str, str], tmp_path: Path) -> None:
+    environment = nodes | {"RAYRFT_NODES": str(tmp_path / "state"), "RAYRFT_NODE_STORE": "many"}
+    done = subprocess.run([*SCRIPT, "1"], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "the head did not start" in done.stderr and "'many'" in done.stderr
+    assert not (tmp_path / "state").exists()
