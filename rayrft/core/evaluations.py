@@ -17,7 +17,7 @@ from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import EvaluationRecord
-from rayrft.runtime.handle import Handle, until_failed
+from rayrft.runtime.handle import Handle, root_cause, until_failed
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Evaluations:
                 raise
             self._skipped += 1
             self.saving.evaluated(step, None)
-            await self.recorder.note(f"the evaluation of step {step} is lost: {died}", stage.name, step)
+            await self.recorder.note(f"the evaluation of step {step} is lost: {root_cause(died)}", stage.name, step)
 
     async def _evaluate(self, stage: StageConfig, step: int, stage_step: int, *, beside: bool) -> None:
         for number, temperature in enumerate(self.config.evaluation.temperatures):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import socket
@@ -160,14 +159,19 @@ def test_a_machine_that_is_no_node_of_the_cluster_is_refused_with_the_command_th
     assert joined == [address] * here
 
 
-TOKENS = [None, "secret"], [None, "secret", "of another cluster"], [None, "token", "disabled"]
-
-
-@pytest.mark.parametrize("tokens", itertools.product(*TOKENS), ids=str)
+@pytest.mark.parametrize("required", [None, "secret"])
+@pytest.mark.parametrize("found", [None, "secret", "of another cluster"])
+@pytest.mark.parametrize("asked", [None, "token", "disabled"])
 def test_authentication_follows_the_cluster_that_is_joined(
-    joined: Joined, home: Path, head: Head, monkeypatch: pytest.MonkeyPatch, capfd: Any, tokens: tuple[str | None, ...]
+    joined: Joined,
+    home: Path,
+    head: Head,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    required: str | None,
+    found: str | None,
+    asked: str | None,
 ) -> None:
-    required, found, asked = tokens
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     if found is not None:
         (home / ".ray").mkdir()

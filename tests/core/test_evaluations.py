@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from rayrft.core.checkpoints import Checkpoints, Progress, Saver
 from rayrft.core.evaluations import Evaluations
@@ -148,10 +149,11 @@ async def test_an_engine_that_dies_costs_its_evaluation_and_the_others_make_the_
     made = make(2)
     await made.at(2)
     made.engines[0].died.set()
-    made.explorer.answers.put_nowait(ActorDied("gone", field="evaluation-0"))
+    died = ray.exceptions.RayTaskError("evaluate", "Traceback …", ActorDied("gone", field="evaluation-0"))
+    made.explorer.answers.put_nowait(died.as_instanceof_cause())
     await made.subject.end()
     made.subject.check()
-    assert made.evaluated == [] and "the evaluation of step 2 is lost: evaluation-0" in made.notes
+    assert made.evaluated == [] and "the evaluation of step 2 is lost: evaluation-0: gone" in made.notes
     made.explorer.answers.put_nowait(answer(4))
     await made.at(4)
     await made.subject.end()
