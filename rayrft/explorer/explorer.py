@@ -119,7 +119,7 @@ class Explorer(TaskActor):
         # What lives as long as the actor (modules, tasks) is not traversed again for every few groups, and neither are
         # thousands of groups in flight.
         gc.freeze()
-        gc.set_threshold(50_000, 20, 100)
+        gc.set_threshold(400_000, 20, 100)
 
     async def explore(self, stage: StageConfig) -> None:
         """Fill the Buffer until the stage is closed; then abandon the groups in flight. A feed is filled until its

@@ -20,13 +20,24 @@ class Pool:
     def __init__(self, *failures: CallFailed, most: int = 10) -> None:
         self.failures, self.most = list(failures), most
         self.leases, self.idle = 0, True
+        self.gave_way = asyncio.Event()
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Any]:
-        self.leases += 1
+        self.leases, self.idle = self.leases + 1, True
         if self.failures:
             raise self.failures.pop(0)
         yield self
+
+    @property
+    def gives_way(self) -> bool:
+        return self.gave_way.is_set()
+
+    def give_way(self) -> None:
+        self.gave_way.set()
+
+    def kill(self) -> None:
+        self.idle = False
 
     async def call(self, method: str, deadline_s: float) -> int:
         return self.most
@@ -97,6 +108,24 @@ async def test_each_batch_has_a_new_object_if_it_is_to_be_fresh(monkeypatch: pyt
         assert await queue.results(number) == [number] and pool.leases >= number + 1
     await queue.queue.close()
     assert pool.leases >= 3
+
+
+async def test_the_process_of_a_call_that_takes_half_of_its_deadline_gives_way_and_ends_with_the_call() -> None:
+    pool = Pool()
+
+    async def make(worker: Any, batch: Sequence[QueuedCall[str, str]]) -> list[str]:
+        if batch[0].argument == "slow":
+            await pool.gave_way.wait()
+        return [call.argument for call in batch]
+
+    settings: dict[str, Any] = {"workers": 1, "spare": 0, "deadline_s": 0.1, "start_s": 60.0, "failure": _failure}
+    queue = CallQueue[str, str](pool, make, **settings)  # type: ignore[arg-type]
+    await queue.open()
+    assert await queue.put("fine").done == "fine" and pool.idle and pool.leases == 1
+    assert await queue.put("slow").done == "slow"
+    pool.gave_way.clear()
+    assert await queue.put("fine").done == "fine" and pool.leases == 2, "in another process"
+    await queue.close()
 
 
 @pytest.mark.parametrize(

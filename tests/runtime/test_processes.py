@@ -163,6 +163,27 @@ async def test_what_a_process_has_started_dies_with_it(leak: str) -> None:
         await gone(leaked)
 
 
+async def test_a_process_gives_way_with_its_threads_and_all_that_it_has_started() -> None:
+    async with pool_of() as pool, pool.lease() as worker, pool.lease() as other:
+        await worker.call("leak_thread", deadline_s=20)
+        children = [await worker.call(leak, deadline_s=20) for leak in ("leak_process", "leak_daemon")]
+        worker.give_way()
+        threads = [int(thread) for pid in (worker.pid, *children) for thread in os.listdir(f"/proc/{pid}/task")]
+        assert len(threads) >= 4 and {os.getpriority(os.PRIO_PROCESS, each) for each in threads} == {19}
+        assert os.getpriority(os.PRIO_PROCESS, await worker.call("leak_process", deadline_s=20)) == 19
+        assert os.getpriority(os.PRIO_PROCESS, other.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+        assert _session_gives_way(worker.pid) and _session_gives_way(children[1])
+        worker.kill()
+        await gone(worker.pid)
+        worker.give_way()  # too late, and nobody minds
+
+
+def _session_gives_way(pid: int) -> bool:
+    """Return whether the process's session gives way, if the kernel shares out time by session."""
+    autogroup = Path(f"/proc/{pid}/autogroup")
+    return not autogroup.exists() or autogroup.read_text().split()[-1:] in ([], ["19"])
+
+
 async def test_a_wait_for_a_core_makes_no_call_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that always waits for a core is given its time; one that could run and does nothing is not."""
     monkeypatch.setattr("rayrft.runtime.processes.worker._LOOK_S", 0.05)

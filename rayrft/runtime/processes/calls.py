@@ -42,7 +42,8 @@ class CallQueue(Generic[A, R]):
     alone with an error of type ``again`` is made again once. ``fresh``: each batch has a new object.
 
     While a call is slow, a spare process works beside it, since a call that hangs would delay others until its
-    deadline. If no process can be started, all calls raise the error that ``failure`` returns, now and later.
+    deadline. After half of the deadline its process gets only what others leave of the processors, and ends with the
+    call. If no process can be started, all calls raise the error that ``failure`` returns, now and later.
     """
 
     def __init__(
@@ -147,8 +148,8 @@ class CallQueue(Generic[A, R]):
         return calls
 
     async def _make_batch(self, worker: Worker, calls: Sequence[QueuedCall[A, R]]) -> None:
-        started, slow = time.perf_counter(), asyncio.Event()
-        timer = asyncio.get_running_loop().call_later(self._slow_after(len(calls)), self._stand_in, slow)
+        started, slow, later = time.perf_counter(), asyncio.Event(), asyncio.get_running_loop().call_later
+        timers = later(self._slow_after(len(calls)), self._stand_in, slow), later(self._deadline_s / 2, worker.give_way)
         try:
             results = await self._make(worker, calls)
         except Exception as error:  # of the object, its process or its arguments; a lone call raises it
@@ -160,8 +161,11 @@ class CallQueue(Generic[A, R]):
                     call.done.set_exception(error)
             return
         finally:
-            timer.cancel()
+            for timer in timers:
+                timer.cancel()
             self._slow -= slow.is_set()
+            if worker.gives_way:
+                worker.kill()  # it may not take its share back
         took = (time.perf_counter() - started) / len(calls)
         self._usual_s = took if self._usual_s is None else 0.9 * self._usual_s + 0.1 * took
         for call, result in zip(calls, results, strict=True):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import pickle
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rayrft.errors import AnswerTooLarge, CallFailed, CallTimeout, ProcessDied
 from rayrft.runtime.processes.run_clock import RunClock
 from rayrft.runtime.processes.template import HEADER, Answer, Ask, Cancel, Reply
 
+_NICEST = 19
 _LOOK_S = 1.0
 """Seconds between looks at the clock of a long call: before the first look, a wait for a core counts."""
 
@@ -39,6 +42,7 @@ class Worker:
         """Exit code, or the negative number of the signal that ended it."""
         self.idle = False
         """Whether it can take a call."""
+        self.gives_way = False
         self._serving = 0
         """Requests of the object that are being answered."""
 
@@ -194,6 +198,20 @@ class Worker:
         self._writer.close()
         if self.pid and not self.ended.done():
             self._kill_process(self.pid)
+
+    def give_way(self) -> None:
+        """Let the process, with all that it has started or will start, get only what others leave of the processors."""
+        self.gives_way = True
+        pids = [self.pid] if self.pid and not self.ended.done() else []
+        for pid in pids:
+            with contextlib.suppress(OSError):  # it has just ended
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    # First the thread: what it starts from now on inherits its niceness.
+                    os.setpriority(os.PRIO_PROCESS, int(thread.name), _NICEST)
+                    pids += map(int, (thread / "children").read_text().split())
+                # Where the kernel shares time out by session, niceness counts within one alone: sched(7), autogroups.
+                if os.getsid(pid) == pid:
+                    Path(f"/proc/{pid}/autogroup").write_text(f"{_NICEST}")
 
 
 def _forget(replying: dict[int, asyncio.Task[None]], number: int, _: object) -> None:
