@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +22,7 @@ from typing import Any
 import pytest
 
 from rayrft.errors import AnswerTooLarge, CallFailed, CallTimeout, ProcessDied
+from rayrft.runtime.processes import template
 from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.run_clock import RunClock, Usage
 from tests.conftest import ROOT
@@ -143,6 +147,21 @@ async def test_who_leaves_a_thread_behind_that_asks_cannot_be_called_again(tmp_p
         # The next call's message would be read by the thread, for the reply that it waits for.
         with pytest.raises(ProcessDied, match="earlier"):
             await worker.call("pid", deadline_s=20)
+
+
+def test_a_thread_that_asks_and_one_that_waits_for_a_call_read_what_is_theirs() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as ending:
+        ending.callback(ours.shutdown, socket.SHUT_RDWR)  # else threads that read would be waited for
+        process, parent = template.Parent(theirs), template.Parent(ours)
+        for number in range(1, 21):
+            asking = threads.submit(process.ask, "question")
+            assert parent.receive().number == number
+            waiting = threads.submit(process.call)
+            select.select([ours], [], [], 0.02)  # time for both to read, if both did
+            parent.send(template.Reply(number, pickle.dumps("answer")))
+            parent.send(("method", ("argument",)))
+            assert asking.result(20) == "answer" and waiting.result(20) == ("method", ("argument",))
 
 
 async def test_the_deadline_is_suspended_while_the_object_waits_for_answers_and_starts_again() -> None:
@@ -338,6 +357,7 @@ async def test_the_end_of_the_template_ends_its_processes_and_another_takes_its_
 
 PARENT = """
 import asyncio, sys
+from rayrft.runtime.processes import template
 from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.run_clock import RunClock, Usage
 from tests.runtime.in_processes import Troublemaker

@@ -186,7 +186,8 @@ class Parent:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.RLock()
-        """Held while the connection is read or written."""
+        """Held by the thread that reads."""
+        self._writing = threading.Lock()
         self._asked = 0
         self._futures: dict[int, asyncio.Future[bytes]] = {}
 
@@ -218,7 +219,8 @@ class Parent:
     def send(self, message: object) -> None:
         """Write a message. What cannot be pickled raises TypeError, AttributeError or PicklingError."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._connection.sendall(HEADER.pack(len(data)) + data)
+        with self._writing:
+            self._connection.sendall(HEADER.pack(len(data)) + data)
 
     def receive(self) -> Any:
         """Block until there is a message. Raises ConnectionError if the parent closed the connection."""
@@ -227,8 +229,9 @@ class Parent:
 
     def call(self) -> tuple[str, tuple[Any, ...]]:
         """Block until there is a call. Raises ConnectionError if the parent closed the connection."""
-        while isinstance(message := self.receive(), Reply):
-            pass  # to a cancelled request
+        with self._lock:  # a thread that was left behind may still read its reply
+            while isinstance(message := self.receive(), Reply):
+                pass  # to a cancelled request
         method, arguments = message
         return method, arguments
 
