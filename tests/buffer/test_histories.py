@@ -17,7 +17,7 @@ from tests.buffer.simulation import Stuck, run_history
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 
 
-@pytest.mark.parametrize("seeds", [range(400), pytest.param(range(400, 10_000), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 10_000), marks=pytest.mark.slow)], ids=len)
 def test_whoever_waits_gets_an_answer_and_no_group_is_lost_or_trained_twice(
     seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

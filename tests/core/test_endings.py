@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,12 +71,17 @@ def finish(run: rayrft.Run) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ends", [(kill, fail, finish), pytest.param((lose_the_master, stop, finish), marks=pytest.mark.slow)]
+)
+def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(
+    ends: tuple[Callable[[rayrft.Run], None], ...], tmp_path: Path
+) -> None:
     config = small_config(tmp_path, "ending", evaluation={"enabled": False}, **WITHOUT_VLLM)
     config["stages"] = [{**config["stages"][0], "steps": 1_000_000}]
     held, living, room = groups(), alive(), free()
     run = rayrft.start(config, say=lambda _: None)
-    for end in (kill, fail, lose_the_master, stop, finish):
+    for end in ends:
         end(run)
         assert groups() <= held, end.__name__
         deadline = time.monotonic() + 20  # processes end, and Ray reports what they held, a moment later

@@ -127,6 +127,7 @@ def test_the_best_checkpoint_is_that_of_the_step_that_was_evaluated(run: Followe
     assert {step: value for step, value in kept.items() if value is not None}.items() <= accuracy.items()
 
 
+@pytest.mark.slow
 def test_a_bench_of_a_checkpoint_gives_the_answers_of_its_weights(run: Followed, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

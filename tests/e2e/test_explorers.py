@@ -21,6 +21,7 @@ from tests.e2e.conftest import WITHOUT_VLLM, endpoint_of, small_config
 from tests.errors import about
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_two_explorers_take_each_task_once_beside_an_endpoint_and_a_dead_auxiliary_engine_ends_the_run(
     tmp_path: Path, tiny_model: Path, port: int

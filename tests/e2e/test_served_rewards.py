@@ -22,7 +22,8 @@ from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, free_port, small_config
 
 
-@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.slow)])  # another start of a run
+@pytest.mark.slow
+@pytest.mark.parametrize("resumes", [False, True])
 def test_a_run_scores_on_serve_and_deletes_what_it_has_there_and_a_resumed_one_does_so_again(
     resumes: bool, ray_cluster: Any, tmp_path: Path, tiny_model: Path, port: int
 ) -> None:

@@ -61,6 +61,7 @@ def lose(run: rayrft.Run, actor: str) -> None:
         run.result()
 
 
+@pytest.mark.slow
 def test_each_task_is_trained_once_though_both_jobs_and_the_buffer_are_killed(
     storage: Path, tiny_model: Path, command_line: Call
 ) -> None:
