@@ -139,10 +139,6 @@ class LossParts:
         return parts.metric("good_rows", good)
 
     def stack(self) -> Tensor:
-        """Return all fields as one detached tensor, to be summed over micro-batches and ranks."""
+        """Return all fields as one detached tensor, to be summed over micro-batches and ranks; ``LossParts(*sums)`` are
+        the sums as parts."""
         return torch.stack([getattr(self, field.name).detach() for field in fields(self)])
-
-    @classmethod
-    def unstack(cls, values: Tensor) -> Self:
-        """Convert a sum of `stack` back."""
-        return cls(*values.unbind())

@@ -94,9 +94,6 @@ class Checkpoints:
         """The folder that is being written to."""
         self._changing = threading.Lock()  # an evaluation may end while a checkpoint is written
 
-    def due(self, stage_step: int) -> bool:
-        return self._config.every is not None and stage_step % self._config.every == 0
-
     def mark_beginning(self, progress: Progress) -> None:
         """Write a checkpoint of step 0 without trainer state; a run without a later one resumes from it."""
         self.begin(0)
@@ -205,12 +202,13 @@ class Saver:
         self._ranks = Ranks(trainer)
         self._progress = progress
         self._checkpoints = Checkpoints(config.folder, config.checkpoint)
+        self._every = config.checkpoint.every
         self._writing: asyncio.Future[None] | None = None
         self._judging: asyncio.Future[None] | None = None
 
     def due(self) -> bool:
         """Return whether a checkpoint is due after this step of the stage."""
-        return self._checkpoints.due(self._progress.stage_step)
+        return self._every is not None and self._progress.stage_step % self._every == 0
 
     async def restore(self, *, whole: bool) -> None:
         """Restore the trainer from the checkpoint of the current step: ``whole``, or its weights only."""
@@ -278,7 +276,7 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
     Raises RunNotFound if there is no such checkpoint, and ConfigError if ``to`` is not empty, or if ``merged`` is False
     for a full model or a reward model.
     """
-    from rayrft.trainer.export import export_checkpoint
+    from rayrft.trainer.dcp import export_checkpoint
 
     config = load_run_config(run_folder)
     if not merged and config.trainer.lora is None:

@@ -32,12 +32,15 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import _get_layout
 from torch.utils._pytree import tree_map_only
 
+from rayrft.config import RunConfig
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, StorageError
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.model import load_hf
+from rayrft.trainer.lora import Lora
+from rayrft.trainer.model import load_hf, load_policy, write_adapter, write_hf
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy
-from rayrft.trainer.reward_model import RewardClassifier
+from rayrft.trainer.reward_model import RewardClassifier, padding_of
 
 State = dict[str, Any]
 
@@ -150,6 +153,27 @@ def load_weights(folder: Path, model: Policy | RewardClassifier) -> None:
     """
     trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
     _read({_POLICY if isinstance(model, Policy) else _REWARD_MODEL: trained}, folder, no_dist=True)
+
+
+def export_checkpoint(
+    config: RunConfig, model: str, checkpoint: Path, to: Path, *, reward_model: bool, merged: bool
+) -> None:
+    """Write the language model of a checkpoint, or its ``reward_model`` (a sequence classifier), to the folder ``to``,
+    for transformers, vLLM or peft; on the CPU, without Ray.
+
+    ``model`` is the run's original model. An adapter is ``merged`` into the weights, or written in peft format.
+    """
+    lora, tokenizer = config.trainer.lora, ChatTokenizer(model, template=config.model.template)
+    base = (lora is not None and read_base(checkpoint)) or model
+    policy = load_policy(base)
+    if lora is not None:
+        policy.lora = Lora(policy.model, lora, origin=base, compute=torch.float32, seed=config.seed)
+    trained = RewardClassifier(policy, padding_of(model)) if reward_model else policy
+    load_weights(checkpoint, trained)
+    if merged or reward_model:
+        write_hf(trained, trained.state_dict(), tokenizer, to)
+    else:
+        write_adapter(policy, base, tokenizer, to)
 
 
 def _read(state: State, folder: Path, **how: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayrft.algorithms.logprobs import MIN_LOGPROB
+from rayrft.algorithms.batch import MIN_LOGPROB
 
 _CHUNK_CUDA = 1024
 _CHUNK_CPU = 256

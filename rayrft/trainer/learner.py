@@ -32,8 +32,7 @@ from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batc
 from rayrft.trainer.blame import blaming
 from rayrft.trainer.model import reshard
 from rayrft.trainer.optimizer import Optimizer
-from rayrft.trainer.policy import Policy, scored_batch
-from rayrft.trainer.reference import Reference
+from rayrft.trainer.policy import Policy, Reference, scored_batch
 from rayrft.trainer.result import PairRanking, StepResult, Update
 from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic
@@ -293,12 +292,10 @@ class Learner:
         grad_norm = optimizer.clip()
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             optimizer.adam.zero_grad()
-            raise RayrftError(
-                f"the loss or its gradient is not finite; the {model} was not updated",
-                "lower the optimizer's lr, or inspect the rows of this step",
-                field="trainer",
-                value={"loss": loss, "grad_norm": grad_norm, "step of the stage": self._step},
-            )
+            problem = f"the loss or its gradient is not finite; the {model} was not updated"
+            remedy = "lower the optimizer's lr, or inspect the rows of this step"
+            found = {"loss": loss, "grad_norm": grad_norm, "step of the stage": self._step}
+            raise RayrftError(problem, remedy, field="trainer", value=found)
         optimizer.step()
         return grad_norm
 
@@ -314,7 +311,7 @@ class Learner:
                 parts = self.algorithm.loss(output, micro.tokens, over, step=self._policy_step)
             return parts.loss, parts.stack()
 
-        return LossParts.unstack(self._reduce(torch.stack(self._accumulate(self.trained, batch, share)).sum(0)))
+        return LossParts(*self._reduce(torch.stack(self._accumulate(self.trained, batch, share)).sum(0)))
 
     def _accumulate(
         self, model: nn.Module, batch: list[MicroBatch], share: Callable[[MicroBatch], tuple[Tensor, Tensor]]
