@@ -121,11 +121,9 @@ class Evaluations:
             result = await self.explorers[0].call(Explorer.evaluate, temperature, beside)
             seconds = time.perf_counter() - started
             if set(result.versions) - {step}:
-                raise WeightSyncError(
-                    f"answers were sampled under versions {list(result.versions)} in an evaluation of version {step}",
-                    "an engine was sent weights meanwhile, which is a bug: please report it",
-                    field="evaluation",
-                )
+                problem = f"answers were sampled under versions {[*result.versions]} in an evaluation of version {step}"
+                remedy = "an engine was sent weights meanwhile, which is a bug: please report it"
+                raise WeightSyncError(problem, remedy, field="evaluation")
             if number == 0:
                 self.saving.evaluated(step, result.accuracy.value if result.count else None)
             skipped, self._skipped = self._skipped, 0

@@ -104,9 +104,6 @@ def checkpoint_name(name: str) -> str:
 
 
 def _no_target(value: Any) -> ConfigError:
-    return ConfigError(
-        "the model's decoder has no such linear layer",
-        "name linear layers, such as q_proj, or all-linear",
-        field="trainer.lora.targets",
-        value=value,
-    )
+    problem = "the model's decoder has no such linear layer"
+    remedy = "name linear layers, such as q_proj, or all-linear"
+    return ConfigError(problem, remedy, field="trainer.lora.targets", value=value)

@@ -131,7 +131,7 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, packed_attention)
-    AttentionMaskInterface.register(ATTENTION, _no_mask)
+    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
 
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -210,10 +210,6 @@ def _bucket(
         queries, keys, values, attn_mask=near, is_causal=near is None, scale=scaling, enable_gqa=True
     )
     return out.transpose(1, 2).flatten(0, 1)[bucket.real]
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _length_buckets(sizes: np.ndarray) -> list[np.ndarray]:

@@ -87,9 +87,6 @@ def _classifier(config: Any, padding: int | None) -> Any:
 
 
 def _no_classifier(config: Any, problem: str) -> ModelError:
-    return ModelError(
-        f"transformers has no sequence classifier for it: {problem}",
-        "train a reward model from a model such as Llama, Qwen or Gemma, without images",
-        field="model.path",
-        value=type(config).__name__,
-    )
+    problem = f"transformers has no sequence classifier for it: {problem}"
+    remedy = "train a reward model from a model such as Llama, Qwen or Gemma, without images"
+    return ModelError(problem, remedy, field="model.path", value=type(config).__name__)

@@ -108,12 +108,9 @@ class Trainer(Watched):
             await self._from_ranks("part of a checkpoint", self._written.setdefault(folder, {}))
             problems = [problem for problem in self._written.pop(folder).values() if problem is not None]
         if problems:
-            raise StorageError(
-                f"a checkpoint cannot be written: {problems[0]}",
-                "free disk space or fix the permissions of the run's folder; then resume the run",
-                field="storage",
-                value=str(folder),
-            )
+            problem = f"a checkpoint cannot be written: {problems[0]}"
+            remedy = "free disk space or fix the permissions of the run's folder; then resume the run"
+            raise StorageError(problem, remedy, field="storage", value=str(folder))
 
     async def stop(self) -> None:
         """End the ranks and wait until Ray Train has finished."""
