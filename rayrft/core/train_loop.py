@@ -7,7 +7,6 @@ import contextlib
 import math
 import time
 import uuid
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -130,7 +129,8 @@ class TrainLoop:
     async def _stage(self, stage: StageConfig) -> None:
         progress, self._bottleneck, self._gap_noted = self.progress, Bottleneck(), False
         await self._open(stage)
-        exploring = asyncio.ensure_future(self._explore(stage))
+        explorers = self.explorers if stage.groups else []
+        exploring = asyncio.gather(*(explorer.call(Explorer.explore, stage) for explorer in explorers))
         try:
             while progress.stage_step < stage.steps:
                 try:
@@ -201,7 +201,7 @@ class TrainLoop:
         )
         await self.buffer.call(Buffer.open_stage, plan)
 
-    async def _step(self, stage: StageConfig, exploring: asyncio.Future[None]) -> None:
+    async def _step(self, stage: StageConfig, exploring: asyncio.Future[list[None]]) -> None:
         """Take one optimiser step: lease, train, acknowledge, publish, admit."""
         progress, started = self.progress, time.perf_counter()
         step, before = progress.step, self.ledger
@@ -248,7 +248,7 @@ class TrainLoop:
         self._gap_noted = self._gap_noted or gap is not None
 
     async def _train(
-        self, step: int, exploring: asyncio.Future[None]
+        self, step: int, exploring: asyncio.Future[list[None]]
     ) -> tuple[ProcessedLease, list[StepResult], float]:
         """Lease the batch of the step and train on it; return the lease, the results by rank, and the seconds spent
         waiting for the batch. A Buffer that died loses its blocks, and restores them when it is up again."""
@@ -262,7 +262,7 @@ class TrainLoop:
             waited_s += time.perf_counter() - asked
             if (processed := await self._process(lease)) is None:
                 continue
-            async with self._engines_asleep():
+            async with self.weight_sync.asleep() if self.weight_sync is not None else contextlib.nullcontext():
                 results = await self._ranks.call(RankApi.train, processed.lease)
             if trained := list(filter(None, results)):
                 return processed, trained, waited_s
@@ -311,13 +311,7 @@ class TrainLoop:
         if message := self._bottleneck.verdict(self.config.max_staleness, explores=self.config.mode == "both"):
             await self.recorder.note(message, stage.name, self.progress.step)
 
-    def _engines_asleep(self) -> AbstractAsyncContextManager[None]:
-        """Free the engines' GPU memory for the trainer inside, if ``explorer.engine.sleep`` is set."""
-        if self.weight_sync is None or not self.config.explorer.engine.sleep:
-            return contextlib.nullcontext()
-        return self.weight_sync.asleep()
-
-    async def _unless_ended(self, work: asyncio.Future[R], exploring: asyncio.Future[None]) -> R:
+    async def _unless_ended(self, work: asyncio.Future[R], exploring: asyncio.Future[list[None]]) -> R:
         """Return the result of ``work``. Raises Stopped if the run is stopped first, or the error of an Explorer."""
         stop = asyncio.ensure_future(self.stop.wait())
         try:
@@ -337,11 +331,7 @@ class TrainLoop:
         """Publish after a step, unless the stage samples no groups."""
         return await self.publish() if stage.groups else None
 
-    async def _explore(self, stage: StageConfig) -> None:
-        if stage.groups:
-            await asyncio.gather(*(explorer.call(Explorer.explore, stage) for explorer in self.explorers))
-
-    async def _end_exploring(self, exploring: asyncio.Future[None]) -> None:
+    async def _end_exploring(self, exploring: asyncio.Future[list[None]]) -> None:
         """Wait until the Explorer has abandoned its groups, as it does once the stage is closed."""
         stall_s = self.config.monitor.stall_s
         try:

@@ -95,8 +95,9 @@ class WeightSync:
 
     @contextlib.asynccontextmanager
     async def asleep(self) -> AsyncIterator[None]:
-        """Let the members free their GPU memory for the trainer inside."""
-        engines = self._tracked((await self.pool.call(EnginePool.members)).engines)
+        """Let the members free their GPU memory for the trainer inside, if ``explorer.engine.sleep`` is set."""
+        sleeps = self.config.explorer.engine.sleep
+        engines = self._tracked((await self.pool.call(EnginePool.members)).engines) if sleeps else []
         await asyncio.gather(*(engine.call(RolloutEngine.sleep) for engine in engines))
         yield
         await asyncio.gather(*(engine.call(RolloutEngine.wake_up) for engine in engines))
