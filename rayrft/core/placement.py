@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from rayrft.errors import PlacementError
 from rayrft.monitor.report import format_table
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle
+from rayrft.runtime.handle import Handle, named_actor
 from rayrft.runtime.ray_api import ray
 
 P = ParamSpec("P")
@@ -103,7 +104,7 @@ def check_placement(parts: list[Bundles], nodes: Sequence[ClusterNode], which: s
             needed, there = (f"{amount / scale:.4g}{unit}" for amount in (need[resource], available))
             problem = f"the run needs {needed} {resource} and the cluster has {there} {which}: {_show_nodes(nodes)}"
             raise PlacementError(problem, f"lower {keys}, stop other runs, or add nodes", field="placement")
-    left = [_Node.of(node) for node in nodes]
+    left = [_Node(node) for node in nodes]
     for part in parts:
         placed = _place(part, left)
         if placed < part.count:
@@ -149,7 +150,7 @@ def fitting_nodes(parts: list[Bundles]) -> set[str]:
     """Return the ids of the nodes on which one of the bundles could be placed if all were free."""
     nodes = cluster_nodes(ray_api.total_resources_per_node())
     one = [replace(part, count=1) for part in parts]
-    return {node.id for node in nodes if any(_place(part, [_Node.of(node)]) for part in one)}
+    return {node.id for node in nodes if any(_place(part, [_Node(node)]) for part in one)}
 
 
 def actor_name(run: str, part: str) -> str:
@@ -164,11 +165,8 @@ def named_actors(prefix: str) -> list[str]:
 
 
 def find_actor(name: str) -> Handle[Any] | None:
-    """Return the handle of a living actor of that name; None if there is none."""
-    try:
-        return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=NAMESPACE))
-    except ValueError:
-        return None
+    """Return the handle of a run's living actor of that name; None if there is none."""
+    return named_actor(name, NAMESPACE)
 
 
 def running_runs() -> list[str]:
@@ -318,26 +316,19 @@ def _total(parts: list[Bundles]) -> dict[str, float]:
     return {key: round(sum(part.bundle.get(key, 0.0) * part.count for part in parts), 6) for key in keys}
 
 
-@dataclass
 class _Node:
     """Free resources of a node, and the free fraction of every GPU."""
 
-    name: str
-    free: dict[str, float]
-    labels: Mapping[str, str]
-    gpus: list[float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        whole, rest = divmod(self.free.get("GPU", 0.0) + _TOLERANCE, 1)
+    def __init__(self, node: ClusterNode) -> None:
+        self.name = node.name
+        self.labels = node.labels
+        self.resources = defaultdict(float, node.resources)
+        whole, rest = divmod(self.resources["GPU"] + _TOLERANCE, 1)
         self.gpus = [1.0] * int(whole) + ([rest] if rest > 2 * _TOLERANCE else [])
-
-    @classmethod
-    def of(cls, node: ClusterNode) -> _Node:
-        return cls(node.name, dict(node.resources), node.labels)
 
     def score(self, bundle: dict[str, float]) -> float:
         """Return the share of the resources that would remain, as Ray scores nodes; -1 if the bundle does not fit."""
-        left = [(self.free.get(key, 0.0) - value, self.free.get(key, 0.0)) for key, value in bundle.items() if value]
+        left = [(self.resources[key] - value, self.resources[key]) for key, value in bundle.items() if value]
         return -1.0 if any(rest < -_TOLERANCE for rest, _ in left) else sum(rest / free for rest, free in left)
 
     def take(self, bundle: dict[str, float]) -> bool:
@@ -350,7 +341,7 @@ class _Node:
         for _, index in fitting[:count]:
             self.gpus[index] -= share
         for key, value in bundle.items():
-            self.free[key] = self.free.get(key, 0.0) - value
+            self.resources[key] -= value
         return True
 
 
@@ -381,7 +372,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 def _show_nodes(nodes: Sequence[ClusterNode | _Node]) -> str:
     """Return the resources of the nodes, those with the most first."""
-    found = [(node.name, node.free if isinstance(node, _Node) else node.resources) for node in nodes]
-    found.sort(key=lambda node: [node[1].get(key, 0.0) for key in ("GPU", "CPU", "memory")], reverse=True)
-    shown = [f"{name} {_amounts(resources)}" for name, resources in found[:_SHOWN_NODES]]
+    kinds = ("GPU", "CPU", "memory")
+    found = sorted(nodes, key=lambda node: [node.resources.get(kind, 0.0) for kind in kinds], reverse=True)
+    shown = [f"{node.name} {_amounts(node.resources)}" for node in found[:_SHOWN_NODES]]
     return "; ".join(shown + [f"{len(found) - _SHOWN_NODES} more nodes"] * (len(found) > _SHOWN_NODES)) or "no node"

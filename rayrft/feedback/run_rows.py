@@ -21,7 +21,7 @@ from rayrft.errors import ActorDied, DataError, RunNotFound
 from rayrft.experience import Experience, from_batch
 from rayrft.feedback.items import ShownAnswer, ShownGroup
 from rayrft.feedback.judgements import Judgement
-from rayrft.runtime.handle import Handle, answer
+from rayrft.runtime.handle import Handle, answer, named_actor
 
 
 class RunRows:
@@ -48,11 +48,15 @@ class RunRows:
         return True
 
     def groups(self) -> list[ShownGroup]:
-        """Return the groups to judge, as they are now. Raises StorageError."""
+        """Return the groups to judge, as they are now: those that wait for training, then the latest, without rows that
+        do not end with the model. Raises StorageError."""
         archive = Archive.of_run(self._folder)
         with self._lock:
             self._archive = archive
-        return _read_groups(archive, self._most)
+        rows = read_shown(archive, self._most)
+        shown = (pair for pair in rows if pair[0].turns and pair[0].turns[-1].get("role") == "assistant")
+        groups = ((group_id, list(pairs)) for group_id, pairs in groupby(shown, key=lambda pair: pair[0].group_id))
+        return [ShownGroup(name, pairs[0][0].task_id, tuple(answer for _, answer in pairs)) for name, pairs in groups]
 
     def find(self, experience_id: str) -> ShownAnswer:
         """Return a row. Raises DataError if there is none."""
@@ -112,15 +116,10 @@ class RunRows:
             raise
 
     def _find_buffer(self) -> Handle[Buffer]:
-        import ray
-
-        try:
-            if not (self._folder / "summary.json").exists():  # an ending run kills its actors one by one
-                if self._handle is None:
-                    self._handle = Handle("buffer", ray.get_actor(self._buffer, namespace=self._namespace))
+        if not (self._folder / "summary.json").exists():  # an ending run kills its actors one by one
+            self._handle = self._handle or named_actor(self._buffer, self._namespace)
+            if self._handle is not None:
                 return self._handle
-        except ValueError:
-            pass
         raise RunNotFound("the run is not running, so it has no Buffer", field="run", value=str(self._folder))
 
 
@@ -143,12 +142,3 @@ def read_shown(archive: Archive, newest: int | None = None) -> Iterator[tuple[Ex
     for batch in archive.rows("usual", skip_damaged=True, newest=newest):
         for row, status in zip(from_batch(batch), batch.column("group_status").to_pylist(), strict=True):
             yield row, ShownAnswer.of(row, status == "ready")
-
-
-def _read_groups(archive: Archive, most: int) -> list[ShownGroup]:
-    """Read the groups that wait for training, then the latest, at most ``most``, without rows that do not end with the
-    model."""
-    rows = read_shown(archive, most)
-    shown = (pair for pair in rows if pair[0].turns and pair[0].turns[-1].get("role") == "assistant")
-    groups = ((group_id, list(pairs)) for group_id, pairs in groupby(shown, key=lambda pair: pair[0].group_id))
-    return [ShownGroup(name, pairs[0][0].task_id, tuple(answer for _, answer in pairs)) for name, pairs in groups]

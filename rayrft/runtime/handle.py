@@ -118,6 +118,14 @@ class TrackedHandle(Handle[T_co]):
             return await answer
 
 
+def named_actor(name: str, namespace: str) -> Handle[Any] | None:
+    """Return the handle of a living actor of that name; None if there is none."""
+    try:
+        return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=namespace))
+    except ValueError:
+        return None
+
+
 def fetch(call: Awaitable[R], who: str = "", deadline_s: float | None = None) -> R:
     """Block until a call of a `Handle`, or a task of Ray, has answered; outside of event loops. Raises the errors of
     ``ray.get``, and ActorUnreachable for ``who`` if it cannot be reached, or does not answer within ``deadline_s``."""

@@ -16,7 +16,7 @@ from ray.serve.config import ProxyLocation
 
 from rayrft.errors import ConfigError
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, Watched
+from rayrft.runtime.handle import Handle, Watched, named_actor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -97,14 +97,7 @@ def create_anchor(owner: Owner) -> Handle[Watched]:
 
 async def delete_with(owner: Owner, application: str) -> None:
     """Delete an application once no actor has its owner's name."""
-
-    def find() -> Handle[Watched] | None:
-        try:
-            return Handle(owner.name, ray.get_actor(owner.name, namespace=owner.namespace))
-        except ValueError:
-            return None
-
-    while (actor := await asyncio.to_thread(find)) is not None:
+    while (actor := await asyncio.to_thread(named_actor, owner.name, owner.namespace)) is not None:
         with contextlib.suppress(RayError):  # the owner has died, failed or cannot be reached
             await actor.call(Watched.watch)
         await asyncio.sleep(_LOOK_S)
