@@ -17,6 +17,7 @@ from ray.data.datasource import Datasource, ReadTask
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.export import conform, expert_message
 from rayrft.buffer.log.row_log import Ref
+from rayrft.data.ray_data import ordered_blocks
 from rayrft.data.selection import Selection
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA, Experience, from_batch, to_batch, unpack
@@ -57,7 +58,7 @@ def load_dataset(
         remedy = "use letters, digits, '_', '-' and '.', starting with a letter or a digit"
         raise DataError("not a valid name of demonstrations", remedy, field="name", value=name)
     if isinstance(rows, ray.data.Dataset):
-        message = ray.remote(num_cpus=0)(_gather).remote(_blocks(rows), name)
+        message = ray.remote(num_cpus=0)(_gather).remote(ordered_blocks(rows), name)
     else:
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([to_batch(rows)])
         message = ray.put(_message([table], name))
@@ -100,16 +101,6 @@ class _BlockSource(Datasource):
 def _read(parts: _Parts, selection: Selection) -> Iterable[pa.Table]:
     batches = [selection.apply(unpack(ray.get(ref)), rows) for ref, rows in parts]
     return [pa.Table.from_batches(batches, selection.schema)]
-
-
-def _blocks(dataset: ray.data.Dataset) -> list[Any]:
-    """Return references to the blocks in the dataset's order, which Ray Data does not preserve by default."""
-    options = dataset.context.execution_options
-    before, options.preserve_order = options.preserve_order, True
-    try:
-        return dataset.to_arrow_refs()
-    finally:
-        options.preserve_order = before
 
 
 def _gather(blocks: list[Any], name: str) -> pa.Buffer:

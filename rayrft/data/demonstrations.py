@@ -29,6 +29,7 @@ from rayrft.data.formats import (
     value_at,
 )
 from rayrft.data.images import image_paths
+from rayrft.data.ray_data import ordered_blocks
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA, Experience, Task, dedup_key, to_batch
@@ -252,12 +253,7 @@ def _numbered(dataset: ray.data.Dataset, config_key: str) -> tuple[ray.data.Data
     """
     import ray.data
 
-    options = dataset.context.execution_options
-    before, options.preserve_order = options.preserve_order, True
-    try:
-        tables = dataset.to_arrow_refs()
-    finally:
-        options.preserve_order = before
+    tables = ordered_blocks(dataset)
     count = ray.remote(lambda table: len(table))
     number = ray.remote(lambda table, numbers: table.append_column(_NUMBER, pa.array(numbers, pa.int64())))
     lengths = ray.get([count.remote(table) for table in tables])

@@ -5,6 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import ray.data
+
+
+def ordered_blocks(dataset: ray.data.Dataset) -> list[Any]:
+    """Return references to a dataset's blocks as Arrow tables, in its order, which Ray Data does not keep by itself."""
+    options = dataset.context.execution_options
+    before, options.preserve_order = options.preserve_order, True
+    try:
+        return dataset.to_arrow_refs()
+    finally:
+        options.preserve_order = before
 
 
 @contextlib.contextmanager
