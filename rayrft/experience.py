@@ -69,7 +69,7 @@ class Task:
                 problem = f"the {name} of a task is {type(text).__name__}, not a text"
                 raise DataError(problem, "give a text", field=source, value=text)
         task = cls("", question, answer, **rest)
-        return replace(task, id=_digest([source, task.key]))
+        return replace(task, id=json_digest([source, task.key]))
 
     @property
     def passes(self) -> float:
@@ -80,7 +80,7 @@ class Task:
     def key(self) -> str:
         """Digest of the fields that identify a task: tasks with equal keys are duplicates."""
         about = self.question, self.answer, self.system, self.domain, self.workflow, self.images, self.metadata
-        return _digest(about)
+        return json_digest(about)
 
     @property
     def dedup_key(self) -> str:
@@ -95,7 +95,8 @@ class Task:
         return [*system, {"role": "user", "content": self.question}]
 
 
-def _digest(value: object) -> str:
+def json_digest(value: object) -> str:
+    """Return a digest of a value as JSON, in 16 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(value, default=str).encode(), digest_size=8).hexdigest()
 
 

@@ -17,7 +17,7 @@ from rayrft.buffer.events import GroupReport
 from rayrft.buffer.ingest import GroupEntry, Receipt
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError
-from rayrft.experience import TRUNCATED, Experience, check_filled, check_schema, from_batch, pack, to_batch
+from rayrft.experience import Experience, check_filled, check_schema, from_batch, pack, to_batch
 from rayrft.runtime.handle import Handle
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def put_groups(buffer: Handle[Buffer], rows: list[Experience], algorithms: list[
 
     async def put() -> list[Receipt]:
         writer = BufferWriter(buffer)
-        return await asyncio.gather(*(writer.put(to_batch(group), _report(group)) for group in groups))
+        return await asyncio.gather(*(writer.put(to_batch(group), GroupReport.of(group)) for group in groups))
 
     with ThreadPoolExecutor(1) as thread:  # in a notebook this thread already runs an event loop
         receipts = thread.submit(asyncio.run, put()).result()
@@ -209,14 +209,3 @@ def check_group(group: list[Experience], algorithms: list[Algorithm], group_size
     if greedy and any(row.greedy_reward is None for row in group):
         problem = f"advantage {greedy[0]!r} needs the reward of a greedy answer to the task"
         raise DataError(problem, "set it on every row of the group", field="greedy_reward", value=of)
-
-
-def _report(group: list[Experience]) -> GroupReport:
-    rewards = [row.reward for row in group if row.reward is not None]
-    return GroupReport(
-        rows=len(group),
-        reward_sum=sum(rewards),
-        scored=len(rewards),
-        tokens=sum(int(row.action_mask.sum()) for row in group),
-        truncated=sum(row.stop_reason in TRUNCATED for row in group),
-    )

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
 
 from rayrft.buffer.schedule import StagePlan
 from rayrft.errors import StorageError
-from rayrft.experience import SCHEMA_VERSION, Task
+from rayrft.experience import SCHEMA_VERSION, TRUNCATED, Experience, Task
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,14 @@ class GroupReport:
     tokens: int = 0
     truncated: int = 0
     """Rows truncated at max_tokens."""
+
+    @classmethod
+    def of(cls, group: list[Experience]) -> GroupReport:
+        """Return the report on a group whose rows have their rewards."""
+        rewards = [row.reward for row in group if row.reward is not None]
+        tokens = sum(int(row.action_mask.sum()) for row in group)
+        truncated = sum(row.stop_reason in TRUNCATED for row in group)
+        return cls(len(group), sum(rewards), len(rewards), tokens, truncated)
 
     def __add__(self, other: GroupReport) -> GroupReport:
         return GroupReport(*map(add, vars(self).values(), vars(other).values()))
@@ -301,15 +309,12 @@ class ProducersEnded(Event):
     """No more groups will arrive."""
 
 
-def _tag(event: Any) -> str | None:
-    """Return the kind of an event, or of its JSON."""
-    return _TAGS.get(type(event)) if isinstance(event, Event) else event.get("event")
-
-
 _tagged: Any = Union[tuple(Annotated[kind, Tag(tag)] for kind, tag in _TAGS.items())]  # noqa: UP007 - not written out
 # Rows with non-finite rewards are rejected, but reports may contain such rewards.
 _config = ConfigDict(ser_json_inf_nan="constants")
-_adapter: TypeAdapter[Any] = TypeAdapter(Annotated[_tagged, Discriminator(_tag)], config=_config)
+# The kind of an event, or of its JSON.
+_kind = Discriminator(lambda event: _TAGS.get(type(event)) if isinstance(event, Event) else event.get("event"))
+_adapter: TypeAdapter[Any] = TypeAdapter(Annotated[_tagged, _kind], config=_config)
 
 
 def check_version(schema: str, log: str) -> None:

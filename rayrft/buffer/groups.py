@@ -114,10 +114,6 @@ class GroupTable:
         """Return the number of rows of these groups without the masked ones, as the ledger counts."""
         return int((self.rows[slots] - self.masked[slots]).sum())
 
-    def segments_of(self, slots: list[int]) -> set[int]:
-        """Return the segments that hold these groups' rows."""
-        return set(self.segment[slots].tolist())
-
     def move(self, slot: int, segment: int, row: int) -> None:
         """Update the location of a group's rows."""
         held = int(self.status[slot] in HELD)

@@ -67,7 +67,7 @@ class Retention:
     async def release(self, slots: list[int]) -> None:
         """Free the object-store blocks of segments in which no group is held any more."""
         groups = self._store.state.groups
-        done = [segment for segment in groups.segments_of(slots) if not groups.live[segment]]
+        done = [segment for segment in {*groups.segment[slots].tolist()} if not groups.live[segment]]
         await self._store.in_row_thread(self._store.rows.release, done)
 
     async def trim(self) -> None:
@@ -137,7 +137,8 @@ class Retention:
     def _leased(self) -> set[int]:
         """Return the segments with groups that a restarted trainer would lease again."""
         state = self._store.state
-        return state.groups.segments_of([slot for lease in state.training.leases.values() for slot in lease.slots])
+        slots = [slot for lease in state.training.leases.values() for slot in lease.slots]
+        return {*state.groups.segment[slots].tolist()}
 
     async def _delete_dead(self) -> None:
         state, dead = self._store.state, list[int]()

@@ -5,8 +5,6 @@ Pure bookkeeping, with the time as an argument.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections import Counter, OrderedDict
@@ -20,7 +18,7 @@ from rayrft.buffer.events import GroupReport
 from rayrft.config.serve import ServeConfig
 from rayrft.endpoint.recording import Call, Conversation, OpenCall, Row, SessionRows
 from rayrft.errors import DataError, FeedbackRefused
-from rayrft.experience import TRUNCATED, Experience, reaches
+from rayrft.experience import Experience, json_digest, reaches
 from rayrft.explorer.scoring import ScoredGroup, mask_truncated
 from rayrft.explorer.trajectory import action_columns
 
@@ -277,14 +275,7 @@ class Sessions:
             first = f"{group_id}/{number}"
             ids = [first] if len(member.rows) == 1 else [f"{first}/{k}" for k in range(len(member.rows))]
             rows += [_experience(row, member, id, group_id) for row, id in zip(member.rows, ids, strict=True)]
-        report = GroupReport(
-            rows=len(rows),
-            reward_sum=sum(row.reward or 0.0 for row in rows),
-            scored=len(rows),
-            tokens=sum(int(np.count_nonzero(row.action_mask)) for row in rows),
-            truncated=sum(row.stop_reason in TRUNCATED for row in rows),
-        )
-        scored = ScoredGroup(rows, Counter(), report)
+        scored = ScoredGroup(rows, Counter(), GroupReport.of(rows))
         if self._mask_truncated:
             scored = mask_truncated(scored)
         if not scored.rows:
@@ -294,7 +285,7 @@ class Sessions:
     def _key(self, entry: _Session) -> Hashable:
         if entry.task is not None:
             return "task", entry.task
-        return ("prompt", _digest(entry.first)) if self._config.group_by == "prompt" else ("any",)
+        return ("prompt", json_digest(entry.first)) if self._config.group_by == "prompt" else ("any",)
 
     def _find(self, name: str) -> _Identity | None:
         """Return the session with this id, or that of a response."""
@@ -335,7 +326,7 @@ def _experience(row: Row, entry: _Session, experience_id: str, group_id: str) ->
     return Experience(
         experience_id=experience_id,
         group_id=group_id,
-        task_id=entry.task or _digest(entry.first),
+        task_id=entry.task or json_digest(entry.first),
         token_ids=np.array(row.token_ids[:end], np.int32),
         prompt_length=row.prompt_length,
         action_mask=mask,
@@ -349,7 +340,3 @@ def _experience(row: Row, entry: _Session, experience_id: str, group_id: str) ->
         created_at=entry.began,
         finished_at=time.time(),
     )
-
-
-def _digest(conversation: Conversation) -> str:
-    return hashlib.blake2b(json.dumps(conversation).encode(), digest_size=8).hexdigest()
