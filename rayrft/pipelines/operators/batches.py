@@ -122,7 +122,7 @@ class MaskTurns(ConditionalOperator[MaskOptions]):
         masks, logprobs = list_column(rows.column("action_mask")), list_column(rows.column("logprobs"))
         spans, metrics = rows.column("weight_versions").to_pylist(), rows.column("metrics").to_pylist()
         reasons: list[str | None] = [None] * rows.num_rows
-        for row in np.flatnonzero(self.met(rows)).tolist():
+        for row in np.flatnonzero(self.selection.met(rows)).tolist():
             before, values = masks[row], logprobs[row]
             assert before is not None and values is not None  # not nullable in the schema
             starts, ends = np.flatnonzero(np.diff(before.astype(np.int8), prepend=0, append=0)).reshape(-1, 2).T
@@ -159,6 +159,6 @@ class Reweight(ConditionalOperator[ReweightOptions]):
     columns: ClassVar[Mapping[str, Wants]] = {"weight": "number"}
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        by, before = self.options.by, numbers(rows, "weight")
-        weights = np.where(self.met(rows), before * (numbers(rows, by) if isinstance(by, str) else by), before)
+        by, before, met = self.options.by, numbers(rows, "weight"), self.selection.met(rows)
+        weights = np.where(met, before * (numbers(rows, by) if isinstance(by, str) else by), before)
         return Applied(with_column(rows, "weight", pa.array(weights, rows.schema.field("weight").type)))

@@ -107,7 +107,7 @@ class Decontaminate(Operator[DecontaminateOptions]):
 
     def settle(self) -> None:
         for index in self._indices:
-            index.drop_common(min(self.options.common, max(2, self._rows // 10)))
+            index.keep(index.rows <= min(self.options.common, max(2, self._rows // 10)))
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
         column, reasons = self.options.answer, list[str | None]()
@@ -158,23 +158,20 @@ class _Index:
         self._owners = tasks[fresh]
         self._grams, self._starts, counts = np.unique(grams[fresh], return_index=True, return_counts=True)
         self._ends = self._starts + counts
-        self._rows = np.zeros(len(counts), np.int64)
-        self._keep(counts <= common)
+        self.rows = np.zeros(len(counts), np.int64)
+        self.keep(counts <= common)
 
     def count(self, places: np.ndarray, rows: np.ndarray) -> None:
         """Count rows by the places of the n-grams that they have."""
         pairs = np.unique(np.stack([places, rows]), axis=1)
-        np.add.at(self._rows, pairs[0], 1)
+        np.add.at(self.rows, pairs[0], 1)
 
-    def drop_common(self, most: int) -> None:
-        """Forget n-grams that more rows have."""
-        self._keep(self._rows <= most)
-
-    def _keep(self, kept: np.ndarray) -> None:
+    def keep(self, kept: np.ndarray) -> None:
+        """Forget the other n-grams."""
         self._grams = self._grams[kept]
         self._starts = self._starts[kept]
         self._ends = self._ends[kept]
-        self._rows = self._rows[kept]
+        self.rows = self.rows[kept]
 
     def hits(self, words: Words) -> Iterator[tuple[int, list[int]]]:
         """Iterate over the n-grams of rows that evaluation tasks have, too: the row, and the tasks."""

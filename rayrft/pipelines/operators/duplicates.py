@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -128,7 +129,9 @@ class NearDuplicates(_FirstOfEach[NearOptions]):
             return root
         low = np.concatenate(self._low)
         self._low.clear()
-        needed = hashing.matches_needed(self.options.threshold)
+        # Of the low bytes of two signatures; others agree by chance once in 256.
+        threshold = self.options.threshold
+        needed = math.ceil(hashing.PERMUTATIONS * (threshold + (1 - threshold) / 256))
         for band in range(self._keys[0].shape[1]):
             keys = np.concatenate([part[:, band] for part in self._keys])
             hashing.kernels().link_near(np.argsort(keys, kind="stable"), keys, low, needed, root, _REACH)

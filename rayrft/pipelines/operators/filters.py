@@ -34,13 +34,9 @@ class ConditionalOperator(Operator[W]):
 
     def check(self, schema: pa.Schema) -> None:
         try:
-            self._selection = Selection(schema, where=self.options.where)
+            self.selection = Selection(schema, where=self.options.where)
         except DataError as error:
             raise ConfigError(error.problem, error.remedy, field="where", value=error.value) from None
-
-    def met(self, rows: pa.RecordBatch) -> np.ndarray:
-        """Return whether each row meets the condition, as booleans of shape ``[rows]``."""
-        return self._selection.met(rows)
 
 
 class ExpressionOptions(Conditional):
@@ -55,7 +51,7 @@ class Expression(ConditionalOperator[ExpressionOptions]):
     kind = "filter"
 
     def apply(self, rows: pa.RecordBatch) -> Applied:
-        return Applied(rows, gone(f"not {self.options.where}", self.met(rows)))
+        return Applied(rows, gone(f"not {self.options.where}", self.selection.met(rows)))
 
 
 class BandOptions(Section):

@@ -7,7 +7,6 @@ slash or asterisk counts beside a digit or bracket, as in x - 1, though not in w
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 
 import numpy as np
@@ -92,12 +91,6 @@ def band_rows(threshold: float, recall: float = 0.999) -> int:
         if 1.0 - (1 - threshold**rows) ** (PERMUTATIONS // rows) >= recall:
             return rows
     return 1
-
-
-def matches_needed(threshold: float) -> int:
-    """Return how many of the low bytes of two signatures must agree for this Jaccard similarity: other bytes agree by
-    chance once in 256."""
-    return math.ceil(PERMUTATIONS * (threshold + (1 - threshold) / 256))
 
 
 _RANDOM = np.random.default_rng(20260101)
