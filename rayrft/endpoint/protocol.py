@@ -94,6 +94,71 @@ class Sampled(_Body):
         raise NotImplementedError
 
 
+class ContentPart(_Body):
+    """A part of a message: only text is supported."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class ChatMessage(_Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ContentPart], Field(max_length=1024)] | None = None
+    tool_calls: list[dict[str, Any]] = Field(default_factory=list, max_length=128)
+    tool_call_id: Name | None = None
+    name: Name | None = None
+
+    @model_validator(mode="after")
+    def _calls(self) -> ChatMessage:
+        if not all(_has_name(call) for call in self.tool_calls):
+            raise UnsupportedParameter("tool_calls", "has an entry that is not a call of a function with a name")
+        if not all(isinstance(_arguments(call), dict) for call in self.tool_calls):
+            raise UnsupportedParameter("tool_calls.arguments", "is not a JSON object")
+        for key, value in (self.model_extra or {}).items():
+            if value and key not in ("annotations", "cache_control"):
+                raise UnsupportedParameter(key, "is not supported")
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message in the form that is compared, without what clients may add or leave out."""
+        # Arguments are objects here, so that equal ones are equal.
+        calls = [
+            {"id": call.get("id"), "function": {"name": call["function"]["name"], "arguments": _arguments(call)}}
+            for call in self.tool_calls
+        ]
+        fields = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
+        return {"role": self.role, "content": self.text, **{key: value for key, value in fields.items() if value}}
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message for a chat template, with the arguments of calls as objects."""
+        message = self.plain()
+        if self.role == "developer":
+            message["role"] = "system"
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{"type": "function", "function": call["function"]} for call in calls]
+        return message
+
+    def for_bare_template(self, form: CallForm) -> dict[str, str]:
+        """Return the message for a chat template without tools: calls and their results are text."""
+        if self.role == "tool":
+            return {"role": "user", "content": as_response(self.text)}
+        calls = [json.dumps(call["function"]) for call in self.plain().get("tool_calls", [])]
+        marked = [f"<tool_call>{call}</tool_call>" if form == "hermes" else call for call in calls]
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "\n".join([*([self.text] if self.text else []), *marked])}
+
+    def for_display(self) -> dict[str, str]:
+        """Return the message as text."""
+        calls = [json.dumps(call["function"]) for call in self.plain().get("tool_calls", [])]
+        return {"role": self.role, "content": "\n".join([self.text, *calls])}
+
+
 class ChatRequest(Sampled):
     """The body of ``/v1/chat/completions``."""
 
@@ -168,71 +233,6 @@ class ResponsesRequest(ChatRequest):
         return "message.output_text.logprobs" in self.include
 
 
-class ChatMessage(_Body):
-    """A message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Field(max_length=1024)] | None = None
-    tool_calls: list[dict[str, Any]] = Field(default_factory=list, max_length=128)
-    tool_call_id: Name | None = None
-    name: Name | None = None
-
-    @model_validator(mode="after")
-    def _calls(self) -> ChatMessage:
-        if not all(_has_name(call) for call in self.tool_calls):
-            raise UnsupportedParameter("tool_calls", "has an entry that is not a call of a function with a name")
-        if not all(isinstance(_arguments(call), dict) for call in self.tool_calls):
-            raise UnsupportedParameter("tool_calls.arguments", "is not a JSON object")
-        for key, value in (self.model_extra or {}).items():
-            if value and key not in ("annotations", "cache_control"):
-                raise UnsupportedParameter(key, "is not supported")
-        return self
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
-
-    def plain(self) -> dict[str, Any]:
-        """Return the message in the form that is compared, without what clients may add or leave out."""
-        # Arguments are objects here, so that equal ones are equal.
-        calls = [
-            {"id": call.get("id"), "function": {"name": call["function"]["name"], "arguments": _arguments(call)}}
-            for call in self.tool_calls
-        ]
-        fields = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
-        return {"role": self.role, "content": self.text, **{key: value for key, value in fields.items() if value}}
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the message for a chat template, with the arguments of calls as objects."""
-        message = self.plain()
-        if self.role == "developer":
-            message["role"] = "system"
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [{"type": "function", "function": call["function"]} for call in calls]
-        return message
-
-    def for_bare_template(self, form: CallForm) -> dict[str, str]:
-        """Return the message for a chat template without tools: calls and their results are text."""
-        if self.role == "tool":
-            return {"role": "user", "content": as_response(self.text)}
-        calls = [json.dumps(call["function"]) for call in self.plain().get("tool_calls", [])]
-        marked = [f"<tool_call>{call}</tool_call>" if form == "hermes" else call for call in calls]
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "\n".join([*([self.text] if self.text else []), *marked])}
-
-    def for_display(self) -> dict[str, str]:
-        """Return the message as text."""
-        calls = [json.dumps(call["function"]) for call in self.plain().get("tool_calls", [])]
-        return {"role": self.role, "content": "\n".join([self.text, *calls])}
-
-
-class ContentPart(_Body):
-    """A part of a message: only text is supported."""
-
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
 class CompletionRequest(Sampled):
     """The body of ``/v1/completions``: the prompt is one text, or the ids of its tokens."""
 
@@ -262,11 +262,6 @@ class FeedbackRequest(_Body):
     id: Name = Field(min_length=1)
     reward: float
     components: dict[Name, float] = Field(default_factory=dict, max_length=64)
-
-
-ChatRequest.model_rebuild()
-ResponsesRequest.model_rebuild()
-ChatMessage.model_rebuild()
 
 
 def _messages(items: list[Any]) -> list[dict[str, Any]]:
