@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 
@@ -28,11 +29,7 @@ class RayrftError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Ray pickles exceptions, and default pickling does not keep keyword arguments.
-        return _rebuild, (type(self), self.problem, self.field, self.value, self.remedy)
-
-
-def _rebuild(cls: type[RayrftError], problem: str, field: str, value: Any, remedy: str) -> RayrftError:
-    return cls(problem, remedy, field=field, value=value)
+        return partial(type(self), field=self.field, value=self.value), (self.problem, self.remedy)
 
 
 class ConfigError(RayrftError):

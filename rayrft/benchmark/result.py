@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
 
 from rayrft.explorer.evaluation import Estimate, Evaluation
 from rayrft.monitor.report import format_table
@@ -74,8 +75,8 @@ class BenchResult:
 
     def to_json(self) -> str:
         """Format all scores as JSON; NaN is null."""
-        fields: dict[str, Any] = {"name": self.name, "scores": [asdict(score) for score in self.scores]}
-        return json.dumps(_without_nan(fields), indent=2) + "\n"
+        fields = {"name": self.name, "scores": self.scores}
+        return to_json(fields, indent=2, inf_nan_mode="null").decode() + "\n"
 
     def save_plot(self, path: Path) -> None:
         """Plot pass@k and majority@k against k, by model, with 95 % intervals; a panel per task set. As a PNG."""
@@ -125,11 +126,3 @@ def _cell(estimate: Estimate, *, interval: bool = True) -> str:
     if not estimate.tasks:
         return "-"
     return f"{estimate.value:.3f} ({estimate.low:.3f}-{estimate.high:.3f})" if interval else f"{estimate.value:.3f}"
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(each) for each in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -66,7 +66,9 @@ def read_config(
     for key, value in (overrides or {}).items():
         _assign(raw, key, value)
     _refuse_secrets(raw, [], raw)
-    _load_plugins(raw.get("plugins"))
+    # Plugins first: validation looks up their names. Anything but a list of paths is left to it.
+    if isinstance(paths := raw.get("plugins"), list) and all(isinstance(path, str) for path in paths):
+        load_plugins(Path(path).expanduser().absolute() for path in paths)
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -119,12 +121,6 @@ def parse_override(text: str) -> tuple[str, Any]:
 def dump_config(config: RunConfig) -> str:
     """Dump the complete config as YAML, including defaults."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
-
-
-def _load_plugins(paths: Any) -> None:
-    """Load plugins, before validation looks up their names. Anything but a list of paths is left to validation."""
-    if isinstance(paths, list) and all(isinstance(path, str) for path in paths):
-        load_plugins(Path(path).expanduser().absolute() for path in paths)
 
 
 def _read(source: str | Path | dict[str, Any] | BaseModel) -> dict[str, Any]:

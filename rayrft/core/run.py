@@ -269,7 +269,8 @@ class Run:
         """Kill the actors of the run and return its summary, written here if the Master did not. ``cause`` is why the
         run failed, if known. Safe to call concurrently."""
         atexit.unregister(self._wait)
-        if not self._owns_name():
+        named = find_actor(self._master_name)
+        if named is not None and named.actor != self._master.actor:  # another run has taken the name since the end
             return summarise(self.name, *self._death(), Totals(), None, 0.0)
         # The Master first, which would otherwise report the deaths of the others as failures; also if it is dead and
         # not listed, because a process that holds its handle still sees its name as taken.
@@ -284,11 +285,6 @@ class Run:
             with contextlib.suppress(StorageError):  # full disk: the caller still gets the summary
                 write_summary(self.folder, summary)
         return summary
-
-    def _owns_name(self) -> bool:
-        """Return whether no other run has taken its name since it ended."""
-        master = find_actor(self._master_name)
-        return master is None or master.actor == self._master.actor
 
     def _death(self) -> tuple[str, str]:
         """Return the status and error of a run whose Master is dead."""

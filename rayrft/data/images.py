@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -214,14 +215,7 @@ def image_paths(values: Any, base: Path, keep: Path | None = None) -> tuple[str,
             remedy = "name 'images_folder'" if picture else "give its path"
             raise DataError(f"an image is {type(value).__name__}, not a path", remedy)
         path = ((base if base.is_dir() else base.parent) / value).absolute()
-        if not _is_file(path):
+        if not os.path.isfile(path):  # unlike `Path.is_file`, False also for what is too long to be a path
             raise DataError(f"there is no image {str(path)[:200]}", "give paths relative to the file that names them")
         paths.append(str(path))
     return tuple(paths)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # too long to be a path
-        return False

@@ -49,9 +49,7 @@ def scalars(record: Record) -> dict[str, float]:
             scored = max(1, stats.scored)
             prefix = f"reward_{domain}_" if domain else "reward_"
             values |= {f"{prefix}unknown_share": stats.unknown / scored, f"{prefix}mean_s": stats.seconds / scored}
-            values |= {
-                f"{prefix}{name}": getattr(stats, name) for name in ("errors", "retried", "slowest_s", "pending")
-            }
+            values |= {f"{prefix}{name}": getattr(stats, name) for name in _COUNTS}
         for operator, work in record.timings.operators.items():
             values |= {f"operator_{operator}_{name}": value for name, value in vars(work).items()}
         return {f"{part}/{name}": float(value) for name, value in values.items()}
