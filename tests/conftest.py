@@ -98,7 +98,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def squares(tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
     """Tasks about pictures."""
     from rayrft.config.tasks import TaskSourceConfig
-    from rayrft.data.squares import draw_squares
+    from rayrft.data.task_sources import draw_squares
 
     folder = tmp_path_factory.mktemp("squares")
     return draw_squares(TaskSourceConfig(source="squares", path=folder, size=12), "tasks.sources.0")

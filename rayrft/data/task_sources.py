@@ -8,12 +8,13 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from rayrft.config.base import resolved
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.episodes import read_gymnasium, read_verifiers
 from rayrft.data.formats import SkippedRows, as_text, broken_rows, finite, question_of, value_at
 from rayrft.data.images import image_paths
-from rayrft.data.squares import draw_squares
 from rayrft.data.task_files import read_tasks
 from rayrft.data.task_rows import TaskRows, file_rows, ray_rows, split_rows
 from rayrft.errors import DataError, nearest
@@ -86,7 +87,57 @@ def read_reasoning_gym(config: TaskSourceConfig, field: str) -> list[Task]:
     return tasks
 
 
-task_sources.register("squares")(draw_squares)
+_COLOURS = {
+    "red": (210, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (40, 70, 210),
+    "yellow": (225, 205, 50),
+    "black": (25, 25, 25),
+    "white": (235, 235, 235),
+}
+_SIDE, _SMALLEST, _LARGEST = 32, 12, 22
+_SHADES = 20
+
+
+@task_sources.register("squares")
+def draw_squares(config: TaskSourceConfig, field: str) -> list[Task]:
+    """Draw squares of random colour, shade, size and position on a background of another colour, for tests and demos;
+    the question is which colour the square has.
+
+    The same pictures are written to ``config.path`` every time. Raises DataError if they cannot be written.
+    """
+    from PIL import Image
+
+    assert config.path is not None and config.size is not None  # checked by the config
+    folder = config.path.expanduser().absolute()
+    rng = np.random.default_rng(0)
+    tasks = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in range(config.size):
+            path = folder / f"square-{number:05}.png"
+            answer, pixels = _draw(rng)
+            Image.fromarray(pixels).save(path)
+            question = "Which colour is the square?"
+            tasks.append(Task.create("squares", question, answer, images=(str(path),), system=config.system))
+    except OSError as error:
+        problem = f"cannot be drawn in: {error.strerror}"
+        raise DataError(problem, "give another folder", field=f"{field}.path", value=str(folder)) from None
+    return tasks
+
+
+def _draw(rng: np.random.Generator) -> tuple[str, np.ndarray]:
+    """Draw a picture; return the colour of the square, and the pixels ``[side, side, 3]``."""
+    square, ground = rng.permutation(list(_COLOURS))[:2]
+    shades = rng.integers(-_SHADES, _SHADES + 1, size=(2, 3))
+    size = rng.integers(_SMALLEST, _LARGEST + 1)
+    top, left = rng.integers(0, _SIDE - size + 1, size=2)
+    pixels = np.empty((_SIDE, _SIDE, 3), dtype=np.uint8)
+    pixels[:] = np.clip(_COLOURS[ground] + shades[0], 0, 255)
+    pixels[top : top + size, left : left + size] = np.clip(_COLOURS[square] + shades[1], 0, 255)
+    return str(square), pixels
+
+
 task_sources.register("gymnasium")(read_gymnasium)
 task_sources.register("verifiers")(read_verifiers)
 
