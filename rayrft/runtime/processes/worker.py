@@ -145,7 +145,7 @@ class Worker:
                 while isinstance(received, Ask | Cancel):
                     if isinstance(received, Ask):
                         replying[received.number] = task = tasks.create_task(reply(received))
-                        task.add_done_callback(partial(_forget, replying, received.number))
+                        task.add_done_callback(partial(replying.pop, received.number))
                     elif received.number in replying:
                         replying[received.number].cancel()
                     received = await self._receive(method)
@@ -212,7 +212,3 @@ class Worker:
                 # Where the kernel shares time out by session, niceness counts within one alone: sched(7), autogroups.
                 if os.getsid(pid) == pid:
                     Path(f"/proc/{pid}/autogroup").write_text(f"{_NICEST}")
-
-
-def _forget(replying: dict[int, asyncio.Task[None]], number: int, _: object) -> None:
-    del replying[number]
