@@ -7,7 +7,7 @@ import contextlib
 import heapq
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
 
@@ -87,6 +87,12 @@ class Lease:
     rollouts: GroupReport
     """Sum over all rows sampled since the last lease, kept or dropped."""
     waited_s: float
+
+    def for_rank(self, rank: int) -> Lease:
+        """Return the lease with the share of this rank only; the others are empty."""
+        shares = [BatchShare((), 0, ())] * len(self.shares)
+        shares[rank] = self.shares[rank]
+        return replace(self, shares=tuple(shares), staleness=())
 
 
 @dataclass(frozen=True)

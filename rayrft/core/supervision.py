@@ -15,7 +15,8 @@ from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import Wait, WaitReport, Waits, unless
 
 _POLLS = 3
-"""Polls per ``patience_s``, besides those at which a wait is due."""
+"""Polls per ``patience_s``, besides those at which a wait is due. An actor that keeps no waits is asked at one of so
+many: there may be hundreds of engines, and who waits for one reports it."""
 
 
 @dataclass
@@ -40,6 +41,8 @@ class StallMonitor:
     def __post_init__(self) -> None:
         self._pings = Waits("master")
         self._asking: dict[str, asyncio.Future[Any]] = {}
+        self._polls, self._silent = 0, set[str]()
+        """Polls so far, and the actors that keep no waits."""
         self._next_note: dict[tuple[str, str], float] = {}
 
     async def watch(self) -> None:
@@ -76,16 +79,20 @@ class StallMonitor:
 
     async def _ask_all(self) -> dict[str, WaitReport]:
         """Return the reports of the actors that answer soon. A call without an answer is kept, and counts as a wait."""
-        for name, ask in self.heartbeats.items():
-            if name not in self._asking:
+        self._polls += 1
+        for number, (name, ask) in enumerate(self.heartbeats.items(), self._polls):
+            if name not in self._asking and not (name in self._silent and number % _POLLS):
                 self._asking[name] = asyncio.ensure_future(self._ping(name, ask))
-        await asyncio.wait(self._asking.values(), timeout=self.patience_s / (2 * _POLLS))
+        if self._asking:
+            await asyncio.wait(self._asking.values(), timeout=self.patience_s / (2 * _POLLS))
         reports = {}
         for name, asking in list(self._asking.items()):
             if asking.done():
                 del self._asking[name]
                 if isinstance(report := asking.result(), WaitReport):
                     reports[name] = report
+                else:
+                    self._silent.add(name)
         return reports
 
     async def _ping(self, name: str, ask: Callable[[], Awaitable[Any]]) -> Any:

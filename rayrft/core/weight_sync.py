@@ -19,7 +19,7 @@ from rayrft.config import RunConfig
 from rayrft.errors import WeightSyncError
 from rayrft.experience import Experience
 from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
-from rayrft.explorer.engines.pool import EnginePool, Member
+from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime.handle import Handle, TrackedHandle
 from rayrft.runtime.waits import Waits
 from rayrft.trainer.api import RankApi
@@ -49,6 +49,7 @@ class WeightSync:
         self._tokens = [row.token_ids.tolist() for row in self.probe]
         self._images = [row.images for row in self.probe]
         self._lock = asyncio.Lock()
+        self._membership = Membership(-1, ())
         self._connected: int | None = None
         """The membership's generation that the present link was made under; None: under no membership."""
         self._links = 0
@@ -63,7 +64,7 @@ class WeightSync:
         """Send the trainer's current weights, labelled ``version``, to every member of the pool. Raises WeightSyncError
         if an engine then holds other weights, computes other log-probs, or exceeds the deadline."""
         async with self._lock:
-            membership = await self.pool.call(EnginePool.members)
+            membership = await self._members()
             if not membership.members:
                 return SyncReport(version, 0.0, 0, None, None)
             engines = self._tracked(membership.engines)
@@ -97,10 +98,16 @@ class WeightSync:
     async def asleep(self) -> AsyncIterator[None]:
         """Let the members free their GPU memory for the trainer inside, if ``explorer.engine.sleep`` is set."""
         sleeps = self.config.explorer.engine.sleep
-        engines = self._tracked((await self.pool.call(EnginePool.members)).engines) if sleeps else []
+        engines = self._tracked((await self._members()).engines) if sleeps else []
         await asyncio.gather(*(engine.call(RolloutEngine.sleep) for engine in engines))
         yield
         await asyncio.gather(*(engine.call(RolloutEngine.wake_up) for engine in engines))
+
+    async def _members(self) -> Membership:
+        """Return the membership, which is sent only when it has changed."""
+        newer = await self.pool.call(EnginePool.newer, self._membership.generation)
+        self._membership = newer or self._membership
+        return self._membership
 
     async def _load(self, handles: Engines, version: int) -> SyncReport:
         engines, self._connected = self._tracked(handles), None
@@ -159,11 +166,13 @@ class WeightSync:
         """Return the largest log-prob difference on the probe. Raises WeightSyncError if an engine is out of bounds."""
         bounds = self.config.probe_bounds
         trainer = (await self._ranks.call(RankApi.score, self._tokens, self._images))[0]
-        worst = 0.0
-        for engine in engines:
-            score = partial(engine.call, RolloutEngine.score)
+
+        async def score(engine: Handle[RolloutEngine]) -> list[list[float]]:
             async with self._deadline(f"{engine.name} to score the probe batch"):
-                scores = await asyncio.gather(*map(score, self._tokens, self._images))
+                return await asyncio.gather(*map(partial(engine.call, RolloutEngine.score), self._tokens, self._images))
+
+        worst = 0.0
+        for engine, scores in zip(engines, await asyncio.gather(*map(score, engines)), strict=True):
             pairs = [pair for a, b in zip(trainer, scores, strict=True) for pair in zip(a, b, strict=True)]
             pairs.sort(key=lambda pair: abs(pair[0] - pair[1]))
             gaps = [abs(ours - theirs) for ours, theirs in pairs]

@@ -179,7 +179,8 @@ class Explorer(TaskActor):
 
     def _admit(self, stage: StageConfig) -> Awaitable[list[Ticket]]:
         self._calls += 1
-        return self._buffer.call(Buffer.admit, self._name, self._calls, stage.groups, self._feed)
+        count = -(-stage.groups // self._config.explorer.count)  # else the first one to ask gets all of a step
+        return self._buffer.call(Buffer.admit, self._name, self._calls, count, self._feed)
 
     def _make_pipeline(self, model: str, operators: Callable[[], Operators] | None) -> ExperiencePipeline:
         """Return the operators on experiences, which use the auxiliary models and rewards of the Explorer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,7 +28,8 @@ class RankApi(Protocol):
         """Begin a stage with a new optimiser, from ``weights`` if given, else from the present weights."""
 
     def train(self, lease: Lease) -> StepResult | None:
-        """Make one optimiser step on a batch; None on every rank if blocks are lost because the Buffer died."""
+        """Make one optimiser step on a batch, of which each rank gets its share; None on every rank if blocks are lost
+        because the Buffer died."""
 
     def rank_pairs(self, blocks: list[tuple[Ref, np.ndarray]]) -> PairRanking:
         """Rank held-out preference pairs, whose blocks are `Buffer.partition`'s, by the model that the stage trains."""
@@ -64,6 +65,11 @@ class RankCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def for_rank(self, rank: int) -> RankCall:
+        """Return the call with the rank's part of a lease: else every rank gets the references of all ranks."""
+        args = (each.for_rank(rank) if isinstance(each, Lease) else each for each in self.args)
+        return replace(self, args=tuple(args))
+
 
 class Mailbox(Protocol):
     """The methods of the Trainer actor that its ranks call."""
@@ -71,11 +77,9 @@ class Mailbox(Protocol):
     async def ready(self, rank: int, warning: str | None) -> None:
         """Record that a rank has loaded the model, with its ``warning`` about unsupported fast paths."""
 
-    async def next_call(self, number: int) -> RankCall | None:
-        """Wait for the call of this number and return it, or None if the ranks are to end; idle ranks wait here."""
-
-    async def answer(self, rank: int, number: int, value: Any) -> None:
-        """Record a rank's answer to the call of this number."""
+    async def next_call(self, rank: int, number: int, answer: Any = None) -> RankCall | None:
+        """Record a rank's ``answer`` to the call before. Wait for the call of this number and return it, or None if the
+        ranks are to end; idle ranks wait here."""
 
     async def wrote(self, rank: int, folder: Path, problem: str | None) -> None:
         """Record that a rank has written its part of a checkpoint, or the ``problem`` it had."""

@@ -55,11 +55,10 @@ def run_rank(options: dict[str, Any]) -> None:
         if device.type == "cuda":
             where += f", GPU {torch.cuda.get_device_properties(device).uuid}"
         rank = Rank(setup, index, device)
-        number = 0
+        number, answer = 0, None
         fetch(trainer.call(Mailbox.ready, index, rank.warning))
-        while (call := fetch(trainer.call(Mailbox.next_call, number))) is not None:
-            trainer.call(Mailbox.answer, index, number, getattr(rank, call.method)(*call.args, **call.kwargs))
-            number += 1
+        while (call := fetch(trainer.call(Mailbox.next_call, index, number, answer))) is not None:
+            number, answer = number + 1, getattr(rank, call.method)(*call.args, **call.kwargs)
     except BaseException as error:
         fetch(trainer.call(Mailbox.failed, index, device_failed(error, index, where, setup.config) or error))
         raise

@@ -47,7 +47,7 @@ class Trainer(Watched):
         self._config = config
         self._group = group
         self._lock = asyncio.Lock()
-        self._changed = asyncio.Condition()
+        self._changed, self._called = asyncio.Condition(), asyncio.Condition()
         self._number = -1
         self._call: RankCall | None = None
         self._stopped = False
@@ -95,10 +95,8 @@ class Trainer(Watched):
     async def call_ranks(self, call: RankCall) -> list[Any]:
         """Make a call on every rank; see `Ranks.call`."""
         async with self._lock, self._changed:
-            self._number += 1
-            self._call = call
             self._answers = {}
-            self._changed.notify_all()
+            await self._next(call)
             await self._from_ranks(call.method, self._answers)
             return [self._answers[rank] for rank in range(self._config.ranks)]
 
@@ -115,9 +113,9 @@ class Trainer(Watched):
     async def stop(self) -> None:
         """End the ranks and wait until Ray Train has finished."""
         async with self._lock, self._changed:
-            self._number += 1
-            self._call, self._stopped = None, True
+            self._stopped = True
             self._changed.notify_all()
+            await self._next(None)
         if self._fit is not None:
             await self._fit
 
@@ -137,16 +135,14 @@ class Trainer(Watched):
             self._ready[rank] = warning
             self._changed.notify_all()
 
-    async def next_call(self, number: int) -> RankCall | None:
+    async def next_call(self, rank: int, number: int, answer: Any = None) -> RankCall | None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._number >= number)
-            return self._call
-
-    async def answer(self, rank: int, number: int, value: Any) -> None:
-        async with self._changed:
-            if number == self._number:
-                self._answers[rank] = value
+            if number == self._number + 1:
+                self._answers[rank] = answer
             self._changed.notify_all()
+        async with self._called:  # an answer does not wake the ranks that wait here
+            await self._called.wait_for(lambda: self._number >= number)
+        return self._call and self._call.for_rank(rank)
 
     async def wrote(self, rank: int, folder: Path, problem: str | None) -> None:
         async with self._changed:
@@ -158,6 +154,12 @@ class Trainer(Watched):
             if self._failure is None:
                 self._failure = _cause(error, f"trainer rank {rank}")
             self._changed.notify_all()
+
+    async def _next(self, call: RankCall | None) -> None:
+        async with self._called:
+            self._number += 1
+            self._call = call
+            self._called.notify_all()
 
     async def _from_ranks(self, what: str, answers: Mapping[int, Any]) -> None:
         """Wait until every rank has an entry among the answers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -185,6 +186,27 @@ async def test_an_actor_that_does_not_answer_is_named_again_when_the_time_has_do
     assert monitor.overdue and "engine-0" in monitor.overdue[0]
     with pytest.raises(Stalled, check=about("engine-0", "heartbeat")):
         await asyncio.wait_for(watching, 60)
+
+
+async def test_an_actor_without_waits_is_asked_at_every_third_poll() -> None:
+    asked, enough = Counter[str](), asyncio.Event()
+
+    def heartbeat(name: str, report: WaitReport | None) -> Any:
+        async def answer() -> WaitReport | None:
+            asked[name] += 1
+            if asked["buffer"] == 9:
+                enough.set()
+            return report
+
+        return answer
+
+    silent = {f"engine-{index}": heartbeat(f"engine-{index}", None) for index in range(3)}
+    beats = {**silent, "buffer": heartbeat("buffer", WaitReport([], 0.0))}
+    watching = asyncio.ensure_future(StallMonitor(Waits("master"), beats, Notes(), 0.03, 60.0).watch())
+    await asyncio.wait_for(enough.wait(), 20)
+    watching.cancel()
+    # The first poll asks all: nobody knows then who keeps waits.
+    assert all(3 <= asked[name] <= 4 for name in silent)
 
 
 async def test_an_actor_that_loads_is_starting_and_one_that_has_been_up_makes_no_progress() -> None:

@@ -237,6 +237,19 @@ async def test_log_probs_are_judged_by_mean_and_share(dtype: str, off: dict[str,
         assert (await made.sync.publish(3)).probe_gap == pytest.approx(largest)
 
 
+async def test_all_engines_score_the_probe_at_once() -> None:
+    made = await subject(probe_every=1)
+    both = asyncio.Barrier(2)
+
+    async def score(sequence: list[int], images: tuple[str, ...]) -> list[float]:
+        await both.wait()
+        return scores()
+
+    for engine in made.engines.values():
+        vars(engine)["score"] = score
+    assert (await asyncio.wait_for(made.sync.publish(3), 20)).probe_gap == 0.0
+
+
 async def test_an_engine_that_only_evaluates_gets_verified_weights_and_no_broadcast_after() -> None:
     made = await subject(1)
     own = ScriptedEngine()

@@ -385,3 +385,4 @@ async def test_the_long_poll_answers_when_the_membership_changes_and_not_before(
     with pytest.raises(WeightSyncError, check=about("engine-1")):
         await pool.join([Member(remote(None, "engine-0"), 4), Member(remote(None, "engine-1"), 4)])
     assert (await pool.members()) == third, "none of a refused change is made"
+    assert await pool.newer(second.generation) == third and await pool.newer(third.generation) is None

@@ -106,6 +106,17 @@ Make = Callable[..., Subject]
 OVER = {"explorer.over_sampling": 2.0, "explorer.drop_zero_variance": False}
 
 
+async def test_explorers_share_the_groups_of_a_step(make: Make, tiny_model: Path) -> None:
+    engine = ScriptedEngine()
+    subject = make(engine, **{"explorer.count": 2})
+    stage = subject.config.stages[0]
+    other = make_explorer(subject.config, tiny_model, engine, subject.buffer, None)
+    await subject.begin()
+    subject.spawn(other.explore(stage))
+    await engine.until(lambda: len(engine.waiting) == stage.groups)
+    assert subject.explorer.flow.rolling == other.flow.rolling == stage.groups / 2
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("seed", [0, 1])
 async def test_staleness_keeps_its_bound_and_none_is_lost_in_any_order(staleness: int, seed: int, make: Make) -> None:

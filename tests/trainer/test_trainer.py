@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import socket
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,13 @@ import pytest
 import torch.distributed as dist
 from ray.exceptions import ObjectLostError
 
+from rayrft.buffer.leases import BatchShare
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied
 from rayrft.trainer.api import Mailbox, RankApi
 from rayrft.trainer.rank import Rank
 from rayrft.trainer.trainer import Ranks, Trainer
+from tests.monitor import made
 from tests.scripted import remote
 from tests.trainer.ranks import on_ranks
 
@@ -82,19 +85,37 @@ async def test_ranks_that_have_not_answered_are_named(tmp_path: Path) -> None:
     trainer = Trainer(TrainerConfig(ranks=3), None)
     training = asyncio.ensure_future(Ranks(remote(trainer)).call(RankApi.score, []))
     writing = asyncio.ensure_future(trainer.written(tmp_path))
-    await trainer.next_call(0)
-    await trainer.answer(1, 0, "done")
+    await trainer.next_call(0, 0)
+    idle = [asyncio.ensure_future(trainer.next_call(1, 1, "done"))]
+    for _ in range(10):  # turns of the event loop, in which rank 1 answers
+        await asyncio.sleep(0)
     await trainer.wrote(0, tmp_path, None)
     assert {(wait.target, wait.what) for wait in (await trainer.waiting()).waits} == {
         ("score of ranks", "0, 2"),
         ("part of a checkpoint of ranks", "1, 2"),
     }
     for rank in range(3):
-        await trainer.answer(rank, 0, "done")
+        idle.append(asyncio.ensure_future(trainer.next_call(rank, 1, "done")))
         await trainer.wrote(rank, tmp_path, None)
     assert await training == ["done"] * 3
     await writing
     assert (await trainer.waiting()).waits == []
+    await trainer.stop()
+    assert await asyncio.gather(*idle) == [None] * 4
+
+
+async def test_a_rank_gets_its_own_share_of_a_lease() -> None:
+    lease = replace(made.lease(0), shares=tuple(BatchShare((), tokens, ()) for tokens in (5, 7)))
+    trainer = Trainer(TrainerConfig(ranks=2), None)
+    training = asyncio.ensure_future(Ranks(remote(trainer)).call(RankApi.train, lease))
+    answering = list[asyncio.Future[Any]]()
+    for rank, tokens in enumerate(([5, 0], [0, 7])):
+        call = await trainer.next_call(rank, 0)
+        assert call is not None and [share.tokens for share in call.args[0].shares] == tokens
+        answering.append(asyncio.ensure_future(trainer.next_call(rank, 1, rank)))
+    assert await training == [0, 1]
+    await trainer.stop()
+    assert await asyncio.gather(*answering) == [None, None]
 
 
 def test_ranks_are_started_once_in_the_group_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import heapq
 import itertools
 import math
+import random
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 
@@ -115,6 +117,9 @@ class _Engine:
 
 
 _Begun = tuple[_Engine, _Cost]
+
+
+_answers = attrgetter("answers")
 
 
 def _end_unbegun(begun: asyncio.Future[_Begun | None]) -> None:
@@ -225,14 +230,15 @@ class EngineClient:
     def _choose(self, cost: _Cost, home: str | None) -> _Engine | None:
         """Return the engine named ``home`` if it is a member with room that does not owe many more answers than the one
         with the fewest, else the latter; None while there is no room."""
-        with_room = {name: engine for name, engine in self._engines.items() if engine.has_room(cost)}
-        if not with_room:
-            return None
-        least = min(with_room.values(), key=lambda engine: engine.answers)
-        if home is None or home not in with_room:
+        least = min(self._engines.values(), key=_answers, default=None)
+        if least is not None and not least.has_room(cost):  # then all are looked at, which takes longer
+            with_room = (engine for engine in self._engines.values() if engine.has_room(cost))
+            least = min(with_room, key=_answers, default=None)
+        before = self._engines.get(home) if home is not None else None
+        if least is None or before is None or not before.has_room(cost):
             return least
-        spills = with_room[home].answers > max(least.answers + _SPILL_ANSWERS, least.answers * _SPILL_RATIO)
-        return least if spills else with_room[home]
+        spills = before.answers > max(least.answers + _SPILL_ANSWERS, least.answers * _SPILL_RATIO)
+        return least if spills else before
 
     async def _follow(self) -> None:
         """Keep the members those of the pool. Never returns; raises ActorDied when the pool has died."""
@@ -245,7 +251,9 @@ class EngineClient:
                 membership = await when_reachable(poll)
             except ActorDiedError as error:
                 raise ActorDied(f"the actor died: {death_reason(error)}", field="engine_pool") from None
-            engines = await asyncio.gather(*map(self._engine, membership.members))
+            # In an order of its own: of engines that owe as few answers each client takes the first.
+            members = random.sample(membership.members, len(membership.members))
+            engines = await asyncio.gather(*map(self._engine, members))
             self._engines = {engine.name: engine for engine in engines if engine is not None}
             self._dispatch()
 

@@ -65,6 +65,10 @@ class EnginePool(Watched):
             await self._changed.wait_for(lambda: self._membership.generation > after)
             return self._membership
 
+    async def newer(self, than: int) -> Membership | None:
+        """Return the membership if its generation is beyond ``than``, else None: it has a handle of every engine."""
+        return self._membership if self._membership.generation > than else None
+
     async def join(self, engines: Sequence[Member]) -> Membership:
         """Add engines that hold their version's weights, as one change. Raises WeightSyncError if a name is taken."""
         for name in self._membership.names:
@@ -91,10 +95,9 @@ class EnginePool(Watched):
 
     async def synced(self, names: Collection[str], version: int) -> None:
         """Record the version that these members now hold; the generation stays."""
-        members = tuple(
-            replace(member, version=version) if member.name in names else member for member in self._membership.members
-        )
-        self._membership = Membership(self._membership.generation, members)
+        held, before = {*names}, self._membership
+        members = (replace(each, version=version) if each.name in held else each for each in before.members)
+        self._membership = Membership(before.generation, tuple(members))
 
     async def watch(self) -> None:
         """Raise the death of a member that was reported, so that no run waits for engines that it has lost. A caller
