@@ -7,8 +7,8 @@
 #   --all    also what is marked slow: 140 kills of the Buffer instead of 30, 10,000 histories instead of 150, jobs that
 #            share a Buffer, several Explorers, rewards on Ray Serve, PPO and DPO from three seeds instead of one, the
 #            quickstart as shipped at more than twice the length, a resumed run with engines beside one without
-#            a fault, operators of Data-Juicer, every config in jobs/, the README's first commands, and every bench at
-#            its smallest
+#            a fault, operators of Data-Juicer, every config in jobs/, the README's first commands, a cluster of two
+#            nodes, SLURM and the Containerfile (with slurm-wlm, munge and debootstrap), and every bench at its smallest
 #
 # Two lanes run side by side: whole runs, and everything else (see tests/conftest.py).
 set -euo pipefail
