@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs rayrft and its dependencies, in tested versions, into .venv in the project's root. Running it again skips
 # finished work; an interrupted installation is repeated. As root, or with passwordless sudo, it also installs
-# bubblewrap, in which code rewards run programs; otherwise it prints how to install it.
+# bubblewrap, in which code rewards run programs, and libnuma, which vLLM for CPUs loads; otherwise it prints how to.
 #
 #   bash cluster/setup.sh [extra …]      extras besides cpu or gpu, such as: test
 #
@@ -80,17 +80,23 @@ for package in torchvision torchaudio torchcodec; do
   fi
 done
 
-# What isolates code from the machine best, where it is run to be rewarded.
-if ! command -v bwrap >/dev/null 2>&1; then
-  root=()
+# Install a package of the distribution, or say how to.
+install() {
+  local root=()
   [ "$(id -u)" = 0 ] || root=(sudo -n)
   apt() { ${root[@]+"${root[@]}"} apt-get "$@" >/dev/null 2>&1; }
   if command -v apt-get >/dev/null 2>&1 &&
-    { apt install -y -qq bubblewrap || { apt update -qq && apt install -y -qq bubblewrap; }; }; then
-    say "installed bubblewrap"
+    { apt install -y -qq "$1" || { apt update -qq && apt install -y -qq "$1"; }; }; then
+    say "installed $1"
   else
-    say "bubblewrap is missing and cannot be installed from here; for code rewards: sudo apt-get install bubblewrap"
+    say "$1 is missing and cannot be installed from here; $2: sudo apt-get install $1"
   fi
+}
+
+# What isolates code from the machine best, where it is run to be rewarded.
+command -v bwrap >/dev/null 2>&1 || install bubblewrap "for code rewards"
+if [ "$device" = cpu ] && ! .venv/bin/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
+  install libnuma1 "vLLM does not start without it"
 fi
 
 printf '%s\n%s\n' "$wanted" "$extras" >"$in_part"

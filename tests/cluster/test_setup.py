@@ -135,3 +135,15 @@ def test_where_bubblewrap_may_not_be_installed_it_is_said_how_and_set_up_goes_on
     assert result.returncode == 0 and "ready" in result.stderr
     [line] = [line for line in result.stderr.splitlines() if "bubblewrap" in line]
     assert "apt-get install bubblewrap" in line and "installed" not in line.replace("cannot be installed", "")
+
+
+@pytest.mark.parametrize(("device", "installs"), [("cpu", True), ("gpu", False)])
+def test_libnuma_is_installed_where_vllm_loads_it_and_it_is_missing(
+    setup: Setup, asked: Callable[[], str], tools: Path, device: str, installs: bool
+) -> None:
+    put(tools, "id", "echo 0")
+    put(tools, "bwrap", "exit 0")
+    put(tools, "apt-get", 'echo "apt-get $*" >>"$CALLS"')
+    result = setup(RAYRFT_DEVICE=device, LACKS="libnuma.so.1")
+    assert result.returncode == 0 and ("installed libnuma1" in result.stderr) == installs
+    assert ("apt-get install -y -qq libnuma1" in asked()) == installs
