@@ -28,11 +28,11 @@ fail() {
 
 pid_of() { cat "$state/$1.pid" 2>/dev/null || fail "node $1 is not running"; }
 
-# Run a command in the namespaces of a node.
+# Run a command in the namespaces of a node; with via=exec in this process, which then gets its signals and exit status.
 enter() {
   local node=$1 folder=$PWD
   shift
-  nsenter -t "$(pid_of "$node")" -n -m -u -p -- env -C "$folder" RAY_ADDRESS="$network.1:6379" \
+  ${via:-} nsenter -t "$(pid_of "$node")" -n -m -u -p -- env -C "$folder" RAY_ADDRESS="$network.1:6379" \
     RAY_AUTH_MODE="$(cat "$state/mode")" RAY_AUTH_TOKEN_PATH="$state/token" "$@"
 }
 
@@ -49,6 +49,8 @@ node() {
   read -r _ <"$state/$node.cable"
   ip address add "$network.$((node ? node : 250))/24" dev eth0
   ip link set eth0 up
+  # The head gives a node up after so many health checks of 13 s.
+  export RAY_health_check_failure_threshold=4
   export RAY_AUTH_TOKEN_PATH=$state/token RAY_raylet_start_wait_time_s=120 RAY_AUTH_MODE RAY_JOB_STOP_WAIT_TIME_S=600
   RAY_AUTH_MODE=$(cat "$state/mode")
   local common=(--node-ip-address "$network.$node" --num-cpus "${RAYRFT_NODE_CPUS:-2}" --disable-usage-stats --block
@@ -103,7 +105,7 @@ if [ -s "$state/user" ] && [ -z "${RAYRFT_NODE_USER:-}" ]; then
 fi
 case ${1:-} in
   --node) node "$2" ;;
-  --exec) enter "${@:2}" ;;
+  --exec) via=exec enter "${@:2}" ;;
   --join)
     start "$2"
     ;;
@@ -131,10 +133,13 @@ case ${1:-} in
     printf 'nameserver 127.0.0.1\n' >"$state/resolv.conf"
     printf '%s' "$([ -n "${RAYRFT_NODE_SECRETLESS:-}" ] && echo disabled || echo token)" >"$state/mode"
     head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$state/token"
-    setsid unshare --net sleep infinity &
+    # The bridge is made in there: a command from here might come before the namespace is another one.
+    setsid unshare --net bash -c 'ip link add bridge type bridge && ip link set bridge up && exec sleep infinity' &
     printf '%s' "$!" >"$state/bridge.pid"
-    until nsenter -t "$(pid_of bridge)" -n -- ip link add bridge type bridge 2>/dev/null; do sleep 0.05; done
-    nsenter -t "$(pid_of bridge)" -n -- ip link set bridge up
+    until [ "$(cat "/proc/$!/comm" 2>/dev/null)" = sleep ]; do
+      kill -0 "$!" 2>/dev/null || fail "no bridge can be made"
+      sleep 0.05
+    done
     for number in $(seq 0 "$1"); do start "$number"; done
     await_nodes "$1"
     printf 'RAY_ADDRESS=%s.1:6379\n' "$network"

@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rayrft.monitor.records import StepRecord, read_records
@@ -40,7 +42,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     try:
         assert cluster.stdout is not None and cluster.stderr is not None  # they are pipes
         if not cluster.stdout.readline().startswith("RAY_ADDRESS="):
-            pytest.skip(cluster.stderr.read().strip())
+            why = cluster.stderr.read().strip()
+            pytest.skip(why) if cluster.wait(60) == 77 else pytest.fail(why)
         yield environment
     finally:
         cluster.send_signal(signal.SIGINT)
@@ -140,22 +143,59 @@ def test_a_job_is_submitted_from_outside_with_its_working_directory(
     assert lost.returncode != 0 and "storage: is inside the job's copy of its working directory" in lost.stdout
 
 
-def test_a_job_that_is_stopped_saves_its_weights_and_its_summary(
+def test_ctrl_c_ends_the_following_alone_and_a_job_that_is_stopped_saves_its_weights_and_its_summary(
     nodes: dict[str, str], on: On, config: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path = config("halted", **WITHOUT_VLLM)
-    job = [str(ROOT / ".venv/bin/ray"), "job"]
-    address = ["env", "RAY_ADDRESS=http://10.77.0.1:8265"]
-    command = [*job, "submit", "--submission-id", "halted", "--", RAYRFT, "run", str(path), "stages.mix.steps=100000"]
-    following = [*SCRIPT, "--exec", "0", *address, *command]
+    job, address = [str(ROOT / ".venv/bin/ray"), "job"], "http://10.77.0.1:8265"
+    command = [*job, "submit", "--submission-id", "halted", "--", RAYRFT, "run", str(config("halted", **WITHOUT_VLLM))]
+    assert _interrupted(nodes, address, *command, "stages.mix.steps=100000") != 0
+    assert "RUNNING" in on(0, *job, "status", "halted", RAY_ADDRESS=address).stdout
+    assert on(0, *job, "stop", "halted", RAY_ADDRESS=address).returncode == 0
+    on(0, *job, "logs", "--follow", "halted", RAY_ADDRESS=address)  # to its end
+    _assert_saved(tmp_path / "runs" / "halted")
+
+
+def test_ctrl_c_of_the_script_that_submits_stops_the_job(
+    nodes: dict[str, str], config: Callable[..., Path], tmp_path: Path
+) -> None:
+    (script := tmp_path / "run.py").write_text("from rayrft.cli.main import app\n\napp()\n")
+    command = [str(ROOT / ".venv/bin/python"), str(ROOT / "jobs" / "submit.py"), str(script), "run"]
+    command += [str(config("left", **WITHOUT_VLLM)), "stages.mix.steps=100000"]
+    assert _interrupted(nodes, "http://10.77.0.1:8265", *command) == 130
+    _assert_saved(tmp_path / "runs" / "left")
+
+
+def _interrupted(nodes: dict[str, str], address: str, *command: str) -> int:
+    """Submit a run from node 0, and press Ctrl-C once it has taken some steps; return the exit status."""
+    following = [*SCRIPT, "--exec", "0", "env", f"RAY_ADDRESS={address}", *command]
     with subprocess.Popen(following, env=nodes, cwd=ROOT, stdout=subprocess.PIPE, text=True) as submitted:
         assert submitted.stdout is not None  # it is a pipe
         assert any(line.startswith("[mix    6]") for line in submitted.stdout), "it ended before its sixth step"
-        assert on(0, *job, "stop", "halted", RAY_ADDRESS="http://10.77.0.1:8265").returncode == 0
+        [entered] = psutil.Process(submitted.pid).children()
+        entered.send_signal(signal.SIGINT)
         submitted.communicate(timeout=180)
-    summary = read_summary(tmp_path / "runs" / "halted")
+    return submitted.returncode
+
+
+def _assert_saved(folder: Path) -> None:
+    summary = read_summary(folder)
     assert summary is not None and summary.status == "stopped" and summary.checkpoint is not None
     assert (Path(summary.checkpoint) / "model.safetensors").is_file()
+
+
+def test_a_cut_link_is_named_with_both_addresses(nodes: dict[str, str], config: Callable[..., Path]) -> None:
+    """The last test that needs the second node."""
+    command = [*SCRIPT, "--exec", "1", RAYRFT, "run", str(config("cut", **WITHOUT_VLLM)), "stages.mix.steps=100000"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=nodes, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as running:
+        assert running.stdout is not None  # it is a pipe
+        assert any(line.startswith("[mix    6]") for line in running.stdout), "it ended before its sixth step"
+        subprocess.run([*SCRIPT, "--cut", "2"], env=nodes, check=True)
+        cut = time.monotonic()
+        _, said = running.communicate(timeout=180)
+    assert running.returncode == 1
+    assert "its node has died" in said and "on 10.77.0.2, seen from 10.77.0.1" in said, said
+    print(f"named {time.monotonic() - cut:.0f} s after the cut")
 
 
 def test_a_head_that_does_not_start_is_an_error_and_leaves_nothing(nodes: dict[str, str], tmp_path: Path) -> None:
