@@ -15,8 +15,10 @@ from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import Wait, WaitReport, Waits, unless
 
 _POLLS = 3
-"""Polls per ``patience_s``, besides those at which a wait is due. An actor that keeps no waits is asked at one of so
-many: there may be hundreds of engines, and who waits for one reports it."""
+"""Polls per ``patience_s``, besides those at which a wait is due."""
+_SILENT_POLLS = 12
+"""An actor that keeps no waits is asked at one of so many polls: there may be hundreds of engines, and the actor that
+waits for one of them reports it."""
 
 
 @dataclass
@@ -81,7 +83,7 @@ class StallMonitor:
         """Return the reports of the actors that answer soon. A call without an answer is kept, and counts as a wait."""
         self._polls += 1
         for number, (name, ask) in enumerate(self.heartbeats.items(), self._polls):
-            if name not in self._asking and not (name in self._silent and number % _POLLS):
+            if name not in self._asking and not (name in self._silent and number % _SILENT_POLLS):
                 self._asking[name] = asyncio.ensure_future(self._ping(name, ask))
         if self._asking:
             await asyncio.wait(self._asking.values(), timeout=self.patience_s / (2 * _POLLS))
