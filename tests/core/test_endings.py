@@ -81,13 +81,13 @@ def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(
     config["stages"] = [{**config["stages"][0], "steps": 1_000_000}]
     held, living, room = groups(), alive(), free()
     run = rayrft.start(config, say=lambda _: None)
-    for end in ends:
+    for end, following in zip(ends, [*ends[1:], None], strict=True):
         end(run)
         assert groups() <= held, end.__name__
         deadline = time.monotonic() + 20  # processes end, and Ray reports what they held, a moment later
         while not (alive() <= living and free() == room):
             assert time.monotonic() < deadline, (end.__name__, alive() - living, free(), room)
             time.sleep(0.1)
-        if end is not finish:
-            enough = {"stages.warmup.steps": len(run.metrics()) + 1} if end is stop else {}
+        if following is not None:
+            enough = {"stages.warmup.steps": len(run.metrics()) + 1} if following is finish else {}
             run = rayrft.resume(run.folder, say=lambda _: None, **enough)
