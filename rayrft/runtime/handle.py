@@ -208,6 +208,10 @@ def root_cause(error: BaseException, actor: str = "master") -> RayrftError:
         return root_cause(error.exceptions[0], actor)
     # First: Ray's wrapper of a RayrftError is one, too, whose text is a traceback.
     if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
+        if type(error.cause) is ray.exceptions.RayError:  # what was raised cannot be pickled: its traceback is left
+            lines = error.traceback_str.rstrip().splitlines()
+            first = max((at for at, line in enumerate(lines) if not line.startswith(" ")), default=0)
+            return ActorDied(" ".join(map(str.strip, lines[first:]))[:1000].rstrip("."), _REMEDY, field=actor)
         return root_cause(error.cause, actor)
     if isinstance(error, RayrftError):
         return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections import Counter
 from typing import Any
 
@@ -75,6 +76,9 @@ def test_the_root_cause_is_found_under_groups() -> None:
     assert root_cause(ExceptionGroup("many", [ExceptionGroup("more", [inner])])) is inner
     remote = ray.exceptions.RayTaskError("run", "Traceback …", inner).as_instanceof_cause()
     assert isinstance(remote, DataError) and root_cause(remote) is inner, "not its text, which is a traceback"
+    trace = 'Traceback …\n  File "engine.py"\nlib.Refused: one fault\n  too long.\n'
+    unsent = root_cause(ray.exceptions.RayTaskError("start", trace, LookupError(threading.Lock())), "engine-0")
+    assert (unsent.field, unsent.problem) == ("engine-0", "lib.Refused: one fault too long"), "it cannot be pickled"
     wrapped = root_cause(KeyError("x"), "explorer")
     assert isinstance(wrapped, ActorDied) and wrapped.field == "explorer" and "KeyError" in str(wrapped)
 
