@@ -70,7 +70,7 @@ def tallied(cls: type) -> type:
         return call
 
     async def tally(self: Any, sizing: bool = False) -> Counter[tuple[str, str]]:
-        """Return what was counted since the last call; count bytes from now on if ``sizing``."""
+        """Return what was counted since the last call. With ``sizing``, bytes are counted, too, from now on."""
         self._sizing, found = sizing, self.__dict__.get("_tally", Counter())
         self._tally = Counter()
         return found
@@ -224,7 +224,7 @@ class ScriptedRank:
 
 
 class Host:
-    """The actor that stands for every eighth engine and rank. The first one holds the steps of ``held``."""
+    """The actor that stands for every eighth engine and rank. Host 0 holds the steps whose numbers are in ``held``."""
 
     def __init__(self, held: Sequence[int]) -> None:
         self._engines: dict[int, ScriptedEngine] = {}

@@ -20,7 +20,7 @@ class Pool:
     def __init__(self, *failures: CallFailed, most: int = 10) -> None:
         self.failures, self.most = list(failures), most
         self.leases, self.idle = 0, True
-        self.gave_way = asyncio.Event()
+        self.lowered = asyncio.Event()
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Any]:
@@ -30,11 +30,11 @@ class Pool:
         yield self
 
     @property
-    def gives_way(self) -> bool:
-        return self.gave_way.is_set()
+    def low_priority(self) -> bool:
+        return self.lowered.is_set()
 
-    def give_way(self) -> None:
-        self.gave_way.set()
+    def lower_priority(self) -> None:
+        self.lowered.set()
 
     def kill(self) -> None:
         self.idle = False
@@ -110,12 +110,12 @@ async def test_each_batch_has_a_new_object_if_it_is_to_be_fresh(monkeypatch: pyt
     assert pool.leases >= 3
 
 
-async def test_the_process_of_a_call_that_takes_half_of_its_deadline_gives_way_and_ends_with_the_call() -> None:
+async def test_the_process_of_a_call_that_takes_half_of_its_deadline_has_low_priority_and_ends_with_the_call() -> None:
     pool = Pool()
 
     async def make(worker: Any, batch: Sequence[QueuedCall[str, str]]) -> list[str]:
         if batch[0].argument == "slow":
-            await pool.gave_way.wait()
+            await asyncio.wait_for(pool.lowered.wait(), 20)
         return [call.argument for call in batch]
 
     settings: dict[str, Any] = {"workers": 1, "spare": 0, "deadline_s": 0.1, "start_s": 60.0, "failure": _failure}
@@ -123,7 +123,7 @@ async def test_the_process_of_a_call_that_takes_half_of_its_deadline_gives_way_a
     await queue.open()
     assert await queue.put("fine").done == "fine" and pool.idle and pool.leases == 1
     assert await queue.put("slow").done == "slow"
-    pool.gave_way.clear()
+    pool.lowered.clear()
     assert await queue.put("fine").done == "fine" and pool.leases == 2, "in another process"
     await queue.close()
 

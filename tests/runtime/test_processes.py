@@ -182,23 +182,23 @@ async def test_what_a_process_has_started_dies_with_it(leak: str) -> None:
         await gone(leaked)
 
 
-async def test_a_process_gives_way_with_its_threads_and_all_that_it_has_started() -> None:
+async def test_the_priority_of_a_process_is_lowered_with_that_of_its_threads_and_all_that_it_has_started() -> None:
     async with pool_of() as pool, pool.lease() as worker, pool.lease() as other:
         await worker.call("leak_thread", deadline_s=20)
         children = [await worker.call(leak, deadline_s=20) for leak in ("leak_process", "leak_daemon")]
-        worker.give_way()
+        worker.lower_priority()
         threads = [int(thread) for pid in (worker.pid, *children) for thread in os.listdir(f"/proc/{pid}/task")]
         assert len(threads) >= 4 and {os.getpriority(os.PRIO_PROCESS, each) for each in threads} == {19}
         assert os.getpriority(os.PRIO_PROCESS, await worker.call("leak_process", deadline_s=20)) == 19
         assert os.getpriority(os.PRIO_PROCESS, other.pid) == os.getpriority(os.PRIO_PROCESS, 0)
-        assert _session_gives_way(worker.pid) and _session_gives_way(children[1])
+        assert _session_has_low_priority(worker.pid) and _session_has_low_priority(children[1])
         worker.kill()
         await gone(worker.pid)
-        worker.give_way()  # too late, and nobody minds
+        worker.lower_priority()  # too late, and nobody minds
 
 
-def _session_gives_way(pid: int) -> bool:
-    """Return whether the process's session gives way, if the kernel shares out time by session."""
+def _session_has_low_priority(pid: int) -> bool:
+    """Return whether the process's session has low priority, if the kernel shares out time by session."""
     autogroup = Path(f"/proc/{pid}/autogroup")
     return not autogroup.exists() or autogroup.read_text().split()[-1:] in ([], ["19"])
 

@@ -149,7 +149,10 @@ class CallQueue(Generic[A, R]):
 
     async def _make_batch(self, worker: Worker, calls: Sequence[QueuedCall[A, R]]) -> None:
         started, slow, later = time.perf_counter(), asyncio.Event(), asyncio.get_running_loop().call_later
-        timers = later(self._slow_after(len(calls)), self._stand_in, slow), later(self._deadline_s / 2, worker.give_way)
+        timers = (
+            later(self._slow_after(len(calls)), self._stand_in, slow),
+            later(self._deadline_s / 2, worker.lower_priority),
+        )
         try:
             results = await self._make(worker, calls)
         except Exception as error:  # of the object, its process or its arguments; a lone call raises it
@@ -164,8 +167,8 @@ class CallQueue(Generic[A, R]):
             for timer in timers:
                 timer.cancel()
             self._slow -= slow.is_set()
-            if worker.gives_way:
-                worker.kill()  # it may not take its share back
+            if worker.low_priority:
+                worker.kill()  # a process may not raise its priority again
         took = (time.perf_counter() - started) / len(calls)
         self._usual_s = took if self._usual_s is None else 0.9 * self._usual_s + 0.1 * took
         for call, result in zip(calls, results, strict=True):

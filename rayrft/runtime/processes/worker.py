@@ -42,7 +42,7 @@ class Worker:
         """Exit code, or the negative number of the signal that ended it."""
         self.idle = False
         """Whether it can take a call."""
-        self.gives_way = False
+        self.low_priority = False
         self._serving = 0
         """Requests of the object that are being answered."""
 
@@ -199,9 +199,9 @@ class Worker:
         if self.pid and not self.ended.done():
             self._kill_process(self.pid)
 
-    def give_way(self) -> None:
+    def lower_priority(self) -> None:
         """Let the process, with all that it has started or will start, get only what others leave of the processors."""
-        self.gives_way = True
+        self.low_priority = True
         pids = [self.pid] if self.pid and not self.ended.done() else []
         for pid in pids:
             with contextlib.suppress(OSError):  # it has just ended
