@@ -122,6 +122,18 @@ async def test_requests_go_to_the_engine_that_owes_the_fewest_answers(subject: S
     assert first.asked == [4, 2, 1, 1, 1]
 
 
+async def test_a_full_engine_is_passed_over_though_it_owes_the_fewest_answers(subject: Subject) -> None:
+    small = await subject.join("engine-0", HeldEngine(answers=1))
+    subject.ask(1)
+    await small.has_one_more()
+    large = await subject.join("engine-1", HeldEngine())
+    await subject.known()
+    for count in (2, 3):
+        subject.ask(count)
+        await large.has_one_more()
+    assert (small.asked, large.asked) == ([1], [2, 3])
+
+
 async def test_a_session_stays_with_its_engine_until_that_owes_too_much_or_leaves(subject: Subject) -> None:
     first, group = await subject.join("engine-0", HeldEngine()), [Session(), Session()]
     subject.ask(2, *group)
