@@ -24,7 +24,7 @@ from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, fitting_nodes, show_plan
 from rayrft.core.services import task_engines
 from rayrft.core.shared_files import check_shared, check_storage, named_files
-from rayrft.data.models import check_auxiliary, find_model
+from rayrft.data.models import check_auxiliary, check_length, find_model
 from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import load_taskset
 from rayrft.errors import ModelError, RayrftError, RunNotFound, Stalled
@@ -123,6 +123,8 @@ def attempt_all(
         for model in models
     }
     if any(todo.values()):
+        for model in models:
+            check_length(model.path, config.model.max_length, "model.max_length")
         plan = plan_placement(config)
         say(show_plan(run, plan))
         check_room(plan, config.placement.wait_s, say)

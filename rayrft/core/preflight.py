@@ -16,7 +16,7 @@ from rayrft.config import RunConfig
 from rayrft.config.serve import read_keys
 from rayrft.core.run_folder import check_log, check_same_tasks, open_folder
 from rayrft.data.inputs import check_demonstrations, choose_probe, demonstrated_text, load_demonstrations, task_set_spec
-from rayrft.data.models import check_auxiliary, check_classifier, check_teacher, find_model, vocabulary_of
+from rayrft.data.models import check_auxiliary, check_classifier, check_length, check_teacher, find_model, vocabulary_of
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task
@@ -104,6 +104,7 @@ def prepare(
     tokenizer = ChatTokenizer(model, template=config.model.template)
     _ = tokenizer.stop_ids  # read before the tokenizer is pickled: it takes an import, too
     vocabulary, max_length = vocabulary_of(model), config.model.max_length
+    check_length(model, max_length, "model.max_length")
     if any(task.images for task in tasks):
         _ = tokenizer.images  # raises ModelError if the model takes none
     for stage in config.stages:

@@ -22,6 +22,7 @@ from rayrft.core.parts.engines import EngineGroup, auxiliary_bundles, pool_bundl
 from rayrft.core.parts.rewards import reward_replicas
 from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name, check_room, show_plan
 from rayrft.core.shared_buffer import shared_actor_name
+from rayrft.data.models import check_length
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
 from rayrft.explorer.engines.auxiliary import auxiliary_models
@@ -151,6 +152,7 @@ def pipeline_engines(
             return
         for name, each in wanted.items():
             ChatTokenizer(each.model, f"{name}.model", each.template)  # raises if there is none, before anything starts
+            check_length(each.model, each.max_length, f"{name}.max_length")
         connect()
         plan = [*auxiliary_bundles(wanted), pool_bundles(len(wanted))]
         say(show_plan(run, plan))

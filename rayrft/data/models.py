@@ -37,11 +37,25 @@ def vocabulary_of(model: str) -> int:
     return size
 
 
+def check_length(model: str, max_length: int, field: str) -> None:
+    """Raise ModelError for ``field`` if the model has fewer positions: vLLM would refuse to start."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaled = {each.get("factor") or 1.0 for each in (rope, *rope.values()) if isinstance(each, dict)}
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and max_length > (most := int(positions * max(scaled, default=1.0))):
+        remedy = f"lower it to at most {most}, or choose a model with more positions"
+        raise ModelError(f"the model {model} has {most} positions", remedy, field=field, value=max_length)
+
+
 def check_auxiliary(auxiliary: Mapping[str, AuxiliaryConfig]) -> None:
-    """Raise ModelError unless every auxiliary model exists, with its tokenizer."""
+    """Raise ModelError unless every auxiliary model exists, with its tokenizer and as many positions as it needs."""
     for name, config in auxiliary.items():
         field = f"auxiliary.{name}.model"
-        ChatTokenizer(find_model(config.model, field), field, config.template)
+        ChatTokenizer(path := find_model(config.model, field), field, config.template)
+        check_length(path, config.max_length, f"auxiliary.{name}.max_length")
 
 
 def check_teacher(path: str, field: str, tokenizer: ChatTokenizer, vocabulary: int) -> None:

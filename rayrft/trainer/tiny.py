@@ -34,6 +34,8 @@ _VISION_TEMPLATE = (
     f"{{% if add_generation_prompt %}}{ASSISTANT}{{% endif %}}"
 )
 _PATCH, _MERGE = 8, 2
+_POSITIONS = 2048
+"""Fewest positions: as a judge, the model reads more than as a policy. Positions are rotary and have no weights."""
 _LARGEST = 64
 """Images with more than the square of this many pixels are scaled down: 16 tokens at most."""
 
@@ -63,7 +65,7 @@ def make_tiny_model(
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.heads,
-        "max_position_embeddings": max_length,
+        "max_position_embeddings": max(max_length, _POSITIONS),
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
         "pad_token_id": tokenizer.pad_token_id,

@@ -1,30 +1,38 @@
-"""A teacher is checked against the model before anything starts."""
+"""Models are checked before anything starts: their length, and a teacher against the policy."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.model import TinyModelConfig
-from rayrft.data.models import check_teacher, vocabulary_of
+from rayrft.data.models import check_auxiliary, check_length, check_teacher, vocabulary_of
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError
 from rayrft.trainer.tiny import make_tiny_model
+from tests.errors import about
 
 
 def check(teacher: Path, model: Path) -> None:
     check_teacher(str(teacher), "stages.0.teacher", ChatTokenizer(model), vocabulary_of(str(model)))
 
 
-def with_vocabulary(change: int, model: Path, folder: Path) -> Path:
-    """A copy of a model whose config claims a vocabulary that much larger."""
+def with_config(model: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of a model with another config."""
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + change}))
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
     return folder
+
+
+def with_vocabulary(change: int, model: Path, folder: Path) -> Path:
+    """A copy of a model whose config claims a vocabulary that much larger."""
+    return with_config(model, folder, vocab_size=vocabulary_of(str(model)) + change)
 
 
 def test_a_teacher_of_the_same_tokenizer_will_do_also_with_spare_tokens(tiny_model: Path, tmp_path: Path) -> None:
@@ -47,3 +55,15 @@ def test_a_teacher_that_does_not_know_all_tokens_is_refused(tiny_model: Path, tm
 def test_a_teacher_that_is_not_there_is_named(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"stages\.0\.teacher: the folder contains no model"):
         check(tmp_path, tiny_model)
+
+
+@pytest.mark.parametrize(("rope", "most"), [({}, 100), ({"rope_type": "linear", "factor": 4.0}, 400)])
+def test_a_model_with_fewer_positions_than_its_longest_text_is_refused(
+    rope: dict[str, Any], most: int, tiny_model: Path, tmp_path: Path
+) -> None:
+    rotary = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope}}
+    short = str(with_config(tiny_model, tmp_path / "short", max_position_embeddings=100, **rotary))
+    check_length(short, most, "model.max_length")
+    judge = {"judge": AuxiliaryConfig(model=short, max_length=most + 1)}
+    with pytest.raises(ModelError, match=f"at most {most}", check=about("auxiliary.judge.max_length", most + 1)):
+        check_auxiliary(judge)

@@ -113,6 +113,10 @@ class TestModelAndReward:
         with pytest.raises(ModelError, check=about("model.path", str(tmp_path))):
             attempt(tmp_path, model={"path": str(tmp_path), "max_length": 48})
 
+    def test_a_model_with_too_few_positions(self, tmp_path: Path, tiny_model: Path) -> None:
+        with pytest.raises(ModelError, check=about("model.max_length", 4096)):
+            attempt(tmp_path, model={"path": str(tiny_model), "max_length": 4096})
+
     def test_a_tokenizer_without_eos(self, tmp_path: Path, tiny_model: Path) -> None:
         import shutil
 
