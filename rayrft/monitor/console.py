@@ -22,6 +22,7 @@ def format_record(record: Record) -> str:
     if isinstance(record, PairsRecord):
         return f"{head} held-out pairs {record.accuracy:.3f} right ({counts}), by {record.margin:.3f}"
     counts += f", pass@{record.samples} {record.passed:.3f}" if record.samples > 1 else ""
+    counts += f", {record.unknown} unknown" if record.unknown else ""
     return f"{head} held-out accuracy {record.accuracy:.3f} ({counts}) {temperature_name(record.temperature)}"
 
 
@@ -68,7 +69,8 @@ def _rollouts(timings: Timings) -> str:
 
 
 def _rows(r: StepRecord | RolloutRecord) -> list[str]:
-    """Return the rows that operators left out by design, those that they made, and those lost by faults."""
+    """Return the rows that operators left out by design, those that they made, those lost by faults, and the unknown
+    rewards."""
     operators = r.timings.operators
 
     def expected(reason: str) -> bool:
@@ -80,6 +82,7 @@ def _rows(r: StepRecord | RolloutRecord) -> list[str]:
         "left out": {name: each.left_out - each.failed for name, each in operators.items()},
         "made": {name: each.made for name, each in operators.items()},
         "lost": {reason: count for reason, count in r.lost.items() if not expected(reason)},
+        "unknown": {f"rewards {domain}".strip(): each.unknown for domain, each in r.timings.rewards.items()},
     }
     return [
         f"{kind} " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)

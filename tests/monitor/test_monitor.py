@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,8 +137,11 @@ def test_what_an_explore_job_put_is_a_line_and_numbers_on_the_dashboard() -> Non
 
 
 @pytest.mark.parametrize(("domain", "name"), [("", "train/reward_"), ("code", "train/reward_code_")])
-def test_what_scoring_a_domain_is_like_is_a_number_each_on_the_dashboard(domain: str, name: str) -> None:
+def test_scoring_a_domain_is_numbers_on_the_dashboard_and_unknown_rewards_on_the_line(domain: str, name: str) -> None:
     stats = DomainStats(scored=8, unknown=2, errors=1, retried=4, seconds=4.0, slowest_s=1.5, pending=3)
-    numbers = scalars(step(rewards={domain: stats}))
+    record = step(rewards={domain: stats})
+    assert format_record(record).endswith(f"unknown 2 rewards {domain}".strip())
+    assert "(20 of 100, 95 % 0.133-0.289, 4 unknown)" in format_record(replace(evaluation("mix", 0, 20), unknown=4))
+    numbers = scalars(record)
     said = {"unknown_share": 0.25, "mean_s": 0.5, "errors": 1, "retried": 4, "slowest_s": 1.5, "pending": 3}
     assert {each: numbers[name + each] for each in said} == said
