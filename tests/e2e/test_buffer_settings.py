@@ -1,14 +1,17 @@
-"""A whole small run with other settings of the Buffer and the tasks, and a weight transport of one's own."""
+"""A whole small run with other settings of the Buffer, which is killed again and again, and of the tasks; and a weight
+transport of one's own."""
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
 
 import rayrft
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.reader import read_state
+from rayrft.buffer.reader import Archive, read_state
 from rayrft.config import load_config
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.conftest import ROOT
@@ -37,7 +40,12 @@ def finished(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tupl
         "weight_sync.backend": "shared_file",  # every digest is verified, or the run would end
         "plugins": [*config["plugins"], str(ROOT / "tests" / "samples" / "shared_file.py")],
     }
-    run = rayrft.start(config, say=lambda _: None, **overrides)
+    run, kills = rayrft.start(config, say=lambda _: None, **overrides), 0
+    for record in run.records():
+        if isinstance(record, StepRecord) and record.stage == "mix" and kills < 4:
+            os.kill(run.pids()["buffer"], signal.SIGKILL)
+            kills += 1
+    assert kills == 4
     return run, run.result()
 
 
@@ -52,6 +60,17 @@ def test_it_trains_on_groups_twice_and_draws_tasks_by_pass_rate(finished: tuple[
     assert max(step.staleness_max or 0 for step in taken) <= 2
     assert ledger.sampled < len(taken) * 16, "rows were used twice"
     assert ledger.closes
+
+
+def test_a_buffer_that_is_killed_again_and_again_loses_nothing_and_the_run_goes_on(
+    finished: tuple[rayrft.Run, dict[str, Any]],
+) -> None:
+    run, summary = finished
+    taken = [*steps(run, "mix"), *steps(run, "rest")]
+    assert summary.status == "finished" and [step.step for step in taken] == [*range(4, 4 + len(taken))]
+    uses = [use for batch in Archive.of_run(run.folder).rows("usual") for use in batch["uses"].to_pylist()]
+    assert max(uses) == 2 and sum(uses) == len(taken) * 16, "every step got its whole batch, once"
+    assert summary.expert["gold"].drawn == 3 * 16 + len(taken) * 4
 
 
 def test_errors_of_the_critic_come_back_to_the_groups(finished: tuple[rayrft.Run, dict[str, Any]]) -> None:

@@ -1,12 +1,16 @@
-"""A run whose groups and batches go through operators."""
+"""A run whose groups and batches go through operators, until a rank of its trainer dies."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
+from ray.util.state import list_actors
 from typer.testing import CliRunner
 
 import rayrft
@@ -15,8 +19,9 @@ from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.reader import Archive, read_state
 from rayrft.cli.main import app
 from rayrft.config import load_config
+from rayrft.errors import ActorDied
 from rayrft.experience import from_batch
-from rayrft.monitor.records import StepRecord
+from rayrft.monitor.records import StepRecord, read_records
 from rayrft.monitor.summary import read_summary
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
@@ -46,20 +51,41 @@ def pipelines(storage: Path) -> dict[str, Any]:
         "batch": [{"name": "rebalance", "expert_share": 0.1}, {"name": "truncate", "max_tokens": 40}],
     }
     config["buffer"] = {"sampler": {"name": "priority", "score": "priority"}}
-    config["stages"] = [{**config["stages"][1], "demonstrations": "found", "steps": 3}]
+    config["stages"] = [{**config["stages"][1], "demonstrations": "found", "steps": 10_000}]
+    config |= {"trainer": {"ranks": 2}, "evaluation": {"enabled": False}}
     del config["demonstrations"]
     (storage / "own.py").write_text(OWN)
     config["plugins"] = [*config["plugins"], str(storage / "own.py")]
     return config
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_groups_and_batches_go_through_operators_and_what_they_make_is_trained_on(tmp_path: Path) -> None:
-    run = rayrft.start(pipelines(tmp_path))
-    run.result()
-    summary = read_summary(run.folder)
-    assert summary is not None and summary.ledger is not None and summary.ledger.closes
-    steps = [record for record in run.records() if isinstance(record, StepRecord)]
+@pytest.fixture(scope="module")
+def failed(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> rayrft.Run:
+    """The run, of which a rank was killed after its third step."""
+    run = rayrft.start(pipelines(tmp_path_factory.mktemp("operated")), say=lambda _: None)
+    next(record for record in run.records() if isinstance(record, StepRecord) and record.step == 3)
+    alive = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
+    [rank, *_] = list_actors(address=ray.get_runtime_context().gcs_address, filters=alive)
+    try:
+        os.kill(rank.pid, signal.SIGKILL)
+        with pytest.raises(ActorDied) as caught:
+            run.result()
+        assert "trainer" in str(caught.value.field)
+    finally:
+        run.kill()
+    return run
+
+
+def test_a_dead_rank_ends_the_run_with_the_trainers_name_and_the_folder_stays_readable(failed: rayrft.Run) -> None:
+    summary = read_summary(failed.folder)
+    assert summary.status == "failed" and "trainer" in summary.error and summary.checkpoint is None
+    assert summary.ledger.closes and summary.ledger.sampled > 0
+    assert not (failed.folder / "checkpoints" / "final").exists()
+
+
+def test_groups_and_batches_go_through_operators_and_what_they_make_is_trained_on(failed: rayrft.Run) -> None:
+    run = failed
+    steps = [record for record in read_records(run.folder) if isinstance(record, StepRecord)]
     archive = Archive.of_run(run.folder)
     rows = [row for batch in archive.rows() for row in from_batch(batch)]
     found = [row for batch in archive.rows("expert/found") for row in from_batch(batch)]
