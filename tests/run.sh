@@ -4,7 +4,7 @@
 #
 #   bash tests/run.sh [--all] [argument of pytest …]
 #
-#   --all    also what is marked slow: 140 kills of the Buffer instead of 30, 10,000 histories instead of 150, jobs that
+#   --all    also what is marked slow: 150 kills of the Buffer instead of 15, 10,000 histories instead of 100, jobs that
 #            share a Buffer, several Explorers, rewards on Ray Serve, PPO and DPO from three seeds instead of one, the
 #            quickstart as shipped at more than twice the length, a resumed run with engines beside one without
 #            a fault, operators of Data-Juicer, every config in jobs/, the README's first commands, a cluster of two

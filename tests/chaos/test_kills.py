@@ -190,7 +190,7 @@ def begin(reaper: Reaper, folder: Path, *arguments: Any) -> Any:
     return ray.remote(MortalBuffer).options(**options).remote(reaper.door, "run", folder, CONFIG, 0, *arguments)
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
 async def test_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, actors: list[Any], kills: int) -> None:
     chance = random.Random(0)
     async with Reaper(chance, kills) as reaper:
@@ -207,7 +207,7 @@ async def test_kills_of_the_buffer_lose_no_ticket_and_no_group(tmp_path: Path, a
         assert trainer.stale <= 1
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
 async def test_kills_of_the_buffer_keep_the_order(tmp_path: Path, actors: list[Any], kills: int) -> None:
     chance = random.Random(1)
     async with Reaper(chance, kills) as reaper:

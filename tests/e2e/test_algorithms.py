@@ -16,9 +16,8 @@ from tests.e2e.conftest import small_config
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo", "kl": "k3", "kl_in": "reward", "kl_coef": 0.01},
-    "remax": {"name": "remax"},
+    "remax": {"name": "remax", "policy_loss": "gspo"},
     "gigpo": {"name": "gigpo", "correction": "truncated"},
-    "reinforce_pp": {"name": "reinforce_pp", "policy_loss": "gspo"},
     "distill": {"name": "jsd", "teacher_candidates": 8},
 }
 
@@ -105,7 +104,7 @@ def test_what_an_adapter_leaves_is_a_model_like_any_other(finished: Any, tmp_pat
     run, summary, _, _ = finished
     export(run.folder, tmp_path / "whole")
     export(run.folder, tmp_path / "adapter", merged=False)
-    base = AutoModelForCausalLM.from_pretrained(run.folder / "checkpoints" / "reinforce_pp")
+    base = AutoModelForCausalLM.from_pretrained(run.folder / "checkpoints" / "gigpo")
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
         start = base(ids).logits

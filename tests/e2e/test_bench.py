@@ -33,7 +33,7 @@ def config(tmp_path: Path, tiny_model: Path, port: int, monkeypatch: pytest.Monk
         "model": {"max_length": 64},
         "reward": {"placement": "serve", "name": "tests.rewards.trouble:AsksAnother"},
         "auxiliary": {"grader": {"model": str(tiny_model), "max_length": 300}},
-        "explorer": {"sampling": {"max_tokens": 4, "max_prompt_tokens": 50}, "engine": {"count": 2}},
+        "explorer": {"sampling": {"max_tokens": 4, "max_prompt_tokens": 50}, "engine": {"count": 1}},
         "bench": {
             "models": {"one": str(tiny_model), "two": str(tiny_model)},
             "tasksets": {

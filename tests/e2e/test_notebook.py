@@ -18,10 +18,11 @@ def test_the_quickstart_notebook_executes(ray_cluster: Any, tmp_path: Path, monk
     notebook = nbformat.read(ROOT / "notebooks/quickstart.ipynb", as_version=4)
     parameters = notebook.cells[1]
     assert "mix_steps" in parameters.source
-    parameters.source = f"warmup_steps, mix_steps, storage = 20, 2, {str(tmp_path)!r}"
+    parameters.source = f"warmup_steps, mix_steps, storage = 3, 2, {str(tmp_path)!r}"
     # An untrained model earns nothing; without this every group would be dropped and the steps would never fill.
     start = next(cell for cell in notebook.cells if "rayrft.start" in cell.source)
-    quick = '**{"explorer.drop_zero_variance": False, "tasks.eval_size": 50, "stages.mix.batch_size": 72, '
+    quick = '**{"explorer.drop_zero_variance": False, "tasks.eval_size": 20, "stages.mix.batch_size": 72, '
+    quick += '"tasks.sources.0.size": 2000, "demonstrations.warmup.size": 200, '
     plugins, tolerance = WITHOUT_VLLM["plugins"], WITHOUT_VLLM["weight_sync"]["tolerance"]
     quick += f'"trainer.ranks": 1, "plugins": {plugins}, "weight_sync.tolerance": {tolerance}, '
     start.source = start.source.replace("**{", quick)

@@ -171,14 +171,12 @@ async def test_an_error_of_an_operator_is_the_result_of_the_batch() -> None:
     assert [number for number, _ in failed.outcomes] == [0], "what came before it counts"
 
 
-@pytest.mark.parametrize(
-    ("mib", "workers"),
-    [(120, 1), pytest.param(400, 1, marks=pytest.mark.slow), pytest.param(400, 2, marks=pytest.mark.slow)],
-)
-def test_more_rows_than_memory_may_hold_go_through(mib: int, workers: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.pipelines.large", str(tmp_path), str(mib), str(workers)]
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_more_rows_than_memory_may_hold_go_through(workers: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.pipelines.large", str(tmp_path), "400", str(workers)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-4000:]
     found = json.loads(ended.stdout.splitlines()[-1])
-    assert found["grown"] < (150 if mib < 200 else 220), "it holds a part of the rows at a time"
+    assert found["grown"] < 220, "it holds a part of the rows at a time"
     assert found["child"] < 400, "as do operators that look at all of them"
