@@ -35,18 +35,6 @@ def test_too_few_resources_on_the_command_line(rayrft: Call, config_file: Callab
 
 @pytest.mark.usefixtures("ray_cluster")
 class TestData:
-    def test_an_unknown_task_set_names_the_nearest(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"Did you mean 'spell_backward'"):
-            attempt(tmp_path, **{"tasks.sources.0.dataset": "spell_backwards"})
-
-    def test_options_the_task_set_does_not_have(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="word_size", check=about("tasks.sources.0.options")):
-            attempt(tmp_path, **{"tasks.sources.0.options": {"word_size": 3}})
-
-    def test_more_held_out_tasks_than_there_are(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, check=about("tasks.eval_size")):
-            attempt(tmp_path, **{"tasks.eval_size": 100_000})
-
     @pytest.mark.parametrize("content", [None, ""])
     def test_a_missing_or_empty_file(self, tmp_path: Path, content: str | None) -> None:
         path = tmp_path / "tasks.jsonl"
@@ -61,24 +49,6 @@ class TestData:
         with pytest.raises(DataError, match=r"'question' in .*tasks\.jsonl"):
             attempt(tmp_path, tasks={"sources": [{"source": "file", "path": str(path)}], "eval_size": 1})
 
-    def test_broken_demonstrations_are_counted_with_their_line_numbers(self, tmp_path: Path) -> None:
-        path = tmp_path / "gold.jsonl"
-        path.write_text(
-            '{"prompt": "p", "response": "r"}\nnot json\n\n{"prompt": "p"}\n{"prompt": "q", "response": "r"}\n'
-        )
-        with pytest.raises(DataError, match=r"2 broken rows of 4: line 2: not JSON .*; line 4: needs text in 'prompt'"):
-            attempt(tmp_path, demonstrations={"gold": {"path": str(path)}})
-
-    def test_a_held_out_question_is_not_taken_as_a_demonstration(self, tmp_path: Path) -> None:
-        plain = prepare(load_config(small_config(tmp_path, "plain")), "run")
-        question = plain.held_out[0].question
-        path = tmp_path / "gold.jsonl"
-        path.write_text(f'{{"prompt": "{question}", "response": "r"}}\n{{"prompt": "other", "response": "r"}}\n')
-        config = small_config(tmp_path, "other", demonstrations={"gold": {"path": str(path)}})
-        prepared = prepare(load_config(config), "run")
-        assert prepared.notices == ("demonstrations 'gold': left out {'held-out question': 1}",)
-        assert len(prepared.demonstrations["gold"]) == 1
-
     def test_answers_of_tasks_that_are_too_long_to_be_shown_are_left_out(self, tmp_path: Path) -> None:
         words = {"tasks.sources.0.options": {"min_word_len": 3, "max_word_len": 4}}
         plain = prepare(load_config(small_config(tmp_path, "plain"), words), "run")
@@ -89,18 +59,6 @@ class TestData:
         prepared = prepare(load_config(small_config(tmp_path, "short"), words | overrides), "run")
         assert f"demonstrations 'gold': left out {{'too long': {lengths.count(longest)}}}" in prepared.notices
         assert prepared.limits.max_length == longest - 1
-
-    def test_prompts_longer_than_the_limit(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, check=about("explorer.sampling.max_prompt_tokens", 5)):
-            attempt(tmp_path, **{"explorer.sampling.max_prompt_tokens": 5})
-
-    def test_splits_never_share_a_question(self, tmp_path: Path) -> None:
-        prepared = prepare(load_config(small_config(tmp_path, "splits")), "run")
-        train = {task.question for task in prepared.tasks}
-        held_out = {task.question for task in prepared.held_out}
-        shown = {row.turns[0]["content"] for row in prepared.demonstrations["gold"]}
-        assert len(held_out) == 40 and len(shown) == 60
-        assert not train & held_out and not train & shown and not held_out & shown
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -141,13 +99,6 @@ class TestModelAndReward:
     def test_an_unknown_workflow(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, check=about("explorer.workflow", "single_trun")):
             attempt(tmp_path, **{"explorer.workflow": "single_trun"})
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_an_older_run_of_the_same_name_is_kept(tmp_path: Path) -> None:
-    for _ in range(2):
-        prepare(load_config(small_config(tmp_path, "twice")), "run")
-    assert len(list(tmp_path.glob("twice*"))) == 2
 
 
 def test_an_unknown_attribute_of_the_package() -> None:
