@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.base import LocalPath, Name, Section, invalid
+from rayrft.config.placement import WaitConfig
 from rayrft.config.reward import RewardModelsConfig
 
 
@@ -55,6 +56,7 @@ class PipelineConfig(Section):
     """Models for operators, by name, each on its own engines while the pipeline runs."""
     endpoints: dict[Name, EndpointConfig] = Field(default_factory=dict)
     """Further models, which run elsewhere."""
+    placement: WaitConfig = WaitConfig()
     reward: RewardModelsConfig | None = None
     """Rewards by which operators check answers again; by default those of the config that ``--config`` names."""
     answer_s: float = Field(300.0, gt=0)

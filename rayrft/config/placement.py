@@ -9,12 +9,17 @@ from pydantic import Field
 from rayrft.config.base import Section
 
 
-class PlacementConfig(Section):
-    """Nodes of a run's placement groups, which the table at its start names."""
+class WaitConfig(Section):
+    """Waiting for room on the cluster."""
 
     wait_s: float = Field(0.0, ge=0)
     """Seconds to wait for nodes that the cluster does not have yet, such as those of an autoscaler, which sees the
-    demand meanwhile. 0: a run that does not fit is refused at once."""
+    demand meanwhile. 0: what does not fit is refused at once."""
+
+
+class PlacementConfig(WaitConfig):
+    """Nodes of a run's placement groups, which the table at its start names."""
+
     engines: Literal["pack", "spread"] = "pack"
     """Engines on as few nodes as possible, or as evenly as possible over the nodes."""
     labels: dict[str, dict[str, str]] = Field(default_factory=dict)

@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rayrft.config.base import LocalPath, Name, Section, invalid
+from rayrft.config.placement import WaitConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import ConfigError
 from rayrft.runtime.serving import LOCAL, key_digest
@@ -133,5 +134,6 @@ class RewardServiceConfig(Section):
     reward: RewardModelsConfig
     """As in a run, without the keys on training."""
     serve: HttpConfig = HttpConfig()
+    placement: WaitConfig = WaitConfig()
     plugins: list[LocalPath] = Field(default_factory=list)
     """Python files that register your own rewards, at paths that every node can read."""

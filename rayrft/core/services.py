@@ -79,7 +79,7 @@ def serve_rewards(config: RewardServiceConfig, say: Callable[[str], None] = prin
 
     plan = [*reward_replicas(config.reward), _http_bundles(http)]
     say(show_plan(config.name, plan))
-    _prepare(plan)
+    _prepare(plan, config.placement.wait_s, say)
     service = RewardService.of(config.name, config.reward, config.plugins)
     owner = Owner(NAMESPACE, actor_name(config.name, "rewards"))
     name, arguments = f"{config.name}:http", (config, keys, service)
@@ -124,10 +124,16 @@ def _http_bundles(http: HttpConfig) -> Bundles:
     return Bundles("http", http.replicas, http.cpus, 0, 0.25, "on Ray Serve: HTTP", served=True)
 
 
-def _prepare(plan: list[Bundles]) -> None:
-    """Check that the cluster has room, and silence Serve's log of every request."""
+def _prepare(plan: list[Bundles], wait_s: float = 0.0, say: Callable[[str], None] = print) -> None:
+    """Check that the cluster has room, or wait for it, and silence Serve's log of every request."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    check_room(plan)
+    check_room(plan, wait_s, say)
+    if wait_s:  # Serve waits without end, so placement groups wait before it
+        room = Placement(f"room-{uuid.uuid4().hex[:8]}", plan)
+        try:
+            room.reserve([each.name for each in plan], wait_s, say)
+        finally:
+            room.remove()
 
 
 def _write_key(path: Path, key: str) -> None:
@@ -139,10 +145,11 @@ def _write_key(path: Path, key: str) -> None:
 
 
 def pipeline_engines(
-    run: str, models: Mapping[str, AuxiliaryConfig], seed: int, say: Callable[[str], None] = print
+    run: str, models: Mapping[str, AuxiliaryConfig], seed: int, wait_s: float, say: Callable[[str], None] = print
 ) -> Engines:
     """Return a context manager that runs engines for the requested ``models``, in placement groups named after ``run``.
-    ``say`` receives the plan. It raises PlacementError if they do not fit, and the root cause if one does not start."""
+    ``say`` receives the plan. It raises PlacementError if they do not fit within ``wait_s``, and the root cause if one
+    does not start."""
 
     @contextlib.asynccontextmanager
     async def engines(names: Collection[str]) -> AsyncIterator[dict[str, AskedModel]]:
@@ -156,10 +163,10 @@ def pipeline_engines(
         connect()
         plan = [*auxiliary_bundles(wanted), pool_bundles(len(wanted))]
         say(show_plan(run, plan))
-        check_room(plan)
+        check_room(plan, wait_s, say)
         placement, groups = Placement(run, plan), dict[str, EngineGroup]()
         try:
-            placement.reserve([each.name for each in plan])
+            placement.reserve([each.name for each in plan], wait_s, say)
             groups |= EngineGroup.auxiliary(placement, wanted, seed)
             await asyncio.to_thread(serve_engines, groups.values(), _START_S)
             found = auxiliary_models(wanted, {name: group.pool for name, group in groups.items()})
@@ -190,7 +197,7 @@ def pipeline_inputs(
         context = Context(processed.evaluation, run.model.path, template=run.model.template)
     opened = partial(
         open_models,
-        engines=pipeline_engines(f"pipeline-{uuid.uuid4().hex[:8]}", models, seed),
+        engines=pipeline_engines(f"pipeline-{uuid.uuid4().hex[:8]}", models, seed, pipeline.placement.wait_s),
         endpoints=pipeline.endpoints,
         reward=reward,
         plugins=plugins,
@@ -204,4 +211,4 @@ def pipeline_inputs(
 
 def task_engines(config: RunConfig, say: Callable[[str], None] = print) -> Engines:
     """Return `pipeline_engines` of the auxiliary models that operators on a run's tasks ask."""
-    return pipeline_engines(f"{config.name}-tasks", config.auxiliary, config.seed, say)
+    return pipeline_engines(f"{config.name}-tasks", config.auxiliary, config.seed, config.placement.wait_s, say)

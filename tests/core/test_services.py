@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.util.placement_group import placement_group_table
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from typer.testing import CliRunner
 
 from rayrft.cli.main import app
 from rayrft.config import PipelineConfig, load_config
+from rayrft.config.serve import RewardServiceConfig
+from rayrft.core import services
 from rayrft.core.parts import engines
+from rayrft.core.placement import Bundles, check_room
 from rayrft.core.services import task_engines
 from rayrft.errors import ConfigError, OperatorFailed, PlacementError
 from rayrft.experience import Task
@@ -88,6 +92,34 @@ def test_what_does_not_fit_on_the_cluster_is_refused(tiny_model: Path, tmp_path:
     models = {"m": {"model": str(tiny_model), "engine": {"count": 100, "cpus": 3}}}
     with pytest.raises(PlacementError):
         CliRunner().invoke(app, given(tmp_path, tiny_model, models=models), catch_exceptions=False)
+
+
+class Deployed(Exception):
+    """The end of the test: there is room for what is deployed."""
+
+
+@pytest.mark.parametrize("what", ["engines", "rewards"])
+def test_room_on_a_full_cluster_is_waited_for(
+    what: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.get((others := placement_group([{"CPU": 4}])).ready())
+
+    def looks_for_room(plan: list[Bundles], *wait: Any) -> None:
+        check_room(plan, *wait)  # raises PlacementError unless it may wait
+        remove_placement_group(others)
+
+    def deploys(*_: Any, **__: Any) -> None:
+        raise Deployed
+
+    monkeypatch.setattr(services, "check_room", looks_for_room)
+    monkeypatch.setattr("rayrft.rewards.service.rewards_open", deploys)
+    waits = {"placement": {"wait_s": 60}}
+    if what == "engines":
+        result = CliRunner().invoke(app, given(tmp_path, tiny_model, **waits), catch_exceptions=False)
+        assert result.exit_code == 0 and len(read(tmp_path / "out.jsonl")) == 3
+    else:
+        with pytest.raises(Deployed):
+            services.serve_rewards(RewardServiceConfig.model_validate({"reward": {"name": "math"}, **waits}))
 
 
 def source(config: Any, field: str) -> list[Task]:
