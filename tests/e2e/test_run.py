@@ -1,16 +1,7 @@
-"""A whole small run, watched as a user would: files, counters, checkpoint, sinks, a second process."""
+"""A whole small run, watched as a user would: files, counters, checkpoint, sinks."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +13,7 @@ import rayrft
 from rayrft.buffer.reader import Archive
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
 from rayrft.monitor.summary import read_summary
-from tests.conftest import ROOT
-from tests.e2e.conftest import WITHOUT_VLLM, Call, small_config
+from tests.e2e.conftest import Call, small_config
 
 
 @pytest.fixture(scope="module")
@@ -141,71 +131,6 @@ def test_nothing_of_a_finished_run_is_left_on_the_cluster(finished: Any) -> None
     assert not [name for name in names if name.startswith("whole:")]
     groups = ray.util.placement_group_table().values()
     assert not [g for g in groups if g["name"].startswith("whole:") and g["state"] != "REMOVED"]
-
-
-def metrics_page(wanted: str) -> str:
-    """What Prometheus would scrape. Ray's agents export on a schedule of their own, so ask until it is there."""
-    import ray
-
-    node = ray.nodes()[0]
-    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-    deadline = time.monotonic() + 200
-    while True:
-        page = urllib.request.urlopen(url, timeout=60).read().decode()
-        if wanted in page or time.monotonic() > deadline:
-            return page
-        time.sleep(1)
-
-
-@contextlib.contextmanager
-def under_way(path: Path, cluster: Any) -> Iterator[subprocess.Popen[str]]:
-    """The command line at work on an endless run, past its first rollout step."""
-    env = {**os.environ, "RAY_ADDRESS": cluster.address_info["gcs_address"], "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rayrft", "run", str(path), "stages.mix.steps=10000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=env,
-        cwd=ROOT,
-    )
-    assert process.stdout is not None
-    output = []
-    for line in process.stdout:
-        output.append(line)
-        if line.startswith("[mix ") and "reward" in line:
-            break
-    assert output and output[-1].startswith("[mix "), "".join(output)
-    try:
-        yield process
-    finally:
-        process.kill()
-
-
-def test_a_run_is_seen_from_another_process_and_ctrl_c_saves_its_weights(
-    config_file: Callable[..., Path], rayrft: Call, ray_cluster: Any, tmp_path: Path
-) -> None:
-    path = config_file("long", **WITHOUT_VLLM)
-    with under_way(path, ray_cluster) as process:
-        again = rayrft("run", str(path))
-        assert again.returncode == 1 and "a run of this name is running (found 'long')" in again.stderr
-        status = json.loads(rayrft("status", "long").stdout)
-        assert status["status"] == "running" and status["step"] >= 4
-        assert status["sampled"] == status["trained"] + sum(status["dropped"].values()) + status["held"]
-        assert "rayrft_train_reward" in metrics_page("rayrft_train_reward")
-        process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=300)
-        assert process.returncode == 130, rest
-        assert "stopping after the current step" in rest and "stopped after" in rest
-    folder = tmp_path / "runs" / "long"
-    summary = read_summary(folder)
-    assert summary.status == "stopped" and summary.ledger.closes
-    # Its weights have another name than those of a finished run.
-    assert [summary.checkpoint] == [str(each) for each in (folder / "checkpoints").glob("stopped-*")]
-    assert (Path(summary.checkpoint) / "model.safetensors").is_file()
-    assert not (folder / "checkpoints" / "final").exists()
-    missing = rayrft("status", "long")
-    assert missing.returncode == 1 and "no run of that name is on this cluster (found 'long')" in missing.stderr
 
 
 def test_a_checkpoint_is_exported_as_it_was_saved(finished: Any, tmp_path: Path, rayrft: Call) -> None:

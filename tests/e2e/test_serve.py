@@ -1,14 +1,20 @@
-"""An application calls the endpoint of a run, gives rewards, and is what the run trains on."""
+"""An application calls the endpoint of a run, gives rewards, and is what the run trains on; from other processes than
+that of the command, which Ctrl-C ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import os
 import re
 import resource
+import signal
+import subprocess
+import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -19,6 +25,7 @@ import numpy as np
 import openai
 import pytest
 import ray
+import yaml
 
 import rayrft
 from rayrft.errors import ConfigError, DataError, FeedbackRefused
@@ -26,7 +33,8 @@ from rayrft.monitor.records import NoteRecord, StepRecord
 from rayrft.monitor.summary import read_summary
 from tests.bench.lessons import calculator
 from tests.bench.lessons.multiplier import converse
-from tests.e2e.conftest import WITHOUT_VLLM, endpoint_of, free_port
+from tests.conftest import ROOT
+from tests.e2e.conftest import WITHOUT_VLLM, Call, endpoint_of, free_port
 from tests.errors import about
 
 
@@ -66,9 +74,46 @@ def agent(base_url: str, api_key: str, session: str, stream: bool) -> str:
     return session
 
 
-def test_an_application_is_served_and_trained_on(ray_cluster: Any, tmp_path: Path, port: int) -> None:
-    run = rayrft.start(make_config(tmp_path, port), say=lambda text: None)
+def metrics_page(wanted: str) -> str:
+    """What Prometheus would scrape. Ray's agents export on a schedule of their own, so ask until it is there."""
+    import ray
+
+    node = ray.nodes()[0]
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    deadline = time.monotonic() + 200
+    while True:
+        page = httpx.get(url, timeout=60).text
+        if wanted in page or time.monotonic() > deadline:
+            return page
+        time.sleep(1)
+
+
+@contextlib.contextmanager
+def command(path: Path, cluster: Any) -> Iterator[subprocess.Popen[str]]:
+    """The command line, in a process of its own, at an endless run with an endpoint, which is up."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rayrft", "run", str(path), "stages.online.steps=10000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "RAY_ADDRESS": cluster.address_info["gcs_address"], "PYTHONUNBUFFERED": "1"},
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
     try:
+        assert any("endpoint at" in line for line in process.stdout), "it ended"
+        yield process
+    finally:
+        process.kill()
+
+
+def test_an_application_is_served_and_trained_on_until_ctrl_c_saves_the_weights(
+    ray_cluster: Any, tmp_path: Path, port: int, command_line: Call
+) -> None:
+    path = tmp_path / "served.yaml"
+    path.write_text(yaml.safe_dump(make_config(tmp_path, port, **WITHOUT_VLLM)))
+    with command(path, ray_cluster) as process:
+        run = rayrft.attach("served")
         url = endpoint_of(run)
         assert url == f"http://127.0.0.1:{port}/served/v1"
         with pytest.raises(openai.AuthenticationError):
@@ -96,13 +141,28 @@ def test_an_application_is_served_and_trained_on(ray_cluster: Any, tmp_path: Pat
         assert stats["sessions"]["feedback"] == {"accepted": 8, "twice": 2, "unknown": 1}
         for number in range(8, 16):
             run.reward(agent(url, "sk-app", f"s-{number}", stream=False), float(number % 2))
-        summary = run.result()
-    finally:
-        run.kill()
-    assert summary.status == "finished" and summary.steps == 2 and summary.ledger is not None
+        next(record for record in run.records() if isinstance(record, StepRecord) and record.step == 2)
+
+        again = command_line("run", str(path))
+        assert again.returncode == 1 and "a run of this name is running (found 'served')" in again.stderr
+        status = json.loads(command_line("status", "served").stdout)
+        assert (status["status"], status["step"], status["trained"]) == ("running", 2, 16)
+        assert status["sampled"] == status["trained"] + sum(status["dropped"].values()) + status["held"]
+        assert "rayrft_train_reward" in metrics_page("rayrft_train_reward")
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=300)
+        assert process.returncode == 130, rest
+        assert "stopping after the current step" in rest and "stopped after" in rest
+    summary = read_summary(run.folder)
+    assert summary.status == "stopped" and summary.steps == 2
     assert summary.ledger.closes and summary.ledger.trained == 16, summary.ledger
     assert summary.ledger.dropped["run_ended"] >= 1
-    assert read_summary(run.folder) == summary
+    # Its weights have another name than those of a finished run.
+    assert [summary.checkpoint] == [str(each) for each in (run.folder / "checkpoints").glob("stopped-*")]
+    assert (Path(summary.checkpoint) / "model.safetensors").is_file()
+    assert not (run.folder / "checkpoints" / "final").exists()
+    missing = command_line("status", "served")
+    assert missing.returncode == 1 and "no run of that name is on this cluster (found 'served')" in missing.stderr
     assert httpx.get(url.replace("/v1", "/health")).status_code == 404  # there is no such route any more
 
 
