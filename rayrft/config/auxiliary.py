@@ -23,7 +23,7 @@ class AuxiliaryConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_length: int = Field(512, ge=8)
     """Longest sequence, prompt and answer together, in tokens."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=2)
     """Default of calls; 0 is greedy."""
     max_tokens: int = Field(128, ge=1)
     """Default of calls: longest answer, in tokens."""

@@ -36,7 +36,7 @@ class BenchConfig(Section):
     """Attempts per task; by default 1 at temperature 0."""
     k: tuple[int, ...] = Field((1, 4, 8), min_length=1)
     """The k of pass@k and majority@k; by default 1, 4 and 8, up to ``samples``."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=2)
     max_tokens: int | None = Field(None, ge=1)
     """Longest answer, in tokens; by default ``explorer.sampling.max_tokens``."""
 

@@ -61,7 +61,7 @@ class PartialConfig(Section):
 class SamplingConfig(Section):
     """Sampling for training. Top-k and top-p would truncate the support, and change the policy's log-probs."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, le=2)
     max_tokens: int = Field(32, ge=1)
     """Longest answer, in tokens."""
     seeded: bool | None = None

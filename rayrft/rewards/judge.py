@@ -105,6 +105,8 @@ class Judge:
         for name, count in (("votes", votes), ("calls", calls), ("longest", longest), ("max_tokens", max_tokens)):
             if count < 1:
                 raise _invalid("must be at least 1", name, count)
+        if not 0 <= temperature <= 2:
+            raise _invalid("must be from 0 to 2", "temperature", temperature)
         if votes > 1 and not temperature:
             raise _invalid("all votes are the same at temperature 0", "temperature", temperature)
         self.needs_auxiliary = () if auxiliary is None else (auxiliary,)

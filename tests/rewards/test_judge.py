@@ -119,6 +119,7 @@ async def test_options_that_contradict_each_other_or_name_no_model_are_refused()
         ({"auxiliary": "a", "low": 3, "high": 3}, "low"),
         ({"auxiliary": "a", "calls": 0}, "calls"),
         ({"auxiliary": "a", "votes": 3}, "temperature"),
+        ({"auxiliary": "a", "temperature": 2.5}, "temperature"),
         ({"auxiliary": "a", "template": "{what}"}, "template"),
         ({"auxiliary": "a", "compare": "other"}, "compare"),
     ):
