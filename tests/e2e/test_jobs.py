@@ -61,6 +61,7 @@ def run(command: Call, name: str, storage: Path, model: Path, *more: str) -> Sum
 def test_every_job_runs(other_process: Call, name: str, tmp_path: Path, tiny_model: Path) -> None:
     summary = run(other_process, name, tmp_path, tiny_model)
     assert summary.status == "finished" and summary.ledger.closes
+    assert all(change.after.count for change in summary.accuracy.values()), "the rewards are known"
 
 
 @pytest.mark.slow
