@@ -90,6 +90,13 @@ class Buffer(Watched):
             return await self._store.commit(e.StageResumed(plan))
         await self._store.commit(e.StageOpened(plan))
 
+    async def adjust_stage(self, plan: StagePlan) -> None:
+        """Continue the open stage with other numbers: steps, ``max_staleness`` and those of the sampler. Groups that
+        are too old then are dropped as ``stale``. The plan of another stage changes nothing."""
+        last = self._state.stage.plan
+        current = last is not None and (last.name, last.version) == (plan.name, plan.version)
+        await self._store.commit(*([e.StageResumed(plan)] if current and self._state.stage.open else []))
+
     async def flush(self) -> list[int]:
         """Flush all acknowledged writes to disk; return the journal position. A checkpoint stores it, because resuming
         from it requires the journal at least up to there."""

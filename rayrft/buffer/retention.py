@@ -120,7 +120,7 @@ class Retention:
         ready = groups.where(GroupStatus.READY)
         if config.when_full == "evict_lowest_priority":
             columns = groups.score[ready], groups.version[ready], groups.uses[ready]
-            ready = ready[np.argsort(log_priorities(config.sampler, *columns), kind="stable")]
+            ready = ready[np.argsort(log_priorities(self._store.state.config, *columns), kind="stable")]
         rows_over = groups.held_rows + rows - config.max_rows
         bytes_over = groups.held_bytes + nbytes - config.max_bytes
         if rows_over / config.max_rows >= bytes_over / config.max_bytes:

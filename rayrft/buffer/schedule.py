@@ -22,6 +22,8 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rayrft.config.buffer import SamplerConfig
+
 ANY_AGE = 1 << 62
 """More versions than there ever are: the bound of a stage that takes groups of any age."""
 
@@ -57,6 +59,8 @@ class StagePlan:
     hold_steps: int = 0
     """Steps for which ready groups wait before they are trained, so that people can judge them. At most
     ``max_staleness``."""
+    sampler: SamplerConfig | None = None
+    """How groups are drawn; by default as the Buffer was created to do."""
 
     @property
     def kind(self) -> tuple[bool, bool]:

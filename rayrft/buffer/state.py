@@ -277,7 +277,7 @@ class State:
     """The Buffer's state, which only `rayrft.buffer.transitions.apply` changes."""
 
     def __init__(self, config: SamplerConfig, seed: int, tasks: TaskSet | None) -> None:
-        self.config = config
+        self._config = config
         self.seed = seed
         self.tasks = {} if tasks is None else {"": tasks}
         """Task sets of the feeds by their ids; a reader of the log has none."""
@@ -288,6 +288,11 @@ class State:
         self.meta = meta
         self.feeds, self.outstanding = meta.feeds, meta.outstanding
         self.stage, self.training, self.contents = meta.stage, meta.training, meta.contents
+
+    @property
+    def config(self) -> SamplerConfig:
+        """How groups are drawn."""
+        return (self.stage.plan and self.stage.plan.sampler) or self._config
 
     @property
     def jobs(self) -> dict[str, Feed]:

@@ -23,13 +23,13 @@ from rayrft.core import launch
 from rayrft.core.checkpoints import export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.placement import running_runs, starting_runs
+from rayrft.core.run import Run
 from rayrft.core.shared_buffer import buffer_status, buffers, stop_buffer
 from rayrft.errors import ActorDied, RayrftError, RunFinished
 from rayrft.runtime.handle import root_cause, until_dead
 
 if TYPE_CHECKING:
     from rayrft.config import RunConfig
-    from rayrft.core.run import Run
     from rayrft.core.services import OpenService
     from rayrft.monitor.summary import RunStatus, Summary
 
@@ -177,6 +177,33 @@ def stop(name: str) -> None:
         raise SystemExit(_exit_status(found.status) == 1)
     launch.attach(name).stop()
     print(f"{name}: stopping")
+
+
+def _steer(request: str, done: str) -> Callable[[str], None]:
+    def command(name: str) -> None:
+        print(f"{name}: {done.format(getattr(launch.attach(name), request)())}")
+
+    command.__doc__ = getattr(Run, request).__doc__
+    return command
+
+
+for _request, _done in {
+    "pause": "paused after step {}",
+    "unpause": "was paused for {:.0f} s",
+    "checkpoint": "wrote the checkpoint of step {}",
+    "evaluate": "evaluated: {}",
+    "skip_stage": "ends the stage after {} steps",
+}.items():
+    app.command(_request.replace("_", "-"))(_steer(_request, _done))
+
+
+@app.command("set")
+def set_keys(
+    name: str, changes_: Annotated[list[str], typer.Argument(metavar="CHANGES", help="key.sub=value …")]
+) -> None:
+    """Change keys of a running run's config, all of them or none."""
+    [(key, value), *more] = changes(changes_).items()
+    print(f"{name}: changed after step {launch.attach(name).set(key, value, **dict(more))}")
 
 
 @buffer.command("list")

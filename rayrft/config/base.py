@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -13,6 +13,12 @@ from rayrft.errors import ConfigError
 
 REFERENCE = re.compile(r"env:[A-Za-z_]\w*")
 """A reference to an environment variable."""
+
+
+T = TypeVar("T")
+CHANGEABLE = object()
+Changeable = Annotated[T, CHANGEABLE]
+"""The type of a key that `rayrft.core.run.Run.set` may change while the run is running."""
 
 
 class Section(BaseModel):

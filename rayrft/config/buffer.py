@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Folder, Name, Section, invalid
+from rayrft.config.base import Changeable, Folder, Name, Section, invalid
 
 
 class SamplerConfig(Section):
@@ -17,21 +17,21 @@ class SamplerConfig(Section):
     score: str = "reward_deviation"
     """priority: a group's base score: reward_deviation, failure, td_error (of a critic, after a first training),
     priority (which operators of ``pipelines.experiences`` write), or ``package.module:attribute``."""
-    alpha: float = Field(0.6, ge=0)
+    alpha: Changeable[float] = Field(0.6, ge=0)
     """priority: exponent of the score; 0 draws uniformly."""
-    tau: float | None = Field(None, gt=0)
+    tau: Changeable[float | None] = Field(None, gt=0)
     """priority: optimiser steps in which a group's weight decays by 1/e; none: no decay."""
-    beta: float = Field(0.4, ge=0, le=1)
+    beta: Changeable[float] = Field(0.4, ge=0, le=1)
     """priority: exponent of the importance weights at the first draw."""
-    beta_steps: int = Field(1, ge=1)
+    beta_steps: Changeable[int] = Field(1, ge=1)
     """priority: steps over which beta rises to 1."""
-    max_uses: int = Field(1, ge=1)
+    max_uses: Changeable[int] = Field(1, ge=1)
     """Steps that may train on a group before it leaves the pool."""
-    cooldown: int = Field(0, ge=0)
+    cooldown: Changeable[int] = Field(0, ge=0)
     """Steps after a use in which a group is not drawn."""
-    use_decay: float = Field(1.0, gt=0, le=1)
+    use_decay: Changeable[float] = Field(1.0, gt=0, le=1)
     """priority: factor on a group's weight per use."""
-    replay_ratio: float = Field(1.0, ge=1)
+    replay_ratio: Changeable[float] = Field(1.0, ge=1)
     """Groups drawn per newly sampled group: 2 trains on a group twice on average."""
 
     @model_validator(mode="after")

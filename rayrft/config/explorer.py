@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Section, invalid
+from rayrft.config.base import Changeable, Section, invalid
 
 
 class EngineConfig(Section):
@@ -61,7 +61,7 @@ class PartialConfig(Section):
 class SamplingConfig(Section):
     """Sampling for training. Top-k and top-p would truncate the support, and change the policy's log-probs."""
 
-    temperature: float = Field(1.0, gt=0, le=2)
+    temperature: Changeable[float] = Field(1.0, gt=0, le=2)
     max_tokens: int = Field(32, ge=1)
     """Longest answer, in tokens."""
     seeded: bool | None = None

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Section, invalid
+from rayrft.config.base import Changeable, Section, invalid
 from rayrft.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ class RewardPart(Section):
     role: Literal["add", "gate", "shape"] = "add"
     """``add``: ``weight`` times its value is added to the others. ``gate``: where its value is 0 or below, the sum
     counts 0. ``shape``: like ``add``, but kept out of the value that filters and evaluations look at."""
-    weight: float = 1.0
+    weight: Changeable[float] = 1.0
     label: str = ""
     """The name of its value among the components; by default ``name``. No two parts have the same."""
 
@@ -127,7 +127,7 @@ class LengthReward(Section):
     If a group's rows have between ``min`` and ``max`` sampled tokens, a row of length ``l`` earns ``weight`` times
     ``lambda = 0.5 - (l - min) / (max - min)`` if it is right, else ``weight`` times ``min(0, lambda)``."""
 
-    weight: float = Field(1.0, gt=0)
+    weight: Changeable[float] = Field(1.0, gt=0)
     warm_up: int = Field(0, ge=0)
     """Optimiser steps over which the weight grows from 0, since a length reward slows down early learning."""
     right: float = 1.0
@@ -144,14 +144,14 @@ class RewardConfig(RewardModelsConfig):
     """Reward actors of each Explorer, with ``placement: pool``."""
     on_unknown: Literal["drop_row", "drop_group", "fallback"] = "drop_row"
     """Policy for an answer (with all its rows) whose reward raised or timed out."""
-    fallback: float = 0.0
+    fallback: Changeable[float] = 0.0
     truncated: Literal["zero", "score", "mask", "soft"] = "zero"
     """Policy for an answer truncated at max_tokens or for repetition. ``zero``: its reward is at most 0. ``score``:
     scored like others. Of DAPO (arXiv:2503.14476), ``mask``: scored, but not trained on (overlong filtering); ``soft``:
     every answer loses up to 1 over the last ``overlong_buffer`` tokens before max_tokens (overlong punishment)."""
     overlong_buffer: int | None = Field(None, ge=1)
     """Tokens over which ``truncated: soft`` grows from 0 to 1; a fifth of max_tokens in the paper."""
-    repetition_penalty: float = Field(0.0, ge=0)
+    repetition_penalty: Changeable[float] = Field(0.0, ge=0)
     """Subtracted from the reward of an answer that was stopped for repetition (`explorer.sampling.repetition`)."""
     length: LengthReward | None = None
     """Additional reward of short answers."""

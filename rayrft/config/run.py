@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.base import Folder, LocalPath, Name, Section
+from rayrft.config.base import Changeable, Folder, LocalPath, Name, Section
 from rayrft.config.bench import BenchConfig
 from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
@@ -40,7 +40,7 @@ class RunConfig(Section):
     """What a run does with the folder of an earlier run of its name: rename it by its date, resume that run (one
     command then starts and resumes, as schedulers need it), or refuse to start."""
     seed: int = 0
-    max_staleness: int = Field(0, ge=0)
+    max_staleness: Changeable[int] = Field(0, ge=0)
     """Largest number of optimiser steps between sampling a token and training on it: 0 is synchronous."""
     model: ModelConfig
     tasks: TasksConfig | None = None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from rayrft.config.base import ModelPath, Name, Section, invalid
+from rayrft.config.base import Changeable, ModelPath, Name, Section, invalid
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ConfigError
 
@@ -65,8 +65,8 @@ class StageConfig(Section):
     """One stage of a run. A batch is ``expert_rows`` demonstrations and ``groups`` groups of ``group_size`` answers."""
 
     name: Name
-    algorithm: AlgorithmConfig
-    steps: int = Field(ge=1)
+    algorithm: Changeable[AlgorithmConfig]
+    steps: Changeable[int] = Field(ge=1)
     batch_size: int = Field(256, ge=1)
     """Rows of one optimiser step, over all ranks and both streams."""
     group_size: int = Field(8, ge=1)
@@ -83,7 +83,7 @@ class StageConfig(Section):
     """The model to distil from, with the same tokenizer: a Hugging Face folder or hub id. Each rank holds a shard."""
     start_from: str | None = None
     """Earlier stage whose final weights this stage starts from; the previous one by default."""
-    evaluate_every: int | None = Field(None, ge=1)
+    evaluate_every: Changeable[int | None] = Field(None, ge=1)
     """Evaluate at every n-th step of the stage, in addition to its start and end."""
 
     @model_validator(mode="after")
@@ -177,10 +177,10 @@ class StageConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints, from which a run resumes. One is also written at the end of every stage."""
 
-    every: int | None = Field(50, ge=1)
+    every: Changeable[int | None] = Field(50, ge=1)
     """Steps of a stage between checkpoints; none: only at the end of a stage."""
-    keep_last: int = Field(2, ge=1)
-    keep_best: int = Field(0, ge=0)
+    keep_last: Changeable[int] = Field(2, ge=1)
+    keep_best: Changeable[int] = Field(0, ge=0)
     """Number of best checkpoints by ``best_by`` to keep besides the last; of equals, the earlier."""
     best_by: Literal["accuracy", "reward"] = "accuracy"
     """Accuracy of an evaluation of the step (let ``every`` divide ``evaluate_every``), or mean reward of its rows."""
@@ -189,11 +189,11 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     """Accuracy on the held-out tasks."""
 
-    temperatures: tuple[float, ...] = (0.0, 1.0)
+    temperatures: Changeable[tuple[float, ...]] = (0.0, 1.0)
     """One evaluation each; 0 is greedy."""
-    samples: int = Field(1, ge=1)
+    samples: Changeable[int] = Field(1, ge=1)
     """Attempts per task, at temperatures above 0: accuracy is then mean@samples, beside pass@samples."""
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Changeable[int | None] = Field(None, ge=1)
     """Longest answer, in tokens; by default ``explorer.sampling.max_tokens``."""
     engines: int = Field(0, ge=0)
     """Engines like ``explorer.engine`` that evaluate during training. 0: rollout engines evaluate between steps."""
@@ -206,7 +206,7 @@ class MonitorConfig(Section):
     wandb: bool = False
     project: str = "rayrft"
     tensorboard: bool = False
-    stall_s: float = Field(1800.0, gt=0)
+    stall_s: Changeable[float] = Field(1800.0, gt=0)
     """Seconds without progress after which a wait ends the run. It must exceed ``explorer.deadline_s``."""
-    patience_s: float = Field(30.0, gt=0)
+    patience_s: Changeable[float] = Field(30.0, gt=0)
     """Seconds without progress of an engine, a rank or another awaited part after which a note names it."""

@@ -7,18 +7,18 @@ from typing import Literal
 
 from pydantic import Field
 
-from rayrft.config.base import Section
+from rayrft.config.base import Changeable, Section
 
 
 class OptimizerConfig(Section):
     """AdamW with a learning-rate schedule over the steps of a stage, independent of the number of updates per step."""
 
-    lr: float = Field(1e-4, ge=0)
+    lr: Changeable[float] = Field(1e-4, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = Field(0.0, ge=0)
-    clip_norm: float = Field(1.0, gt=0)
+    clip_norm: Changeable[float] = Field(1.0, gt=0)
 
 
 class LoraConfig(Section):

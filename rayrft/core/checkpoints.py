@@ -87,7 +87,7 @@ class Checkpoints:
 
     def __init__(self, run_folder: Path, config: CheckpointConfig) -> None:
         self.folder = run_folder / "checkpoints"
-        self._config = config
+        self.config = config
         self.evaluating: set[int] = set()
         """Steps whose evaluation has not ended: their checkpoints are kept until it has."""
         self._begun: Path | None = None
@@ -161,14 +161,14 @@ class Checkpoints:
 
     def fallback(self) -> int:
         """Return the step of the oldest of the ``keep_last`` checkpoints, from which the run can resume, too."""
-        return self.all()[-self._config.keep_last :][0].step
+        return self.all()[-self.config.keep_last :][0].step
 
     def _prune(self) -> None:
         kept = self.all()
-        needed = {progress.step for progress in kept[-self._config.keep_last :]} | self.evaluating
-        scores = ((getattr(progress, self._config.best_by), progress.step) for progress in kept)
+        needed = {progress.step for progress in kept[-self.config.keep_last :]} | self.evaluating
+        scores = ((getattr(progress, self.config.best_by), progress.step) for progress in kept)
         best = sorted((-score, step) for score, step in scores if score is not None)
-        needed |= {step for _, step in best[: self._config.keep_best]}
+        needed |= {step for _, step in best[: self.config.keep_best]}
         for step in sorted({progress.step for progress in kept} - needed):
             # Renamed first, so that a partly deleted folder is not taken for a checkpoint.
             self.at(step).rename(self.folder / f".step-{step:06d}.gone")
@@ -202,13 +202,17 @@ class Saver:
         self._ranks = Ranks(trainer)
         self._progress = progress
         self._checkpoints = Checkpoints(config.folder, config.checkpoint)
-        self._every = config.checkpoint.every
         self._writing: asyncio.Future[None] | None = None
         self._judging: asyncio.Future[None] | None = None
 
     def due(self) -> bool:
         """Return whether a checkpoint is due after this step of the stage."""
-        return self._every is not None and self._progress.stage_step % self._every == 0
+        every = self._checkpoints.config.every
+        return every is not None and self._progress.stage_step % every == 0
+
+    def adjust(self, config: CheckpointConfig) -> None:
+        """Continue with another config."""
+        self._checkpoints.config = config
 
     async def restore(self, *, whole: bool) -> None:
         """Restore the trainer from the checkpoint of the current step: ``whole``, or its weights only."""

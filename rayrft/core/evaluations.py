@@ -12,7 +12,7 @@ from rayrft.config import RunConfig, StageConfig
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.parts.engines import EngineGroup
 from rayrft.core.weight_sync import WeightSync
-from rayrft.errors import ActorDied, WeightSyncError
+from rayrft.errors import ActorDied, ConfigError, WeightSyncError
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
@@ -44,6 +44,22 @@ class Evaluations:
         self._step = 0
         """Step that the latest evaluation is of."""
         self._skipped = 0
+        self._records: list[EvaluationRecord] = []
+        """Of the latest evaluation."""
+
+    def require(self) -> None:
+        """Raise ConfigError unless an evaluation can begin now."""
+        if not self.config.evaluation.enabled or not self.explorers:
+            remedy = "set evaluation.enabled, in mode both"
+            raise ConfigError("the run does not evaluate", remedy, field="evaluation.enabled", value=False)
+        if self._running is not None and not self._running.done():
+            raise ConfigError(f"that of step {self._step} has not ended", "wait for its record", field="evaluation")
+
+    async def results(self) -> list[EvaluationRecord]:
+        """Wait for the end of the latest evaluation; return its records, none if its engine died."""
+        if self._running is not None:
+            await asyncio.shield(self._running)
+        return self._records
 
     async def begin(self, stage: StageConfig) -> None:
         """Evaluate the policy, if evaluation is enabled; with evaluation engines return once they have its weights.
@@ -116,6 +132,7 @@ class Evaluations:
             await self.recorder.note(f"the evaluation of step {step} is lost: {root_cause(died)}", stage.name, step)
 
     async def _evaluate(self, stage: StageConfig, step: int, stage_step: int, *, beside: bool) -> None:
+        self._records = records = []
         for number, temperature in enumerate(self.config.evaluation.temperatures):
             started = time.perf_counter()
             result = await self.explorers[0].call(Explorer.evaluate, temperature, beside)
@@ -129,3 +146,4 @@ class Evaluations:
             skipped, self._skipped = self._skipped, 0
             record = EvaluationRecord.of(stage.name, step, stage_step, temperature, result, seconds, skipped)
             await self.recorder.add(record)
+            records.append(record)

@@ -25,10 +25,11 @@ from rayrft.core.placement import Placement, actor_name
 from rayrft.core.preflight import Prepared
 from rayrft.core.shared_buffer import join_feed, join_trainer, open_shared_buffer
 from rayrft.core.shared_files import check_shared, named_files
+from rayrft.core.steering import Steering
 from rayrft.core.supervision import StallMonitor, Stopped, supervise, unless_stopped
 from rayrft.core.train_loop import TrainLoop
 from rayrft.core.weight_sync import WeightSync
-from rayrft.errors import ActorDied, RayrftError, RowsFailed, StorageError
+from rayrft.errors import ActorDied, ConfigError, RayrftError, RowsFailed, StorageError
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import Record
 from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_end, summarise
@@ -49,8 +50,9 @@ class Master(Watched):
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
         load_plugins(config.plugins)
-        self._config = config
         self._progress = progress
+        self._steering = Steering(config, progress, self._adopt)
+        self._config = config = self._steering.config
         kept = progress.records if config.trains else None
         self._recorder = Recorder(config, kept, progress.step)
         self._stop = asyncio.Event()
@@ -81,6 +83,7 @@ class Master(Watched):
             for part in self._parts or ():
                 part.kill()
             placement.remove()
+            self._steering.end()
         self._summary = self._summarise(self._status, error, stats)
         try:
             await self._recorder.close(self._summary)
@@ -102,16 +105,26 @@ class Master(Watched):
         version, ledger = self._known
         overdue = self._stalls.overdue if self._stalls is not None else []
         ledger = stats.ledger if stats else ledger
+        since = self._steering.paused_since
         return RunStatus(
             self._config.name,
-            self._status,
+            self._status if since is None else "paused",
             error=None,
             step=self._progress.step,
             version=version,
             folder=self._config.folder,
             waiting=overdue,
             ledger=ledger,
+            paused_since=None if since is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since)),
         )
+
+    async def steer(self, request: str, *arguments: Any) -> Any:
+        """Make a request of `Steering`; return its result once it is served, between two optimiser steps."""
+        if not self._config.trains:
+            problem = "an explore job takes no optimiser steps, between which it could be steered"
+            remedy = "stop it, and resume it with other values: it loses nothing"
+            raise ConfigError(problem, remedy, field="mode", value=self._config.mode)
+        return await self._steering.ask(request, *arguments)
 
     async def stop(self) -> None:
         """Ask the run to end after its current operation, saving its weights.
@@ -188,7 +201,9 @@ class Master(Watched):
         buffer, [trainer] = parts[BufferPart].actor, parts[TrainerPart].actors
         sync = WeightSync(config, trainer, policy.pool, prepared.probe, self._waits) if policy is not None else None
         evaluation = parts[EvaluationEngines].group
-        return TrainLoop(config, buffer, trainer, explorers, recorder, progress, self._stop, sync, evaluation)
+        loop = TrainLoop(config, buffer, trainer, explorers, recorder, progress, self._stop, sync, evaluation)
+        loop.steering = self._steering
+        return loop
 
     async def _run(self, parts: RunParts, loop: TrainLoop | ExploreLoop) -> None:
         await unless_stopped(self._stop, self._start(parts, loop))
@@ -220,6 +235,14 @@ class Master(Watched):
         seconds = time.monotonic() - started
         messages.insert(0, f"up after {seconds:.0f} s")
         await self._recorder.note("; ".join(messages), startup_s=seconds)
+
+    def _adopt(self, config: RunConfig) -> None:
+        """Continue with a config in which changeable keys differ."""
+        self._config = config
+        if self._parts is not None:
+            self._parts.config = config
+        if self._stalls is not None:
+            self._stalls.patience_s, self._stalls.stall_s = config.monitor.patience_s, config.monitor.stall_s
 
     async def _note(self, text: str, **data: Any) -> None:
         await self._recorder.note(text, step=self._progress.step, **data)

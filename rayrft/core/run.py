@@ -15,9 +15,9 @@ from rayrft.config import load_config
 from rayrft.core.master import Master
 from rayrft.core.placement import actor_name, find_actor, named_actors, remove_groups
 from rayrft.core.shared_buffer import find_buffer
-from rayrft.errors import ActorDied, ActorUnreachable, ConfigError, RayrftError, RunNotFound, StorageError
+from rayrft.errors import ActorDied, ActorUnreachable, ConfigError, RayrftError, RunFinished, RunNotFound, StorageError
 from rayrft.monitor.console import format_record
-from rayrft.monitor.records import Record, StepRecord, flat, read_records
+from rayrft.monitor.records import EvaluationRecord, Record, StepRecord, flat, read_records
 from rayrft.monitor.summary import (
     RunStatus,
     Summary,
@@ -246,6 +246,43 @@ class Run:
             fetch(self._master.call(Master.stop), self._master_name, ANSWER_S)
         except ray.exceptions.RayActorError:
             self._end()
+
+    def pause(self) -> int:
+        """Hold the run after its present optimiser step, for as long as you like; return that step. Groups in flight
+        finish, and are admitted up to `max_staleness`."""
+        return self._steer("pause")
+
+    def unpause(self) -> float:
+        """Let a paused run continue; return the seconds that it was paused."""
+        return self._steer("unpause")
+
+    def checkpoint(self) -> int:
+        """Write a checkpoint after the present optimiser step, or while the run is paused; return its step."""
+        return self._steer("checkpoint")
+
+    def evaluate(self) -> list[EvaluationRecord]:
+        """Evaluate after the present optimiser step, or while the run is paused; return a record per temperature.
+        Raises ConfigError if the run does not evaluate."""
+        return self._steer("evaluate")
+
+    def set(self, key: str, value: Any, **more: Any) -> int:
+        """Change a key of the config, and ``more`` together with it, after the present optimiser step; return that
+        step. The change is kept when the run is resumed. Raises ConfigError, and changes nothing, if the new config is
+        invalid or a key cannot change while the run is running."""
+        return self._steer("change", {key: value, **more})
+
+    def skip_stage(self) -> int:
+        """End the stage after its present optimiser step; return the number of steps that it has taken."""
+        return self._steer("skip_stage")
+
+    def _steer(self, request: str, *arguments: Any) -> Any:
+        """Wait until the run has served a request. Raises RunFinished if it ends first."""
+        try:
+            return fetch(self._master.call(Master.steer, request, *arguments), self._master_name)
+        except ray.exceptions.RayActorError:
+            raise RunFinished("the run has ended", "see its summary", field="run", value=self.name) from None
+        except ray.exceptions.RayTaskError as error:
+            raise root_cause(error, self._master_name) from None
 
     def _wait(self) -> None:
         with contextlib.suppress(RayrftError):

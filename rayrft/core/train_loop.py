@@ -8,6 +8,7 @@ import math
 import time
 import uuid
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
@@ -18,13 +19,14 @@ from rayrft.config import RunConfig, StageConfig
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.evaluations import Evaluations
 from rayrft.core.parts.engines import EngineGroup
+from rayrft.core.steering import Steering
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import WeightSync
 from rayrft.data.demonstrations import held_out_name
-from rayrft.errors import LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
+from rayrft.errors import ConfigError, LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
 from rayrft.explorer.explorer import Explorer, explorer_timings
 from rayrft.monitor.recorder import Recorder
-from rayrft.monitor.records import PairsRecord, StepRecord
+from rayrft.monitor.records import EvaluationRecord, PairsRecord, StepRecord
 from rayrft.monitor.verdict import Bottleneck, check_gap, check_on_policy_step
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.ray_api import ray
@@ -57,6 +59,7 @@ class TrainLoop:
     """None where nothing is rolled out."""
     evaluation: EngineGroup | None = None
     """The evaluation engines."""
+    steering: Steering | None = None
     ledger: Ledger = field(default_factory=Ledger)
     """Ledger of rows after the latest step."""
     published: int = 0
@@ -79,6 +82,8 @@ class TrainLoop:
         )
         self._bottleneck, self._gap_noted = Bottleneck(), False
         """Of the current stage."""
+        self._mixed_until = -1
+        """Until this step rows of an earlier temperature may be trained."""
 
     async def run(self) -> None:
         """Run all remaining stages. Raises Stopped if the user asked for it, after saving."""
@@ -126,13 +131,43 @@ class TrainLoop:
             call = self.buffer.call(Buffer.blame, self.progress.step, self._attempt, error.value)
             await asyncio.wait_for(call, _BLAME_DEADLINE_S)
 
+    async def note(self, text: str, **data: Any) -> None:
+        """Note something about the current stage."""
+        await self.recorder.note(text, self.config.stages[self.progress.stage].name, self.progress.step, **data)
+
+    async def checkpoint(self) -> int:
+        """Write a checkpoint between two steps; return its step."""
+        await self._saving.checkpoint(self.recorder.count)
+        await self._saving.done()
+        return self.progress.step
+
+    async def evaluate(self) -> asyncio.Future[list[EvaluationRecord]]:
+        """Evaluate between two steps; with evaluation engines the future is done later. Raises ConfigError if there is
+        nothing to evaluate, or the evaluation before has not ended."""
+        if self.progress.stage <= self.config.scored_after:
+            raise ConfigError("its reward model is still to be trained", "wait for its stage", field="evaluation")
+        self._evaluations.require()
+        await self._evaluate(self.config.stages[self.progress.stage])
+        return asyncio.ensure_future(self._evaluations.results())
+
+    async def adjust(self, config: RunConfig) -> None:
+        """Continue with a config in which changeable keys differ: in this actor, ranks, Explorers and Buffer."""
+        if config.explorer.sampling != self.config.explorer.sampling:
+            self._mixed_until = self.progress.step + max(config.max_staleness, self.config.max_staleness)
+        self.config = self._evaluations.config = config
+        stage, temperature = config.stages[self.progress.stage], config.explorer.sampling.temperature
+        self._saving.adjust(config.checkpoint)
+        await self._ranks.call(RankApi.adjust, stage.algorithm.build(), stage, temperature)
+        await asyncio.gather(*(explorer.call(Explorer.adjust, config) for explorer in self.explorers))
+        await self.buffer.call(Buffer.adjust_stage, self._plan(stage))
+
     async def _stage(self, stage: StageConfig) -> None:
         progress, self._bottleneck, self._gap_noted = self.progress, Bottleneck(), False
         await self._open(stage)
         explorers = self.explorers if stage.groups else []
         exploring = asyncio.gather(*(explorer.call(Explorer.explore, stage) for explorer in explorers))
         try:
-            while progress.stage_step < stage.steps:
+            while progress.stage_step < (stage := self.config.stages[progress.stage]).steps:
                 try:
                     await self._step(stage, exploring)
                 except LeaseEnded as ended:
@@ -141,6 +176,7 @@ class TrainLoop:
                     taken = progress.stage_step
                     await self.recorder.note(f"stage ends after {taken} steps: {ended}", stage.name, progress.step)
                     break
+                stage = self.config.stages[progress.stage]  # users may have changed it
                 if progress.stage_step < stage.steps:
                     await self._between_steps(stage)
         finally:
@@ -179,8 +215,11 @@ class TrainLoop:
         await self.recorder.note(f"stage {stage.name!r}: {message}", stage.name, progress.step)
         if not resumed and (progress.step == 0 or stage.start_from):
             await self._evaluate(stage)
-        partial = self.config.explorer.partial
-        plan = StagePlan(
+        await self.buffer.call(Buffer.open_stage, self._plan(stage))
+
+    def _plan(self, stage: StageConfig) -> StagePlan:
+        progress, algorithm, partly = self.progress, stage.algorithm.build(), self.config.explorer.partial
+        return StagePlan(
             stage.groups,
             stage.group_size,
             stage.expert_rows,
@@ -196,10 +235,10 @@ class TrainLoop:
             labelled="labels" in algorithm.needs,
             grows=self.config.grows(stage),
             mini_batches=stage.update.mini_batches,
-            parks=partial.old_tokens if partial else None,
+            parks=partly.old_tokens if partly else None,
             hold_steps=self.config.feedback.hold_steps,
+            sampler=self.config.buffer.sampler,
         )
-        await self.buffer.call(Buffer.open_stage, plan)
 
     async def _step(self, stage: StageConfig, exploring: asyncio.Future[list[None]]) -> None:
         """Take one optimiser step: lease, train, acknowledge, publish, admit."""
@@ -232,8 +271,10 @@ class TrainLoop:
         )
         progress.accuracy, progress.reward = None, record.reward
         self._bottleneck.add(record)
-        # The record is written while new groups are admitted.
-        await asyncio.gather(self.buffer.call(Buffer.advance, self.published), self.recorder.add(record))
+        await self.recorder.add(record)
+        if self.steering is not None:  # before new groups are admitted, so that changes apply to all of them
+            await self.steering.border(self, partial(self._unless_ended, exploring=exploring))
+        await self.buffer.call(Buffer.advance, self.published)
         await self._doubt(stage, lease, results[0])
 
     async def _doubt(self, stage: StageConfig, lease: Lease, result: StepResult) -> None:
@@ -241,7 +282,8 @@ class TrainLoop:
         taken, mean = self.progress.stage_step, self.config.probe_bounds.mean
         # Answers that keep the KV cache of old weights validly differ from the trainer's.
         ends = self.weight_sync is not None and self.config.weight_sync.kv_cache == "recompute"
-        gap = None if (found := check_gap(lease, result, mean, ends=ends)) and self._gap_noted else found
+        mixes = self.progress.step <= self._mixed_until
+        gap = None if mixes or ((found := check_gap(lease, result, mean, ends=ends)) and self._gap_noted) else found
         first = check_on_policy_step(lease, result, mean) if taken == 1 else None
         for warning in filter(None, (gap, first)):
             await self.recorder.note(f"step {taken} of {stage.name!r}: {warning}", stage.name, self.progress.step)

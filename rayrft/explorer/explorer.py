@@ -88,6 +88,8 @@ class Explorer(TaskActor):
         self._tasks = {task.id: task for task in tasks}
         self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
         self._held_out = held_out
+        self._stage: StageConfig | None = None
+        """The stage that is explored."""
         self._scoring: asyncio.Future[None] | None = None
         """The start of the rewards, if a stage trains them."""
         self.flow = GroupFlow(
@@ -100,11 +102,8 @@ class Explorer(TaskActor):
             limits_tries=not feed,
         )
 
-        max_tokens = config.evaluation.max_tokens
-        self._evaluator = self._evaluator_on(self._engines, max_tokens)
-        self._evaluator_beside = (
-            self._evaluator_on(EngineClient(evaluation_pool, self._waits), max_tokens) if evaluation_pool else None
-        )
+        self._beside = EngineClient(evaluation_pool, self._waits) if evaluation_pool else None
+        self._make_evaluators()
 
     async def start(self) -> None:
         """Start what scores, unless a stage is still to train it: then it starts when it is needed; and what
@@ -127,7 +126,7 @@ class Explorer(TaskActor):
 
         Raises ActorDied if an engine has died, and RayrftError if too many consecutive groups fail.
         """
-        algorithm = stage.algorithm.build()
+        self._stage = stage
         await self._trained_rewards()
         try:
             async with asyncio.TaskGroup() as groups:
@@ -135,13 +134,23 @@ class Explorer(TaskActor):
                     groups.create_task(self._end_surplus(stage))
                 while tickets := await self._admit(stage):
                     for ticket in tickets:
-                        groups.create_task(self.flow.run(stage, algorithm, ticket))
+                        groups.create_task(self.flow.run(self._stage, self._stage.algorithm.build(), ticket))
                 if not self._feed:  # after the last ticket the running groups finish, until the stage is closed
                     await self._buffer.call(Buffer.closed)
                     raise _Closed
         except BaseExceptionGroup as failed:
             if not any(isinstance(each, _Closed) for each in failed.exceptions):
                 raise failed.exceptions[0] from None
+
+    async def adjust(self, config: RunConfig) -> None:
+        """Continue with a config in which changeable keys differ. Groups in flight keep their temperature."""
+        self._config = config
+        if self._stage is not None:
+            self._stage = next((each for each in config.stages if each.name == self._stage.name), self._stage)
+        self.flow.adjust(config)
+        self._runner.adjust(config)
+        self._rewards.adjust(config.scoring)
+        self._make_evaluators()
 
     async def evaluate(self, temperature: float, beside: bool = False) -> Evaluation:
         """Attempt every held-out task, as in training, on the rollout engines or, ``beside`` them, on those that only
@@ -176,6 +185,11 @@ class Explorer(TaskActor):
             self._scoring = asyncio.ensure_future(self._rewards.open())
         with self._waits.on("rewards", "ready"):
             await self._scoring
+
+    def _make_evaluators(self) -> None:
+        max_tokens, beside = self._config.evaluation.max_tokens, self._beside
+        self._evaluator = self._evaluator_on(self._engines, max_tokens)
+        self._evaluator_beside = None if beside is None else self._evaluator_on(beside, max_tokens)
 
     def _admit(self, stage: StageConfig) -> Awaitable[list[Ticket]]:
         self._calls += 1

@@ -76,6 +76,10 @@ class GroupFlow:
         self._empty = 0
         """Number of consecutive groups of which no row was kept."""
 
+    def adjust(self, config: RunConfig) -> None:
+        """Continue with a config in which changeable keys differ."""
+        self._config = config
+
     @property
     def rolling(self) -> int:
         """Number of groups whose rollout has not ended."""

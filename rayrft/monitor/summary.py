@@ -18,7 +18,7 @@ from rayrft.buffer.reader import Archive
 from rayrft.config import load_run_config
 from rayrft.errors import RayrftError
 from rayrft.files import atomic_file, storage_errors
-from rayrft.monitor.records import EvaluationRecord, PairsRecord, Record, StepRecord, read_records
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, PairsRecord, Record, StepRecord, read_records
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """State of a run: ``starting``, ``running`` or as in `Summary`."""
+    """State of a run: ``starting``, ``running``, ``paused`` or as in `Summary`."""
 
     name: str
     status: str
@@ -68,10 +68,11 @@ class RunStatus:
     waiting: list[str]
     """Overdue waits, one line per wait."""
     ledger: Ledger | None
+    paused_since: str | None = None
 
     @property
     def ended(self) -> bool:
-        return self.status not in ("starting", "running")
+        return self.status not in ("starting", "running", "paused")
 
     def to_json(self) -> str:
         """Format the status as ``rayrft status`` prints it, with the ledger's entries beside the others."""
@@ -136,6 +137,9 @@ class Totals:
             self.step, self.version = record.step, record.version
             for part, seconds in record.seconds.items():
                 self.seconds[part] += seconds
+        elif isinstance(record, NoteRecord):
+            if "paused_s" in record.data:
+                self.seconds["paused"] += record.data["paused_s"]
         elif isinstance(record, PairsRecord):
             self.seconds["evaluation"] += record.seconds
             self.pairs[record.stage] = record

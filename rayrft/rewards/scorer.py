@@ -48,6 +48,10 @@ class Scorer:
         for domain, each in config.models.items():
             self._rewards[domain] = [_reward(part, each, plugins, models or {}) for part in each.scored_by]
 
+    def adjust(self, config: RewardModelsConfig) -> None:
+        """Continue with other weights of parts."""
+        self._config = config
+
     async def open(self) -> None:
         """Start the processes. Raises ConfigError where a reward cannot be built."""
         queues = (each for several in self._rewards.values() for each in several if isinstance(each, InProcesses))
@@ -245,6 +249,12 @@ class Rewards:
         self._config = config
         self._backend: ScoringBackend = Scorer(config, plugins, models) if backend is None else backend()
         self._stats = {domain: DomainStats() for domain in config.models}
+
+    def adjust(self, config: RewardModelsConfig) -> None:
+        """Continue with other weights of parts, if this process scores."""
+        self._config = config
+        if isinstance(self._backend, Scorer):
+            self._backend.adjust(config)
 
     async def open(self) -> None:
         """Start the scorer or backend. Raises ConfigError where a reward cannot be built."""

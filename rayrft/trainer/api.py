@@ -27,6 +27,10 @@ class RankApi(Protocol):
     def open_stage(self, algorithm: Algorithm, stage: StageConfig, weights: Path | None) -> None:
         """Begin a stage with a new optimiser, from ``weights`` if given, else from the present weights."""
 
+    def adjust(self, algorithm: Algorithm, stage: StageConfig, temperature: float) -> None:
+        """Continue the open stage with other numbers: coefficients, learning rates, bounds of gradients, steps, and the
+        temperature of sampling."""
+
     def train(self, lease: Lease) -> StepResult | None:
         """Make one optimiser step on a batch, of which each rank gets its share; None on every rank if blocks are lost
         because the Buffer died."""

@@ -24,7 +24,7 @@ from rayrft.algorithms import (
     sum_gains,
     sum_moments,
 )
-from rayrft.config.stage import UpdateConfig
+from rayrft.config.stage import StageConfig, UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import RayrftError
 from rayrft.trainer.annotation import Batches, each_micro, value_errors, with_logprobs, with_teacher, with_values
@@ -106,6 +106,14 @@ class Learner:
         self.reference = Reference(self.policy) if "reference" in algorithm.needs else None
         self.critic = critic
         self.teacher = teacher
+
+    def adjust(self, algorithm: Algorithm, stage: StageConfig, temperature: float) -> None:
+        """See `RankApi`. Coefficients that adapt keep their present values."""
+        self._coefficients = Coefficients.of(algorithm).restored(self._coefficients.state())
+        self._temperature = temperature
+        self.optimizer.adjust(stage.optimizer, stage.steps - self._critic_warmup_steps)
+        if self.critic is not None:
+            self.critic.optimizer.adjust(stage.critic_optimizer, stage.steps)
 
     def close_stage(self) -> None:
         """Free the models and moments of the open stage, if there is one."""

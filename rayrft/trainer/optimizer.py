@@ -24,6 +24,10 @@ class Optimizer:
         self.updates = 0
         self.reset()
 
+    def adjust(self, config: OptimizerConfig, steps: int) -> None:
+        """Continue with another learning rate, bound of the gradient norm and number of steps."""
+        self._config, self._steps = config, steps
+
     def reset(self) -> None:
         """Discard the moments; the learning-rate schedule continues."""
         self.adam = torch.optim.AdamW(

@@ -101,6 +101,9 @@ class Rank(RankApi):
         reward_model = self._make_reward_model() if algorithm.trains_reward_model else None
         self.learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, critic, teacher, reward_model)
 
+    def adjust(self, algorithm: Algorithm, stage: StageConfig, temperature: float) -> None:
+        self.learner.adjust(algorithm, stage, temperature)
+
     def train(self, lease: Lease) -> StepResult | None:
         from ray.exceptions import ObjectLostError
 

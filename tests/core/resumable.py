@@ -9,8 +9,10 @@ import asyncio
 import json
 import os
 import socket
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from rayrft.buffer.leases import Lease
 from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig, StageConfig
 from rayrft.core.checkpoints import Checkpoints, Progress
+from rayrft.core.steering import Steering, histories
 from rayrft.core.train_loop import TrainLoop
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import RowsFailed, StorageError
@@ -40,6 +43,7 @@ from rayrft.trainer.trainer import Ranks, Trainer
 from tests.buffer.in_process import ObjectTable
 from tests.scripted import remote
 
+Wishes = Mapping[int, list[tuple[Any, ...]]]
 TASKS = 40
 VOCABULARY = 50
 
@@ -47,8 +51,8 @@ VOCABULARY = 50
 class OneRank:
     """The Trainer actor with its one rank in this process. Notes which rows each step was trained on."""
 
-    def __init__(self, config: RunConfig, pipe: Connection) -> None:
-        self._pipe = pipe
+    def __init__(self, config: RunConfig, pipe: Connection, steering: Steering, wishes: Wishes) -> None:
+        self._pipe, self._steering, self._wishes = pipe, steering, wishes
         self._folder = config.folder
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
@@ -62,10 +66,17 @@ class OneRank:
             answer = None
             if call.method == "train":
                 self._note(*call.args)
+                self._wish(call.args[0].step + 1)
             if call.method != "save":  # Hugging Face folders are not what a run resumes from
                 answer = await asyncio.to_thread(getattr(self.rank, call.method), *call.args, **call.kwargs)
             self._pipe.send(call.method)
             return [answer]
+
+    def _wish(self, step: int) -> None:
+        """What the user asks for in this step, unless it was done before the run was killed."""
+        done = {change.step for changes in histories(self._folder).values() for change in changes}
+        for request, *arguments in self._wishes.get(step, []) if step not in done else []:
+            self._asked = asyncio.ensure_future(self._steering.ask(request, *arguments))
 
     async def written(self, folder: Path) -> None:
         problem = await self._of(folder)
@@ -104,6 +115,8 @@ class ScriptedExplorer:
         self._calls += 1
         return await self._buffer.call(Buffer.admit, self._name, self._calls, stage.groups)
 
+    async def adjust(self, config: RunConfig) -> None: ...
+
     async def timings(self) -> Timings:
         return Timings()
 
@@ -140,36 +153,41 @@ def demonstrations() -> list[Experience]:
     return rows
 
 
-def run(config: RunConfig, pipe: Connection, poisoned: int | None = None) -> None:
+def run(
+    config: RunConfig, pipe: Connection, poisoned: int | None = None, wishes: Wishes = MappingProxyType({})
+) -> None:
     """Begin the run, or go on with it, to its end. ``pipe`` gets what was just done, for a reader that may kill.
 
-    In the group of the ticket ``poisoned`` there is a row on which every step fails."""
+    In the group of the ticket ``poisoned`` there is a row on which every step fails. ``wishes`` are the requests that a
+    user makes during the steps of these numbers."""
     torch.set_num_threads(1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
     dist.init_process_group("gloo", rank=0, world_size=1)
-    asyncio.run(_run(config, pipe, poisoned))
+    asyncio.run(_run(config, pipe, poisoned, wishes))
 
 
-async def _run(config: RunConfig, pipe: Connection, poisoned: int | None) -> None:
+async def _run(config: RunConfig, pipe: Connection, poisoned: int | None, wishes: Wishes) -> None:
     ObjectTable(pytest.MonkeyPatch())
     checkpoints = Checkpoints(config.folder, config.checkpoint)
     progress = checkpoints.latest()
     if progress is None:
         progress = Progress("run")
         checkpoints.mark_beginning(progress)
+    steering = Steering(config, progress, lambda _: None)
+    config = steering.config
     tasks = TaskSetSpec([str(number) for number in range(TASKS)], [0] * TASKS, [1.0], sampler="shuffled", seed=3)
     try:
         buffer = remote(Buffer("run", config.buffer_folder, config.buffer, 0, tasks, logged=progress.logged))
     except StorageError as error:
         return pipe.send(type(error).__name__)
-    local = OneRank(config, pipe)
+    local = OneRank(config, pipe, steering, wishes)
     trainer = remote(local)
     explorer = remote(ScriptedExplorer(buffer, trainer, pipe, poisoned))
     await buffer.call(Buffer.load, "gold", [pack(to_batch(demonstrations()))])
     recorder = Recorder(config, progress.records)
-    loop = TrainLoop(config, buffer, trainer, [explorer], recorder, progress, asyncio.Event())
+    loop = TrainLoop(config, buffer, trainer, [explorer], recorder, progress, asyncio.Event(), steering=steering)
     await loop.restore()
     pipe.send("up")
     try:

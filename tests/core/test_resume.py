@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from rayrft.config import RunConfig, load_config
 from rayrft.core.checkpoints import Checkpoints
 from rayrft.errors import StorageError
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
-from tests.core.resumable import run
+from tests.core.resumable import Wishes, run
 from tests.e2e.conftest import small_config
 from tests.runtime.forks import FORKS
 from tests.trainer.learners import qwen3
@@ -48,9 +49,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Process:
     """The run in a process of its own, and what it says."""
 
-    def __init__(self, config: RunConfig, poisoned: int | None = None) -> None:
+    def __init__(self, config: RunConfig, poisoned: int | None = None, wishes: Wishes = MappingProxyType({})) -> None:
         self._receiving, sending = FORKS.Pipe(duplex=False)
-        self._process = FORKS.Process(target=run, args=(config, sending, poisoned))
+        self._process = FORKS.Process(target=run, args=(config, sending, poisoned, wishes))
         self._process.start()
         sending.close()
 

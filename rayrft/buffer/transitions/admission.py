@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from rayrft.buffer import events as e
 from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.schedule import StagePlan, Ticket, make_schedule
@@ -18,6 +20,7 @@ _NEVER_DUE = 1 << 62
 @rule(e.StageOpened)
 def stage_opened(state: State, event: e.StageOpened) -> None:
     plan, stage, feed = event.plan, state.stage, state.feeds[""]
+    stage.plan = plan
     ready = state.groups.where(GroupStatus.READY)
     state.retire("stage_ended", *ready[state.groups.sequence[ready] >= 0].tolist())
     state.retire("unfinished", *stage.begun.values())
@@ -33,7 +36,10 @@ def stage_opened(state: State, event: e.StageOpened) -> None:
 
 @rule(e.StageResumed)
 def stage_resumed(state: State, event: e.StageResumed) -> None:
-    schedule, feed = state.stage.schedule, state.feeds[""]
+    schedule, feed, groups = state.stage.schedule, state.feeds[""], state.groups
+    state.stage.plan = event.plan
+    used_up = (groups.status == GroupStatus.READY) & (groups.uses >= state.config.max_uses)
+    state.retire("", *np.flatnonzero(used_up).tolist())
     fewer = max(0, schedule.max_staleness - event.plan.age_bound)
     state.retire("stale", *schedule.adjust(event.plan, _fresh(state, event.plan)))
     _open(state, event.plan)
@@ -49,7 +55,7 @@ def _open(state: State, plan: StagePlan) -> None:
     """Open the stage of a plan, and offer it the groups that came without a ticket before it opened; drop those that
     are too old for it."""
     stage, feed = state.stage, state.feeds[""]
-    stage.plan, stage.open = plan, True
+    stage.open = True
     stage.opened[plan.name] = plan.version
     feed.ended = feed.ended and not plan.scheduled  # producers without tickets may have finished before
     drop_stale(state)

@@ -35,7 +35,12 @@ class Part(Generic[A]):
     """Whether its start loads a model, which takes long."""
 
     def __init__(self, run: RunParts) -> None:
-        self.run, self.config = run, run.config
+        self.run = run
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's config, which may change while it is running."""
+        return self.run.config
 
     @classmethod
     def bundles(cls, config: RunConfig) -> list[Bundles]:

@@ -1,0 +1,228 @@
+"""Steering of a running run: requests of its users, served at the border between two optimiser steps.
+
+Changes of the config are kept in ``changes.jsonl`` of the run's folder. A run that resumes from an earlier step returns
+to the config of that step, and makes later changes again at their own steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from rayrft.config import RunConfig, load_config
+from rayrft.config.changes import change_config, changeable
+from rayrft.core.checkpoints import Progress
+from rayrft.core.run_folder import write_config
+from rayrft.errors import ConfigError, RunFinished, StorageError
+from rayrft.json_lines import open_lines, read_lines
+from rayrft.monitor.records import EvaluationRecord
+
+if TYPE_CHECKING:
+    from rayrft.core.train_loop import TrainLoop
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    """A key of the config changed at the border after this many optimiser steps."""
+
+    step: int
+    key: str
+    old: Any
+    new: Any
+    time: float
+
+
+_change = TypeAdapter(ConfigChange)
+_JOURNAL = "changes.jsonl"
+
+
+def histories(folder: Path) -> dict[str, list[ConfigChange]]:
+    """Return the changes of a run's config by key and step. A change voids earlier ones of its key at later steps: the
+    run has returned to a checkpoint before them."""
+    held: dict[str, list[ConfigChange]] = {}
+    for _, change in read_lines(folder / _JOURNAL, _change.validate_json):
+        held[change.key] = [each for each in held.get(change.key, []) if each.step <= change.step] + [change]
+    return held
+
+
+def config_at(config: RunConfig, step: float) -> tuple[RunConfig, list[ConfigChange]]:
+    """Return a run's config after this many steps, and the later changes. ``config`` is that of any step; a key with
+    another value than the run ever had is overridden, and stays."""
+    present, values, later = changeable(config), dict[str, Any](), list[ConfigChange]()
+    for key, history in histories(config.folder).items():
+        if _had(history, present.get(key)):
+            values[key] = _value_at(history, step)
+            later += [each for each in history if each.step > step]
+    return load_config(config, values) if values else config, sorted(later, key=lambda change: change.step)
+
+
+def note_overrides(config: RunConfig, step: int, before: RunConfig | None) -> None:
+    """Note the overridden keys of a run that resumes at this step: their values differ from those ``before``, or, if
+    these are not known, from all that the run ever had."""
+    present, earlier, found = changeable(config), changeable(before) if before else None, list[ConfigChange]()
+    for key, history in histories(config.folder).items():
+        value = present.get(key)
+        if not _had(history, value) if earlier is None else value != earlier.get(key):
+            found.append(ConfigChange(step, key, _value_at(history, step), value, time.time()))
+    _append(config.folder, found)
+
+
+def _had(history: list[ConfigChange], value: Any) -> bool:
+    return value in [history[0].old, *(each.new for each in history)]
+
+
+def _value_at(history: list[ConfigChange], step: float) -> Any:
+    return next((each.new for each in reversed(history) if each.step <= step), history[0].old)
+
+
+def _append(folder: Path, changes: list[ConfigChange]) -> None:
+    """Append changes on disk: all, or none if it raises StorageError."""
+    if changes:
+        file, _ = open_lines(folder / _JOURNAL, _change.validate_json)
+        with contextlib.closing(file):
+            file.append(*(json.dumps(asdict(each)).encode() + b"\n" for each in changes), durable=True)
+
+
+class Steering:
+    """Holds requests until the train loop serves them, in their order. Its methods that take the loop serve one; what
+    they raise as ConfigError is a refusal. ``adopt`` gives a new config to the Master."""
+
+    def __init__(self, config: RunConfig, progress: Progress, adopt: Callable[[RunConfig], None]) -> None:
+        self.config, self._progress, self._adopt = config, progress, adopt
+        self.paused_since: float | None = None
+        self._requests = deque[tuple[Callable[[Any], Awaitable[Any]], asyncio.Future[Any]]]()
+        self._arrived, self._ended = asyncio.Event(), False
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Return to the config of ``progress.step``, from which the run repeats its steps."""
+        self.config, later = config_at(self.config, self._progress.step)
+        self._later = deque(later)
+
+    async def ask(self, request: str, *arguments: Any) -> Any:
+        """Wait until a request is served, and return its result. Raises ConfigError if it is refused, and RunFinished
+        if the run ends first."""
+        if request == "unpause" and self.paused_since is None and not self._requests:
+            raise ConfigError("the run is not paused", "pause it first", field="unpause")
+        if request == "change" and not self._requests:  # refuse at once if possible: a step may be long
+            self._changed(*arguments)
+        answer = asyncio.get_running_loop().create_future()
+        self._requests.append((lambda loop: getattr(self, request)(loop, *arguments), answer))
+        self._arrived.set()
+        if self._ended:
+            self.end()
+        try:
+            result = await answer
+            return await result if isinstance(result, asyncio.Future) else result
+        except asyncio.CancelledError:
+            raise RunFinished("the run has ended", "see its summary", field="run", value=self.config.name) from None
+
+    def end(self) -> None:
+        """Refuse all requests from now on: the run has ended."""
+        self._ended = True
+        for _, answer in self._requests:
+            answer.cancel()
+
+    async def border(self, loop: TrainLoop, hold: Callable[[asyncio.Future[Any]], Awaitable[Any]]) -> None:
+        """Serve the requests so far, and hold the run while it is paused. ``hold`` awaits a future, unless the run is
+        stopped or an Explorer fails, which it raises."""
+        while self._later and (step := self._later[0].step) <= self._progress.step:
+            again = [self._later.popleft() for change in [*self._later] if change.step == step]
+            await self._make(loop, load_config(self.config, {each.key: each.new for each in again}), again)
+        try:
+            while self._requests or self.paused_since is not None:
+                if self._requests:
+                    await self._serve(loop, *self._requests.popleft())
+                    continue
+                self._arrived.clear()
+                arrived = asyncio.ensure_future(self._arrived.wait())
+                try:
+                    await hold(arrived)
+                finally:
+                    arrived.cancel()
+        finally:
+            if self.paused_since is not None:
+                await self.unpause(loop)
+
+    async def _serve(self, loop: TrainLoop, serve: Callable[[Any], Awaitable[Any]], answer: Any) -> None:
+        try:
+            result, refused = await serve(loop), None
+        except ConfigError as error:
+            result, refused = None, error
+        except BaseException:  # which ends the run
+            answer.cancel()
+            raise
+        if not answer.done():
+            answer.set_result(result) if refused is None else answer.set_exception(refused)
+
+    async def pause(self, loop: TrainLoop) -> int:
+        """Hold the run; return its step."""
+        if self.paused_since is None:
+            self.paused_since = time.time()
+            await loop.note("paused")
+        return self._progress.step
+
+    async def unpause(self, loop: TrainLoop) -> float:
+        """Let the run continue; return the seconds it was paused."""
+        seconds, self.paused_since = time.time() - (self.paused_since or time.time()), None
+        await loop.note(f"unpaused after {seconds:.1f} s", paused_s=seconds)
+        return seconds
+
+    async def checkpoint(self, loop: TrainLoop) -> int:
+        """Write a checkpoint; return its step."""
+        return await loop.checkpoint()
+
+    async def evaluate(self, loop: TrainLoop) -> asyncio.Future[list[EvaluationRecord]]:
+        """Evaluate the current weights; the future has the records."""
+        return await loop.evaluate()
+
+    async def skip_stage(self, loop: TrainLoop) -> int:
+        """End the stage by setting its number of steps to those taken, which are returned."""
+        stage, taken = self.config.stages[self._progress.stage], self._progress.stage_step
+        await self.change(loop, {f"stages.{stage.name}.steps": taken})
+        return taken
+
+    async def change(self, loop: TrainLoop, changes: Mapping[str, Any]) -> int:
+        """Change keys of the config, all or none; return the step after which they apply."""
+        new, step, now = self._changed(changes), self._progress.step, time.time()
+        before, after = changeable(self.config), changeable(new)
+        made = [ConfigChange(step, key, before[key], after[key], now) for key in before if before[key] != after[key]]
+        try:
+            _append(self.config.folder, made)  # from here on the run has changed, also if it is killed now
+        except StorageError as error:
+            raise ConfigError(error.problem, error.remedy, field=error.field) from None
+        self._later = deque(each for each in self._later if each.key not in {change.key for change in made})
+        await self._make(loop, new, made)
+        return step
+
+    def _changed(self, changes: Mapping[str, Any]) -> RunConfig:
+        """Return the config with these changes. Raises ConfigError, also if the later changes do not fit to them."""
+        new, progress = change_config(self.config, changes), self._progress
+        before, after = changeable(self.config), changeable(new)
+        load_config(new, {each.key: each.new for each in self._later if before[each.key] == after[each.key]})
+        for number, (old, stage) in enumerate(zip(self.config.stages, new.stages, strict=True)):
+            if number < progress.stage and stage != old:
+                raise ConfigError("the stage has ended", "change a later one", field=f"stages.{stage.name}")
+            if number == progress.stage and stage.steps < progress.stage_step:
+                problem, field = f"is less than the steps taken, {progress.stage_step}", f"stages.{stage.name}.steps"
+                raise ConfigError(problem, "skip the stage instead", field=field, value=stage.steps)
+        return new
+
+    async def _make(self, loop: TrainLoop, config: RunConfig, changes: list[ConfigChange]) -> None:
+        """Make changes that are in the journal."""
+        self.config = config
+        with contextlib.suppress(ConfigError):  # a full disk: the journal has the changes
+            write_config(config)
+        self._adopt(config)
+        await loop.adjust(config)
+        for each in changes:
+            await loop.note(f"{each.key}: {each.old} -> {each.new}", key=each.key, old=each.old, new=each.new)
