@@ -120,7 +120,9 @@ class Buffer(Watched):
             )
         gone: list[e.Event] = [e.ProducerAbandoned(producer) for producer in self._state.producers("")]
         new = attempt not in self._state.training.attempts
-        await self._store.commit(*([*gone, e.StepsRolledBack(step, attempt)] if new else []))
+        # The engines have the checkpoint's weights, also if the run was killed before it had recorded that.
+        resumed = [*gone, e.StepsRolledBack(step, attempt), e.VersionAdvanced(step)]
+        await self._store.commit(*(resumed if new else []))
         return Resumed(self._state.ledger(), self._store.sizes().torn_bytes)
 
     async def close_stage(self, name: str | None = None) -> None:

@@ -18,37 +18,29 @@ _RESUME = "stop the run, and resume it with the key"
 
 def changeable(config: RunConfig) -> dict[str, Any]:
     """Return the keys that may change while the run is running, with their values. Of an algorithm these are its
-    numbers, defaults included."""
-    return {key: value for key, value, may_change in _walk(config, "") if may_change}
+    numbers, defaults included, without initial values of coefficients that adapt."""
+    kept = ["explorer.sampling.temperature"] if config.endpoint is not None else []  # applications see one
+    kept += ["buffer."] if config.buffer.name is not None else []  # which its jobs share
+    kept += ["reward.parts.", "reward.domains."] if config.reward.placement != "beside" else []  # other actors add up
+    walked = _walk(config, "")
+    return {key: value for key, value, may_change in walked if may_change and not key.startswith(tuple(kept))}
 
 
 def change_config(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     """Return a running run's config with other values, by key. Raises ConfigError if a key cannot change while the run
     is running, and for everything that `load_config` refuses."""
-    new, problem = load_config(config, dict(changes)), "cannot change while the run is running"
+    new = load_config(config, dict(changes))
     before, after = ({key: value for key, value, _ in _walk(each, "")} for each in (config, new))
-    differing = [key for key in before | after if before.get(key) != after.get(key)]
     may_change = changeable(config).keys() & changeable(new).keys()
-    for key in differing:
-        if key not in may_change:
-            patterns = sorted({re.sub(r"^(stages)\.[^.]+|(algorithm)\..+", r"\1\2.*", each) for each in may_change})
-            raise ConfigError(problem, f"{_RESUME}; these can: {', '.join(patterns)}", field=key, value=after.get(key))
-        kept_by = {
-            "reward actors": config.reward.placement != "beside" and ".parts." in key,
-            "the jobs of a named Buffer": config.buffer.name is not None and key.startswith("buffer."),
-            "the endpoint": config.endpoint is not None and key == "explorer.sampling.temperature",
-        }
-        if owner := next((owner for owner, keeps in kept_by.items() if keeps), None):
-            raise ConfigError(f"{problem}: {owner} would keep it", _RESUME, field=key, value=after[key])
+    for key in (key for key in before | after if before.get(key) != after.get(key) and key not in may_change):
+        patterns = sorted({re.sub(r"^(stages)\.[^.]+|(algorithm)\..+", r"\1\2.*", each) for each in may_change})
+        problem, remedy = "cannot change while the run is running", f"{_RESUME}; these can: {', '.join(patterns)}"
+        raise ConfigError(problem, remedy, field=key, value=after.get(key))
     for old, stage in zip(config.stages, new.stages, strict=True):
         one, other, field = old.algorithm.build(), stage.algorithm.build(), f"stages.{stage.name}.algorithm"
         if terms := sorted(one.needs.keys() ^ other.needs.keys() or one.terms ^ other.terms):
             remedy = f"give a small number instead of 0; or {_RESUME}"
             raise ConfigError("would add or remove a term of the loss", remedy, field=field, value=terms)
-        for coefficient, target in (("kl_coef", "kl_target"), ("entropy_coef", "entropy_goal")):
-            if f"{field}.{coefficient}" in differing and getattr(other, target) is not None:
-                remedy, value = f"change {target}, to which it adapts", getattr(other, coefficient)
-                raise ConfigError("is only the initial value", remedy, field=f"{field}.{coefficient}", value=value)
     return new
 
 
@@ -57,8 +49,10 @@ def _walk(section: Section, path: str) -> Iterator[tuple[str, Any, bool]]:
     for name, field in type(section).model_fields.items():
         value, key = getattr(section, name), f"{path}{name}"
         if isinstance(value, AlgorithmConfig):
-            for entry, each in _pieces(value).items():
-                yield f"{key}.{entry}", each, type(each) in (int, float)
+            pieces = _pieces(value)
+            adapt = {"kl_coef": pieces["kl_target"], "entropy_coef": pieces["entropy_goal"]}
+            for entry, each in pieces.items():
+                yield f"{key}.{entry}", each, type(each) in (int, float) and adapt.get(entry) is None
         elif isinstance(value, Section):
             yield from _walk(value, f"{key}.")
         elif isinstance(value, list | dict) and any(isinstance(each, Section) for each in _named(value).values()):

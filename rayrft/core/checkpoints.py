@@ -201,22 +201,18 @@ class Saver:
         self._trainer = trainer
         self._ranks = Ranks(trainer)
         self._progress = progress
-        self._checkpoints = Checkpoints(config.folder, config.checkpoint)
+        self.checkpoints = Checkpoints(config.folder, config.checkpoint)
         self._writing: asyncio.Future[None] | None = None
         self._judging: asyncio.Future[None] | None = None
 
     def due(self) -> bool:
         """Return whether a checkpoint is due after this step of the stage."""
-        every = self._checkpoints.config.every
+        every = self.checkpoints.config.every
         return every is not None and self._progress.stage_step % every == 0
-
-    def adjust(self, config: CheckpointConfig) -> None:
-        """Continue with another config."""
-        self._checkpoints.config = config
 
     async def restore(self, *, whole: bool) -> None:
         """Restore the trainer from the checkpoint of the current step: ``whole``, or its weights only."""
-        await self._ranks.call(RankApi.restore, self._checkpoints.at(self._progress.step), whole)
+        await self._ranks.call(RankApi.restore, self.checkpoints.at(self._progress.step), whole)
 
     async def checkpoint(self, records: int) -> None:
         """Start writing a checkpoint in the background; ``records`` is the number of records a resumed run keeps.
@@ -224,15 +220,15 @@ class Saver:
         await self.done()
         self._progress.records = records
         self._progress.logged = await self._buffer.call(Buffer.flush)
-        if self._checkpoints.holds(self._progress.step):
-            return await asyncio.to_thread(self._checkpoints.update_manifest, self._progress)
-        folder = await asyncio.to_thread(self._checkpoints.begin, self._progress.step)
+        if self.checkpoints.holds(self._progress.step):
+            return await asyncio.to_thread(self.checkpoints.update_manifest, self._progress)
+        folder = await asyncio.to_thread(self.checkpoints.begin, self._progress.step)
         await self._ranks.call(RankApi.checkpoint, folder)
         self._writing = asyncio.ensure_future(self._commit(folder, copy.deepcopy(self._progress)))
 
     def evaluating(self, step: int) -> None:
         """Keep the checkpoint of a step, if there is one, until the step is `evaluated`."""
-        self._checkpoints.evaluating.add(step)
+        self.checkpoints.evaluating.add(step)
 
     def evaluated(self, step: int, accuracy: float | None) -> None:
         """Note the accuracy of a step, the current one or one that is over; None if it is not known."""
@@ -257,18 +253,18 @@ class Saver:
 
     def exported(self, name: str) -> Path:
         """Return the folder of the weights exported under that name."""
-        return self._checkpoints.folder / name
+        return self.checkpoints.folder / name
 
     async def _judge(self, before: asyncio.Future[None] | None, step: int, accuracy: float | None) -> None:
         for earlier in filter(None, (before, self._writing)):  # the step's checkpoint may be the one being written
             await earlier
-        await asyncio.to_thread(self._checkpoints.judge, step, accuracy)
+        await asyncio.to_thread(self.checkpoints.judge, step, accuracy)
 
     async def _commit(self, folder: Path, progress: Progress) -> None:
         await self._trainer.call(Trainer.written, folder)
-        await asyncio.to_thread(self._checkpoints.commit, progress)
+        await asyncio.to_thread(self.checkpoints.commit, progress)
         # Keep the batches since the oldest of them, in case the newest turns out to be damaged.
-        await self._buffer.call(Buffer.cover, await asyncio.to_thread(self._checkpoints.fallback))
+        await self._buffer.call(Buffer.cover, await asyncio.to_thread(self.checkpoints.fallback))
 
 
 def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool = True) -> int:

@@ -12,7 +12,7 @@ from rayrft.config import RunConfig, StageConfig
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.parts.engines import EngineGroup
 from rayrft.core.weight_sync import WeightSync
-from rayrft.errors import ActorDied, ConfigError, WeightSyncError
+from rayrft.errors import ActorDied, WeightSyncError
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
@@ -40,38 +40,24 @@ class Evaluations:
         self._engines = {engine.name: engine for engine in self.engines.engines} if self.engines is not None else {}
         """Evaluation engines that are alive, by name."""
         self._watching: dict[str, asyncio.Future[None]] = {}
-        self._running: asyncio.Future[None] | None = None
+        self._running: asyncio.Future[list[EvaluationRecord]] | None = None
         self._step = 0
         """Step that the latest evaluation is of."""
         self._skipped = 0
-        self._records: list[EvaluationRecord] = []
-        """Of the latest evaluation."""
 
-    def require(self) -> None:
-        """Raise ConfigError unless an evaluation can begin now."""
-        if not self.config.evaluation.enabled or not self.explorers:
-            remedy = "set evaluation.enabled, in mode both"
-            raise ConfigError("the run does not evaluate", remedy, field="evaluation.enabled", value=False)
-        if self._running is not None and not self._running.done():
-            raise ConfigError(f"that of step {self._step} has not ended", "wait for its record", field="evaluation")
-
-    async def results(self) -> list[EvaluationRecord]:
-        """Wait for the end of the latest evaluation; return its records, none if its engine died."""
-        if self._running is not None:
-            await asyncio.shield(self._running)
-        return self._records
-
-    async def begin(self, stage: StageConfig) -> None:
+    async def begin(self, stage: StageConfig) -> asyncio.Future[list[EvaluationRecord]] | None:
         """Evaluate the policy, if evaluation is enabled; with evaluation engines return once they have its weights.
+        Return the future records, none if an evaluation engine dies.
 
         One that is due while the one before has not ended is skipped and counted.
         """
         if not self.config.evaluation.enabled or not self.explorers:
-            return
+            return None
         if self._running is not None and not self._running.done():
             self._skipped += 1
             text = f"no evaluation: that of step {self._step} has not ended"
-            return await self.recorder.note(text, stage.name, self.progress.step)
+            await self.recorder.note(text, stage.name, self.progress.step)
+            return None
         self._step = self.progress.step
         if await self._load():
             self.saving.evaluating(self._step)
@@ -79,7 +65,9 @@ class Evaluations:
         else:
             if not stage.groups:
                 await self.publish()
-            await self._evaluate(stage, self._step, self.progress.stage_step, beside=False)
+            self._running = asyncio.ensure_future(self._evaluate(stage, self._step, self.progress.stage_step, False))
+            await self._running
+        return self._running
 
     def check(self) -> None:
         """Raise the error that ended an evaluation, if one did."""
@@ -93,7 +81,7 @@ class Evaluations:
 
     async def cancel(self) -> None:
         """Cancel the running evaluation."""
-        unfinished = [*self._watching.values(), *([self._running] if self._running else [])]
+        unfinished: list[asyncio.Future[Any]] = [*self._watching.values(), *([self._running] if self._running else [])]
         for future in unfinished:
             future.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
@@ -120,19 +108,20 @@ class Evaluations:
             await pool.call(EnginePool.join, new)
         return True
 
-    async def _beside(self, stage: StageConfig, step: int, stage_step: int) -> None:
+    async def _beside(self, stage: StageConfig, step: int, stage_step: int) -> list[EvaluationRecord]:
         """Evaluate during training. The death of an evaluation engine costs this evaluation only."""
         try:
-            await self._evaluate(stage, step, stage_step, beside=True)
+            return await self._evaluate(stage, step, stage_step, True)
         except ActorDied as died:
             if died.field not in self._watching:
                 raise
             self._skipped += 1
             self.saving.evaluated(step, None)
             await self.recorder.note(f"the evaluation of step {step} is lost: {root_cause(died)}", stage.name, step)
+            return []
 
-    async def _evaluate(self, stage: StageConfig, step: int, stage_step: int, *, beside: bool) -> None:
-        self._records = records = []
+    async def _evaluate(self, stage: StageConfig, step: int, stage_step: int, beside: bool) -> list[EvaluationRecord]:
+        records = []
         for number, temperature in enumerate(self.config.evaluation.temperatures):
             started = time.perf_counter()
             result = await self.explorers[0].call(Explorer.evaluate, temperature, beside)
@@ -147,3 +136,4 @@ class Evaluations:
             record = EvaluationRecord.of(stage.name, step, stage_step, temperature, result, seconds, skipped)
             await self.recorder.add(record)
             records.append(record)
+        return records

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ from rayrft.core.run import ANSWER_S, Run
 from rayrft.core.run_folder import write_config
 from rayrft.core.services import task_engines
 from rayrft.core.shared_files import check_shared, check_storage, named_files
-from rayrft.core.steering import config_at, note_overrides
+from rayrft.core.steering import latest_config
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RunFinished, RunNotFound, nearest
 from rayrft.monitor.records import read_records
 from rayrft.monitor.summary import RunStatus, read_summary, remove_summary, status_at_end, summarise_from_folder
@@ -52,7 +51,7 @@ def start(
     if checked.on_existing == "refuse":
         remedy = "choose another name, or set on_existing to rename or resume"
         raise ConfigError("a run of this name exists", remedy, field="name", value=str(checked.folder))
-    checked, _ = config_at(checked, math.inf)
+    checked = latest_config(checked)
     return _start(checked, _find_progress(checked), say)
 
 
@@ -66,14 +65,13 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     if not (folder / "config.yaml").is_file():
         remedy = "give the folder of a run: <storage>/<name>"
         raise ConfigError("not a run folder (no config.yaml)", remedy, field="run", value=str(folder))
-    before = load_config(folder / "config.yaml")
-    config = load_config(before, overrides)
+    config = load_config(folder / "config.yaml", overrides)
     if config.folder != folder.absolute():  # it was moved, or the storage is mounted elsewhere
         config = load_config(config, {"storage": str(folder.absolute().parent), "name": folder.name})
     progress = _find_progress(config)
     if progress is None:
         raise ConfigError("the run was never started", "start it instead", field="run", value=str(folder))
-    return _start(config, progress, say, before)
+    return _start(config, progress, say)
 
 
 def _find_progress(config: RunConfig) -> Progress | None:
@@ -95,10 +93,8 @@ def _find_progress(config: RunConfig) -> Progress | None:
     return progress
 
 
-def _start(
-    checked: RunConfig, progress: Progress | None, say: Callable[[str], None], before: RunConfig | None = None
-) -> Run:
-    """Start a run, or resume one from ``progress``, whose config was ``before``, if known."""
+def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], None]) -> Run:
+    """Start a run, or resume one from ``progress``."""
     check_storage(checked)
     connect()
     warn_of_short_stop(say)
@@ -124,7 +120,6 @@ def _start(
         if progress is None:
             Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
         else:
-            note_overrides(checked, progress.step, before)
             write_config(checked)  # the overrides apply to later resumes, too
             remove_summary(checked.folder)
 

@@ -248,8 +248,7 @@ class Run:
             self._end()
 
     def pause(self) -> int:
-        """Hold the run after its present optimiser step, for as long as you like; return that step. Groups in flight
-        finish, and are admitted up to `max_staleness`."""
+        """Hold the run after its present optimiser step, for as long as you like; return that step."""
         return self._steer("pause")
 
     def unpause(self) -> float:
@@ -261,8 +260,7 @@ class Run:
         return self._steer("checkpoint")
 
     def evaluate(self) -> list[EvaluationRecord]:
-        """Evaluate after the present optimiser step, or while the run is paused; return a record per temperature.
-        Raises ConfigError if the run does not evaluate."""
+        """Evaluate after the present optimiser step, or while the run is paused; return a record per temperature."""
         return self._steer("evaluate")
 
     def set(self, key: str, value: Any, **more: Any) -> int:

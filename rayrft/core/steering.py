@@ -11,8 +11,9 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from rayrft.core.checkpoints import Progress
 from rayrft.core.run_folder import write_config
 from rayrft.errors import ConfigError, RunFinished, StorageError
 from rayrft.json_lines import open_lines, read_lines
-from rayrft.monitor.records import EvaluationRecord
 
 if TYPE_CHECKING:
     from rayrft.core.train_loop import TrainLoop
@@ -54,58 +54,49 @@ def histories(folder: Path) -> dict[str, list[ConfigChange]]:
     return held
 
 
-def config_at(config: RunConfig, step: float) -> tuple[RunConfig, list[ConfigChange]]:
-    """Return a run's config after this many steps, and the later changes. ``config`` is that of any step; a key with
-    another value than the run ever had is overridden, and stays."""
+def config_at(config: RunConfig, step: int) -> tuple[RunConfig, list[ConfigChange]]:
+    """Return a run's config after this many steps, and the later changes. ``config`` is the latest; a key with another
+    value than its last change gave it is overridden, and stays."""
     present, values, later = changeable(config), dict[str, Any](), list[ConfigChange]()
     for key, history in histories(config.folder).items():
-        if _had(history, present.get(key)):
-            values[key] = _value_at(history, step)
-            later += [each for each in history if each.step > step]
+        if present.get(key) == history[-1].new and (ahead := [each for each in history if each.step > step]):
+            values[key], later = ahead[0].old, later + ahead
     return load_config(config, values) if values else config, sorted(later, key=lambda change: change.step)
 
 
-def note_overrides(config: RunConfig, step: int, before: RunConfig | None) -> None:
-    """Note the overridden keys of a run that resumes at this step: their values differ from those ``before``, or, if
-    these are not known, from all that the run ever had."""
-    present, earlier, found = changeable(config), changeable(before) if before else None, list[ConfigChange]()
-    for key, history in histories(config.folder).items():
-        value = present.get(key)
-        if not _had(history, value) if earlier is None else value != earlier.get(key):
-            found.append(ConfigChange(step, key, _value_at(history, step), value, time.time()))
-    _append(config.folder, found)
+def latest_config(config: RunConfig) -> RunConfig:
+    """Return a config from which a run was started before, with the changes of that run."""
+    present, changes = changeable(config), histories(config.folder)
+    same = {key: each[-1].new for key, each in changes.items() if present.get(key) == each[0].old}
+    return load_config(config, same) if same else config
 
 
-def _had(history: list[ConfigChange], value: Any) -> bool:
-    return value in [history[0].old, *(each.new for each in history)]
-
-
-def _value_at(history: list[ConfigChange], step: float) -> Any:
-    return next((each.new for each in reversed(history) if each.step <= step), history[0].old)
-
-
-def _append(folder: Path, changes: list[ConfigChange]) -> None:
+def _append(folder: Path, *changes: ConfigChange) -> None:
     """Append changes on disk: all, or none if it raises StorageError."""
-    if changes:
-        file, _ = open_lines(folder / _JOURNAL, _change.validate_json)
-        with contextlib.closing(file):
-            file.append(*(json.dumps(asdict(each)).encode() + b"\n" for each in changes), durable=True)
+    file, _ = open_lines(folder / _JOURNAL, _change.validate_json)
+    with contextlib.closing(file):
+        file.append(*(json.dumps(asdict(each)).encode() + b"\n" for each in changes), durable=True)
 
 
 class Steering:
-    """Holds requests until the train loop serves them, in their order. Its methods that take the loop serve one; what
-    they raise as ConfigError is a refusal. ``adopt`` gives a new config to the Master."""
+    """Holds requests until the train loop serves them, in their order: ``checkpoint`` and ``evaluate`` are methods of
+    `TrainLoop`, the others methods that take it. A ConfigError refuses a request. ``adopt`` informs the Master."""
 
     def __init__(self, config: RunConfig, progress: Progress, adopt: Callable[[RunConfig], None]) -> None:
         self.config, self._progress, self._adopt = config, progress, adopt
         self.paused_since: float | None = None
-        self._requests = deque[tuple[Callable[[Any], Awaitable[Any]], asyncio.Future[Any]]]()
+        self._requests = deque[tuple[str, Sequence[Any], asyncio.Future[Any]]]()
         self._arrived, self._ended = asyncio.Event(), False
         self.rewind()
 
     def rewind(self) -> None:
-        """Return to the config of ``progress.step``, from which the run repeats its steps."""
-        self.config, later = config_at(self.config, self._progress.step)
+        """Return to the config of ``progress.step``, from which the run repeats its steps. Overridden keys void their
+        later changes."""
+        step, present = self._progress.step, changeable(self.config)
+        for key, history in histories(self.config.folder).items():
+            if key in present and present[key] != history[-1].new:
+                _append(self.config.folder, ConfigChange(step, key, present[key], present[key], time.time()))
+        self.config, later = config_at(self.config, step)
         self._later = deque(later)
 
     async def ask(self, request: str, *arguments: Any) -> Any:
@@ -116,12 +107,12 @@ class Steering:
         if request == "change" and not self._requests:  # refuse at once if possible: a step may be long
             self._changed(*arguments)
         answer = asyncio.get_running_loop().create_future()
-        self._requests.append((lambda loop: getattr(self, request)(loop, *arguments), answer))
+        self._requests.append((request, arguments, answer))
         self._arrived.set()
         if self._ended:
             self.end()
         try:
-            result = await answer
+            result = await asyncio.shield(answer)
             return await result if isinstance(result, asyncio.Future) else result
         except asyncio.CancelledError:
             raise RunFinished("the run has ended", "see its summary", field="run", value=self.config.name) from None
@@ -129,7 +120,7 @@ class Steering:
     def end(self) -> None:
         """Refuse all requests from now on: the run has ended."""
         self._ended = True
-        for _, answer in self._requests:
+        for *_, answer in self._requests:
             answer.cancel()
 
     async def border(self, loop: TrainLoop, hold: Callable[[asyncio.Future[Any]], Awaitable[Any]]) -> None:
@@ -140,29 +131,25 @@ class Steering:
             await self._make(loop, load_config(self.config, {each.key: each.new for each in again}), again)
         try:
             while self._requests or self.paused_since is not None:
-                if self._requests:
-                    await self._serve(loop, *self._requests.popleft())
-                    continue
+                while self._requests:
+                    request, arguments, answer = self._requests.popleft()
+                    try:
+                        serve = getattr(loop, request, None) or partial(getattr(self, request), loop)
+                        answer.set_result(await serve(*arguments))
+                    except ConfigError as refused:
+                        answer.set_exception(refused)
+                    finally:
+                        answer.cancel()  # if another error ends the run
                 self._arrived.clear()
-                arrived = asyncio.ensure_future(self._arrived.wait())
-                try:
-                    await hold(arrived)
-                finally:
-                    arrived.cancel()
+                if self.paused_since is not None:
+                    arrived = asyncio.ensure_future(self._arrived.wait())
+                    try:
+                        await hold(arrived)
+                    finally:
+                        arrived.cancel()
         finally:
             if self.paused_since is not None:
                 await self.unpause(loop)
-
-    async def _serve(self, loop: TrainLoop, serve: Callable[[Any], Awaitable[Any]], answer: Any) -> None:
-        try:
-            result, refused = await serve(loop), None
-        except ConfigError as error:
-            result, refused = None, error
-        except BaseException:  # which ends the run
-            answer.cancel()
-            raise
-        if not answer.done():
-            answer.set_result(result) if refused is None else answer.set_exception(refused)
 
     async def pause(self, loop: TrainLoop) -> int:
         """Hold the run; return its step."""
@@ -177,14 +164,6 @@ class Steering:
         await loop.note(f"unpaused after {seconds:.1f} s", paused_s=seconds)
         return seconds
 
-    async def checkpoint(self, loop: TrainLoop) -> int:
-        """Write a checkpoint; return its step."""
-        return await loop.checkpoint()
-
-    async def evaluate(self, loop: TrainLoop) -> asyncio.Future[list[EvaluationRecord]]:
-        """Evaluate the current weights; the future has the records."""
-        return await loop.evaluate()
-
     async def skip_stage(self, loop: TrainLoop) -> int:
         """End the stage by setting its number of steps to those taken, which are returned."""
         stage, taken = self.config.stages[self._progress.stage], self._progress.stage_step
@@ -196,19 +175,20 @@ class Steering:
         new, step, now = self._changed(changes), self._progress.step, time.time()
         before, after = changeable(self.config), changeable(new)
         made = [ConfigChange(step, key, before[key], after[key], now) for key in before if before[key] != after[key]]
-        try:
-            _append(self.config.folder, made)  # from here on the run has changed, also if it is killed now
+        later = [each for each in self._later if each.key not in {change.key for change in made}]
+        try:  # a run that is killed between the two resumes without these changes
+            _append(self.config.folder, *made)
+            write_config(load_config(new, {each.key: each.new for each in later}))
         except StorageError as error:
             raise ConfigError(error.problem, error.remedy, field=error.field) from None
-        self._later = deque(each for each in self._later if each.key not in {change.key for change in made})
+        self._later = deque(later)
         await self._make(loop, new, made)
         return step
 
     def _changed(self, changes: Mapping[str, Any]) -> RunConfig:
         """Return the config with these changes. Raises ConfigError, also if the later changes do not fit to them."""
         new, progress = change_config(self.config, changes), self._progress
-        before, after = changeable(self.config), changeable(new)
-        load_config(new, {each.key: each.new for each in self._later if before[each.key] == after[each.key]})
+        load_config(new, {each.key: each.new for each in self._later if each.key not in changes})
         for number, (old, stage) in enumerate(zip(self.config.stages, new.stages, strict=True)):
             if number < progress.stage and stage != old:
                 raise ConfigError("the stage has ended", "change a later one", field=f"stages.{stage.name}")
@@ -218,10 +198,8 @@ class Steering:
         return new
 
     async def _make(self, loop: TrainLoop, config: RunConfig, changes: list[ConfigChange]) -> None:
-        """Make changes that are in the journal."""
+        """Continue with a config that has these changes, which are in the journal."""
         self.config = config
-        with contextlib.suppress(ConfigError):  # a full disk: the journal has the changes
-            write_config(config)
         self._adopt(config)
         await loop.adjust(config)
         for each in changes:

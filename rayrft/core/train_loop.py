@@ -94,7 +94,8 @@ class TrainLoop:
             message = f"a crash left {resumed.torn_bytes} bytes of unfinished writes in the Buffer's log: truncated"
             await self.recorder.note(message, step=progress.step)
         try:
-            for number, stage in enumerate(self.config.stages):
+            for number in range(len(self.config.stages)):
+                stage = self.config.stages[number]  # users may have changed it
                 if number > progress.stage or (number == progress.stage and progress.needs(stage.steps)):
                     progress.begin(number)
                     await self._stage(stage)
@@ -142,13 +143,12 @@ class TrainLoop:
         return self.progress.step
 
     async def evaluate(self) -> asyncio.Future[list[EvaluationRecord]]:
-        """Evaluate between two steps; with evaluation engines the future is done later. Raises ConfigError if there is
-        nothing to evaluate, or the evaluation before has not ended."""
-        if self.progress.stage <= self.config.scored_after:
-            raise ConfigError("its reward model is still to be trained", "wait for its stage", field="evaluation")
-        self._evaluations.require()
-        await self._evaluate(self.config.stages[self.progress.stage])
-        return asyncio.ensure_future(self._evaluations.results())
+        """Evaluate between two steps; with evaluation engines the future is done later. Raises ConfigError if that is
+        not possible."""
+        if (found := await self._evaluate(self.config.stages[self.progress.stage])) is None:
+            problem = "the run does not evaluate, its reward model is not trained yet, or an evaluation is running"
+            raise ConfigError(problem, "set evaluation.enabled, or try again later", field="evaluation")
+        return found
 
     async def adjust(self, config: RunConfig) -> None:
         """Continue with a config in which changeable keys differ: in this actor, ranks, Explorers and Buffer."""
@@ -156,7 +156,7 @@ class TrainLoop:
             self._mixed_until = self.progress.step + max(config.max_staleness, self.config.max_staleness)
         self.config = self._evaluations.config = config
         stage, temperature = config.stages[self.progress.stage], config.explorer.sampling.temperature
-        self._saving.adjust(config.checkpoint)
+        self._saving.checkpoints.config = config.checkpoint
         await self._ranks.call(RankApi.adjust, stage.algorithm.build(), stage, temperature)
         await asyncio.gather(*(explorer.call(Explorer.adjust, config) for explorer in self.explorers))
         await self.buffer.call(Buffer.adjust_stage, self._plan(stage))
@@ -167,7 +167,7 @@ class TrainLoop:
         explorers = self.explorers if stage.groups else []
         exploring = asyncio.gather(*(explorer.call(Explorer.explore, stage) for explorer in explorers))
         try:
-            while progress.stage_step < (stage := self.config.stages[progress.stage]).steps:
+            while progress.stage_step < stage.steps:
                 try:
                     await self._step(stage, exploring)
                 except LeaseEnded as ended:
@@ -176,7 +176,7 @@ class TrainLoop:
                     taken = progress.stage_step
                     await self.recorder.note(f"stage ends after {taken} steps: {ended}", stage.name, progress.step)
                     break
-                stage = self.config.stages[progress.stage]  # users may have changed it
+                stage = self.config.stages[progress.stage]
                 if progress.stage_step < stage.steps:
                     await self._between_steps(stage)
         finally:
@@ -331,12 +331,14 @@ class TrainLoop:
         if self._saving.due():
             await self._saving.checkpoint(self.recorder.count)
 
-    async def _evaluate(self, stage: StageConfig, *, ended: bool = False) -> None:
+    async def _evaluate(
+        self, stage: StageConfig, *, ended: bool = False
+    ) -> asyncio.Future[list[EvaluationRecord]] | None:
         """Evaluate, unless a reward model that scores is still to be trained, by this stage if it has not ``ended``;
         raise Stopped if the run is stopped meanwhile."""
         if self.progress.stage + ended <= self.config.scored_after:
-            return
-        await unless_stopped(self.stop, self._evaluations.begin(stage))
+            return None
+        return await unless_stopped(self.stop, self._evaluations.begin(stage))
 
     async def _rank_pairs(self, stage: StageConfig) -> None:
         """Rank the preference pairs that are held out from the stage, if there are any."""

@@ -102,8 +102,11 @@ class Explorer(TaskActor):
             limits_tries=not feed,
         )
 
-        self._beside = EngineClient(evaluation_pool, self._waits) if evaluation_pool else None
-        self._make_evaluators()
+        max_tokens = config.evaluation.max_tokens
+        self._evaluator = self._evaluator_on(self._engines, max_tokens)
+        self._evaluator_beside = (
+            self._evaluator_on(EngineClient(evaluation_pool, self._waits), max_tokens) if evaluation_pool else None
+        )
 
     async def start(self) -> None:
         """Start what scores, unless a stage is still to train it: then it starts when it is needed; and what
@@ -144,13 +147,10 @@ class Explorer(TaskActor):
 
     async def adjust(self, config: RunConfig) -> None:
         """Continue with a config in which changeable keys differ. Groups in flight keep their temperature."""
-        self._config = config
-        if self._stage is not None:
-            self._stage = next((each for each in config.stages if each.name == self._stage.name), self._stage)
-        self.flow.adjust(config)
-        self._runner.adjust(config)
+        self._config = self.flow.config = config
         self._rewards.adjust(config.scoring)
-        self._make_evaluators()
+        if self._stage is not None:
+            self._stage = next(each for each in config.stages if each.name == self._stage.name)
 
     async def evaluate(self, temperature: float, beside: bool = False) -> Evaluation:
         """Attempt every held-out task, as in training, on the rollout engines or, ``beside`` them, on those that only
@@ -185,11 +185,6 @@ class Explorer(TaskActor):
             self._scoring = asyncio.ensure_future(self._rewards.open())
         with self._waits.on("rewards", "ready"):
             await self._scoring
-
-    def _make_evaluators(self) -> None:
-        max_tokens, beside = self._config.evaluation.max_tokens, self._beside
-        self._evaluator = self._evaluator_on(self._engines, max_tokens)
-        self._evaluator_beside = None if beside is None else self._evaluator_on(beside, max_tokens)
 
     def _admit(self, stage: StageConfig) -> Awaitable[list[Ticket]]:
         self._calls += 1

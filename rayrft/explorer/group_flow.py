@@ -56,7 +56,7 @@ class GroupFlow:
     ) -> None:
         """``tasks``, by id, grows with the Buffer's task set. ``limits_tries``: `RayrftError` is raised after
         ``explorer.max_tries`` consecutive groups of which no row was kept."""
-        self._config = config
+        self.config = config
         self._runner = runner
         self._buffer = buffer
         self.writer = BufferWriter(buffer)
@@ -75,10 +75,6 @@ class GroupFlow:
         """Numbers of the latest groups that failed, in the order in which groups were started."""
         self._empty = 0
         """Number of consecutive groups of which no row was kept."""
-
-    def adjust(self, config: RunConfig) -> None:
-        """Continue with a config in which changeable keys differ."""
-        self._config = config
 
     @property
     def rolling(self) -> int:
@@ -104,19 +100,19 @@ class GroupFlow:
             reason = max(rollout.failed, key=rollout.failed.__getitem__, default="surplus")
             await self._buffer.call(Buffer.fail, ticket, reason)
             return self._count_failure(number, rollout.problem) if rollout.problem else None
-        max_tokens = self._config.explorer.sampling.max_tokens
-        score = partial(apply_rewards, config=self._config.reward, max_tokens=max_tokens, step=ticket.deadline)
+        max_tokens = self.config.explorer.sampling.max_tokens
+        score = partial(apply_rewards, config=self.config.reward, max_tokens=max_tokens, step=ticket.deadline)
         group = score(rollout.rows, rollout.results)
         for baseline in greedy:
             group = with_baseline(group, score(baseline.rows, baseline.results))
-        verified = await self._verify(task, group_id(self._config, stage, ticket), group)
+        verified = await self._verify(task, group_id(self.config, stage, ticket), group)
         group = with_failures(self._filter(verified, algorithm, ticket), rollout.failed)
         if group.rows:
             try:
                 await self.writer.put(group.rows, group.report, ticket=ticket, dropped=dict(group.dropped))
             except DataError as error:  # of what the workflow has put into the rows
                 await self._buffer.call(Buffer.fail, ticket, "workflow_error")
-                workflow = task.workflow or self._config.explorer.workflow
+                workflow = task.workflow or self.config.explorer.workflow
                 return self._count_failure(number, f"workflow {workflow!r} on task {task.id}: {root_cause(error)}")
         else:
             await self._buffer.call(Buffer.drop, ticket, dict(group.dropped), group.report)
@@ -135,16 +131,16 @@ class GroupFlow:
                 if self._partial is None:
                     due.pop(ticket).cancel()
                 else:
-                    self._runner.park(group_id(self._config, stage, ticket))
+                    self._runner.park(group_id(self.config, stage, ticket))
 
     async def _roll_out(
         self, stage: StageConfig, algorithm: Algorithm, ticket: Ticket, task: Task
     ) -> list[Rollout] | None:
         """Sample the group, and one greedy answer if the algorithm needs it as its baseline, which is never trained
         and does not count as sampled. Return None if the group ended cancelled; its ticket is returned then."""
-        name, parking = group_id(self._config, stage, ticket), await self._parking(ticket)
-        temperature = self._config.explorer.sampling.temperature
-        workflow = task.workflow or self._config.explorer.workflow
+        name, parking = group_id(self.config, stage, ticket), await self._parking(ticket)
+        temperature = self.config.explorer.sampling.temperature
+        workflow = task.workflow or self.config.explorer.workflow
         with self._waits.on(f"workflow {workflow!r}", name, internal=True):
             rolling = [self._runner.run(task, name, stage.group_size, temperature, parking)]
             if "greedy_baseline" in algorithm.needs:
@@ -172,18 +168,18 @@ class GroupFlow:
         with self._waits.on("operators", name), self.verifying:
             verified = await self.pipeline.process(task, group.rows)
         if verified.made is not None:
-            made = self._config.pipelines.made
+            made = self.config.pipelines.made
             assert made is not None  # checked before the operators were started
             await self._buffer.call(Buffer.extend, made, [pack(verified.made)])
         return with_verified(group, verified)
 
     def _filter(self, group: ScoredGroup, algorithm: Algorithm, ticket: Ticket) -> ScoredGroup:
-        if self._config.explorer.drop_zero_variance:
+        if self.config.explorer.drop_zero_variance:
             group = drop_zero_variance(group, algorithm)
-        if self._config.reward.truncated == "mask":
+        if self.config.reward.truncated == "mask":
             group = mask_truncated(group)
         if ticket.resumes:
-            group = mask_old(group, ticket.deadline - self._config.max_staleness)
+            group = mask_old(group, ticket.deadline - self.config.max_staleness)
         return group
 
     async def task(self, ticket: Ticket) -> Task:
@@ -209,7 +205,7 @@ class GroupFlow:
     def _count_empty(self, group: ScoredGroup) -> None:
         """Raise RayrftError if no row was kept of too many consecutive groups."""
         self._empty = 0 if group.rows else self._empty + bool(group.dropped)
-        if self._empty >= self._config.explorer.max_tries and self._limits_tries:
+        if self._empty >= self.config.explorer.max_tries and self._limits_tries:
             reasons = ", ".join(f"{count} {reason}" for reason, count in group.dropped.most_common())
             raise RayrftError(
                 f"no row was kept of {self._empty} consecutive groups, so nothing is learned; dropped last: {reasons}",

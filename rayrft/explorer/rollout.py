@@ -127,10 +127,6 @@ class Runner:
         environment = config.explorer.environment
         self._environments = Environments(environment, config.plugins) if environment else None
 
-    def adjust(self, config: RunConfig) -> None:
-        """Continue with a config in which changeable keys differ."""
-        self._config = config
-
     def beside(self, engines: Engines, max_tokens: int | None = None) -> Runner:
         """Return another one on these engines, with answers of up to ``max_tokens``. Workflows and environments, with
         their processes, are the same."""

@@ -43,14 +43,10 @@ class Scorer:
         self, config: RewardModelsConfig, plugins: Sequence[Path], models: Mapping[str, ChatModel] | None = None
     ) -> None:
         """``models`` are those that judges may ask, by name."""
-        self._config = config
+        self.config = config
         self._rewards: dict[str, list[Reward | InLoop | InProcesses]] = {}
         for domain, each in config.models.items():
             self._rewards[domain] = [_reward(part, each, plugins, models or {}) for part in each.scored_by]
-
-    def adjust(self, config: RewardModelsConfig) -> None:
-        """Continue with other weights of parts."""
-        self._config = config
 
     async def open(self) -> None:
         """Start the processes. Raises ConfigError where a reward cannot be built."""
@@ -72,8 +68,8 @@ class Scorer:
 
     async def score(self, task: Task, transcripts: Sequence[Transcript]) -> list[RewardResult]:
         """Return one result per transcript. Raises ConfigError if the task's domain has no reward."""
-        domain = self._config.domain_of(task.domain)
-        several, parts = self._rewards[domain], self._config.models[domain].parts
+        domain = self.config.domain_of(task.domain)
+        several, parts = self._rewards[domain], self.config.models[domain].parts
 
         async def score_by(each: Reward | InLoop | InProcesses) -> list[RewardResult]:
             if isinstance(each, InLoop | InProcesses):
@@ -254,7 +250,7 @@ class Rewards:
         """Continue with other weights of parts, if this process scores."""
         self._config = config
         if isinstance(self._backend, Scorer):
-            self._backend.adjust(config)
+            self._backend.config = config
 
     async def open(self) -> None:
         """Start the scorer or backend. Raises ConfigError where a reward cannot be built."""

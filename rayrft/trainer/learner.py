@@ -111,9 +111,9 @@ class Learner:
         """See `RankApi`. Coefficients that adapt keep their present values."""
         self._coefficients = Coefficients.of(algorithm).restored(self._coefficients.state())
         self._temperature = temperature
-        self.optimizer.adjust(stage.optimizer, stage.steps - self._critic_warmup_steps)
+        self.optimizer.config, self.optimizer.steps = stage.optimizer, stage.steps - self._critic_warmup_steps
         if self.critic is not None:
-            self.critic.optimizer.adjust(stage.critic_optimizer, stage.steps)
+            self.critic.optimizer.config, self.critic.optimizer.steps = stage.critic_optimizer, stage.steps
 
     def close_stage(self) -> None:
         """Free the models and moments of the open stage, if there is one."""

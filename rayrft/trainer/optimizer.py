@@ -18,30 +18,26 @@ class Optimizer:
         self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, steps: int, updates_per_step: int = 1
     ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._config = config
-        self._steps = steps
+        self.config = config
+        self.steps = steps
         self._updates_per_step = updates_per_step
         self.updates = 0
         self.reset()
 
-    def adjust(self, config: OptimizerConfig, steps: int) -> None:
-        """Continue with another learning rate, bound of the gradient norm and number of steps."""
-        self._config, self._steps = config, steps
-
     def reset(self) -> None:
         """Discard the moments; the learning-rate schedule continues."""
         self.adam = torch.optim.AdamW(
-            self._parameters, lr=self.lr, betas=self._config.betas, weight_decay=self._config.weight_decay
+            self._parameters, lr=self.lr, betas=self.config.betas, weight_decay=self.config.weight_decay
         )
 
     @property
     def lr(self) -> float:
         """Learning rate of the next update: linear warm-up, then constant or decayed to 0."""
-        config, each = self._config, self._updates_per_step
+        config, each = self.config, self._updates_per_step
         warmup = config.warmup_steps * each
         if self.updates < warmup:
             return config.lr * (self.updates + 1) / warmup
-        done = (self.updates - warmup) / max(1, self._steps * each - warmup)
+        done = (self.updates - warmup) / max(1, self.steps * each - warmup)
         if config.schedule == "linear":
             return config.lr * (1 - done)
         if config.schedule == "cosine":
@@ -50,7 +46,7 @@ class Optimizer:
 
     def clip(self) -> float:
         """Clip the gradient norm; return the norm before clipping. A collective."""
-        norm = nn.utils.clip_grad_norm_(self._parameters, self._config.clip_norm)
+        norm = nn.utils.clip_grad_norm_(self._parameters, self.config.clip_norm)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def step(self) -> None:

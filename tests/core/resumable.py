@@ -12,7 +12,6 @@ import socket
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,11 @@ from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.schedule import Ticket
-from rayrft.config import RunConfig, StageConfig
+from rayrft.config import RunConfig, StageConfig, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress
+from rayrft.core.run_folder import write_config
 from rayrft.core.steering import Steering, histories
+from rayrft.core.supervision import Stopped
 from rayrft.core.train_loop import TrainLoop
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.errors import RowsFailed, StorageError
@@ -51,8 +52,10 @@ VOCABULARY = 50
 class OneRank:
     """The Trainer actor with its one rank in this process. Notes which rows each step was trained on."""
 
-    def __init__(self, config: RunConfig, pipe: Connection, steering: Steering, wishes: Wishes) -> None:
-        self._pipe, self._steering, self._wishes = pipe, steering, wishes
+    def __init__(
+        self, config: RunConfig, pipe: Connection, steering: Steering, wishes: Wishes, stop: asyncio.Event
+    ) -> None:
+        self._pipe, self._steering, self._wishes, self._stop = pipe, steering, wishes, stop
         self._folder = config.folder
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
@@ -66,17 +69,20 @@ class OneRank:
             answer = None
             if call.method == "train":
                 self._note(*call.args)
-                self._wish(call.args[0].step + 1)
+                self._asked = asyncio.ensure_future(self._wish(call.args[0].step + 1))
             if call.method != "save":  # Hugging Face folders are not what a run resumes from
                 answer = await asyncio.to_thread(getattr(self.rank, call.method), *call.args, **call.kwargs)
             self._pipe.send(call.method)
             return [answer]
 
-    def _wish(self, step: int) -> None:
-        """What the user asks for in this step, unless it was done before the run was killed."""
+    async def _wish(self, step: int) -> None:
+        """Ask for what the user does in this step, unless it was done before the run was killed."""
         done = {change.step for changes in histories(self._folder).values() for change in changes}
         for request, *arguments in self._wishes.get(step, []) if step not in done else []:
-            self._asked = asyncio.ensure_future(self._steering.ask(request, *arguments))
+            if request == "stop":
+                self._stop.set()
+            else:
+                await self._steering.ask(request, *arguments)
 
     async def written(self, folder: Path) -> None:
         problem = await self._of(folder)
@@ -153,9 +159,7 @@ def demonstrations() -> list[Experience]:
     return rows
 
 
-def run(
-    config: RunConfig, pipe: Connection, poisoned: int | None = None, wishes: Wishes = MappingProxyType({})
-) -> None:
+def run(config: RunConfig, pipe: Connection, poisoned: int | None = None, wishes: Wishes | None = None) -> None:
     """Begin the run, or go on with it, to its end. ``pipe`` gets what was just done, for a reader that may kill.
 
     In the group of the ticket ``poisoned`` there is a row on which every step fails. ``wishes`` are the requests that a
@@ -165,7 +169,7 @@ def run(
         probe.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
     dist.init_process_group("gloo", rank=0, world_size=1)
-    asyncio.run(_run(config, pipe, poisoned, wishes))
+    asyncio.run(_run(config, pipe, poisoned, wishes or {}))
 
 
 async def _run(config: RunConfig, pipe: Connection, poisoned: int | None, wishes: Wishes) -> None:
@@ -175,23 +179,28 @@ async def _run(config: RunConfig, pipe: Connection, poisoned: int | None, wishes
     if progress is None:
         progress = Progress("run")
         checkpoints.mark_beginning(progress)
-    steering = Steering(config, progress, lambda _: None)
+    if (config.folder / "changes.jsonl").exists():
+        config = load_config(config.folder / "config.yaml")
+    write_config(config)
+    steering, stop = Steering(config, progress, lambda _: None), asyncio.Event()
     config = steering.config
     tasks = TaskSetSpec([str(number) for number in range(TASKS)], [0] * TASKS, [1.0], sampler="shuffled", seed=3)
     try:
         buffer = remote(Buffer("run", config.buffer_folder, config.buffer, 0, tasks, logged=progress.logged))
     except StorageError as error:
         return pipe.send(type(error).__name__)
-    local = OneRank(config, pipe, steering, wishes)
+    local = OneRank(config, pipe, steering, wishes, stop)
     trainer = remote(local)
     explorer = remote(ScriptedExplorer(buffer, trainer, pipe, poisoned))
     await buffer.call(Buffer.load, "gold", [pack(to_batch(demonstrations()))])
     recorder = Recorder(config, progress.records)
-    loop = TrainLoop(config, buffer, trainer, [explorer], recorder, progress, asyncio.Event(), steering=steering)
+    loop = TrainLoop(config, buffer, trainer, [explorer], recorder, progress, stop, steering=steering)
     await loop.restore()
     pipe.send("up")
     try:
         await loop.run()
+    except Stopped:
+        return pipe.send("stopped")
     except RowsFailed as failed:
         await loop.blame(failed)  # as the Master does
         pipe.send(failed.value)

@@ -22,7 +22,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     config, progress = run_folder(tmp_path, "run"), Progress("id", step=5, stage=1, stage_step=2, stage_began=3)
     progress.end("mix", asked=2)
     write(Checkpoints(config.folder, config.checkpoint), progress, "__0_0.distcp")
-    monkeypatch.setattr(launch, "_start", lambda config, progress, *_: (config, progress))
+    monkeypatch.setattr(launch, "_start", lambda config, progress, say: (config, progress))
     return config
 
 

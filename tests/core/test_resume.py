@@ -8,7 +8,6 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -49,9 +48,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Process:
     """The run in a process of its own, and what it says."""
 
-    def __init__(self, config: RunConfig, poisoned: int | None = None, wishes: Wishes = MappingProxyType({})) -> None:
+    def __init__(self, config: RunConfig, poisoned: int | None = None, wishes: Wishes | None = None) -> None:
         self._receiving, sending = FORKS.Pipe(duplex=False)
-        self._process = FORKS.Process(target=run, args=(config, sending, poisoned, wishes))
+        self._process = FORKS.Process(target=run, args=(config, sending, poisoned, wishes or {}))
         self._process.start()
         sending.close()
 
