@@ -1,4 +1,5 @@
-"""The command line: ``rayrft run | bench | serve | resume | export | status | stop | watch | data | buffer``."""
+"""The command line: ``rayrft run | bench | serve | resume | export | status | stop | watch | data | buffer``, and
+``pause | unpause | checkpoint | evaluate | set | skip-stage`` of a running run."""
 
 from __future__ import annotations
 

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
 import rayrft
-from rayrft.config import RunConfig
+from rayrft.cli.main import app
+from rayrft.config import RunConfig, load_config
 from rayrft.config.stage import CheckpointConfig
-from rayrft.core.checkpoints import Checkpoints
+from rayrft.core import launch
+from rayrft.core.checkpoints import Checkpoints, Progress
+from rayrft.core.master import Master
 from rayrft.core.run import Run
-from rayrft.core.steering import histories
-from rayrft.errors import ConfigError, RunFinished
+from rayrft.core.steering import ConfigChange, Steering, config_at, histories, latest_config
+from rayrft.core.supervision import Stopped
+from rayrft.core.train_loop import TrainLoop
+from rayrft.errors import ConfigError, RunFinished, StorageError
+from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
+from tests.core.given import run_folder
 from tests.core.resumable import Wishes
 from tests.core.test_resume import Process, end_of, make_config, trained
+from tests.core.test_train_loop import Subject
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 from tests.trainer.learners import qwen3
 
@@ -187,3 +200,81 @@ def test_a_running_run_is_steered_from_here_and_from_another_process(ray_cluster
     assert summary.ledger is not None and summary.ledger.closes and summary.seconds["paused"] > 0
     with pytest.raises(RunFinished):
         run.pause()
+
+
+@pytest.fixture
+def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainLoop:
+    """A train loop on scripted actors, before its first step."""
+    monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
+    return Subject(tmp_path).loop
+
+
+def steering_of(loop: TrainLoop) -> Steering:
+    return Steering(loop.config, loop.progress, lambda _: None)
+
+
+@pytest.mark.parametrize("ends", [StorageError, Stopped])
+async def test_a_failing_explorer_and_a_stop_end_a_pause(loop: TrainLoop, ends: type[Exception]) -> None:
+    steering, exploring = steering_of(loop), asyncio.get_running_loop().create_future()
+    held = asyncio.ensure_future(steering.border(loop, partial(loop._unless_ended, exploring=exploring)))
+    await held
+    asked = asyncio.ensure_future(steering.ask("pause"))
+    await asyncio.sleep(0)
+    held = asyncio.ensure_future(steering.border(loop, partial(loop._unless_ended, exploring=exploring)))
+    assert await asyncio.wait_for(asked, 20) == 0 and steering.paused_since is not None and not held.done()
+    if ends is Stopped:
+        loop.stop.set()
+    else:
+        exploring.set_exception(StorageError("No space left on device", field="journal"))
+    with pytest.raises(ends):
+        await asyncio.wait_for(held, 20)
+    notes = [record.data for record in await loop.recorder.after(0) if isinstance(record, NoteRecord)]
+    assert steering.paused_since is None and "paused_s" in notes[-1]
+
+
+async def test_requests_of_a_run_that_has_ended_are_refused(loop: TrainLoop) -> None:
+    steering = steering_of(loop)
+    asked = asyncio.ensure_future(steering.ask("checkpoint"))
+    await asyncio.sleep(0)
+    steering.end()
+    for request in (asked, steering.ask("pause")):
+        with pytest.raises(RunFinished):
+            await asyncio.wait_for(request, 20)
+
+
+def test_a_key_that_is_overridden_loses_its_later_changes(loop: TrainLoop) -> None:
+    config, folder = loop.config, loop.config.folder
+    changes = [(4, MU, 0.2, 0.1), (8, MU, 0.1, 0.05), (8, LR, 1e-4, 1e-5)]
+    lines = [json.dumps(asdict(ConfigChange(*change, time=0.0))) + "\n" for change in changes]
+    (folder / "changes.jsonl").write_text("".join(lines))
+    latest = latest_config(config)
+    assert latest.stages[1].optimizer.lr == 1e-5
+    at_6, later = config_at(latest, 6)
+    assert (at_6.stages[1].algorithm.build().mu(), at_6.stages[1].optimizer.lr) == (0.1, 1e-4)
+    assert [(change.step, change.key) for change in later] == [(8, MU), (8, LR)]
+    assert config_at(latest, 0)[0] == config
+    loop.progress.step = 6
+    steering = Steering(load_config(latest, {MU: 0.2}), loop.progress, lambda _: None)
+    assert (steering.config.stages[1].algorithm.build().mu(), steering.config.stages[1].optimizer.lr) == (0.2, 1e-4)
+    assert [change.step for change in histories(folder)[MU]] == [4, 6]
+    assert config_at(load_config(latest, {MU: 0.2}), 5)[1] == [*histories(folder)[MU][1:], *later[1:]]
+
+
+async def test_an_explore_job_refuses_to_be_steered(tmp_path: Path) -> None:
+    stage = {"stages": [{"name": "mix", "algorithm": {"name": "grpo"}, "steps": 2, "batch_size": 8, "group_size": 4}]}
+    config = run_folder(tmp_path, "explores", mode="explore", buffer={"name": "b"}, demonstrations={}, **stage)
+    with pytest.raises(ConfigError, match="takes no optimiser steps"):
+        await Master(config, Progress("id")).steer("pause")
+
+
+def test_every_request_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = mock.Mock(**{"pause.return_value": 7, "unpause.return_value": 3.2, "set.return_value": 8})
+    monkeypatch.setattr(launch, "attach", lambda name: run)
+    said = [CliRunner().invoke(app, command.split()).output for command in COMMANDS]
+    assert said[:3] == ["r: paused after step 7\n", "r: was paused for 3 s\n", "r: changed after step 8\n"]
+    run.set.assert_called_once_with("max_staleness", 2, **{"stages.mix.optimizer.lr": 1e-5})
+    assert all(method.called for method in (run.checkpoint, run.evaluate, run.skip_stage))
+
+
+COMMANDS = ["pause r", "unpause r", "set r max_staleness=2 stages.mix.optimizer.lr=1e-5"]
+COMMANDS += ["checkpoint r", "evaluate r", "skip-stage r"]
