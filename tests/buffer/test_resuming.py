@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayrft.buffer.events import Extent
+from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.state import ExpertCursor
+from rayrft.config.buffer import SamplerConfig
 from rayrft.errors import RayrftError, StorageError
 from tests.buffer.disk import Disk
 from tests.buffer.in_process import LocalBuffer
@@ -257,3 +260,33 @@ def test_every_epoch_has_each_of_the_other_demonstrations_once() -> None:
         drawn += cursor.peek(3)
         cursor.advance(3)
     assert [len(set(drawn[at : at + 5])) for at in range(1, 31, 5)] == [5] * 6 and cursor.excluded[0] not in drawn
+
+
+def test_an_open_stage_is_adjusted_and_stays_so_when_the_buffer_dies(opened: Opened) -> None:
+    buffer = opened(sampler={"name": "uniform", "max_uses": 3})
+    stage = plan(1, name="mix", max_staleness=3)
+    buffer.do("open_stage", stage)
+    fill(buffer, 0, 4)
+    buffer.trained(0, advance=True)
+    [used] = [slot for slot, uses in enumerate(buffer.buffer._state.groups.uses) if uses]
+    once = SamplerConfig(name="uniform", max_uses=1)
+    buffer.do("adjust_stage", replace(stage, name="another", sampler=once))
+    assert buffer.buffer._state.config.max_uses == 3, "it is not the open stage"
+    buffer.do("adjust_stage", replace(stage, max_staleness=1, sampler=once))
+    buffer.restart()
+    state = buffer.buffer._state
+    assert state.config == once and state.stage.plan is not None and state.stage.plan.max_staleness == 1
+    assert state.groups.status[used] == GroupStatus.TRAINED, "no step may draw it again"
+    buffer.do("advance", 2)
+    ledger = buffer.do("stats").ledger
+    assert ledger.closes and ledger.dropped == {"stale": 6} and ledger.trained == 2
+
+
+def test_a_run_that_was_killed_before_it_recorded_its_new_weights_has_them_when_it_resumes(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(1, name="mix"))
+    fill(buffer, 0, 1)
+    buffer.trained(0)
+    buffer.restart()
+    buffer.do("resume", 1, "again")
+    buffer.do("open_stage", plan(1, name="mix"))
+    assert buffer.may_admit()

@@ -153,6 +153,9 @@ class Rewards:
     def __init__(self, *values: float | None) -> None:
         self.sampled, self.greedy = iter(values), values[-1]
 
+    def adjust(self, config: Any) -> None:
+        self.adjusted = config
+
     async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         values = [self.greedy if len(each.response) > 2 else next(self.sampled, self.greedy) for each in transcripts]
         return [RewardResult(value, reason=None if value is not None else "away") for value in values]

@@ -14,6 +14,7 @@ import pytest
 
 from rayrft.algorithms import build
 from rayrft.buffer.events import GroupReport
+from rayrft.config import load_config
 from rayrft.data.turns import group_advantages
 from rayrft.errors import ConfigError, OperatorFailed, RayrftError
 from rayrft.experience import Experience, Task
@@ -320,3 +321,13 @@ async def test_turns_have_advantages(algorithm: dict[str, Any], first: float, se
     for found, sign in zip(of_answers(taken.rows, algorithm), (1, -1), strict=True):
         turns = [*[sign * first] * 3, *[0.0] * (len(found) - 6), *[sign * second] * 3]
         assert len(found) > 6 and found == pytest.approx(turns, abs=1e-5)
+
+
+async def test_an_explorer_continues_with_a_changed_config(tiny_model: Path) -> None:
+    engine, taken, settings = QuickEngine(), Taken(), config(**{"stages.grpo.algorithm": {"name": "remax"}})
+    rewards = Rewards(1.0, 0.0, 0.25)
+    explorer = make_explorer(settings, tiny_model, engine, taken, rewards)
+    changed = load_config(settings, {"explorer.sampling.temperature": 0.5, "reward.fallback": 0.5})
+    await explorer.adjust(changed)
+    await run_group(explorer, settings)
+    assert sorted(engine.asked) == [(1, 0.0), (2, 0.5)] and rewards.adjusted == changed.reward

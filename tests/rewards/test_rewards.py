@@ -376,3 +376,18 @@ async def test_a_reward_that_runs_inline_needs_no_process() -> None:
     await pool.open()
     right, wrong = await pool.score(task("a"), transcripts("a", "b"))
     assert (right.value, wrong.value) == (1.0, 0.0) and psutil.Process().children() == before
+
+
+async def test_parts_are_added_up_by_their_present_weights() -> None:
+    def of(weight: float) -> RewardConfig:
+        return RewardConfig.model_validate(
+            {"parts": [{"name": "exact"}, {"name": "exact", "label": "b", "weight": weight}]}
+        )
+
+    rewards, values = Rewards(of(1.0), [], None), []
+    await rewards.open()
+    for weight in (1.0, 3.0):
+        rewards.adjust(of(weight))
+        [result] = await rewards.score(task("a"), transcripts(task("a").answer))
+        values.append(result.value)
+    assert values == [2.0, 4.0]
