@@ -131,6 +131,10 @@ class Buffer(Watched):
         current = plan is not None and name in (None, plan.name)
         await self._store.commit(*([e.StageClosed()] if current else []))
 
+    async def abandon(self, producer: str) -> None:
+        """Issue the tickets of a producer that has died to the others; its later calls are refused."""
+        await self._store.commit(*([] if producer in self._state.meta.gone else [e.ProducerAbandoned(producer)]))
+
     async def closed(self) -> None:
         """Wait until the stage is closed."""
         await self._store.wait_for(lambda: not self._state.stage.open)

@@ -16,6 +16,7 @@ from rayrft.config.explorer import ExplorerConfig
 from rayrft.config.model import ModelConfig
 from rayrft.config.pipelines import PipelinesConfig
 from rayrft.config.placement import PlacementConfig
+from rayrft.config.restarts import RestartsConfig
 from rayrft.config.reward import RewardConfig
 from rayrft.config.rules import RULES
 from rayrft.config.serve import EDITED, JudgementConfig, ServeConfig
@@ -54,6 +55,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     placement: PlacementConfig = PlacementConfig()
+    restarts: RestartsConfig = RestartsConfig()
     stages: list[StageConfig] = Field(default_factory=list)
     """Required, except in mode ``bench``."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -247,6 +247,10 @@ class Saver:
         for future in filter(None, (self._writing, self._judging)):
             await future
 
+    async def settle(self) -> None:
+        """Wait until no checkpoint is being written or judged, whether or not that succeeds."""
+        await asyncio.gather(*filter(None, (self._writing, self._judging)), return_exceptions=True)
+
     async def export(self, name: str) -> None:
         """Write the weights in Hugging Face format."""
         await self._ranks.call(RankApi.save, self.exported(name))

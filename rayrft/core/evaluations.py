@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rayrft.config import RunConfig, StageConfig
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.parts.engines import EngineGroup
+from rayrft.core.restarts import Restarts
 from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import ActorDied, WeightSyncError
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
-from rayrft.monitor.records import EvaluationRecord
-from rayrft.runtime.handle import Handle, root_cause, until_failed
+from rayrft.monitor.records import EvaluationRecord, RecordKey
+from rayrft.runtime.handle import Handle, root_cause
+from rayrft.runtime.ray_api import ray
+from rayrft.runtime.waits import unless
 
 
 @dataclass
@@ -35,11 +39,11 @@ class Evaluations:
     weight_sync: WeightSync | None
     publish: Callable[[], Awaitable[Any]]
     """Gives the rollout engines the current weights."""
+    restarts: Restarts
+    recorded: Collection[RecordKey] = ()
+    """Keys of the records of steps that are repeated: see `TrainLoop`."""
 
     def __post_init__(self) -> None:
-        self._engines = {engine.name: engine for engine in self.engines.engines} if self.engines is not None else {}
-        """Evaluation engines that are alive, by name."""
-        self._watching: dict[str, asyncio.Future[None]] = {}
         self._running: asyncio.Future[list[EvaluationRecord]] | None = None
         self._step = 0
         """Step that the latest evaluation is of."""
@@ -53,13 +57,20 @@ class Evaluations:
         """
         if not self.config.evaluation.enabled or not self.explorers:
             return None
+        if (EvaluationRecord.kind, stage.name, self.progress.step) in self.recorded:
+            return None
         if self._running is not None and not self._running.done():
             self._skipped += 1
             text = f"no evaluation: that of step {self._step} has not ended"
             await self.recorder.note(text, stage.name, self.progress.step)
             return None
         self._step = self.progress.step
-        if await self._load():
+        try:
+            loaded = await self._load()
+        except ray.exceptions.RayActorError as died:
+            await self._lose(stage, self._step, died)
+            return None
+        if loaded:
             self.saving.evaluating(self._step)
             self._running = asyncio.ensure_future(self._beside(stage, self._step, self.progress.stage_step))
         else:
@@ -81,50 +92,49 @@ class Evaluations:
 
     async def cancel(self) -> None:
         """Cancel the running evaluation."""
-        unfinished: list[asyncio.Future[Any]] = [*self._watching.values(), *([self._running] if self._running else [])]
-        for future in unfinished:
-            future.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
 
     async def _load(self) -> bool:
         """Give the current weights to the evaluation engines that are alive; return whether there are any."""
-        if self.engines is None or self.weight_sync is None:
+        if self.engines is None or self.weight_sync is None or not self.engines.alive:
             return False
-        pool = self.engines.pool
-        if not self._watching:
-            self._watching = {name: asyncio.ensure_future(until_failed(each)) for name, each in self._engines.items()}
-        for name, watching in self._watching.items():
-            if watching.done() and self._engines.pop(name, None) is not None:
-                await pool.call(EnginePool.leave, name, "it died")
-                left = f"{len(self._engines)} are left" if self._engines else "the rollout engines evaluate from now on"
-                await self.recorder.note(f"{name} died: {left}", step=self._step)
-        if not self._engines:
-            return False
-        await self.weight_sync.load(list(self._engines.values()), self._step)
-        members = (await pool.call(EnginePool.members)).names
-        await pool.call(EnginePool.synced, members, self._step)
-        new = [Member(engine, self._step) for name, engine in self._engines.items() if name not in members]
-        if new:
+        pool, alive = self.engines.pool, self.engines.alive
+        self.engines.emptied.clear()
+        await self.weight_sync.load(alive, self._step)
+        members = await pool.call(EnginePool.members)
+        await pool.call(EnginePool.synced, members.names, self._step)
+        joined = [member.handle.actor for member in members.members]
+        if new := [Member(engine, self._step) for engine in alive if engine.actor not in joined]:
             await pool.call(EnginePool.join, new)
         return True
 
     async def _beside(self, stage: StageConfig, step: int, stage_step: int) -> list[EvaluationRecord]:
-        """Evaluate during training. The death of an evaluation engine costs this evaluation only."""
+        """Evaluate during training. Without evaluation engines that are alive, the evaluation is lost."""
+        assert self.engines is not None  # they evaluate
+
+        def died() -> ActorDied:
+            return ActorDied("all evaluation engines died", field="evaluation")
+
         try:
-            return await self._evaluate(stage, step, stage_step, True)
-        except ActorDied as died:
-            if died.field not in self._watching:
-                raise
-            self._skipped += 1
-            self.saving.evaluated(step, None)
-            await self.recorder.note(f"the evaluation of step {step} is lost: {root_cause(died)}", stage.name, step)
+            return await unless(self.engines.emptied.wait(), died, self._evaluate(stage, step, stage_step, True))
+        except ActorDied as error:
+            await self._lose(stage, step, error)
             return []
+
+    async def _lose(self, stage: StageConfig, step: int, error: BaseException) -> None:
+        self._skipped += 1
+        self.saving.evaluated(step, None)
+        await self.recorder.note(f"the evaluation of step {step} is lost: {root_cause(error)}", stage.name, step)
 
     async def _evaluate(self, stage: StageConfig, step: int, stage_step: int, beside: bool) -> list[EvaluationRecord]:
         records = []
         for number, temperature in enumerate(self.config.evaluation.temperatures):
             started = time.perf_counter()
-            result = await self.explorers[0].call(Explorer.evaluate, temperature, beside)
+            explorer = self.explorers[0]
+            evaluating = partial(explorer.call, Explorer.evaluate, temperature, beside)
+            result = await self.restarts.survive(explorer, evaluating)
             seconds = time.perf_counter() - started
             if set(result.versions) - {step}:
                 problem = f"answers were sampled under versions {[*result.versions]} in an evaluation of version {step}"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.shared import FeedProgress, SharedBuffer
 from rayrft.config import StageConfig
 from rayrft.core.parts.engines import EngineGroup
+from rayrft.core.restarts import Restarts
 from rayrft.core.supervision import unless_stopped
-from rayrft.explorer.explorer import Explorer, explorer_timings
+from rayrft.explorer.engines.engine import RolloutEngine
+from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import RolloutRecord
 from rayrft.runtime.handle import Handle
@@ -31,6 +34,7 @@ class ExploreLoop:
     """Progress of the feed, in earlier attempts of the job too."""
     recorder: Recorder
     stop: asyncio.Event
+    restarts: Restarts
     published: ClassVar[int] = 0
     """The engines keep the weights that they were started with."""
 
@@ -39,14 +43,15 @@ class ExploreLoop:
         """Ledger of rows at the last record."""
         return self.progress.ledger
 
-    async def admit(self, policy: EngineGroup | None) -> None:
-        """Let the rollout engines take requests."""
+    async def admit(self, policy: EngineGroup | None, engines: list[Handle[RolloutEngine]]) -> None:
+        """Let rollout engines take requests."""
         if policy is not None:
-            await policy.join()
+            await policy.join(engines)
 
     async def run(self) -> None:
         """Fill the Buffer. Raises Stopped if the user asked for it, and the error of an Explorer that fails."""
-        exploring = asyncio.gather(*(explorer.call(Explorer.explore, self.stage) for explorer in self.explorers))
+        explore = partial(self.restarts.explore, self.buffer, lambda: self.stage)
+        exploring = asyncio.gather(*map(explore, self.explorers))
         recording = asyncio.ensure_future(self._record_all())
         try:
             await unless_stopped(self.stop, asyncio.gather(exploring, recording))
@@ -84,7 +89,7 @@ class ExploreLoop:
             held=progress.ledger.held,
             tokens_per_s=tokens / seconds,
             seconds=seconds,
-            timings=await explorer_timings(self.explorers),
+            timings=await self.restarts.timings(self.explorers),
         )
         self.progress = progress
         await self.recorder.add(record)

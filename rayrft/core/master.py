@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import AsyncIterator, Collection
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +15,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.ledger import BufferStats, Ledger, RowStats
 from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
-from rayrft.core.checkpoints import Progress
+from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.explore_loop import ExploreLoop
 from rayrft.core.parts.base import RunParts
 from rayrft.core.parts.buffer import BufferPart
@@ -23,6 +25,7 @@ from rayrft.core.parts.table import KINDS, plan_placement
 from rayrft.core.parts.trainer import TrainerPart
 from rayrft.core.placement import Placement, actor_name
 from rayrft.core.preflight import Prepared
+from rayrft.core.restarts import Restarts, Rewound
 from rayrft.core.shared_buffer import join_feed, join_trainer, open_shared_buffer
 from rayrft.core.shared_files import check_shared, named_files
 from rayrft.core.steering import Steering
@@ -30,14 +33,17 @@ from rayrft.core.supervision import StallMonitor, Stopped, supervise, unless_sto
 from rayrft.core.train_loop import TrainLoop
 from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import ActorDied, ConfigError, RayrftError, RowsFailed, StorageError
+from rayrft.explorer.engines.engine import RolloutEngine
+from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
-from rayrft.monitor.records import Record
+from rayrft.monitor.records import Record, RecordKey, RestartRecord
 from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_end, summarise
 from rayrft.registry import load_plugins
 from rayrft.runtime.handle import Handle, Watched, root_cause
 from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import Waits
 from rayrft.trainer.trainer import Trainer
+from rayrft.weights.messages import SyncReport
 
 _STATS_DEADLINE_S = 5.0
 
@@ -58,7 +64,9 @@ class Master(Watched):
         self._stop = asyncio.Event()
         self._status = "starting"
         self._parts: RunParts | None = None
+        self._restarts: Restarts
         self._loop: TrainLoop | ExploreLoop | None = None
+        self._sync: WeightSync | None = None
         self._waits = Waits("master")
         self._stalls: StallMonitor | None = None
         self._summary: Summary | None = None
@@ -168,12 +176,21 @@ class Master(Watched):
             parts = RunParts(KINDS, self._config, prepared, placement, self._waits, logged, shared)
             parts.actors()
             self._parts = parts
+            self._restarts = Restarts(parts, self._config.restarts, self._note_restart, self._blame)
             self._loop = await self._make_loop(parts, shared)
-            beats = parts.heartbeats()
-            self._stalls = StallMonitor(self._waits, beats, self._note, monitor.patience_s, monitor.stall_s)
+            parts.admit = self._admit
+            self._stalls = StallMonitor(
+                self._waits,
+                parts.heartbeats(),
+                self._note,
+                monitor.patience_s,
+                monitor.stall_s,
+                self._config.restarts.silent_s,
+                self._restarts.kill,
+            )
             self._stalls.starting = True
-            watches = {**parts.watches(), "stalls": self._stalls.watch()}
-            await supervise(self._run(parts, self._loop), watches)
+            watches = {**self._restarts.watches(), "stalls": self._stalls.watch()}
+            await supervise(self._run(parts, shared), watches)
         except Stopped:
             self._status = "stopped"
             return None
@@ -181,35 +198,103 @@ class Master(Watched):
             self._status, error = "failed", root_cause(failure)
             with contextlib.suppress(StorageError):  # a full disk may be what ended the run
                 await self._recorder.note(f"the run failed: {error}", step=self._progress.step)
-            if isinstance(error, RowsFailed) and isinstance(self._loop, TrainLoop):
-                await self._loop.blame(error)
+            if isinstance(error, RowsFailed):
+                await self._blame(error)
             return error
         self._status = "finished"
         return None
 
-    async def _make_loop(self, parts: RunParts, shared: Handle[SharedBuffer] | None) -> TrainLoop | ExploreLoop:
-        """Make the loop of the run's mode; join the named Buffer, if the run has one."""
+    async def _make_loop(
+        self,
+        parts: RunParts,
+        shared: Handle[SharedBuffer] | None,
+        recorded: Collection[RecordKey] = (),
+    ) -> TrainLoop | ExploreLoop:
+        """Make the loop of the run's mode; join the named Buffer, if the run has one. ``recorded``: see `TrainLoop`."""
         config, prepared, progress, recorder = self._config, parts.prepared, self._progress, self._recorder
         explorers, policy = parts[ExplorerPart].actors, parts[PolicyEngines].group
         if not config.trains:
             assert shared is not None  # the mode needs one
             before = await join_feed(shared, config, prepared)
             feed, stage = prepared.run_id, config.explored_stage
-            return ExploreLoop(stage, explorers, shared, feed, before, recorder, self._stop)
+            return ExploreLoop(stage, explorers, shared, feed, before, recorder, self._stop, self._restarts)
         if shared is not None:
             await join_trainer(shared, config, prepared, progress.step)
         buffer, [trainer] = parts[BufferPart].actor, parts[TrainerPart].actors
-        sync = WeightSync(config, trainer, policy.pool, prepared.probe, self._waits) if policy is not None else None
-        evaluation = parts[EvaluationEngines].group
-        loop = TrainLoop(config, buffer, trainer, explorers, recorder, progress, self._stop, sync, evaluation)
-        loop.steering = self._steering
-        return loop
+        if self._sync is None and policy is not None:
+            self._sync = WeightSync(config, trainer, policy.pool, prepared.probe, self._waits)
+        return TrainLoop(
+            config,
+            buffer,
+            trainer,
+            explorers,
+            recorder,
+            progress,
+            self._stop,
+            self._restarts,
+            self._sync,
+            parts[EvaluationEngines].group,
+            self._steering,
+            recorded=recorded,
+        )
 
-    async def _run(self, parts: RunParts, loop: TrainLoop | ExploreLoop) -> None:
-        await unless_stopped(self._stop, self._start(parts, loop))
-        await loop.run()
+    async def _run(self, parts: RunParts, shared: Handle[SharedBuffer] | None) -> None:
+        assert self._loop is not None  # it was made before
+        await unless_stopped(self._stop, self._start(parts, self._loop))
+        run = self._loop.run
+        while True:
+            try:
+                await self._restarts.unless_rewound(run())
+                break
+            except Rewound:
+                run = partial(self._run_again, parts, shared)
         for trainer in parts[TrainerPart].actors:
             await trainer.call(Trainer.stop)
+
+    async def _run_again(self, parts: RunParts, shared: Handle[SharedBuffer] | None) -> None:
+        """Run the stages from the latest checkpoint on, with the actors of now."""
+        recorded: Collection[RecordKey] = ()
+        async with self._changing_weights():
+            if self._config.trains:
+                checkpoints = Checkpoints(self._config.folder, self._config.checkpoint)
+                latest = await asyncio.to_thread(checkpoints.latest)
+                assert latest is not None  # there is one from before the first step on
+                vars(self._progress).update(vars(latest))
+                await self._return_to_config(parts)
+                recorded = await asyncio.to_thread(self._recorder.keys_since, latest.step)
+            self._loop = loop = await self._make_loop(parts, shared, recorded)
+            if isinstance(loop, TrainLoop):
+                await loop.restore()
+            await self._restarts.end_rewind()
+        await loop.run()
+
+    async def _return_to_config(self, parts: RunParts) -> None:
+        """Return to the config of the present step: later changes are made again at their own steps."""
+        self._steering.rewind()
+        if self._steering.config != self._config:
+            self._adopt(self._steering.config)
+            explorers = parts[ExplorerPart].actors
+            await asyncio.gather(*(explorer.call(Explorer.adjust, self._config) for explorer in explorers))
+
+    async def _admit(self, engines: list[Handle[RolloutEngine]]) -> SyncReport | None:
+        assert self._parts is not None and self._loop is not None  # the run is up
+        while True:
+            await self._restarts.restored()
+            async with self._changing_weights():
+                if not self._restarts.rewinding:
+                    return await self._loop.admit(self._parts[PolicyEngines].group, engines)
+
+    @contextlib.asynccontextmanager
+    async def _changing_weights(self) -> AsyncIterator[None]:
+        """Let no other task change the trainer's weights, or send them, inside."""
+        async with self._sync.weights if self._sync is not None else contextlib.nullcontext():
+            if self._restarts.rewinding and self._sync is not None:
+                self._sync.disconnect()
+            yield
+
+    async def _blame(self, error: RowsFailed) -> None:
+        if isinstance(self._loop, TrainLoop):
+            await self._loop.blame(error)
 
     async def _start(self, parts: RunParts, loop: TrainLoop | ExploreLoop) -> None:
         """Start the actors, restore the weights, and publish them."""
@@ -228,13 +313,15 @@ class Master(Watched):
         self._status = "running"
         if self._stalls is not None:
             self._stalls.starting = False
-        report = await loop.admit(parts[PolicyEngines].group)
+        policy = parts[PolicyEngines].group
+        report = await self._admit(policy.engines) if policy is not None else None
         messages = list(filter(None, [await part.open() for part in parts]))
         if report and report.probe_gap is not None:
             messages.insert(0, f"engine log-probs equal the trainer's to {report.probe_gap:.1e}")
         seconds = time.monotonic() - started
         messages.insert(0, f"up after {seconds:.0f} s")
         await self._recorder.note("; ".join(messages), startup_s=seconds)
+        self._restarts.running = True
 
     def _adopt(self, config: RunConfig) -> None:
         """Continue with a config in which changeable keys differ."""
@@ -246,6 +333,12 @@ class Master(Watched):
 
     async def _note(self, text: str, **data: Any) -> None:
         await self._recorder.note(text, step=self._progress.step, **data)
+
+    async def _note_restart(self, part: str, actor: str, cause: RayrftError, seconds: float) -> None:
+        stage = self._config.stages[self._progress.stage].name
+        text = cause.problem if cause.field == actor else str(cause)
+        record = RestartRecord(stage, self._progress.step, time.time(), part, actor, text, seconds)
+        await self._recorder.add(record)
 
     async def _stats(self) -> BufferStats | None:
         """Return the Buffer's statistics; None if there is no Buffer, or it does not answer soon."""

@@ -6,7 +6,7 @@ import uuid
 
 from rayrft.buffer.shared import FeedProgress, SharedBuffer, SharedStatus
 from rayrft.config import RunConfig
-from rayrft.core.parts.buffer import BUFFER, BufferPart
+from rayrft.core.parts.buffer import BUFFER
 from rayrft.core.placement import Placement, actor_name, find_actor, named_actors, remove_groups, running_runs
 from rayrft.core.preflight import Prepared
 from rayrft.errors import ActorDied, PlacementError, RunNotFound, nearest
@@ -25,7 +25,7 @@ def open_shared_buffer(config: RunConfig) -> Handle[SharedBuffer]:
     assert name is not None  # checked by the caller
     placement = Placement(_PREFIX + name, [BUFFER], detached=True)
     placement.reserve([BUFFER.name])
-    shared = placement.actor(SharedBuffer, BUFFER.name, name=BUFFER.name, restarts=BufferPart.budget)
+    shared = placement.actor(SharedBuffer, BUFFER.name, name=BUFFER.name, restarts=-1)
     buffer = shared.create(name, folder, config.buffer, config.seed)
     try:
         answer(buffer.call(SharedBuffer.check, folder, config.buffer), buffer.name)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from rayrft.errors import ActorUnreachable, Stalled
+from rayrft.errors import ActorUnreachable, RayrftError, Stalled
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import root_cause
 from rayrft.runtime.ray_api import ray
@@ -35,6 +36,10 @@ class StallMonitor:
     note: Callable[..., Awaitable[None]]
     patience_s: float
     stall_s: float
+    silent_s: float = math.inf
+    """Time without an answer after which an actor is killed."""
+    kill: Callable[[str], bool] = lambda name: False
+    """Kills an actor so that it is restarted; returns whether it can be."""
     overdue: list[str] = field(default_factory=list)
     """Overdue waits, one line per wait."""
     starting: bool = False
@@ -46,6 +51,8 @@ class StallMonitor:
         self._polls, self._silent = 0, set[str]()
         """Polls so far, and the actors that keep no waits."""
         self._next_note: dict[tuple[str, str], float] = {}
+        self._late: list[Wait] = []
+        """Overdue waits at the latest poll: their targets are asked at each."""
 
     async def watch(self) -> None:
         """Note overdue waits. Raises Stalled after ``stall_s`` without progress, and StorageError for a lost note."""
@@ -61,7 +68,7 @@ class StallMonitor:
         """Note overdue waits; return the seconds until the next poll. Raises Stalled."""
         reports = await self._ask_all()
         waits = quiet_waits([self.waits.report(), self._pings.report()], reports)
-        late = [wait for wait in waits if wait.quiet_s >= self.patience_s]
+        late = self._late = [wait for wait in waits if wait.quiet_s >= self.patience_s]
         self.overdue = [describe(wait) for wait in late]
         self._next_note = {key: self._next_note[key] for key in map(_key, late) if key in self._next_note}
         if news := [wait for wait in late if wait.quiet_s >= self._due(wait)]:
@@ -71,19 +78,25 @@ class StallMonitor:
                 phases = dict.fromkeys(f"{wait.target} ({wait.what})" for wait in news)
                 text = f"still starting after {max(wait.quiet_s for wait in news):.0f} s: {', '.join(phases)}"
             await self.note(text, waiting=[asdict(wait) for wait in news])
+        for wait in self._pings.report().waits:
+            if wait.quiet_s >= self.silent_s and not self.starting:
+                self.kill(wait.target)
         # A lease has the same deadline, and its error says more: it comes first.
-        if stalled := [wait for wait in late if wait.quiet_s >= self.stall_s + self.patience_s]:
+        stalled = [wait for wait in late if wait.quiet_s >= self.stall_s + self.patience_s]
+        if stalled and not self.kill(stalled[0].target):
             problem = f"no progress: {describe(stalled[0])}"
             remedy = "see its log in the Ray dashboard; if it only takes long, raise monitor.stall_s"
             raise Stalled(problem, remedy, field=stalled[0].target, value=stalled[0].what)
         soonest = min((self._due(wait) - wait.quiet_s for wait in waits), default=self.patience_s)
-        return min(max(soonest, 0.01 * self.patience_s), self.patience_s / _POLLS)
+        return min(max(soonest, 0.01 * self.patience_s), self.patience_s / _POLLS, self.silent_s / _POLLS)
 
     async def _ask_all(self) -> dict[str, WaitReport]:
         """Return the reports of the actors that answer soon. A call without an answer is kept, and counts as a wait."""
         self._polls += 1
+        awaited = {wait.target for wait in self._late}
         for number, (name, ask) in enumerate(self.heartbeats.items(), self._polls):
-            if name not in self._asking and not (name in self._silent and number % _SILENT_POLLS):
+            skipped = name in self._silent - awaited and number % _SILENT_POLLS
+            if name not in self._asking and not skipped:
                 self._asking[name] = asyncio.ensure_future(self._ping(name, ask))
         if self._asking:
             await asyncio.wait(self._asking.values(), timeout=self.patience_s / (2 * _POLLS))
@@ -170,14 +183,19 @@ async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
     return await unless(stop.wait(), Stopped, work)
 
 
+def root_of_death(error: BaseException, name: str) -> RayrftError:
+    """Return the root cause of the death of an actor, with the addresses of the actor and of this process."""
+    cause = root_cause(error, name)
+    if isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed:
+        cause.problem += _seen(error.actor_id)
+    return cause
+
+
 async def _watch(name: str, watch: Awaitable[Any]) -> None:
     try:
         await watch
     except Exception as error:
-        cause = root_cause(error, name)
-        if isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed:
-            cause.problem += _seen(error.actor_id)
-        raise cause from None
+        raise root_of_death(error, name) from None
 
 
 def _seen(actor: str | None) -> str:

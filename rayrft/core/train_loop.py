@@ -7,6 +7,7 @@ import contextlib
 import math
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,14 +20,16 @@ from rayrft.config import RunConfig, StageConfig
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.evaluations import Evaluations
 from rayrft.core.parts.engines import EngineGroup
+from rayrft.core.restarts import Restarts
 from rayrft.core.steering import Steering
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import WeightSync
 from rayrft.data.demonstrations import held_out_name
 from rayrft.errors import ConfigError, LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
-from rayrft.explorer.explorer import Explorer, explorer_timings
+from rayrft.explorer.engines.engine import RolloutEngine
+from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
-from rayrft.monitor.records import EvaluationRecord, PairsRecord, StepRecord
+from rayrft.monitor.records import EvaluationRecord, PairsRecord, Record, RecordKey, StepRecord, record_key
 from rayrft.monitor.verdict import Bottleneck, check_gap, check_on_policy_step
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.ray_api import ray
@@ -55,6 +58,7 @@ class TrainLoop:
     recorder: Recorder
     progress: Progress
     stop: asyncio.Event
+    restarts: Restarts
     weight_sync: WeightSync | None = None
     """None where nothing is rolled out."""
     evaluation: EngineGroup | None = None
@@ -62,10 +66,13 @@ class TrainLoop:
     steering: Steering | None = None
     ledger: Ledger = field(default_factory=Ledger)
     """Ledger of rows after the latest step."""
-    published: int = 0
+    published: int = field(default=0, init=False)
     """Version of the weights that the engines have."""
+    recorded: Collection[RecordKey] = ()
+    """Keys of the records of the steps that are repeated after a rewind. They are not written again."""
 
     def __post_init__(self) -> None:
+        self.published = self.progress.step
         self._ranks = Ranks(self.trainer)
         self._attempt = uuid.uuid4().hex
         """Distinguishes this attempt of the run from those before it was resumed."""
@@ -79,6 +86,8 @@ class TrainLoop:
             self._saving,
             self.weight_sync,
             self.publish,
+            self.restarts,
+            self.recorded,
         )
         self._bottleneck, self._gap_noted = Bottleneck(), False
         """Of the current stage."""
@@ -93,6 +102,8 @@ class TrainLoop:
         if resumed.torn_bytes:
             message = f"a crash left {resumed.torn_bytes} bytes of unfinished writes in the Buffer's log: truncated"
             await self.recorder.note(message, step=progress.step)
+        if repeated := max((step for kind, _, step in self.recorded if kind == StepRecord.kind), default=0):
+            await self.recorder.note(f"repeats steps {progress.step + 1} to {repeated}", step=progress.step)
         try:
             for number in range(len(self.config.stages)):
                 stage = self.config.stages[number]  # users may have changed it
@@ -100,12 +111,13 @@ class TrainLoop:
                     progress.begin(number)
                     await self._stage(stage)
         except Stopped:
-            await self._saving.checkpoint(self.recorder.count)
+            await self._saving.checkpoint(self._records)
             await self._saving.export(f"stopped-{progress.step}")
             await self._saving.done()
             raise
         finally:
             await self._evaluations.cancel()
+            await self._saving.settle()
         await self._saving.export("final")
 
     async def publish(self) -> SyncReport | None:
@@ -113,12 +125,11 @@ class TrainLoop:
         self.published = self.progress.step
         return await self.weight_sync.publish(self.published) if self.weight_sync is not None else None
 
-    async def admit(self, policy: EngineGroup | None) -> SyncReport | None:
-        """Let the rollout engines take requests once they hold the trainer's weights."""
-        self.published = self.progress.step
+    async def admit(self, policy: EngineGroup | None, engines: list[Handle[RolloutEngine]]) -> SyncReport | None:
+        """Let rollout engines take requests once they hold the trainer's weights."""
         if policy is None or self.weight_sync is None:
             return None
-        return await self.weight_sync.admit(policy.engines, self.published)
+        return await self.weight_sync.admit(engines, self.progress.step)
 
     async def restore(self) -> None:
         """Restore the weights of the latest checkpoint; all other state is restored when the stage is open."""
@@ -138,7 +149,7 @@ class TrainLoop:
 
     async def checkpoint(self) -> int:
         """Write a checkpoint between two steps; return its step."""
-        await self._saving.checkpoint(self.recorder.count)
+        await self._saving.checkpoint(self._records)
         await self._saving.done()
         return self.progress.step
 
@@ -165,7 +176,8 @@ class TrainLoop:
         progress, self._bottleneck, self._gap_noted = self.progress, Bottleneck(), False
         await self._open(stage)
         explorers = self.explorers if stage.groups else []
-        exploring = asyncio.gather(*(explorer.call(Explorer.explore, stage) for explorer in explorers))
+        explore = partial(self.restarts.explore, self.buffer, lambda: self.config.stages[progress.stage])
+        exploring = asyncio.gather(*map(explore, explorers))
         try:
             while progress.stage_step < stage.steps:
                 try:
@@ -191,7 +203,7 @@ class TrainLoop:
         await unless_stopped(self.stop, self._evaluations.end())
         progress.end(stage.name, stage.steps)
         await self._judge(stage)
-        await self._saving.checkpoint(self.recorder.count)
+        await self._saving.checkpoint(self._records)
         await self._saving.done()
 
     async def _open(self, stage: StageConfig) -> None:
@@ -246,13 +258,15 @@ class TrainLoop:
         step, before = progress.step, self.ledger
         self._saving.check()
         self._evaluations.check()
-        processed, results, waited_s = await self._train(step, exploring)
-        lease = processed.lease
-        self.ledger = await self.buffer.call(Buffer.ack, step, group_value_errors(results))
-        trained_s = time.perf_counter() - started - waited_s
-        progress.step += 1
-        progress.stage_step += 1
-        report, timings = await asyncio.gather(self._publish_step(stage), explorer_timings(self.explorers))
+        async with contextlib.AsyncExitStack() as changing:
+            processed, results, waited_s = await self._train(step, exploring, changing)
+            lease = processed.lease
+            self.ledger = await self.buffer.call(Buffer.ack, step, group_value_errors(results))
+            trained_s = time.perf_counter() - started - waited_s
+            progress.step += 1
+            progress.stage_step += 1
+            timing = self.restarts.timings(self.explorers)
+            report, timings = await asyncio.gather(self._publish_step(stage), timing)
         step_s = time.perf_counter() - started
         worked = {f"batch_{name}": stats for name, stats in processed.operators.items()}
         timings = replace(timings, operators=timings.operators | worked)
@@ -271,11 +285,25 @@ class TrainLoop:
         )
         progress.accuracy, progress.reward = None, record.reward
         self._bottleneck.add(record)
-        await self.recorder.add(record)
+        await self._record(record)
         if self.steering is not None:  # before new groups are admitted, so that changes apply to all of them
             await self.steering.border(self, partial(self._unless_ended, exploring=exploring))
         await self.buffer.call(Buffer.advance, self.published)
-        await self._doubt(stage, lease, results[0])
+        if not self._is_recorded(record):
+            await self._doubt(stage, lease, results[0])
+
+    async def _record(self, record: Record) -> None:
+        if not self._is_recorded(record):
+            await self.recorder.add(record)
+
+    def _is_recorded(self, record: Record) -> bool:
+        return record_key(record) in self.recorded
+
+    @property
+    def _records(self) -> int:
+        """The number of records that a run keeps which resumes from here."""
+        later = [step for kind, _, step in self.recorded if kind == StepRecord.kind and step > self.progress.step]
+        return self.recorder.count_until(min(later)) if later else self.recorder.count
 
     async def _doubt(self, stage: StageConfig, lease: Lease, result: StepResult) -> None:
         """Note what looks wrong about a first step, and a stage's first gap. Raises WeightSyncError (`check_gap`)."""
@@ -290,10 +318,11 @@ class TrainLoop:
         self._gap_noted = self._gap_noted or gap is not None
 
     async def _train(
-        self, step: int, exploring: asyncio.Future[list[None]]
+        self, step: int, exploring: asyncio.Future[list[None]], changing: contextlib.AsyncExitStack
     ) -> tuple[ProcessedLease, list[StepResult], float]:
         """Lease the batch of the step and train on it; return the lease, the results by rank, and the seconds spent
-        waiting for the batch. A Buffer that died loses its blocks, and restores them when it is up again."""
+        waiting for the batch. Until ``changing`` is closed, the weights are sent to no engine but by `publish`. A
+        Buffer that died loses its blocks, and restores them when it is up again."""
         ranks, waited_s = self.config.trainer.ranks, 0.0
         # Applications may be idle for as long as they like.
         stall_s = math.inf if self.config.mode == "serve" else self.config.monitor.stall_s
@@ -304,10 +333,13 @@ class TrainLoop:
             waited_s += time.perf_counter() - asked
             if (processed := await self._process(lease)) is None:
                 continue
+            if self.weight_sync is not None:
+                await changing.enter_async_context(self.weight_sync.weights)
             async with self.weight_sync.asleep() if self.weight_sync is not None else contextlib.nullcontext():
                 results = await self._ranks.call(RankApi.train, processed.lease)
             if trained := list(filter(None, results)):
                 return processed, trained, waited_s
+            await changing.aclose()
         remedy = "see why objects are lost (nodes that die, an object store that is too small), then: rayrft resume"
         raise RayrftError(f"blocks of the batch were lost {_ATTEMPTS} times", remedy, field="buffer.lease", value=step)
 
@@ -329,7 +361,7 @@ class TrainLoop:
                 await self._evaluate(stage)
             await self._judge(stage)
         if self._saving.due():
-            await self._saving.checkpoint(self.recorder.count)
+            await self._saving.checkpoint(self._records)
 
     async def _evaluate(
         self, stage: StageConfig, *, ended: bool = False
@@ -348,7 +380,7 @@ class TrainLoop:
         blocks = await self.buffer.call(Buffer.partition, store)
         found = (await self._ranks.call(RankApi.rank_pairs, blocks))[0]
         step, taken, seconds = self.progress.step, self.progress.stage_step, time.perf_counter() - started
-        await self.recorder.add(PairsRecord.of(stage.name, step, taken, found, seconds))
+        await self._record(PairsRecord.of(stage.name, step, taken, found, seconds))
 
     async def _judge(self, stage: StageConfig) -> None:
         """Note what bounds the stage."""

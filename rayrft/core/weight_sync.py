@@ -2,6 +2,7 @@
 
 A round: pause all (requests are kept) -> transfer in buckets -> label and resume on every engine -> verify.
 Digests prove that the bytes arrived; the log-probs of a probe batch prove that the engine computes with them.
+If an engine dies in a round, the round is repeated with the engines that are left.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from rayrft.config import RunConfig
 from rayrft.errors import WeightSyncError
@@ -21,6 +23,7 @@ from rayrft.experience import Experience
 from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime.handle import Handle, TrackedHandle
+from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import Waits
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.trainer import Ranks, Trainer
@@ -28,6 +31,10 @@ from rayrft.weights.messages import Link, Sent, SyncReport
 
 _RESUME_S = 10.0
 """Time that engines have to resume after a round that failed: one that hangs must not hide why it did."""
+_LEAVE_S = 10.0
+"""Time in which the death of an engine becomes known after a round that failed, which it may have caused."""
+_SETTLE_S = 5.0
+"""Time that the other calls of a round have to end once one has failed."""
 
 Engines = Sequence[Handle[RolloutEngine]]
 
@@ -42,8 +49,14 @@ class WeightSync:
     probe: list[Experience]
     """Rows to score: engine and trainer may differ within ``config.probe_bounds``."""
     waits: Waits
+    held: int = -1
+    """Version of the weights that the members hold; -1 if it is not known. An older one is not published: a run that
+    repeats steps keeps it."""
 
     def __post_init__(self) -> None:
+        self.weights = asyncio.Lock()
+        """Held while the trainer's weights change, from a training step to its `publish`, and while new engines get
+        them."""
         self._settings = self.config.weight_sync
         self._ranks = Ranks(self.trainer)
         self._tokens = [row.token_ids.tolist() for row in self.probe]
@@ -64,19 +77,19 @@ class WeightSync:
         """Send the trainer's current weights, labelled ``version``, to every member of the pool. Raises WeightSyncError
         if an engine then holds other weights, computes other log-probs, or exceeds the deadline."""
         async with self._lock:
-            membership = await self._members()
-            if not membership.members:
-                return SyncReport(version, 0.0, 0, None, None)
-            engines = self._tracked(membership.engines)
-            connected, self._connected = self._connected, None  # a round that fails leaves no link to build on
-            if membership.generation != connected:
-                await self._connect(engines)
-            updated, proven = version != self._version, self._rounds_proven
-            report = await self._round(engines, version, probe=not (proven or 0) % self._settings.probe_every)
-            self._rounds_proven = proven + 1 if proven is not None else 1 if updated else None
-            await self.pool.call(EnginePool.synced, membership.names, version)
-            self._connected = membership.generation
-            return report
+            while True:
+                membership = await self._members()
+                if not membership.members or version < self.held:
+                    return SyncReport(version, 0.0, 0, None, None)
+                try:
+                    return await self._publish(membership, version)
+                except (WeightSyncError, ray.exceptions.RayError):
+                    if not await self._has_left(membership):
+                        raise
+
+    def disconnect(self) -> None:
+        """Make a new link for the next round: the ranks are new."""
+        self._connected = None
 
     async def admit(self, handles: Engines, version: int) -> SyncReport:
         """Send the current weights, labelled ``version``, to new engines, which then become members of the pool. Raises
@@ -86,7 +99,7 @@ class WeightSync:
             members = [Member(handle, version) for handle in handles]
             membership = await self.pool.call(EnginePool.join, members)
             if set(membership.names) == {handle.name for handle in handles}:
-                self._connected = membership.generation
+                self._connected, self.held = membership.generation, version
             return report
 
     async def load(self, handles: Engines, version: int) -> SyncReport:
@@ -100,8 +113,30 @@ class WeightSync:
         sleeps = self.config.explorer.engine.sleep
         engines = self._tracked((await self._members()).engines) if sleeps else []
         await asyncio.gather(*(engine.call(RolloutEngine.sleep) for engine in engines))
-        yield
-        await asyncio.gather(*(engine.call(RolloutEngine.wake_up) for engine in engines))
+        try:
+            yield
+        finally:
+            await asyncio.gather(*(engine.call(RolloutEngine.wake_up) for engine in engines))
+
+    async def _publish(self, membership: Membership, version: int) -> SyncReport:
+        engines = self._tracked(membership.engines)
+        connected, self._connected = self._connected, None  # a round that fails leaves no link to build on
+        if membership.generation != connected:
+            await self._connect(engines)
+        updated, proven, self.held = version != self._version, self._rounds_proven, -1
+        report = await self._round(engines, version, probe=not (proven or 0) % self._settings.probe_every)
+        self._rounds_proven = proven + 1 if proven is not None else 1 if updated else None
+        await self.pool.call(EnginePool.synced, membership.names, version)
+        self._connected, self.held = membership.generation, version
+        return report
+
+    async def _has_left(self, membership: Membership) -> bool:
+        """Return whether an engine leaves, which died in a round that failed."""
+        try:
+            await asyncio.wait_for(self.pool.call(EnginePool.members, membership.generation), _LEAVE_S)
+        except TimeoutError:
+            return False
+        return True
 
     async def _members(self) -> Membership:
         """Return the membership, which is sent only when it has changed."""
@@ -140,7 +175,8 @@ class WeightSync:
             connecting = [
                 engine.call(RolloutEngine.connect, link, index * workers) for index, engine in enumerate(engines)
             ]
-            await asyncio.gather(self._ranks.call(RankApi.connect, link), *connecting)
+            problem, *_ = await _all(self._ranks.call(RankApi.connect, link), *connecting)
+            _check_link(problem[0])
 
     async def _round(self, engines: Engines, version: int, *, probe: bool) -> SyncReport:
         started = time.perf_counter()
@@ -150,12 +186,13 @@ class WeightSync:
             try:
                 keep = self._settings.kv_cache == "keep"
                 await asyncio.gather(*(engine.call(RolloutEngine.pause, keep) for engine in engines))
-                receiving = [engine.call(RolloutEngine.receive, self._rounds, version) for engine in engines]
-                sending = self._ranks.call(RankApi.send, self._rounds, bucket_bytes)
-                [sent, *_], held = await asyncio.gather(sending, asyncio.gather(*receiving))
             except BaseException:
                 await _resume(engines)
                 raise
+            # After a transfer that failed the engines stay paused, as they may have weights of two versions.
+            receiving = [engine.call(RolloutEngine.receive, self._rounds, version) for engine in engines]
+            [sent, *_], *held = await _all(self._ranks.call(RankApi.send, self._rounds, bucket_bytes), *receiving)
+            _check_link(sent.problem)
         _verify(version, sent, {engine.name: weights for engine, weights in zip(engines, held, strict=True)})
         seconds = time.perf_counter() - started
         gap = await self._compare(engines, version) if probe else None
@@ -210,6 +247,25 @@ def _verify(version: int, sent: Sent, held: Mapping[str, EngineWeights]) -> None
                 f"{weights.version} with {', '.join(weights.digests)}"
             )
             raise WeightSyncError(problem, "the transfer is broken: do not use rollouts of this engine", field=name)
+
+
+def _check_link(problem: str | None) -> None:
+    """Raise WeightSyncError if the first rank had a problem with the link."""
+    if problem is not None:
+        remedy = "see the engines' logs in the Ray dashboard: one of them has failed"
+        raise WeightSyncError(f"the link to the engines failed: {problem}", remedy, field="weight_sync")
+
+
+async def _all(*calls: Awaitable[Any]) -> list[Any]:
+    """Return the results of calls. Raises the first error once the others have ended, too, or after `_SETTLE_S`."""
+    futures = list(map(asyncio.ensure_future, calls))
+    _, running = await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+    if running:
+        await asyncio.wait(running, timeout=_SETTLE_S)
+    for each in futures:
+        if each.done():
+            each.result()
+    return [each.result() for each in futures]
 
 
 async def _resume(engines: Engines) -> None:

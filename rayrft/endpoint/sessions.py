@@ -6,6 +6,7 @@ Pure bookkeeping, with the time as an argument.
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
@@ -79,7 +80,7 @@ class Sessions:
         self._name = name
         self._group_size = group_size
         self._drop_equal, self._mask_truncated = drop_equal, mask_truncated
-        self._numbers, self._groups = count(), count()
+        self._numbers, self._groups = count(random.getrandbits(62)), count()
         self._open: dict[str, _Session] = {}
         self._idle: OrderedDict[str, float] = OrderedDict()
         """Expiry times of open sessions without a call in progress, in their order."""

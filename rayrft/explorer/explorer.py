@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,7 +85,7 @@ class Explorer(TaskActor):
         self._buffer = TrackedHandle(buffer, self._waits, endless=[Buffer.admit, Buffer.closed, Buffer.leased])
         self._feed = feed
         self._tasks = {task.id: task for task in tasks}
-        self._name, self._calls = f"explorer-{uuid.uuid4().hex}", 0
+        self._calls = 0
         self._held_out = held_out
         self._stage: StageConfig | None = None
         """The stage that is explored."""
@@ -123,11 +122,11 @@ class Explorer(TaskActor):
         gc.freeze()
         gc.set_threshold(400_000, 20, 100)
 
-    async def explore(self, stage: StageConfig) -> None:
+    async def explore(self, stage: StageConfig, producer: str) -> None:
         """Fill the Buffer until the stage is closed; then abandon the groups in flight. A feed is filled until its
-        tasks are exhausted and its groups have finished.
+        tasks are exhausted and its groups have finished. ``producer`` names this call to the Buffer.
 
-        Raises ActorDied if an engine has died, and RayrftError if too many consecutive groups fail.
+        Raises RayrftError if too many consecutive groups fail.
         """
         self._stage = stage
         await self._trained_rewards()
@@ -135,7 +134,7 @@ class Explorer(TaskActor):
             async with asyncio.TaskGroup() as groups:
                 if not self._feed:
                     groups.create_task(self._end_surplus(stage))
-                while tickets := await self._admit(stage):
+                while tickets := await self._admit(stage, producer):
                     for ticket in tickets:
                         groups.create_task(self.flow.run(self._stage, self._stage.algorithm.build(), ticket))
                 if not self._feed:  # after the last ticket the running groups finish, until the stage is closed
@@ -154,7 +153,7 @@ class Explorer(TaskActor):
 
     async def evaluate(self, temperature: float, beside: bool = False) -> Evaluation:
         """Attempt every held-out task, as in training, on the rollout engines or, ``beside`` them, on those that only
-        evaluate. Raises ActorDied if an engine has died."""
+        evaluate."""
         evaluator = self._evaluator_beside if beside else self._evaluator
         assert evaluator is not None  # there are such engines
         await self._trained_rewards()
@@ -186,10 +185,10 @@ class Explorer(TaskActor):
         with self._waits.on("rewards", "ready"):
             await self._scoring
 
-    def _admit(self, stage: StageConfig) -> Awaitable[list[Ticket]]:
+    def _admit(self, stage: StageConfig, producer: str) -> Awaitable[list[Ticket]]:
         self._calls += 1
         count = -(-stage.groups // self._config.explorer.count)  # else the first one to ask gets all of a step
-        return self._buffer.call(Buffer.admit, self._name, self._calls, count, self._feed)
+        return self._buffer.call(Buffer.admit, producer, self._calls, count, self._feed)
 
     def _make_pipeline(self, model: str, operators: Callable[[], Operators] | None) -> ExperiencePipeline:
         """Return the operators on experiences, which use the auxiliary models and rewards of the Explorer."""
@@ -212,11 +211,6 @@ class Explorer(TaskActor):
         while (newest := await self._buffer.call(Buffer.leased, step)) > step:
             step = newest
             self.flow.end_due(stage, step)
-
-
-async def explorer_timings(explorers: Sequence[Handle[Explorer]]) -> Timings:
-    """Return the joint timings of Explorers since the last call."""
-    return Timings.of(await asyncio.gather(*(explorer.call(Explorer.timings) for explorer in explorers)))
 
 
 class _Closed(Exception):

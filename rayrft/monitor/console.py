@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayrft.explorer.explorer import Timings
-from rayrft.monitor.records import NoteRecord, PairsRecord, Record, RolloutRecord, StepRecord
+from rayrft.monitor.records import NoteRecord, PairsRecord, Record, RestartRecord, RolloutRecord, StepRecord
 
 _BY_DESIGN = {"zero_variance", "stale", "surplus", "late", "truncated", "evicted_oldest", "evicted_lowest_priority"}
 """Reasons for which rows are dropped by design."""
@@ -18,6 +18,8 @@ def format_record(record: Record) -> str:
     head = f"[{record.stage} {record.step:>4}]"
     if isinstance(record, NoteRecord):
         return f"{head} {record.text}" if record.stage else record.text
+    if isinstance(record, RestartRecord):
+        return f"{head} restarted {record.actor} after {record.seconds:.1f} s: {record.cause}"
     counts = f"{record.right} of {record.count}, 95 % {record.low:.3f}-{record.high:.3f}"
     if isinstance(record, PairsRecord):
         return f"{head} held-out pairs {record.accuracy:.3f} right ({counts}), by {record.margin:.3f}"

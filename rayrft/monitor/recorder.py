@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from rayrft.config import RunConfig
-from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, RecordFile
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, RecordFile, RecordKey, StepRecord, record_key
 from rayrft.monitor.report import save_plot
 from rayrft.monitor.sinks import open_sinks
 from rayrft.monitor.summary import Summary, Totals, reserve_space, write_summary
@@ -40,6 +40,15 @@ class Recorder:
     def count(self) -> int:
         """Number of records so far."""
         return len(self._file)
+
+    def count_until(self, step: int) -> int:
+        """Return the number of records before that of a step, which has one."""
+        return next(n for n, each in enumerate(self._file.read()) if isinstance(each, StepRecord) and each.step == step)
+
+    def keys_since(self, step: int) -> set[RecordKey]:
+        """Return the keys of the records of later steps, and of the evaluations of this step."""
+        records = (each for each in self._file.read() if each.step > step or isinstance(each, EvaluationRecord))
+        return {record_key(each) for each in records if not isinstance(each, NoteRecord)}
 
     async def add(self, record: Record) -> None:
         """Append a record. Raises StorageError if it cannot be written."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import TypeAdapter
 
@@ -231,11 +231,35 @@ class NoteRecord:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-Record = StepRecord | RolloutRecord | EvaluationRecord | PairsRecord | NoteRecord
-_KINDS: tuple[type[Record], ...] = (StepRecord, RolloutRecord, EvaluationRecord, PairsRecord, NoteRecord)
+@dataclass(frozen=True)
+class RestartRecord:
+    """An actor died, and was restarted while the run continued."""
+
+    kind: ClassVar[str] = "restart"
+    stage: str
+    step: int
+    time: float
+    part: str
+    """Kind of the actor, the name of its placement group."""
+    actor: str
+    cause: str
+    seconds: float
+    """Seconds without the actor."""
+
+
+Record = StepRecord | RolloutRecord | EvaluationRecord | PairsRecord | NoteRecord | RestartRecord
+_KINDS: tuple[type[Record], ...] = get_args(Record)
 _READERS: dict[str, TypeAdapter[Record]] = {kind.kind: TypeAdapter(kind) for kind in _KINDS}
 _NESTED: dict[str, type[StepMetrics | Timings]] = {"metrics": StepMetrics, "timings": Timings}
 """Fields of records whose own fields are written beside the others."""
+
+
+RecordKey = tuple[str, str, int]
+"""Kind, stage and step of a record."""
+
+
+def record_key(record: Record) -> RecordKey:
+    return record.kind, record.stage, record.step
 
 
 def read_records(folder: Path) -> list[Record]:

@@ -18,7 +18,15 @@ from rayrft.buffer.reader import Archive
 from rayrft.config import load_run_config
 from rayrft.errors import RayrftError
 from rayrft.files import atomic_file, storage_errors
-from rayrft.monitor.records import EvaluationRecord, NoteRecord, PairsRecord, Record, StepRecord, read_records
+from rayrft.monitor.records import (
+    EvaluationRecord,
+    NoteRecord,
+    PairsRecord,
+    Record,
+    RestartRecord,
+    StepRecord,
+    read_records,
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,14 @@ class AccuracyChange:
 
     before: EvaluationRecord
     after: EvaluationRecord
+
+
+@dataclass(frozen=True)
+class RestartCount:
+    """Restarts of a kind of actor: how many, and the seconds without an actor in all."""
+
+    count: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,8 @@ class Summary:
     """Folder of the last weights of a finished or stopped run, in Hugging Face format."""
     pairs: dict[str, PairsRecord] = field(default_factory=dict)
     """By stage, the last ranking of held-out preference pairs."""
+    restarts: dict[str, RestartCount] = field(default_factory=dict)
+    """By kind of actor."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +138,8 @@ class Totals:
         """The first and last evaluation by temperature."""
         self.pairs: dict[str, PairsRecord] = {}
         """The last ranking by stage."""
+        self.restarts: defaultdict[str, RestartCount] = defaultdict(RestartCount)
+        """By kind of actor."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Wall time by part over all steps."""
         self.step = self.version = 0
@@ -140,13 +160,16 @@ class Totals:
         elif isinstance(record, NoteRecord):
             if "paused_s" in record.data:
                 self.seconds["paused"] += record.data["paused_s"]
+        elif isinstance(record, RestartRecord):
+            known = self.restarts[record.part]
+            self.restarts[record.part] = RestartCount(known.count + 1, round(known.seconds + record.seconds, 3))
         elif isinstance(record, PairsRecord):
             self.seconds["evaluation"] += record.seconds
             self.pairs[record.stage] = record
         elif isinstance(record, EvaluationRecord):
             self.seconds["evaluation"] += record.seconds
-            known = self.accuracy.get(temperature := f"{record.temperature:g}")
-            self.accuracy[temperature] = AccuracyChange(known.before if known else record, record)
+            first = self.accuracy.get(temperature := f"{record.temperature:g}")
+            self.accuracy[temperature] = AccuracyChange(first.before if first else record, record)
 
 
 def summarise(
@@ -176,6 +199,7 @@ def summarise(
         stages=dict(stages),
         checkpoint=checkpoint,
         pairs=totals.pairs,
+        restarts=dict(totals.restarts),
     )
 
 

@@ -31,6 +31,10 @@ class Watched:
         """Never return: a caller that awaits it learns at once when the actor dies."""
         await asyncio.Event().wait()
 
+    async def idle(self) -> None:
+        """Never return, whatever `watch` raises: a caller that awaits it learns when the actor's process has ended."""
+        await asyncio.Event().wait()
+
     async def pid(self) -> int:
         """Return the actor's process id."""
         return os.getpid()
@@ -73,9 +77,13 @@ class Handle(Generic[T_co]):
         """Return a handle whose calls have these of Ray's options."""
         return Handle(self.name, self.actor, **options)
 
-    def kill(self) -> None:
-        """Kill the actor."""
-        ray.kill(self.actor)
+    def kill(self, *, restart: bool = False) -> None:
+        """Kill the actor; with ``restart``, Ray restarts it if it was created so."""
+        ray.kill(self.actor, no_restart=not restart)
+
+    def succeed(self, successor: Handle[Any]) -> None:
+        """Let this handle be that of a dead actor's successor; handles in other processes are not changed."""
+        self.actor = successor.actor
 
     def _start(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
         remote = getattr(self.actor, method.__name__)
@@ -154,6 +162,14 @@ def end(actors: Collection[Handle[Watched]]) -> None:
     ray.wait(watches, num_returns=len(watches))
 
 
+async def fence(actor: Handle[Watched]) -> None:
+    """Kill an actor, in an event loop; return when its process has ended, and its name and resources are free."""
+    ended = asyncio.ensure_future(when_reachable(lambda: actor.untracked.call(Watched.idle)))
+    actor.kill()
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        await ended
+
+
 def until_dead(actor: Handle[Watched]) -> None:
     """Block until an actor has died; outside of event loops."""
     with contextlib.suppress(ray.exceptions.RayActorError):
@@ -174,12 +190,16 @@ async def until_failed(actor: Handle[Watched]) -> None:
     await when_reachable(lambda: actor.untracked.call(Watched.watch))
 
 
-async def until_dead_for_good(actor: Handle[Watched]) -> None:
-    """Return only by raising the error of an actor that Ray fails to restart."""
+async def until_restarted(actor: Handle[Watched]) -> RayrftError:
+    """Return why an actor died, once Ray has restarted it. Raises the error of an actor that Ray fails to restart."""
+    pid = await actor.untracked.call(Watched.pid)
     while True:
-        await actor.untracked.call(Watched.pid)  # returns once it is up
-        with contextlib.suppress(ray.exceptions.ActorUnavailableError):
+        try:
             await actor.with_options(max_task_retries=0).call(Watched.watch)
+        except ray.exceptions.ActorUnavailableError:
+            cause = ActorDied("its process died", _REMEDY, field=actor.name)
+        if await actor.untracked.call(Watched.pid) != pid:  # else it could not be reached for a while
+            return cause
 
 
 async def when_reachable(call: Callable[[], Awaitable[R]]) -> R:
@@ -199,7 +219,8 @@ def death_reason(error: Any) -> str:
     if error.actor_init_failed:  # a traceback, which ends with what was raised
         return lines[-1].rpartition("rayrft.errors.")[2].rstrip(".")
     # Lines: a heading, the actor's properties (indented by tabs), and the reason.
-    return next((line for line in lines[1:] if not line.startswith("\t")), lines[0]).rstrip(".")
+    reason = next((line for line in lines[1:] if not line.startswith("\t")), lines[0])
+    return reason.partition(" Some common causes")[0].rstrip(".")
 
 
 def root_cause(error: BaseException, actor: str = "master") -> RayrftError:

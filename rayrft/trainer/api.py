@@ -41,11 +41,13 @@ class RankApi(Protocol):
     def locate(self, timeout_s: float) -> tuple[str, int] | None:
         """Open the store of a future link to engines on rank 0; return its host and port, on other ranks None."""
 
-    def connect(self, link: Link) -> None:
-        """Connect to the engines of a link, and close the link before."""
+    def connect(self, link: Link) -> str | None:
+        """Connect to the engines of a link, and close the link before; return why that failed, if it did: an engine
+        that died must not end the ranks."""
 
     def send(self, number: int, bucket_bytes: int) -> Sent:
-        """Send the weights to all engines of the link, as its transfer ``number``."""
+        """Send the weights to all engines of the link, as its transfer ``number``. If that fails, the link is closed,
+        which ends the transfer at the other engines, too."""
 
     def score(self, sequences: list[list[int]], images: list[tuple[str, ...]] | None = None) -> list[list[float]]:
         """Compute log-probs of sequences (with the image paths of each) under the present weights, at temperature 1."""

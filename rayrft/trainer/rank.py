@@ -24,7 +24,7 @@ from rayrft.registry import load_plugins
 from rayrft.runtime.handle import fetch
 from rayrft.trainer.api import Mailbox, RankApi, RankSetup
 from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
-from rayrft.trainer.blame import device_failed
+from rayrft.trainer.blame import device_failed, is_device_fault
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.lora import Lora
@@ -131,20 +131,32 @@ class Rank(RankApi):
         self._store = open_store(timeout_s)
         return self._store.host, self._store.port
 
-    def connect(self, link: Link) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = WeightChannel(link, sends=True, index=self._index, device=self._device, store=self._store)
+    def connect(self, link: Link) -> str | None:
+        self._disconnect()
+        try:
+            self._channel = WeightChannel(link, sends=True, index=self._index, device=self._device, store=self._store)
+        except RuntimeError as error:  # of torch.distributed: an engine has not come
+            return _lost_engine(error)
+        return None
 
     def send(self, number: int, bucket_bytes: int) -> Sent:
-        if self._channel is None:
-            raise RuntimeError("no link to the engines: connect comes first")
+        if self._channel is None:  # it failed, or was that of ranks which have died
+            return Sent("", 0, "no link to the engines")
         policy, lora = self.learner.policy, self.learner.policy.lora
         # An adapter is small and engines merge it in float32, so it is not rounded.
         dtype = self._compute if lora is None else torch.float32
         metas = [TensorMeta.of(name, tensor, dtype) for name, tensor in named_weights(policy)]
         parcel = Parcel(metas, bucket_bytes, Adapter(lora.base, lora.scale) if lora is not None else None)
-        return Sent(self._channel.send(number, parcel, self._buckets(parcel)), parcel.nbytes)
+        try:
+            return Sent(self._channel.send(number, parcel, self._buckets(parcel)), parcel.nbytes)
+        except RuntimeError as error:  # of torch.distributed: an engine is gone
+            self._disconnect()
+            return Sent("", parcel.nbytes, _lost_engine(error))
+
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
 
     def _buckets(self, parcel: Parcel) -> Iterator[Tensor]:
         """Iterate over the buckets, filled with the gathered weights. A collective."""
@@ -214,3 +226,10 @@ class Rank(RankApi):
 
     def _shard(self, model: Sharded) -> Sharded:
         return shard(model, self._mesh, self._compute, cpu_offload=self._setup.config.cpu_offload)
+
+
+def _lost_engine(error: RuntimeError) -> str:
+    """Return the error of a link to the engines as one line. Raises it if it is a fault of this rank's device."""
+    if is_device_fault(error):
+        raise error
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

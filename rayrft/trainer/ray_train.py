@@ -59,9 +59,13 @@ class RankTrainer(TorchTrainer):
 def _controller_on(group: Any) -> type:
     """Return Ray Train's controller class with its workers in ``group`` instead of a new placement group."""
 
+    class _KeptGroup(ray_api.DefaultPlacementGroupHandle):
+        def shutdown(self) -> None:
+            """Keep the group: the next ranks of the run use it, or its engines do."""
+
     class Workers(ray_api.WorkerGroup):
         def _create_placement_group(self, *_: Any) -> Any:
-            return ray_api.DefaultPlacementGroupHandle(group)
+            return _KeptGroup(group)
 
         def execute_single(self, rank: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if fn is ray_api.get_address_and_port:  # before the ranks form their process group

@@ -90,7 +90,13 @@ class WeightChannel:
             self._announced = [f"parcel/{number}"]
             self._store.set(self._announced[0], parcel.to_json())
             buckets = _digested(buckets, digest)
-        self._transport.send(buckets)
+        buckets = iter(buckets)
+        try:
+            self._transport.send(buckets)
+        except Exception:
+            for _ in buckets:  # the other ranks take part in gathering each
+                pass
+            raise
         return digest.value
 
     def announced(self, number: int) -> Parcel:

@@ -91,10 +91,12 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Sent:
-    """Digest and size of the weights that a trainer rank sent; only the first rank computes the digest."""
+    """Digest and size of the weights that a trainer rank sent; only the first rank computes the digest. ``problem`` is
+    why they did not reach the engines, if they did not."""
 
     digest: str
     nbytes: int
+    problem: str | None = None
 
 
 @dataclass(frozen=True)

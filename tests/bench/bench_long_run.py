@@ -44,6 +44,7 @@ from rayrft.weights.messages import SyncReport
 from tests.bench.bench_put import named, template
 from tests.bench.helpers import parse
 from tests.buffer.in_process import small
+from tests.core.given import restarts
 from tests.e2e.conftest import small_config
 from tests.monitor.made import result
 from tests.scripted import remote
@@ -123,7 +124,8 @@ async def run(steps: int, stepped: Any) -> None:
     await explorer.start()
     sync: Any = engine
     recorder, stop = Recorder(config), asyncio.Event()
-    await TrainLoop(config, remote(buffer), remote(trainer), [remote(explorer)], recorder, progress, stop, sync).run()
+    actors = remote(buffer), remote(trainer), [remote(explorer)]
+    await TrainLoop(config, *actors, recorder, progress, stop, restarts(), sync).run()
 
 
 def resident_mib() -> float:

@@ -133,7 +133,10 @@ class Exploring:
         """Open a stage, and start to explore it."""
         planned = StagePlan(stage.groups, stage.group_size, name=stage.name, **plan)
         await self.buffer.call(Buffer.open_stage, planned)
-        self._name, self._running = stage.name, asyncio.ensure_future(self.explorer.call(Explorer.explore, stage))
+        self._name, self._running = (
+            stage.name,
+            asyncio.ensure_future(self.explorer.call(Explorer.explore, stage, "explorer-0")),
+        )
 
     async def close(self) -> None:
         """Close the stage; return when the Explorer has ended it."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 from rayrft.config import RunConfig, dump_config, load_config
+from rayrft.config.restarts import RestartsConfig
 from rayrft.core.checkpoints import Checkpoints, Progress
+from rayrft.core.restarts import Restarts
 from tests.e2e.conftest import small_config
 
 
@@ -16,6 +20,12 @@ def run_folder(storage: Path, name: str, **changes: Any) -> RunConfig:
     config.folder.mkdir()
     (config.folder / "config.yaml").write_text(dump_config(config))
     return config
+
+
+def restarts(per_hour: int = 0, parts: Any = None) -> Restarts:
+    """Restarts of these parts, by default of none."""
+    parts = parts or SimpleNamespace(supervised=dict)
+    return Restarts(parts, RestartsConfig(per_hour=per_hour, backoff_s=0), AsyncMock(), AsyncMock())
 
 
 def write(checkpoints: Checkpoints, progress: Progress, *files: str) -> None:

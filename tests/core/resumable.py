@@ -42,6 +42,7 @@ from rayrft.trainer.api import RankApi, RankCall, RankSetup
 from rayrft.trainer.rank import Rank
 from rayrft.trainer.trainer import Ranks, Trainer
 from tests.buffer.in_process import ObjectTable
+from tests.core.given import restarts
 from tests.scripted import remote
 
 Wishes = Mapping[int, list[tuple[Any, ...]]]
@@ -112,7 +113,7 @@ class ScriptedExplorer:
         self._writer = BufferWriter(buffer)
         self._name, self._calls = f"explorer-{os.getpid()}", 0  # of this life: the one before was given up
 
-    async def explore(self, stage: StageConfig) -> None:
+    async def explore(self, stage: StageConfig, producer: str) -> None:
         while tickets := await self._admit(stage):
             self._pipe.send("admitted")
             await asyncio.gather(*(self._group(stage, ticket) for ticket in tickets))
@@ -194,7 +195,7 @@ async def _run(config: RunConfig, pipe: Connection, poisoned: int | None, wishes
     explorer = remote(ScriptedExplorer(buffer, trainer, pipe, poisoned))
     await buffer.call(Buffer.load, "gold", [pack(to_batch(demonstrations()))])
     recorder = Recorder(config, progress.records)
-    loop = TrainLoop(config, buffer, trainer, [explorer], recorder, progress, stop, steering=steering)
+    loop = TrainLoop(config, buffer, trainer, [explorer], recorder, progress, stop, restarts(), steering=steering)
     await loop.restore()
     pipe.send("up")
     try:

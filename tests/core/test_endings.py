@@ -78,7 +78,7 @@ def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(
     ends: tuple[Callable[[rayrft.Run], None], ...], tmp_path: Path
 ) -> None:
     config = small_config(tmp_path, "ending", evaluation={"enabled": False}, **WITHOUT_VLLM)
-    config["stages"] = [{**config["stages"][0], "steps": 1_000_000}]
+    config |= {"stages": [{**config["stages"][0], "steps": 1_000_000}], "restarts": {"per_hour": 0}}
     held, living, room = groups(), alive(), free()
     run = rayrft.start(config, say=lambda _: None)
     for end, following in zip(ends, [*ends[1:], None], strict=True):

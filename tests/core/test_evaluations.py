@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import ray
 
 from rayrft.core.checkpoints import Checkpoints, Progress, Saver
 from rayrft.core.evaluations import Evaluations
-from rayrft.errors import ActorDied, WeightSyncError
+from rayrft.errors import WeightSyncError
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt, Evaluation, measure
 from rayrft.monitor import sinks
@@ -21,7 +20,7 @@ from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import EvaluationRecord, NoteRecord
 from rayrft.runtime.handle import Handle
 from rayrft.weights.messages import SyncReport
-from tests.core.given import run_folder, write
+from tests.core.given import restarts, run_folder, write
 from tests.errors import about
 from tests.scripted import remote
 
@@ -41,20 +40,15 @@ class ScriptedExplorer:
         return answer
 
 
-class ScriptedEngine:
-    def __init__(self) -> None:
-        self.died = asyncio.Event()
-
-    async def watch(self) -> None:
-        await self.died.wait()
-        raise ActorDied("gone", field="evaluation-0")
-
-
 class ScriptedSync:
     def __init__(self) -> None:
         self.loaded: list[tuple[list[str], int]] = []
 
+    died: Exception | None = None
+
     async def load(self, engines: list[Handle[Any]], version: int) -> SyncReport:
+        if self.died:
+            raise self.died
         self.loaded.append(([engine.name for engine in engines], version))
         return SyncReport(version, 0.1, 1, "abc", 0.0)
 
@@ -71,16 +65,16 @@ class Subject:
         config = run_folder(folder, "run", evaluation=evaluation, checkpoint={"keep_last": 1})
         self.checkpoints = Checkpoints(config.folder, config.checkpoint)
         self.progress, self.recorder = Progress("run"), Recorder(config)
-        self.explorer, self.sync, self.pool = ScriptedExplorer(), ScriptedSync(), EnginePool()
-        self.engines = [ScriptedEngine() for _ in range(engines)]
+        self.explorer, self.sync, members = ScriptedExplorer(), ScriptedSync(), EnginePool()
+        self.members, self.pool = members.members, remote(members)
         self.published = 0
-        handles = [remote(engine, f"evaluation-{index}") for index, engine in enumerate(self.engines)]
+        self.alive, self.emptied = [remote(None, f"evaluation-{index}") for index in range(engines)], asyncio.Event()
         nobody = remote(None)
-        group: Any = SimpleNamespace(pool=remote(self.pool), engines=handles) if engines else None
+        group: Any = self if engines else None
         self.saver = Saver(config, nobody, nobody, self.progress)
         sync: Any = self.sync
         self.stage = config.stages[0]
-        shared = (self.recorder, self.progress, self.saver, sync, self._publish)
+        shared = (self.recorder, self.progress, self.saver, sync, self._publish, restarts())
         self.subject = Evaluations(config, [remote(self.explorer)], group, *shared)
 
     async def at(self, step: int) -> None:
@@ -125,7 +119,7 @@ async def test_the_record_comes_later_and_is_of_the_step_whose_weights_were_load
     made = make(2)
     await made.at(4)
     assert made.sync.loaded == [(["evaluation-0", "evaluation-1"], 4)] and not made.published
-    members = (await made.pool.members()).members
+    members = (await made.members()).members
     assert [(member.name, member.version) for member in members] == [("evaluation-0", 4), ("evaluation-1", 4)]
     write(made.checkpoints, Progress("run", step=4))
     await made.at(6)
@@ -140,43 +134,46 @@ async def test_the_record_comes_later_and_is_of_the_step_whose_weights_were_load
     made.explorer.answers.put_nowait(answer(10, right=False))
     await made.subject.end()
     assert made.evaluated[1:] == [(10, 10, 0)] and made.progress.accuracy == 0.0
-    assert {member.version for member in (await made.pool.members()).members} == {10}
+    assert {member.version for member in (await made.members()).members} == {10}
     assert "no evaluation: that of step 4 has not ended" in made.notes
     await made.subject.cancel()
 
 
-async def test_an_engine_that_dies_costs_its_evaluation_and_the_others_make_the_next(make: Make) -> None:
+async def test_an_evaluation_without_engines_that_are_alive_is_lost_and_the_others_make_the_next(make: Make) -> None:
     made = make(2)
     await made.at(2)
-    made.engines[0].died.set()
-    died = ray.exceptions.RayTaskError("evaluate", "Traceback …", ActorDied("gone", field="evaluation-0"))
-    made.explorer.answers.put_nowait(died.as_instanceof_cause())
+    lost = made.alive.pop(0)
+    await made.pool.call(EnginePool.leave, lost, "it died")
+    assert not made.emptied.is_set(), "the other engine answers its requests, too"
+    made.emptied.set()
     await made.subject.end()
     made.subject.check()
-    assert made.evaluated == [] and "the evaluation of step 2 is lost: evaluation-0: gone" in made.notes
+    assert made.evaluated == [] and "the evaluation of step 2 is lost: evaluation: all" in made.notes
     made.explorer.answers.put_nowait(answer(4))
     await made.at(4)
     await made.subject.end()
     assert made.sync.loaded[-1] == (["evaluation-1"], 4) and made.evaluated == [(4, 4, 1)]
-    assert (await made.pool.members()).names == ("evaluation-1",)
-    made.engines[1].died.set()
-    while "evaluation-1 died" not in made.notes:  # its watch is told by the next turn of the loop or the one after
-        made.explorer.answers.put_nowait(answer(made.progress.step + 1))
-        await made.at(made.progress.step + 1)
-        await made.subject.end()
-    assert made.explorer.asked[-1] == (0.0, False) and "the rollout engines evaluate from now on" in made.notes
+    made.alive.append(remote(None, lost.name))  # its successor
+    made.sync.died = ray.exceptions.ActorDiedError()
+    await made.at(6)
+    assert "the evaluation of step 6 is lost" in made.notes, "an engine died while it was sent weights"
+    made.sync.died = None
+    made.explorer.answers.put_nowait(answer(8))
+    await made.at(8)
+    await made.subject.end()
+    assert made.evaluated[1:] == [(8, 8, 1)]
+    assert {*(await made.members()).names} == {"evaluation-0", "evaluation-1"}
     await made.subject.cancel()
 
 
-async def test_the_death_of_another_actor_is_no_lost_evaluation(make: Make) -> None:
-    made = make(1)
+async def test_the_evaluation_of_a_repeated_step_is_not_made_again(make: Make) -> None:
+    made = make(0)
+    made.subject.recorded = {("evaluation", made.stage.name, 2)}
     await made.at(2)
-    made.explorer.answers.put_nowait(ActorDied("gone", field="engine_pool"))
-    with pytest.raises(ActorDied, check=about("engine_pool")):
-        await made.subject.end()
-    with pytest.raises(ActorDied):
-        made.subject.check()
-    await made.subject.cancel()
+    assert not made.explorer.asked
+    made.explorer.answers.put_nowait(answer(4))
+    await made.at(4)
+    assert made.evaluated == [(4, 4, 0)]
 
 
 @pytest.mark.parametrize("engines", [0, 1])

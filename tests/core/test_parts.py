@@ -72,35 +72,32 @@ ENGINES = ["engine_pool", "engine-0", "engine-1"]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "supervised", "alone"),
+    ("overrides", "supervised"),
     [
-        ({}, ["explorer-0", *ENGINES, "buffer", "trainer"], []),
+        ({}, ["explorer-0", *ENGINES, "buffer", "trainer"]),
         (
             {"evaluation": {"engines": 1}, "auxiliary": {"judge": {"model": "m"}}},
-            ["explorer-0", *ENGINES, "evaluation_pool", "engine_pool-judge", "auxiliary-judge-0", "buffer", "trainer"],
-            ["evaluation-0"],
+            [
+                *("explorer-0", *ENGINES, "evaluation_pool", "evaluation-0"),
+                *("engine_pool-judge", "auxiliary-judge-0", "buffer", "trainer"),
+            ],
         ),
-        ({"mode": "train"}, ["buffer", "trainer"], []),
-        ({"mode": "explore", "buffer": {"name": "lake"}}, ["explorer-0", *ENGINES, "buffer"], []),
-        ({"mode": "serve", "max_staleness": 2}, [*ENGINES, "buffer", "trainer", "keeper"], []),
+        ({"mode": "train"}, ["buffer", "trainer"]),
+        ({"mode": "explore", "buffer": {"name": "lake"}}, ["explorer-0", *ENGINES, "buffer"]),
+        ({"mode": "serve", "max_staleness": 2}, [*ENGINES, "buffer", "trainer", "keeper"]),
     ],
 )
-async def test_every_actor_whose_death_ends_the_run_is_watched_and_has_a_heartbeat(
-    make: Make, overrides: dict[str, Any], supervised: list[str], alone: list[str]
+async def test_every_actor_is_watched_restarted_and_has_a_heartbeat(
+    make: Make, overrides: dict[str, Any], supervised: list[str]
 ) -> None:
     parts = make(**overrides)
-    assert sorted(actor.name for actor in parts.actors()) == sorted(supervised + alone)
-    watches = parts.watches()
-    assert sorted(watches) == sorted(parts.heartbeats()) == sorted(supervised)
+    assert sorted(actor.name for actor in parts.actors()) == sorted(supervised)
+    assert sorted(parts.supervised()) == sorted(parts.heartbeats()) == sorted(supervised)
     answers = await asyncio.gather(*(heartbeat() for heartbeat in parts.heartbeats().values()))
     elsewhere = set() if parts.config.trains else {"buffer"}
     assert {answer for answer in answers if isinstance(answer, str)} == {*supervised} - elsewhere
     assert not parts.waits.report().waits, "a heartbeat is no wait of the Master"
-    coroutines: dict[str, Any] = watches
-    restarted = [name for name, watch in coroutines.items() if watch.__name__ == "until_dead_for_good"]
-    assert restarted == ["buffer"], "Ray restarts it"
-    for watch in coroutines.values():
-        watch.close()  # none was awaited
+    assert all(part.on_death in ("restart", "replace") for part, _ in parts.supervised().values())
     groups = {bundles.name for bundles in plan_placement(parts.config)}
     assert parts.placement.created.keys() <= groups  # type: ignore[attr-defined]
 
@@ -120,7 +117,6 @@ class ClockPart(Part[Clock]):
     """A toy kind: all that a run needs to know of it."""
 
     name = "clock"
-    on_death = "continue"
     loads = True
 
     @classmethod
@@ -139,5 +135,5 @@ async def test_a_new_kind_of_actor_is_one_class(make: Make, monkeypatch: pytest.
     parts = make()
     assert plan_placement(parts.config)[-1].name == "clock"
     clock = RunParts([ClockPart], parts.config, parts.prepared, parts.placement, parts.waits, [])
-    assert [actor.name for actor in clock.actors()] == ["clock-0"] and not clock.watches()
+    assert [actor.name for actor in clock.actors()] == ["clock-0"] == [*clock.supervised()]
     assert await clock.start() == ["the clock says tick"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import AsyncMock
@@ -19,7 +20,7 @@ from rayrft.monitor import sinks
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import NoteRecord
 from rayrft.trainer.api import RankCall
-from tests.core.given import run_folder
+from tests.core.given import restarts, run_folder
 from tests.errors import about
 from tests.monitor.made import lease, result
 from tests.scripted import remote
@@ -57,7 +58,7 @@ class Subject:
         self.buffer.resume.return_value = Resumed(Ledger(), 0)
         self.buffer.flush.return_value = self.buffer.lease.return_value = None
         buffer, trainer, explorers = remote(self.buffer), remote(self.trainer), [remote(self.explorer)]
-        self.loop = TrainLoop(config, buffer, trainer, explorers, Recorder(config), progress, self.stop)
+        self.loop = TrainLoop(config, buffer, trainer, explorers, Recorder(config), progress, self.stop, restarts())
 
 
 @pytest.fixture
@@ -110,5 +111,5 @@ async def test_an_explorer_that_does_not_abandon_its_groups_ends_the_run(subject
 
 async def test_blocks_that_are_lost_again_and_again_end_the_run(subject: Subject) -> None:
     with pytest.raises(RayrftError, check=about("buffer.lease", 0)):
-        await subject.loop._train(0, asyncio.get_running_loop().create_future())
+        await subject.loop._train(0, asyncio.get_running_loop().create_future(), AsyncExitStack())
     assert subject.buffer.lease.await_count == 5 and subject.trainer.calls == ["train"] * 5

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import ActorDiedError
 
 from rayrft.config import load_config
 from rayrft.core.weight_sync import WeightSync
@@ -33,6 +34,8 @@ class ScriptedEngine:
         self.digest, self.version_offset, self.fail, self.paused = "abc", 0, "", False
         self.kept_cache = False
         self.scores = [-1.0] * TOKENS
+        self.dies: Any = None
+        """What happens when it dies."""
         self.links: list[tuple[int, int]] = []
         """Number of receivers and its own index, of the links that it got."""
         self.calls: list[str] = []
@@ -55,9 +58,12 @@ class ScriptedEngine:
         assert self.paused
         if self.fail == "hang":
             await asyncio.Event().wait()
-        self.paused = False
         if self.fail == "receive":
             raise RuntimeError("no weights")
+        if self.fail == "death":
+            await self.dies()
+            raise ActorDiedError()
+        self.paused = False
         return EngineWeights(version + self.version_offset, (self.digest,))
 
     async def score(self, sequence: list[int], images: tuple[str, ...]) -> list[float]:
@@ -68,12 +74,15 @@ class ScriptedEngine:
 class ScriptedTrainer:
     logprob = -1.0
     """Of every token under the present weights."""
+    problem: str | None = None
+    """Of the next transfer."""
 
     async def call_ranks(self, call: RankCall) -> list[Any]:
         if call.method == "score":
             return [[[self.logprob] * (len(s) - 1) for s in call.args[0]]]
         answers: dict[str, list[Any]] = {"locate": [("host", 1), None], "connect": [None, None]}
-        return {**answers, "send": [Sent("abc", 16), Sent("", 16)]}[call.method]
+        problem, self.problem = self.problem, None
+        return {**answers, "send": [Sent("abc", 16, problem), Sent("", 16)]}[call.method]
 
 
 class Subject:
@@ -95,6 +104,10 @@ class Subject:
             self.engines[name] = ScriptedEngine()
             vars(self.engines[name]).update(faults)
         await self.sync.admit([remote(self.engines[name], name) for name in names], version)
+
+    async def leave(self, name: str) -> None:
+        [handle] = [member.handle for member in (await self.pool.members()).members if member.name == name]
+        await self.pool.leave(handle, "died")
 
     async def members(self) -> dict[str, int]:
         """Names and versions."""
@@ -131,7 +144,7 @@ async def test_the_probe_runs_after_an_update_after_a_new_link_and_at_every_nth_
     await made.admit("engine-2", version=8)
     assert made.engines["engine-2"].calls[-1] == "score"
     assert await probed(*range(9, 13)) == [9, 12]
-    await made.pool.leave("engine-0", "died")
+    await made.leave("engine-0")
     assert await probed(13, 14) == [13]
 
 
@@ -145,7 +158,6 @@ async def test_a_new_engine_with_other_weights_is_never_a_member(faults: dict[st
     with pytest.raises((WeightSyncError, RuntimeError)):
         await made.admit("engine-2", version=1, **faults)
     assert await made.pool.members() == membership
-    assert not made.engines["engine-2"].paused
     await made.sync.publish(2)
     assert made.engines["engine-2"].calls.count("receive") <= 1, "what is no member is sent no more weights"
 
@@ -162,12 +174,12 @@ async def test_the_group_is_formed_again_when_the_members_have_changed_and_only_
     await made.sync.publish(3)
     assert [engine.links[-1] for engine in (first, second, third)] == [(3, 0), (3, 1), (3, 2)]
     assert await made.members() == {"engine-0": 3, "engine-1": 3, "engine-2": 3}
-    await made.pool.leave("engine-0", "scaled down")
+    await made.leave("engine-0")
     await made.sync.publish(4)
     assert [engine.links[-1] for engine in (first, second, third)] == [(3, 0), (2, 0), (2, 1)]
     assert first.calls.count("receive") == 3 and await made.members() == {"engine-1": 4, "engine-2": 4}
     # One under the name of an engine that left is a change of members, too.
-    await made.pool.leave("engine-1", "died")
+    await made.leave("engine-1")
     await made.admit("engine-1", version=4)
     await made.sync.publish(5)
     assert made.engines["engine-1"].links == [(1, 0), (2, 1)] and second.calls.count("receive") == 4
@@ -175,20 +187,23 @@ async def test_the_group_is_formed_again_when_the_members_have_changed_and_only_
 
 async def test_without_members_nothing_is_sent_and_whoever_joins_then_gets_everything() -> None:
     made = await subject(1)
-    await made.pool.leave("engine-0", "died")
+    await made.leave("engine-0")
     assert (await made.sync.publish(1)).digest is None
     await made.admit("engine-1", version=1)
     assert await made.members() == {"engine-1": 1}
 
 
 @pytest.mark.parametrize("faults", FAULTS, ids=str)
-async def test_a_round_that_fails_leaves_no_engine_paused(faults: dict[str, Any]) -> None:
+async def test_an_engine_is_paused_after_a_round_that_failed_only_if_it_has_received_a_part(
+    faults: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayrft.core.weight_sync._LEAVE_S", 0.1)
     made = await subject()
     vars(made.engines["engine-1"]).update(faults)
     with pytest.raises(RuntimeError if "fail" in faults else WeightSyncError) as failed:
         await made.sync.publish(3)
     assert getattr(failed.value, "field", "engine-1") == "engine-1"
-    assert not any(engine.paused for engine in made.engines.values())
+    assert [engine.paused for engine in made.engines.values()] == [False, faults == {"fail": "receive"}]
     moved = "receive" in made.engines["engine-0"].calls
     assert not moved or faults != {"fail": "pause"}, "no weights move before all engines are paused"
     assert set((await made.members()).values()) == {0}
@@ -198,12 +213,54 @@ async def test_a_round_that_fails_leaves_no_engine_paused(faults: dict[str, Any]
     assert set((await made.members()).values()) == {4}
 
 
-async def test_an_engine_that_hangs_ends_the_run_at_the_deadline_and_the_others_resume() -> None:
+@pytest.mark.parametrize("left", [2, 0])
+async def test_a_round_in_which_engines_die_is_repeated_with_those_that_are_left(left: int) -> None:
+    made = await subject(left + 1)
+    dead = made.engines[f"engine-{left}"]
+    dead.fail, dead.dies = "death", lambda: made.leave(f"engine-{left}")
+    made.trainer.problem = "connection closed by peer" if left else None
+    report = await made.sync.publish(3)
+    assert await made.members() == {f"engine-{index}": 3 for index in range(left)}
+    assert report.digest == ("abc" if left else None)
+    for index in range(left):
+        assert made.engines[f"engine-{index}"].links == [(3, index), (2, index)], "under a new link"
+        assert not made.engines[f"engine-{index}"].paused
+    await made.admit("engine-9", version=3)
+    await made.sync.publish(4)
+    assert set((await made.members()).values()) == {4}, "its successor takes part in the next"
+
+
+async def test_a_link_that_fails_with_all_engines_alive_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayrft.core.weight_sync._LEAVE_S", 0.1)
+    made = await subject()
+    made.trainer.problem = "connection reset"
+    with pytest.raises(WeightSyncError, match="connection reset"):
+        await made.sync.publish(3)
+
+
+async def test_steps_that_are_repeated_publish_nothing_older_than_what_engines_hold() -> None:
+    made = await subject()
+    await made.sync.publish(3)
+    made.sync.held = 5
+    assert (await made.sync.publish(4)).digest is None and set((await made.members()).values()) == {3}
+    assert (await made.sync.publish(5)).digest == "abc", "the version that they hold is proven again"
+
+
+async def test_a_call_that_hangs_after_another_has_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayrft.core.weight_sync._SETTLE_S", 0.1)
+    monkeypatch.setattr("rayrft.core.weight_sync._LEAVE_S", 0.1)
+    made = await subject()
+    made.engines["engine-0"].fail, made.engines["engine-1"].fail = "receive", "hang"
+    with pytest.raises(RuntimeError, match="no weights"):
+        await made.sync.publish(3)
+
+
+async def test_an_engine_that_hangs_ends_the_run_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayrft.core.weight_sync._LEAVE_S", 0.1)
     made = await subject(deadline_s=0.2)
     made.engines["engine-1"].fail = "hang"
     with pytest.raises(WeightSyncError, check=about("weight_sync")):
         await made.sync.publish(3)
-    assert not made.engines["engine-0"].paused
 
 
 def scores(**off: float) -> list[float]:
@@ -227,7 +284,10 @@ def scores(**off: float) -> list[float]:
         (EXACT, {"few": float("inf")}, None),
     ],
 )
-async def test_log_probs_are_judged_by_mean_and_share(dtype: str, off: dict[str, float], largest: float | None) -> None:
+async def test_log_probs_are_judged_by_mean_and_share(
+    dtype: str, off: dict[str, float], largest: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayrft.core.weight_sync._LEAVE_S", 0.1)
     made = await subject(dtype=dtype, probe_every=1)
     made.engines["engine-1"].scores = scores(**off)
     if largest is None:

@@ -32,7 +32,7 @@ def test_two_explorers_take_each_task_once_beside_an_endpoint_and_a_dead_auxilia
     config["tasks"]["epochs"] = 1
     config["explorer"] |= {"count": 2, "workflow": "user_simulator"}
     config["auxiliary"] = {"user": {"model": str(tiny_model), "max_tokens": 4, "max_length": 300}}
-    config["serve"] = {"port": port}
+    config |= {"serve": {"port": port}, "restarts": {"per_hour": 0}}
     config["stages"] = [{**config["stages"][1], "steps": 10_000, "batch_size": 20}]
     run = rayrft.start(config)
     for record in run.records():

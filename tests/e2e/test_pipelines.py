@@ -52,7 +52,7 @@ def pipelines(storage: Path) -> dict[str, Any]:
     }
     config["buffer"] = {"sampler": {"name": "priority", "score": "priority"}}
     config["stages"] = [{**config["stages"][1], "demonstrations": "found", "steps": 10_000}]
-    config |= {"trainer": {"ranks": 2}, "evaluation": {"enabled": False}}
+    config |= {"trainer": {"ranks": 2}, "evaluation": {"enabled": False}, "restarts": {"per_hour": 0}}
     del config["demonstrations"]
     (storage / "own.py").write_text(OWN)
     config["plugins"] = [*config["plugins"], str(storage / "own.py")]

@@ -35,6 +35,7 @@ def make_config(storage: Path, steps: int) -> dict[str, Any]:
     config["stages"][1]["steps"] = steps
     config["stages"][1]["algorithm"]["kl"] = "k3"
     config["explorer"]["partial"] = {"budget": 4}  # of at most 6 tokens of an answer
+    config["restarts"] = {"per_hour": 0}
     return config
 
 
@@ -146,7 +147,7 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_engine_whose_core_is_killed_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    config = small_config(tmp_path, "dying", evaluation={"enabled": False})
+    config = small_config(tmp_path, "dying", evaluation={"enabled": False}, restarts={"per_hour": 0})
     run = rayrft.start(config, say=lambda _: None, **{"stages.mix.steps": 10_000})
     next(record for record in run.records() if isinstance(record, StepRecord) and record.usual_rows)
     children = psutil.Process(run.pids()["engine-0"]).children(recursive=True)
@@ -166,24 +167,19 @@ def test_an_engine_whose_core_is_killed_ends_the_run_with_its_name(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_twenty_deaths_of_engines_within_a_request_cost_a_resume_each_and_no_row(tmp_path: Path) -> None:
+def test_twenty_deaths_of_engines_within_a_request_cost_no_resume_and_no_row(tmp_path: Path) -> None:
     changes = {"stages.mix.steps": 80, "explorer.engine.count": 2, "checkpoint.every": 1, "max_staleness": 1}
+    changes |= {"restarts.per_hour": 30, "restarts.backoff_s": 0}
     plugins = {**WITHOUT_VLLM, "plugins": [str(ROOT / "tests" / "with_dying_engines.py")]}
     config = small_config(tmp_path, "killed", evaluation={"enabled": False}, **plugins)
-    run, summary = rayrft.start(config, say=lambda _: None, **changes), None
-    for resumes in range(25):  # noqa: B007 - it is compared with the deaths
-        try:
-            summary = run.result()
-            break
-        except ActorDied as error:
-            assert str(error.field).startswith("engine-"), error
-        finally:
-            run.kill()
-        run = rayrft.resume(run.folder, say=lambda _: None)
-    assert summary is not None and summary.status == "finished"
+    run = rayrft.start(config, say=lambda _: None, **changes)
+    try:
+        summary = run.result()
+    finally:
+        run.kill()
     [deaths] = tmp_path.rglob("deaths")
     died = len(deaths.read_text().split())
-    assert died >= 20 and died / 2 <= resumes <= died, "at most both die at once"
+    assert summary.status == "finished" and summary.restarts["engines"].count == died == 20
     steps = [record.step for record in read_records(run.folder) if isinstance(record, StepRecord)]
     assert steps == list(range(1, 84)), "each step is counted once"
     assert summary.ledger.closes and summary.ledger.trained == 80 * 16

@@ -75,7 +75,7 @@ def test_each_task_is_trained_once_though_both_jobs_and_the_buffer_are_killed(
     explorer = rayrft.resume(explorer.folder)
     os.kill(trainer.pids()["buffer"], signal.SIGKILL)
     until(trainer, StepRecord, 3)
-    lose(trainer, "trainer")
+    lose(trainer, "master")
     trainer = rayrft.resume(trainer.folder)
     assert explorer.result().status == "finished"
     rollouts = [record for record in read_records(explorer.folder) if isinstance(record, RolloutRecord)]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import psutil
 import pytest
 import ray
 import torch
+from ray.exceptions import RayTaskError
 from torch import Tensor, nn
 
 from rayrft.config.auxiliary import AuxiliaryConfig
@@ -118,14 +120,19 @@ def engine(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     options = {"num_cpus": 0.5, "max_concurrency": 1000, "runtime_env": {"env_vars": bare}}
     actor = ray.remote(RolloutEngine).options(**options).remote()
     ray.get(actor.start.remote(str(folder), EngineConfig(), max_length=64, dtype="float32", seed=0, structured=True))
+    yield EngineUnderTest(actor, folder, linked(actor, 1))
+    ray.kill(actor)
+
+
+def linked(actor: Any, number: int) -> WeightChannel:
+    """The trainer's end of a new link."""
     host = "127.0.0.1"
     store = open_store(60, host)
-    link = Link("gloo", host, store.port, number=1, senders=1, receivers=1, timeout_s=60, secret="s")
+    link = Link("gloo", host, store.port, number=number, senders=1, receivers=1, timeout_s=60, secret="s")
     connecting = actor.connect.remote(link, 0)
     channel = WeightChannel(link, sends=True, index=0, device=torch.device("cpu"), store=store)
     ray.get(connecting)
-    yield EngineUnderTest(actor, folder, channel)
-    ray.kill(actor)
+    return channel
 
 
 def sampling(temperature: float = 1.0, max_tokens: int = 12, stop: tuple[int, ...] = ()) -> Sampling:
@@ -290,6 +297,29 @@ def test_the_engine_computes_with_broadcast_weights_and_gives_their_log_probs(en
         ids = torch.tensor([[*PROMPT, 50, 51]])
         expected, _ = token_logprobs(model(input_ids=ids).logits, ids)
     assert scores == pytest.approx(expected[0, 1:].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("buckets", [0, 3])
+def test_an_update_that_breaks_off_leaves_the_engine_paused_and_the_next_one_is_whole(
+    engine: EngineUnderTest, buckets: int
+) -> None:
+    old, new = engine.model(), engine.model(seed=9)
+    engine.update(old.named_parameters(), 40)
+    tensors = dict(new.named_parameters())
+    parcel = Parcel([TensorMeta.of(name, tensor, torch.float32) for name, tensor in tensors.items()], 16 << 10)
+    ray.get(engine.actor.pause.remote(False))
+    engine.transfers += 1
+    receiving = engine.actor.receive.remote(engine.transfers, 41)
+    engine.channel.send(engine.transfers, parcel, islice(_buckets(parcel, tensors), buckets))
+    engine.channel.close()  # as when the first rank has lost another engine
+    with pytest.raises(RayTaskError):
+        ray.get(receiving)
+    waiting = engine.actor.generate.remote(Request(PROMPT, 4, sampling()))
+    engine.channel = linked(engine.actor, 2 + buckets)
+    engine.update(new.named_parameters(), 41)
+    for completion in [*ray.get(waiting), *engine.generate()]:
+        assert completion.versions == ((0, len(completion.token_ids), 41),), "no token has weights of two versions"
+        assert completion.logprobs == pytest.approx(recomputed(new, completion), abs=1e-4)
 
 
 def test_it_says_what_its_cache_holds(engine: EngineUnderTest) -> None:

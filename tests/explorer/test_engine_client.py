@@ -80,11 +80,15 @@ class Subject:
         self._requests.append(asyncio.create_task(self.client.generate(Request([5], n, SAMPLING), sessions)))
         return self._requests[-1]
 
+    async def leave(self, name: str) -> None:
+        [handle] = [member.handle for member in (await self.pool.members()).members if member.name == name]
+        await self.pool.leave(handle, "scaled down")
+
     async def known(self) -> None:
         """Until the client knows who the members are now."""
         generation = self.pool._membership.generation
         async with asyncio.timeout(20):
-            while await self.pool.polls.get() < generation:
+            while await self.pool.polls.get() != generation:
                 pass
 
     async def close(self) -> None:
@@ -150,7 +154,7 @@ async def test_a_session_stays_with_its_engine_until_that_owes_too_much_or_leave
     await second.has_one_more()
     assert [session.engine for session in group] == ["engine-1", "engine-0"]
     first.released.set()
-    await subject.pool.leave("engine-0", "scaled down")
+    await subject.leave("engine-0")
     await subject.known()
     subject.ask(1, group[1])
     await second.has_one_more()
@@ -162,7 +166,7 @@ async def test_an_engine_that_left_gets_no_new_request_and_finishes_what_it_has(
     held = subject.ask(1)
     await leaving.has_one_more()
     stays = await subject.join("engine-1", HeldEngine())
-    await subject.pool.leave("engine-0", "scaled down")
+    await subject.leave("engine-0")
     await subject.known()
     for _ in range(3):
         subject.ask(5)
@@ -184,18 +188,65 @@ async def test_requests_wait_for_an_engine_to_join_and_the_wait_is_named(subject
     assert subject.waits.report().waits == []
 
 
-async def test_a_dead_engine_ends_its_requests_with_its_name_and_leaves_the_pool(subject: Subject) -> None:
-    class DeadCore(Answering):
+class DeadCore(Answering):
+    async def generate(self, request: Request, stream: Any = None) -> list[Completion]:
+        raise ActorDied("the core ended", field="engine")
+
+
+@pytest.mark.parametrize("dead", [HeldEngine(ActorDiedError()), DeadCore()], ids=["actor", "core"])
+async def test_requests_of_an_engine_that_dies_are_answered_by_another(subject: Subject, dead: Answering) -> None:
+    await subject.join("engine-7", dead)
+    asked = subject.ask()
+    left = await asyncio.wait_for(subject.pool.members(subject.pool._membership.generation), 20)
+    assert left.members == () and not asked.done(), "it waits for another to join"
+    successor = HeldEngine()
+    successor.released.set()
+    await subject.join("engine-7", successor)
+    assert await asyncio.wait_for(asked, 20) == [ANSWER] and successor.asked == [1]
+    assert subject.client._engines["engine-7"].answers == 0, "it owes nothing of its predecessor"
+
+
+async def test_a_request_whose_engines_die_ends_alone_and_ends_no_third(subject: Subject) -> None:
+    for name in ("engine-0", "engine-1"):
+        await subject.join(name, DeadCore())
+    with pytest.raises(EngineFailed, match="the core ended"):
+        await subject.ask()
+    assert (await subject.pool.members()).members == ()
+    third = HeldEngine()
+    third.released.set()
+    await subject.join("engine-2", third)
+    assert await subject.ask() == [ANSWER] and third.asked == [1]
+
+
+async def test_a_stream_that_has_brought_tokens_is_not_begun_again(subject: Subject) -> None:
+    seen = asyncio.Event()
+
+    class Dies(Answering):
         async def generate(self, request: Request, stream: Any = None) -> list[Completion]:
+            stream.add([5], [-0.5])
+            await seen.wait()
             raise ActorDied("the core ended", field="engine")
 
-    for dead in (HeldEngine(ActorDiedError()), DeadCore()):
-        await subject.join("engine-7", dead)
-        with pytest.raises(ActorDied, check=about("engine-7")):
-            await subject.ask()
-        assert (await subject.pool.members()).members == ()
-    with pytest.raises(ActorDied, check=about("engine-7")):  # it ends the run
-        await subject.pool.watch()
+    await subject.join("engine-0", Dies())
+    brought: list[Any] = []
+
+    def receive(chunk: Any) -> None:
+        brought.append(chunk.token_ids)
+        seen.set()
+
+    with pytest.raises(EngineFailed, check=about("engine-0")):
+        await subject.client.generate(Request([5], 1, SAMPLING, stream=True), (), receive)
+    assert brought == [(5,)]
+
+
+async def test_a_late_report_of_a_death_does_not_remove_the_successor(subject: Subject) -> None:
+    await subject.join("engine-0", HeldEngine())
+    [dead] = (await subject.pool.members()).engines
+    await subject.pool.leave(dead, "it died")
+    await subject.join("engine-0", HeldEngine())
+    members = await subject.pool.members()
+    await subject.pool.leave(dead, "a client has met its death, too")
+    assert await subject.pool.members() == members and len(members.members) == 1
 
 
 async def test_a_cancelled_or_lost_call_is_no_death_and_the_next_request_is_answered(subject: Subject) -> None:
@@ -389,9 +440,9 @@ async def test_the_long_poll_answers_when_the_membership_changes_and_not_before(
     assert second.names == ("engine-0", "engine-1") and second.generation == first.generation + 1
     await pool.synced(["engine-1", "engine-9"], 4)
     assert [member.version for member in (await pool.members()).members] == [3, 4]
-    await pool.leave("engine-9", "never was one")
+    await pool.leave(remote(None, "engine-0"), "another one of this name")
     assert (await pool.members()).generation == second.generation
-    await pool.leave("engine-0", "scaled down")
+    await pool.leave(second.engines[0], "scaled down")
     third = await pool.members(second.generation)
     assert third.names == ("engine-1",) and third.generation == second.generation + 1
     with pytest.raises(WeightSyncError, check=about("engine-1")):

@@ -55,7 +55,7 @@ class Subject:
         await self.buffer.open_stage(
             StagePlan(stage.groups, max_staleness=staleness, over_sampling=over_sampling, **plan)
         )
-        return self.spawn(self.explorer.explore(stage))
+        return self.spawn(self.explorer.explore(stage, "explorer-0"))
 
     def spawn(self, running: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Let this run until the test ends."""
@@ -112,7 +112,7 @@ async def test_explorers_share_the_groups_of_a_step(make: Make, tiny_model: Path
     stage = subject.config.stages[0]
     other = make_explorer(subject.config, tiny_model, engine, subject.buffer, None)
     await subject.begin()
-    subject.spawn(other.explore(stage))
+    subject.spawn(other.explore(stage, "explorer-1"))
     await engine.until(lambda: len(engine.waiting) == stage.groups)
     assert subject.explorer.flow.rolling == other.flow.rolling == stage.groups / 2
 

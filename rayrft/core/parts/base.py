@@ -12,7 +12,7 @@ from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
 from rayrft.core.placement import Bundles, Placement
 from rayrft.core.preflight import Prepared
-from rayrft.runtime.handle import Handle, TrackedHandle, Watched, until_dead_for_good, until_failed
+from rayrft.runtime.handle import Handle, TrackedHandle, Watched
 from rayrft.runtime.waits import Waits
 
 A = TypeVar("A")
@@ -27,10 +27,10 @@ class Part(Generic[A]):
 
     name: ClassVar[str]
     """Name of its placement group."""
-    on_death: ClassVar[Literal["end", "restart", "continue"]] = "end"
-    """Effect of an actor's death: the run ends; it is restarted, or the run ends; the run continues without it."""
-    budget: ClassVar[int] = 0
-    """Number of times that an actor is restarted; -1: no limit."""
+    on_death: ClassVar[Literal["end", "restart", "replace"]] = "end"
+    """Effect of an actor's death: the run ends; Ray restarts the actor under its handle; or the Master replaces it."""
+    rewinds: ClassVar[bool] = False
+    """Whether the steps since the latest checkpoint are repeated after a replacement, whose state is lost."""
     loads: ClassVar[bool] = False
     """Whether its start loads a model, which takes long."""
 
@@ -56,6 +56,16 @@ class Part(Generic[A]):
         """Create its actors; they are not started yet, but can be watched. Called only if they exist."""
         return []
 
+    async def replace(self, actor: Handle[A]) -> None:
+        """Create and start the successor of an actor that is dead, under the same handle: see `Handle.succeed`."""
+        raise NotImplementedError
+
+    async def lost(self, actor: Handle[A]) -> None:
+        """Let the other parts do without an actor that has died, until it is replaced."""
+
+    async def restarted(self, actor: Handle[A]) -> None:
+        """Restore what an actor that Ray has restarted needs of the other parts."""
+
     @cached_property
     def actors(self) -> list[Handle[A]]:
         """Its actors, which are created at the first access."""
@@ -63,8 +73,8 @@ class Part(Generic[A]):
 
     @property
     def supervised(self) -> list[Handle[Any]]:
-        """The actors that the run cannot do without."""
-        return [] if self.on_death == "continue" else self.actors
+        """The actors that are watched."""
+        return self.actors
 
     @property
     def heartbeat(self) -> Any:
@@ -104,6 +114,8 @@ class RunParts:
     """See `Buffer`."""
     shared: Handle[SharedBuffer] | None = None
     """The Buffer that the config names."""
+    admit: Callable[[list[Handle[Any]]], Awaitable[Any]] | None = None
+    """Sends the current weights to policy engines, and lets them take requests; None before the run is up."""
 
     def __post_init__(self) -> None:
         self._parts = [kind(self) for kind in self.kinds]
@@ -118,14 +130,17 @@ class RunParts:
         """Return all actors; create those that do not exist yet."""
         return [actor for part in self for actor in part.actors]
 
-    def watches(self) -> dict[str, Awaitable[Any]]:
-        """Return for each supervised actor a call that ends only when the actor fails for good."""
-        watch = {"end": until_failed, "restart": until_dead_for_good, "continue": until_failed}
-        return {actor.name: watch[part.on_death](actor) for part in self for actor in part.supervised}
+    def supervised(self) -> dict[str, tuple[Part[Any], Handle[Any]]]:
+        """Return each supervised actor with its part, by the actor's name."""
+        return {actor.name: (part, actor) for part in self for actor in part.supervised}
 
     def heartbeats(self) -> dict[str, Callable[[], Awaitable[Any]]]:
         """Return the heartbeat of each supervised actor, which is no wait of the Master."""
-        return {actor.name: partial(actor.untracked.call, part.heartbeat) for part in self for actor in part.supervised}
+
+        def heartbeat(actor: Handle[Any], method: Any) -> Awaitable[Any]:
+            return actor.untracked.call(method)  # of the successor, once the actor was replaced
+
+        return {name: partial(heartbeat, actor, part.heartbeat) for name, (part, actor) in self.supervised().items()}
 
     async def start(self) -> list[str]:
         """Start all parts concurrently; return their warnings."""

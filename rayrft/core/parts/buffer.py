@@ -21,7 +21,6 @@ class BufferPart(Part[Buffer]):
 
     name = BUFFER.name
     on_death = "restart"
-    budget = -1
 
     @classmethod
     def bundles(cls, config: RunConfig) -> list[Bundles]:
@@ -31,7 +30,7 @@ class BufferPart(Part[Buffer]):
         config, prepared = self.config, self.run.prepared
         buffer: Handle[Buffer] | None = self.run.shared
         if buffer is None:
-            placed = self.run.placement.actor(Buffer, self.name, name=self.name, restarts=self.budget)
+            placed = self.run.placement.actor(Buffer, self.name, name=self.name, restarts=-1)
             buffer = placed.create(
                 prepared.run_id,
                 config.buffer_folder,

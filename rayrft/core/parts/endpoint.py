@@ -21,6 +21,7 @@ class KeeperPart(Part[SessionKeeper]):
     """The keeper of a run whose endpoint records sessions, and the endpoint of any run that has one."""
 
     name = "keeper"
+    on_death = "restart"
 
     @classmethod
     def bundles(cls, config: RunConfig) -> list[Bundles]:
@@ -30,7 +31,7 @@ class KeeperPart(Part[SessionKeeper]):
         config, run = self.config, self.run
         assert config.endpoint is not None  # it records sessions
         [size] = {stage.group_size for stage in config.stages if stage.groups}
-        keeper = run.placement.actor(SessionKeeper, self.name, name=self.name).create(
+        keeper = run.placement.actor(SessionKeeper, self.name, name=self.name, restarts=-1).create(
             config.endpoint,
             config.name,
             size,
@@ -43,6 +44,10 @@ class KeeperPart(Part[SessionKeeper]):
     async def start(self) -> None:
         for keeper in self.actors:
             await keeper.call(SessionKeeper.start)
+
+    async def restarted(self, actor: Handle[SessionKeeper]) -> None:
+        """Start the keeper again. The sessions that were open are lost: their next call begins another one."""
+        await actor.call(SessionKeeper.start)
 
     async def open(self) -> str | None:
         """Open the endpoint, if the run has one; return its URL."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -35,7 +35,7 @@ class EngineModel:
 class EngineGroup:
     """The engines of a model, named ``<name>-<index>``, one per bundle of a placement ``group``, and their pool.
 
-    ``waits`` records the calls of the actors; ``expendable``: see `EnginePool`.
+    ``waits`` records the calls of the actors.
     """
 
     def __init__(
@@ -46,16 +46,15 @@ class EngineGroup:
         name: str,
         pool: str,
         waits: Waits | None = None,
-        *,
-        expendable: bool = False,
     ) -> None:
-        self._model = model
-        placed = placement.actor(EnginePool, "engine_pool", name=pool)
-        self.pool = _tracked(placed.create(expendable=expendable), waits)
-        self.engines = [
-            _tracked(placement.actor(RolloutEngine, group, name=f"{name}-{index}", bundle=index).create(), waits)
-            for index in range(placement.count(group))
-        ]
+        self._model, self._placement, self._group, self._name = model, placement, group, name
+        placed = placement.actor(EnginePool, "engine_pool", name=pool, restarts=-1)
+        self.pool = _tracked(placed.create(), waits)
+        self.engines = [_tracked(self._create(index), waits) for index in range(placement.count(group))]
+        self.lost: set[str] = set()
+        """Names of engines that have died and are not replaced."""
+        self.emptied = asyncio.Event()
+        """Set when the last engine has died; `Evaluations` clears it."""
 
     @classmethod
     def policy(cls, placement: Placement, config: RunConfig, path: str, waits: Waits | None = None) -> EngineGroup:
@@ -78,25 +77,48 @@ class EngineGroup:
     def actors(self) -> list[Handle[Any]]:
         return [self.pool, *self.engines]
 
+    @property
+    def alive(self) -> list[Handle[RolloutEngine]]:
+        """The engines that have not died, or were replaced."""
+        return [engine for engine in self.engines if engine.name not in self.lost]
+
     def start(self) -> list[Awaitable[None]]:
         """Start the engines; return the call of each. They take no requests yet."""
-        model = self._model
-        return [
-            engine.call(
-                RolloutEngine.start,
-                model.path,
-                model.engine,
-                max_length=model.max_length,
-                dtype=model.dtype,
-                seed=model.seed + index,
-                structured=model.structured,
-            )
-            for index, engine in enumerate(self.engines)
-        ]
+        return list(map(self._start, range(len(self.engines))))
 
-    def join(self) -> Awaitable[Membership]:
-        """Let the engines take requests with the weights that they were started with."""
-        return self.pool.call(EnginePool.join, [Member(engine, 0) for engine in self.engines])
+    async def replace(self, engine: Handle[RolloutEngine]) -> None:
+        """Create and start the successor of an engine that is dead; it takes no requests yet."""
+        index = self.engines.index(engine)
+        engine.succeed(self._create(index))
+        await self._start(index)
+        self.lost.discard(engine.name)
+
+    async def lose(self, engine: Handle[RolloutEngine]) -> None:
+        """Send no more requests to an engine that has died."""
+        self.lost.add(engine.name)
+        if not self.alive:
+            self.emptied.set()
+        await self.pool.call(EnginePool.leave, engine.untracked, "it died")
+
+    def join(self, engines: Sequence[Handle[RolloutEngine]]) -> Awaitable[Membership]:
+        """Let engines take requests with the weights that they were started with."""
+        return self.pool.call(EnginePool.join, [Member(engine, 0) for engine in engines])
+
+    def _create(self, index: int) -> Handle[RolloutEngine]:
+        placed = self._placement.actor(RolloutEngine, self._group, name=f"{self._name}-{index}", bundle=index)
+        return placed.create()
+
+    def _start(self, index: int) -> Awaitable[None]:
+        model = self._model
+        return self.engines[index].call(
+            RolloutEngine.start,
+            model.path,
+            model.engine,
+            max_length=model.max_length,
+            dtype=model.dtype,
+            seed=model.seed + index,
+            structured=model.structured,
+        )
 
 
 def serve_engines(groups: Collection[EngineGroup], start_s: float) -> None:
@@ -108,7 +130,7 @@ def serve_engines(groups: Collection[EngineGroup], start_s: float) -> None:
     for group, starts in zip(groups, starting, strict=True):
         for engine, start in zip(group.engines, starts, strict=True):
             answer(start, engine.name, start_s)
-        answer(group.join(), group.pool.name, start_s)
+        answer(group.join(group.engines), group.pool.name, start_s)
 
 
 def auxiliary_bundles(models: Mapping[str, AuxiliaryConfig]) -> list[Bundles]:
@@ -139,6 +161,7 @@ def _tracked(actor: Handle[Any], waits: Waits | None) -> Handle[Any]:
 class EngineRole(Part[Any]):
     """The engine groups of a run that have one role."""
 
+    on_death = "replace"
     loads = True
 
     def create_groups(self) -> dict[str, EngineGroup]:
@@ -156,7 +179,22 @@ class EngineRole(Part[Any]):
         return self.groups.get("")
 
     def create(self) -> list[Handle[Any]]:
-        return [actor for group in self.groups.values() for actor in group.actors]
+        return [engine for group in self.groups.values() for engine in group.engines]
+
+    async def lost(self, actor: Handle[Any]) -> None:
+        await self._group_of(actor).lose(actor)
+
+    async def replace(self, actor: Handle[Any]) -> None:
+        group = self._group_of(actor)
+        await group.replace(actor)
+        await self.admit(group, [actor])
+
+    async def admit(self, group: EngineGroup, engines: list[Handle[Any]]) -> None:
+        """Let engines that have started take requests."""
+        await group.join(engines)
+
+    def _group_of(self, engine: Handle[Any]) -> EngineGroup:
+        return next(group for group in self.groups.values() if engine in group.engines)
 
     async def start(self) -> None:
         await asyncio.gather(*(start for group in self.groups.values() for start in group.start()))
@@ -181,12 +219,15 @@ class PolicyEngines(EngineRole):
         run = self.run
         return {"": EngineGroup.policy(run.placement, run.config, run.prepared.model, run.waits)}
 
+    async def admit(self, group: EngineGroup, engines: list[Handle[Any]]) -> None:
+        assert self.run.admit is not None  # engines are replaced in a run that is up
+        await self.run.admit(engines)
+
 
 class EvaluationEngines(EngineRole):
-    """Engines that only evaluate. The run continues if they die, but not without their pool."""
+    """Engines that only evaluate. Each evaluation lets those that are alive join, with its weights."""
 
     name = "evaluation"
-    on_death = "continue"
 
     @classmethod
     def bundles(cls, config: RunConfig) -> list[Bundles]:
@@ -196,12 +237,9 @@ class EvaluationEngines(EngineRole):
     def create_groups(self) -> dict[str, EngineGroup]:
         run, seed = self.run, self.config.seed + self.config.explorer.engine.count
         model = _policy(self.config, run.prepared.model, seed)
-        group = EngineGroup(run.placement, model, self.name, self.name, "evaluation_pool", run.waits, expendable=True)
-        return {"": group}
+        return {"": EngineGroup(run.placement, model, self.name, self.name, "evaluation_pool", run.waits)}
 
-    @property
-    def supervised(self) -> list[Handle[Any]]:
-        return [group.pool for group in self.groups.values()]
+    async def admit(self, group: EngineGroup, engines: list[Handle[Any]]) -> None: ...
 
 
 class AuxiliaryEngines(EngineRole):
@@ -223,13 +261,28 @@ class AuxiliaryEngines(EngineRole):
 
     async def start(self) -> None:
         await super().start()
-        await asyncio.gather(*(group.join() for group in self.groups.values()))
+        await asyncio.gather(*(group.join(group.engines) for group in self.groups.values()))
 
 
 class EnginePools(Part[EnginePool]):
     """The pools of all engine groups, in one placement group. The groups create them."""
 
     name = "engine_pool"
+    on_death = "restart"
+
+    def create(self) -> list[Handle[EnginePool]]:
+        return [group.pool for role in self._roles for group in role.groups.values()]
+
+    async def restarted(self, actor: Handle[EnginePool]) -> None:
+        """Let the engines join again, whose pool has forgotten them."""
+        for role in self._roles:
+            for group in role.groups.values():
+                if group.pool is actor and group.alive:
+                    await role.admit(group, group.alive)
+
+    @property
+    def _roles(self) -> list[EngineRole]:
+        return [self.run[PolicyEngines], self.run[EvaluationEngines], self.run[AuxiliaryEngines]]
 
     @classmethod
     def bundles(cls, config: RunConfig) -> list[Bundles]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from functools import cached_property
+from typing import Any
 
 from rayrft.config import RunConfig
 from rayrft.core.parts.base import Part, has_explorers
@@ -21,6 +23,7 @@ class ExplorerPart(Part[Explorer]):
     """The Explorers of a run that samples groups by itself."""
 
     name = "explorer"
+    on_death = "replace"
 
     @classmethod
     def bundles(cls, config: RunConfig) -> list[Bundles]:
@@ -32,28 +35,35 @@ class ExplorerPart(Part[Explorer]):
         return [Bundles(cls.name, config.explorer.count, config.explorer.cpus, 0, 0.5, note)]
 
     def create(self) -> list[Handle[Explorer]]:
+        made = map(self._make, range(self.config.explorer.count))
+        return [self.track(explorer, endless=[Explorer.explore]) for explorer in made]
+
+    async def replace(self, actor: Handle[Explorer]) -> None:
+        actor.succeed(self._make(self.actors.index(actor)))
+        await actor.call(Explorer.start)
+
+    @cached_property
+    def _tasks(self) -> tuple[Any, Any]:
+        """References to the tasks and the held-out tasks."""
+        return ray.put(self.run.prepared.tasks), ray.put(self.run.prepared.held_out)
+
+    def _make(self, index: int) -> Handle[Explorer]:
         config, run = self.config, self.run
         prepared, placement, pools = run.prepared, run.placement, run[AuxiliaryEngines].pools
         policy, evaluation = run[PolicyEngines].group, run[EvaluationEngines].group
         assert policy is not None  # there is one where groups are sampled
-        tasks, held_out = ray.put(prepared.tasks), ray.put(prepared.held_out)
-        explorers = [
-            placement.actor(Explorer, self.name, name=f"explorer-{index}", bundle=index).create(
-                config,
-                prepared.tokenizer,
-                policy.pool,
-                run[BufferPart].actor,
-                tasks,
-                held_out,
-                remote_scoring(config, placement, pools),
-                prepared.run_id if config.mode == "explore" else "",
-                pools,
-                evaluation.pool if evaluation is not None else None,
-                remote_operators(config, prepared.model, placement, pools),
-            )
-            for index in range(config.explorer.count)
-        ]
-        return [self.track(explorer, endless=[Explorer.explore]) for explorer in explorers]
+        return placement.actor(Explorer, self.name, name=f"explorer-{index}", bundle=index).create(
+            config,
+            prepared.tokenizer,
+            policy.pool,
+            run[BufferPart].actor,
+            *self._tasks,
+            remote_scoring(config, placement, pools),
+            prepared.run_id if config.mode == "explore" else "",
+            pools,
+            evaluation.pool if evaluation is not None else None,
+            remote_operators(config, prepared.model, placement, pools),
+        )
 
     async def start(self) -> None:
         if self.actors:

@@ -20,7 +20,6 @@ class OperatorsPart(Part[OperatorActor]):
 
     name = "operators"
     on_death = "restart"
-    budget = -1
 
     @classmethod
     def bundles(cls, config: RunConfig) -> list[Bundles]:

@@ -28,7 +28,6 @@ class RewardsPart(Part[RewardActor]):
 
     name = "reward"
     on_death = "restart"
-    budget = -1
 
     @classmethod
     def bundles(cls, config: RunConfig) -> list[Bundles]:

@@ -17,6 +17,8 @@ class TrainerPart(Part[Trainer]):
     """The Trainer of a run that trains."""
 
     name = "trainer"
+    on_death = "replace"
+    rewinds = True
     loads = True
 
     @classmethod
@@ -27,12 +29,18 @@ class TrainerPart(Part[Trainer]):
         return [Bundles(cls.name, 1, 0.05, 0, 0.3, "commands the ranks"), *ranks]
 
     def create(self) -> list[Handle[Trainer]]:
+        return [self.track(self._make(), labels={Trainer.call_ranks: lambda call: call.method})]
+
+    async def replace(self, actor: Handle[Trainer]) -> None:
+        actor.succeed(self._make())
+        await self.start()
+
+    def _make(self) -> Handle[Trainer]:
         config, run, batches = self.config, self.run, None
         if config.pipelines.batch:
             batches = partial(BatchPipeline, config.pipelines, batch_chain(config, run.prepared.model))
         placed = run.placement.actor(Trainer, self.name, name=self.name)
-        trainer = placed.create(config.trainer, run.placement.ranks, batches)
-        return [self.track(trainer, labels={Trainer.call_ranks: lambda call: call.method})]
+        return placed.create(config.trainer, run.placement.ranks, batches)
 
     async def start(self) -> str | None:
         config, model = self.config, self.config.model

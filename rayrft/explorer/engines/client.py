@@ -22,6 +22,7 @@ from rayrft.explorer.engines.exchange import (
     INTERRUPTED,
     Answering,
     Capacity,
+    Chunk,
     Completion,
     Request,
     Requester,
@@ -38,6 +39,9 @@ behind them would take longer than the prefix takes to be computed again."""
 
 _RECENT, _FEWEST = 1024, 8
 """Requests that an estimate is made from, at most and at least."""
+
+_TRIES = 2
+"""Engines that a request is sent to, one after another, as they die: one that ends its engines must not end all."""
 
 _DEVIATIONS = 2.0
 """How much room is left for what is held beyond the expectation, in standard deviations."""
@@ -94,8 +98,8 @@ class _Cost:
 class _Engine:
     """A member, and what it owes this client."""
 
-    def __init__(self, name: str, capacity: Capacity, share: float) -> None:
-        self.name = name
+    def __init__(self, member: Member, capacity: Capacity, share: float) -> None:
+        self.name, self.handle = member.name, member.handle
         self.requester: Requester
         self._most_answers, self._most_tokens = share * capacity.answers, share * capacity.tokens
         self.answers = 0
@@ -120,6 +124,26 @@ _Begun = tuple[_Engine, _Cost]
 
 
 _answers = attrgetter("answers")
+
+
+class _Stream:
+    """Receives the tokens of a request that streams; remembers whether there were any."""
+
+    def __init__(self, on_tokens: TokenCallback) -> None:
+        self._on_tokens = on_tokens
+        self.begun = False
+
+    def __call__(self, chunk: Chunk) -> None:
+        self.begun = True
+        self._on_tokens(chunk)
+
+
+def _reason(error: Exception) -> str:
+    from ray.exceptions import ActorDiedError
+
+    if isinstance(error, ActorDied):
+        return error.problem
+    return f"the engine died: {death_reason(error)}" if isinstance(error, ActorDiedError) else type(error).__name__
 
 
 def _end_unbegun(begun: asyncio.Future[_Begun | None]) -> None:
@@ -156,31 +180,32 @@ class EngineClient:
         """Sample the answers to a request on one engine, that of the first of its ``sessions`` if it has one; the
         others follow. For ``on_tokens`` see `Requester.ask`.
 
-        Raises ActorDied, naming the engine, if it or its core has died, EngineFailed if this request failed at it,
-        RequestRefused, and DataError for images that cannot be read.
+        If the engine dies, another one samples the answers from the beginning, with the same seed. Raises EngineFailed
+        if that one dies too, if tokens of a stream had arrived, or if the request failed for another reason;
+        RequestRefused; and DataError for images that cannot be read.
         """
-        from ray.exceptions import ActorDiedError, RayError
+        from ray.exceptions import RayError
 
-        begun = await self._begin(request, sessions)
-        if begun is None:
-            return [Completion((), (), (), INTERRUPTED)] * request.n
-        engine, cost = begun
-        for session in sessions:
-            session.engine = engine.name
-        try:
-            completions = await engine.requester.ask(request, sessions[0] if sessions else None, on_tokens)
-        except ActorDiedError as error:
-            raise await self._died(engine.name, death_reason(error)) from None
-        except ActorDied as error:  # the engine's core
-            raise await self._died(engine.name, error.problem) from None
-        except RayError as error:  # the actor was not reached, or the call was cancelled: the engine may be alive
-            problem, remedy = f"the call of the engine failed: {type(error).__name__}", "ask again"
-            raise EngineFailed(problem, remedy, field=engine.name) from None
-        finally:
-            engine.take(cost, -1)
-            self._dispatch()
-        self._lengths[request.n].add([len(completion.token_ids) for completion in completions])
-        return completions
+        for tries_left in reversed(range(_TRIES)):
+            begun = await self._begin(request, sessions)
+            if begun is None:
+                return [Completion((), (), (), INTERRUPTED)] * request.n
+            engine, cost = begun
+            for session in sessions:
+                session.engine = engine.name
+            stream = _Stream(on_tokens) if on_tokens is not None else None
+            try:
+                completions = await engine.requester.ask(request, sessions[0] if sessions else None, stream)
+                self._lengths[request.n].add([len(completion.token_ids) for completion in completions])
+                return completions
+            except (RayError, ActorDied) as error:
+                if not await self._died(engine, error) or not tries_left or (stream is not None and stream.begun):
+                    problem = f"the call of the engine failed: {_reason(error)}"
+                    raise EngineFailed(problem, "ask again", field=engine.name) from None
+            finally:
+                engine.take(cost, -1)
+                self._dispatch()
+        raise AssertionError("the last try returns or raises")
 
     async def _begin(self, request: Request, sessions: Sequence[Session]) -> _Begun | None:
         """Wait for room on an engine, and take it. Returns None if the first session is interrupted meanwhile."""
@@ -263,18 +288,24 @@ class EngineClient:
 
         handle = TrackedHandle(member.handle, self._waits)
         engine = self._engines.get(member.name)
-        if engine is None:
+        if engine is None or engine.handle.actor != member.handle.actor:  # a successor has the name of its predecessor
             try:
                 capacity = await when_reachable(lambda: handle.call(Answering.capacity))
             except ActorDiedError as error:
-                await self._died(member.name, death_reason(error))
+                await self._pool.call(EnginePool.leave, member.handle, death_reason(error))
                 return None
-            engine = _Engine(member.name, capacity, self._share)
+            engine = _Engine(member, capacity, self._share)
         engine.requester = Requester(handle)
         return engine
 
-    async def _died(self, name: str, reason: str) -> ActorDied:
-        return await self._pool.call(EnginePool.died, name, reason)
+    async def _died(self, engine: _Engine, error: Exception) -> bool:
+        """Return whether an error says that the engine has died, or its core; the pool then learns of it."""
+        from ray.exceptions import ActorDiedError
+
+        if died := isinstance(error, ActorDiedError | ActorDied):
+            await self._pool.call(EnginePool.leave, engine.handle, _reason(error))
+            self._engines = {name: each for name, each in self._engines.items() if each is not engine}
+        return died
 
     def _fail(self, following: asyncio.Task[None]) -> None:
         """End what waits: the pool has died."""

@@ -185,16 +185,16 @@ class RolloutEngine(Answering, Watched):
             self._kept += keep_cache  # not before: what the old weights still compute must not look like the new ones'
 
     async def receive(self, number: int, version: int) -> EngineWeights:
-        """Receive transfer ``number`` of the link while paused, and label it ``version``; then resume, also on failure.
+        """Receive transfer ``number`` of the link while paused, and label it ``version``; then resume.
 
-        Returns the version and digests received.
+        Returns the version and digests received. If it fails, the engine may have weights of two versions: it stays
+        paused until it has received another transfer.
         """
-        try:
-            digests = await self._engine.collective_rpc("receive_weights", args=(number,))
-            await self._engine.update_weight_version(str(version))
-            return EngineWeights(int(await self._engine.get_weight_version()), tuple(digests))
-        finally:
-            await self.resume()
+        digests = await self._engine.collective_rpc("receive_weights", args=(number,))
+        await self._engine.update_weight_version(str(version))
+        weights = EngineWeights(int(await self._engine.get_weight_version()), tuple(digests))
+        await self.resume()
+        return weights
 
     async def resume(self) -> None:
         """Continue decoding after a `pause` that no `receive` followed."""

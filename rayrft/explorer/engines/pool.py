@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from rayrft.errors import ActorDied, WeightSyncError
+from rayrft.errors import WeightSyncError
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.runtime.handle import Handle, Watched
 
@@ -32,7 +33,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Membership:
-    """The members by the order in which they joined; the generation grows whenever one joins or leaves."""
+    """The members by the order in which they joined; the generation changes whenever one joins or leaves, and is never
+    that of another membership, whether or not the pool was restarted."""
 
     generation: int
     members: tuple[Member, ...]
@@ -47,27 +49,21 @@ class Membership:
 
 
 class EnginePool(Watched):
-    """The actor. It only keeps the membership: engines are created, and given weights, by the Master.
+    """The actor. It only keeps the membership: engines are created, and given weights, by the Master."""
 
-    ``expendable``: the death of a member fails its requests only; else `watch` raises it.
-    """
-
-    def __init__(self, *, expendable: bool = False) -> None:
-        self._membership = Membership(0, ())
+    def __init__(self) -> None:
+        self._membership = Membership(random.getrandbits(62), ())
         self._changed = asyncio.Condition()
-        self._expendable = expendable
-        self._death: ActorDied | None = None
-        self._lost = asyncio.Event()
 
     async def members(self, after: int = -1) -> Membership:
-        """Return the membership as soon as its generation is beyond ``after``."""
+        """Return the membership as soon as its generation is not ``after``."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._membership.generation > after)
+            await self._changed.wait_for(lambda: self._membership.generation != after)
             return self._membership
 
     async def newer(self, than: int) -> Membership | None:
-        """Return the membership if its generation is beyond ``than``, else None: it has a handle of every engine."""
-        return self._membership if self._membership.generation > than else None
+        """Return the membership unless its generation is ``than``: it has a handle of every engine."""
+        return self._membership if self._membership.generation != than else None
 
     async def join(self, engines: Sequence[Member]) -> Membership:
         """Add engines that hold their version's weights, as one change. Raises WeightSyncError if a name is taken."""
@@ -78,33 +74,19 @@ class EnginePool(Watched):
                 )
         return await self._change((*self._membership.members, *engines))
 
-    async def leave(self, name: str, reason: str) -> None:
-        """Remove a member: it gets no new requests and no new weights. Nothing happens if it has left before."""
-        if name in self._membership.names:
-            log.warning("%s leaves the engine pool: %s", name, reason)
-            await self._change(tuple(member for member in self._membership.members if member.name != name))
-
-    async def died(self, name: str, reason: str) -> ActorDied:
-        """Remove a member that died; return the error in which its requests end."""
-        await self.leave(name, reason)
-        death = ActorDied(f"the engine died: {reason}", "see its log in the Ray dashboard", field=name)
-        if not self._expendable:
-            self._death = self._death or death
-            self._lost.set()
-        return death
+    async def leave(self, engine: Handle[RolloutEngine], reason: str) -> None:
+        """Remove a member: it gets no new requests and no new weights. Nothing happens if it has left before, also if
+        an engine of its name has joined since."""
+        left = tuple(member for member in self._membership.members if member.handle.actor != engine.actor)
+        if len(left) < len(self._membership.members):
+            log.warning("%s leaves the engine pool: %s", engine.name, reason)
+            await self._change(left)
 
     async def synced(self, names: Collection[str], version: int) -> None:
         """Record the version that these members now hold; the generation stays."""
         held, before = {*names}, self._membership
         members = (replace(each, version=version) if each.name in held else each for each in before.members)
         self._membership = Membership(before.generation, tuple(members))
-
-    async def watch(self) -> None:
-        """Raise the death of a member that was reported, so that no run waits for engines that it has lost. A caller
-        that awaits it also learns at once when this actor dies."""
-        await self._lost.wait()
-        assert self._death is not None  # set before the event
-        raise self._death
 
     async def _change(self, members: tuple[Member, ...]) -> Membership:
         self._membership = membership = Membership(self._membership.generation + 1, members)

@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rayrft.weights.adapter import merge
 from rayrft.weights.buckets import Digest
@@ -83,17 +84,31 @@ class BucketReceiver(WeightTransferEngine[LinkInfo, TransferInfo]):
         digest = Digest()
         parcel = self._channel.announced(update_info.number)
         buckets = self._channel.receive(parcel, digest)
-        if parcel.adapter is None:
-            for tensors in buckets:
-                self.model.load_weights(tensors)
-        else:
-            factors = {name: tensor for tensors in buckets for name, tensor in tensors}
-            self.model.load_weights(merge(self._weights_of(parcel.adapter.base), factors, parcel.adapter.scale))
+        try:
+            if parcel.adapter is None:
+                for tensors in buckets:
+                    self.model.load_weights(tensors)
+            else:
+                factors = {name: tensor for tensors in buckets for name, tensor in tensors}
+                self.model.load_weights(merge(self._weights_of(parcel.adapter.base), factors, parcel.adapter.scale))
+        except Exception:
+            self._abandon_update()
+            raise
         self.digest = digest.value
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         self._repack_tied_head()
+
+    def _abandon_update(self) -> None:
+        """Put the old weights of the layers that were not received completely back, so that another update may follow;
+        until then the model has weights of two versions."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = info.load_numel_total = 0
+        self.finish_weight_update()
 
     def shutdown(self) -> None:
         if self._channel is not None:

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import URL
 
-from rayrft.errors import ActorDied, DataError, EngineFailed, RequestRefused, StorageError
+from rayrft.errors import ActorDied, ActorUnreachable, DataError, EngineFailed, RequestRefused, StorageError
 from rayrft.runtime.serving import LOCAL, key_digest
 from rayrft.runtime.waits import unless
 
@@ -274,7 +274,7 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, TimeoutError):
         return ApiError(504, "The request was not answered in time.", code="timeout", kind="server_error")
     log.error("a request failed", exc_info=error)  # not for the client: it may name actors, addresses and files
-    if isinstance(error, ActorDied | EngineFailed):
+    if isinstance(error, ActorDied | ActorUnreachable | EngineFailed):
         code = "engine_died" if isinstance(error, ActorDied) else "engine_failed"
         text, headers = "No engine answered; try again.", {"Retry-After": "5"}
         return ApiError(503, text, code=code, kind="server_error", headers=headers)
