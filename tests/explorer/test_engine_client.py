@@ -449,3 +449,10 @@ async def test_the_long_poll_answers_when_the_membership_changes_and_not_before(
         await pool.join([Member(remote(None, "engine-0"), 4), Member(remote(None, "engine-1"), 4)])
     assert (await pool.members()) == third, "none of a refused change is made"
     assert await pool.newer(second.generation) == third and await pool.newer(third.generation) is None
+
+
+async def test_where_engines_are_not_replaced_a_death_is_raised_with_the_engines_name(subject: Subject) -> None:
+    subject.pool._membership = Membership(7, (), replaced=False)
+    await subject.join("engine-7", DeadCore())
+    with pytest.raises(ActorDied, check=about("engine-7")):
+        await subject.ask()

@@ -35,7 +35,7 @@ class EngineModel:
 class EngineGroup:
     """The engines of a model, named ``<name>-<index>``, one per bundle of a placement ``group``, and their pool.
 
-    ``waits`` records the calls of the actors.
+    ``waits`` records the calls of the actors in a run, whose Master replaces engines that die.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class EngineGroup:
     ) -> None:
         self._model, self._placement, self._group, self._name = model, placement, group, name
         placed = placement.actor(EnginePool, "engine_pool", name=pool, restarts=-1)
-        self.pool = _tracked(placed.create(), waits)
+        self.pool = _tracked(placed.create(replaced=waits is not None), waits)
         self.engines = [_tracked(self._create(index), waits) for index in range(placement.count(group))]
         self.lost: set[str] = set()
         """Names of engines that have died and are not replaced."""

@@ -172,6 +172,8 @@ class EngineClient:
         self._queue: list[tuple[bool, int, Request, str | None, asyncio.Future[_Begun | None]]] = []
         """A heap of what waits: the next turns of sessions, with the engine that they had, first."""
         self._numbers = itertools.count()
+        self._replaced = True
+        """See `Membership`."""
         self._following: asyncio.Task[None] | None = None
 
     async def generate(
@@ -181,8 +183,8 @@ class EngineClient:
         others follow. For ``on_tokens`` see `Requester.ask`.
 
         If the engine dies, another one samples the answers from the beginning, with the same seed. Raises EngineFailed
-        if that one dies too, if tokens of a stream had arrived, or if the request failed for another reason;
-        RequestRefused; and DataError for images that cannot be read.
+        if that one dies too, if tokens of a stream had arrived, or if the request failed for another reason; ActorDied
+        if engines that die are not replaced; RequestRefused; and DataError for images that cannot be read.
         """
         from ray.exceptions import RayError
 
@@ -199,7 +201,10 @@ class EngineClient:
                 self._lengths[request.n].add([len(completion.token_ids) for completion in completions])
                 return completions
             except (RayError, ActorDied) as error:
-                if not await self._died(engine, error) or not tries_left or (stream is not None and stream.begun):
+                died = await self._died(engine, error)
+                if died and not self._replaced:
+                    raise ActorDied(_reason(error), "see its log in the Ray dashboard", field=engine.name) from None
+                if not died or not tries_left or (stream is not None and stream.begun):
                     problem = f"the call of the engine failed: {_reason(error)}"
                     raise EngineFailed(problem, "ask again", field=engine.name) from None
             finally:
@@ -276,6 +281,7 @@ class EngineClient:
                 membership = await when_reachable(poll)
             except ActorDiedError as error:
                 raise ActorDied(f"the actor died: {death_reason(error)}", field="engine_pool") from None
+            self._replaced = membership.replaced
             # In an order of its own: of engines that owe as few answers each client takes the first.
             members = random.sample(membership.members, len(membership.members))
             engines = await asyncio.gather(*map(self._engine, members))

@@ -38,6 +38,8 @@ class Membership:
 
     generation: int
     members: tuple[Member, ...]
+    replaced: bool = True
+    """Whether members that die are replaced, so that their requests may wait for the successors."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,8 +53,9 @@ class Membership:
 class EnginePool(Watched):
     """The actor. It only keeps the membership: engines are created, and given weights, by the Master."""
 
-    def __init__(self) -> None:
-        self._membership = Membership(random.getrandbits(62), ())
+    def __init__(self, *, replaced: bool = True) -> None:
+        """``replaced``: see `Membership`."""
+        self._membership = Membership(random.getrandbits(62), (), replaced)
         self._changed = asyncio.Condition()
 
     async def members(self, after: int = -1) -> Membership:
@@ -86,10 +89,11 @@ class EnginePool(Watched):
         """Record the version that these members now hold; the generation stays."""
         held, before = {*names}, self._membership
         members = (replace(each, version=version) if each.name in held else each for each in before.members)
-        self._membership = Membership(before.generation, tuple(members))
+        self._membership = replace(before, members=tuple(members))
 
     async def _change(self, members: tuple[Member, ...]) -> Membership:
-        self._membership = membership = Membership(self._membership.generation + 1, members)
+        before = self._membership
+        self._membership = membership = replace(before, generation=before.generation + 1, members=members)
         async with self._changed:
             self._changed.notify_all()
         return membership
