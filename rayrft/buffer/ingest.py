@@ -78,12 +78,14 @@ class Arrivals:
             return [i for i, slot in in_log() if groups.digest[slot] != entries[i].digest]
 
         wanted = [i for i, entry in enumerate(entries) if state.expects(entry.key, entry.sequence)]
+        # A ticket of a producer that is abandoned meanwhile is issued again, for the same group.
+        held = [i for i, entry in enumerate(entries) if entry.sequence in state.outstanding and i not in wanted]
         events, faults = await self._store_groups(entries, wanted, payload) if wanted else ([], {})
         events += [_refused(entries[i], {_OTHER_ROWS: entries[i].rows}) for i in changed()]
         await self._store.commit(*events)
         faults |= {i: [Fault(entries[i].group_id, _OTHER_ROWS)] for i in changed()}
         # A repeated group has used its ticket; another group with the same id has not.
-        if used := [i for i, entry in enumerate(entries) if entry.sequence in state.outstanding]:
+        if used := [i for i in held if entries[i].sequence in state.outstanding]:
             await self._store.commit(*(_refused(entries[i], {_USED_ID: entries[i].rows}) for i in used))
             faults |= {i: [Fault(entries[i].group_id, _USED_ID)] for i in used}
         for i in [i for i, slot in in_log() if groups.status[slot] == GroupStatus.DROPPED]:

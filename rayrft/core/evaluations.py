@@ -100,14 +100,12 @@ class Evaluations:
         """Give the current weights to the evaluation engines that are alive; return whether there are any."""
         if self.engines is None or self.weight_sync is None or not self.engines.alive:
             return False
-        pool, alive = self.engines.pool, self.engines.alive
+        # Handles of now: an engine that is replaced meanwhile has no weights.
+        alive = [engine.untracked for engine in self.engines.alive]
         self.engines.emptied.clear()
         await self.weight_sync.load(alive, self._step)
-        members = await pool.call(EnginePool.members)
-        await pool.call(EnginePool.synced, members.names, self._step)
-        joined = [member.handle.actor for member in members.members]
-        if new := [Member(engine, self._step) for engine in alive if engine.actor not in joined]:
-            await pool.call(EnginePool.join, new)
+        self.engines.loaded = [Member(engine, self._step) for engine in alive]
+        await self.engines.pool.call(EnginePool.join, self.engines.loaded)
         return True
 
     async def _beside(self, stage: StageConfig, step: int, stage_step: int) -> list[EvaluationRecord]:

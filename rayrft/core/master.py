@@ -262,11 +262,21 @@ class Master(Watched):
                 vars(self._progress).update(vars(latest))
                 await self._return_to_config(parts)
                 recorded = await asyncio.to_thread(self._recorder.keys_since, latest.step)
+                await self._lose_steps(parts)
             self._loop = loop = await self._make_loop(parts, shared, recorded)
             if isinstance(loop, TrainLoop):
                 await loop.restore()
+            if self._sync is not None:
+                self._sync.rewind(self._progress.step)
             await self._restarts.end_rewind()
         await loop.run()
+
+    async def _lose_steps(self, parts: RunParts) -> None:
+        """Replace a Trainer that has taken steps if there is no checkpoint to restore: a new one loads the model."""
+        for trainer in parts[TrainerPart].actors:
+            if not self._progress.step and isinstance(self._loop, TrainLoop) and self._loop.trained_by is trainer.actor:
+                trainer.kill()
+                await asyncio.Event().wait()  # cancelled: the run rewinds again once the Trainer is replaced
 
     async def _return_to_config(self, parts: RunParts) -> None:
         """Return to the config of the present step: later changes are made again at their own steps."""
@@ -280,8 +290,10 @@ class Master(Watched):
         assert self._parts is not None and self._loop is not None  # the run is up
         while True:
             await self._restarts.restored()
+            if self._sync is not None:
+                await self._sync.caught_up.wait()
             async with self._changing_weights():
-                if not self._restarts.rewinding:
+                if not self._restarts.rewinding and (self._sync is None or self._sync.caught_up.is_set()):
                     return await self._loop.admit(self._parts[PolicyEngines].group, engines)
 
     @contextlib.asynccontextmanager

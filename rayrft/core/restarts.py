@@ -19,7 +19,7 @@ from rayrft.core.parts.base import Part, RunParts
 from rayrft.core.supervision import root_of_death
 from rayrft.errors import ActorDied, ActorUnreachable, DeviceFailed, RayrftError, RowsFailed, WeightSyncError
 from rayrft.explorer.explorer import Explorer, Timings
-from rayrft.runtime.handle import Handle, fence, root_cause, until_failed, until_restarted
+from rayrft.runtime.handle import Handle, Watched, fence, root_cause, until_failed, until_restarted
 from rayrft.runtime.ray_api import ray
 
 T = TypeVar("T")
@@ -182,11 +182,12 @@ class Restarts:
         return False
 
     async def _watch(self, part: Part[Any], actor: Handle[Any]) -> None:
-        failure = self._restarted_by_ray if part.on_death == "restart" else self._failure
-        while (cause := await failure(actor)) is not None:
+        pid = await actor.untracked.call(Watched.pid) if part.on_death == "restart" else 0
+        while (cause := await (self._restarted_by_ray(actor, pid) if pid else self._failure(actor))) is not None:
             started = time.monotonic()
             while True:
                 await self._count(part, actor, cause)
+                pid = pid and await actor.untracked.call(Watched.pid)  # now: it may die while it is restored
                 try:
                     await self._restart(part, actor)
                     break
@@ -202,9 +203,9 @@ class Restarts:
             return root_of_death(error, actor.name)
         return None
 
-    async def _restarted_by_ray(self, actor: Handle[Any]) -> RayrftError:
+    async def _restarted_by_ray(self, actor: Handle[Any], pid: int) -> RayrftError:
         try:
-            return await until_restarted(actor)
+            return await until_restarted(actor, pid)
         except ray.exceptions.RayError as error:  # for good
             raise root_of_death(error, actor.name) from None
 

@@ -91,6 +91,8 @@ class TrainLoop:
         )
         self._bottleneck, self._gap_noted = Bottleneck(), False
         """Of the current stage."""
+        self.trained_by: Any = None
+        """Ray's handle of the Trainer that has taken the latest step of this loop."""
         self._mixed_until = -1
         """Until this step rows of an earlier temperature may be trained."""
 
@@ -192,8 +194,12 @@ class TrainLoop:
                 if progress.stage_step < stage.steps:
                     await self._between_steps(stage)
         finally:
-            await self.buffer.call(Buffer.close_stage, stage.name)
-            await self._end_exploring(exploring)
+            try:
+                await self.buffer.call(Buffer.close_stage, stage.name)
+                await self._end_exploring(exploring)
+            finally:
+                exploring.cancel()
+                await asyncio.gather(exploring, return_exceptions=True)
         if not stage.groups:
             await self.publish()
         await self._saving.export(stage.name)
@@ -336,6 +342,7 @@ class TrainLoop:
             if self.weight_sync is not None:
                 await changing.enter_async_context(self.weight_sync.weights)
             async with self.weight_sync.asleep() if self.weight_sync is not None else contextlib.nullcontext():
+                self.trained_by = self.trainer.actor
                 results = await self._ranks.call(RankApi.train, processed.lease)
             if trained := list(filter(None, results)):
                 return processed, trained, waited_s
@@ -388,7 +395,8 @@ class TrainLoop:
             await self.recorder.note(message, stage.name, self.progress.step)
 
     async def _unless_ended(self, work: asyncio.Future[R], exploring: asyncio.Future[list[None]]) -> R:
-        """Return the result of ``work``. Raises Stopped if the run is stopped first, or the error of an Explorer."""
+        """Return the result of ``work``, or cancel it. Raises Stopped if the run is stopped first, or the error of an
+        Explorer."""
         stop = asyncio.ensure_future(self.stop.wait())
         try:
             while True:
@@ -402,6 +410,7 @@ class TrainLoop:
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
+            work.cancel()
 
     async def _publish_step(self, stage: StageConfig) -> SyncReport | None:
         """Publish after a step, unless the stage samples no groups."""

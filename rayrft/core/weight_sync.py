@@ -49,9 +49,8 @@ class WeightSync:
     probe: list[Experience]
     """Rows to score: engine and trainer may differ within ``config.probe_bounds``."""
     waits: Waits
-    held: int = -1
-    """Version of the weights that the members hold; -1 if it is not known. An older one is not published: a run that
-    repeats steps keeps it."""
+    newest: int = 0
+    """Newest version that was sent to a rollout engine. None gets an older one: a run that repeats steps keeps it."""
 
     def __post_init__(self) -> None:
         self.weights = asyncio.Lock()
@@ -72,20 +71,32 @@ class WeightSync:
         self._rounds_proven: int | None = None
         """Rounds since the present link's first probe of updated weights: engines that ignore what they receive still
         agree on the weights that they have loaded. None: there was no such probe."""
+        self.caught_up = asyncio.Event()
+        """Cleared while the run repeats steps whose weights were sent before: no engine is admitted then."""
+        self.caught_up.set()
 
     async def publish(self, version: int) -> SyncReport:
         """Send the trainer's current weights, labelled ``version``, to every member of the pool. Raises WeightSyncError
         if an engine then holds other weights, computes other log-probs, or exceeds the deadline."""
-        async with self._lock:
+        async with self._round_of(self.trainer.pinned):
             while True:
                 membership = await self._members()
-                if not membership.members or version < self.held:
+                self.rewind(version)
+                if not membership.members or version < self.newest:
                     return SyncReport(version, 0.0, 0, None, None)
                 try:
                     return await self._publish(membership, version)
                 except (WeightSyncError, ray.exceptions.RayError):
                     if not await self._has_left(membership):
                         raise
+
+    def rewind(self, version: int) -> None:
+        """Continue from the weights of this version, which may be older than those that engines hold."""
+        if version < self.newest:
+            self.caught_up.clear()
+        else:
+            self.newest = version
+            self.caught_up.set()
 
     def disconnect(self) -> None:
         """Make a new link for the next round: the ranks are new."""
@@ -94,17 +105,18 @@ class WeightSync:
     async def admit(self, handles: Engines, version: int) -> SyncReport:
         """Send the current weights, labelled ``version``, to new engines, which then become members of the pool. Raises
         WeightSyncError, as `publish` does; the engines are not members then."""
-        async with self._lock:
-            report = await self._load(handles, version)
-            members = [Member(handle, version) for handle in handles]
+        async with self._round_of(self.trainer.pinned):
+            self.newest = max(self.newest, version)
+            members = [Member(handle.untracked, version) for handle in handles]  # of now: see `Handle.succeed`
+            report = await self._load([member.handle for member in members], version)
             membership = await self.pool.call(EnginePool.join, members)
             if set(membership.names) == {handle.name for handle in handles}:
-                self._connected, self.held = membership.generation, version
+                self._connected = membership.generation
             return report
 
     async def load(self, handles: Engines, version: int) -> SyncReport:
         """Send the current weights to engines that are not members. Raises WeightSyncError, as `publish` does."""
-        async with self._lock:
+        async with self._round_of(self.trainer.pinned):
             return await self._load(handles, version)
 
     @contextlib.asynccontextmanager
@@ -118,16 +130,23 @@ class WeightSync:
         finally:
             await asyncio.gather(*(engine.call(RolloutEngine.wake_up) for engine in engines))
 
+    @contextlib.asynccontextmanager
+    async def _round_of(self, trainer: Handle[Trainer]) -> AsyncIterator[None]:
+        """Send the weights of this Trainer inside: those of its successor may be of another version."""
+        async with self._lock:
+            self._ranks = Ranks(trainer)
+            yield
+
     async def _publish(self, membership: Membership, version: int) -> SyncReport:
         engines = self._tracked(membership.engines)
         connected, self._connected = self._connected, None  # a round that fails leaves no link to build on
         if membership.generation != connected:
             await self._connect(engines)
-        updated, proven, self.held = version != self._version, self._rounds_proven, -1
+        updated, proven = version != self._version, self._rounds_proven
         report = await self._round(engines, version, probe=not (proven or 0) % self._settings.probe_every)
         self._rounds_proven = proven + 1 if proven is not None else 1 if updated else None
         await self.pool.call(EnginePool.synced, membership.names, version)
-        self._connected, self.held = membership.generation, version
+        self._connected = membership.generation
         return report
 
     async def _has_left(self, membership: Membership) -> bool:
@@ -157,9 +176,10 @@ class WeightSync:
         self._rounds_proven = None
         config, deadline_s = self.config, self._settings.deadline_s
         workers = config.explorer.engine.tensor_parallel
-        async with self._deadline("engines and trainer to connect"):
+        async with self._deadline("the ranks to end the link before"):  # whose engines may have died
             located = (await self._ranks.call(RankApi.locate, deadline_s))[0]
             assert located is not None  # the first rank opens the store
+        async with self._deadline("engines and trainer to connect"):
             host, port = located
             link = Link(
                 config.sync_backend,
@@ -259,17 +279,22 @@ def _check_link(problem: str | None) -> None:
 async def _all(*calls: Awaitable[Any]) -> list[Any]:
     """Return the results of calls. Raises the first error once the others have ended, too, or after `_SETTLE_S`."""
     futures = list(map(asyncio.ensure_future, calls))
-    _, running = await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
-    if running:
-        await asyncio.wait(running, timeout=_SETTLE_S)
-    for each in futures:
-        if each.done():
-            each.result()
-    return [each.result() for each in futures]
+    try:
+        _, running = await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+        if running:
+            await asyncio.wait(running, timeout=_SETTLE_S)
+        for each in futures:
+            if each.done():
+                each.result()
+        return [each.result() for each in futures]
+    finally:
+        for each in futures:
+            each.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)  # errors after the first one are of no interest
 
 
 async def _resume(engines: Engines) -> None:
     """Resume the engines of a round that failed: a dead one must neither keep the others paused nor hide the error."""
-    resuming = asyncio.gather(*(engine.call(RolloutEngine.resume) for engine in engines), return_exceptions=True)
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(resuming, _RESUME_S)
+        async with asyncio.timeout(_RESUME_S):
+            await asyncio.gather(*(engine.call(RolloutEngine.resume) for engine in engines), return_exceptions=True)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from rayrft.errors import ActorDied, ActorUnreachable, RayrftError
 from rayrft.runtime.ray_api import ray
@@ -72,6 +72,13 @@ class Handle(Generic[T_co]):
     def untracked(self) -> Handle[T_co]:
         """A plain handle of the actor."""
         return Handle(self.name, self.actor)
+
+    @property
+    def pinned(self) -> Self:
+        """A handle like this one of the present actor, and not of its successors: see `succeed`."""
+        handle = object.__new__(type(self))
+        vars(handle).update(vars(self))
+        return handle
 
     def with_options(self, **options: Any) -> Handle[T_co]:
         """Return a handle whose calls have these of Ray's options."""
@@ -190,16 +197,13 @@ async def until_failed(actor: Handle[Watched]) -> None:
     await when_reachable(lambda: actor.untracked.call(Watched.watch))
 
 
-async def until_restarted(actor: Handle[Watched]) -> RayrftError:
-    """Return why an actor died, once Ray has restarted it. Raises the error of an actor that Ray fails to restart."""
-    pid = await actor.untracked.call(Watched.pid)
-    while True:
-        try:
+async def until_restarted(actor: Handle[Watched], pid: int) -> RayrftError:
+    """Return why an actor's process of this id died, once Ray has restarted the actor. Raises the error of an actor
+    that Ray fails to restart."""
+    while await actor.untracked.call(Watched.pid) == pid:  # also if it could not be reached for a while
+        with contextlib.suppress(ray.exceptions.ActorUnavailableError):
             await actor.with_options(max_task_retries=0).call(Watched.watch)
-        except ray.exceptions.ActorUnavailableError:
-            cause = ActorDied("its process died", _REMEDY, field=actor.name)
-        if await actor.untracked.call(Watched.pid) != pid:  # else it could not be reached for a while
-            return cause
+    return ActorDied("its process died", _REMEDY, field=actor.name)
 
 
 async def when_reachable(call: Callable[[], Awaitable[R]]) -> R:

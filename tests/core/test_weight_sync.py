@@ -240,10 +240,13 @@ async def test_a_link_that_fails_with_all_engines_alive_ends_the_run(monkeypatch
 
 async def test_steps_that_are_repeated_publish_nothing_older_than_what_engines_hold() -> None:
     made = await subject()
-    await made.sync.publish(3)
-    made.sync.held = 5
-    assert (await made.sync.publish(4)).digest is None and set((await made.members()).values()) == {3}
+    await made.sync.publish(5)
+    made.sync.rewind(3)
+    assert not made.sync.caught_up.is_set(), "no engine is admitted"
+    assert (await made.sync.publish(4)).digest is None and set((await made.members()).values()) == {5}
+    assert not made.sync.caught_up.is_set()
     assert (await made.sync.publish(5)).digest == "abc", "the version that they hold is proven again"
+    assert made.sync.caught_up.is_set()
 
 
 async def test_a_call_that_hangs_after_another_has_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

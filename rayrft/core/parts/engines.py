@@ -55,6 +55,8 @@ class EngineGroup:
         """Names of engines that have died and are not replaced."""
         self.emptied = asyncio.Event()
         """Set when the last engine has died; `Evaluations` clears it."""
+        self.loaded: list[Member] = []
+        """Evaluation engines with the weights that they were sent last."""
 
     @classmethod
     def policy(cls, placement: Placement, config: RunConfig, path: str, waits: Waits | None = None) -> EngineGroup:
@@ -193,6 +195,11 @@ class EngineRole(Part[Any]):
         """Let engines that have started take requests."""
         await group.join(engines)
 
+    async def admit_again(self, group: EngineGroup) -> None:
+        """Let the engines of a group take requests whose pool has forgotten them."""
+        if group.alive:
+            await self.admit(group, group.alive)
+
     def _group_of(self, engine: Handle[Any]) -> EngineGroup:
         return next(group for group in self.groups.values() if engine in group.engines)
 
@@ -241,6 +248,11 @@ class EvaluationEngines(EngineRole):
 
     async def admit(self, group: EngineGroup, engines: list[Handle[Any]]) -> None: ...
 
+    async def admit_again(self, group: EngineGroup) -> None:
+        """Let the engines that have weights join with them: an evaluation may wait for engines."""
+        alive = [engine.actor for engine in group.alive]
+        await group.pool.call(EnginePool.join, [each for each in group.loaded if each.handle.actor in alive])
+
 
 class AuxiliaryEngines(EngineRole):
     """Engines of auxiliary models, whose weights never change."""
@@ -277,8 +289,8 @@ class EnginePools(Part[EnginePool]):
         """Let the engines join again, whose pool has forgotten them."""
         for role in self._roles:
             for group in role.groups.values():
-                if group.pool is actor and group.alive:
-                    await role.admit(group, group.alive)
+                if group.pool is actor:
+                    await role.admit_again(group)
 
     @property
     def _roles(self) -> list[EngineRole]:

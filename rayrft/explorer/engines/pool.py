@@ -69,13 +69,16 @@ class EnginePool(Watched):
         return self._membership if self._membership.generation != than else None
 
     async def join(self, engines: Sequence[Member]) -> Membership:
-        """Add engines that hold their version's weights, as one change. Raises WeightSyncError if a name is taken."""
-        for name in self._membership.names:
-            if any(engine.name == name for engine in engines):
+        """Add engines that hold their version's weights, as one change; of those that are members, only the version
+        changes. Raises WeightSyncError if a name is taken."""
+        joining = [engine.handle.actor for engine in engines]
+        others = tuple(member for member in self._membership.members if member.handle.actor not in joining)
+        for member in others:
+            if any(engine.name == member.name for engine in engines):
                 raise WeightSyncError(
-                    "an engine of this name is a member", "let it leave before another joins", field=name
+                    "an engine of this name is a member", "let it leave before another joins", field=member.name
                 )
-        return await self._change((*self._membership.members, *engines))
+        return await self._change((*others, *engines))
 
     async def leave(self, engine: Handle[RolloutEngine], reason: str) -> None:
         """Remove a member: it gets no new requests and no new weights. Nothing happens if it has left before, also if
