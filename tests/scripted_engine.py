@@ -45,6 +45,9 @@ class ScriptedEngine(Answering, Watched):
         cpu = torch.device("cpu")
         self._channel = await asyncio.to_thread(WeightChannel, link, sends=False, index=first, device=cpu)
 
+    async def respond(self) -> None:
+        pass
+
     async def pause(self, keep_cache: bool = False) -> None:
         pass
 

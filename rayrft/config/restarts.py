@@ -15,5 +15,5 @@ class RestartsConfig(Section):
     0: the first death ends the run."""
     backoff_s: float = Field(1.0, ge=0)
     """Seconds before the second restart within an hour, doubled for each further one, up to a minute."""
-    silent_s: float = Field(120.0, gt=0)
+    silent_s: float = Field(180.0, gt=0)
     """Seconds without a heartbeat after which an actor that has started is killed and restarted."""

@@ -150,12 +150,20 @@ class WeightSync:
         return report
 
     async def _has_left(self, membership: Membership) -> bool:
-        """Return whether an engine leaves, which died in a round that failed."""
-        try:
-            await asyncio.wait_for(self.pool.call(EnginePool.members, membership.generation), _LEAVE_S)
-        except TimeoutError:
-            return False
-        return True
+        """Return whether an engine leaves, which died in a round that failed. One that does not answer is killed."""
+
+        async def kill_silent(engine: Handle[RolloutEngine]) -> None:
+            try:
+                await asyncio.wait_for(engine.call(RolloutEngine.respond), _LEAVE_S)
+            except TimeoutError:
+                engine.kill()
+            except ray.exceptions.RayError:
+                pass  # it has died, and leaves
+
+        leaving = asyncio.ensure_future(self.pool.call(EnginePool.members, membership.generation))
+        await asyncio.gather(*map(kill_silent, membership.engines))
+        await asyncio.wait({leaving}, timeout=_LEAVE_S)
+        return leaving.done() and not leaving.cancelled() and leaving.exception() is None
 
     async def _members(self) -> Membership:
         """Return the membership, which is sent only when it has changed."""

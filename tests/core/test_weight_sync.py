@@ -15,7 +15,7 @@ from rayrft.errors import WeightSyncError
 from rayrft.experience import Experience
 from rayrft.explorer.engines.engine import EngineWeights
 from rayrft.explorer.engines.pool import EnginePool
-from rayrft.runtime.handle import TrackedHandle
+from rayrft.runtime.handle import Handle, TrackedHandle
 from rayrft.runtime.waits import Waits
 from rayrft.trainer.api import RankCall
 from rayrft.weights.messages import Link, Sent
@@ -42,6 +42,10 @@ class ScriptedEngine:
 
     async def connect(self, link: Link, first: int) -> None:
         self.links.append((link.receivers, first))
+
+    async def respond(self) -> None:
+        if self.fail == "hang":
+            await asyncio.Event().wait()
 
     async def pause(self, keep_cache: bool = False) -> None:
         self.calls.append("pause")
@@ -258,10 +262,25 @@ async def test_a_call_that_hangs_after_another_has_failed_is_not_waited_for(monk
         await made.sync.publish(3)
 
 
-async def test_an_engine_that_hangs_ends_the_run_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_hangs_is_killed_at_the_deadline_and_the_round_repeated_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rayrft.core.weight_sync._LEAVE_S", 0.2)
+    made, killed = await subject(deadline_s=0.2), dict[str, Any]()
+
+    def kill(engine: Handle[Any]) -> None:
+        killed[engine.name] = asyncio.ensure_future(made.leave(engine.name))  # as the Master does
+
+    monkeypatch.setattr(Handle, "kill", kill)
+    made.engines["engine-1"].fail = "hang"
+    assert (await made.sync.publish(3)).digest == "abc"
+    assert [*killed] == ["engine-1"] and await made.members() == {"engine-0": 3}
+
+
+async def test_a_deadline_that_is_missed_while_all_engines_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrft.core.weight_sync._LEAVE_S", 0.1)
     made = await subject(deadline_s=0.2)
-    made.engines["engine-1"].fail = "hang"
+    monkeypatch.setattr(made.engines["engine-1"], "receive", lambda *_: asyncio.Event().wait())
     with pytest.raises(WeightSyncError, check=about("weight_sync")):
         await made.sync.publish(3)
 

@@ -8,9 +8,11 @@ under the new weights.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,8 @@ class RolloutEngine(Answering, Watched):
     def __init__(self) -> None:
         super().__init__()
         self._core_ended = asyncio.Event()
+        self._answers = False
+        """Whether vLLM's core answers at once: not while it loads, receives weights or sleeps."""
         self._names: dict[int, str] = {}
         """vLLM's names of the requests that are running, by identity."""
         self._kept = 0
@@ -96,6 +100,7 @@ class RolloutEngine(Answering, Watched):
             )
         )
         await self._engine.update_weight_version("0")
+        self._answers = True
         self._watch_core()
         gc.collect()
         gc.freeze()  # vLLM's core does the same: what lives as long as the actor is not traversed again and again
@@ -171,7 +176,8 @@ class RolloutEngine(Answering, Watched):
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         info = {"link": vars(link), "first": first}
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        with self._occupied():
+            await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def pause(self, keep_cache: bool = False) -> None:
         """Stop decoding and keep running requests, and with ``keep_cache`` their KV cache, which requests that come
@@ -190,7 +196,8 @@ class RolloutEngine(Answering, Watched):
         Returns the version and digests received. If it fails, the engine may have weights of two versions: it stays
         paused until it has received another transfer.
         """
-        digests = await self._engine.collective_rpc("receive_weights", args=(number,))
+        with self._occupied():
+            digests = await self._engine.collective_rpc("receive_weights", args=(number,))
         await self._engine.update_weight_version(str(version))
         weights = EngineWeights(int(await self._engine.get_weight_version()), tuple(digests))
         await self.resume()
@@ -203,11 +210,22 @@ class RolloutEngine(Answering, Watched):
 
     async def sleep(self) -> None:
         """Free the GPU memory of weights and cache for the trainer."""
-        await self._engine.sleep(level=1)
+        with self._occupied():
+            await self._engine.sleep(level=1)
 
     async def wake_up(self) -> None:
         """Allocate the GPU memory freed by `sleep` again."""
-        await self._engine.wake_up()
+        with self._occupied():
+            await self._engine.wake_up()
+
+    async def waiting(self) -> None:
+        """Answer once vLLM's core has answered: a core that hangs shows as an actor that is silent."""
+        if self._answers:
+            await self.respond()
+
+    async def respond(self) -> None:
+        """Return once vLLM's core answers."""
+        await self._engine.get_weight_version()
 
     async def watch(self) -> None:
         """Never return: a caller that awaits it learns at once when this actor dies.
@@ -217,6 +235,15 @@ class RolloutEngine(Answering, Watched):
         """
         await self._core_ended.wait()
         raise _core_ended()
+
+    @contextlib.contextmanager
+    def _occupied(self) -> Iterator[None]:
+        """Do not ask the core for a sign of progress meanwhile: the caller has a deadline."""
+        self._answers = False
+        try:
+            yield
+        finally:
+            self._answers = True
 
     def _watch_core(self) -> None:
         loop = asyncio.get_running_loop()
