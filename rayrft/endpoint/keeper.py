@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 import uuid
 from collections import Counter
@@ -36,7 +37,12 @@ class SessionKeeper(Watched):
     ) -> None:
         self._attempt, self._keep_days = uuid.uuid4().hex[:8], config.keep_days
         self._sessions = Sessions(
-            config, f"{run}/serve/{self._attempt}", group_size, drop_equal=drop_equal, mask_truncated=mask_truncated
+            config,
+            f"{run}/serve/{self._attempt}",
+            group_size,
+            drop_equal=drop_equal,
+            mask_truncated=mask_truncated,
+            first_number=random.getrandbits(62),
         )
         self._buffer = buffer
         self._writer = BufferWriter(buffer)

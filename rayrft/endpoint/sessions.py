@@ -6,7 +6,6 @@ Pure bookkeeping, with the time as an argument.
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
@@ -71,16 +70,24 @@ class Sessions:
 
     ``name`` begins the ids of its groups, and must differ between the attempts of the run. ``drop_equal`` drops groups
     without variance in their rewards, ``mask_truncated`` excludes rows whose last answer was cut from training.
+    ``first_number`` is that of the first call: answers that come after a restart must not be taken for later calls.
     """
 
     def __init__(
-        self, config: ServeConfig, name: str, group_size: int, *, drop_equal: bool, mask_truncated: bool = False
+        self,
+        config: ServeConfig,
+        name: str,
+        group_size: int,
+        *,
+        drop_equal: bool,
+        mask_truncated: bool = False,
+        first_number: int = 0,
     ) -> None:
         self._config = config
         self._name = name
         self._group_size = group_size
         self._drop_equal, self._mask_truncated = drop_equal, mask_truncated
-        self._numbers, self._groups = count(random.getrandbits(62)), count()
+        self._numbers, self._groups = count(first_number), count()
         self._open: dict[str, _Session] = {}
         self._idle: OrderedDict[str, float] = OrderedDict()
         """Expiry times of open sessions without a call in progress, in their order."""

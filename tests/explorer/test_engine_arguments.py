@@ -103,7 +103,7 @@ async def test_a_cache_with_images_of_the_old_weights_is_not_kept() -> None:
         await engine.pause(keep_cache=True)
 
 
-async def test_an_engine_is_not_left_paused_by_a_transfer_that_fails_nor_by_a_resume_that_is_early() -> None:
+async def test_an_engine_is_left_paused_by_a_transfer_that_fails_and_not_by_a_resume_that_is_early() -> None:
     engine, core = RolloutEngine(), PausableCore()
     engine._engine = core
     pausing, resuming = asyncio.ensure_future(engine.pause()), asyncio.ensure_future(engine.resume())
@@ -115,4 +115,4 @@ async def test_an_engine_is_not_left_paused_by_a_transfer_that_fails_nor_by_a_re
     assert core.paused
     with pytest.raises(ConnectionError):
         await engine.receive(1, 7)
-    assert not core.paused
+    assert core.paused, "it may have weights of two versions"
