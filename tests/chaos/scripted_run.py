@@ -163,6 +163,8 @@ class ScriptedEngine(Answering, Watched):
         self._link, self._place = self._cluster.transfer(link), link.senders + first
         await self._link.join(self._place, self._life, link.timeout_s)
 
+    async def respond(self) -> None: ...
+
     async def pause(self, keep_cache: bool = False) -> None:
         await self._cluster.takes(_SEND_S)
         self._running.clear()
