@@ -99,7 +99,10 @@ def test_groups_and_batches_go_through_operators_and_what_they_make_is_trained_o
     assert scores == pytest.approx({name: np.mean(values) for name, values in priorities.items()})
     assert len({*scores.values()}) > 1
     parents = {row.labels["parents"] for row in found}
-    assert found and parents <= {row.experience_id for row in rows} and len(parents) == len(found)
+    assert found and len(parents) == len(found)
+    # What a group makes is stored before the group: those in flight when the rank died have no rows.
+    unstored = {parent.rpartition("/")[0] for parent in parents - {row.experience_id for row in rows}}
+    assert not unstored & priorities.keys() and len(unstored) < len(priorities)
     told = CliRunner().invoke(app, ["data", "lineage", found[0].experience_id, str(run.folder)], catch_exceptions=False)
     made, parent = told.output.splitlines()
     assert made.startswith(f"{found[0].experience_id} by expert_rows/1: ")
