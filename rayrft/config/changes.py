@@ -28,7 +28,7 @@ def changeable(config: RunConfig) -> dict[str, Any]:
 
 def change_config(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     """Return a running run's config with other values, by key. Raises ConfigError if a key cannot change while the run
-    is running, and for everything that `load_config` refuses."""
+    is running, and the errors of `load_config`."""
     new = load_config(config, dict(changes))
     before, after = ({key: value for key, value, _ in _walk(each, "")} for each in (config, new))
     may_change = changeable(config).keys() & changeable(new).keys()

@@ -70,7 +70,7 @@ def tallied(cls: type) -> type:
         return call
 
     async def tally(self: Any, sizing: bool = False) -> Counter[tuple[str, str]]:
-        """Return what was counted since the last call. With ``sizing``, bytes are counted, too, from now on."""
+        """Return the counts since the last call. ``sizing``: whether to count bytes until the next call."""
         self._sizing, found = sizing, self.__dict__.get("_tally", Counter())
         self._tally = Counter()
         return found
@@ -226,7 +226,7 @@ class ScriptedRank:
 
 
 class Host:
-    """The actor that stands for every eighth engine and rank. Host 0 holds the steps whose numbers are in ``held``."""
+    """A stand-in for every eighth engine and rank. Host 0 pauses at the steps in ``held``."""
 
     def __init__(self, held: Sequence[int]) -> None:
         self._engines: dict[int, ScriptedEngine] = {}

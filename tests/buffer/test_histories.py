@@ -81,8 +81,8 @@ def open_any_stage(patch: pytest.MonkeyPatch) -> None:
 def test_the_histories_find_what_they_are_there_for(
     fault: Callable[[pytest.MonkeyPatch], None], first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of these faults makes somebody wait for ever, or loses or doubles a group. ``first`` is the first history
-    that finds it, or one before."""
+    """Each fault makes an actor wait without end, or loses or doubles a group. A history at or after number
+    ``first`` finds it."""
     fault(monkeypatch)
 
     def found(seed: int) -> bool:

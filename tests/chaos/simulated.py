@@ -72,7 +72,7 @@ def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, context: Any = N
 
 
 def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
-    """Return what each task waits for, a line each."""
+    """Return one line per task: its name and what it awaits."""
     lines = []
     for task in asyncio.all_tasks(loop):
         frames, awaited = [], task.get_coro()
