@@ -210,7 +210,7 @@ async def test_a_request_whose_engines_die_ends_alone_and_ends_no_third(subject:
     for name in ("engine-0", "engine-1"):
         await subject.join(name, DeadCore())
     with pytest.raises(EngineFailed, match="the core ended"):
-        await subject.ask()
+        await asyncio.wait_for(subject.ask(), 20)
     assert (await subject.pool.members()).members == ()
     third = HeldEngine()
     third.released.set()
@@ -237,6 +237,22 @@ async def test_a_stream_that_has_brought_tokens_is_not_begun_again(subject: Subj
     with pytest.raises(EngineFailed, check=about("engine-0")):
         await subject.client.generate(Request([5], 1, SAMPLING, stream=True), (), receive)
     assert brought == [(5,)]
+
+
+async def test_the_death_of_a_successor_that_joined_before_its_predecessor_was_missed_is_reported_too(
+    subject: Subject,
+) -> None:
+    first = await subject.join("engine-0", HeldEngine())
+    first.released.set()
+    await subject.ask()
+    [handle] = (await subject.pool.members()).engines
+    await asyncio.gather(subject.pool.leave(handle, "it died"), subject.join("engine-0", DeadCore()))
+    await subject.known()
+    asked = subject.ask()
+    generation = subject.pool._membership.generation
+    assert (await asyncio.wait_for(subject.pool.members(generation), 20)).members == ()
+    await subject.join("engine-0", first)
+    assert await asyncio.wait_for(asked, 20) == [ANSWER]
 
 
 async def test_a_late_report_of_a_death_does_not_remove_the_successor(subject: Subject) -> None:
