@@ -147,11 +147,14 @@ class Master(Watched):
                 await self._recorder.save(self._summarise("killed", killed, RowStats(self._known[1], {})))
 
     async def pids(self) -> dict[str, int]:
-        """Return the process ids of the Master and of the actors that it supervises."""
+        """Return the process ids of the Master and of the actors that it supervises, without those that have died and
+        are not yet replaced."""
         assert self._parts is not None  # called once the run is up
-        actors = [actor for part in self._parts for actor in part.supervised]
-        pids = await asyncio.gather(*(actor.untracked.call(Watched.pid) for actor in actors))
-        return {"master": os.getpid(), **{actor.name: pid for actor, pid in zip(actors, pids, strict=True)}}
+        pids = {"master": os.getpid()}
+        for name, (_, actor) in self._parts.supervised().items():
+            with contextlib.suppress(ray.exceptions.RayActorError):
+                pids[name] = await actor.untracked.call(Watched.pid)
+        return pids
 
     @property
     def _known(self) -> tuple[int, Ledger]:

@@ -288,7 +288,7 @@ class Run:
                 self.result()
 
     def pids(self) -> dict[str, int]:
-        """Return the process ids of the Master and of the actors that it supervises."""
+        """Return the process ids of the Master and of the actors that it supervises, as `Master.pids`."""
         return fetch(self._master.call(Master.pids), self._master_name, ANSWER_S)
 
     def serve_feedback(self, **settings: Any) -> OpenService:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from rayrft.buffer.events import ModelTerms
 from rayrft.buffer.ledger import Ledger, RowStats
@@ -162,3 +163,13 @@ async def test_the_root_cause_is_raised_when_the_disk_is_full(master: Made, monk
         await run(subject)
     assert error.value.field == "segment-7"
     assert await subject.records(1000) == [], "who follows is let go"
+
+
+async def test_an_actor_that_has_died_has_no_pid_until_it_is_replaced(master: Made) -> None:
+    subject, trainer = master
+    running = asyncio.ensure_future(run(subject))
+    await trainer.called.wait()
+    trainer.pid = mock.AsyncMock(side_effect=ActorDiedError())  # type: ignore[method-assign]
+    assert (await subject.pids()).keys() == {"master", "buffer"}
+    await subject.stop()
+    await running
