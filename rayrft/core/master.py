@@ -148,13 +148,12 @@ class Master(Watched):
 
     async def pids(self) -> dict[str, int]:
         """Return the process ids of the Master and of the actors that it supervises, without those that have died and
-        are not yet replaced."""
+        are not yet up again."""
         assert self._parts is not None  # called once the run is up
-        pids = {"master": os.getpid()}
-        for name, (_, actor) in self._parts.supervised().items():
-            with contextlib.suppress(ray.exceptions.RayActorError):
-                pids[name] = await actor.untracked.call(Watched.pid)
-        return pids
+        up = [actor for name, (_, actor) in self._parts.supervised().items() if not self._restarts.is_dead(name)]
+        found = await asyncio.gather(*(actor.untracked.call(Watched.pid) for actor in up), return_exceptions=True)
+        pids = {actor.name: pid for actor, pid in zip(up, found, strict=True) if isinstance(pid, int)}
+        return {"master": os.getpid(), **pids}
 
     @property
     def _known(self) -> tuple[int, Ledger]:
