@@ -19,8 +19,8 @@ from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import EvaluationRecord, RecordKey
+from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, root_cause
-from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import unless
 
 
@@ -67,7 +67,7 @@ class Evaluations:
         self._step = self.progress.step
         try:
             loaded = await self._load()
-        except ray.exceptions.RayActorError as died:
+        except ray_api.ACTOR_ERRORS as died:
             await self._lose(stage, self._step, died)
             return None
         if loaded:

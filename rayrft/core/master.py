@@ -39,8 +39,8 @@ from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import Record, RecordKey, RestartRecord
 from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_end, summarise
 from rayrft.registry import load_plugins
+from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, root_cause
-from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import Waits
 from rayrft.trainer.trainer import Trainer
 from rayrft.weights.messages import SyncReport
@@ -357,7 +357,7 @@ class Master(Watched):
     async def _stats(self) -> BufferStats | None:
         """Return the Buffer's statistics; None if there is no Buffer, or it does not answer soon."""
         if self._parts is not None:
-            with contextlib.suppress(ray.exceptions.RayActorError, TimeoutError):
+            with contextlib.suppress(*ray_api.ACTOR_ERRORS, TimeoutError):
                 return await asyncio.wait_for(self._parts[BufferPart].actor.call(Buffer.stats), _STATS_DEADLINE_S)
         return None
 

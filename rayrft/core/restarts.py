@@ -19,6 +19,7 @@ from rayrft.core.parts.base import Part, RunParts
 from rayrft.core.supervision import root_of_death
 from rayrft.errors import ActorDied, ActorUnreachable, DeviceFailed, RayrftError, RowsFailed, WeightSyncError
 from rayrft.explorer.explorer import Explorer, Timings
+from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, fence, root_cause, until_failed, until_restarted
 from rayrft.runtime.ray_api import ray
 
@@ -116,7 +117,7 @@ class Restarts:
                 return await call()
             except ray.exceptions.ActorUnavailableError:
                 await asyncio.sleep(_AWAY_S)  # Ray has no event for its return
-            except ray.exceptions.RayActorError:
+            except ray_api.ACTOR_ERRORS:
                 async with self._changed:
                     await self._changed.wait_for(lambda: self._restarts[actor.name] > known)  # noqa: B023 - at once
 

@@ -28,6 +28,7 @@ from rayrft.monitor.summary import (
     summarise_from_folder,
     write_summary,
 )
+from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, answer, death_reason, end, fetch, fetch_when_reachable, root_cause
 from rayrft.runtime.ray_api import ray
 
@@ -170,7 +171,7 @@ class Run:
         """Return status, step, version and ledger; of a run that failed or was killed also the root cause."""
         try:
             return fetch(self._master.call(Master.status), self._master_name, ANSWER_S)
-        except ray.exceptions.RayActorError:
+        except ray_api.ACTOR_ERRORS:
             return status_at_end(self._end(), self.folder)
 
     def records(self, first: int = 0) -> Iterator[Record]:
@@ -180,7 +181,7 @@ class Run:
         while True:
             try:
                 new = fetch_when_reachable(partial(self._master.call, Master.records, count))
-            except ray.exceptions.RayActorError:
+            except ray_api.ACTOR_ERRORS:
                 summary = self._end()
                 yield from read_records(self.folder)[count:]
                 if summary.error:
@@ -225,7 +226,7 @@ class Run:
             cause = root_cause(error)
             self._end(cause)
             raise cause from None
-        except (ray.exceptions.RayActorError, ActorUnreachable):  # the outcome is lost; the run may be alive
+        except (*ray_api.ACTOR_ERRORS, ActorUnreachable):  # the outcome is lost; the run may be alive
             for _ in self.records():
                 pass
             summary = self._end()
@@ -244,7 +245,7 @@ class Run:
             atexit.register(self._wait)
         try:
             fetch(self._master.call(Master.stop), self._master_name, ANSWER_S)
-        except ray.exceptions.RayActorError:
+        except ray_api.ACTOR_ERRORS:
             self._end()
 
     def pause(self) -> int:
@@ -277,7 +278,7 @@ class Run:
         """Wait until the run has served a request. Raises RunFinished if it ends first."""
         try:
             return fetch(self._master.call(Master.steer, request, *arguments), self._master_name)
-        except ray.exceptions.RayActorError:
+        except ray_api.ACTOR_ERRORS:
             raise RunFinished("the run has ended", "see its summary", field="run", value=self.name) from None
         except ray.exceptions.RayTaskError as error:
             raise root_cause(error, self._master_name) from None
@@ -325,7 +326,7 @@ class Run:
         """Return the status and error of a run whose Master is dead."""
         try:
             fetch_when_reachable(lambda: self._master.call(Master.watch))
-        except ray.exceptions.RayActorError as error:
+        except ray_api.ACTOR_ERRORS as error:
             reason = death_reason(error)
         killed = "ray.kill" in reason
         problem = "the run was killed" if killed else f"the master died: {reason}"

@@ -114,7 +114,7 @@ class StallMonitor:
         with self._pings.on(name, "heartbeat"):
             try:
                 return await ask()
-            except ray.exceptions.RayActorError:  # `supervise` reports deaths
+            except ray_api.ACTOR_ERRORS:  # `supervise` reports deaths
                 return None
 
     def _due(self, wait: Wait) -> float:

@@ -31,8 +31,8 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import EvaluationRecord, PairsRecord, Record, RecordKey, StepRecord, record_key
 from rayrft.monitor.verdict import Bottleneck, check_gap, check_on_policy_step
+from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle
-from rayrft.runtime.ray_api import ray
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.batch_pipeline import ProcessedLease
 from rayrft.trainer.result import StepResult, group_value_errors
@@ -141,7 +141,7 @@ class TrainLoop:
     async def blame(self, error: RowsFailed) -> None:
         """Tell the Buffer on which rows the current step failed, for the next attempt at it."""
         # If the Buffer cannot be reached, the next attempt has the same batch.
-        with contextlib.suppress(ray.exceptions.RayActorError, TimeoutError, StorageError):
+        with contextlib.suppress(*ray_api.ACTOR_ERRORS, TimeoutError, StorageError):
             call = self.buffer.call(Buffer.blame, self.progress.step, self._attempt, error.value)
             await asyncio.wait_for(call, _BLAME_DEADLINE_S)
 

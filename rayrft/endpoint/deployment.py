@@ -7,7 +7,7 @@ from contextvars import Context
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.app import PolicyEndpoint
@@ -15,6 +15,7 @@ from rayrft.endpoint.keeper import SessionKeeper
 from rayrft.endpoint.responder import Responder
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.explorer.engines.client import EngineClient
+from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, root_cause
 from rayrft.runtime.serving.applications import Owner
 from rayrft.runtime.waits import Waits
@@ -33,7 +34,7 @@ class _RemoteSessions:
                 return await Context().run(self._keeper.call, getattr(SessionKeeper, name), *args)
             except RayTaskError as error:
                 raise error.cause from None
-            except RayActorError as error:
+            except ray_api.ACTOR_ERRORS as error:
                 raise root_cause(error, "keeper") from None
 
         return call

@@ -9,8 +9,8 @@ from contextvars import Context
 from typing import Generic, TypeVar
 
 from rayrft.errors import ActorDied, ActorUnreachable
+from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, death_reason
-from rayrft.runtime.ray_api import ray
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -25,8 +25,8 @@ async def with_retry(call: Callable[[], Awaitable[R]], who: str) -> tuple[R, int
     for retries in range(TRIES):
         try:
             return await call(), retries
-        except ray.exceptions.RayActorError as error:
-            kind = ActorDied if isinstance(error, ray.exceptions.ActorDiedError) else ActorUnreachable
+        except ray_api.ACTOR_ERRORS as error:
+            kind = ActorDied if isinstance(error, ray_api.ACTOR_DEATHS) else ActorUnreachable
             failure = kind(death_reason(error), "see its log in the Ray dashboard", field=who)
     raise failure
 
@@ -72,8 +72,8 @@ class ActorPool(Generic[A]):
             try:
                 start.result()
                 return await ask(actor)
-            except ray.exceptions.RayActorError as error:
-                died = isinstance(error, ray.exceptions.ActorDiedError) or start.exception() is not None
+            except ray_api.ACTOR_ERRORS as error:
+                died = isinstance(error, ray_api.ACTOR_DEATHS) or start.exception() is not None
                 if died and self._starts.pop(actor, None) is not None:
                     actor.kill()  # one whose start was not answered may be alive
                     self._add()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from rayrft.errors import ActorDied, ActorUnreachable, RayrftError
+from rayrft.runtime import ray_api
 from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import WaitReport, Waits
 
@@ -18,6 +20,19 @@ _RETRY_S = 1.0
 _ANSWER_S = 300.0
 """Deadline of calls: the Buffer may have to read freed blocks back from the log before it answers."""
 _REMEDY = "see its log in the Ray dashboard"
+_USED = re.compile(r"\(IP: ([^,]+),.*was (\S+) used / (\S+) limit")
+"""In the text of Ray's OutOfMemoryError."""
+_SHORT = {
+    "OutOfMemoryError": (
+        "the memory of its node was nearly used up{}, so Ray killed it; lower buffer.memory_bytes, "
+        "trainer.micro_batch_tokens or the number of engines and reward processes, or add memory"
+    ),
+    "ObjectStoreFullError": (
+        "Ray's object store is full; lower buffer.memory_bytes, or start Ray with a larger --object-store-memory"
+    ),
+    "OutOfDiskError": "Ray's object store is full, and so is the disk to which it spills; free disk space on that node",
+}
+"""What is short at Ray's errors, and how to get more of it."""
 
 T_co = TypeVar("T_co", covariant=True)
 P = ParamSpec("P")
@@ -157,7 +172,7 @@ def answer(call: Awaitable[R], who: str, deadline_s: float | None = None) -> R:
     """Block until a call has answered, as `fetch`, by default for `_ANSWER_S`. Raises its `root_cause` if it fails."""
     try:
         return fetch(call, who, _ANSWER_S if deadline_s is None else deadline_s)
-    except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+    except (*ray_api.ACTOR_ERRORS, ray.exceptions.RayTaskError) as error:
         raise root_cause(error, who) from None
 
 
@@ -173,13 +188,13 @@ async def fence(actor: Handle[Watched]) -> None:
     """Kill an actor, in an event loop; return when its process has ended, and its name and resources are free."""
     ended = asyncio.ensure_future(when_reachable(lambda: actor.untracked.call(Watched.idle)))
     actor.kill()
-    with contextlib.suppress(ray.exceptions.RayActorError):
+    with contextlib.suppress(*ray_api.ACTOR_ERRORS):
         await ended
 
 
 def until_dead(actor: Handle[Watched]) -> None:
     """Block until an actor has died; outside of event loops."""
-    with contextlib.suppress(ray.exceptions.RayActorError):
+    with contextlib.suppress(*ray_api.ACTOR_ERRORS):
         fetch_when_reachable(lambda: actor.call(Watched.watch))
 
 
@@ -216,9 +231,12 @@ async def when_reachable(call: Callable[[], Awaitable[R]]) -> R:
 
 
 def death_reason(error: Any) -> str:
-    """Return why an actor died, or that it cannot be reached, from Ray's RayActorError: one line without its ids."""
+    """Return why an actor died or cannot be reached, or what it lacks, from Ray's error: one line without its ids."""
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return "it cannot be reached"
+    if short := _SHORT.get(type(error).__name__):
+        used = _USED.search(str(error))
+        return short.format(" ({1} of {2} on {0})".format(*used.groups()) if used else "")
     lines = [line for line in str(error).splitlines() if line.strip()]
     if error.actor_init_failed:  # a traceback, which ends with what was raised
         return lines[-1].rpartition("rayrft.errors.")[2].rstrip(".")
@@ -244,5 +262,7 @@ def root_cause(error: BaseException, actor: str = "master") -> RayrftError:
         return ActorUnreachable(death_reason(error), _REMEDY, field=actor)
     if isinstance(error, ray.exceptions.RayActorError):
         return ActorDied(f"the actor died: {death_reason(error)}", _REMEDY, field=actor)
+    if type(error).__name__ in _SHORT:
+        return ActorDied(death_reason(error), field=actor)
     text = str(error).strip().splitlines() or ["no message"]
     return ActorDied(f"{type(error).__name__}: {text[0]}", _REMEDY, field=actor)

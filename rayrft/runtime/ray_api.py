@@ -47,8 +47,18 @@ PRIVATE = {
 }
 """Modules of the private names, which are attributes of this module."""
 
+_ERRORS = {
+    # Of a call to an actor that is dead. Ray ends actors whose node is short of memory: that is no RayActorError.
+    "ACTOR_DEATHS": ("ActorDiedError", "OutOfMemoryError"),
+    # Of a call to an actor that is dead or cannot be reached.
+    "ACTOR_ERRORS": ("RayActorError", "OutOfMemoryError"),
+}
+"""Tuples of Ray's errors, which are attributes of this module."""
+
 
 def __getattr__(name: str) -> Any:
+    if name in _ERRORS:
+        return tuple(getattr(ray.exceptions, each) for each in _ERRORS[name])
     if name not in PRIVATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(PRIVATE[name]), name)

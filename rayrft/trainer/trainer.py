@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from rayrft.buffer.leases import Lease
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
-from rayrft.runtime.handle import Handle, Watched
+from rayrft.runtime.handle import Handle, Watched, root_cause
 from rayrft.runtime.waits import WaitReport, Waits
 from rayrft.trainer.api import RankApi, RankCall, RankSetup
 from rayrft.trainer.batch_pipeline import BatchPipeline, ProcessedLease
@@ -234,5 +234,7 @@ def _cause(error: BaseException, actor: str) -> Exception:
         return _cause(first, f"trainer rank {rank}")
     if isinstance(error, RayrftError):
         return error
+    if (death := getattr(error, "health_check_failure", None)) is not None:
+        return root_cause(death, actor)
     lines = str(error).strip().splitlines() or [""]
     return ActorDied(f"{type(error).__name__}: {lines[-1]}", "see its log in the Ray dashboard", field=actor)

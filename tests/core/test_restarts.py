@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 
 from rayrft.config.restarts import RestartsConfig
 from rayrft.core import restarts as module
@@ -70,10 +70,10 @@ class Mortal(Watched):
             self.failed.set_exception(error)
             self.failed.exception()  # retrieved, also where nobody watches
 
-    def die(self) -> None:
-        self.fail(ActorDiedError())
+    def die(self, error: Exception | None = None) -> None:
+        self.fail(error or ActorDiedError())
         if not self.died.done():
-            self.died.set_exception(ActorDiedError())
+            self.died.set_exception(error or ActorDiedError())
             self.died.exception()
 
 
@@ -138,6 +138,32 @@ async def test_a_dead_actor_is_fenced_and_replaced_under_its_handle_and_said(sub
     subject.part.living.die()
     await subject.restarted(2)
     assert not subject.watch.done() and not subject.restarts.is_dead("engine-0")
+
+
+MEMORY = (
+    "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: 23a1) was "
+    "22.9GB used / 23.5GB limit (0.97)\nOOM kill reason: Memory usage exceeded threshold\nTo see more, use `ray logs`"
+)
+"""Begins the text of Ray's error."""
+
+
+async def test_an_actor_whose_node_is_short_of_memory_is_restarted_once_and_the_cause_says_what_to_lower(
+    subject: Subject,
+) -> None:
+    subject.part.living.die(OutOfMemoryError(MEMORY))
+    await subject.restarted()
+    assert subject.part.events == ["lost", "replaced"]
+    [(_, _, cause, _)] = subject.said
+    assert "used up (22.9GB of 23.5GB on 192.0.2.2), so Ray killed it; lower buffer.memory_bytes" in cause.problem
+    assert "\n" not in str(cause) and not subject.watch.done()
+
+
+async def test_a_call_of_an_actor_that_ray_killed_for_memory_is_made_again_at_the_successor(subject: Subject) -> None:
+    calling = asyncio.ensure_future(
+        subject.restarts.survive(subject.part.handle, lambda: subject.part.handle.call(Mortal.work))
+    )
+    subject.part.living.die(OutOfMemoryError(MEMORY))
+    assert await asyncio.wait_for(calling, 20) is subject.part.living
 
 
 async def test_an_actor_that_dies_while_it_is_restarted_is_restarted_again_and_each_death_counts(

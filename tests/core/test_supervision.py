@@ -112,6 +112,14 @@ async def test_why_an_actor_died_is_told_wherever_its_death_is_met(ray_cluster: 
     assert isinstance(error, ActorDied) and error.field == "engine-0" and "killed by `ray.kill`" in error.problem
 
 
+@pytest.mark.parametrize("error", [ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError])
+def test_a_full_object_store_is_told_in_one_line_with_a_remedy(error: type[Exception]) -> None:
+    for raised in (error("plasma\nTip"), ray.exceptions.RayTaskError("put", "Traceback …", error("plasma\nTip"))):
+        cause = root_cause(raised, "buffer")
+        assert cause.field == "buffer" and "object store is full" in cause.problem and "plasma" not in str(cause)
+        assert "\n" not in str(cause) and ("lower buffer" in str(cause) or "free disk" in str(cause))
+
+
 async def test_work_is_left_alone_when_the_user_stops_the_run() -> None:
     stop, left = asyncio.Event(), asyncio.Event()
 

@@ -11,8 +11,8 @@ from rayrft.core.parts.buffer import BufferPart
 from rayrft.core.placement import NAMESPACE, Bundles, actor_name
 from rayrft.endpoint.keeper import SessionKeeper
 from rayrft.endpoint.settings import EndpointSettings
+from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle
-from rayrft.runtime.ray_api import ray
 
 _CLOSE_S = 5.0
 
@@ -80,5 +80,5 @@ class KeeperPart(Part[SessionKeeper]):
 
         await asyncio.to_thread(delete_applications, actor_name(self.config.name, "serve"))
         for keeper in self.actors:
-            with contextlib.suppress(ray.exceptions.RayActorError, TimeoutError):
+            with contextlib.suppress(*ray_api.ACTOR_ERRORS, TimeoutError):
                 await asyncio.wait_for(keeper.call(SessionKeeper.close), _CLOSE_S)

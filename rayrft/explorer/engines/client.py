@@ -30,6 +30,7 @@ from rayrft.explorer.engines.exchange import (
     TokenCallback,
 )
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
+from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, TrackedHandle, death_reason, when_reachable
 from rayrft.runtime.waits import Waits
 
@@ -139,11 +140,11 @@ class _Stream:
 
 
 def _reason(error: Exception) -> str:
-    from ray.exceptions import ActorDiedError
-
     if isinstance(error, ActorDied):
         return error.problem
-    return f"the engine died: {death_reason(error)}" if isinstance(error, ActorDiedError) else type(error).__name__
+    return (
+        f"the engine died: {death_reason(error)}" if isinstance(error, ray_api.ACTOR_DEATHS) else type(error).__name__
+    )
 
 
 def _end_unbegun(begun: asyncio.Future[_Begun | None]) -> None:
@@ -272,14 +273,12 @@ class EngineClient:
 
     async def _follow(self) -> None:
         """Keep the members those of the pool. Never returns; raises ActorDied when the pool has died."""
-        from ray.exceptions import ActorDiedError
-
         membership = Membership(-1, ())
         while True:
             poll = partial(self._pool.call, EnginePool.members, membership.generation)
             try:
                 membership = await when_reachable(poll)
-            except ActorDiedError as error:
+            except ray_api.ACTOR_DEATHS as error:
                 raise ActorDied(f"the actor died: {death_reason(error)}", field="engine_pool") from None
             self._replaced = membership.replaced
             # In an order of its own: of engines that owe as few answers each client takes the first.
@@ -290,14 +289,12 @@ class EngineClient:
 
     async def _engine(self, member: Member) -> _Engine | None:
         """Return the record of a member, or None if it has died."""
-        from ray.exceptions import ActorDiedError
-
         handle = TrackedHandle(member.handle, self._waits)
         engine = self._engines.get(member.name)
         if engine is None or engine.handle.actor != member.handle.actor:  # a successor has the name of its predecessor
             try:
                 capacity = await when_reachable(lambda: handle.call(Answering.capacity))
-            except ActorDiedError as error:
+            except ray_api.ACTOR_DEATHS as error:
                 await self._pool.call(EnginePool.leave, member.handle, death_reason(error))
                 return None
             engine = _Engine(member, capacity, self._share)
@@ -306,9 +303,7 @@ class EngineClient:
 
     async def _died(self, engine: _Engine, error: Exception) -> bool:
         """Return whether an error says that the engine has died, or its core; the pool then learns of it."""
-        from ray.exceptions import ActorDiedError
-
-        if died := isinstance(error, ActorDiedError | ActorDied):
+        if died := isinstance(error, (*ray_api.ACTOR_DEATHS, ActorDied)):
             await self._pool.call(EnginePool.leave, engine.handle, _reason(error))
             self._engines = {name: each for name, each in self._engines.items() if each is not engine}
         return died
