@@ -132,8 +132,16 @@ class RowsFailed(RayrftError):
     """A training step failed on some rows; ``value`` has their experience ids, ``field`` names the rank."""
 
 
+class NotFinite(RayrftError):
+    """The loss or gradient of a training step is not finite; ``value`` has both, and the step of the stage."""
+
+
 class DeviceFailed(RayrftError):
-    """A device of the trainer failed or ran out of memory; ``field`` names the rank, ``value`` node and device."""
+    """A device of the trainer failed; ``field`` names the rank, ``value`` node and device."""
+
+
+class OutOfMemory(DeviceFailed):
+    """A rank of the trainer ran out of the memory of its device or node."""
 
 
 class FeedbackRefused(RayrftError):

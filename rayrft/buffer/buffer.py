@@ -300,6 +300,12 @@ class Buffer(Watched):
             expert = expert[in_units([names[row] for row in record.expert], record.unit, {*experience_ids})]
         await self._store.commit(e.RowsBlamed(step, attempt, sorted(slots), np.unique(expert).tolist()))
 
+    async def discard_batch(self, step: int) -> None:
+        """Drop the batch of a step that was not trained: its groups count as ``not_finite``, unless an earlier step has
+        trained them. The step leases another batch."""
+        record = self._state.training.leases.get(step)
+        await self._store.commit(*([] if record is None or record.acked else [e.BatchDiscarded(step)]))
+
     async def cover(self, step: int) -> None:
         """Record that a checkpoint covers all steps before ``step``: their batches will not be leased again."""
         await self._store.commit(e.StepsCovered(step))

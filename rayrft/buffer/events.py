@@ -202,6 +202,12 @@ class RowsBlamed(Event):
     expert: list[int]
 
 
+class BatchDiscarded(Event):
+    """Training failed on the batch of a step as a whole; the step gets another one."""
+
+    step: int
+
+
 class StepsCovered(Event):
     """A checkpoint covers all steps before ``step``."""
 

@@ -245,6 +245,13 @@ def check_devices(config: RunConfig) -> None:
             raise invalid("explorer.engine.gpus", problem, f"give {parallel}", value=engine.gpus)
 
 
+def check_restarts(config: RunConfig) -> None:
+    """Check that a rollback may restart the trainer."""
+    if config.trainer.not_finite == "rollback" and not config.restarts.per_hour:
+        remedy = "raise it, or let trainer.not_finite end or skip"
+        raise invalid("restarts.per_hour", "is too low for trainer.not_finite: rollback", remedy, value=0)
+
+
 RULES = (
     check_model_names,
     check_required,
@@ -258,5 +265,6 @@ RULES = (
     check_partial,
     check_feedback,
     check_devices,
+    check_restarts,
 )
 """All rules, in the order in which they are checked: later ones rely on earlier ones."""

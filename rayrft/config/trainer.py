@@ -49,6 +49,11 @@ class TrainerConfig(Section):
     """Keep one state per layer for the backward pass and recompute the others: a third more time, less memory."""
     cpu_offload: bool = False
     """GPUs: keep parameters, gradients and optimiser state in CPU memory while unused."""
+    not_finite: Literal["end", "skip", "rollback"] = "end"
+    """Effect of a loss or gradient that is not finite: the run ends; the update is skipped, and its rows count as
+    trained; or the run returns to its latest checkpoint and drops the batch, as ``not_finite``."""
+    rollbacks: int = Field(3, ge=1)
+    """Largest number of these returns since the run was started or resumed; one more ends the run."""
     lora: LoraConfig | None = None
     """Train only an adapter. Every stage starts a new one, on its initial weights with their adapter merged."""
 

@@ -32,7 +32,7 @@ from rayrft.core.steering import Steering
 from rayrft.core.supervision import StallMonitor, Stopped, supervise, unless_stopped
 from rayrft.core.train_loop import TrainLoop
 from rayrft.core.weight_sync import WeightSync
-from rayrft.errors import ActorDied, ConfigError, RayrftError, RowsFailed, StorageError
+from rayrft.errors import ActorDied, ConfigError, NotFinite, RayrftError, RowsFailed, StorageError
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
@@ -178,7 +178,7 @@ class Master(Watched):
             parts = RunParts(KINDS, self._config, prepared, placement, self._waits, logged, shared)
             parts.actors()
             self._parts = parts
-            self._restarts = Restarts(parts, self._config.restarts, self._note_restart, self._blame)
+            self._restarts = Restarts(parts, self._config.restarts, self._note_restart, self._blame, self._note)
             self._loop = await self._make_loop(parts, shared)
             parts.admit = self._admit
             self._stalls = StallMonitor(
@@ -306,7 +306,7 @@ class Master(Watched):
                 self._sync.disconnect()
             yield
 
-    async def _blame(self, error: RowsFailed) -> None:
+    async def _blame(self, error: RowsFailed | NotFinite) -> None:
         if isinstance(self._loop, TrainLoop):
             await self._loop.blame(error)
 

@@ -17,7 +17,7 @@ from rayrft.config import StageConfig
 from rayrft.config.restarts import RestartsConfig
 from rayrft.core.parts.base import Part, RunParts
 from rayrft.core.supervision import root_of_death
-from rayrft.errors import ActorDied, ActorUnreachable, DeviceFailed, RayrftError, RowsFailed, WeightSyncError
+from rayrft.errors import ActorDied, ActorUnreachable, DeviceFailed, NotFinite, RayrftError, RowsFailed, WeightSyncError
 from rayrft.explorer.explorer import Explorer, Timings
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, fence, root_cause, until_failed, until_restarted
@@ -33,7 +33,7 @@ _GRACE_S = 5.0
 """Time in which the death of an actor becomes known after a failure, which it may have caused."""
 _AWAY_S = 1.0
 """Seconds between calls of an actor that cannot be reached."""
-_DEATHS = (ActorDied, ActorUnreachable, DeviceFailed, RowsFailed)
+_DEATHS = (ActorDied, ActorUnreachable, DeviceFailed, RowsFailed, NotFinite)
 """Errors of an actor that a restart may mend: the others are of the config, the data or the program."""
 
 
@@ -69,7 +69,7 @@ class Restarts:
     """Watches the supervised actors of a run, and restarts those that die. Until ``running`` is set a death ends it.
 
     ``say`` records a restart: its kind, actor, cause, and the seconds without the actor. ``blame`` tells the Buffer on
-    which rows the ranks failed.
+    which rows or batch the ranks failed. ``note`` says what is different after a restart.
     """
 
     def __init__(
@@ -77,12 +77,13 @@ class Restarts:
         parts: RunParts,
         config: RestartsConfig,
         say: Callable[[str, str, RayrftError, float], Awaitable[None]],
-        blame: Callable[[RowsFailed], Awaitable[None]],
+        blame: Callable[[RowsFailed | NotFinite], Awaitable[None]],
+        note: Callable[[str], Awaitable[None]],
     ) -> None:
         self.running = False
         self.rewinding = False
         """Whether the trainer's weights are lost, and not yet restored."""
-        self._parts, self._config, self._say, self._blame = parts, config, say, blame
+        self._parts, self._config, self._say, self._blame, self._note = parts, config, say, blame, note
         self._budgets = defaultdict[str, Budget](lambda: Budget(config))
         self._restarts = Counter[str]()
         """Restarts by the actors' names."""
@@ -215,6 +216,9 @@ class Restarts:
         restartable = part.on_death != "end" and isinstance(cause, _DEATHS)
         if not restartable or (not self.running and part.on_death != "restart"):
             raise cause
+        if change := part.prepare_successor(cause):
+            cause.problem += f"; {change}"
+            await self._note(f"{actor.name}: {cause.problem}")
         pause_s = self._budgets[part.name].spend(cause)
         log.warning("%s: %s; restarting it in %.1f s", actor.name, cause.problem, pause_s)
         async with self._changed:
@@ -224,7 +228,7 @@ class Restarts:
             self._changed.notify_all()
         if part.rewinds:
             self._rewinds.set()
-        if isinstance(cause, RowsFailed):
+        if isinstance(cause, RowsFailed | NotFinite):
             await self._blame(cause)
         await asyncio.sleep(pause_s)
 

@@ -25,7 +25,7 @@ from rayrft.core.steering import Steering
 from rayrft.core.supervision import Stopped, unless_stopped
 from rayrft.core.weight_sync import WeightSync
 from rayrft.data.demonstrations import held_out_name
-from rayrft.errors import ConfigError, LeaseEnded, RayrftError, RowsFailed, Stalled, StorageError
+from rayrft.errors import ConfigError, LeaseEnded, NotFinite, RayrftError, RowsFailed, Stalled, StorageError
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
 from rayrft.monitor.recorder import Recorder
@@ -138,11 +138,15 @@ class TrainLoop:
         if self.progress.step:
             await self._saving.restore(whole=False)
 
-    async def blame(self, error: RowsFailed) -> None:
-        """Tell the Buffer on which rows the current step failed, for the next attempt at it."""
+    async def blame(self, error: RowsFailed | NotFinite) -> None:
+        """Tell the Buffer on which rows, or that on its batch, the current step failed, for the next attempt at it."""
         # If the Buffer cannot be reached, the next attempt has the same batch.
         with contextlib.suppress(*ray_api.ACTOR_ERRORS, TimeoutError, StorageError):
-            call = self.buffer.call(Buffer.blame, self.progress.step, self._attempt, error.value)
+            step = self.progress.step
+            if isinstance(error, NotFinite):
+                call = self.buffer.call(Buffer.discard_batch, step)
+            else:
+                call = self.buffer.call(Buffer.blame, step, self._attempt, error.value)
             await asyncio.wait_for(call, _BLAME_DEADLINE_S)
 
     async def note(self, text: str, **data: Any) -> None:
@@ -295,7 +299,7 @@ class TrainLoop:
         if self.steering is not None:  # before new groups are admitted, so that changes apply to all of them
             await self.steering.border(self, partial(self._unless_ended, exploring=exploring))
         await self.buffer.call(Buffer.advance, self.published)
-        if not self._is_recorded(record):
+        if not self._is_recorded(record) and not record.metrics.skipped_updates:
             await self._doubt(stage, lease, results[0])
 
     async def _record(self, record: Record) -> None:

@@ -46,6 +46,8 @@ def _step(r: StepRecord) -> str:
             parts.append(f"good {m.good_score:+.3f}, bad {m.bad_score:+.3f}")
     elif r.expert_rows:
         parts.append(f"sft {m.sft_loss:.4f}")
+    if m.skipped_updates:
+        parts.append(f"{m.skipped_updates} updates skipped: not finite")
     parts.append(f"{r.tokens_per_s:,.0f} tok/s")
     if r.usual_rows:
         parts += [f"stale {r.staleness_mean:.1f}/{r.staleness_max}", f"gap {m.logprob_gap:.1e}"]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rayrft.config.trainer import TrainerConfig
-from rayrft.errors import DeviceFailed, RowsFailed
+from rayrft.errors import DeviceFailed, OutOfMemory, RowsFailed
 from rayrft.trainer.batches import MicroBatch
 
 
@@ -61,7 +61,7 @@ def device_failed(error: BaseException, rank: int, where: str, config: TrainerCo
     remedies += [] if config.gradient_checkpointing else ["set trainer.gradient_checkpointing: true"]
     remedies += [f"raise trainer.ranks ({config.ranks}), which share weights and moments"]
     remedy = f"{'; '.join(remedies)}; then resume the run"
-    return DeviceFailed(f"out of memory: {problem}", remedy, field=f"trainer rank {rank}", value=where)
+    return OutOfMemory(f"out of memory: {problem}", remedy, field=f"trainer rank {rank}", value=where)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -26,7 +26,7 @@ from rayrft.algorithms import (
 )
 from rayrft.config.stage import StageConfig, UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
-from rayrft.errors import RayrftError
+from rayrft.errors import NotFinite
 from rayrft.trainer.annotation import Batches, each_micro, value_errors, with_logprobs, with_teacher, with_values
 from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches, mismatched
 from rayrft.trainer.blame import blaming
@@ -75,11 +75,19 @@ class Learner:
     """
 
     def __init__(
-        self, policy: Policy, *, micro_batch_tokens: int, temperature: float, device: torch.device, seed: int = 0
+        self,
+        policy: Policy,
+        *,
+        micro_batch_tokens: int,
+        temperature: float,
+        device: torch.device,
+        seed: int = 0,
+        skips: bool = False,
     ) -> None:
+        """``skips``: whether an update whose loss or gradient is not finite is skipped, instead of an error."""
         self.policy = policy
         self.rng = RngState(seed, device)
-        self._micro_batch_tokens = micro_batch_tokens
+        self._micro_batch_tokens, self._skips = micro_batch_tokens, skips
         self._temperature = temperature
         self._device = device
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -124,7 +132,7 @@ class Learner:
     def step(self, mini_batches: list[list[TrainRow]]) -> StepResult:
         """Train on this rank's rows of the mini-batches, for the stage's number of epochs.
 
-        Raises RayrftError when loss or gradient is not finite; that update is then not applied.
+        Raises NotFinite for such a loss or gradient, unless such updates are skipped.
         """
         batches = self._make_micro_batches(mini_batches)
         over = self._count_denominators(batches)
@@ -132,12 +140,13 @@ class Learner:
         epochs = self._update_config.epochs
         updates = [self._update(*each) for _ in range(epochs) for each in zip(batches, over, strict=True)]
         # Coefficients adapt only if own rows have weight in the loss (else KL and entropy are unknown) and the policy
-        # is trained (not during the critic's warm-up).
-        adapts = self._step >= self._critic_warmup_steps and self.algorithm.mu(self._policy_step) < 1.0
+        # is trained (not during the critic's warm-up, nor by an update that is skipped).
+        skipped = not all(update.is_finite for update in updates)
+        adapts = self._step >= self._critic_warmup_steps and self.algorithm.mu(self._policy_step) < 1.0 and not skipped
         sequences = round(sum(denominators.policy_sequences for denominators in over)) if adapts else 0
         self._step += 1
         self._refresh()
-        errors = {} if self.critic is None else value_errors(batches)
+        errors = {} if self.critic is None or skipped else value_errors(batches)
         own = [row for rows in mini_batches for row in rows if not row.expert]
         rewards = [row.reward for row in own if row.reward is not None]
         result = StepResult.of(updates, self.algorithm, epochs, errors, rewards)
@@ -296,15 +305,17 @@ class Learner:
         return replace(update, value_loss=loss, value_grad_norm=self._apply_gradient(critic.optimizer, loss, "critic"))
 
     def _apply_gradient(self, optimizer: Optimizer, loss: float, model: str) -> float:
-        """Apply the accumulated gradient; return its norm before clipping. Raises RayrftError if not finite."""
+        """Apply the accumulated gradient; return its norm before clipping. Raises NotFinite, or skips the update."""
         grad_norm = optimizer.clip()
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            optimizer.adam.zero_grad()
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            optimizer.step()
+            return grad_norm
+        optimizer.skip()
+        if not self._skips:
             problem = f"the loss or its gradient is not finite; the {model} was not updated"
-            remedy = "lower the optimizer's lr, or inspect the rows of this step"
+            remedy = "lower the optimizer's lr, or inspect the rows of this step; trainer.not_finite can skip it"
             found = {"loss": loss, "grad_norm": grad_norm, "step of the stage": self._step}
-            raise RayrftError(problem, remedy, field="trainer", value=found)
-        optimizer.step()
+            raise NotFinite(problem, remedy, field="trainer", value=found)
         return grad_norm
 
     def _backward(self, batch: list[MicroBatch], over: Denominators) -> LossParts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -22,6 +23,12 @@ class Update:
     value_loss: float = 0.0
     value_grad_norm: float = 0.0
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether it was applied to all models, and not skipped."""
+        numbers = float(self.parts.loss), self.grad_norm, self.value_loss, self.value_grad_norm
+        return all(math.isfinite(each) for each in numbers)
+
 
 @dataclass(frozen=True)
 class FirstUpdate:
@@ -39,6 +46,7 @@ class StepMetrics:
     Losses are unweighted (before mu). Policy metrics are means over own action tokens, 0 if there are none. ``kl`` is
     the mean of the first epoch, which sees every row once; ``logprob_gap`` is that of the first update with own rows.
     ``correction_weight`` is 1 without a correction. Coefficients are those of this step, 0 without such a term.
+    ``skipped_updates`` is the number of updates whose loss or gradient is not finite (`TrainerConfig.not_finite`).
 
     Pairs of a preference loss or a reward model: ``pair_accuracy`` is the share whose chosen answer has the higher
     score (`Pairs.scores`, or the reward model's), ``pair_margin`` the mean difference, ``pair_score`` the mean score.
@@ -77,6 +85,7 @@ class StepMetrics:
     reference_kl: float
     policy_tokens: int
     expert_tokens: int
+    skipped_updates: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,6 +157,7 @@ class StepResult:
             reference_kl=total("reference_kl") / max(labelled, 1.0),
             policy_tokens=round(count("policy_tokens") / epochs),
             expert_tokens=round(count("expert_tokens") / epochs),
+            skipped_updates=sum(not update.is_finite for update in updates),
         )
         first_update = FirstUpdate(kl(first), per_token("clipped", first))
         return cls(metrics, first_update, value_errors, sum(rewards), len(rewards))

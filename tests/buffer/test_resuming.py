@@ -231,6 +231,33 @@ def test_a_last_step_of_which_nothing_is_left_may_have_others_sampled(buffer: Lo
     assert buffer.may_admit()
 
 
+def test_a_step_whose_batch_is_discarded_gets_another_and_groups_that_no_step_has_trained_are_dropped(
+    opened: Opened,
+) -> None:
+    buffer = opened(sampler={"name": "uniform", "max_uses": 2})
+    buffer.do("open_stage", plan(3, scheduled=False, name="stage"))
+    buffer.put_numbers(1, 2, 3)
+    first = buffer.trained(0, advance=True)
+    buffer.put_numbers(4, 5)
+    second = buffer.leased(1)
+    fresh = {row for row in second if row[0] in "45"}
+    assert fresh and set(second) & set(first)
+    for _ in range(2):  # a call may be made again
+        buffer.do("discard_batch", 1)
+    buffer.restart()
+    assert buffer.do("stats").ledger.dropped == {"not_finite": len(fresh)}
+    buffer.do("resume", 0, "again")
+    assert buffer.leased(0) == first, "the checkpoint is from before this step"
+    buffer.do("open_stage", plan(3, scheduled=False, name="stage"))
+    buffer.put_numbers(6, 7, 8)
+    for step in range(2):
+        buffer.trained(step, advance=True)
+        buffer.do("discard_batch", step)
+    assert not fresh & set(buffer.leased(2))
+    ledger = buffer.do("stats").ledger
+    assert ledger.closes and ledger.dropped == {"not_finite": len(fresh)}
+
+
 def test_mini_batches_are_as_few_as_what_is_left(buffer: LocalBuffer) -> None:
     begin(buffer, 2, 2, mini_batches=2)
     blame(buffer, "1/0")

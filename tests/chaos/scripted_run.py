@@ -27,6 +27,7 @@ from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.exchange import Answering, Capacity, Completion, Request, Stream
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.trainer.api import Mailbox, RankSetup
+from rayrft.trainer.blame import device_failed
 from rayrft.trainer.result import FirstUpdate, StepMetrics, StepResult
 from rayrft.trainer.trainer import Trainer
 from rayrft.weights.messages import Link, Sent
@@ -51,6 +52,8 @@ class Cluster:
         """Of the weights that engines have had, by version."""
         self.accepted: dict[str, int] = {}
         """Rows that the Buffer has acknowledged, by group."""
+        self.check: Callable[[RankSetup, Lease], None] = lambda setup, lease: None
+        """Raises what a rank fails with on a batch."""
         world.on_end.append(self._ended)
         world.on_result.append(self._note)
 
@@ -231,7 +234,7 @@ class ScriptedRank:
     """A rank whose weights are the ids of the rows that it has trained."""
 
     def __init__(self, cluster: Cluster, life: Life, index: int, group: Meeting, setup: RankSetup) -> None:
-        self._cluster, self._life, self._index, self._group = cluster, life, index, group
+        self._cluster, self._life, self._index, self._group, self._setup = cluster, life, index, group, setup
         self._rounds: dict[int, dict[int, Any]] = vars(group).setdefault("rounds", {})
         self._round = 0
         self._weights: list[list[str]] = []
@@ -247,7 +250,8 @@ class ScriptedRank:
                 self._cluster.happens(call.method)
                 number, answer = number + 1, await getattr(self, call.method)(*call.args, **call.kwargs)
         except Exception as error:
-            await trainer.call(Mailbox.failed, self._index, error)
+            failed = device_failed(error, self._index, "the node", self._setup.config) or error
+            await trainer.call(Mailbox.failed, self._index, failed)
             raise
 
     async def open_stage(self, algorithm: Any, stage: Any, weights: Path | None) -> None:
@@ -268,6 +272,7 @@ class ScriptedRank:
         await self._cluster.takes(_TRAIN_S)
         if any((await self._all(lost)).values()):
             return None
+        self._cluster.check(self._setup, lease)
         if lease.step != len(self._weights):
             self._cluster.world.problems.append(f"step {lease.step} is trained on weights of {len(self._weights)}")
         self._weights.append(sorted(usual))

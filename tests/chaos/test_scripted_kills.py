@@ -6,14 +6,16 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from rayrft.buffer.leases import Lease
 from rayrft.buffer.ledger import Ledger
 from rayrft.config import RunConfig, StageConfig, dump_config, load_config
 from rayrft.core import master as module
@@ -26,6 +28,7 @@ from rayrft.monitor import sinks
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
 from rayrft.monitor.summary import Summary
 from rayrft.rewards import Reward, inline, register_reward
+from rayrft.trainer.api import RankSetup
 from tests.chaos.scripted_run import Cluster, ScriptedPlacement
 from tests.chaos.simulated import Actor, VirtualLoop, World, describe_tasks
 from tests.e2e.conftest import small_config
@@ -34,6 +37,7 @@ KINDS = ("engine", "evaluation", "engine_pool", "evaluation_pool", "explorer", "
 MOMENTS = ("send", "connect", "checkpoint", "train", "restore", "open_stage", "save")
 """Calls of the ranks during which actors are killed, among other times."""
 STEPS = 12
+Check = Callable[[RankSetup, Lease], None]
 DEADLINE_S = 4000.0
 """Simulated seconds that a run may take."""
 
@@ -45,7 +49,9 @@ def length_parity() -> Reward:
     return lambda task, response: float(len(response) % 2)
 
 
-def make_config(storage: Path, name: str, max_staleness: int = 0, evaluation_engines: int = 1) -> RunConfig:
+def make_config(
+    storage: Path, name: str, max_staleness: int = 0, evaluation_engines: int = 1, **changes: Any
+) -> RunConfig:
     config = small_config(storage, name)
     config["tasks"] |= {"eval_size": 12}
     config["tasks"]["sources"][0] |= {"size": 400}
@@ -60,13 +66,17 @@ def make_config(storage: Path, name: str, max_staleness: int = 0, evaluation_eng
     warmup, mix = config["stages"]
     warmup |= {"steps": 2}
     mix |= {"steps": STEPS - 2, "batch_size": 20, "evaluate_every": 3}
-    return load_config(config)
+    return load_config(config, changes)
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return make_prepared(tmp_path_factory.mktemp("prepared"))
+
+
+def make_prepared(storage: Path) -> Prepared:
     """The inputs of all runs."""
-    found = prepare(make_config(tmp_path_factory.mktemp("prepared"), "prepared"), "run")
+    found = prepare(make_config(storage, "prepared"), "run")
     tokenizer = found.tokenizer()
     return replace(found, tokenizer=lambda: tokenizer)
 
@@ -82,6 +92,8 @@ class Outcome:
     log: list[str] = field(default_factory=list)
     left: str = ""
     seconds: float = 0.0
+    fails: bool = False
+    """Whether ranks fail, too."""
 
     @property
     def problems(self) -> list[str]:
@@ -96,7 +108,8 @@ class Outcome:
         evaluated = Counter(
             (each.stage, each.step, each.temperature) for each in records if isinstance(each, EvaluationRecord)
         )
-        filtered = sum(ledger.dropped[each] for each in ledger.dropped if each not in ("late", "stale"))
+        accepted = ("late", "stale", "not_finite")
+        filtered = sum(ledger.dropped[each] for each in ledger.dropped if each not in accepted)
         expected = {
             f"{sum(self.cluster.accepted.values())} rows were accepted, and {filtered} filtered of {ledger}": sum(
                 self.cluster.accepted.values()
@@ -114,9 +127,8 @@ class Outcome:
             f"an evaluation was recorded twice: {evaluated}": not evaluated or max(evaluated.values()) == 1,
             f"tasks are left:\n{self.left}": not self.left,
             f"errors that nobody retrieved: {self.log}": not self.log,
-            f"actors were restarted more often than killed: {self.report}": all(
-                restarts <= max(kills, not self.killed) for kills, restarts in self.report.values()
-            ),
+            f"actors were restarted more often than killed: {self.report}": self.fails
+            or all(restarts <= max(kills, not self.killed) for kills, restarts in self.report.values()),
         }
         return problems + [problem for problem, holds in expected.items() if not holds]
 
@@ -190,17 +202,25 @@ class Reaper:
 
 
 def simulate(
-    seed: int, kills: int, prepared: Prepared, folder: Path, say: Callable[[str], None] = lambda _: None
+    seed: int,
+    kills: int,
+    prepared: Prepared,
+    folder: Path,
+    say: Callable[[str], None] = lambda _: None,
+    check: Check | None = None,
+    user: Callable[[Master], Coroutine[Any, Any, None]] | None = None,
+    **changes: Any,
 ) -> Outcome:
-    """A run that is killed as the seed says."""
+    """A run that is killed as the seed says, and whose ranks fail where ``check`` raises; ``user`` steers it."""
     max_staleness = (0, 2, 1)[seed % 3]
-    config = make_config(folder, f"run-{seed}", max_staleness, seed // 3 % 2)
+    config = make_config(folder, f"run-{seed}", max_staleness, seed // 3 % 2, **changes)
     config.folder.mkdir(parents=True)
     (config.folder / "config.yaml").write_text(dump_config(config))
     loop = VirtualLoop()
     world = World(loop, seed)
     cluster = Cluster(world, max_staleness)
-    outcome = Outcome(seed, cluster, config.folder)
+    outcome = Outcome(seed, cluster, config.folder, fails=check is not None)
+    cluster.check = check or cluster.check
     loop.set_exception_handler(
         lambda _, context: outcome.log.append(f"{context['message']}: {context.get('exception')!r}")
     )
@@ -215,7 +235,7 @@ def simulate(
         await asyncio.sleep(0.1)
         while not running.done() and not master._restarts.running:  # noqa: ASYNC110 - in simulated time
             await asyncio.sleep(0.1)
-        reaping = asyncio.ensure_future(Reaper(cluster, outcome, kills, say).reap())
+        reaping = asyncio.ensure_future(user(master) if user else Reaper(cluster, outcome, kills, say).reap())
         try:
             done, _ = await asyncio.wait({running}, timeout=DEADLINE_S)
             if not done:

@@ -25,7 +25,7 @@ def run_folder(storage: Path, name: str, **changes: Any) -> RunConfig:
 def restarts(per_hour: int = 0, parts: Any = None) -> Restarts:
     """Restarts of these parts, by default of none."""
     parts = parts or SimpleNamespace(supervised=dict)
-    return Restarts(parts, RestartsConfig(per_hour=per_hour, backoff_s=0), AsyncMock(), AsyncMock())
+    return Restarts(parts, RestartsConfig(per_hour=per_hour, backoff_s=0), AsyncMock(), AsyncMock(), AsyncMock())
 
 
 def write(checkpoints: Checkpoints, progress: Progress, *files: str) -> None:

@@ -107,7 +107,8 @@ class Subject:
         self.said, self.saying = list[tuple[Any, ...]](), asyncio.Condition()
         parts: Any = SimpleNamespace(supervised=lambda: {"engine-0": (self.part, self.part.handle)})
         config = RestartsConfig(**{"per_hour": 3, "backoff_s": 0, **settings})
-        self.restarts = Restarts(parts, config, self._say, self.blamed)
+        self.notes = AsyncMock()
+        self.restarts = Restarts(parts, config, self._say, self.blamed, self.notes)
         self.restarts.running = True
         [self.watch] = [asyncio.ensure_future(watch) for watch in self.restarts.watches().values()]
 

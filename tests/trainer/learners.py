@@ -86,6 +86,7 @@ def make_learner(
     temperature: float = 1.0,
     sharded: bool = False,
     compute: torch.dtype = torch.float32,
+    skips: bool = False,
 ) -> Learner:
     """A learner of these algorithm and models, by default small ones, with all that the algorithm needs."""
     policy, valued, algorithm = policy or make_model(), valued or make_model(), build(name, pieces)
@@ -99,7 +100,7 @@ def make_learner(
                 shard(model, mesh, compute)
     if critic is not None:
         critic.open_stage(OptimizerConfig(lr=1e-2), 10)
-    learner = Learner(policy, micro_batch_tokens=tokens, temperature=temperature, device=CPU)
+    learner = Learner(policy, micro_batch_tokens=tokens, temperature=temperature, device=CPU, skips=skips)
     learner.open_stage(algorithm, optimizer, 10, update, critic, teacher, scorer)
     return learner
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig, TrainerConfig
-from rayrft.errors import RayrftError, RowsFailed
+from rayrft.errors import NotFinite, RowsFailed
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.blame import device_failed, is_device_fault
 from rayrft.trainer.learner import Learner
@@ -37,6 +37,7 @@ from tests.trainer.learners import (
 from tests.trainer.ranks import on_ranks
 
 MIX = {"mu": 0.3, "normalise_advantages": True, "aggregation": "sequence_mean_token_mean", "entropy": "bonus"}
+ADAPTS = MIX | {"kl": "k3", "kl_coef": 0.1, "kl_target": 0.01}
 Measured = tuple[Tensor, Tensor]
 Reference = dict[str, Measured]
 KINDS: dict[str, tuple[dict[str, Any], list[TrainRow]]] = {
@@ -94,9 +95,35 @@ def test_the_number_of_ranks_changes_nothing(reference: Reference, kind: str, ra
 def test_a_step_that_is_not_finite_stops_before_it_spoils_the_model() -> None:
     learner, row = make_learner("mix", MIX), make_rows()[1]
     before = weights(learner)
-    with pytest.raises(RayrftError, check=about("trainer")):
-        learner.step([[replace(row, advantages=row.advantages * np.float32(np.inf))]])
+    with pytest.raises(NotFinite, check=about("trainer")):
+        learner.step([[without_bound(row)]])
     assert torch.equal(before, weights(learner))
+
+
+def without_bound(row: TrainRow) -> TrainRow:
+    return replace(row, advantages=np.where(row.mask, np.float32(np.inf), np.float32(0)))
+
+
+def _after_skipping() -> tuple[Tensor, dict[str, float], int]:
+    """The weights after a step that has such a row on one rank, and another step."""
+    learner, rank, ranks = make_learner("mix", ADAPTS, sharded=True, skips=True), dist.get_rank(), dist.get_world_size()
+    rows = make_rows()
+    skipped = learner.step([[rows[0], without_bound(rows[1])] if rank == 0 else rows[2:4]]).metrics
+    assert skipped.skipped_updates == 1 and not np.isfinite(skipped.loss)
+    coefficients = learner.state()["coefficients"]
+    assert learner.step([rows[rank::ranks]]).metrics.skipped_updates == 0
+    return weights(learner), coefficients, learner.optimizer.updates
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_update_that_is_not_finite_is_skipped_on_all_ranks_and_counts(ranks: int) -> None:
+    learner = make_learner("mix", ADAPTS)
+    before = learner.state()["coefficients"]
+    learner.step([make_rows()])
+    found, coefficients, updates = on_ranks(ranks, _after_skipping)
+    torch.testing.assert_close(found, weights(learner), atol=1e-6, rtol=1e-6)
+    assert coefficients == before != learner.state()["coefficients"], "they do not adapt to a step that is skipped"
+    assert updates == 2
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,25 @@ def blamed(state: State, event: e.RowsBlamed) -> None:
         cursor = state.contents.experts.get(record.demonstrations or "")
         if cursor is not None and cursor.extent.segment == record.extent.segment:
             cursor.exclude([row])
-    if not record.slots and not record.expert:  # the batch is empty: the step gets another one
-        del state.training.leases[event.step]
-        state.stage.schedule.discard_lease()
-        state.training.reports = record.rollouts + state.training.reports
+    if not record.slots and not record.expert:
+        _discard(state, record)
+
+
+@rule(e.BatchDiscarded)
+def batch_discarded(state: State, event: e.BatchDiscarded) -> None:
+    record, groups = state.training.leases[event.step], state.groups
+    for slot in record.slots:
+        groups.pending[slot] -= 1
+        if groups.pending[slot] == 0:
+            state.retire("not_finite", slot)
+    _discard(state, record)
+
+
+def _discard(state: State, record: LeaseRecord) -> None:
+    """Discard a lease, so that the step leases again."""
+    del state.training.leases[record.step]
+    state.stage.schedule.discard_lease()
+    state.training.reports = record.rollouts + state.training.reports
 
 
 @rule(e.StepsCovered)

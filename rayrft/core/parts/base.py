@@ -12,6 +12,7 @@ from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
 from rayrft.core.placement import Bundles, Placement
 from rayrft.core.preflight import Prepared
+from rayrft.errors import RayrftError
 from rayrft.runtime.handle import Handle, TrackedHandle, Watched
 from rayrft.runtime.waits import Waits
 
@@ -55,6 +56,11 @@ class Part(Generic[A]):
     def create(self) -> list[Handle[A]]:
         """Create its actors; they are not started yet, but can be watched. Called only if they exist."""
         return []
+
+    def prepare_successor(self, cause: RayrftError) -> str | None:
+        """Prepare the successor for why its predecessor died; return what changes, if anything. Raises the cause if the
+        run cannot continue."""
+        return None
 
     async def replace(self, actor: Handle[A]) -> None:
         """Create and start the successor of an actor that is dead, under the same handle: see `Handle.succeed`."""

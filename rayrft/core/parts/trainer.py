@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from rayrft.config import RunConfig
-from rayrft.core.parts.base import Part
+from rayrft.config.trainer import TrainerConfig
+from rayrft.core.parts.base import Part, RunParts
 from rayrft.core.placement import Bundles
+from rayrft.errors import NotFinite, OutOfMemory, RayrftError
 from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankSetup
 from rayrft.trainer.batch_pipeline import BatchPipeline, batch_chain
@@ -31,6 +33,28 @@ class TrainerPart(Part[Trainer]):
     def create(self) -> list[Handle[Trainer]]:
         return [self.track(self._make(), labels={Trainer.call_ranks: lambda call: call.method})]
 
+    def __init__(self, run: RunParts) -> None:
+        super().__init__(run)
+        self._rollbacks, self._divisor = 0, 1
+
+    @property
+    def settings(self) -> TrainerConfig:
+        """Config of the present ranks: those after a shortage of memory have half the tokens in a micro-batch."""
+        tokens = self.config.trainer.micro_batch_tokens // self._divisor
+        return self.config.trainer.model_copy(update={"micro_batch_tokens": tokens})
+
+    def prepare_successor(self, cause: RayrftError) -> str | None:
+        before, most = self.settings.micro_batch_tokens, self.config.trainer.rollbacks
+        if isinstance(cause, OutOfMemory) and self._divisor == 1:
+            self._divisor = 2
+            return f"trainer.micro_batch_tokens is {self.settings.micro_batch_tokens} from now on, not {before}"
+        if isinstance(cause, NotFinite) and self.config.trainer.not_finite == "rollback" and self._rollbacks < most:
+            self._rollbacks += 1
+            return f"rollback {self._rollbacks} of at most {most} to the latest checkpoint, without the batch"
+        if isinstance(cause, OutOfMemory | NotFinite):
+            raise cause
+        return None
+
     async def replace(self, actor: Handle[Trainer]) -> None:
         actor.succeed(self._make())
         await self.start()
@@ -40,14 +64,14 @@ class TrainerPart(Part[Trainer]):
         if config.pipelines.batch:
             batches = partial(BatchPipeline, config.pipelines, batch_chain(config, run.prepared.model))
         placed = run.placement.actor(Trainer, self.name, name=self.name)
-        return placed.create(config.trainer, run.placement.ranks, batches)
+        return placed.create(self.settings, run.placement.ranks, batches)
 
     async def start(self) -> str | None:
         config, model = self.config, self.config.model
         for trainer in self.actors:
             setup = RankSetup(
                 trainer,
-                config.trainer,
+                self.settings,
                 self.run.prepared.model,
                 model.dtype,
                 config.explorer.sampling.temperature,
