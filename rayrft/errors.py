@@ -144,6 +144,10 @@ class OutOfMemory(DeviceFailed):
     """A rank of the trainer ran out of the memory of its device or node."""
 
 
+class GuardTripped(RayrftError):
+    """A guard of the config has ended the run; ``value`` is the metric at the latest step."""
+
+
 class FeedbackRefused(RayrftError):
     """Feedback came too late; ``value`` is the version whose weights were trained on the row."""
 

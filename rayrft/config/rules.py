@@ -42,6 +42,8 @@ def check_mode(config: RunConfig) -> None:
         raise invalid("buffer.max_age", "is only valid in mode 'train'", "use max_staleness")
     if config.serve is not None and mode not in ("both", "serve"):
         raise invalid("serve", f"is only valid in modes both and serve, not {mode!r}", "remove it")
+    if config.guards and not config.trains:
+        raise invalid("guards", f"need optimiser steps, and mode {mode!r} takes none", "remove them")
     sampled = [stage.name for stage in config.stages if stage.groups]
     for stage in config.stages:
         if mode not in ("both", "bench") and stage.evaluate_every:
@@ -245,13 +247,6 @@ def check_devices(config: RunConfig) -> None:
             raise invalid("explorer.engine.gpus", problem, f"give {parallel}", value=engine.gpus)
 
 
-def check_restarts(config: RunConfig) -> None:
-    """Check that a rollback may restart the trainer."""
-    if config.trainer.not_finite == "rollback" and not config.restarts.per_hour:
-        remedy = "raise it, or let trainer.not_finite end or skip"
-        raise invalid("restarts.per_hour", "is too low for trainer.not_finite: rollback", remedy, value=0)
-
-
 RULES = (
     check_model_names,
     check_required,
@@ -265,6 +260,5 @@ RULES = (
     check_partial,
     check_feedback,
     check_devices,
-    check_restarts,
 )
 """All rules, in the order in which they are checked: later ones rely on earlier ones."""

@@ -13,6 +13,7 @@ from rayrft.config.bench import BenchConfig
 from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
+from rayrft.config.guards import GuardConfig
 from rayrft.config.model import ModelConfig
 from rayrft.config.pipelines import PipelinesConfig
 from rayrft.config.placement import PlacementConfig
@@ -65,6 +66,7 @@ class RunConfig(Section):
     """An endpoint for applications; mode ``serve`` always has one."""
     feedback: JudgementConfig = JudgementConfig()
     monitor: MonitorConfig = MonitorConfig()
+    guards: list[GuardConfig] = Field(default_factory=list)
     plugins: list[LocalPath] = Field(default_factory=list)
     """Python files that register your own losses, advantages, rewards, workflows or weight transports, at paths that
     every node can read. The Buffer does not load them: name its samplers and scores by ``package.module:attribute``."""

@@ -53,7 +53,8 @@ class TrainerConfig(Section):
     """Effect of a loss or gradient that is not finite: the run ends; the update is skipped, and its rows count as
     trained; or the run returns to its latest checkpoint and drops the batch, as ``not_finite``."""
     rollbacks: int = Field(3, ge=1)
-    """Largest number of these returns since the run was started or resumed; one more ends the run."""
+    """Largest number of these returns since the run was started or resumed; one more ends the run. Each is also one of
+    ``restarts.per_hour``."""
     lora: LoraConfig | None = None
     """Train only an adapter. Every stage starts a new one, on its initial weights with their adapter merged."""
 

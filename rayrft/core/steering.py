@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,8 +24,9 @@ from rayrft.config import RunConfig, load_config
 from rayrft.config.changes import change_config, changeable
 from rayrft.core.checkpoints import Progress
 from rayrft.core.run_folder import write_config
-from rayrft.errors import ConfigError, RunFinished, StorageError
+from rayrft.errors import ConfigError, GuardTripped, RunFinished, StorageError
 from rayrft.json_lines import open_lines, read_lines
+from rayrft.monitor.records import StepRecord, flat
 
 if TYPE_CHECKING:
     from rayrft.core.train_loop import TrainLoop
@@ -87,6 +89,8 @@ class Steering:
         self.paused_since: float | None = None
         self._requests = deque[tuple[str, Sequence[Any], asyncio.Future[Any]]]()
         self._arrived, self._ended = asyncio.Event(), False
+        self._beyond, self._seen = defaultdict[int, float](float), set[int]()
+        """By place of the guard: steps in a row that are out of bounds; and whether the run has its number."""
         self.rewind()
 
     def rewind(self) -> None:
@@ -151,11 +155,39 @@ class Steering:
             if self.paused_since is not None:
                 await self.unpause(loop)
 
-    async def pause(self, loop: TrainLoop) -> int:
+    async def guard(self, loop: TrainLoop, record: StepRecord) -> None:
+        """Let the guards act on a step. Raises GuardTripped."""
+        values, stage = flat(record), self.config.stages[-1]
+        last = stage.name, min(10, stage.steps)  # a metric that the run has is known by then
+        for place, guard in enumerate(self.config.guards):
+            value = values[guard.field]
+            if value or isinstance(value, int):  # numbers of a term that the loss does not have are 0.0
+                self._seen.add(place)
+            if place not in self._seen and (record.stage, self._progress.stage_step) == last:
+                await loop.note(f"guards.{place}: {guard.field} was 0 or missing at all steps: the run may not have it")
+            if value is None:
+                continue
+            bound = guard.crossed(value)
+            self._beyond[place] = self._beyond[place] + 1 if bound else 0
+            if self._beyond[place] < guard.steps:
+                continue
+            self._beyond[place] = -math.inf  # it acts once, until a step is within bounds
+            text = f"{guard.field} is {value:.4g}, {bound} (steps in a row: {guard.steps})"
+            if guard.action == "stop":
+                await loop.checkpoint()
+                remedy = f"find out why, and resume with other keys: rayrft resume {self.config.folder}"
+                raise GuardTripped(text, remedy, field=f"guards.{place}", value=value)
+            if guard.action == "hold":
+                remedy = f"find out why, change keys (rayrft set), then: rayrft unpause {self.config.name}"
+                await self.pause(loop, f"paused by guards.{place}: {text}; {remedy}")
+            else:
+                await loop.note(f"guards.{place}: {text}")
+
+    async def pause(self, loop: TrainLoop, text: str = "paused") -> int:
         """Hold the run; return its step."""
         if self.paused_since is None:
             self.paused_since = time.time()
-            await loop.note("paused")
+            await loop.note(text)
         return self._progress.step
 
     async def unpause(self, loop: TrainLoop) -> float:

@@ -297,6 +297,8 @@ class TrainLoop:
         self._bottleneck.add(record)
         await self._record(record)
         if self.steering is not None:  # before new groups are admitted, so that changes apply to all of them
+            if not self._is_recorded(record):
+                await self.steering.guard(self, record)
             await self.steering.border(self, partial(self._unless_ended, exploring=exploring))
         await self.buffer.call(Buffer.advance, self.published)
         if not self._is_recorded(record) and not record.metrics.skipped_updates:

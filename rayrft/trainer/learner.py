@@ -75,19 +75,13 @@ class Learner:
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        *,
-        micro_batch_tokens: int,
-        temperature: float,
-        device: torch.device,
-        seed: int = 0,
-        skips: bool = False,
+        self, policy: Policy, *, micro_batch_tokens: int, temperature: float, device: torch.device, seed: int = 0
     ) -> None:
-        """``skips``: whether an update whose loss or gradient is not finite is skipped, instead of an error."""
         self.policy = policy
         self.rng = RngState(seed, device)
-        self._micro_batch_tokens, self._skips = micro_batch_tokens, skips
+        self.skips = False
+        """Whether an update whose loss or gradient is not finite is skipped, instead of an error."""
+        self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
         self._device = device
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -311,7 +305,7 @@ class Learner:
             optimizer.step()
             return grad_norm
         optimizer.skip()
-        if not self._skips:
+        if not self.skips:
             problem = f"the loss or its gradient is not finite; the {model} was not updated"
             remedy = "lower the optimizer's lr, or inspect the rows of this step; trainer.not_finite can skip it"
             found = {"loss": loss, "grad_norm": grad_norm, "step of the stage": self._step}

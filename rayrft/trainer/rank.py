@@ -83,8 +83,8 @@ class Rank(RankApi):
             temperature=setup.temperature,
             device=self._device,
             seed=setup.seed,
-            skips=setup.config.not_finite == "skip",
         )
+        self.learner.skips = setup.config.not_finite == "skip"
         self._checkpointer = Checkpointer()
         self._channel: WeightChannel | None = None
         self._store: TCPStore | None = None

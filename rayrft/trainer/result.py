@@ -26,8 +26,7 @@ class Update:
     @property
     def is_finite(self) -> bool:
         """Whether it was applied to all models, and not skipped."""
-        numbers = float(self.parts.loss), self.grad_norm, self.value_loss, self.value_grad_norm
-        return all(math.isfinite(each) for each in numbers)
+        return all(math.isfinite(x) for x in (self.parts.loss, self.grad_norm, self.value_loss, self.value_grad_norm))
 
 
 @dataclass(frozen=True)

@@ -257,6 +257,9 @@ class ScriptedRank:
     async def open_stage(self, algorithm: Any, stage: Any, weights: Path | None) -> None:
         await self._all()
 
+    async def adjust(self, algorithm: Any, stage: Any, temperature: float) -> None:
+        await self._all()
+
     async def train(self, lease: Lease) -> StepResult | None:
         lost, usual = False, list[str]()
         try:

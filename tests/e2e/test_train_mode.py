@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rayrft
 from rayrft.config import load_config
 from rayrft.errors import ConfigError
-from rayrft.monitor.records import NoteRecord, StepRecord, read_records
+from rayrft.monitor.records import NoteRecord, RestartRecord, StepRecord, read_records
 from tests.conftest import ROOT
 from tests.errors import about
 
@@ -142,3 +143,22 @@ def test_no_engine_is_started(finished: tuple[rayrft.Run, dict[str, Any]]) -> No
 def test_what_cannot_be_is_said_before_anything_starts(overrides: dict[str, Any], field: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, check=about(field)):
         load_config(make_config(tmp_path), overrides)
+
+
+def test_ranks_that_run_out_of_memory_take_smaller_micro_batches_to_the_same_weights(
+    finished: tuple[rayrft.Run, dict[str, Any]], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    config = make_config(tmp_path, name="crowded", plugins=[str(ROOT / "tests" / "crowded.py")])
+    config["trainer"] |= {"micro_batch_tokens": 80}
+    config["stages"] = [{**config["stages"][0], "algorithm": {"name": "sft", "sft": "crowded"}}]
+    run = rayrft.start(config, say=lambda _: None, **{"checkpoint.every": 2})
+    assert run.result().restarts["trainer"].count == 1
+    [restart] = [record for record in read_records(run.folder) if isinstance(record, RestartRecord)]
+    assert "out of memory" in restart.cause and "micro_batch_tokens is 40 from now on, not 80" in restart.cause
+    ends = [load_file(each.folder / "checkpoints/imitate/model.safetensors") for each in (run, finished[0])]
+    begin = load_file(run.folder / "model/model.safetensors")
+    for name, weight in ends[0].items():  # gradients in float32 are summed in another order
+        torch.testing.assert_close(weight, ends[1][name], atol=1e-5, rtol=0)
+        assert (weight - begin[name]).abs().max() > 3e-3

@@ -100,7 +100,8 @@ def make_learner(
                 shard(model, mesh, compute)
     if critic is not None:
         critic.open_stage(OptimizerConfig(lr=1e-2), 10)
-    learner = Learner(policy, micro_batch_tokens=tokens, temperature=temperature, device=CPU, skips=skips)
+    learner = Learner(policy, micro_batch_tokens=tokens, temperature=temperature, device=CPU)
+    learner.skips = skips
     learner.open_stage(algorithm, optimizer, 10, update, critic, teacher, scorer)
     return learner
 

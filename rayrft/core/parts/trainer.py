@@ -6,7 +6,7 @@ from functools import partial
 
 from rayrft.config import RunConfig
 from rayrft.config.trainer import TrainerConfig
-from rayrft.core.parts.base import Part, RunParts
+from rayrft.core.parts.base import Part
 from rayrft.core.placement import Bundles
 from rayrft.errors import NotFinite, OutOfMemory, RayrftError
 from rayrft.runtime.handle import Handle
@@ -22,6 +22,7 @@ class TrainerPart(Part[Trainer]):
     on_death = "replace"
     rewinds = True
     loads = True
+    _rollbacks, _divisor = 0, 1
 
     @classmethod
     def bundles(cls, config: RunConfig) -> list[Bundles]:
@@ -32,10 +33,6 @@ class TrainerPart(Part[Trainer]):
 
     def create(self) -> list[Handle[Trainer]]:
         return [self.track(self._make(), labels={Trainer.call_ranks: lambda call: call.method})]
-
-    def __init__(self, run: RunParts) -> None:
-        super().__init__(run)
-        self._rollbacks, self._divisor = 0, 1
 
     @property
     def settings(self) -> TrainerConfig:
