@@ -88,7 +88,7 @@ class Steering:
         self.config, self._progress, self._adopt = config, progress, adopt
         self.paused_since: float | None = None
         self._requests = deque[tuple[str, Sequence[Any], asyncio.Future[Any]]]()
-        self._arrived, self._ended = asyncio.Event(), False
+        self._arrived, self._ended, self._reached = asyncio.Event(), False, 0
         self._beyond, self._seen = defaultdict[int, float](float), set[int]()
         """By place of the guard: steps in a row that are out of bounds; and whether the run has its number."""
         self.rewind()
@@ -133,6 +133,9 @@ class Steering:
         while self._later and (step := self._later[0].step) <= self._progress.step:
             again = [self._later.popleft() for change in [*self._later] if change.step == step]
             await self._make(loop, load_config(self.config, {each.key: each.new for each in again}), again)
+        self._reached = max(self._reached, self._progress.step)
+        if self._progress.step < self._reached:
+            return  # the run repeats steps: engines have the weights of later ones
         try:
             while self._requests or self.paused_since is not None:
                 while self._requests:
@@ -151,9 +154,10 @@ class Steering:
                         await hold(arrived)
                     finally:
                         arrived.cancel()
-        finally:
+        except Exception:  # and not a rewind, which cancels: the run is paused again after the same step
             if self.paused_since is not None:
                 await self.unpause(loop)
+            raise
 
     async def guard(self, loop: TrainLoop, record: StepRecord) -> None:
         """Let the guards act on a step. Raises GuardTripped."""

@@ -185,6 +185,8 @@ class TrainLoop:
         explore = partial(self.restarts.explore, self.buffer, lambda: self.config.stages[progress.stage])
         exploring = asyncio.gather(*map(explore, explorers))
         try:
+            if self.steering is not None and self.steering.paused_since is not None:  # it was before a rewind
+                await self.steering.border(self, partial(self._unless_ended, exploring=exploring))
             while progress.stage_step < stage.steps:
                 try:
                     await self._step(stage, exploring)

@@ -304,7 +304,8 @@ class Learner:
         if math.isfinite(loss) and math.isfinite(grad_norm):
             optimizer.step()
             return grad_norm
-        optimizer.skip()
+        optimizer.adam.zero_grad()
+        optimizer.updates += 1
         if not self.skips:
             problem = f"the loss or its gradient is not finite; the {model} was not updated"
             remedy = "lower the optimizer's lr, or inspect the rows of this step; trainer.not_finite can skip it"

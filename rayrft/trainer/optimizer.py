@@ -54,9 +54,5 @@ class Optimizer:
         for group in self.adam.param_groups:
             group["lr"] = self.lr
         self.adam.step()
-        self.skip()
-
-    def skip(self) -> None:
-        """Zero the accumulated gradient, and count an update."""
         self.adam.zero_grad()
         self.updates += 1

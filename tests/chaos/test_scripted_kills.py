@@ -208,7 +208,7 @@ def simulate(
     folder: Path,
     say: Callable[[str], None] = lambda _: None,
     check: Check | None = None,
-    user: Callable[[Master], Coroutine[Any, Any, None]] | None = None,
+    user: Callable[[Master, Cluster], Coroutine[Any, Any, None]] | None = None,
     **changes: Any,
 ) -> Outcome:
     """A run that is killed as the seed says, and whose ranks fail where ``check`` raises; ``user`` steers it."""
@@ -235,7 +235,7 @@ def simulate(
         await asyncio.sleep(0.1)
         while not running.done() and not master._restarts.running:  # noqa: ASYNC110 - in simulated time
             await asyncio.sleep(0.1)
-        reaping = asyncio.ensure_future(user(master) if user else Reaper(cluster, outcome, kills, say).reap())
+        reaping = asyncio.ensure_future(user(master, cluster) if user else Reaper(cluster, outcome, kills, say).reap())
         try:
             done, _ = await asyncio.wait({running}, timeout=DEADLINE_S)
             if not done:

@@ -17,6 +17,7 @@ from rayrft.core.steering import Steering
 from rayrft.errors import ConfigError, GuardTripped
 from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord, StepRecord, flat, read_records
+from tests.chaos.scripted_run import Cluster
 from tests.chaos.test_scripted_kills import Outcome, describe, make_prepared, simulate
 from tests.core.test_train_loop import Subject
 from tests.e2e.conftest import small_config
@@ -91,7 +92,7 @@ def guards(*given: dict[str, Any]) -> dict[str, Any]:
     return {"guards": [*given], "evaluation.enabled": False}
 
 
-async def unpause(master: Master) -> None:
+async def unpause(master: Master, cluster: Cluster) -> None:
     """Change the first guard and let the run continue, once it is paused."""
     while (await master.status()).status != "paused":  # noqa: ASYNC110 - in simulated time
         await asyncio.sleep(0.1)
@@ -125,3 +126,28 @@ def test_a_guard_stops_a_run_with_a_checkpoint_from_which_it_can_be_resumed(prep
     config = load_config(outcome.folder / "config.yaml")
     assert Checkpoints(config.folder, config.checkpoint).holds(3) and steps == [1, 2, 3]
     assert not (config.folder / "checkpoints" / "final").exists()
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["at a checkpoint", "after a checkpoint"])
+def test_a_paused_run_stays_paused_after_the_same_step_when_its_ranks_die(
+    saved: bool, prepared: Prepared, tmp_path: Path
+) -> None:
+    held: list[Any] = []
+
+    async def user(master: Master, cluster: Cluster) -> None:
+        while (await master.status()).step < 5:  # noqa: ASYNC110 - in simulated time
+            await asyncio.sleep(0.1)
+        held.append(await master.steer("pause"))
+        if saved:
+            await master.steer("checkpoint")
+        next(actor for actor in cluster.world.living if actor.name == "rank-0").kill(restart=True)
+        while not any(record.kind == "restart" for record in await master.records(0)):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        held.append(await master.steer("checkpoint"))
+        held.append((await master.status()).status)
+        await master.steer("unpause")
+
+    outcome = simulate(30, 0, prepared, tmp_path, user=user, **guards())
+    assert not outcome.problems, describe(outcome)
+    assert held == [held[0], held[0], "paused"]
+    assert [text.partition(" ")[0] for _, text in notes(outcome)] == ["unpaused"]
