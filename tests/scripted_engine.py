@@ -11,7 +11,7 @@ import random
 from rayrft.config.explorer import EngineConfig
 from rayrft.explorer.engines.engine import EngineWeights
 from rayrft.explorer.engines.exchange import Answering, Completion, Request, Sampling, Stream
-from rayrft.runtime.handle import Watched
+from rayrft.runtime.handle import Watched, once
 from rayrft.weights.messages import Link
 
 
@@ -21,6 +21,7 @@ class ScriptedEngine(Answering, Watched):
     It meets the trainer and receives every broadcast as a real engine does, digests it, and forgets it.
     """
 
+    @once
     async def start(
         self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int, structured: bool = False
     ) -> None:
@@ -45,8 +46,8 @@ class ScriptedEngine(Answering, Watched):
         cpu = torch.device("cpu")
         self._channel = await asyncio.to_thread(WeightChannel, link, sends=False, index=first, device=cpu)
 
-    async def respond(self) -> None:
-        pass
+    async def respond(self) -> int:
+        return self._held.version
 
     async def pause(self, keep_cache: bool = False) -> None:
         pass

@@ -123,7 +123,8 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
             write_config(checked)  # the overrides apply to later resumes, too
             remove_summary(checked.folder)
 
-        master = placement.actor(Master, "master", name="master").create(checked, began)
+        placed = placement.actor(Master, "master", name="master", restarts=checked.restarts.per_hour)
+        master = placed.create(checked, began)
         outcome = master.call(Master.run, [ray.put(prepared)])
     except BaseException:
         placement.remove()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.ledger import BufferStats, Ledger, RowStats
 from rayrft.buffer.shared import SharedBuffer
-from rayrft.config import RunConfig
+from rayrft.config import RunConfig, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.explore_loop import ExploreLoop
+from rayrft.core.janitor import hire_janitor
 from rayrft.core.parts.base import RunParts
 from rayrft.core.parts.buffer import BufferPart
 from rayrft.core.parts.engines import EvaluationEngines, PolicyEngines
@@ -40,7 +41,7 @@ from rayrft.monitor.records import Record, RecordKey, RestartRecord
 from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_end, summarise
 from rayrft.registry import load_plugins
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, Watched, root_cause
+from rayrft.runtime.handle import Handle, Watched, is_restarted, root_cause
 from rayrft.runtime.waits import Waits
 from rayrft.trainer.trainer import Trainer
 from rayrft.weights.messages import SyncReport
@@ -51,17 +52,24 @@ _STATS_DEADLINE_S = 5.0
 class Master(Watched):
     """The actor. ``run`` is the whole run; every other method may be called while it is running.
 
-    The run resumes from ``progress``: see `rayrft.core.checkpoints`.
+    The run resumes from ``progress``: see `rayrft.core.checkpoints`. A Master that Ray has restarted takes over the
+    actors of its predecessor, and repeats the steps since the latest checkpoint.
     """
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
         load_plugins(config.plugins)
+        self._started, self._taken_over = time.monotonic(), is_restarted()
+        if self._taken_over:
+            config = load_config(config.folder / "config.yaml")  # with the changes since
+            progress = Checkpoints(config.folder, config.checkpoint).latest() or progress
         self._progress = progress
         self._steering = Steering(config, progress, self._adopt)
         self._config = config = self._steering.config
-        kept = progress.records if config.trains else None
+        kept = progress.records if config.trains and not self._taken_over else None
         self._recorder = Recorder(config, kept, progress.step)
         self._stop = asyncio.Event()
+        if self._taken_over and (config.folder / "summary.json").exists():  # its predecessor was stopping
+            self._stop.set()
         self._status = "starting"
         self._parts: RunParts | None = None
         self._restarts: Restarts
@@ -77,7 +85,7 @@ class Master(Watched):
         ``prepared_refs`` holds one reference to a `Prepared`, inside a list so that it is fetched here.
         """
         prepared: Prepared = await prepared_refs[0]
-        placement = Placement(self._config.name, plan_placement(self._config))
+        placement = Placement(self._config.name, plan_placement(self._config), detached=True)
         stats: BufferStats | None = None
         try:
             error = await self._outcome(prepared, placement)
@@ -149,7 +157,8 @@ class Master(Watched):
     async def pids(self) -> dict[str, int]:
         """Return the process ids of the Master and of the actors that it supervises, without those that have died and
         are not yet up again."""
-        assert self._parts is not None  # called once the run is up
+        if self._parts is None:  # it has just been restarted
+            return {"master": os.getpid()}
         up = [actor for name, (_, actor) in self._parts.supervised().items() if not self._restarts.is_dead(name)]
         found = await asyncio.gather(*(actor.untracked.call(Watched.pid) for actor in up), return_exceptions=True)
         pids = {actor.name: pid for actor, pid in zip(up, found, strict=True) if isinstance(pid, int)}
@@ -163,6 +172,7 @@ class Master(Watched):
     async def _outcome(self, prepared: Prepared, placement: Placement) -> RayrftError | None:
         """Create the actors and run all stages; return why the run failed, or None if it finished or was stopped."""
         try:
+            hire_janitor(self._config.name)
             groups = [each.name for each in plan_placement(self._config) if each.name != "master" and not each.served]
             wait_s, loop = self._config.placement.wait_s, asyncio.get_running_loop()
 
@@ -175,12 +185,13 @@ class Master(Watched):
                 await asyncio.to_thread(lambda: check_shared(self._config.folder, files, placement.nodes))
             shared = await asyncio.to_thread(open_shared_buffer, self._config) if self._config.buffer.name else None
             logged, monitor = self._progress.logged, self._config.monitor
-            parts = RunParts(KINDS, self._config, prepared, placement, self._waits, logged, shared)
+            waits, taken_over = self._waits, self._taken_over
+            parts = RunParts(KINDS, self._config, prepared, placement, waits, logged, shared, taken_over)
             parts.actors()
             self._parts = parts
             self._restarts = Restarts(parts, self._config.restarts, self._note_restart, self._blame, self._note)
             self._loop = await self._make_loop(parts, shared)
-            parts.admit = self._admit
+            parts.admit = self._admit_replaced
             self._stalls = StallMonitor(
                 self._waits,
                 parts.heartbeats(),
@@ -242,16 +253,48 @@ class Master(Watched):
 
     async def _run(self, parts: RunParts, shared: Handle[SharedBuffer] | None) -> None:
         assert self._loop is not None  # it was made before
-        await unless_stopped(self._stop, self._start(parts, self._loop))
-        run = self._loop.run
+        run: Callable[[], Awaitable[None]] = partial(self._take_over, parts, shared)
+        if not self._taken_over:
+            await unless_stopped(self._stop, self._start(parts, self._loop))
+            run = self._loop.run
         while True:
             try:
                 await self._restarts.unless_rewound(run())
                 break
             except Rewound:
-                run = partial(self._run_again, parts, shared)
+                run = partial(self._take_over if self._taken_over else self._run_again, parts, shared)
         for trainer in parts[TrainerPart].actors:
             await trainer.call(Trainer.stop)
+
+    async def _take_over(self, parts: RunParts, shared: Handle[SharedBuffer] | None) -> None:
+        """Continue the run of a Master that has died, with its actors."""
+        self._restarts.running = self._restarts.rewinding = True
+        await self._restarts.all_up()
+        await parts.start()  # those that it had not started
+        for part in parts:
+            await part.open()
+        policy, loop = parts[PolicyEngines].group, self._loop
+        if policy is not None and self._sync is not None:
+            await self._sync.take_over(policy.engines)
+        if self._status == "starting":
+            if isinstance(loop, TrainLoop):  # as far as is known
+                loop.trained_by = loop.trainer.actor
+            died = ActorDied("its process died", field="master")
+            await self._note_restart("master", "master", died, time.monotonic() - self._started)
+            self._up()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._run_again(parts, shared))
+                if policy is not None:  # it may have died while it sent them weights
+                    await self._admit(policy.engines)
+                self._taken_over = False
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    def _up(self) -> None:
+        self._status = "running"
+        if self._stalls is not None:
+            self._stalls.starting = False
 
     async def _run_again(self, parts: RunParts, shared: Handle[SharedBuffer] | None) -> None:
         """Run the stages from the latest checkpoint on, with the actors of now."""
@@ -287,6 +330,10 @@ class Master(Watched):
             self._adopt(self._steering.config)
             explorers = parts[ExplorerPart].actors
             await asyncio.gather(*(explorer.call(Explorer.adjust, self._config) for explorer in explorers))
+
+    async def _admit_replaced(self, engines: list[Handle[RolloutEngine]]) -> None:
+        if not self._taken_over:  # else `_take_over` admits them, with all others
+            await self._admit(engines)
 
     async def _admit(self, engines: list[Handle[RolloutEngine]]) -> SyncReport | None:
         assert self._parts is not None and self._loop is not None  # the run is up
@@ -324,9 +371,7 @@ class Master(Watched):
             await self._recorder.note(warning)
         if isinstance(loop, TrainLoop):
             await loop.restore()
-        self._status = "running"
-        if self._stalls is not None:
-            self._stalls.starting = False
+        self._up()
         policy = parts[PolicyEngines].group
         report = await self._admit(policy.engines) if policy is not None else None
         messages = list(filter(None, [await part.open() for part in parts]))

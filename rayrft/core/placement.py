@@ -12,7 +12,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from rayrft.errors import PlacementError
 from rayrft.monitor.report import format_table
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, named_actor
+from rayrft.runtime.handle import Handle, end, named_actor
 from rayrft.runtime.ray_api import ray
 
 P = ParamSpec("P")
@@ -198,7 +198,7 @@ class Placement:
     """The placement groups of a run, created from its plan. Actors are placed by part and bundle."""
 
     def __init__(self, run: str, parts: list[Bundles], *, detached: bool = False) -> None:
-        """``detached``: groups and actors are created unless they exist, and outlive the creating job."""
+        """``detached``: groups and named actors are created unless they exist, and outlive who created them."""
         self._run = run
         self._lifetime = "detached" if detached else None
         self._parts = {part.name: part for part in parts}
@@ -256,7 +256,7 @@ class Placement:
         """
         resources = self._parts[part].actor_resources
         options: dict[str, Any] = {"name": actor_name(self._run, name), "namespace": NAMESPACE} if name else {}
-        if self._lifetime is not None:
+        if name and self._lifetime is not None:
             options |= {"lifetime": self._lifetime, "get_if_exists": True}
         if any(inspect.iscoroutinefunction(member) for member in vars(cls).values()):
             options["max_concurrency"] = 10_000  # calls of an async actor may wait for each other
@@ -286,6 +286,14 @@ class Placement:
         self._groups.clear()
 
 
+def clear_run(run: str, *, spare: str = "") -> None:
+    """Kill all named actors of a run but the one to ``spare``, and remove its placement groups; return when their names
+    and resources are free."""
+    listed = [find_actor(name) for name in named_actors(actor_name(run, "")) if name != spare]
+    end([actor for actor in listed if actor is not None])
+    remove_groups(run)
+
+
 def remove_groups(run: str) -> None:
     """Remove all placement groups of a run: a dead Master's stay while the process that started it is alive."""
     from ray.util.placement_group import PlacementGroup
@@ -296,9 +304,9 @@ def remove_groups(run: str) -> None:
 
 
 def remove_leftovers(run: str) -> None:
-    """Remove the placement groups of a run without a Master; one that has only the Master's group is starting now."""
+    """Clear a run without a Master; one that has only the Master's group is starting now."""
     if any(group["name"] != actor_name(run, "master") for group in _groups(actor_name(run, ""))):
-        remove_groups(run)
+        clear_run(run)
 
 
 def _groups(prefix: str = "") -> list[dict[str, Any]]:

@@ -110,6 +110,11 @@ class Restarts:
         """Return whether an actor is being restarted."""
         return name in self._dead
 
+    async def all_up(self) -> None:
+        """Wait until no actor is being restarted."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._dead)
+
     async def survive(self, actor: Handle[Any], call: Callable[[], Awaitable[T]]) -> T:
         """Make a call of an actor, and again of its successor if it dies; return the result."""
         while True:

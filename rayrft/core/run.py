@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rayrft.buffer.buffer import Buffer
 from rayrft.config import load_config
 from rayrft.core.master import Master
-from rayrft.core.placement import actor_name, find_actor, named_actors, remove_groups
+from rayrft.core.placement import actor_name, clear_run, find_actor
 from rayrft.core.shared_buffer import find_buffer
 from rayrft.errors import ActorDied, ActorUnreachable, ConfigError, RayrftError, RunFinished, RunNotFound, StorageError
 from rayrft.monitor.console import format_record
@@ -277,7 +277,8 @@ class Run:
     def _steer(self, request: str, *arguments: Any) -> Any:
         """Wait until the run has served a request. Raises RunFinished if it ends first."""
         try:
-            return fetch(self._master.call(Master.steer, request, *arguments), self._master_name)
+            once = self._master.with_options(max_task_retries=0)
+            return fetch(once.call(Master.steer, request, *arguments), self._master_name)
         except ray_api.ACTOR_ERRORS:
             raise RunFinished("the run has ended", "see its summary", field="run", value=self.name) from None
         except ray.exceptions.RayTaskError as error:
@@ -310,9 +311,8 @@ class Run:
             return summarise(self.name, *self._death(), Totals(), None, 0.0)
         # The Master first, which would otherwise report the deaths of the others as failures; also if it is dead and
         # not listed, because a process that holds its handle still sees its name as taken.
-        listed = map(find_actor, named_actors(actor_name(self.name, "")))
-        end([self._master, *(actor for actor in listed if actor is not None)])
-        remove_groups(self.name)
+        end([self._master])
+        clear_run(self.name)
         if (summary := read_summary(self.folder)) is not None:
             return summary
         status, error = ("failed", str(cause)) if cause is not None else self._death()

@@ -98,6 +98,12 @@ class WeightSync:
             self.newest = version
             self.caught_up.set()
 
+    async def take_over(self, engines: Engines) -> None:
+        """Learn the newest version that engines hold, which another Master has sent; and wake them up."""
+        self.newest = max(await asyncio.gather(*(engine.call(RolloutEngine.respond) for engine in engines)))
+        if self.config.explorer.engine.sleep:
+            await asyncio.gather(*(engine.call(RolloutEngine.wake_up) for engine in engines))
+
     def disconnect(self) -> None:
         """Make a new link for the next round: the ranks are new."""
         self._connected = None

@@ -19,7 +19,7 @@ from rayrft.endpoint.recording import Call, Conversation, OpenCall
 from rayrft.endpoint.sessions import Sessions, SessionStats
 from rayrft.experience import to_batch
 from rayrft.explorer.scoring import ScoredGroup
-from rayrft.runtime.handle import Handle, Watched
+from rayrft.runtime.handle import Handle, Watched, once
 
 
 class SessionKeeper(Watched):
@@ -56,6 +56,7 @@ class SessionKeeper(Watched):
         """The error of a call of the Buffer."""
         self._failed = asyncio.Event()
 
+    @once
     async def start(self) -> None:
         """Start to end sessions in time; call it first."""
         self._expiring = asyncio.create_task(self._expire())

@@ -24,7 +24,7 @@ from rayrft.pipelines.report import OperatorStats
 from rayrft.pipelines.run.groups import LocalOperators, Operators
 from rayrft.pipelines.run.models import open_models, running_engines
 from rayrft.rewards.scorer import DomainStats, ScoringBackend
-from rayrft.runtime.handle import Handle, TrackedHandle
+from rayrft.runtime.handle import Handle, TrackedHandle, once
 from rayrft.runtime.waits import WaitReport, Waits
 
 
@@ -107,6 +107,7 @@ class Explorer(TaskActor):
             self._evaluator_on(EngineClient(evaluation_pool, self._waits), max_tokens) if evaluation_pool else None
         )
 
+    @once
     async def start(self) -> None:
         """Start what scores, unless a stage is still to train it: then it starts when it is needed; and what
         verifies."""

@@ -8,7 +8,8 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from functools import wraps
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 from rayrft.errors import ActorDied, ActorUnreachable, RayrftError
 from rayrft.runtime import ray_api
@@ -34,6 +35,7 @@ _SHORT = {
 }
 """What is short at Ray's errors, and how to get more of it."""
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -146,6 +148,26 @@ class TrackedHandle(Handle[T_co]):
     async def _wait(self, what: str, answer: Awaitable[Any]) -> Any:
         with self._waits.on(self.name, what):
             return await answer
+
+
+def once(method: Callable[Concatenate[T, P], Awaitable[R]]) -> Callable[Concatenate[T, P], Coroutine[Any, Any, R]]:
+    """Make all calls of an actor's method one call, whose result each of them returns: a restarted Master calls it
+    again, as it does not know whether its predecessor did."""
+    name = f"_once_{method.__name__}"
+
+    @wraps(method)
+    async def shared(self: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if name not in vars(self):
+            setattr(self, name, asyncio.ensure_future(method(self, *args, **kwargs)))
+        return cast(R, await asyncio.shield(getattr(self, name)))
+
+    return shared
+
+
+def is_restarted() -> bool:
+    """Return whether this process is that of an actor which Ray has restarted."""
+    context = ray.get_runtime_context()
+    return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)
 
 
 def named_actor(name: str, namespace: str) -> Handle[Any] | None:

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from rayrft.buffer.leases import Lease
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
-from rayrft.runtime.handle import Handle, Watched, root_cause
+from rayrft.runtime.handle import Handle, Watched, once, root_cause
 from rayrft.runtime.waits import WaitReport, Waits
 from rayrft.trainer.api import RankApi, RankCall, RankSetup
 from rayrft.trainer.batch_pipeline import BatchPipeline, ProcessedLease
@@ -58,6 +58,7 @@ class Trainer(Watched):
         self._fit: asyncio.Task[None] | None = None
         self._waits = Waits("trainer")
 
+    @once
     async def start(self, folder: Path, setup: RankSetup) -> str | None:
         """Start the ranks through Ray Train, which keeps its files in ``folder``.
 

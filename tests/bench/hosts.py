@@ -176,7 +176,8 @@ class ScriptedEngine(Answering, Watched):
 
     async def connect(self, link: Any, first: int) -> None: ...
 
-    async def respond(self) -> None: ...
+    async def respond(self) -> int:
+        return self._version
 
     async def pause(self, keep_cache: bool = False) -> None: ...
 

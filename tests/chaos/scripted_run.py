@@ -166,7 +166,8 @@ class ScriptedEngine(Answering, Watched):
         self._link, self._place = self._cluster.transfer(link), link.senders + first
         await self._link.join(self._place, self._life, link.timeout_s)
 
-    async def respond(self) -> None: ...
+    async def respond(self) -> int:
+        return self._version
 
     async def pause(self, keep_cache: bool = False) -> None:
         await self._cluster.takes(_SEND_S)
@@ -344,10 +345,13 @@ class ScriptedRank:
 
 @dataclass
 class ScriptedPlacement:
-    """Creates the actors of a run in a `World`."""
+    """Creates the actors of a run in a `World`, but for those that a Master before this one has left."""
 
     cluster: Cluster
     parts: list[Bundles]
+
+    def __post_init__(self) -> None:
+        self._found = {actor.name for actor in self.cluster.world.living}
 
     def reserve(self, *_: Any) -> None: ...
 
@@ -362,11 +366,13 @@ class ScriptedPlacement:
         return next(part.count for part in self.parts if part.name == name)
 
     def actor(self, cls: Any, part: str, *, name: str | None = None, bundle: int = -1, restarts: int = 0) -> Placed:
-        return Placed(self.cluster, cls, name or part, bool(restarts))
+        found, name = self._found, name or part
+        return Placed(self.cluster, cls, name, bool(restarts), name in found and not found.discard(name))
 
     def remove(self) -> None:
         for actor in self.cluster.world.living:
-            actor.kill(restart=False)
+            if actor.name != "master":
+                actor.kill(restart=False)
 
 
 @dataclass
@@ -375,8 +381,11 @@ class Placed:
     cls: Any
     name: str
     restarts: bool
+    found: bool
 
     def create(self, *arguments: Any, **keywords: Any) -> Handle[Any]:
+        if self.found and (handle := self.cluster.world.handle(self.name)) is not None:
+            return handle
         return self.cluster.world.create(self.name, self._maker(arguments, keywords), restarts=self.restarts)
 
     def _maker(self, arguments: Any, keywords: Any) -> Callable[[Life], Any]:

@@ -28,7 +28,7 @@ _NOTICED_S = 0.01
 """Longest times until a call or answer has arrived, an actor is created or restarted, and its death is known."""
 
 _life: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
-"""The process that is running; None: the Master's."""
+"""The process that is running; None: the driver's."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -180,6 +180,7 @@ class Actor:
         if self.dead or self.life is not None:
             return
         self.life = life = Life(next(self.world.numbers), self.name)
+        self.world.begun[self.name] += 1
         contextvars.Context().run(self._create, life)
         queue, self._queue = self._queue, []
         for call in queue:
@@ -313,6 +314,8 @@ class World:
         self.loop, self.chance = loop, random.Random(seed)
         self.numbers = itertools.count(1)
         self.actors: list[Actor] = []
+        self.begun = Counter[str]()
+        """Processes of actors, by name."""
         self.on_end: list[Callable[[Life], None]] = []
         """Called with each process that ends."""
         self.on_result: list[Callable[[Life, str, Any, Any], None]] = []
@@ -329,7 +332,11 @@ class World:
         self.actors.append(actor)
         if owner is not None:
             owner.children.append(actor)
-        return Handle(name, Remote(actor, owner))
+        return Handle(name, Remote(actor, _life.get()))
+
+    def handle(self, name: str) -> Handle[Any] | None:
+        """Return the handle of a living actor, as the process that is running has it."""
+        return next((Handle(name, Remote(actor, _life.get())) for actor in self.living if actor.name == name), None)
 
     @property
     def living(self) -> list[Actor]:

@@ -22,6 +22,7 @@ KINDS = {
     "evaluation-0": "evaluation",
     "trainer": "trainer",
     "buffer": "buffer",
+    "master": "master",
 }
 """Each actor with the kind that its restart counts for; a rank's is that of the Trainer."""
 

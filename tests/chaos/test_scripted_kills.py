@@ -30,10 +30,10 @@ from rayrft.monitor.summary import Summary
 from rayrft.rewards import Reward, inline, register_reward
 from rayrft.trainer.api import RankSetup
 from tests.chaos.scripted_run import Cluster, ScriptedPlacement
-from tests.chaos.simulated import Actor, VirtualLoop, World, describe_tasks
+from tests.chaos.simulated import Actor, Life, Ref, VirtualLoop, World, describe_tasks
 from tests.e2e.conftest import small_config
 
-KINDS = ("engine", "evaluation", "engine_pool", "evaluation_pool", "explorer", "trainer", "rank", "buffer")
+KINDS = ("engine", "evaluation", "engine_pool", "evaluation_pool", "explorer", "trainer", "rank", "buffer", "master")
 MOMENTS = ("send", "connect", "checkpoint", "train", "restore", "open_stage", "save")
 """Calls of the ranks during which actors are killed, among other times."""
 STEPS = 12
@@ -140,6 +140,7 @@ class Outcome:
         counted = Counter[str]()
         for kind, count in kills.items():
             counted[parts.get(kind, kind)] += count
+        counted["trainer"] += counted["master"]  # it may have taken steps of which there is no checkpoint
         return {
             part: (counted[part], restarts[part].count if part in restarts else 0) for part in {*counted, *restarts}
         }
@@ -201,6 +202,11 @@ class Reaper:
         actor.kill(restart=True)
 
 
+def is_up(master: Life | None) -> bool:
+    """Whether the Master restarts actors that die."""
+    return master is not None and hasattr(master.target, "_restarts") and master.target._restarts.running
+
+
 def simulate(
     seed: int,
     kills: int,
@@ -226,20 +232,16 @@ def simulate(
     )
 
     async def main() -> None:
-        progress = Progress(prepared.run_id)
-        Checkpoints(config.folder, config.checkpoint).mark_beginning(progress)
-        master = Master(config, progress)
-        given = loop.create_future()
-        given.set_result(prepared)
-        running = asyncio.ensure_future(master.run([given]))
-        await asyncio.sleep(0.1)
-        while not running.done() and not master._restarts.running:  # noqa: ASYNC110 - in simulated time
+        Checkpoints(config.folder, config.checkpoint).mark_beginning(Progress(prepared.run_id))
+        master = world.create("master", lambda _: Master(config, Progress(prepared.run_id)), restarts=True)
+        running = asyncio.ensure_future(master.call(Master.run, [Ref(prepared, None)]))
+        while not running.done() and not is_up(master.actor._actor.life):  # noqa: ASYNC110 - in simulated time
             await asyncio.sleep(0.1)
         reaping = asyncio.ensure_future(user(master, cluster) if user else Reaper(cluster, outcome, kills, say).reap())
         try:
             done, _ = await asyncio.wait({running}, timeout=DEADLINE_S)
             if not done:
-                status = await asyncio.wait_for(master.status(), 60)
+                status = await asyncio.wait_for(master.call(Master.status), 60)
                 raise TimeoutError(f"the run waits:\n{chr(10).join(status.waiting)}\n{describe_tasks(loop)}")
             outcome.summary = running.result()
         except Exception as error:
@@ -248,6 +250,7 @@ def simulate(
             running.cancel()
             reaping.cancel()
             await asyncio.gather(running, reaping, return_exceptions=True)
+            master.actor._actor.kill(restart=False)
         outcome.seconds = loop.time()
         await asyncio.sleep(1)
         [current] = [asyncio.current_task()]
@@ -256,7 +259,9 @@ def simulate(
     random.seed(seed)
     with (
         mock.patch.object(time, "monotonic", loop.time),
-        mock.patch.object(module, "Placement", lambda _, parts: ScriptedPlacement(cluster, parts)),
+        mock.patch.object(module, "Placement", lambda _, parts, detached: ScriptedPlacement(cluster, parts)),
+        mock.patch.object(module, "hire_janitor"),
+        mock.patch.object(module, "is_restarted", lambda: world.begun["master"] > 1),
         mock.patch.object(sinks.RayMetrics, "write", lambda *_: None),
         mock.patch("rayrft.monitor.recorder.save_plot"),
         mock.patch("rayrft.explorer.explorer.gc"),

@@ -34,6 +34,7 @@ def job(storage: Path, model: Path, mode: str, name: str, **changes: Any) -> dic
         "evaluation": {"enabled": False},
         "buffer": {"name": "met", "max_rows": 48},
         "checkpoint": {"every": 2},
+        "restarts": {"per_hour": 0},
         "stages": [live],
         **changes,
     }

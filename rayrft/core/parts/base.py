@@ -120,6 +120,8 @@ class RunParts:
     """See `Buffer`."""
     shared: Handle[SharedBuffer] | None = None
     """The Buffer that the config names."""
+    taken_over: bool = False
+    """Whether another Master, which has died, has created the actors."""
     admit: Callable[[list[Handle[Any]]], Awaitable[Any]] | None = None
     """Sends the current weights to policy engines, and lets them take requests; None before the run is up."""
 

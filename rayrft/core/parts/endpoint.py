@@ -55,9 +55,12 @@ class KeeperPart(Part[SessionKeeper]):
         if config.endpoint is None:
             return None
         from rayrft.endpoint.deployment import build_endpoint
-        from rayrft.runtime.serving.applications import Owner
+        from rayrft.runtime.serving.applications import Owner, applications
         from rayrft.runtime.serving.deploy import HttpApplication
 
+        name = actor_name(config.name, "serve")
+        if self.run.taken_over and (await asyncio.to_thread(applications, name)) != []:
+            return None
         settings = EndpointSettings(
             config.endpoint,
             config.endpoint.model_name or config.name,
@@ -68,7 +71,7 @@ class KeeperPart(Part[SessionKeeper]):
         )
         pool = Owner(NAMESPACE, actor_name(config.name, "engine_pool"))
         keeper = actor_name(config.name, self.name) if self.actors else None
-        name, arguments = actor_name(config.name, "serve"), (prepared.model, settings, pool, keeper)
+        arguments = (prepared.model, settings, pool, keeper)
         application = HttpApplication(name, config.name, config.endpoint, pool, build_endpoint, arguments)
         return f"endpoint at {await asyncio.to_thread(application.open)}/v1"
 

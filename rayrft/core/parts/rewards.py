@@ -45,8 +45,10 @@ class RewardsPart(Part[RewardActor]):
         if (service := reward_service(config)) is None:
             return
         from rayrft.rewards.service import deploy_rewards
-        from rayrft.runtime.serving.applications import Owner, on_head
+        from rayrft.runtime.serving.applications import Owner, applications, on_head
 
+        if self.run.taken_over and (await asyncio.to_thread(applications, service.all_versions)) != []:
+            return
         owner = Owner(NAMESPACE, actor_name(config.name, "master"))
         http = config.endpoint or ServeConfig()
         address, serves = (http.host, http.port), config.endpoint is not None

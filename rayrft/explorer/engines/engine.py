@@ -20,7 +20,7 @@ from rayrft.config.explorer import EngineConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError, RequestRefused
 from rayrft.explorer.engines.exchange import Answering, Capacity, Completion, Request, Stream
-from rayrft.runtime.handle import Watched
+from rayrft.runtime.handle import Watched, once
 from rayrft.weights.messages import Link
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class RolloutEngine(Answering, Watched):
         """Pauses in which the cache was kept: requests that have another number of them share no prefix."""
         self._pausing = asyncio.Lock()  # a resume must not overtake a pause that is not complete
 
+    @once
     async def start(
         self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int, structured: bool = False
     ) -> None:
@@ -223,9 +224,9 @@ class RolloutEngine(Answering, Watched):
         if self._answers:
             await self.respond()
 
-    async def respond(self) -> None:
-        """Return once vLLM's core answers."""
-        await self._engine.get_weight_version()
+    async def respond(self) -> int:
+        """Return the version of the weights, once vLLM's core answers."""
+        return int(await self._engine.get_weight_version())
 
     async def watch(self) -> None:
         """Never return: a caller that awaits it learns at once when this actor dies.
