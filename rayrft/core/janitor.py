@@ -6,12 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from rayrft.core.placement import NAMESPACE, actor_name, clear_run
+from rayrft.core.placement import JANITOR, NAMESPACE, actor_name, clear_run
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, until_failed
 from rayrft.runtime.ray_api import ray
-
-JANITOR = "janitor"
 
 
 class Janitor(Watched):
@@ -25,9 +23,8 @@ class Janitor(Watched):
         ray.actor.exit_actor()
 
 
-def hire_janitor(run: str) -> None:
-    """Create the janitor of a run, unless it exists; for its Master."""
-    name, master = actor_name(run, JANITOR), Handle[Watched]("master", ray.get_runtime_context().current_actor)
-    options = {"lifetime": "detached", "get_if_exists": True, "max_restarts": -1, "max_task_retries": -1}
-    actor = ray.remote(Janitor).options(name=name, namespace=NAMESPACE, num_cpus=0, **options).remote()
+def hire_janitor(run: str, master: Handle[Watched]) -> None:
+    """Create the janitor of a run, which this process has started."""
+    options = {"lifetime": "detached", "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+    actor = ray.remote(Janitor).options(name=actor_name(run, JANITOR), namespace=NAMESPACE, **options).remote()
     Handle[Janitor](JANITOR, actor).call(Janitor.guard, run, master)

@@ -10,6 +10,7 @@ from typing import Any
 from rayrft.config import RunConfig, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress, find_folder
 from rayrft.core.cluster import connect, warn_of_short_stop
+from rayrft.core.janitor import hire_janitor
 from rayrft.core.master import Master
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import (
@@ -125,6 +126,7 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
 
         placed = placement.actor(Master, "master", name="master", restarts=checked.restarts.per_hour)
         master = placed.create(checked, began)
+        hire_janitor(checked.name, master)
         outcome = master.call(Master.run, [ray.put(prepared)])
     except BaseException:
         placement.remove()

@@ -17,7 +17,6 @@ from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.explore_loop import ExploreLoop
-from rayrft.core.janitor import hire_janitor
 from rayrft.core.parts.base import RunParts
 from rayrft.core.parts.buffer import BufferPart
 from rayrft.core.parts.engines import EvaluationEngines, PolicyEngines
@@ -172,7 +171,6 @@ class Master(Watched):
     async def _outcome(self, prepared: Prepared, placement: Placement) -> RayrftError | None:
         """Create the actors and run all stages; return why the run failed, or None if it finished or was stopped."""
         try:
-            hire_janitor(self._config.name)
             groups = [each.name for each in plan_placement(self._config) if each.name != "master" and not each.served]
             wait_s, loop = self._config.placement.wait_s, asyncio.get_running_loop()
 

@@ -19,6 +19,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NAMESPACE = "rayrft"
+JANITOR = "janitor"
+"""Name of the actor that clears a run: see `rayrft.core.janitor`."""
 _GIB = 1 << 30
 _REPORTING_S = 3.0
 _READY_S = 30.0
@@ -305,7 +307,8 @@ def remove_groups(run: str) -> None:
 
 def remove_leftovers(run: str) -> None:
     """Clear a run without a Master; one that has only the Master's group is starting now."""
-    if any(group["name"] != actor_name(run, "master") for group in _groups(actor_name(run, ""))):
+    left = any(group["name"] != actor_name(run, "master") for group in _groups(actor_name(run, "")))
+    if left or find_actor(actor_name(run, JANITOR)) is not None:
         clear_run(run)
 
 

@@ -12,7 +12,6 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from rayrft.errors import WeightSyncError
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.runtime.handle import Handle, Watched
 
@@ -70,14 +69,9 @@ class EnginePool(Watched):
 
     async def join(self, engines: Sequence[Member]) -> Membership:
         """Add engines that hold their version's weights, as one change; of those that are members, only the version
-        changes. Raises WeightSyncError if a name is taken."""
-        joining = [engine.handle.actor for engine in engines]
-        others = tuple(member for member in self._membership.members if member.handle.actor not in joining)
-        for member in others:
-            if any(engine.name == member.name for engine in engines):
-                raise WeightSyncError(
-                    "an engine of this name is a member", "let it leave before another joins", field=member.name
-                )
+        changes. A member of the same name leaves: it has died, or there would not be another engine of its name."""
+        joining = [engine.name for engine in engines]
+        others = tuple(member for member in self._membership.members if member.name not in joining)
         return await self._change((*others, *engines))
 
     async def leave(self, engine: Handle[RolloutEngine], reason: str) -> None:
