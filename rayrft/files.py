@@ -1,17 +1,55 @@
-"""Atomic writing of files and folders, and the error of files that cannot be written."""
+"""Atomic writing of files and folders, the error of files that cannot be written, and waits for room on a disk."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar, ParamSpec, TypeVar
 
-from rayrft.errors import StorageError
+from rayrft.errors import NoRoom, StorageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _REMEDY = "free disk space or fix the storage, then: rayrft resume RUN"
+
+
+class Room:
+    """Waits of this process for room on a disk: see `held`."""
+
+    poll_s = 5.0
+    """Pause before a write is tried again: there is no event for room on a disk."""
+    limit_s = 0.0
+    """Longest wait, which a process of a run sets: half of ``monitor.stall_s``, after which others give up."""
+    waits: ClassVar[dict[str, tuple[float, str]]] = {}
+    """By file: since when it waits, and why."""
+
+
+def held(write: Callable[P, R]) -> Callable[P, R]:
+    """Let a write that raises NoRoom, and then has changed nothing, wait until there is room. It blocks."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        began, waited, file = time.monotonic(), 0.0, ""
+        try:
+            while True:
+                try:
+                    return write(*args, **kwargs)
+                except NoRoom as error:
+                    if waited >= Room.limit_s:  # not by the clock: ranks that write together give up together
+                        raise
+                    Room.waits[file := error.field] = began, error.problem
+                    time.sleep(Room.poll_s)
+                    waited += Room.poll_s
+        finally:
+            Room.waits.pop(file, None)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -20,7 +58,23 @@ def storage_errors(path: Path, remedy: str = _REMEDY) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"cannot be written: {error.strerror}", remedy, field=str(path)) from None
+        raise storage_error(error, path, remedy) from None
+
+
+def storage_error(error: OSError, path: Path, remedy: str, what: str = "cannot be written") -> StorageError:
+    """Return an OSError about a path as a StorageError; as NoRoom if the disk is full or read-only."""
+    problem = f"{what}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        return NoRoom(f"{problem} ({free_mb(path)})", remedy, field=str(path))
+    return StorageError(problem, remedy, field=str(path))
+
+
+def free_mb(path: Path) -> str:
+    """Return how much is free on the disk of a path, as far as it is known."""
+    for folder in path.parents:
+        with contextlib.suppress(OSError):
+            return f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB free"
+    return "its disk is gone"
 
 
 @contextlib.contextmanager

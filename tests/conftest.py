@@ -82,6 +82,15 @@ def ray_cluster() -> Iterator[Any]:
     ray.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def without_waits_for_room() -> Iterator[None]:
+    """A Buffer or Master of an earlier test lets the writes of this process wait for room on a full disk."""
+    from rayrft.files import Room
+
+    with mock.patch.object(Room, "limit_s", 0.0):
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model with its tokenizer, for spelling tasks."""

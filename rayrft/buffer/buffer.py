@@ -35,6 +35,7 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import Task, unpack
+from rayrft.files import Room
 from rayrft.runtime.handle import Watched
 from rayrft.runtime.waits import WaitReport
 
@@ -43,7 +44,8 @@ class Buffer(Watched):
     """Stores ``usual`` rows in whole groups and ``expert`` rows (demonstrations, by name), and the task cursor.
 
     ``run`` is the id of the run whose log is in ``folder``; ``tasks`` creates the task set; ``limits`` are those of the
-    run's model; ``logged`` is the result of `flush` in the checkpoint that the run resumes from.
+    run's model; ``logged`` is the result of `flush` in the checkpoint that the run resumes from; ``room_s`` is the time
+    that writes wait on a full disk.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Buffer(Watched):
         tasks: Callable[[], TaskSet] | None = None,
         limits: Limits = Limits(),  # noqa: B008 - frozen
         logged: Sequence[int] = (0, 0),
+        room_s: float = 0.0,
     ) -> None:
         self._store = Store(run, folder, config, seed, tasks() if tasks else None, Position(*logged))
         self._state = self._store.state
@@ -62,6 +65,7 @@ class Buffer(Watched):
         self._leasing = Leasing(self._store, self._experts)
         self._retention = Retention(self._store)
         self._arrivals = Arrivals(self._store, self._retention, limits)
+        Room.limit_s = room_s  # opening the log has not waited
 
     # Stages and admission.
 

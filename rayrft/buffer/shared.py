@@ -63,8 +63,8 @@ class SharedStatus:
 class SharedBuffer(Buffer):
     """A Buffer that outlives the jobs that meet at it. ``folder`` and ``config`` are those of the first of them."""
 
-    def __init__(self, name: str, folder: Path, config: BufferConfig, seed: int) -> None:
-        super().__init__(f"buffer {name}", folder, config, seed)
+    def __init__(self, name: str, folder: Path, config: BufferConfig, seed: int, room_s: float = 0.0) -> None:
+        super().__init__(f"buffer {name}", folder, config, seed, room_s=room_s)
         self._name = name
         self._check_rows()
 

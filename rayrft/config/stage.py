@@ -207,6 +207,7 @@ class MonitorConfig(Section):
     project: str = "rayrft"
     tensorboard: bool = False
     stall_s: Changeable[float] = Field(1800.0, gt=0)
-    """Seconds without progress after which a wait ends the run. It must exceed ``explorer.deadline_s``."""
+    """Seconds without progress after which a wait ends the run. It must exceed ``explorer.deadline_s``. A write waits
+    for half as long if the disk is full or read-only."""
     patience_s: Changeable[float] = Field(30.0, gt=0)
     """Seconds without progress of an engine, a rank or another awaited part after which a note names it."""

@@ -17,7 +17,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.config import RunConfig, load_run_config
 from rayrft.config.stage import CheckpointConfig
 from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
-from rayrft.files import atomic_file, replace_folder, storage_errors, sync
+from rayrft.files import atomic_file, held, replace_folder, storage_errors, sync
 from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.trainer import Ranks, Trainer
@@ -113,6 +113,7 @@ class Checkpoints:
                 remedy = "delete the folder: the run then resumes from the previous checkpoint"
                 raise StorageError(problem, remedy, field="checkpoint", value=str(folder))
 
+    @held
     def begin(self, step: int) -> Path:
         """Create an empty folder for the trainer to write to."""
         partial = self._begun = self.folder / f".step-{step:06d}.partial"
@@ -121,6 +122,7 @@ class Checkpoints:
             partial.mkdir(parents=True)
         return partial
 
+    @held
     def update_manifest(self, progress: Progress) -> None:
         """Rewrite a checkpoint's manifest, for a new state at its step. Raises StorageError, and changes nothing."""
         with self._changing, storage_errors(self.at(progress.step)):
@@ -137,6 +139,7 @@ class Checkpoints:
             self._begun = None
             self._prune()
 
+    @held
     def judge(self, step: int, accuracy: float | None) -> None:
         """End the evaluation of a step: write its accuracy to its checkpoint, if there is one, and prune. Raises
         StorageError if it cannot be written."""

@@ -35,6 +35,7 @@ from rayrft.core.weight_sync import WeightSync
 from rayrft.errors import ActorDied, ConfigError, NotFinite, RayrftError, RowsFailed, StorageError
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.explorer import Explorer
+from rayrft.files import Room
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import Record, RecordKey, RestartRecord
 from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_end, summarise
@@ -64,6 +65,7 @@ class Master(Watched):
         self._progress = progress
         self._steering = Steering(config, progress, self._adopt)
         self._config = config = self._steering.config
+        Room.limit_s = config.monitor.stall_s / 2
         kept = progress.records if config.trains and not self._taken_over else None
         self._recorder = Recorder(config, kept, progress.step)
         self._stop = asyncio.Event()

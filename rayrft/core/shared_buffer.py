@@ -26,7 +26,7 @@ def open_shared_buffer(config: RunConfig) -> Handle[SharedBuffer]:
     placement = Placement(_PREFIX + name, [BUFFER], detached=True)
     placement.reserve([BUFFER.name])
     shared = placement.actor(SharedBuffer, BUFFER.name, name=BUFFER.name, restarts=-1)
-    buffer = shared.create(name, folder, config.buffer, config.seed)
+    buffer = shared.create(name, folder, config.buffer, config.seed, config.monitor.stall_s / 2)
     try:
         answer(buffer.call(SharedBuffer.check, folder, config.buffer), buffer.name)
     except ActorDied:  # it could not begin

@@ -13,7 +13,7 @@ from rayrft.errors import ActorUnreachable, RayrftError, Stalled
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import root_cause
 from rayrft.runtime.ray_api import ray
-from rayrft.runtime.waits import Wait, WaitReport, Waits, unless
+from rayrft.runtime.waits import ROOM, Wait, WaitReport, Waits, unless
 
 _POLLS = 3
 """Polls per ``patience_s``, besides those at which a wait is due."""
@@ -46,7 +46,7 @@ class StallMonitor:
     """Whether the actors load libraries and models: they may not answer then, and a note says what is loading."""
 
     def __post_init__(self) -> None:
-        self._pings = Waits("master")
+        self._pings = Waits("master", rooms=False)
         self._asking: dict[str, asyncio.Future[Any]] = {}
         self._polls, self._silent = 0, set[str]()
         """Polls so far, and the actors that keep no waits."""
@@ -68,11 +68,11 @@ class StallMonitor:
         """Note overdue waits; return the seconds until the next poll. Raises Stalled."""
         reports = await self._ask_all()
         waits = quiet_waits([self.waits.report(), self._pings.report()], reports)
-        late = self._late = [wait for wait in waits if wait.quiet_s >= self.patience_s]
+        late = self._late = [wait for wait in waits if wait.quiet_s >= self.patience_s or wait.target == ROOM]
         self.overdue = [describe(wait) for wait in late]
         self._next_note = {key: self._next_note[key] for key in map(_key, late) if key in self._next_note}
         if news := [wait for wait in late if wait.quiet_s >= self._due(wait)]:
-            self._next_note.update({_key(wait): 2 * wait.quiet_s for wait in news})
+            self._next_note.update({_key(wait): max(2 * wait.quiet_s, self.patience_s) for wait in news})
             text = f"no progress: {'; '.join(map(describe, news))}"
             if self.starting:
                 phases = dict.fromkeys(f"{wait.target} ({wait.what})" for wait in news)
@@ -82,7 +82,9 @@ class StallMonitor:
             if wait.quiet_s >= self.silent_s and not self.starting:
                 self.kill(wait.target)
         # A lease has the same deadline, and its error says more: it comes first.
-        stalled = [wait for wait in late if wait.quiet_s >= self.stall_s + self.patience_s]
+        # A write that waits for room raises its own error, and its actor must not be killed.
+        excused = {ROOM, *(wait.waiter for wait in late if wait.target == ROOM)}
+        stalled = [w for w in late if w.quiet_s >= self.stall_s + self.patience_s and w.target not in excused]
         if stalled and not self.kill(stalled[0].target):
             problem = f"no progress: {describe(stalled[0])}"
             remedy = "see its log in the Ray dashboard; if it only takes long, raise monitor.stall_s"
@@ -118,7 +120,7 @@ class StallMonitor:
                 return None
 
     def _due(self, wait: Wait) -> float:
-        return self._next_note.get(_key(wait), self.patience_s)
+        return self._next_note.get(_key(wait), 0.0 if wait.target == ROOM else self.patience_s)
 
 
 def quiet_waits(own: Iterable[WaitReport], parts: Mapping[str, WaitReport]) -> list[Wait]:

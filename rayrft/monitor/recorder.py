@@ -8,7 +8,18 @@ import time
 from typing import Any
 
 from rayrft.config import RunConfig
-from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, RecordFile, RecordKey, StepRecord, record_key
+from rayrft.errors import NoRoom
+from rayrft.files import Room
+from rayrft.monitor.records import (
+    EvaluationRecord,
+    NoteRecord,
+    Record,
+    RecordFile,
+    RecordKey,
+    RestartRecord,
+    StepRecord,
+    record_key,
+)
 from rayrft.monitor.report import save_plot
 from rayrft.monitor.sinks import open_sinks
 from rayrft.monitor.summary import Summary, Totals, reserve_space, write_summary
@@ -38,8 +49,8 @@ class Recorder:
 
     @property
     def count(self) -> int:
-        """Number of records so far."""
-        return len(self._file)
+        """Number of records in the file so far."""
+        return len(self._file) - len(self._file.late)
 
     def count_until(self, step: int) -> int:
         """Return the number of records before that of a step, which has one."""
@@ -51,13 +62,23 @@ class Recorder:
         return {record_key(each) for each in records if not isinstance(each, NoteRecord)}
 
     async def add(self, record: Record) -> None:
-        """Append a record. Raises StorageError if it cannot be written."""
+        """Append a record; followers see it while it waits for room, and a note is written later. Raises StorageError
+        if it cannot be written."""
         async with self._changed:
-            self._file.append(record)
+            try:
+                self._file.append(record)
+            except NoRoom as error:
+                Room.waits.setdefault(error.field, (time.monotonic(), error.problem))
             self.totals.add(record)
             for sink in self._sinks:
                 sink.write(record)
             self._changed.notify_all()
+        waited = 0.0
+        while self._file.late and not isinstance(record, NoteRecord | RestartRecord):
+            await asyncio.sleep(Room.poll_s)
+            waited += Room.poll_s
+            with contextlib.suppress(NoRoom) if waited < Room.limit_s else contextlib.nullcontext():
+                self._file.append()
 
     async def note(self, text: str, stage: str = "", step: int = 0, **data: Any) -> None:
         await self.add(NoteRecord(stage, step, time.time(), text, data))
@@ -65,7 +86,7 @@ class Recorder:
     async def after(self, count: int) -> list[Record]:
         """Wait for records after the first ``count`` and return the next ones; an empty list once there are no more."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.ended or self.count > count)
+            await self._changed.wait_for(lambda: self.ended or len(self._file) > count)
             return [*self._file.read(count, count + _PAGE)]
 
     async def close(self, summary: Summary) -> None:
@@ -73,6 +94,7 @@ class Recorder:
         if the summary cannot be written."""
         try:
             await self.save(summary)
+            self._file.append()  # what is late
             for sink in self._sinks:
                 sink.close()
         finally:

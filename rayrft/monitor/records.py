@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args
 
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from rayrft.buffer.leases import Lease
 from rayrft.explorer.evaluation import Evaluation, wilson_interval
 from rayrft.explorer.explorer import Timings
-from rayrft.files import atomic_file
+from rayrft.files import Room, atomic_file
 from rayrft.json_lines import open_lines, read_lines
 from rayrft.trainer.result import PairRanking, StepMetrics, StepResult
 from rayrft.weights.messages import SyncReport
@@ -274,17 +274,23 @@ class RecordFile:
     def __init__(self, folder: Path) -> None:
         remedy = "free disk space or fix the storage, then: rayrft resume RUN"
         self._file, _ = open_lines(folder / "metrics.jsonl", lambda line: None, remedy)
+        self.late: list[bytes] = []
+        """The last records, for which the disk has no room yet."""
 
     def __len__(self) -> int:
-        return len(self._file)
+        return len(self._file) + len(self.late)
 
-    def append(self, record: Record) -> None:
-        """Append a record. Raises StorageError; then the file does not have it."""
-        self._file.append(_to_line(record))
+    def append(self, *records: Record) -> None:
+        """Append records, after the late ones. Raises StorageError; then all of them are late."""
+        self.late += map(_to_line, records)
+        self._file.append(*self.late)
+        self.late.clear()
+        Room.waits.pop(str(self._file.path), None)
 
     def read(self, first: int = 0, end: int | None = None) -> Iterator[Record]:
         """Iterate over the records from number ``first`` to before ``end``, by default to the latest."""
-        return map(_from_json, self._file.lines(first, end))
+        late = islice(self.late, max(first - len(self._file), 0), end and max(end - len(self._file), 0))
+        return map(_from_json, chain(self._file.lines(first, end), late))
 
     def cut(self, count: int, others: Iterable[Record]) -> RecordFile:
         """Replace the file by its first ``count`` records and ``others``; close this object and return the new one."""

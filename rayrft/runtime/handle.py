@@ -24,13 +24,9 @@ _REMEDY = "see its log in the Ray dashboard"
 _USED = re.compile(r"\(IP: ([^,]+),.*was (\S+) used / (\S+) limit")
 """In the text of Ray's OutOfMemoryError."""
 _SHORT = {
-    "OutOfMemoryError": (
-        "the memory of its node was nearly used up{}, so Ray killed it; lower buffer.memory_bytes, "
-        "trainer.micro_batch_tokens or the number of engines and reward processes, or add memory"
-    ),
-    "ObjectStoreFullError": (
-        "Ray's object store is full; lower buffer.memory_bytes, or start Ray with a larger --object-store-memory"
-    ),
+    "OutOfMemoryError": "the memory of its node was nearly used up{}, so Ray killed it; lower buffer.memory_bytes, "
+    "trainer.micro_batch_tokens or the number of engines and reward processes",
+    "ObjectStoreFullError": "Ray's object store is full; lower buffer.memory_bytes or raise Ray's object_store_memory",
     "OutOfDiskError": "Ray's object store is full, and so is the disk to which it spills; free disk space on that node",
 }
 """What is short at Ray's errors, and how to get more of it."""

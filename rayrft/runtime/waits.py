@@ -9,7 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from rayrft.files import Room
+
 R = TypeVar("R")
+ROOM = "room on its disk"
 
 
 async def unless(ends: Awaitable[Any], error: Callable[[], BaseException], work: Awaitable[R]) -> R:
@@ -57,10 +60,10 @@ class _Target:
 
 
 class Waits:
-    """The waits of the actor named ``waiter``, for use in its event loop."""
+    """The waits of the actor named ``waiter``, for use in its event loop, and those for ``rooms``: see `Room`."""
 
-    def __init__(self, waiter: str) -> None:
-        self._waiter = waiter
+    def __init__(self, waiter: str, *, rooms: bool = True) -> None:
+        self._waiter, self._rooms = waiter, rooms
         self._targets: dict[str, _Target] = {}
         self._number = 0
         self._progressed = time.monotonic()
@@ -99,6 +102,8 @@ class Waits:
             latest = max(began, entry.progressed, self._progressed if entry.internal else 0.0)
             text = what if isinstance(what, str) else what()
             waits.append(Wait(self._waiter, target, text, len(entry.waits), now - latest))
+        for file, (since, why) in [*Room.waits.items()] if self._rooms else []:
+            waits.append(Wait(self._waiter, ROOM, f"{file}: {why}; free space to continue", 1, now - since))
         return WaitReport(waits, now - self._progressed)
 
 

@@ -106,3 +106,4 @@ class RankSetup:
     plugins: list[Path]
     seed: int = 0
     template: TemplateConfig | None = None
+    room_s: float = 0.0

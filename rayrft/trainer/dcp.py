@@ -6,6 +6,7 @@ They hold the trained parameters. Frozen weights stay where they were loaded fro
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ from torch.utils._pytree import tree_map_only
 from rayrft.config import RunConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, StorageError
+from rayrft.files import held, storage_error
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import load_hf, load_policy, write_adapter, write_hf
@@ -98,8 +100,22 @@ class Checkpointer:
             error = future.exception()
             done(None if error is None else _one_line(error))
 
-        writing = self._thread.submit(save, state, checkpoint_id=str(folder), process_group=self._group)
+        writing = self._thread.submit(held(self._write), state, folder)
         writing.add_done_callback(finished)
+
+    def _write(self, state: State, folder: Path) -> None:
+        try:
+            save(state, checkpoint_id=str(folder), process_group=self._group)
+        except CheckpointException as error:  # the same one on all ranks
+            with contextlib.suppress(OSError):
+                for file in folder.glob("*"):
+                    file.unlink(missing_ok=True)  # its room is needed
+            cause = _cause(error)
+            if "inline_container.cc" in str(cause):
+                cause = OSError(errno.ENOSPC, "torch could not write all data")
+            if isinstance(cause, OSError) and cause.errno:
+                raise storage_error(cause, folder, "") from None
+            raise
 
     def load_policy(self, policy: Policy, folder: Path) -> None:
         """Load the weights and nothing else. Raises as `load` does."""

@@ -20,6 +20,7 @@ from rayrft.buffer.leases import BatchShare, BlockRows, Lease
 from rayrft.buffer.log.row_log import Ref
 from rayrft.config.stage import StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.files import Room
 from rayrft.registry import load_plugins
 from rayrft.runtime.handle import fetch
 from rayrft.trainer.api import Mailbox, RankApi, RankSetup
@@ -69,6 +70,7 @@ class Rank(RankApi):
 
     def __init__(self, setup: RankSetup, index: int, device: torch.device) -> None:
         self._setup = setup
+        Room.limit_s = setup.room_s
         self._index = index
         self._device = device
         if self._device.type == "cpu":

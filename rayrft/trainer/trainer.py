@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from rayrft.buffer.leases import Lease
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied, RayrftError, StorageError
+from rayrft.files import free_mb
 from rayrft.runtime.handle import Handle, Watched, once, root_cause
 from rayrft.runtime.waits import WaitReport, Waits
 from rayrft.trainer.api import RankApi, RankCall, RankSetup
@@ -104,7 +105,7 @@ class Trainer(Watched):
     async def written(self, folder: Path) -> None:
         """Wait until every rank has written its part of a checkpoint. Raises StorageError if one could not."""
         async with self._changed:
-            await self._from_ranks("part of a checkpoint", self._written.setdefault(folder, {}))
+            await self._from_ranks("part of a checkpoint", self._written.setdefault(folder, {}), folder)
             problems = [problem for problem in self._written.pop(folder).values() if problem is not None]
         if problems:
             problem = f"a checkpoint cannot be written: {problems[0]}"
@@ -162,11 +163,12 @@ class Trainer(Watched):
             self._call = call
             self._called.notify_all()
 
-    async def _from_ranks(self, what: str, answers: Mapping[int, Any]) -> None:
-        """Wait until every rank has an entry among the answers."""
+    async def _from_ranks(self, what: str, answers: Mapping[int, Any], folder: Path | None = None) -> None:
+        """Wait until every rank has an entry among the answers; ``folder`` is where they write."""
 
         def missing() -> str:
-            return ", ".join(str(rank) for rank in range(self._config.ranks) if rank not in answers)
+            room = f"; {free_mb(folder)} in {folder.parent}" if folder else ""
+            return ", ".join(str(rank) for rank in range(self._config.ranks) if rank not in answers) + room
 
         with self._waits.on(f"{what} of ranks", missing):
             await self._until(lambda: len(answers) == self._config.ranks)

@@ -15,16 +15,18 @@ from typing import Any
 import pytest
 
 from rayrft.buffer.client import BufferWriter
-from rayrft.buffer.events import Event
+from rayrft.buffer.events import Event, GroupReport
 from rayrft.buffer.log import journal
 from rayrft.buffer.log.journal import Position
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import to_batch
+from rayrft.runtime.waits import ROOM
 from tests.buffer.disk import Disk
 from tests.buffer.in_process import LocalBuffer, small
 from tests.buffer.rows import group, plan
 from tests.errors import about
+from tests.full_disk import FullDisk
 from tests.scripted import remote
 
 CONFIG = small(segment_bytes=6000)
@@ -87,13 +89,36 @@ class TestFullDisk:
         put(buffer, 1)
         fill_disk(buffer.buffer._store.rows if full == "rows" else buffer.buffer._store._journal)
         for _ in range(2):
-            with pytest.raises(StorageError, match=r"No space left on device\. Free disk space and start again"):
+            with pytest.raises(StorageError, match=r"No space left on device \(.* free\)\. Free disk space and start"):
                 put(buffer, 2)
         buffer.restart()
         assert held(buffer) == [1]
         put(buffer, 2, 3)
         buffer.restart()
         assert held(buffer) == [1, 2, 3]
+
+    @pytest.mark.parametrize("full", ["segment", "journal"])
+    def test_a_write_of_a_run_waits_for_room_and_is_made_once(
+        self, buffer: LocalBuffer, full: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put(buffer, 1)
+        disk = FullDisk(monkeypatch, full)
+
+        async def put_on_full_disk() -> None:
+            report = GroupReport(rows=2)
+            putting = asyncio.ensure_future(BufferWriter(remote(buffer.buffer)).put(to_batch(group(2)), report))
+            assert await asyncio.to_thread(disk.waited_for.wait, 20)
+            [wait] = (await buffer.buffer.waiting()).waits
+            assert wait.target == ROOM and f"/{full}" in wait.what and "MB free" in wait.what
+            assert await buffer.buffer.stats() and not putting.done(), "calls that only read are answered"
+            disk.has_room = True
+            await putting
+
+        buffer.run(put_on_full_disk())
+        assert not buffer.do("waiting").waits
+        put(buffer, 3)
+        buffer.restart()
+        assert held(buffer) == [1, 2, 3] and buffer.do("stats").sizes.torn_bytes == 0
 
     def test_nothing_is_said_to_be_done_already_that_the_journal_does_not_hold(self, buffer: LocalBuffer) -> None:
         put(buffer, 1, 2)

@@ -32,6 +32,7 @@ from rayrft.trainer.api import RankSetup
 from tests.chaos.scripted_run import Cluster, ScriptedPlacement
 from tests.chaos.simulated import Actor, Life, Ref, VirtualLoop, World, describe_tasks
 from tests.e2e.conftest import small_config
+from tests.full_disk import FullDisk
 
 KINDS = ("engine", "evaluation", "engine_pool", "evaluation_pool", "explorer", "trainer", "rank", "buffer", "master")
 MOMENTS = ("send", "connect", "checkpoint", "train", "restore", "open_stage", "save")
@@ -300,6 +301,16 @@ def test_kills_are_survived(seed: int, kills: int, prepared: Prepared, tmp_path:
     assert not outcome.problems, describe(outcome)
     assert len(outcome.killed) == kills
     print(outcome.report)
+
+
+def test_a_run_whose_disk_is_full_now_and_then_takes_every_step_once(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(1)
+    disk = FullDisk(monkeypatch, "segment", "journal", "metrics", full=lambda: chance.random() < 0.5)
+    outcome = simulate(24, 3, prepared, tmp_path)
+    assert not outcome.problems, describe(outcome)
+    assert disk.refusals > 20 and len(outcome.killed) == 3
 
 
 def test_a_seed_reproduces_a_run(prepared: Prepared, tmp_path: Path) -> None:

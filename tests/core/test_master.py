@@ -24,12 +24,13 @@ from rayrft.core.parts.trainer import TrainerPart
 from rayrft.core.preflight import Prepared
 from rayrft.errors import ActorDied, DataError, RayrftError, StorageError
 from rayrft.monitor import sinks
-from rayrft.monitor.records import NoteRecord, RecordFile
+from rayrft.monitor.records import NoteRecord, RecordFile, read_records
 from rayrft.monitor.summary import Summary, read_summary
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.waits import WaitReport
 from tests.core.given import run_folder
 from tests.errors import about
+from tests.full_disk import FullDisk
 from tests.scripted import remote
 
 LEDGER = Ledger(sampled=3, trained=2, dropped={"late": 1})
@@ -163,6 +164,26 @@ async def test_the_root_cause_is_raised_when_the_disk_is_full(master: Made, monk
         await run(subject)
     assert error.value.field == "segment-7"
     assert await subject.records(1000) == [], "who follows is let go"
+
+
+async def test_records_without_room_are_seen_at_once_and_written_once_when_there_is_room(
+    master: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject, _ = master
+    disk = FullDisk(monkeypatch, "metrics.jsonl")
+    running = asyncio.ensure_future(run(subject))
+    seen: list[Any] = []
+    while not any("room on its disk" in getattr(record, "text", "") for record in seen):
+        seen += await asyncio.wait_for(subject.records(len(seen)), 20)
+    status = await subject.status()
+    [waiting] = [line for line in status.waiting if "room" in line]
+    assert f"{status.folder}/metrics.jsonl: cannot be written" in waiting and "MB free" in waiting
+    assert read_records(status.folder) == [] and not running.done()
+    disk.has_room = True
+    await subject.stop()
+    await running
+    assert read_records(status.folder) == [*subject._recorder._file.read()] and len(seen) > 1
+    assert read_records(status.folder)[: len(seen)] == seen
 
 
 async def test_an_actor_that_has_died_has_no_pid_until_it_is_replaced(master: Made) -> None:

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 from rayrft.core.supervision import StallMonitor, Stopped, quiet_waits, supervise, unless_stopped
 from rayrft.errors import ActorDied, DataError, RayrftError, Stalled, StorageError
 from rayrft.runtime.handle import TrackedHandle, Watched, root_cause
-from rayrft.runtime.waits import Wait, WaitReport, Waits
+from rayrft.runtime.waits import ROOM, Wait, WaitReport, Waits
 from tests.errors import about
 from tests.scripted import remote
 
@@ -219,6 +219,27 @@ async def test_an_actor_without_waits_is_asked_at_every_twelfth_poll() -> None:
     watching.cancel()
     # The first poll asks all: nobody knows then who keeps waits.
     assert all(2 <= asked[name] <= 3 for name in silent)
+
+
+async def test_an_actor_whose_write_waits_for_room_is_noted_at_once_and_not_killed() -> None:
+    notes, killed, asked = Notes(), list[str](), asyncio.Semaphore(0)
+
+    async def buffer() -> WaitReport:
+        asked.release()
+        return WaitReport([Wait("buffer", ROOM, "/runs/journal: 1.0 MB free", 1, 0.1)], 50.0)
+
+    async def explorer() -> WaitReport:
+        return WaitReport([Wait("explorer", "buffer", "put", 3, 50.0)], 50.0)
+
+    monitor = StallMonitor(Waits("master"), {"buffer": buffer, "explorer": explorer}, notes, 0.2, 0.4)
+    monitor.kill = lambda name: bool(killed.append(name))
+    watching = asyncio.ensure_future(monitor.watch())
+    assert await notes.come(1) == [ROOM, "buffer"]
+    assert "buffer waits for room on its disk (/runs/journal: 1.0 MB free)" in notes.texts[0]
+    for _ in range(3):
+        await asyncio.wait_for(asked.acquire(), 20)
+    assert not killed and not watching.done() and "1.0 MB free" in monitor.overdue[0]
+    watching.cancel()
 
 
 async def test_an_actor_that_loads_is_starting_and_one_that_has_been_up_makes_no_progress() -> None:

@@ -38,7 +38,7 @@ def test_records_survive_the_file_and_a_torn_last_line_is_left_out(tmp_path: Pat
     assert read_records(tmp_path) == [*cut.read()] == [records[0], records[2], step(step=5)]
 
 
-def test_a_disk_that_takes_half_a_record_is_a_storage_error_and_leaves_whole_lines(
+def test_a_disk_that_takes_half_a_record_is_a_storage_error_and_gets_the_record_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = RecordFile(tmp_path)
@@ -57,12 +57,13 @@ def test_a_disk_that_takes_half_a_record_is_a_storage_error_and_leaves_whole_lin
     with monkeypatch.context() as patch:
         patch.setattr("rayrft.json_lines.os.write", full_after_ten_bytes)
         with pytest.raises(StorageError) as error:
-            lines.append(step())
+            lines.append(step(step=4))
     assert error.value.field == str(tmp_path / "metrics.jsonl")
-    assert read_records(tmp_path) == [step()]
+    assert read_records(tmp_path) == [step()], "only whole lines"
+    assert [*lines.read()] == [*lines.read(0, 9)] == [step(), step(step=4)] and [*lines.read(1, 1)] == []
     lines.append(step(step=5))
+    assert read_records(tmp_path) == [*lines.read()] == [step(), step(step=4), step(step=5)]
     lines.close()
-    assert read_records(tmp_path) == [step(), step(step=5)]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from rayrft.algorithms.ratios import TokenLoss
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ModelError, RayrftError, StorageError
+from rayrft.files import Room
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.dcp import Checkpointer, load_weights, read_base
 from rayrft.trainer.learner import Learner
@@ -212,6 +213,41 @@ def test_reading_a_checkpoint_of_somebody_else_runs_no_code_of_theirs(forged: st
         read_base(tmp_path)
     assert not RAN.exists()
     assert raised.value.value == str(tmp_path)
+
+
+def _save_on_full_disk(limit_s: float, folder: Path) -> Any:
+    """Every other time the disk takes a part of what the last rank writes."""
+    learner, tries = ready(), list[int]()
+
+    def save_part(state: Any, checkpoint_id: str, process_group: Any) -> None:
+        tries.append(len([*folder.glob("*")]))
+        save(state, checkpoint_id=checkpoint_id, process_group=process_group)
+        if len(tries) % 2:
+            full = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+            error: Any = full if len(tries) > 1 else OSError(28, "No space left on device")
+            raise CheckpointException("write", {dist.get_world_size() - 1: (error, None)})  # type: ignore[dict-item]
+
+    with (
+        mock.patch("rayrft.trainer.dcp.save", save_part),
+        mock.patch.object(Room, "poll_s", 0.01),
+        mock.patch.object(Room, "limit_s", limit_s),
+    ):
+        said = write(learner, folder, rows_of(learner))
+        again = write(learner, folder, rows_of(learner)) if limit_s else []
+    dist.barrier()
+    return said, again, tries, Room.waits
+
+
+def test_a_checkpoint_is_written_again_once_there_is_room_for_it(tmp_path: Path) -> None:
+    said, again, tries, waits = on_ranks(2, _save_on_full_disk, 60.0, tmp_path)
+    assert said == again == [None] and tries[1] == 0, "what was written takes no room"
+    assert len(tries) == 4 and not waits
+    assert on_ranks(1, _load_and_continue, "ppo", tmp_path)
+
+
+def test_a_checkpoint_for_which_there_is_no_room_in_time_is_said_not_to_be_written(tmp_path: Path) -> None:
+    [problem], *_ = on_ranks(2, _save_on_full_disk, 0.0, tmp_path)[:1]
+    assert "No space left on device (" in problem and "MB free" in problem and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from rayrft.errors import StorageError
+from rayrft.files import held, storage_error
 
 _REMEDY = {
     errno.ENOSPC: "free disk space and start again: nothing that was acknowledged is lost",
@@ -67,6 +68,7 @@ class Storage:
                         found[entry.name] = entry.stat().st_size
         return found
 
+    @held
     def write(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file atomically: a crash leaves the previous file."""
         partial = self.folder / f".{name}.partial"
@@ -101,6 +103,7 @@ class Storage:
         with self._errors(name), _opened(self.folder / name, os.O_CREAT | os.O_WRONLY) as descriptor:
             os.pwrite(descriptor, data, 0)
 
+    @held
     def open(self, name: str, size: int = 0) -> Appender:
         """Open a file for appending: a new one, or one of this size."""
         with self._errors(name):
@@ -121,9 +124,8 @@ class Storage:
         except OSError as error:
             if absent and isinstance(error, FileNotFoundError):
                 raise
-            problem = f"cannot be written or read: {error.strerror or error}"
             remedy = _REMEDY.get(error.errno or 0, "check the storage")
-            raise StorageError(problem, remedy, field=str(self.folder / name)) from None
+            raise storage_error(error, self.folder / name, remedy, "cannot be written or read") from None
 
 
 class Appender:
@@ -136,6 +138,7 @@ class Appender:
         self._failed: StorageError | None = None
         self.size = size
 
+    @held
     def append(self, data: bytes | pa.Buffer) -> None:
         """Append data. Raises StorageError; a failed write is truncated again, so that the file stays intact."""
         if self._failed is not None:
@@ -143,9 +146,12 @@ class Appender:
         try:
             with self._storage._errors(self._name):
                 _write(self._descriptor, data)
-        except StorageError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self.size)
+        except StorageError as error:
+            try:
+                if os.fstat(self._descriptor).st_size > self.size:
+                    os.ftruncate(self._descriptor, self.size)
+            except OSError:  # a part of the data is left, which is truncated when the file is opened again
+                self._failed = error
             raise
         self.size += len(data)
 

@@ -39,6 +39,7 @@ class BufferPart(Part[Buffer]):
                 prepared.task_set,
                 prepared.limits,
                 self.run.logged,
+                config.monitor.stall_s / 2,
             )
         # Without an Explorer, groups come when they come.
         serving = config.mode == "serve" and config.records_sessions

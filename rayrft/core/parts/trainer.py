@@ -75,6 +75,7 @@ class TrainerPart(Part[Trainer]):
                 config.plugins,
                 config.seed,
                 model.template,
+                config.monitor.stall_s / 2,
             )
             if warning := await trainer.call(Trainer.start, config.folder, setup):
                 return f"trainer: {warning}"
