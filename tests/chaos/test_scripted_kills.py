@@ -238,7 +238,8 @@ def simulate(
         running = asyncio.ensure_future(master.call(Master.run, [Ref(prepared, None)]))
         while not running.done() and not is_up(master.actor._actor.life):  # noqa: ASYNC110 - in simulated time
             await asyncio.sleep(0.1)
-        reaping = asyncio.ensure_future(user(master, cluster) if user else Reaper(cluster, outcome, kills, say).reap())
+        reaper = Reaper(cluster, outcome, kills, say)
+        reaping = asyncio.ensure_future(user(master.actor._actor.life.target, cluster) if user else reaper.reap())
         try:
             done, _ = await asyncio.wait({running}, timeout=DEADLINE_S)
             if not done:

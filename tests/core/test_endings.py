@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+import yaml
 from ray._private.state import actors
 from ray.util.placement_group import placement_group_table
 from typer.testing import CliRunner
@@ -18,6 +22,7 @@ import rayrft
 from rayrft.cli.main import app
 from rayrft.errors import ActorDied
 from rayrft.monitor.records import StepRecord
+from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 SHARED_BY_RUNS = {"_AutoscalingCoordinatorActor"}  # of Ray: the first to train starts it, for the whole cluster
@@ -37,6 +42,15 @@ def alive() -> set[str]:
 def free() -> dict[str, float]:
     found = ray.available_resources()
     return {key: round(found.get(key, 0.0), 4) for key in ("CPU", "memory")}
+
+
+def until_free(living: set[str], room: dict[str, float]) -> None:
+    """Return when no other actors live than these, and all else is free: processes end, and Ray reports what they held,
+    a moment later."""
+    deadline = time.monotonic() + 20
+    while not (alive() <= living and free() == room):
+        assert time.monotonic() < deadline, (alive() - living, free(), room)
+        time.sleep(0.1)
 
 
 def step(run: rayrft.Run) -> None:
@@ -84,10 +98,23 @@ def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(
     for end, following in zip(ends, [*ends[1:], None], strict=True):
         end(run)
         assert groups() <= held, end.__name__
-        deadline = time.monotonic() + 20  # processes end, and Ray reports what they held, a moment later
-        while not (alive() <= living and free() == room):
-            assert time.monotonic() < deadline, (end.__name__, alive() - living, free(), room)
-            time.sleep(0.1)
+        until_free(living, room)
         if following is not None:
             enough = {"stages.warmup.steps": len(run.metrics()) + 1} if following is finish else {}
             run = rayrft.resume(run.folder, say=lambda _: None, **enough)
+
+
+def test_a_run_whose_driver_is_killed_gives_everything_back(ray_cluster: Any, tmp_path: Path) -> None:
+    config = small_config(tmp_path, "orphaned", evaluation={"enabled": False}, **WITHOUT_VLLM)
+    config["stages"] = [{**config["stages"][0], "steps": 1_000_000}]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    held, living, room = groups(), alive(), free()
+    environment = {**os.environ, "RAY_ADDRESS": ray_cluster.address_info["gcs_address"]}
+    command = [sys.executable, "-m", "rayrft", "run", str(tmp_path / "config.yaml")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as driver:
+        assert driver.stdout is not None
+        assert any("]  sft" in line for line in driver.stdout), "it takes steps"
+        assert alive() > living
+        driver.kill()
+    until_free(living, room)
+    assert groups() <= held
