@@ -23,7 +23,7 @@ from rayrft.core.parts.engines import EvaluationEngines, PolicyEngines
 from rayrft.core.parts.explorer import ExplorerPart
 from rayrft.core.parts.table import KINDS, plan_placement
 from rayrft.core.parts.trainer import TrainerPart
-from rayrft.core.placement import Placement, actor_name
+from rayrft.core.placement import Placement, actor_name, draining_nodes
 from rayrft.core.preflight import Prepared
 from rayrft.core.restarts import Restarts, Rewound
 from rayrft.core.shared_buffer import join_feed, join_trainer, open_shared_buffer
@@ -42,7 +42,7 @@ from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_en
 from rayrft.registry import load_plugins
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, is_restarted, root_cause
-from rayrft.runtime.waits import Waits
+from rayrft.runtime.waits import WaitReport, Waits
 from rayrft.trainer.trainer import Trainer
 from rayrft.weights.messages import SyncReport
 
@@ -79,6 +79,7 @@ class Master(Watched):
         self._waits = Waits("master")
         self._stalls: StallMonitor | None = None
         self._summary: Summary | None = None
+        self._drained = set[str]()
 
     async def run(self, prepared_refs: list[Any]) -> Summary:
         """Run all stages; return the summary. Raises the root cause if the run fails, after writing the summary.
@@ -194,7 +195,7 @@ class Master(Watched):
             parts.admit = self._admit_replaced
             self._stalls = StallMonitor(
                 self._waits,
-                parts.heartbeats(),
+                parts.heartbeats() | ({"nodes": self._save_before_drain} if self._config.trains else {}),
                 self._note,
                 monitor.patience_s,
                 monitor.stall_s,
@@ -259,7 +260,7 @@ class Master(Watched):
             run = self._loop.run
         while True:
             try:
-                await self._restarts.unless_rewound(run())
+                await self._restarts.unless_rewound(run(), self._stop)
                 break
             except Rewound:
                 run = partial(self._take_over if self._taken_over else self._run_again, parts, shared)
@@ -381,6 +382,16 @@ class Master(Watched):
         messages.insert(0, f"up after {seconds:.0f} s")
         await self._recorder.note("; ".join(messages), startup_s=seconds)
         self._restarts.running = True
+
+    async def _save_before_drain(self) -> WaitReport:
+        """Write a checkpoint when Ray begins to drain a node of the run, such as one that is preempted: a heartbeat."""
+        new = await asyncio.to_thread(draining_nodes) - self._drained
+        self._drained |= new
+        if new and self._parts is not None and new & self._parts.placement.nodes:
+            await self._note("Ray drains a node of the run: the run writes a checkpoint")
+            with contextlib.suppress(RayrftError):  # the run ends
+                await self._steering.ask("checkpoint")
+        return WaitReport([], 0.0)
 
     def _adopt(self, config: RunConfig) -> None:
         """Continue with a config in which changeable keys differ."""

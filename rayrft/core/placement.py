@@ -148,6 +148,11 @@ def cluster_nodes(resources: Mapping[str, Mapping[str, float]]) -> list[ClusterN
     ]
 
 
+def draining_nodes() -> set[str]:
+    """Return the ids of the nodes that Ray drains, such as those that are preempted."""
+    return {*ray_api.state.get_draining_nodes()} if ray.is_initialized() else set()
+
+
 def fitting_nodes(parts: list[Bundles]) -> set[str]:
     """Return the ids of the nodes on which one of the bundles could be placed if all were free."""
     nodes = cluster_nodes(ray_api.total_resources_per_node())

@@ -16,7 +16,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.config import StageConfig
 from rayrft.config.restarts import RestartsConfig
 from rayrft.core.parts.base import Part, RunParts
-from rayrft.core.supervision import root_of_death
+from rayrft.core.supervision import root_of_death, unless_stopped
 from rayrft.errors import ActorDied, ActorUnreachable, DeviceFailed, NotFinite, RayrftError, RowsFailed, WeightSyncError
 from rayrft.explorer.explorer import Explorer, Timings
 from rayrft.runtime import ray_api
@@ -148,9 +148,10 @@ class Restarts:
         found = await asyncio.gather(*(each.call(Explorer.timings) for each in alive), return_exceptions=True)
         return Timings.of([each for each in found if isinstance(each, Timings)])
 
-    async def unless_rewound(self, work: Awaitable[T]) -> T:
+    async def unless_rewound(self, work: Awaitable[T], stop: asyncio.Event) -> T:
         """Return the result of ``work``. Raises Rewound if the run has to repeat steps: an actor died whose state is
-        lost, and is up again, or ``work`` failed because of the death of any."""
+        lost, and is up again, or ``work`` failed because of the death of any. Raises Stopped if ``stop`` is set before
+        the actor is up."""
         working, rewinding = asyncio.ensure_future(work), asyncio.ensure_future(self._rewinds.wait())
         try:
             await asyncio.wait({working, rewinding}, return_when=asyncio.FIRST_COMPLETED)
@@ -163,7 +164,8 @@ class Restarts:
             rewinding.cancel()
             await asyncio.gather(working, rewinding, return_exceptions=True)
         async with self._changed:
-            await self._changed.wait_for(lambda: not any(part.rewinds for part in self._dead.values()))
+            up = self._changed.wait_for(lambda: not any(part.rewinds for part in self._dead.values()))
+            await unless_stopped(stop, up)
         self._rewinds.clear()
         raise Rewound
 

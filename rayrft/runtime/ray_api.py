@@ -21,6 +21,8 @@ PRIVATE = {
     # Resources of each node: the public functions return sums over the cluster.
     "available_resources_per_node": "ray._private.state",
     "total_resources_per_node": "ray._private.state",
+    # The nodes that are drained: `ray.nodes` does not say so.
+    "state": "ray._private.state",
     # The address of an actor's node, also after its death.
     "actors": "ray._private.state",
     # Clusters on this machine, and the latest `ray start`.

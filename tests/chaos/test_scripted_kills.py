@@ -25,7 +25,7 @@ from rayrft.core.preflight import Prepared, prepare
 from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import WeightSyncError
 from rayrft.monitor import sinks
-from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, StepRecord, read_records
 from rayrft.monitor.summary import Summary
 from rayrft.rewards import Reward, inline, register_reward
 from rayrft.trainer.api import RankSetup
@@ -312,6 +312,25 @@ def test_a_run_whose_disk_is_full_now_and_then_takes_every_step_once(
     outcome = simulate(24, 3, prepared, tmp_path)
     assert not outcome.problems, describe(outcome)
     assert disk.refusals > 20 and len(outcome.killed) == 3
+
+
+def test_a_run_writes_a_checkpoint_once_before_a_node_of_it_is_drained(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, checkpoint = list[int](), TrainLoop.checkpoint
+
+    async def note(loop: TrainLoop) -> int:
+        written.append(await checkpoint(loop))
+        return written[-1]
+
+    monkeypatch.setattr(TrainLoop, "checkpoint", note)
+    monkeypatch.setattr(ScriptedPlacement, "nodes", {"node-1", "node-2"})
+    monkeypatch.setattr(module, "draining_nodes", lambda: {"node-1", "node of another run"})
+    outcome = simulate(25, 0, prepared, tmp_path)
+    assert not outcome.problems, describe(outcome)
+    assert len(written) == 1
+    notes = [each.text for each in read_records(outcome.folder) if isinstance(each, NoteRecord)]
+    assert sum("drains a node" in text for text in notes) == 1
 
 
 def test_a_seed_reproduces_a_run(prepared: Prepared, tmp_path: Path) -> None:

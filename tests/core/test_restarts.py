@@ -14,6 +14,7 @@ from rayrft.config.restarts import RestartsConfig
 from rayrft.core import restarts as module
 from rayrft.core.parts.base import Part
 from rayrft.core.restarts import Budget, Restarts, Rewound
+from rayrft.core.supervision import Stopped
 from rayrft.errors import ActorDied, ConfigError, DeviceFailed, RayrftError, RowsFailed
 from rayrft.runtime.handle import Handle, TrackedHandle, Watched
 from rayrft.runtime.waits import Waits
@@ -228,7 +229,7 @@ async def test_steps_are_repeated_after_the_death_of_an_actor_whose_state_is_los
     subject: Subject, error: RayrftError | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MortalPart, "rewinds", True)
-    working = asyncio.ensure_future(subject.restarts.unless_rewound(forever()))
+    working = asyncio.ensure_future(subject.restarts.unless_rewound(forever(), asyncio.Event()))
     await asyncio.sleep(0)
     subject.part.living.fail(error or ActorDiedError())
     with pytest.raises(Rewound):
@@ -239,7 +240,29 @@ async def test_steps_are_repeated_after_the_death_of_an_actor_whose_state_is_los
     async def finish() -> str:
         return "finished"
 
-    assert await subject.restarts.unless_rewound(finish()) == "finished"
+    assert await subject.restarts.unless_rewound(finish(), asyncio.Event()) == "finished"
+
+
+async def test_a_run_that_is_stopped_while_an_actor_is_replaced_whose_state_is_lost_does_not_wait_for_it(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replacing, stop = asyncio.Event(), asyncio.Event()
+
+    async def replace(part: MortalPart, actor: Handle[Mortal]) -> None:
+        replacing.set()
+        await forever()
+
+    monkeypatch.setattr(MortalPart, "rewinds", True)
+    monkeypatch.setattr(MortalPart, "replace", replace)
+    working = asyncio.ensure_future(subject.restarts.unless_rewound(forever(), stop))
+    await asyncio.sleep(0)
+    subject.part.living.die()
+    await asyncio.wait_for(replacing.wait(), 20)
+    assert not working.done()
+    stop.set()
+    with pytest.raises(Stopped):
+        await asyncio.wait_for(working, 20)
+    subject.watch.cancel()
 
 
 async def test_a_failure_that_a_death_explains_is_a_rewind_and_any_other_is_raised(subject: Subject) -> None:
@@ -247,13 +270,13 @@ async def test_a_failure_that_a_death_explains_is_a_rewind_and_any_other_is_rais
         raise error
 
     with pytest.raises(ActorDied, check=about("somebody")):
-        await subject.restarts.unless_rewound(fail(ActorDied("gone", field="somebody")))
+        await subject.restarts.unless_rewound(fail(ActorDied("gone", field="somebody")), asyncio.Event())
 
     async def fail_by_death() -> None:
         subject.part.living.die()
         raise ActorDied("gone", field="engine-0")
 
     with pytest.raises(Rewound):
-        await asyncio.wait_for(subject.restarts.unless_rewound(fail_by_death()), 20)
+        await asyncio.wait_for(subject.restarts.unless_rewound(fail_by_death(), asyncio.Event()), 20)
     with pytest.raises(ConfigError):
-        await subject.restarts.unless_rewound(fail(ConfigError("unknown key", field="x")))
+        await subject.restarts.unless_rewound(fail(ConfigError("unknown key", field="x")), asyncio.Event())
