@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
+import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from rayrft.errors import ConfigError, nearest
+from rayrft.errors import ConfigError, RayrftError, nearest
 
 T = TypeVar("T")
 
@@ -65,6 +65,12 @@ def _origin(piece: Any) -> tuple[str, str] | int:
     if not hasattr(piece, "__qualname__"):
         return id(piece)
     return getattr(sys.modules.get(piece.__module__), "__file__", None) or piece.__module__, piece.__qualname__
+
+
+def check_installed(module: str, remedy: str, error: type[RayrftError], field: str, value: str) -> None:
+    """Raise ``error`` unless a package is installed, by the name of its module."""
+    if importlib.util.find_spec(module) is None:
+        raise error(f"needs a package that is not installed: {module}", remedy, field=field, value=value)
 
 
 def loaded_plugins() -> tuple[Path, ...]:

@@ -91,12 +91,7 @@ def token_rewards(batch: TokenBatch, penalty: Tensor | None = None) -> Tensor:
 
 @token_advantages.register("gae", needs=["critic"], traits=["varies_in_row"])
 def gae(
-    rewards: Tensor,
-    batch: TokenBatch,
-    *,
-    gamma: Fraction = 1.0,
-    lam: Fraction = 1.0,
-    bootstrap_truncated: bool = False,
+    rewards: Tensor, batch: TokenBatch, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, bootstrap_truncated: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16) over the action tokens.
 

@@ -21,7 +21,7 @@ from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import EvaluationRecord, RecordKey
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, root_cause
-from rayrft.runtime.waits import unless
+from rayrft.runtime.waits import cancel, unless
 
 
 @dataclass
@@ -93,8 +93,7 @@ class Evaluations:
     async def cancel(self) -> None:
         """Cancel the running evaluation."""
         if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+            await cancel(self._running)
 
     async def _load(self) -> bool:
         """Give the current weights to the evaluation engines that are alive; return whether there are any."""

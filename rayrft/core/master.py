@@ -13,7 +13,6 @@ from typing import Any
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.ledger import BufferStats, Ledger, RowStats
-from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.explore_loop import ExploreLoop
@@ -191,7 +190,7 @@ class Master(Watched):
             parts.actors()
             self._parts = parts
             self._restarts = Restarts(parts, self._config.restarts, self._note_restart, self._blame, self._note)
-            self._loop = await self._make_loop(parts, shared)
+            self._loop = await self._make_loop(parts)
             parts.admit = self._admit_replaced
             self._stalls = StallMonitor(
                 self._waits,
@@ -204,7 +203,7 @@ class Master(Watched):
             )
             self._stalls.starting = True
             watches = {**self._restarts.watches(), "stalls": self._stalls.watch()}
-            await supervise(self._run(parts, shared), watches)
+            await supervise(self._run(parts), watches)
         except Stopped:
             self._status = "stopped"
             return None
@@ -218,15 +217,10 @@ class Master(Watched):
         self._status = "finished"
         return None
 
-    async def _make_loop(
-        self,
-        parts: RunParts,
-        shared: Handle[SharedBuffer] | None,
-        recorded: Collection[RecordKey] = (),
-    ) -> TrainLoop | ExploreLoop:
+    async def _make_loop(self, parts: RunParts, recorded: Collection[RecordKey] = ()) -> TrainLoop | ExploreLoop:
         """Make the loop of the run's mode; join the named Buffer, if the run has one. ``recorded``: see `TrainLoop`."""
         config, prepared, progress, recorder = self._config, parts.prepared, self._progress, self._recorder
-        explorers, policy = parts[ExplorerPart].actors, parts[PolicyEngines].group
+        explorers, policy, shared = parts[ExplorerPart].actors, parts[PolicyEngines].group, parts.shared
         if not config.trains:
             assert shared is not None  # the mode needs one
             before = await join_feed(shared, config, prepared)
@@ -252,9 +246,9 @@ class Master(Watched):
             recorded=recorded,
         )
 
-    async def _run(self, parts: RunParts, shared: Handle[SharedBuffer] | None) -> None:
+    async def _run(self, parts: RunParts) -> None:
         assert self._loop is not None  # it was made before
-        run: Callable[[], Awaitable[None]] = partial(self._take_over, parts, shared)
+        run: Callable[[], Awaitable[None]] = partial(self._take_over, parts)
         if not self._taken_over:
             await unless_stopped(self._stop, self._start(parts, self._loop))
             run = self._loop.run
@@ -263,11 +257,11 @@ class Master(Watched):
                 await self._restarts.unless_rewound(run(), self._stop)
                 break
             except Rewound:
-                run = partial(self._take_over if self._taken_over else self._run_again, parts, shared)
+                run = partial(self._take_over if self._taken_over else self._run_again, parts)
         for trainer in parts[TrainerPart].actors:
             await trainer.call(Trainer.stop)
 
-    async def _take_over(self, parts: RunParts, shared: Handle[SharedBuffer] | None) -> None:
+    async def _take_over(self, parts: RunParts) -> None:
         """Continue the run of a Master that has died, with its actors."""
         self._restarts.running = self._restarts.rewinding = True
         await self._restarts.all_up()
@@ -285,7 +279,7 @@ class Master(Watched):
             self._up()
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._run_again(parts, shared))
+                tasks.create_task(self._run_again(parts))
                 if policy is not None:  # it may have died while it sent them weights
                     await self._admit(policy.engines)
                 self._taken_over = False
@@ -297,7 +291,7 @@ class Master(Watched):
         if self._stalls is not None:
             self._stalls.starting = False
 
-    async def _run_again(self, parts: RunParts, shared: Handle[SharedBuffer] | None) -> None:
+    async def _run_again(self, parts: RunParts) -> None:
         """Run the stages from the latest checkpoint on, with the actors of now."""
         recorded: Collection[RecordKey] = ()
         async with self._changing_weights():
@@ -309,7 +303,7 @@ class Master(Watched):
                 await self._return_to_config(parts)
                 recorded = await asyncio.to_thread(self._recorder.keys_since, latest.step)
                 await self._lose_steps(parts)
-            self._loop = loop = await self._make_loop(parts, shared, recorded)
+            self._loop = loop = await self._make_loop(parts, recorded)
             if isinstance(loop, TrainLoop):
                 await loop.restore()
             if self._sync is not None:

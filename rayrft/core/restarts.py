@@ -22,6 +22,7 @@ from rayrft.explorer.explorer import Explorer, Timings
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, fence, root_cause, until_failed, until_restarted
 from rayrft.runtime.ray_api import ray
+from rayrft.runtime.waits import cancel
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -160,9 +161,7 @@ class Restarts:
                 if failure is None or not await self._caused(failure):
                     return working.result()
         finally:
-            working.cancel()
-            rewinding.cancel()
-            await asyncio.gather(working, rewinding, return_exceptions=True)
+            await cancel(working, rewinding)
         async with self._changed:
             up = self._changed.wait_for(lambda: not any(part.rewinds for part in self._dead.values()))
             await unless_stopped(stop, up)

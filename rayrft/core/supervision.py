@@ -13,7 +13,7 @@ from rayrft.errors import ActorUnreachable, RayrftError, Stalled
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import root_cause
 from rayrft.runtime.ray_api import ray
-from rayrft.runtime.waits import ROOM, Wait, WaitReport, Waits, unless
+from rayrft.runtime.waits import ROOM, Wait, WaitReport, Waits, cancel, unless
 
 _POLLS = 3
 """Polls per ``patience_s``, besides those at which a wait is due."""
@@ -175,9 +175,7 @@ async def supervise(main: Coroutine[Any, Any, T], watches: dict[str, Awaitable[A
                 raise error
         return await work
     finally:
-        for task in (work, *watching):
-            task.cancel()
-        await asyncio.gather(work, *watching, return_exceptions=True)
+        await cancel(work, *watching)
 
 
 async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:

@@ -33,6 +33,7 @@ from rayrft.monitor.records import EvaluationRecord, PairsRecord, Record, Record
 from rayrft.monitor.verdict import Bottleneck, check_gap, check_on_policy_step
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle
+from rayrft.runtime.waits import cancel
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.batch_pipeline import ProcessedLease
 from rayrft.trainer.result import StepResult, group_value_errors
@@ -204,8 +205,7 @@ class TrainLoop:
                 await self.buffer.call(Buffer.close_stage, stage.name)
                 await self._end_exploring(exploring)
             finally:
-                exploring.cancel()
-                await asyncio.gather(exploring, return_exceptions=True)
+                await cancel(exploring)
         if not stage.groups:
             await self.publish()
         await self._saving.export(stage.name)

@@ -24,7 +24,7 @@ from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime.handle import Handle, TrackedHandle
 from rayrft.runtime.ray_api import ray
-from rayrft.runtime.waits import Waits
+from rayrft.runtime.waits import Waits, cancel
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.trainer import Ranks, Trainer
 from rayrft.weights.messages import Link, Sent, SyncReport
@@ -302,9 +302,7 @@ async def _all(*calls: Awaitable[Any]) -> list[Any]:
                 each.result()
         return [each.result() for each in futures]
     finally:
-        for each in futures:
-            each.cancel()
-        await asyncio.gather(*futures, return_exceptions=True)  # errors after the first one are of no interest
+        await cancel(*futures)
 
 
 async def _resume(engines: Engines) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
 import threading
@@ -11,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 from rayrft.config.base import resolved
 from rayrft.errors import DataError
 from rayrft.experience import Task
+from rayrft.registry import check_installed
 
 if TYPE_CHECKING:
     from rayrft.config.tasks import TaskSourceConfig
+
+ROW_FIELDS = ("prompt", "example_id", "task", "answer", "info")
+"""Fields of a `verifiers` row that a task keeps in its metadata."""
 
 
 def read_gymnasium(config: TaskSourceConfig, field: str) -> list[Task]:
@@ -22,7 +25,7 @@ def read_gymnasium(config: TaskSourceConfig, field: str) -> list[Task]:
     ``options`` of FrozenLake are those of ``generate_random_map``: ``size`` of the map, and ``p`` of ice. Equal maps,
     and seeds that start in the same state, are duplicates, so that held-out tasks differ from those trained on.
     """
-    _check_installed("gymnasium", "pip install 'rayrft[gymnasium]'", f"{field}.source", config.source)
+    check_installed("gymnasium", "pip install 'rayrft[gymnasium]'", DataError, f"{field}.source", config.source)
     import gymnasium
 
     id, size = str(config.dataset), config.size or 0
@@ -56,9 +59,10 @@ def read_verifiers(config: TaskSourceConfig, field: str) -> list[Task]:
     A task is a row: its question is the text of the prompt, and its metadata the row.
     """
     id = str(config.dataset)
-    _check_installed("verifiers", "pip install 'rayrft[verifiers]'", f"{field}.source", id)
+    check_installed("verifiers", "pip install 'rayrft[verifiers]'", DataError, f"{field}.source", id)
     module = id.replace("-", "_").split("/")[-1]
-    _check_installed(module, "install the environment's package (prime env install …)", f"{field}.dataset", id)
+    remedy = "install the environment's package (prime env install …)"
+    check_installed(module, remedy, DataError, f"{field}.dataset", id)
     import verifiers
 
     # An environment takes these signals for itself, which a main thread alone can do.
@@ -76,15 +80,10 @@ def read_verifiers(config: TaskSourceConfig, field: str) -> list[Task]:
             f"verifiers/{id}",
             "\n\n".join(_text(message["content"]) for message in row["prompt"] if message["role"] != "system"),
             _text(row.get("answer") or ""),
-            metadata={name: row[name] for name in ("prompt", "example_id", "task", "answer", "info") if name in row},
+            metadata={name: row[name] for name in ROW_FIELDS if name in row},
         )
         for row in rows
     ]
-
-
-def _check_installed(module: str, remedy: str, field: str, value: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise DataError(f"needs a package that is not installed: {module}", remedy, field=field, value=value)
 
 
 def _text(value: Any) -> str:

@@ -42,6 +42,7 @@ from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.worker import Worker
 from rayrft.runtime.serving import key_digest
 from rayrft.runtime.serving.http import ApiError
+from rayrft.runtime.waits import cancel
 
 R = TypeVar("R")
 
@@ -164,9 +165,7 @@ class _Attempt:
                     raise ContextFull("the application failed after a prompt without room for an answer") from None
                 raise
         finally:
-            running.cancel()
-            self._lost.cancel()
-            await asyncio.gather(running, return_exceptions=True)  # its process is killed
+            await cancel(running, self._lost)  # the application's process is killed
 
     def trajectories(self) -> list[Trajectory]:
         """Return the rows with sampled tokens."""

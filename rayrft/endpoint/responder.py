@@ -22,6 +22,7 @@ from rayrft.explorer.engines import exchange
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, TokenCallback
 from rayrft.explorer.tools.parsing import instructed
 from rayrft.runtime.serving.http import ApiError, api_error, client_gone, unless_gone
+from rayrft.runtime.waits import cancel
 
 R = TypeVar("R")
 
@@ -136,8 +137,7 @@ class Responder:
             yield as_event(problem.body)
             raise problem from None
         finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
+            await cancel(answering)
 
     async def _begun(self, session: str, task: str | None, conversation: Conversation) -> OpenCall | None:
         """Begin a call in its session, if sessions are recorded."""

@@ -19,7 +19,7 @@ from rayrft.registry import load_plugins
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.scorer import Rewards, ScoringBackend
 from rayrft.runtime.handle import Handle, Watched
-from rayrft.runtime.waits import Waits
+from rayrft.runtime.waits import Waits, cancel
 
 
 class TaskActor(Watched):
@@ -78,9 +78,7 @@ class Evaluator:
             for ended in asyncio.as_completed(running):
                 yield await ended
         finally:
-            for each in running:
-                each.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await cancel(*running)
 
     async def _attempt(self, task: Task, first: int, samples: int, temperature: float) -> list[Attempt]:
         """Make the attempts at a task from number ``first`` to ``samples``."""

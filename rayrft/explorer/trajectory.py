@@ -128,12 +128,7 @@ class Trajectory:
     of the last answer."""
 
     def __init__(
-        self,
-        model: Model,
-        messages: list[dict[str, str]],
-        images: tuple[str, ...],
-        tools: Tools,
-        prompt: list[int],
+        self, model: Model, messages: list[dict[str, str]], images: tuple[str, ...], tools: Tools, prompt: list[int]
     ) -> None:
         self._model = model
         self._tools = tools

@@ -15,6 +15,7 @@ from rayrft.feedback.journal import entry_line
 from rayrft.feedback.judgements import EditSent, Entry, Judgement, Judgements, Outcome, RowSent
 from rayrft.feedback.run_rows import RunRows
 from rayrft.json_lines import JsonLines
+from rayrft.runtime.waits import cancel
 
 P = ParamSpec("P")
 log = logging.getLogger(__name__)
@@ -77,8 +78,7 @@ class Delivery:
 
     async def close(self) -> None:
         """End."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
 
     def _is_unsent(self, judgement: Judgement) -> bool:
         return any(map(self._judgements.is_unsent, judgement.rows)) or self._judgements.is_edit_unsent(judgement.id)

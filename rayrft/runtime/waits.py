@@ -24,9 +24,14 @@ async def unless(ends: Awaitable[Any], error: Callable[[], BaseException], work:
             raise error()
         return working.result()
     finally:
-        working.cancel()
-        ending.cancel()
-        await asyncio.gather(working, ending, return_exceptions=True)
+        await cancel(working, ending)
+
+
+async def cancel(*futures: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended; their errors are of no interest."""
+    for each in futures:
+        each.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,7 @@ class EngineGroup:
     """
 
     def __init__(
-        self,
-        placement: Placement,
-        model: EngineModel,
-        group: str,
-        name: str,
-        pool: str,
-        waits: Waits | None = None,
+        self, placement: Placement, model: EngineModel, group: str, name: str, pool: str, waits: Waits | None = None
     ) -> None:
         self._model, self._placement, self._group, self._name = model, placement, group, name
         placed = placement.actor(EnginePool, "engine_pool", name=pool, restarts=-1)

@@ -10,8 +10,7 @@ from rayrft.core.parts.base import Part
 from rayrft.core.parts.buffer import BufferPart
 from rayrft.core.parts.endpoint import KeeperPart
 from rayrft.core.parts.engines import AuxiliaryEngines, EnginePools, EvaluationEngines, PolicyEngines
-from rayrft.core.parts.explorer import ExplorerPart
-from rayrft.core.parts.operators import OperatorsPart
+from rayrft.core.parts.explorer import ExplorerPart, OperatorsPart
 from rayrft.core.parts.rewards import RewardsPart
 from rayrft.core.parts.trainer import TrainerPart
 from rayrft.core.placement import Bundles

@@ -104,13 +104,3 @@ def runs_in_event_loop(create: partial[Environment]) -> bool:
     """Whether it is a class whose ``step`` is a coroutine function; of what a function creates nothing is known."""
     coroutine = inspect.iscoroutinefunction(getattr(create.func, "step", None))
     return coroutine and not getattr(create.func, "blocking", False)
-
-
-def extra_needed(extra: str, error: ImportError) -> ConfigError:
-    """Create the error of an environment whose package is not installed."""
-    return ConfigError(
-        f"needs a package that is not installed: {error}",
-        f"pip install 'rayrft[{extra}]'",
-        field="explorer.environment.name",
-        value=extra,
-    )

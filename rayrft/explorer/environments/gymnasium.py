@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rayrft.data.reasoning import split_reasoning
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
-from rayrft.explorer.environments.base import Step, extra_needed, register_environment
+from rayrft.explorer.environments.base import Step, register_environment
+from rayrft.registry import check_installed
 
 if TYPE_CHECKING:
     import gymnasium
@@ -67,10 +68,10 @@ class GymnasiumEnvironment:
     @staticmethod
     def check(id: str = _DEFAULT, **_: Any) -> None:
         """Raise ConfigError unless Gymnasium is installed and knows the environment."""
-        try:
-            import gymnasium
-        except ImportError as error:
-            raise extra_needed("gymnasium", error) from None
+        extra = "pip install 'rayrft[gymnasium]'"
+        check_installed("gymnasium", extra, ConfigError, "explorer.environment.name", "gymnasium")
+        import gymnasium
+
         try:
             gymnasium.spec(id)
         except gymnasium.error.Error as error:

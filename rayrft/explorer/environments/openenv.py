@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from typing import Any
 
@@ -10,6 +9,7 @@ from rayrft.data.reasoning import split_reasoning
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.explorer.environments.base import Step, register_environment
+from rayrft.registry import check_installed
 
 
 @register_environment("openenv")
@@ -23,11 +23,7 @@ class OpenEnvEnvironment:
     """
 
     def __init__(
-        self,
-        url: str,
-        action: str | None = None,
-        observation: str | None = None,
-        fixed: dict[str, Any] | None = None,
+        self, url: str, action: str | None = None, observation: str | None = None, fixed: dict[str, Any] | None = None
     ) -> None:
         from openenv.core import GenericEnvClient
 
@@ -37,9 +33,8 @@ class OpenEnvEnvironment:
     @staticmethod
     def check(url: str, **_: Any) -> None:
         """Raise ConfigError unless the client is installed."""
-        if importlib.util.find_spec("openenv") is None:
-            problem, remedy = "needs a package that is not installed: openenv", "pip install 'rayrft[openenv]'"
-            raise ConfigError(problem, remedy, field="explorer.environment.name", value="openenv")
+        extra = "pip install 'rayrft[openenv]'"
+        check_installed("openenv", extra, ConfigError, "explorer.environment.name", "openenv")
 
     @staticmethod
     def prepare(**_: Any) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import uuid
 from functools import cache
 from typing import Any
 
+from rayrft.data.episodes import ROW_FIELDS
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task
 from rayrft.explorer.environments.base import Step, register_environment
+from rayrft.registry import check_installed
 
 
 @register_environment("verifiers")
@@ -36,9 +37,7 @@ class VerifiersEnvironment:
             ("verifiers", "pip install 'rayrft[verifiers]'"),
             (id.replace("-", "_").split("/")[-1], "install the environment's package (prime env install …)"),
         ]:
-            if importlib.util.find_spec(module) is None:
-                problem = f"needs a package that is not installed: {module}"
-                raise ConfigError(problem, remedy, field="explorer.environment.options.id", value=id)
+            check_installed(module, remedy, ConfigError, "explorer.environment.options.id", id)
 
     @staticmethod
     def prepare(id: str, arguments: dict[str, Any] | None = None) -> None:
@@ -46,11 +45,7 @@ class VerifiersEnvironment:
         _load(id, json.dumps(arguments or {}))
 
     async def reset(self, task: Task, seed: int) -> list[dict[str, str]]:
-        row = {
-            name: task.metadata[name]
-            for name in ("prompt", "example_id", "task", "answer", "info")
-            if name in task.metadata
-        }
+        row = {name: task.metadata[name] for name in ROW_FIELDS if name in task.metadata}
         if "prompt" not in row:
             problem = "the task does not come from a verifiers environment"
             raise DataError(problem, "take tasks of source verifiers", field="task", value=task.id)

@@ -1,13 +1,12 @@
 """Workflows: one attempt at a task. The runner (`rayrft.explorer.rollout`) repeats it and scores the trajectories."""
 
-from rayrft.explorer.workflows import chat, debate, episode, retry, tools
+from rayrft.explorer.workflows import chat, episode, retry, tools
 from rayrft.explorer.workflows.base import Workflow, build_workflow, register_workflow, workflows
 
 __all__ = [
     "Workflow",
     "build_workflow",
     "chat",
-    "debate",
     "episode",
     "register_workflow",
     "retry",

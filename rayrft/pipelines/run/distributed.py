@@ -21,6 +21,7 @@ from rayrft.pipelines.run.host import START_S, OperatorHost, OperatorProcess, op
 from rayrft.registry import load_plugins
 from rayrft.runtime.actor_pool import ActorPool
 from rayrft.runtime.handle import Handle
+from rayrft.runtime.waits import cancel
 
 T = TypeVar("T")
 _AHEAD = 2
@@ -91,9 +92,7 @@ async def distribute(
         while window:
             yield await within_deadline(window.popleft())
     finally:
-        for task in window:
-            task.cancel()
-        await asyncio.gather(*window, return_exceptions=True)
+        await cancel(*window)
         pool.close()
 
 

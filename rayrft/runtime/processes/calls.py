@@ -12,6 +12,7 @@ from rayrft.errors import CallFailed, CallTimeout, ProcessDied, RayrftError
 from rayrft.runtime.actor_pool import TRIES
 from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.worker import Worker
+from rayrft.runtime.waits import cancel
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -88,9 +89,7 @@ class CallQueue(Generic[A, R]):
 
     async def close(self) -> None:
         """End the processes."""
-        for each in self._working:
-            each.cancel()
-        await asyncio.gather(*self._working, return_exceptions=True)
+        await cancel(*self._working)
         await self._pool.close()
 
     def _start(self, ready: asyncio.Future[None] | None = None) -> None:

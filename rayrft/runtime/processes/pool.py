@@ -33,6 +33,7 @@ import cloudpickle
 from rayrft.errors import CallFailed, ProcessDied
 from rayrft.runtime.processes.template import RECORD, RENEW, STATUS, Blueprint
 from rayrft.runtime.processes.worker import Worker
+from rayrft.runtime.waits import cancel
 
 _PASSED = re.compile(
     r"(?!.*(KEY|TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL))(?:(PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|TZ|LANG|LANGUAGE|PWD)"
@@ -102,9 +103,7 @@ class ProcessPool:
     async def close(self) -> None:
         """End all processes, also the leased ones; no other is started."""
         self._closed = True
-        for task in self._preparing:
-            task.cancel()
-        await asyncio.gather(*self._preparing, return_exceptions=True)
+        await cancel(*self._preparing)
         while self._ready:
             self._ready.popleft().kill()
         while self._fail(ProcessDied(_CLOSED)):

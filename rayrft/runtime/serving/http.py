@@ -18,7 +18,7 @@ from starlette.datastructures import URL
 
 from rayrft.errors import ActorDied, ActorUnreachable, DataError, EngineFailed, RequestRefused, StorageError
 from rayrft.runtime.serving import LOCAL, key_digest
-from rayrft.runtime.waits import unless
+from rayrft.runtime.waits import cancel, unless
 
 log = logging.getLogger(__name__)
 
@@ -226,9 +226,7 @@ class EventStream(Response):
                 outcome = sending.result()
         finally:
             self.ended(outcome)  # before anything is awaited: Serve may cancel this task at any time
-            sending.cancel()
-            gone.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
+            await cancel(sending, gone)
 
     async def _send(self, send: Any) -> str:
         """Send all events; return the outcome."""
