@@ -1,5 +1,5 @@
 """The command line: ``rayrft run | bench | serve | resume | export | status | stop | watch | data | buffer``, and
-``pause | unpause | checkpoint | evaluate | set | skip-stage`` of a running run."""
+``pause | unpause | checkpoint | evaluate | scale | set | skip-stage`` of a running run."""
 
 from __future__ import annotations
 
@@ -196,6 +196,12 @@ for _request, _done in {
     "skip_stage": "ends the stage after {} steps",
 }.items():
     app.command(_request.replace("_", "-"))(_steer(_request, _done))
+
+
+@app.command()
+def scale(name: str, engines: int) -> None:
+    """Change the number of rollout engines of a running run."""
+    print(f"{name}: {engines} rollout engines, {launch.attach(name).scale(engines)} before")
 
 
 @app.command("set")

@@ -25,6 +25,6 @@ class Janitor(Watched):
 
 def hire_janitor(run: str, master: Handle[Watched]) -> None:
     """Create the janitor of a run, which this process has started."""
-    options = {"lifetime": "detached", "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
-    actor = ray.remote(Janitor).options(name=actor_name(run, JANITOR), namespace=NAMESPACE, **options).remote()
+    options = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
+    actor = ray.remote(Janitor).options(name=actor_name(run, JANITOR), **options).remote()
     Handle[Janitor](JANITOR, actor).call(Janitor.guard, run, master)

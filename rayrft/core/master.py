@@ -21,10 +21,11 @@ from rayrft.core.parts.buffer import BufferPart
 from rayrft.core.parts.engines import EvaluationEngines, PolicyEngines
 from rayrft.core.parts.explorer import ExplorerPart
 from rayrft.core.parts.table import KINDS, plan_placement
-from rayrft.core.parts.trainer import TrainerPart
+from rayrft.core.parts.trainer import TrainerPart, shares_bundles
 from rayrft.core.placement import Placement, actor_name, draining_nodes
 from rayrft.core.preflight import Prepared
 from rayrft.core.restarts import Restarts, Rewound
+from rayrft.core.run_folder import write_config
 from rayrft.core.shared_buffer import join_feed, join_trainer, open_shared_buffer
 from rayrft.core.shared_files import check_shared, named_files
 from rayrft.core.steering import Steering
@@ -75,7 +76,7 @@ class Master(Watched):
         self._restarts: Restarts
         self._loop: TrainLoop | ExploreLoop | None = None
         self._sync: WeightSync | None = None
-        self._waits = Waits("master")
+        self._waits, self._scaling = Waits("master"), asyncio.Lock()
         self._stalls: StallMonitor | None = None
         self._summary: Summary | None = None
         self._drained = set[str]()
@@ -142,6 +143,39 @@ class Master(Watched):
             remedy = "stop it, and resume it with other values: it loses nothing"
             raise ConfigError(problem, remedy, field="mode", value=self._config.mode)
         return await self._steering.ask(request, *arguments)
+
+    async def scale(self, engines: int) -> int:
+        """Change the number of rollout engines; return how many there were, once the new ones take requests. Raises
+        ConfigError, PlacementError if there is no room, and why an engine does not start: the run keeps what it had."""
+        key = "explorer.engine.count"
+        config, parts = load_config(self._config, {key: engines}), self._parts
+        group = parts[PolicyEngines].group if parts is not None else None
+        if group is None or self._status != "running" or shares_bundles(config):
+            problem = "the run has no rollout engines, is not up yet, or has an engine beside each rank"
+            raise ConfigError(problem, "resume it with another number", field=key, value=engines)
+        async with self._scaling:
+            before = len(group.engines)
+            try:
+                for _ in range(before, engines):
+                    await asyncio.to_thread(group.grow)
+                await asyncio.gather(*group.start(before))
+                if added := group.engines[before:]:
+                    await self._admit(added)
+            except Exception as failure:
+                while len(group.engines) > before:
+                    await group.shrink()
+                raise root_cause(failure) from None
+            while len(group.engines) > engines:
+                await group.shrink()
+            assert self._parts is not None and self._stalls is not None  # the run is up
+            for engine in added:
+                self._restarts.add(self._parts[PolicyEngines], engine)
+            self._stalls.heartbeats = self._parts.heartbeats()
+            self._steering.config = load_config(self._config, {key: engines})
+            self._adopt(self._steering.config)
+            await asyncio.to_thread(lambda: write_config(load_config(config.folder / "config.yaml", {key: engines})))
+            await self._note(f"scaled from {before} to {engines} rollout engines")
+            return before
 
     async def stop(self) -> None:
         """Ask the run to end after its current operation, saving its weights.

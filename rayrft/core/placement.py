@@ -242,6 +242,9 @@ class Placement:
         for timeout in (_REPORTING_S, seconds - _REPORTING_S):
             _, waiting = ray.wait(list(ready), num_returns=len(ready), timeout=timeout)
             if not waiting:
+                for name in names:  # a run that was scaled
+                    for bundle in range(self._groups[name].bundle_count, self.count(name)):
+                        self.extend(name, bundle)
                 return
             groups = ", ".join(
                 f"{ready[each].name} ({ready[each].count} x {_amounts(ready[each].bundle)})" for each in waiting
@@ -253,6 +256,21 @@ class Placement:
         remedy = "stop the jobs that have taken resources meanwhile, add nodes, or raise placement.wait_s"
         raise PlacementError(problem, remedy, field="placement")
 
+    def extend(self, name: str, bundle: int) -> None:
+        """Add a bundle to a group: one of a placement group of its own. Raises PlacementError if there is no room."""
+        more = f"{name}-{bundle}"
+        self._parts[more] = replace(self._parts[name], name=more, count=1)
+        try:
+            self.reserve([more])
+        except PlacementError:
+            self.shrink(name, bundle)
+            raise
+
+    def shrink(self, name: str, bundle: int) -> None:
+        """Remove a bundle that was added; Ray kills the actor in it."""
+        if (group := self._groups.pop(f"{name}-{bundle}", None)) is not None:
+            ray.util.remove_placement_group(group)
+
     def actor(
         self, cls: Callable[P, T], part: str, *, name: str | None = None, bundle: int = -1, restarts: int = 0
     ) -> PlacedClass[P, T]:
@@ -261,7 +279,7 @@ class Placement:
         The actor is named ``<run>:<name>``, or anonymous without ``name``. Ray restarts it up to ``restarts`` times
         when it dies (-1: no limit), and retries the calls in flight.
         """
-        resources = self._parts[part].actor_resources
+        resources, added = self._parts[part].actor_resources, self._groups.get(f"{part}-{bundle}")
         options: dict[str, Any] = {"name": actor_name(self._run, name), "namespace": NAMESPACE} if name else {}
         if name and self._lifetime is not None:
             options |= {"lifetime": self._lifetime, "get_if_exists": True}
@@ -274,7 +292,7 @@ class Placement:
             num_gpus=resources.get("GPU", 0),
             memory=resources["memory"],
             scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                self._groups[part], placement_group_bundle_index=bundle
+                added or self._groups[part], placement_group_bundle_index=0 if added else bundle
             ),
             **options,
         )

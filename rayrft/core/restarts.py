@@ -90,13 +90,19 @@ class Restarts:
         """Restarts by the actors' names."""
         self._dead: dict[str, Part[Any]] = {}
         """Actors that are being restarted, by name."""
+        self._added = asyncio.Queue[tuple[Part[Any], Handle[Any]]]()
         self._changed = asyncio.Condition()
         self._died_at = -_GRACE_S
         self._rewinds = asyncio.Event()
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """Return for each supervised actor a call that ends only by raising why the run cannot continue."""
-        return {name: self._watch(part, actor) for name, (part, actor) in self._parts.supervised().items()}
+        watches = {name: self._watch(part, actor) for name, (part, actor) in self._parts.supervised().items()}
+        return {**watches, "added": self._watch_added()}
+
+    def add(self, part: Part[Any], actor: Handle[Any]) -> None:
+        """Watch one more actor."""
+        self._added.put_nowait((part, actor))
 
     def kill(self, name: str) -> bool:
         """Kill an actor that does not answer, so that it is restarted; return whether it can be."""
@@ -193,6 +199,8 @@ class Restarts:
         pid = await actor.untracked.call(Watched.pid) if part.on_death == "restart" else 0
         while (cause := await (self._restarted_by_ray(actor, pid) if pid else self._failure(actor))) is not None:
             started = time.monotonic()
+            if actor not in part.supervised:  # the run was scaled down
+                await asyncio.Event().wait()
             while True:
                 await self._count(part, actor, cause)
                 pid = pid and await actor.untracked.call(Watched.pid)  # now: it may die while it is restored
@@ -202,6 +210,11 @@ class Restarts:
                 except (ray.exceptions.RayError, RayrftError) as error:  # it died again, or another actor did
                     cause = root_of_death(error, actor.name)
             await self._end(part, actor, cause, time.monotonic() - started)
+
+    async def _watch_added(self) -> None:
+        async with asyncio.TaskGroup() as watches:
+            while True:
+                watches.create_task(self._watch(*await self._added.get()))
 
     async def _failure(self, actor: Handle[Any]) -> RayrftError | None:
         """Return why an actor failed; None once the run has stopped it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -274,11 +274,20 @@ class Run:
         """End the stage after its present optimiser step; return the number of steps that it has taken."""
         return self._steer("skip_stage")
 
+    def scale(self, engines: int) -> int:
+        """Change the number of rollout engines; return how many there were, once new ones take requests. Requests of
+        engines that end are answered by others. The run keeps what it has, and this raises, if one does not start, or
+        if there is no room (PlacementError)."""
+        return self._ask(Master.scale, engines)
+
     def _steer(self, request: str, *arguments: Any) -> Any:
+        return self._ask(Master.steer, request, *arguments)
+
+    def _ask(self, method: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
         """Wait until the run has served a request. Raises RunFinished if it ends first."""
         try:
             once = self._master.with_options(max_task_retries=0)
-            return fetch(once.call(Master.steer, request, *arguments), self._master_name)
+            return fetch(once.call(method, *arguments), self._master_name)
         except ray_api.ACTOR_ERRORS:
             raise RunFinished("the run has ended", "see its summary", field="run", value=self.name) from None
         except ray.exceptions.RayTaskError as error:
@@ -325,7 +334,7 @@ class Run:
     def _death(self) -> tuple[str, str]:
         """Return the status and error of a run whose Master is dead."""
         try:
-            fetch_when_reachable(lambda: self._master.call(Master.watch))
+            fetch_when_reachable(lambda: self._master.with_options(max_task_retries=0).call(Master.watch))
         except ray_api.ACTOR_ERRORS as error:
             reason = death_reason(error)
         killed = "ray.kill" in reason

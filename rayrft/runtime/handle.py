@@ -227,7 +227,7 @@ def fetch_when_reachable(call: Callable[[], Awaitable[R]]) -> R:
 
 async def until_failed(actor: Handle[Watched]) -> None:
     """Return only by raising the error with which an actor fails, or that of its death."""
-    await when_reachable(lambda: actor.untracked.call(Watched.watch))
+    await when_reachable(lambda: actor.with_options(max_task_retries=0).call(Watched.watch))
 
 
 async def until_restarted(actor: Handle[Watched], pid: int) -> RayrftError:

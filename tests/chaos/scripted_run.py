@@ -362,6 +362,10 @@ class ScriptedPlacement:
     def nodes(self) -> set[str]:
         return set()
 
+    def extend(self, name: str, bundle: int) -> None: ...
+
+    def shrink(self, name: str, bundle: int) -> None: ...
+
     def count(self, name: str) -> int:
         return next(part.count for part in self.parts if part.name == name)
 

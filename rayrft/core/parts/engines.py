@@ -16,7 +16,7 @@ from rayrft.core.parts.trainer import ranks_bundles, shares_bundles
 from rayrft.core.placement import Bundles, Placement
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
-from rayrft.runtime.handle import Handle, TrackedHandle, answer
+from rayrft.runtime.handle import Handle, TrackedHandle, answer, fence
 from rayrft.runtime.waits import Waits
 
 
@@ -41,7 +41,7 @@ class EngineGroup:
     def __init__(
         self, placement: Placement, model: EngineModel, group: str, name: str, pool: str, waits: Waits | None = None
     ) -> None:
-        self._model, self._placement, self._group, self._name = model, placement, group, name
+        self._model, self._placement, self._group, self._name, self._waits = model, placement, group, name, waits
         placed = placement.actor(EnginePool, "engine_pool", name=pool, restarts=-1)
         self.pool = _tracked(placed.create(replaced=waits is not None), waits)
         self.engines = [_tracked(self._create(index), waits) for index in range(placement.count(group))]
@@ -78,9 +78,9 @@ class EngineGroup:
         """The engines that have not died, or were replaced."""
         return [engine for engine in self.engines if engine.name not in self.lost]
 
-    def start(self) -> list[Awaitable[None]]:
-        """Start the engines; return the call of each. They take no requests yet."""
-        return list(map(self._start, range(len(self.engines))))
+    def start(self, first: int = 0) -> list[Awaitable[None]]:
+        """Start the engines from the ``first`` on; return the call of each. They take no requests yet."""
+        return list(map(self._start, range(first, len(self.engines))))
 
     async def replace(self, engine: Handle[RolloutEngine]) -> None:
         """Create and start the successor of an engine that is dead; it takes no requests yet."""
@@ -95,6 +95,18 @@ class EngineGroup:
         if not self.alive:
             self.emptied.set()
         await self.pool.call(EnginePool.leave, engine.untracked, "it died")
+
+    def grow(self) -> None:
+        """Create one more engine, which is not started yet; outside of event loops. Raises PlacementError."""
+        self._placement.extend(self._group, len(self.engines))
+        self.engines.append(_tracked(self._create(len(self.engines)), self._waits))
+
+    async def shrink(self) -> None:
+        """End the last engine; the others answer its requests."""
+        engine = self.engines.pop()
+        await self.pool.call(EnginePool.leave, engine.untracked, "the run is scaled down")
+        await fence(engine)
+        self._placement.shrink(self._group, len(self.engines))
 
     async def forget_predecessors(self) -> None:
         """Send no more requests to predecessors of these engines, which died while the run had no Master."""
@@ -183,6 +195,10 @@ class EngineRole(Part[Any]):
 
     def create(self) -> list[Handle[Any]]:
         return [engine for group in self.groups.values() for engine in group.engines]
+
+    @property
+    def supervised(self) -> list[Handle[Any]]:
+        return self.create()  # those of now: see `EngineGroup.grow`
 
     async def lost(self, actor: Handle[Any]) -> None:
         await self._group_of(actor).lose(actor)
