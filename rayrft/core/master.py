@@ -170,7 +170,7 @@ class Master(Watched):
             assert self._parts is not None and self._stalls is not None  # the run is up
             for engine in added:
                 self._restarts.add(self._parts[PolicyEngines], engine)
-            self._stalls.heartbeats = self._parts.heartbeats()
+            self._stalls.heartbeats = self._heartbeats(self._parts)
             self._steering.config = load_config(self._config, {key: engines})
             self._adopt(self._steering.config)
             await asyncio.to_thread(lambda: write_config(load_config(config.folder / "config.yaml", {key: engines})))
@@ -228,7 +228,7 @@ class Master(Watched):
             parts.admit = self._admit_replaced
             self._stalls = StallMonitor(
                 self._waits,
-                parts.heartbeats() | ({"nodes": self._save_before_drain} if self._config.trains else {}),
+                self._heartbeats(parts),
                 self._note,
                 monitor.patience_s,
                 monitor.stall_s,
@@ -410,6 +410,9 @@ class Master(Watched):
         messages.insert(0, f"up after {seconds:.0f} s")
         await self._recorder.note("; ".join(messages), startup_s=seconds)
         self._restarts.running = True
+
+    def _heartbeats(self, parts: RunParts) -> dict[str, Callable[[], Awaitable[Any]]]:
+        return parts.heartbeats() | ({"nodes": self._save_before_drain} if self._config.trains else {})
 
     async def _save_before_drain(self) -> WaitReport:
         """Write a checkpoint when Ray begins to drain a node of the run, such as one that is preempted: a heartbeat."""
