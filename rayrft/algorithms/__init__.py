@@ -10,14 +10,13 @@ sum of the parts gives the same loss and gradient for every split of the batch.
 """
 
 from rayrft.algorithms.advantages import GroupFacts, group_advantages, group_relative_advantages
-from rayrft.algorithms.aggregation import aggregations
 from rayrft.algorithms.algorithm import Algorithm, Coefficients
 from rayrft.algorithms.batch import PolicyOutput, TokenBatch, chosen_logprobs
 from rayrft.algorithms.corrections import corrections
 from rayrft.algorithms.distillation import distillations
 from rayrft.algorithms.entropy import entropies
 from rayrft.algorithms.kl import kls
-from rayrft.algorithms.loss import Denominators, LossParts, count
+from rayrft.algorithms.loss import Denominators, LossParts, aggregations, count
 from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from rayrft.algorithms.pieces import Fraction, NonNegative, Positive, Steps
 from rayrft.algorithms.preference import Pairs, preferences, reward_model_losses

@@ -6,11 +6,11 @@ from typing import Any
 
 from rayrft.algorithms import clipped, reinforce  # noqa: F401  (they register their pieces)
 from rayrft.algorithms.advantages import group_advantages
-from rayrft.algorithms.aggregation import aggregations
 from rayrft.algorithms.corrections import corrections
 from rayrft.algorithms.distillation import distillations
 from rayrft.algorithms.entropy import entropies
 from rayrft.algorithms.kl import kls
+from rayrft.algorithms.loss import aggregations
 from rayrft.algorithms.pieces import Pieces
 from rayrft.algorithms.preference import preferences, reward_model_losses
 from rayrft.algorithms.ratios import policy_losses

@@ -29,9 +29,9 @@ from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import load_taskset
 from rayrft.errors import ModelError, RayrftError, RunNotFound, Stalled
 from rayrft.experience import Task
-from rayrft.explorer.checks import check_workflows
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt, measure
+from rayrft.explorer.workflows.base import check_workflows
 from rayrft.pipelines.report import summary
 from rayrft.pipelines.tasks import load_splits, read_report
 from rayrft.rewards.checks import check_rewards

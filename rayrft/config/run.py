@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.base import Changeable, Folder, LocalPath, Name, Section
-from rayrft.config.bench import BenchConfig
 from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
@@ -22,7 +21,7 @@ from rayrft.config.reward import RewardConfig
 from rayrft.config.rules import RULES
 from rayrft.config.serve import EDITED, JudgementConfig, ServeConfig
 from rayrft.config.stage import CheckpointConfig, EvaluationConfig, MonitorConfig, StageConfig
-from rayrft.config.tasks import TasksConfig
+from rayrft.config.tasks import BenchConfig, TasksConfig
 from rayrft.config.trainer import ProbeBounds, TrainerConfig, WeightSyncConfig
 from rayrft.weights import Layout, choose_transport, transports
 

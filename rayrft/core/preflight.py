@@ -20,7 +20,7 @@ from rayrft.data.models import check_auxiliary, check_classifier, check_length, 
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task
-from rayrft.explorer.checks import check_prompts, check_workflows
+from rayrft.explorer.workflows.base import check_prompts, check_workflows
 from rayrft.pipelines.experiences import check_experiences
 from rayrft.pipelines.report import summary
 from rayrft.pipelines.run.models import Engines

@@ -9,10 +9,9 @@ from itertools import chain
 
 import numpy as np
 
-from rayrft.config.bench import BenchConfig, TasksetConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.seeds import generator
-from rayrft.config.tasks import TasksConfig
+from rayrft.config.tasks import BenchConfig, TasksConfig, TasksetConfig
 from rayrft.data.task_sampler import Interleave
 from rayrft.data.task_sources import Note, RowsRead, read_held_out, read_source
 from rayrft.errors import DataError

@@ -1,6 +1,6 @@
 """Environments: what a workflow lets the model act in. Every attempt at a task has one of its own."""
 
-from rayrft.explorer.environments import gymnasium, openenv, reasoning_gym, verifiers
+from rayrft.explorer.environments import gymnasium, libraries
 from rayrft.explorer.environments.base import (
     Environment,
     Observation,
@@ -26,8 +26,6 @@ __all__ = [
     "environments",
     "gymnasium",
     "images_of",
-    "openenv",
-    "reasoning_gym",
+    "libraries",
     "register_environment",
-    "verifiers",
 ]

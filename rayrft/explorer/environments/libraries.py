@@ -1,4 +1,6 @@
-"""Environments of the `verifiers` library, played step by step: its dialogue and rubric, our model and tokens."""
+"""Environments of other libraries: `verifiers`, played step by step with its dialogue and rubric and our model and
+tokens; OpenEnv servers; and tasks of reasoning-gym, tried until they are solved, since none of its data sets is
+interactive by itself."""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from functools import cache
 from typing import Any
 
 from rayrft.data.episodes import ROW_FIELDS
+from rayrft.data.reasoning import split_reasoning
 from rayrft.errors import ConfigError, DataError
-from rayrft.experience import Task
+from rayrft.experience import Task, reaches
 from rayrft.explorer.environments.base import Step, register_environment
 from rayrft.registry import check_installed
 
@@ -114,3 +117,98 @@ def _response(text: str) -> Any:
     return ChatCompletion.model_validate(
         {"id": uuid.uuid4().hex, "object": "chat.completion", "created": 0, "model": "rayrft", "choices": [choice]}
     )
+
+
+@register_environment("openenv")
+class OpenEnvEnvironment:
+    """A session with the OpenEnv server at ``url``, by the generic client: actions and observations are fields.
+
+    The answer is the field ``action`` of an action, whose ``fixed`` fields are always the same; without ``action``, the
+    answer is the action as JSON, and another text does nothing and counts as metric ``invalid_actions``.
+    ``observation`` names the field that is shown; without it all are, as JSON. A task may have arguments of ``reset``
+    in ``metadata["environment"]``.
+    """
+
+    def __init__(
+        self, url: str, action: str | None = None, observation: str | None = None, fixed: dict[str, Any] | None = None
+    ) -> None:
+        from openenv.core import GenericEnvClient
+
+        self._client = GenericEnvClient(base_url=url)
+        self._action, self._observation, self._fixed = action, observation, fixed or {}
+
+    @staticmethod
+    def check(url: str, **_: Any) -> None:
+        """Raise ConfigError unless the client is installed."""
+        extra = "pip install 'rayrft[openenv]'"
+        check_installed("openenv", extra, ConfigError, "explorer.environment.name", "openenv")
+
+    @staticmethod
+    def prepare(**_: Any) -> None:
+        """Import the client."""
+        import openenv.core  # noqa: F401
+
+    def reset(self, task: Task, seed: int) -> str:
+        return self._told(self._client.reset(seed=seed, **task.metadata.get("environment", {})).observation)
+
+    def step(self, action: str) -> Step:
+        action = split_reasoning(action)[1]
+        if self._action is not None:
+            fields = {**self._fixed, self._action: action}
+        else:
+            try:
+                fields = {**self._fixed, **json.loads(action)}
+            except (ValueError, TypeError):
+                return Step("That is no action: answer with a JSON object.", info={"invalid_actions": 1})
+        result = self._client.step(fields)
+        return Step(self._told(result.observation), reward=float(result.reward or 0.0), done=bool(result.done))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _told(self, observation: dict[str, Any]) -> str:
+        told = observation if self._observation is None else observation[self._observation]
+        return told if isinstance(told, str) else json.dumps(told, ensure_ascii=False)
+
+
+@register_environment("reasoning_gym")
+class ReasoningGymEnvironment:
+    """The data set's verifier as a game: every action is an answer, and the observation says how good it was.
+
+    An episode ends when an answer scores ``enough``, or after ``attempts``; its reward is the best score, paid as it
+    improves. ``dataset`` names the data set of the tasks. An ``<answer>`` is taken from the text if it has one.
+    """
+
+    def __init__(self, dataset: str, attempts: int = 5, enough: float = 1.0) -> None:
+        from reasoning_gym.factory import create_dataset
+
+        # It is needed for its verifier alone.
+        self._dataset = create_dataset(dataset, size=1, seed=0)
+        self._attempts, self._enough = attempts, enough
+
+    @staticmethod
+    def prepare(**_: Any) -> None:
+        """Import the data sets."""
+        import reasoning_gym  # noqa: F401
+
+    def reset(self, task: Task, seed: int) -> str:
+        self._entry = {"question": task.question, "answer": task.answer, "metadata": task.metadata}
+        self._left, self._best = self._attempts, 0.0
+        return task.question
+
+    def step(self, action: str) -> Step:
+        from reasoning_gym.utils import extract_answer
+
+        answer = split_reasoning(action)[1].strip()
+        answer = extract_answer(answer) if "<answer>" in answer else answer
+        score = float(self._dataset.score_answer(answer, self._entry))
+        self._left -= 1
+        earned = max(0.0, score - self._best)
+        self._best = max(self._best, score)
+        if reaches(score, self._enough):
+            return Step("That is right.", earned, done=True, info={"solved": 1})
+        told = f"That is not right: it scores {score:.2f} of 1, your best answer {self._best:.2f}."
+        return Step(f"{told} Attempts left: {self._left}.", earned, done=self._left == 0)
+
+    def close(self) -> None:
+        pass
