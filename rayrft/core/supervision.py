@@ -116,7 +116,7 @@ class StallMonitor:
         with self._pings.on(name, "heartbeat"):
             try:
                 return await ask()
-            except ray_api.ACTOR_ERRORS:  # `supervise` reports deaths
+            except ray.exceptions.RayError:  # `supervise` reports deaths, also of vLLM's core
                 return None
 
     def _due(self, wait: Wait) -> float:

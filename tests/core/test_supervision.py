@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from rayrft.core.supervision import StallMonitor, Stopped, quiet_waits, supervise, unless_stopped
 from rayrft.errors import ActorDied, DataError, RayrftError, Stalled, StorageError
@@ -239,6 +239,22 @@ async def test_an_actor_whose_write_waits_for_room_is_noted_at_once_and_not_kill
     for _ in range(3):
         await asyncio.wait_for(asked.acquire(), 20)
     assert not killed and not watching.done() and "1.0 MB free" in monitor.overdue[0]
+    watching.cancel()
+
+
+async def test_a_heartbeat_that_fails_is_left_to_those_who_watch_the_actor() -> None:
+    asked = asyncio.Semaphore(0)
+
+    async def heartbeat() -> None:
+        asked.release()
+        raise RayTaskError("waiting", "its traceback", RuntimeError("vLLM's core has ended"))
+
+    watching = asyncio.ensure_future(
+        StallMonitor(Waits("master"), {"engine-0": heartbeat}, Notes(), 0.03, 60.0).watch()
+    )
+    for _ in range(2):
+        await asyncio.wait_for(asked.acquire(), 20)
+    assert not watching.done()
     watching.cancel()
 
 
