@@ -19,6 +19,7 @@ from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError
 from rayrft.experience import Experience, check_filled, check_schema, from_batch, pack, to_batch
 from rayrft.runtime.handle import Handle
+from rayrft.runtime.waits import settle
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
@@ -119,8 +120,7 @@ class BufferWriter:
             _fail(sent, error)
         else:
             for (_, _, done), receipt in zip(sent, receipts, strict=True):
-                if not done.done():
-                    done.set_result(receipt)
+                settle(done, receipt)
 
 
 def _entry(rows: Rows, ticket: Ticket | None, report: GroupReport, dropped: dict[str, int]) -> GroupEntry:
@@ -156,8 +156,7 @@ def _converted(groups: list[_Waiting]) -> list[_Waiting]:
 
 def _fail(sent: list[_Waiting], error: Exception) -> None:
     for _, _, done in sent:
-        if not done.done():
-            done.set_exception(error)
+        settle(done, error)
 
 
 def _payload(message: pa.Buffer) -> Any:

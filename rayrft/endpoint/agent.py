@@ -42,7 +42,7 @@ from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.worker import Worker
 from rayrft.runtime.serving import key_digest
 from rayrft.runtime.serving.http import ApiError
-from rayrft.runtime.waits import cancel
+from rayrft.runtime.waits import cancel, settle
 
 R = TypeVar("R")
 
@@ -186,8 +186,7 @@ class _Attempt:
                 raise
             raise _ended() from None
         except (ActorDied, ModelError) as error:
-            if not self._lost.done():
-                self._lost.set_exception(error)
+            settle(self._lost, error)
             raise
 
     async def begin(self, session: str, task: str | None, conversation: Conversation) -> OpenCall:

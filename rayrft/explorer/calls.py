@@ -18,6 +18,7 @@ import numpy as np
 from rayrft.experience import Experience
 from rayrft.explorer.engines.exchange import INTERRUPTED, Completion, Request, Sampling, Session
 from rayrft.explorer.trajectory import Generate, action_columns
+from rayrft.runtime.waits import settle
 
 log = logging.getLogger(__name__)
 
@@ -293,12 +294,10 @@ class GroupCalls:
             completions = await self._engines.generate(request, sessions)
         except Exception as error:  # raised in the repeats that wait for the answers
             for answer in answers:
-                if not answer.done():
-                    answer.set_exception(error)
+                settle(answer, error)
         else:
             for answer, completion in zip(answers, completions, strict=True):
-                if not answer.done():
-                    answer.set_result(completion)
+                settle(answer, completion)
 
 
 def derive_seed(seed: int, name: str) -> int:

@@ -34,6 +34,16 @@ async def cancel(*futures: asyncio.Future[Any]) -> None:
     await asyncio.gather(*futures, return_exceptions=True)
 
 
+def settle(future: asyncio.Future[R], outcome: R | BaseException) -> None:
+    """Set the result of a future, or its exception, unless it is done, such as by a cancellation."""
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
 @dataclass(frozen=True)
 class Wait:
     """``waiter`` waits for ``count`` results of ``target``, the oldest of which is ``what``.

@@ -32,7 +32,7 @@ from rayrft.explorer.engines.exchange import (
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, TrackedHandle, death_reason, when_reachable
-from rayrft.runtime.waits import Waits
+from rayrft.runtime.waits import Waits, settle
 
 _SPILL_ANSWERS, _SPILL_RATIO = 8, 1.5
 """A session leaves its engine when that owes so many answers, and so many times as many, more than another: decoding
@@ -147,11 +147,6 @@ def _reason(error: Exception) -> str:
     )
 
 
-def _end_unbegun(begun: asyncio.Future[_Begun | None]) -> None:
-    if not begun.done():
-        begun.set_result(None)
-
-
 class EngineClient:
     """Sends requests to the members, and to no other engine, from one process.
 
@@ -236,7 +231,7 @@ class EngineClient:
                 for session in sessions:
                     waiting.enter_context(session.queued())
                 if sessions:
-                    waiting.enter_context(sessions[0].interruptible(partial(_end_unbegun, begun)))
+                    waiting.enter_context(sessions[0].interruptible(partial(settle, begun, None)))
                 return await begun
         except asyncio.CancelledError:
             if begun.done() and not begun.cancelled() and (taken := begun.result()):
@@ -312,6 +307,5 @@ class EngineClient:
         """End what waits: the pool has died."""
         if not following.cancelled() and (error := following.exception()):
             for *_, begun in self._queue:
-                if not begun.done():
-                    begun.set_exception(error)
+                settle(begun, error)
             self._queue.clear()

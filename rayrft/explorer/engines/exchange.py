@@ -21,6 +21,7 @@ from typing import Any
 from rayrft.config.explorer import RepetitionConfig
 from rayrft.errors import EngineFailed, RayrftError
 from rayrft.runtime.handle import Handle
+from rayrft.runtime.waits import settle
 
 log = logging.getLogger(__name__)
 
@@ -333,19 +334,10 @@ class Requester:
                 if number in self._on_tokens:
                     self._on_tokens[number](answered)
             elif number in self._asked:  # else it was cancelled
-                _set(self._asked.pop(number), answered)
+                settle(self._asked.pop(number), answered)
         if self._asked and not self._calls:
             self._schedule()
 
     def _fail(self, numbers: Collection[int], error: BaseException) -> None:
         for number in numbers & self._asked.keys():
-            _set(self._asked.pop(number), error)
-
-
-def _set(future: asyncio.Future[list[Completion]], answer: list[Completion] | BaseException) -> None:
-    if future.done():  # cancelled
-        return
-    if isinstance(answer, BaseException):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)
+            settle(self._asked.pop(number), error)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrft.errors import ConfigError, nearest
 from rayrft.explorer.tools.base import Tool, ToolFailed
+from rayrft.runtime.waits import settle
 
 if TYPE_CHECKING:
     import mcp_types
@@ -104,8 +105,7 @@ class McpServer:
                 ready.set_result(client)
                 await asyncio.Event().wait()
         except Exception as error:  # a transport may fail in any way; calls in flight fail by themselves
-            if not ready.done():
-                ready.set_exception(error)
+            settle(ready, error)
         finally:
             ready.cancel()  # so that no call waits for it
 

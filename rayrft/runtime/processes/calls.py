@@ -12,7 +12,7 @@ from rayrft.errors import CallFailed, CallTimeout, ProcessDied, RayrftError
 from rayrft.runtime.actor_pool import TRIES
 from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.worker import Worker
-from rayrft.runtime.waits import cancel
+from rayrft.runtime.waits import cancel, settle
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -126,8 +126,7 @@ class CallQueue(Generic[A, R]):
                 while not self._calls.empty():
                     waiting.append(self._calls.get_nowait().done)
                 for each in waiting:
-                    if not each.done():
-                        each.set_exception(self._error)
+                    settle(each, self._error)
                 return
 
     async def _take(self, most: int) -> list[QueuedCall[A, R]]:
@@ -159,8 +158,8 @@ class CallQueue(Generic[A, R]):
                 call.seconds = time.perf_counter() - started
                 if len(calls) > 1 or (isinstance(error, self._again) and call.tries < TRIES):
                     self._calls.put_nowait(call)
-                elif not call.done.done():
-                    call.done.set_exception(error)
+                else:
+                    settle(call.done, error)
             return
         finally:
             for timer in timers:
@@ -171,8 +170,7 @@ class CallQueue(Generic[A, R]):
         took = (time.perf_counter() - started) / len(calls)
         self._usual_s = took if self._usual_s is None else 0.9 * self._usual_s + 0.1 * took
         for call, result in zip(calls, results, strict=True):
-            if not call.done.done():
-                call.done.set_result(result)
+            settle(call.done, result)
 
     def _slow_after(self, calls: int) -> float:
         latest = _SLOWEST_SHARE * self._deadline_s

@@ -33,7 +33,7 @@ import cloudpickle
 from rayrft.errors import CallFailed, ProcessDied
 from rayrft.runtime.processes.template import RECORD, RENEW, STATUS, Blueprint
 from rayrft.runtime.processes.worker import Worker
-from rayrft.runtime.waits import cancel
+from rayrft.runtime.waits import cancel, settle
 
 _PASSED = re.compile(
     r"(?!.*(KEY|TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL))(?:(PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|TZ|LANG|LANGUAGE|PWD)"
@@ -277,5 +277,4 @@ class _Template:
         self._control.close()
         for worker in [*self._workers.values(), *self._forking]:
             worker.ended.set_result(-signal.SIGKILL)
-        if not self.ready.done():
-            self.ready.set_exception(ProcessDied("the template of processes ended", field="create", value=how))
+        settle(self.ready, ProcessDied("the template of processes ended", field="create", value=how))

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rayrft.registry import load_plugins
+from rayrft.runtime.waits import settle
 
 HEADER = struct.Struct("<Q")
 """The length of the pickle that follows it, on the socket of a process."""
@@ -244,7 +245,7 @@ class Parent:
         """Read a reply; set the future of the coroutine that waits for it, if there is one."""
         reply: Reply = self.receive()
         if (future := self._futures.get(reply.number)) is not None:
-            future.get_loop().call_soon_threadsafe(_set_unless_done, future, reply.value)
+            future.get_loop().call_soon_threadsafe(settle, future, reply.value)
         return reply
 
     def _read_if_ready(self) -> None:
@@ -266,11 +267,6 @@ class Parent:
                 raise ConnectionResetError
             view = view[count:]
         return data
-
-
-def _set_unless_done(future: asyncio.Future[bytes], value: bytes) -> None:
-    if not future.done():
-        future.set_result(value)
 
 
 parent: Parent
