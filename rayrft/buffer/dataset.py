@@ -17,8 +17,8 @@ from ray.data.datasource import Datasource, ReadTask
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.export import conform, expert_message
 from rayrft.buffer.log.row_log import Ref
-from rayrft.data.ray_data import ordered_blocks
 from rayrft.data.selection import Selection
+from rayrft.data.tables import ordered_blocks
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA, Experience, from_batch, to_batch, unpack
 from rayrft.runtime.handle import Handle, answer

@@ -29,7 +29,7 @@ from rayrft.data.formats import (
     value_at,
 )
 from rayrft.data.images import image_paths
-from rayrft.data.ray_data import ordered_blocks
+from rayrft.data.tables import ordered_blocks
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA, Experience, Task, dedup_key, to_batch

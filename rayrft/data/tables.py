@@ -1,8 +1,10 @@
-"""Tables of any columns and any size, read from files and written to them as Arrow batches."""
+"""Tables of any columns and any size, read from files and written to them as Arrow batches; and Ray Data with ordered
+rows and without progress output."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +21,9 @@ from rayrft.data.formats import RowFiles, as_text, open_rows
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA
 from rayrft.files import atomic_file
+
+if TYPE_CHECKING:
+    import ray.data
 
 _SUFFIXES = (".jsonl", ".parquet")
 _JSON = {b"rayrft.json": b"1"}
@@ -274,3 +279,33 @@ def _column(rows: list[dict[str, Any]], column: pa.Field) -> pa.Array:
     except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError) as error:
         problem = f"values are not {column.type}: {str(error).splitlines()[0]}"
         raise DataError(problem, "give a file that `rayrft data export` wrote", field=f"column {column.name}") from None
+
+
+def ordered_blocks(dataset: ray.data.Dataset) -> list[Any]:
+    """Return references to a dataset's blocks as Arrow tables, in its order, which Ray Data does not keep by itself."""
+    options = dataset.context.execution_options
+    before, options.preserve_order = options.preserve_order, True
+    try:
+        return dataset.to_arrow_refs()
+    finally:
+        options.preserve_order = before
+
+
+@contextmanager
+def quiet_ray_data() -> Iterator[None]:
+    """Make datasets that are created inside keep the order of their rows, and Ray Data log errors alone."""
+    import ray.data
+
+    context = ray.data.DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    # The newer reader stalls for seconds on small files.
+    context.use_datasource_v2 = False
+    context.execution_options.preserve_order = True
+    logger = logging.getLogger("ray.data")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with ray.data.DataContext.current(context):
+            yield
+    finally:
+        logger.setLevel(before)

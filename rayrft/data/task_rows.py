@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rayrft.config.base import resolved
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.formats import Row, open_rows
-from rayrft.data.ray_data import quiet_ray_data
+from rayrft.data.tables import quiet_ray_data
 from rayrft.errors import DataError, nearest
 
 if TYPE_CHECKING:

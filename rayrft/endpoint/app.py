@@ -1,19 +1,30 @@
-"""The HTTP application of the endpoint: its routes."""
+"""The HTTP application of the endpoint: its routes, and how a replica of Ray Serve builds it."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from contextvars import Context
 from dataclasses import asdict
 from typing import Any
 
+import ray
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from ray.exceptions import RayTaskError
 
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.endpoint.keeper import SessionKeeper
 from rayrft.endpoint.protocol import ChatRequest, CompletionRequest, FeedbackRequest, ResponsesRequest, Sampled
 from rayrft.endpoint.responder import Responder
+from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import DataError, FeedbackRefused
+from rayrft.explorer.engines.client import EngineClient
+from rayrft.runtime import ray_api
+from rayrft.runtime.handle import Handle, root_cause
+from rayrft.runtime.serving.applications import Owner
 from rayrft.runtime.serving.http import ApiError, EventStream, Handler, HttpService, Route, parse
+from rayrft.runtime.waits import Waits
 
 PRIVATE = "private-"
 """Prefix of API keys whose requests are neither kept nor trained on."""
@@ -111,3 +122,40 @@ class PolicyEndpoint(HttpService):
     def _card(self) -> dict[str, Any]:
         about = {"object": "model", "created": 0, "owned_by": "rayrft"}
         return {"id": self._settings.model, **about, "max_model_len": self._settings.max_length}
+
+
+class _RemoteSessions:
+    """The sessions in the keeper's actor. Calls run outside of the request's context, or Ray would cancel them with the
+    request, whose end the keeper must know; their errors are without Ray's wrappers."""
+
+    def __init__(self, keeper: Handle[SessionKeeper]) -> None:
+        self._keeper = keeper
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any) -> Any:
+            try:
+                return await Context().run(self._keeper.call, getattr(SessionKeeper, name), *args)
+            except RayTaskError as error:
+                raise error.cause from None
+            except ray_api.ACTOR_ERRORS as error:
+                raise root_cause(error, "keeper") from None
+
+        return call
+
+
+def build_endpoint(
+    count: Callable[[str], None], model: str, settings: EndpointSettings, pool: Owner, keeper: str | None
+) -> PolicyEndpoint:
+    """Build the API over a run's engine pool and its keeper, an actor in the same namespace; without a keeper, nothing
+    is recorded."""
+
+    def handle(name: str) -> Handle[Any]:
+        return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=pool.namespace))
+
+    responder = Responder(
+        EngineClient(handle(pool.name), Waits("endpoint"), 1 / settings.config.replicas),
+        _RemoteSessions(handle(keeper)) if keeper is not None else None,
+        ChatTokenizer(model, template=settings.template),
+        settings,
+    )
+    return PolicyEndpoint(responder, count)

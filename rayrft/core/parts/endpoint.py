@@ -54,7 +54,7 @@ class KeeperPart(Part[SessionKeeper]):
         config, model, prepared = self.config, self.config.model, self.run.prepared
         if config.endpoint is None:
             return None
-        from rayrft.endpoint.deployment import build_endpoint
+        from rayrft.endpoint.app import build_endpoint
         from rayrft.runtime.serving.applications import Owner, applications
         from rayrft.runtime.serving.deploy import HttpApplication
 
