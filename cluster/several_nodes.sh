@@ -6,6 +6,8 @@
 #   bash cluster/several_nodes.sh --join I    start node I as one more node of the running cluster
 #   bash cluster/several_nodes.sh --kill I    kill node I with all its processes
 #   bash cluster/several_nodes.sh --cut I     cut the network link of node I
+#   bash cluster/several_nodes.sh --plug I    connect it again
+#   bash cluster/several_nodes.sh --slow I    delay what node I receives by 50 ms, and lose 2 % of it
 #   bash cluster/several_nodes.sh --stop      kill all nodes
 #
 # Each node has its own network, mount, uts and pid namespace: its own address and host name, its own /tmp/ray and
@@ -112,8 +114,11 @@ case ${1:-} in
   --kill)
     kill -9 "$(pid_of "$2")"
     rm "$state/$2.pid"
+    nsenter -t "$(pid_of bridge)" -n -- ip link delete "node$2" # else it stays for a moment, and no other can take its name
     ;;
   --cut) nsenter -t "$(pid_of bridge)" -n -- ip link set "node$2" down ;;
+  --plug) nsenter -t "$(pid_of bridge)" -n -- ip link set "node$2" up ;;
+  --slow) nsenter -t "$(pid_of bridge)" -n -- tc qdisc replace dev "node$2" root netem delay 50ms loss 2% ;;
   --stop) stop ;;
   [1-8])
     for tool in ip unshare nsenter; do

@@ -8,7 +8,7 @@ from rayrft.config.base import Section
 
 
 class RestartsConfig(Section):
-    """Budget of restarts, which each kind of actor has for itself."""
+    """Budget of restarts, for each kind of actor. The Master is restarted ``per_hour`` times in all."""
 
     per_hour: int = Field(20, ge=0)
     """Restarts of a kind of actor within an hour. One more death ends the run, with the cause of the first of them.

@@ -1,4 +1,4 @@
-"""Actors of a whole run are killed, one of each kind, and the run goes through to its end."""
+"""A whole run is scaled, and its actors are killed, one of each kind: it goes through to its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayrft.monitor.summary import Summary
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 KINDS = {
-    "engine-1": "engines",
+    "engine-2": "engines",
     "rank": "trainer",
     "explorer-1": "explorer",
     "engine_pool": "engine_pool",
@@ -48,6 +48,8 @@ def survived(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tupl
     try:
         for record in run.records():
             records.append(record)
+            if isinstance(record, StepRecord) and record.step == 1:
+                assert run.scale(3) == 2
             due = 4 + 4 * (len(KINDS) - len(left))
             taken = isinstance(record, StepRecord) and record.usual_rows and record.step >= due
             if left and taken and {left[0], "trainer"} - {"rank"} <= run.pids().keys():  # or at a later step
