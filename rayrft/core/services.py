@@ -74,8 +74,7 @@ def serve_rewards(config: RewardServiceConfig, say: Callable[[str], None] = prin
     connect()
     from rayrft.endpoint.rewards import build_reward_endpoint
     from rayrft.rewards.service import RewardService, rewards_open
-    from rayrft.runtime.serving.applications import Owner, delete_applications
-    from rayrft.runtime.serving.deploy import HttpApplication
+    from rayrft.runtime.serving.applications import HttpApplication, Owner, delete_applications
 
     plan = [*reward_replicas(config.reward), _http_bundles(http)]
     say(show_plan(config.name, plan))
@@ -99,8 +98,7 @@ def serve_feedback(folder: Path, settings: FeedbackConfig) -> OpenService:
     key_file = None if digests else feedback_folder(folder) / "key"
     connect()
     from rayrft.feedback.app import build_page
-    from rayrft.runtime.serving.applications import Owner, create_anchor, delete_applications
-    from rayrft.runtime.serving.deploy import HttpApplication
+    from rayrft.runtime.serving.applications import HttpApplication, Owner, create_anchor, delete_applications
 
     _prepare([_http_bundles(settings)])
     shared = config.buffer.name

@@ -194,8 +194,7 @@ class TrainLoop:
                 except LeaseEnded as ended:
                     if ended.value != "end_of_data":
                         raise
-                    taken = progress.stage_step
-                    await self.recorder.note(f"stage ends after {taken} steps: {ended}", stage.name, progress.step)
+                    await self.note(f"stage ends after {progress.stage_step} steps: {ended}")
                     break
                 stage = self.config.stages[progress.stage]
                 if progress.stage_step < stage.steps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rayrft.config.serve import FeedbackConfig
-from rayrft.experience import Experience
+from rayrft.experience import Experience, json_digest
 from rayrft.feedback.judgements import MOST_RANKED, Judgement, Judgements, View
 
 
@@ -79,7 +78,7 @@ def items_of(group: ShownGroup) -> list[Item]:
     answers = [answer for answer in group.answers if answer.text]
     items = [Item(f"one:{answer.experience_id}", "one", group.task_id, (answer,)) for answer in answers]
     different = list({answer.text: answer for answer in answers}.values())
-    mixed = sorted(different, key=lambda answer: _draw(answer.experience_id))[:MOST_RANKED]
+    mixed = sorted(different, key=lambda answer: json_digest(answer.experience_id))[:MOST_RANKED]  # random but fixed
     if len(mixed) > 1:
         items.append(Item(f"pair:{group.group_id}", "pair", group.task_id, tuple(mixed[:2])))
     if len(mixed) > 2:
@@ -100,7 +99,7 @@ def order_of(item: Item, rule: str, judgements: Judgements) -> tuple[bool, float
         "low_deviation": lambda: float(np.std([answer.reward or 0.0 for answer in item.answers])),
         "disagreement": lambda: -_disagreement(item, judgements),
     }[rule]()
-    return not item.answers[0].waiting, value, _draw(item.key)
+    return not item.answers[0].waiting, value, json_digest(item.key)
 
 
 def _disagreement(item: Item, judgements: Judgements) -> float:
@@ -112,11 +111,6 @@ def _disagreement(item: Item, judgements: Judgements) -> float:
         values += [value for each in people if (value := judgements.reward(each, answer.experience_id)) is not None]
         spread.append(float(np.std(values)) if values else 0.0)
     return max(spread)
-
-
-def _draw(name: str) -> str:
-    """Return a key that sorts names in a random but fixed order."""
-    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)

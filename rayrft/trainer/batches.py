@@ -85,13 +85,9 @@ class MicroBatch:
     experiences: tuple[str, ...] = ()
     """Experience ids of the rows."""
 
-    def with_tokens(self, tokens: TokenBatch) -> Self:
-        """Return the micro-batch with other inputs of losses."""
-        return replace(self, tokens=tokens)
-
     def annotated(self, **fields: Tensor) -> Self:
         """Return the micro-batch with these fields of its `TokenBatch`."""
-        return self.with_tokens(replace(self.tokens, **fields))
+        return replace(self, tokens=replace(self.tokens, **fields))
 
     @cached_property
     def predicted(self) -> Tensor:

@@ -242,12 +242,14 @@ class Learner:
         if self.critic is not None:
             bootstraps = bool(self.algorithm.coefficients.get("bootstrap_truncated"))
             batches = with_values(batches, self.critic, final=bootstraps)
-        batches = each_micro(batches, lambda micro: micro.with_tokens(self.algorithm.token_advantages(micro.tokens)))
+        batches = each_micro(
+            batches, lambda micro: replace(micro, tokens=self.algorithm.token_advantages(micro.tokens))
+        )
         if self.algorithm.normalise_advantages:
             by = self.algorithm.normalise_by
             sums = sum_moments((micro.tokens for batch in batches for micro in batch), self._device, by)
             moments = Moments.of(self._reduce(sums), by)
-            batches = each_micro(batches, lambda micro: micro.with_tokens(normalise(micro.tokens, moments)))
+            batches = each_micro(batches, lambda micro: replace(micro, tokens=normalise(micro.tokens, moments)))
         if self.teacher is not None:
             vocabulary = self.policy.vocabulary
             batches = with_teacher(batches, self.algorithm, self.teacher, vocabulary, self._temperature)

@@ -55,8 +55,7 @@ class KeeperPart(Part[SessionKeeper]):
         if config.endpoint is None:
             return None
         from rayrft.endpoint.app import build_endpoint
-        from rayrft.runtime.serving.applications import Owner, applications
-        from rayrft.runtime.serving.deploy import HttpApplication
+        from rayrft.runtime.serving.applications import HttpApplication, Owner, applications
 
         name = actor_name(config.name, "serve")
         if self.run.taken_over and (await asyncio.to_thread(applications, name)) != []:

@@ -1,6 +1,6 @@
 """Workflows: one attempt at a task. The runner (`rayrft.explorer.rollout`) repeats it and scores the trajectories."""
 
-from rayrft.explorer.workflows import chat, episode, retry, tools
+from rayrft.explorer.workflows import chat, episode, tools
 from rayrft.explorer.workflows.base import Workflow, build_workflow, register_workflow, workflows
 
 __all__ = [
@@ -9,7 +9,6 @@ __all__ = [
     "chat",
     "episode",
     "register_workflow",
-    "retry",
     "tools",
     "workflows",
 ]
