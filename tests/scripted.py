@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 from rayrft.runtime.handle import Handle
@@ -24,7 +25,9 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._target, name)
-        return type("Method", (), {"remote": staticmethod(lambda *a, **k: asyncio.ensure_future(method(*a, **k)))})
+        remote = SimpleNamespace(remote=lambda *a, **k: asyncio.ensure_future(method(*a, **k)))
+        remote.options = lambda **_: remote
+        return remote
 
 
 def handle(actor: Any, name: str = "actor") -> Handle[Any]:

@@ -197,8 +197,8 @@ class Restarts:
 
     async def _watch(self, part: Part[Any], actor: Handle[Any]) -> None:
         pid = await actor.untracked.call(Watched.pid) if part.on_death == "restart" else 0
-        while (cause := await (self._restarted_by_ray(actor, pid) if pid else self._failure(actor))) is not None:
-            started = time.monotonic()
+        while (death := await (self._restarted_by_ray(actor, pid) if pid else self._failure(actor))) is not None:
+            cause, died = death
             if actor not in part.supervised:  # the run was scaled down
                 await asyncio.Event().wait()
             while True:
@@ -209,22 +209,22 @@ class Restarts:
                     break
                 except (ray.exceptions.RayError, RayrftError) as error:  # it died again, or another actor did
                     cause = root_of_death(error, actor.name)
-            await self._end(part, actor, cause, time.monotonic() - started)
+            await self._end(part, actor, cause, time.monotonic() - died)
 
     async def _watch_added(self) -> None:
         async with asyncio.TaskGroup() as watches:
             while True:
                 watches.create_task(self._watch(*await self._added.get()))
 
-    async def _failure(self, actor: Handle[Any]) -> RayrftError | None:
-        """Return why an actor failed; None once the run has stopped it."""
+    async def _failure(self, actor: Handle[Any]) -> tuple[RayrftError, float] | None:
+        """Return why an actor failed, and when; None once the run has stopped it."""
         try:
             await until_failed(actor)
         except (ray.exceptions.RayError, RayrftError) as error:
-            return root_of_death(error, actor.name)
+            return root_of_death(error, actor.name), time.monotonic()
         return None
 
-    async def _restarted_by_ray(self, actor: Handle[Any], pid: int) -> RayrftError:
+    async def _restarted_by_ray(self, actor: Handle[Any], pid: int) -> tuple[RayrftError, float]:
         try:
             return await until_restarted(actor, pid)
         except ray.exceptions.RayError as error:  # for good

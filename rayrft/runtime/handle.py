@@ -230,13 +230,15 @@ async def until_failed(actor: Handle[Watched]) -> None:
     await when_reachable(lambda: actor.with_options(max_task_retries=0).call(Watched.watch))
 
 
-async def until_restarted(actor: Handle[Watched], pid: int) -> RayrftError:
-    """Return why an actor's process of this id died, once Ray has restarted the actor. Raises the error of an actor
-    that Ray fails to restart."""
+async def until_restarted(actor: Handle[Watched], pid: int) -> tuple[RayrftError, float]:
+    """Return why an actor's process of this id died, and when, once Ray has restarted the actor. Raises the error of an
+    actor that Ray fails to restart."""
+    died = time.monotonic()
     while await actor.untracked.call(Watched.pid) == pid:  # also if it could not be reached for a while
         with contextlib.suppress(ray.exceptions.ActorUnavailableError):
             await actor.with_options(max_task_retries=0).call(Watched.watch)
-    return ActorDied("its process died", _REMEDY, field=actor.name)
+        died = time.monotonic()
+    return ActorDied("its process died", _REMEDY, field=actor.name), died
 
 
 async def when_reachable(call: Callable[[], Awaitable[R]]) -> R:

@@ -88,6 +88,10 @@ class MortalPart(Part[Mortal]):
         self.living, self.events = Mortal(), list[str]()
         self.handle = TrackedHandle(remote(self.living, "engine-0"), Waits("master"))
 
+    @property
+    def supervised(self) -> list[Handle[Any]]:
+        return [self.handle]
+
     async def lost(self, actor: Handle[Mortal]) -> None:
         self.events.append("lost")
 
@@ -111,7 +115,7 @@ class Subject:
         self.notes = AsyncMock()
         self.restarts = Restarts(parts, config, self._say, self.blamed, self.notes)
         self.restarts.running = True
-        [self.watch] = [asyncio.ensure_future(watch) for watch in self.restarts.watches().values()]
+        self.watch, _ = (asyncio.ensure_future(watch) for watch in self.restarts.watches().values())
 
     async def restarted(self, count: int = 1) -> None:
         """Wait until there were so many restarts in all."""
