@@ -14,7 +14,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from rayrft.errors import ConfigError
-from rayrft.runtime.serving import deploy
+from rayrft.runtime.serving import applications
 
 
 def opened_from_here(fails):
@@ -23,8 +23,8 @@ def opened_from_here(fails):
             raise ConfigError("taken", field="serve.port", remedy="give another")
         return ray.get_runtime_context().get_node_id()
 
-    deploy._open = opening
-    return deploy.HttpApplication("app", "route", None, None, None, ()).open()
+    applications._open = opening
+    return applications.HttpApplication("app", "route", None, None, None, ()).open()
 
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
