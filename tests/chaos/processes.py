@@ -49,6 +49,7 @@ def at_work(raylet: psutil.Process) -> set[psutil.Process]:
 
 
 def ranks(run: rayrft.Run) -> list[int]:
+    """Those on the node of the Trainer, which has no other run."""
     return [each.pid for each in raylet_above(run.pids()["trainer"]).children() if "RayTrainWor" in each.name()]
 
 

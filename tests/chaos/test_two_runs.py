@@ -37,12 +37,12 @@ def weights(run: rayrft.Run) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_run_beside_one_whose_engine_and_rank_die_ends_with_the_weights_that_it_has_alone(tmp_path: Path) -> None:
+def test_a_run_beside_one_whose_engine_and_trainer_die_ends_with_the_weights_that_it_has_alone(tmp_path: Path) -> None:
     with (
         running(make_config(tmp_path, "dying", 10_000)) as dying,
         running(make_config(tmp_path, "calm", 10_000)) as calm,
     ):
-        for deaths, target in enumerate(("engine-0", "rank")):
+        for deaths, target in enumerate(("engine-0", "trainer")):
             more_steps(dying, 4)
             more_steps(calm, 4)
             assert send(find(dying, target))

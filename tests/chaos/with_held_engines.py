@@ -1,0 +1,11 @@
+"""A plugin, like `tests/without_vllm.py`: the run's engines are real, and wait where the test holds them."""
+
+from __future__ import annotations
+
+import ray
+
+from rayrft.core.parts import engines
+from tests.chaos.held_engines import HeldEngine
+
+if ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
+    engines.RolloutEngine = HeldEngine  # type: ignore[attr-defined]
