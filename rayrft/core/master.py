@@ -63,11 +63,12 @@ class Master(Watched):
             config = load_config(config.folder / "config.yaml")  # with the changes since
             progress = Checkpoints(config.folder, config.checkpoint).latest() or progress
         self._progress = progress
-        self._steering = Steering(config, progress, self._adopt)
+        self._steering = Steering(config, progress, self._adopt, self._taken_over)
         self._config = config = self._steering.config
         Room.limit_s = config.monitor.stall_s / 2
         kept = progress.records if config.trains and not self._taken_over else None
         self._recorder = Recorder(config, kept, progress.step)
+        self._steering.reached = self._recorder.totals.step if self._taken_over else 0
         self._stop = asyncio.Event()
         if self._taken_over and (config.folder / "summary.json").exists():  # its predecessor was stopping
             self._stop.set()
@@ -355,7 +356,7 @@ class Master(Watched):
     async def _return_to_config(self, parts: RunParts) -> None:
         """Return to the config of the present step: later changes are made again at their own steps."""
         self._steering.rewind()
-        if self._steering.config != self._config:
+        if self._steering.config != self._config or self._taken_over:  # the predecessor may have made later changes
             self._adopt(self._steering.config)
             explorers = parts[ExplorerPart].actors
             await asyncio.gather(*(explorer.call(Explorer.adjust, self._config) for explorer in explorers))

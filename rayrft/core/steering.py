@@ -44,7 +44,7 @@ class ConfigChange:
 
 
 _change = TypeAdapter(ConfigChange)
-_JOURNAL = "changes.jsonl"
+_JOURNAL, _PAUSED = "changes.jsonl", ".paused"
 
 
 def histories(folder: Path) -> dict[str, list[ConfigChange]]:
@@ -82,13 +82,19 @@ def _append(folder: Path, *changes: ConfigChange) -> None:
 
 class Steering:
     """Holds requests until the train loop serves them, in their order: ``checkpoint`` and ``evaluate`` are methods of
-    `TrainLoop`, the others methods that take it. A ConfigError refuses a request. ``adopt`` informs the Master."""
+    `TrainLoop`, the others methods that take it. A ConfigError refuses a request. ``adopt`` informs the Master;
+    ``taken_over`` says whether it has taken the run over from another one, which may have paused it."""
 
-    def __init__(self, config: RunConfig, progress: Progress, adopt: Callable[[RunConfig], None]) -> None:
+    def __init__(
+        self, config: RunConfig, progress: Progress, adopt: Callable[[RunConfig], None], taken_over: bool = False
+    ) -> None:
         self.config, self._progress, self._adopt = config, progress, adopt
-        self.paused_since: float | None = None
+        mark = self._mark = config.folder / _PAUSED
+        self.paused_since = mark.stat().st_mtime if taken_over and mark.exists() else None
+        if self.paused_since is None:
+            mark.unlink(missing_ok=True)
         self._requests = deque[tuple[str, Sequence[Any], asyncio.Future[Any]]]()
-        self._arrived, self._ended, self._reached = asyncio.Event(), False, 0
+        self._arrived, self._ended, self.reached = asyncio.Event(), False, 0
         self._beyond, self._seen = defaultdict[int, float](float), set[int]()
         """By place of the guard: steps in a row that are out of bounds; and whether the run has its number."""
         self.rewind()
@@ -133,8 +139,8 @@ class Steering:
         while self._later and (step := self._later[0].step) <= self._progress.step:
             again = [self._later.popleft() for change in [*self._later] if change.step == step]
             await self._make(loop, load_config(self.config, {each.key: each.new for each in again}), again)
-        self._reached = max(self._reached, self._progress.step)
-        if self._progress.step < self._reached:
+        self.reached = max(self.reached, self._progress.step)
+        if self._progress.step < self.reached:
             return  # the run repeats steps: engines have the weights of later ones
         try:
             while self._requests or self.paused_since is not None:
@@ -191,12 +197,15 @@ class Steering:
         """Hold the run; return its step."""
         if self.paused_since is None:
             self.paused_since = time.time()
+            with contextlib.suppress(OSError):  # a full disk: the Master's successor does not know then
+                self._mark.touch()
             await loop.note(text)
         return self._progress.step
 
     async def unpause(self, loop: TrainLoop) -> float:
         """Let the run continue; return the seconds it was paused."""
         seconds, self.paused_since = time.time() - (self.paused_since or time.time()), None
+        self._mark.unlink(missing_ok=True)
         await loop.note(f"unpaused after {seconds:.1f} s", paused_s=seconds)
         return seconds
 

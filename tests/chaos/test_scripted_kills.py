@@ -379,3 +379,25 @@ def test_a_run_is_scaled_up_and_down_while_its_actors_are_killed(prepared: Prepa
     assert not outcome.problems, describe(outcome)
     assert [len(each) for each in engines] == [4, 1, 2] and engines[1] == {"engine-0"}
     assert load_config(outcome.folder / "config.yaml").explorer.engine.count == 2
+
+
+def test_a_paused_run_whose_master_dies_stays_paused_after_the_same_step(prepared: Prepared, tmp_path: Path) -> None:
+    held = list[int | str]()
+
+    async def user(master: Master, cluster: Cluster) -> None:
+        while (await master.status()).step < 5:  # noqa: ASYNC110 - in simulated time
+            await asyncio.sleep(0.1)
+        held.append(await master.steer("pause"))
+        actor = next(each for each in cluster.world.living if each.name == "master")
+        actor.kill(restart=True)
+        while not is_up(actor.life):  # noqa: ASYNC110 - in simulated time
+            await asyncio.sleep(0.1)
+        assert actor.life is not None
+        successor: Master = actor.life.target
+        held.append(await successor.steer("checkpoint"))
+        held.append((await successor.status()).status)
+        await successor.steer("unpause")
+
+    outcome = simulate(27, 0, prepared, tmp_path, user=user)
+    assert not outcome.problems, describe(outcome)
+    assert held == [held[0], held[0], "paused"]
