@@ -162,6 +162,8 @@ def once(method: Callable[Concatenate[T, P], Awaitable[R]]) -> Callable[Concaten
 
 def is_restarted() -> bool:
     """Return whether this process is that of an actor which Ray has restarted."""
+    if not ray.is_initialized():  # else Ray would start
+        return False
     context = ray.get_runtime_context()
     return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)
 
