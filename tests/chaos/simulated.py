@@ -35,7 +35,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """Jumps to the next timer when nothing else is left to run, and does in a turn of its own what is for a thread."""
 
     def __init__(self) -> None:
-        super().__init__(selectors.SelectSelector())
+        super().__init__(selectors.DefaultSelector())
         self._now = 1000.0
         select = self._selector.select  # type: ignore[attr-defined]
 

@@ -153,12 +153,13 @@ def test_a_thread_that_asks_and_one_that_waits_for_a_call_read_what_is_theirs() 
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as ending:
         ending.callback(ours.shutdown, socket.SHUT_RDWR)  # else threads that read would be waited for
-        process, parent = template.Parent(theirs), template.Parent(ours)
+        process, parent, arrivals = template.Parent(theirs), template.Parent(ours), select.poll()
+        arrivals.register(ours, select.POLLIN)
         for number in range(1, 21):
             asking = threads.submit(process.ask, "question")
             assert parent.receive().number == number
             waiting = threads.submit(process.call)
-            select.select([ours], [], [], 0.02)  # time for both to read, if both did
+            arrivals.poll(20)  # time for both to read, if both did
             parent.send(template.Reply(number, pickle.dumps("answer")))
             parent.send(("method", ("argument",)))
             assert asking.result(20) == "answer" and waiting.result(20) == ("method", ("argument",))
