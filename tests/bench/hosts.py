@@ -227,7 +227,7 @@ class ScriptedRank:
 
 
 class Host:
-    """A stand-in for every eighth engine and rank. Host 0 pauses at the steps in ``held``."""
+    """Simulates the engines and ranks of one GPU in eight. Host 0 pauses at the steps in ``held``."""
 
     def __init__(self, held: Sequence[int]) -> None:
         self._engines: dict[int, ScriptedEngine] = {}
