@@ -9,6 +9,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import ClassVar, ParamSpec, TypeVar
 
@@ -34,6 +35,7 @@ class Room:
 def held(write: Callable[P, R]) -> Callable[P, R]:
     """Let a write that raises NoRoom, and then has changed nothing, wait until there is room. It blocks."""
 
+    @wraps(write)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         began, waited, file = time.monotonic(), 0.0, ""
         try:
