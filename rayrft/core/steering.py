@@ -93,6 +93,7 @@ class Steering:
         self.paused_since = mark.stat().st_mtime if taken_over and mark.exists() else None
         if self.paused_since is None:
             mark.unlink(missing_ok=True)
+        self._later = deque[ConfigChange]()
         self._requests = deque[tuple[str, Sequence[Any], asyncio.Future[Any]]]()
         self._arrived, self._ended, self.reached = asyncio.Event(), False, 0
         self._beyond, self._seen = defaultdict[int, float](float), set[int]()
@@ -102,6 +103,8 @@ class Steering:
     def rewind(self) -> None:
         """Return to the config of ``progress.step``, from which the run repeats its steps. Overridden keys void their
         later changes."""
+        # A run may return to an earlier step again before it has made its later changes.
+        self.config = load_config(self.config, {each.key: each.new for each in self._later})
         step, present = self._progress.step, changeable(self.config)
         for key, history in histories(self.config.folder).items():
             if key in present and present[key] != history[-1].new:

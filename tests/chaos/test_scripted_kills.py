@@ -381,13 +381,22 @@ def test_a_run_is_scaled_up_and_down_while_its_actors_are_killed(prepared: Prepa
     assert load_config(outcome.folder / "config.yaml").explorer.engine.count == 2
 
 
-def test_a_paused_run_whose_master_dies_stays_paused_after_the_same_step(prepared: Prepared, tmp_path: Path) -> None:
-    held = list[int | str]()
+def test_a_paused_run_whose_master_dies_stays_paused_after_the_same_step_with_the_config_of_each_step(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    held, temperatures = list[int | str](), list[float]()
+
+    def note(life: Life, method: str, arguments: Any, _: Any) -> None:
+        if method == "adjust" and life.name == "explorer-0":
+            temperatures.append(arguments[0].explorer.sampling.temperature)
 
     async def user(master: Master, cluster: Cluster) -> None:
+        cluster.world.on_result.append(note)
         while (await master.status()).step < 5:  # noqa: ASYNC110 - in simulated time
             await asyncio.sleep(0.1)
-        held.append(await master.steer("pause"))
+        held.append(step := await master.steer("pause"))
+        assert step % 2, "the latest checkpoint is older"
+        await master.steer("change", {"explorer.sampling.temperature": 0.5})
         actor = next(each for each in cluster.world.living if each.name == "master")
         actor.kill(restart=True)
         while not is_up(actor.life):  # noqa: ASYNC110 - in simulated time
@@ -401,3 +410,4 @@ def test_a_paused_run_whose_master_dies_stays_paused_after_the_same_step(prepare
     outcome = simulate(27, 0, prepared, tmp_path, user=user)
     assert not outcome.problems, describe(outcome)
     assert held == [held[0], held[0], "paused"]
+    assert temperatures == [0.5, 1.0, 0.5], "the repeated step has the former temperature"

@@ -32,7 +32,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.digest, self.version_offset, self.fail, self.paused = "abc", 0, "", False
-        self.kept_cache = False
+        self.kept_cache, self.version = False, 0
         self.scores = [-1.0] * TOKENS
         self.dies: Any = None
         """What happens when it dies."""
@@ -43,9 +43,10 @@ class ScriptedEngine:
     async def connect(self, link: Link, first: int) -> None:
         self.links.append((link.receivers, first))
 
-    async def respond(self) -> None:
+    async def respond(self) -> int:
         if self.fail == "hang":
             await asyncio.Event().wait()
+        return self.version
 
     async def pause(self, keep_cache: bool = False) -> None:
         self.calls.append("pause")
@@ -67,7 +68,7 @@ class ScriptedEngine:
         if self.fail == "death":
             await self.dies()
             raise ActorDiedError()
-        self.paused = False
+        self.paused, self.version = False, version
         return EngineWeights(version + self.version_offset, (self.digest,))
 
     async def score(self, sequence: list[int], images: tuple[str, ...]) -> list[float]:
@@ -250,6 +251,18 @@ async def test_steps_that_are_repeated_publish_nothing_older_than_what_engines_h
     assert (await made.sync.publish(4)).digest is None and set((await made.members()).values()) == {5}
     assert not made.sync.caught_up.is_set()
     assert (await made.sync.publish(5)).digest == "abc", "the version that they hold is proven again"
+    assert made.sync.caught_up.is_set()
+
+
+async def test_a_master_that_takes_over_publishes_nothing_older_than_what_an_engine_holds() -> None:
+    made = await subject()
+    await made.sync.publish(5)
+    made.engines["engine-1"].version = 4  # the former Master died within the round
+    made.sync.newest = 0  # the new one does not know
+    await made.sync.take_over([member.handle for member in (await made.pool.members()).members])
+    made.sync.rewind(3)
+    assert not made.sync.caught_up.is_set(), "no engine is admitted"
+    assert (await made.sync.publish(4)).nbytes == 0 and (await made.sync.publish(5)).nbytes == 16
     assert made.sync.caught_up.is_set()
 
 

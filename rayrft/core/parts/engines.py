@@ -108,13 +108,6 @@ class EngineGroup:
         await fence(engine)
         self._placement.shrink(self._group, len(self.engines))
 
-    async def forget_predecessors(self) -> None:
-        """Send no more requests to predecessors of these engines, which died while the run had no Master."""
-        ours = [engine.actor for engine in self.engines]
-        for member in (await self.pool.call(EnginePool.members)).members:
-            if member.handle.actor not in ours:
-                await self.pool.call(EnginePool.leave, member.handle, "it died")
-
     def join(self, engines: Sequence[Handle[RolloutEngine]]) -> Awaitable[Membership]:
         """Let engines take requests with the weights that they were started with."""
         return self.pool.call(EnginePool.join, [Member(engine, 0) for engine in engines])
@@ -221,8 +214,6 @@ class EngineRole(Part[Any]):
         return next(group for group in self.groups.values() if engine in group.engines)
 
     async def start(self) -> None:
-        for group in self.groups.values():
-            await group.forget_predecessors()
         await asyncio.gather(*(start for group in self.groups.values() for start in group.start()))
 
 
