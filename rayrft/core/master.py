@@ -42,6 +42,7 @@ from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_en
 from rayrft.registry import load_plugins
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, is_restarted, root_cause
+from rayrft.runtime.stacks import find_stack
 from rayrft.runtime.waits import WaitReport, Waits
 from rayrft.trainer.trainer import Trainer
 from rayrft.weights.messages import SyncReport
@@ -224,7 +225,8 @@ class Master(Watched):
             parts = RunParts(KINDS, self._config, prepared, placement, waits, logged, shared, taken_over)
             parts.actors()
             self._parts = parts
-            self._restarts = Restarts(parts, self._config.restarts, self._note_restart, self._blame, self._note)
+            before = self._recorder.restarts() if taken_over else []
+            self._restarts = Restarts(parts, self._config.restarts, self._note_restart, self._blame, self._note, before)
             self._loop = await self._make_loop(parts)
             parts.admit = self._admit_replaced
             self._stalls = StallMonitor(
@@ -235,6 +237,7 @@ class Master(Watched):
                 monitor.stall_s,
                 self._config.restarts.silent_s,
                 self._restarts.kill,
+                self._stack,
             )
             self._stalls.starting = True
             watches = {**self._restarts.watches(), "stalls": self._stalls.watch()}
@@ -414,6 +417,11 @@ class Master(Watched):
 
     def _heartbeats(self, parts: RunParts) -> dict[str, Callable[[], Awaitable[Any]]]:
         return parts.heartbeats() | ({"nodes": self._save_before_drain} if self._config.trains else {})
+
+    async def _stack(self, name: str) -> str:
+        """Return what an actor does; "" if it cannot be found out."""
+        _, actor = self._parts.supervised().get(name, (None, None)) if self._parts is not None else (None, None)
+        return await find_stack(actor) if actor is not None else ""
 
     async def _save_before_drain(self) -> WaitReport:
         """Write a checkpoint when Ray begins to drain a node of the run, such as one that is preempted: a heartbeat."""

@@ -9,7 +9,7 @@ import random
 import time
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
@@ -19,6 +19,7 @@ from rayrft.core.parts.base import Part, RunParts
 from rayrft.core.supervision import root_of_death, unless_stopped
 from rayrft.errors import ActorDied, ActorUnreachable, DeviceFailed, NotFinite, RayrftError, RowsFailed, WeightSyncError
 from rayrft.explorer.explorer import Explorer, Timings
+from rayrft.monitor.records import RestartRecord
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, fence, root_cause, until_failed, until_restarted
 from rayrft.runtime.ray_api import ray
@@ -49,6 +50,11 @@ class Budget:
         self._config = config
         self._deaths: deque[tuple[float, RayrftError]] = deque()
 
+    def count(self, restart: RestartRecord) -> None:
+        """Count an earlier death."""
+        age = max(time.time() - restart.time, 0.0)
+        self._deaths.append((time.monotonic() - age, ActorDied(restart.cause, field=restart.actor)))
+
     def spend(self, cause: RayrftError) -> float:
         """Count a death; return the seconds until the restart. Raises the cause of the hour's first death if there are
         more than ``per_hour``."""
@@ -70,7 +76,8 @@ class Restarts:
     """Watches the supervised actors of a run, and restarts those that die. Until ``running`` is set a death ends it.
 
     ``say`` records a restart: its kind, actor, cause, and the seconds without the actor. ``blame`` tells the Buffer on
-    which rows or batch the ranks failed. ``note`` says what is different after a restart.
+    which rows or batch the ranks failed. ``note`` says what is different after a restart. ``before`` holds the restarts
+    by a Master that has died.
     """
 
     def __init__(
@@ -80,12 +87,15 @@ class Restarts:
         say: Callable[[str, str, RayrftError, float], Awaitable[None]],
         blame: Callable[[RowsFailed | NotFinite], Awaitable[None]],
         note: Callable[[str], Awaitable[None]],
+        before: Iterable[RestartRecord] = (),
     ) -> None:
         self.running = False
         self.rewinding = False
         """Whether the trainer's weights are lost, and not yet restored."""
         self._parts, self._config, self._say, self._blame, self._note = parts, config, say, blame, note
         self._budgets = defaultdict[str, Budget](lambda: Budget(config))
+        for restart in before:
+            self._budgets[restart.part].count(restart)
         self._restarts = Counter[str]()
         """Restarts by the actors' names."""
         self._dead: dict[str, Part[Any]] = {}

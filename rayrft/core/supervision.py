@@ -28,7 +28,7 @@ class StallMonitor:
 
     ``heartbeats`` has a call for each actor that returns its `WaitReport`, or anything else if it keeps none: an answer
     shows that the actor is alive. A stalled wait is noted after ``patience_s`` without progress, and again whenever
-    that time has doubled; after ``stall_s`` it ends the run.
+    that time has doubled, with what its target does; after ``stall_s`` it ends the run.
     """
 
     waits: Waits
@@ -40,6 +40,8 @@ class StallMonitor:
     """Time without an answer after which an actor is killed."""
     kill: Callable[[str], bool] = lambda name: False
     """Kills an actor so that it is restarted; returns whether it can be."""
+    stack: Callable[[str], Awaitable[str]] | None = None
+    """Returns what an actor does, or ""."""
     overdue: list[str] = field(default_factory=list)
     """Overdue waits, one line per wait."""
     starting: bool = False
@@ -77,6 +79,8 @@ class StallMonitor:
             if self.starting:
                 phases = dict.fromkeys(f"{wait.target} ({wait.what})" for wait in news)
                 text = f"still starting after {max(wait.quiet_s for wait in news):.0f} s: {', '.join(phases)}"
+            elif self.stack is not None and (stack := await self.stack(news[0].target)):
+                text += f"; {news[0].target} is at {stack}"
             await self.note(text, waiting=[asdict(wait) for wait in news])
         for wait in self._pings.report().waits:
             if wait.quiet_s >= self.silent_s and not self.starting:

@@ -61,6 +61,10 @@ class Recorder:
         records = (each for each in self._file.read() if each.step > step or isinstance(each, EvaluationRecord))
         return {record_key(each) for each in records if not isinstance(each, NoteRecord)}
 
+    def restarts(self) -> list[RestartRecord]:
+        """Return the records of restarts so far."""
+        return [each for each in self._file.read() if isinstance(each, RestartRecord)]
+
     async def add(self, record: Record) -> None:
         """Append a record; followers see it while it waits for room, and a note is written later. Raises StorageError
         if it cannot be written."""

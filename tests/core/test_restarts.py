@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -16,6 +18,7 @@ from rayrft.core.parts.base import Part
 from rayrft.core.restarts import Budget, Restarts, Rewound
 from rayrft.core.supervision import Stopped
 from rayrft.errors import ActorDied, ConfigError, DeviceFailed, RayrftError, RowsFailed
+from rayrft.monitor.records import RestartRecord
 from rayrft.runtime.handle import Handle, TrackedHandle, Watched
 from rayrft.runtime.waits import Waits
 from tests.errors import about
@@ -105,7 +108,7 @@ class MortalPart(Part[Mortal]):
 
 
 class Subject:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, before: Sequence[RestartRecord] = (), **settings: Any) -> None:
         monkeypatch.setattr(Handle, "kill", lambda handle, restart=False: handle.actor._target.die())
         monkeypatch.setattr(module, "_GRACE_S", 0.2)
         self.part, self.blamed = MortalPart(), AsyncMock()
@@ -113,7 +116,7 @@ class Subject:
         parts: Any = SimpleNamespace(supervised=lambda: {"engine-0": (self.part, self.part.handle)})
         config = RestartsConfig(**{"per_hour": 3, "backoff_s": 0, **settings})
         self.notes = AsyncMock()
-        self.restarts = Restarts(parts, config, self._say, self.blamed, self.notes)
+        self.restarts = Restarts(parts, config, self._say, self.blamed, self.notes, before)
         self.restarts.running = True
         self.watch, _ = (asyncio.ensure_future(watch) for watch in self.restarts.watches().values())
 
@@ -184,6 +187,23 @@ async def test_an_actor_that_dies_while_it_is_restarted_is_restarted_again_and_e
         if number == 2:
             await subject.restarted(2)
     with pytest.raises(ActorDied, match="the first of 4 deaths"):
+        await asyncio.wait_for(subject.watch, 20)
+
+
+async def test_restarts_by_a_dead_master_count_for_an_hour_with_those_of_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ages = {"engines": (4000.0, 30.0, 20.0), "trainer": (10.0,)}
+    before = [
+        RestartRecord("mix", 3, time.time() - age, part, f"{part}-0", f"death {age:.0f} s ago", 1.0)
+        for part, each in ages.items()
+        for age in each
+    ]
+    subject = Subject(monkeypatch, before)
+    subject.part.living.die()
+    await subject.restarted()
+    subject.part.living.die()
+    with pytest.raises(ActorDied, match=r"death 30 s ago \(the first of 4 deaths"):
         await asyncio.wait_for(subject.watch, 20)
 
 

@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections import Counter
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import ray
@@ -191,8 +192,10 @@ async def test_an_actor_that_does_not_answer_is_named_again_when_the_time_has_do
     stopped, notes = Part(), Notes()
     stopped.awake.clear()
     monitor = StallMonitor(Waits("master"), {"fine": Part().waiting, "engine-0": stopped.waiting}, notes, 0.2, 1.0)
+    monitor.stack = AsyncMock(return_value="attend (model.py:7) < run (model.py:2)")
     watching = asyncio.ensure_future(monitor.watch())
     assert await notes.come(3) == ["engine-0"] * 3
+    assert all(text.endswith("; engine-0 is at attend (model.py:7) < run (model.py:2)") for text in notes.texts)
     seconds = [waits[0]["quiet_s"] for waits in notes.told]
     assert seconds[0] >= 0.2 and all(later >= 2 * earlier for earlier, later in itertools.pairwise(seconds))
     assert monitor.overdue and "engine-0" in monitor.overdue[0]

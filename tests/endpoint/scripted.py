@@ -79,7 +79,7 @@ class Policy:
                     break
                 sent.append(token)
                 if told is not None and number < len(ids):  # the last one comes with the answer
-                    told(Chunk((token,), (-0.5,)))
+                    told(Chunk((token,), (-0.5,), (self.version,)))
         return Completion(tuple(sent), (-0.5,) * len(sent), ((0, len(sent), self.version),), reason)
 
 

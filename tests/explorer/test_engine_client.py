@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,16 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, 
 
 from rayrft.errors import ActorDied, EngineFailed
 from rayrft.explorer.engines.client import EngineClient
-from rayrft.explorer.engines.exchange import INTERRUPTED, Answering, Capacity, Completion, Request, Sampling, Session
+from rayrft.explorer.engines.exchange import (
+    INTERRUPTED,
+    Answering,
+    Capacity,
+    Chunk,
+    Completion,
+    Request,
+    Sampling,
+    Session,
+)
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime.waits import Waits
 from tests.errors import about
@@ -218,25 +228,73 @@ async def test_a_request_whose_engines_die_ends_alone_and_ends_no_third(subject:
     assert await subject.ask() == [ANSWER] and third.asked == [1]
 
 
-async def test_a_stream_that_has_brought_tokens_is_not_begun_again(subject: Subject) -> None:
-    seen = asyncio.Event()
+class DiesWhileItStreams(Answering):
+    """Brings tokens with weights of version 3, and dies once they have arrived."""
 
-    class Dies(Answering):
-        async def generate(self, request: Request, stream: Any = None) -> list[Completion]:
-            stream.add([5], [-0.5])
-            await seen.wait()
-            raise ActorDied("the core ended", field="engine")
+    def __init__(self, *token_ids: int) -> None:
+        super().__init__()
+        self._token_ids, self.arrived = token_ids, asyncio.Event()
 
-    await subject.join("engine-0", Dies())
-    brought: list[Any] = []
+    async def generate(self, request: Request, stream: Any = None) -> list[Completion]:
+        for token in self._token_ids:
+            stream.add([token], [-0.5], 3)
+        await self.arrived.wait()
+        raise ActorDied("the core ended", field="engine")
 
-    def receive(chunk: Any) -> None:
-        brought.append(chunk.token_ids)
-        seen.set()
 
+class Streams(Answering):
+    """Answers with two tokens of weights of version 4, the first of which streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Request] = []
+
+    async def generate(self, request: Request, stream: Any = None) -> list[Completion]:
+        self.asked.append(request)
+        stream.add([8], [-1.0], 4)
+        return [Completion((8, 1), (-1.0, -2.0), ((0, 2, 4),), "stop")]
+
+
+async def stream(
+    subject: Subject, dies: DiesWhileItStreams, **sampling: Any
+) -> tuple[asyncio.Future[list[Completion]], list[int]]:
+    """Return the answer to a request that streams, and the tokens that arrived before it; its first engine dies."""
+    await subject.join("engine-0", dies)
+    brought = list[int]()
+
+    def receive(chunk: Chunk) -> None:
+        brought.extend(chunk.token_ids)
+        dies.arrived.set()
+
+    request = Request([5], 1, replace(SAMPLING, **sampling), stream=True)
+    asked = asyncio.ensure_future(subject.client.generate(request, (), receive))
+    await asyncio.wait_for(subject.pool.members(subject.pool._membership.generation), 20)
+    return asked, brought
+
+
+async def test_an_answer_whose_engine_dies_while_it_streams_is_continued_by_another(subject: Subject) -> None:
+    asked, brought = await stream(subject, DiesWhileItStreams(6, 7), seed=40)
+    successor = await subject.join("engine-1", Streams())
+    [answer] = await asyncio.wait_for(asked, 20)
+    assert answer == Completion((6, 7, 8, 1), (-0.5, -0.5, -1.0, -2.0), ((0, 2, 3), (2, 4, 4)), "stop")
+    assert (6, 7, 8)[: len(brought)] == tuple(brought) and len(brought) >= 2, "each once; the last come with the answer"
+    [rest] = successor.asked
+    assert rest.prompt == [5, 6, 7] and rest.sampling == replace(SAMPLING, max_tokens=6, seed=42)
+
+
+@pytest.mark.parametrize(("tokens", "reason"), [((6, 1), "stop"), (range(10, 18), "length")])
+async def test_an_answer_that_has_all_its_tokens_when_its_engine_dies_is_not_continued(
+    subject: Subject, tokens: Sequence[int], reason: str
+) -> None:
+    asked, _ = await stream(subject, DiesWhileItStreams(*tokens))
+    [answer] = await asyncio.wait_for(asked, 20)
+    assert answer == Completion((*tokens,), (-0.5,) * len(tokens), ((0, len(tokens), 3),), reason)
+
+
+async def test_an_answer_that_follows_a_schema_is_not_continued(subject: Subject) -> None:
+    asked, _ = await stream(subject, DiesWhileItStreams(6), json_schema="{}")
     with pytest.raises(EngineFailed, check=about("engine-0")):
-        await subject.client.generate(Request([5], 1, SAMPLING, stream=True), (), receive)
-    assert brought == [(5,)]
+        await asyncio.wait_for(asked, 20)
 
 
 async def test_the_death_of_a_successor_that_joined_before_its_predecessor_was_missed_is_reported_too(

@@ -225,7 +225,7 @@ class Endless(Answering):
         self.running += 1
         try:
             while first not in self.interrupted and len(stream.token_ids) < request.sampling.max_tokens:
-                stream.add([first + len(stream.token_ids)], [-1.0])
+                stream.add([first + len(stream.token_ids)], [-1.0], 0)
                 for _ in range(self.rng.choice([0, 0, 1, 5])):
                     await asyncio.sleep(0)
         finally:

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
@@ -26,6 +26,7 @@ from rayrft.explorer.engines.exchange import (
     Completion,
     Request,
     Requester,
+    Sampling,
     Session,
     TokenCallback,
 )
@@ -128,15 +129,49 @@ _answers = attrgetter("answers")
 
 
 class _Stream:
-    """Receives the tokens of a request that streams; remembers whether there were any."""
+    """The one answer of a request that streams: its tokens so far, which another engine can continue."""
 
     def __init__(self, on_tokens: TokenCallback) -> None:
         self._on_tokens = on_tokens
-        self.begun = False
+        self._chunks: list[Chunk] = []
 
     def __call__(self, chunk: Chunk) -> None:
-        self.begun = True
+        self._chunks.append(chunk)
         self._on_tokens(chunk)
+
+    def so_far(self) -> Completion:
+        tokens, logprobs, versions = (
+            tuple(itertools.chain.from_iterable(map(attrgetter(name), self._chunks)))
+            for name in ("token_ids", "logprobs", "versions")
+        )
+        edges = [at for at in range(len(tokens) + 1) if versions[at - 1 : at] != versions[at : at + 1]]
+        spans = tuple((first, end, versions[first]) for first, end in itertools.pairwise(edges))
+        return Completion(tokens, logprobs, spans, INTERRUPTED)
+
+
+_NOTHING = Completion((), (), (), INTERRUPTED)
+
+
+def _why_ended(answer: Completion, sampling: Sampling) -> str | None:
+    """Return the stop reason of an answer that has all its tokens; None if it can be continued."""
+    if answer.token_ids and answer.token_ids[-1] in sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(answer.token_ids) >= sampling.max_tokens else None
+
+
+def _continued(request: Request, begun: Completion) -> Request:
+    """Return the request for the rest of an answer."""
+    count, sampling = len(begun.token_ids), request.sampling
+    seed = None if sampling.seed is None else sampling.seed + count
+    rest = replace(sampling, max_tokens=sampling.max_tokens - count, seed=seed)
+    return replace(request, prompt=[*request.prompt, *begun.token_ids], sampling=rest)
+
+
+def _joined(begun: Completion, rest: Completion) -> Completion:
+    count = len(begun.token_ids)
+    spans = tuple((first + count, end + count, version) for first, end, version in rest.versions)
+    tokens, logprobs = begun.token_ids + rest.token_ids, begun.logprobs + rest.logprobs
+    return Completion(tokens, logprobs, begun.versions + spans, rest.stop_reason)
 
 
 def _reason(error: Exception) -> str:
@@ -178,35 +213,49 @@ class EngineClient:
         """Sample the answers to a request on one engine, that of the first of its ``sessions`` if it has one; the
         others follow. For ``on_tokens`` see `Requester.ask`.
 
-        If the engine dies, another one samples the answers from the beginning, with the same seed. Raises EngineFailed
-        if that one dies too, if tokens of a stream had arrived, or if the request failed for another reason; ActorDied
-        if engines that die are not replaced; RequestRefused; and DataError for images that cannot be read.
+        If the engine dies, another one samples the answers from the beginning, with the same seed; an answer that
+        streams is continued instead. Raises EngineFailed if that one dies too, or if the request failed for another
+        reason; ActorDied if engines that die are not replaced; RequestRefused; and DataError for images that cannot be
+        read.
         """
+        stream = _Stream(on_tokens) if on_tokens is not None else None
+        for tries_left in reversed(range(_TRIES)):
+            before = stream.so_far() if stream is not None else _NOTHING
+            if ended := _why_ended(before, request.sampling):
+                return [replace(before, stop_reason=ended)]
+            rest = _continued(request, before) if before.token_ids else request
+            completions = await self._try(rest, sessions, stream, tries_left > 0)
+            if completions is not None:
+                return [_joined(before, each) for each in completions] if before.token_ids else completions
+        raise AssertionError("the last try returns or raises")
+
+    async def _try(
+        self, request: Request, sessions: Sequence[Session], stream: TokenCallback | None, again: bool
+    ) -> list[Completion] | None:
+        """Sample the answers on one engine. Returns None if it dies, and the request may be made ``again``."""
         from ray.exceptions import RayError
 
-        for tries_left in reversed(range(_TRIES)):
-            begun = await self._begin(request, sessions)
-            if begun is None:
-                return [Completion((), (), (), INTERRUPTED)] * request.n
-            engine, cost = begun
-            for session in sessions:
-                session.engine = engine.name
-            stream = _Stream(on_tokens) if on_tokens is not None else None
-            try:
-                completions = await engine.requester.ask(request, sessions[0] if sessions else None, stream)
-                self._lengths[request.n].add([len(completion.token_ids) for completion in completions])
-                return completions
-            except (RayError, ActorDied) as error:
-                died = await self._died(engine, error)
-                if died and not self._replaced:
-                    raise ActorDied(_reason(error), "see its log in the Ray dashboard", field=engine.name) from None
-                if not died or not tries_left or (stream is not None and stream.begun):
-                    problem = f"the call of the engine failed: {_reason(error)}"
-                    raise EngineFailed(problem, "ask again", field=engine.name) from None
-            finally:
-                engine.take(cost, -1)
-                self._dispatch()
-        raise AssertionError("the last try returns or raises")
+        begun = await self._begin(request, sessions)
+        if begun is None:
+            return [_NOTHING] * request.n
+        engine, cost = begun
+        for session in sessions:
+            session.engine = engine.name
+        try:
+            completions = await engine.requester.ask(request, sessions[0] if sessions else None, stream)
+            self._lengths[request.n].add([len(completion.token_ids) for completion in completions])
+            return completions
+        except (RayError, ActorDied) as error:
+            died = await self._died(engine, error)
+            if died and not self._replaced:
+                raise ActorDied(_reason(error), "see its log in the Ray dashboard", field=engine.name) from None
+            if not died or not again or (stream is not None and request.sampling.json_schema):
+                problem = f"the call of the engine failed: {_reason(error)}"
+                raise EngineFailed(problem, "ask again", field=engine.name) from None
+            return None
+        finally:
+            engine.take(cost, -1)
+            self._dispatch()
 
     async def _begin(self, request: Request, sessions: Sequence[Session]) -> _Begun | None:
         """Wait for room on an engine, and take it. Returns None if the first session is interrupted meanwhile."""

@@ -48,6 +48,7 @@ class RolloutEngine(Answering, Watched):
         """vLLM's names of the requests that are running, by identity."""
         self._kept = 0
         """Pauses in which the cache was kept: requests that have another number of them share no prefix."""
+        self._version = 0
         self._pausing = asyncio.Lock()  # a resume must not overtake a pause that is not complete
 
     @once
@@ -200,7 +201,8 @@ class RolloutEngine(Answering, Watched):
         with self._occupied():
             digests = await self._engine.collective_rpc("receive_weights", args=(number,))
         await self._engine.update_weight_version(str(version))
-        weights = EngineWeights(int(await self._engine.get_weight_version()), tuple(digests))
+        self._version = int(await self._engine.get_weight_version())
+        weights = EngineWeights(self._version, tuple(digests))
         await self.resume()
         return weights
 
@@ -279,7 +281,7 @@ class RolloutEngine(Answering, Watched):
         async for output in self._engine.generate(prompt, params, name):
             last = output
             if stream:
-                stream.add(output.outputs[0].token_ids, _logprobs(output.outputs[0]))
+                stream.add(output.outputs[0].token_ids, _logprobs(output.outputs[0]), self._version)
         assert last is not None  # a request that does not finish raises
         if images and list(last.prompt_token_ids) != token_ids:
             problem = (

@@ -80,10 +80,11 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next tokens of an answer that is being sampled, each with its log-prob."""
+    """The next tokens of an answer that is being sampled, each with its log-prob and the version of the weights."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    versions: tuple[int, ...] = ()
 
 
 class Stream:
@@ -93,19 +94,21 @@ class Stream:
         self._arrived = arrived
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
+        self.versions: list[int] = []
         self._taken = 0
 
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append tokens that were sampled."""
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Append tokens that were sampled with weights of this version."""
         if token_ids:
             self.token_ids += token_ids
             self.logprobs += logprobs
+            self.versions += [version] * len(token_ids)
             self._arrived(self)
 
     def take(self) -> Chunk:
         """Return the tokens since the last call."""
         first, self._taken = self._taken, len(self.token_ids)
-        return Chunk(tuple(self.token_ids[first:]), tuple(self.logprobs[first:]))
+        return Chunk(tuple(self.token_ids[first:]), tuple(self.logprobs[first:]), tuple(self.versions[first:]))
 
 
 @dataclass

@@ -1,0 +1,38 @@
+"""What an actor that does not progress is doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import ray
+
+from rayrft.runtime.handle import Handle, Watched, fence
+from rayrft.runtime.stacks import find_stack
+
+
+class Stuck(Watched):
+    async def hang(self) -> None:
+        self.wait_for_a_neighbour()
+
+    def wait_for_a_neighbour(self) -> None:
+        threading.Event().wait()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_stack_shows_where_an_actor_hangs_also_one_that_was_stopped_and_nothing_of_a_dead_one() -> None:
+    actor: Handle[Stuck] = Handle("stuck", ray.remote(Stuck).options(num_cpus=0).remote())
+    pid = await actor.call(Watched.pid)
+    assert await find_stack(actor) == "", "it waits for work"
+    actor.call(Stuck.hang)
+    while not (stack := await find_stack(actor)):
+        pass
+    os.kill(pid, signal.SIGSTOP)
+    assert await find_stack(actor) == stack
+    calls = stack.split(" < ")
+    assert [call.partition(" (")[0] for call in calls[-2:]] == ["Stuck.wait_for_a_neighbour", "Stuck.hang"]
+    assert all("threading.py" in call for call in calls[:-2]), "how Ray called it is of no interest"
+    await fence(actor)
+    assert await find_stack(actor) == ""
