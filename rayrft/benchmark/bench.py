@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from rayrft.core.parts.engines import EngineGroup, serve_engines
 from rayrft.core.parts.rewards import remote_models, remote_scoring, reward_service
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, fitting_nodes, show_plan
+from rayrft.core.restarts import Budget
 from rayrft.core.services import task_engines
 from rayrft.core.shared_files import check_shared, check_storage, named_files
 from rayrft.data.models import check_auxiliary, check_length, find_model
 from rayrft.data.task_sources import RowsRead
 from rayrft.data.task_splits import load_taskset
-from rayrft.errors import ModelError, RayrftError, RunNotFound, Stalled
+from rayrft.errors import ActorDied, ActorUnreachable, ModelError, RayrftError, RunNotFound, Stalled
 from rayrft.experience import Task
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Attempt, measure
@@ -64,8 +66,8 @@ def bench(
     added to ``bench.models``, and ``overrides`` are dotted keys. Every attempt is written to ``<storage>/<name>/bench``
     as it comes. A killed bench resumes; attempts made with the same settings are reused.
 
-    Raises a RayrftError, before any actor starts, if config, data, models or cluster are unsuitable, and ActorDied if
-    an engine dies.
+    Raises a RayrftError, before any actor starts, if config, data, models or cluster are unsuitable. If an actor dies,
+    the bench goes on with new ones, within ``restarts.per_hour``; ActorDied is raised if it attempted nothing more.
     """
     named = {f"bench.models.{name}": model for name, model in (models or {}).items()}
     checked = load_config(config, {**overrides, **named, "mode": "bench"})
@@ -104,6 +106,7 @@ def attempt_all(
     models: Sequence[BenchModel],
     tasksets: Mapping[str, tuple[list[Task], list[TaskSourceConfig]]],
     say: Callable[[str], None],
+    budget: Budget | None = None,
 ) -> dict[tuple[str, str], list[Attempt]]:
     """Attempt every task set with every model, ``bench.samples`` times a task; return the attempts by model and task
     set. Those in the files below ``folder`` are not made again. ``run`` names the actors. Raises the errors of `bench`.
@@ -116,11 +119,9 @@ def attempt_all(
         for model in models
         for name, (_, sources) in tasksets.items()
     }
+    missing = {key: _missing(config, file, tasksets[key[1]][0]) for key, file in files.items()}
     todo = {
-        model: {
-            name: tasks for name, (tasks, _) in tasksets.items() if _missing(config, files[model.name, name], tasks)
-        }
-        for model in models
+        model: {name: tasks for name, (tasks, _) in tasksets.items() if missing[model.name, name]} for model in models
     }
     if any(todo.values()):
         for model in models:
@@ -135,6 +136,7 @@ def attempt_all(
         named["bench.models"] = [model.path for model in models if Path(model.path).exists()]
         check_shared(folder, named, fitting_nodes(plan))
         placement, groups = Placement(run, plan), dict[str, EngineGroup]()
+        budget, pause_s = budget or Budget(config.restarts), -1.0
         try:
             placement.reserve([each.name for each in plan if not each.served], config.placement.wait_s, say)
             groups |= EngineGroup.auxiliary(placement, config.auxiliary, config.seed)
@@ -146,10 +148,17 @@ def attempt_all(
                         _attempt(config, placement, model, pools, todo[model], files, say)
         except RayrftError as error:
             error.remedy = error.remedy or "start the bench again: it resumes"
-            raise
+            now = {key: _missing(config, file, tasksets[key[1]][0]) for key, file in files.items()}
+            if not isinstance(error, ActorDied | ActorUnreachable) or now == missing:
+                raise
+            pause_s = budget.spend(error)
+            say(f"{error.field}: {error.problem}; the bench goes on with new actors in {pause_s:.0f} s")
         finally:
             end([actor for group in groups.values() for actor in group.actors])
             placement.remove()
+        if pause_s >= 0:
+            time.sleep(pause_s)
+            return attempt_all(config, run, folder, models, tasksets, say, budget)
     return {(model, name): attempts_in(config, file, tasksets[name][0]) for (model, name), file in files.items()}
 
 

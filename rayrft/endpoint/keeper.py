@@ -10,7 +10,10 @@ import uuid
 from collections import Counter
 from collections.abc import Coroutine
 from contextvars import Context
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
@@ -23,7 +26,11 @@ from rayrft.runtime.handle import Handle, Watched, once
 
 
 class SessionKeeper(Watched):
-    """The actor, which the replicas of the endpoint call; for the arguments see `Sessions`."""
+    """The actor, which the replicas of the endpoint call; for the arguments see `Sessions`.
+
+    ``count_file`` holds the number of rows that the Buffer does not have yet: if the keeper dies they are lost, and its
+    successor counts them as ``keeper_died``.
+    """
 
     def __init__(
         self,
@@ -31,6 +38,7 @@ class SessionKeeper(Watched):
         run: str,
         group_size: int,
         buffer: Handle[Buffer],
+        count_file: Path,
         *,
         drop_equal: bool,
         mask_truncated: bool = False,
@@ -46,7 +54,10 @@ class SessionKeeper(Watched):
         )
         self._buffer = buffer
         self._writer = BufferWriter(buffer)
-        self._dropped: Counter[str] = Counter()
+        self._count = np.memmap(count_file, np.int64, "r+" if count_file.exists() else "w+", shape=1)
+        self._unsent = int(self._count[0])
+        """Rows that the Buffer does not have yet, of groups and dropped ones."""
+        self._dropped = +Counter({"keeper_died": self._unsent})
         """Dropped rows that the Buffer has not counted yet, by reason."""
         self._discards = 0
         self._discarding = asyncio.Lock()
@@ -59,6 +70,7 @@ class SessionKeeper(Watched):
     @once
     async def start(self) -> None:
         """Start to end sessions in time; call it first."""
+        self._send()
         self._expiring = asyncio.create_task(self._expire())
         if self._keep_days is not None:
             self._forgetting = asyncio.create_task(self._forget_old(self._keep_days))
@@ -67,6 +79,7 @@ class SessionKeeper(Watched):
     async def begin(self, session: str, task: str | None, conversation: Conversation) -> OpenCall:
         """Begin a call of a session."""
         begun = self._sessions.begin(session, task, conversation, time.monotonic())
+        self._note_count()
         self._changed.set()  # this call may be the first to be given up
         return begun
 
@@ -141,8 +154,13 @@ class SessionKeeper(Watched):
         self._changed.set()
         groups, dropped = self._sessions.take()
         self._dropped += dropped
+        self._note_count(-dropped.total() - sum(len(group.rows) for group in groups))
         sending = [self._start(self._put(group)) for group in groups]
         return [*sending, self._start(self._discard())] if self._dropped else sending
+
+    def _note_count(self, sent: int = 0) -> None:
+        self._unsent -= sent
+        self._count[0] = self._sessions.held + self._unsent
 
     def _start(self, sending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(sending, context=Context())  # a cancelled request must not cancel it for others
@@ -159,6 +177,7 @@ class SessionKeeper(Watched):
     async def _put(self, group: ScoredGroup) -> None:
         # The Buffer itself counts rows that it rejects or has no place for.
         await self._writer.put(to_batch(group.rows), group.report, dropped=dict(group.dropped))
+        self._note_count(len(group.rows))
 
     async def _discard(self) -> None:
         async with self._discarding:  # counts that come meanwhile are sent together
@@ -166,3 +185,4 @@ class SessionKeeper(Watched):
             if dropped:
                 self._discards += 1
                 await self._buffer.call(Buffer.discard, f"{self._attempt}/{self._discards}", dict(dropped))
+                self._note_count(dropped.total())

@@ -100,6 +100,8 @@ class Sessions:
         self._aging: OrderedDict[int, Hashable] = OrderedDict()
         """The groups of those sessions, by number; the longest waiting session first."""
         self._formed: list[ScoredGroup] = []
+        self.held = 0
+        """Rows that are neither part of a group nor dropped; a session without rows counts as one."""
         self._dropped: Counter[str] = Counter()
         self._lost: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -111,6 +113,7 @@ class Sessions:
         entry = self._open.get(session)
         if entry is None:
             entry = self._open[session] = _Session(next(self._numbers), _Identity(session), task, conversation)
+            self.held += 1
         self._idle.pop(session, None)
         entry.task = entry.task or task
         number = next(self._numbers)
@@ -122,7 +125,9 @@ class Sessions:
         if (entry := self._open.get(begun.session)) is None or begun.number not in entry.calls.running:
             self._calls["late"] += 1
             return
+        before = max(1, len(entry.calls.rows))
         entry.calls.answered(begun.number, call)
+        self.held += max(1, len(entry.calls.rows)) - before
         del self._running[begun.number]
         self._remember(call.response, entry.identity)
         self._calls["answered"] += 1
@@ -167,6 +172,7 @@ class Sessions:
     def opted_out(self, rows: int) -> None:
         """Count answers of a call that is not recorded."""
         self._calls["answered"] += 1
+        self.held += rows
         self._drop(rows, "opted_out")
 
     def forget(self, name: str) -> int:
@@ -289,6 +295,7 @@ class Sessions:
         if not scored.rows:
             return self._drop(len(rows), "truncated")
         self._formed.append(scored)
+        self.held -= len(rows)
 
     def _key(self, entry: _Session) -> Hashable:
         if entry.task is not None:
@@ -325,6 +332,7 @@ class Sessions:
         if rows:
             self._dropped[reason] += rows
             self._lost[reason] += rows
+            self.held -= rows
 
 
 def _experience(row: Row, entry: _Session, experience_id: str, group_id: str) -> Experience:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 import rayrft
 from rayrft.core.parts import engines
@@ -72,8 +76,18 @@ def test_a_bench_that_was_killed_goes_on_where_it_stopped_and_scores_nothing_twi
     lines = files["two"].read_bytes().splitlines(keepends=True)
     files["two"].write_bytes(b"".join(lines[:4]) + lines[4][:20])
     before, said = files["one"].read_bytes(), []
-    again = rayrft.bench(config, say=said.append)
-    assert [line for line in said if "to attempt" in line] == ["two on words: 9 of 10 tasks to attempt"]
+
+    def kill_the_engine_once(line: str) -> None:
+        said.append(line)
+        if line == next((each for each in said if re.match(r"two on words: \d of", each)), None):
+            os.kill(ray.get(ray.get_actor("b-bench:engine-0", namespace="rayrft").pid.remote()), signal.SIGKILL)
+
+    again = rayrft.bench(config, say=kill_the_engine_once)
+    attempted = [line for line in said if "to attempt" in line]
+    assert attempted[0] == "two on words: 9 of 10 tasks to attempt" and len(attempted) == 2
+    assert attempted[1] in [f"two on words: {left} of 10 tasks to attempt" for left in range(1, 9)]
+    [death] = [line for line in said if "new actors" in line]
+    assert death.startswith("engine-0: the engine died") or death.startswith("engine-0: the actor died"), death
     assert files["one"].read_bytes() == before and files["two"].read_bytes().startswith(b"".join(lines[:4]))
     attempts = [json.loads(line) for line in files["two"].read_text().splitlines()]
     keys = [(attempt["task_id"], attempt["repeat"]) for attempt in attempts]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayrft.buffer.ingest import Receipt
 from rayrft.buffer.validation import Limits, find_faults
 from rayrft.config.serve import ServeConfig
 from rayrft.endpoint.keeper import SessionKeeper
@@ -76,23 +79,62 @@ def rows(sessions: Sessions) -> list[Any]:
     return [row for group in groups for row in group.rows]
 
 
-async def test_a_clock_that_is_set_drops_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    dropped = list[dict[str, int]]()
+ANSWERED = (Choice(Completion((9, 9), (-0.5, -0.25), ((0, 2, 0),), "stop"), ("a",), "text"),)
 
-    class Buffer:
-        async def discard(self, name: str, counts: dict[str, int]) -> None:
-            dropped.append(counts)
 
-    keeper = SessionKeeper(ServeConfig(), "run", 1, remote(Buffer()), drop_equal=False)
+class Counting:
+    """The Buffer of a keeper: counts what it is given."""
+
+    def __init__(self) -> None:
+        self.dropped, self.rows, self.open = Counter[str](), 0, asyncio.Event()
+        self.open.set()
+
+    async def discard(self, name: str, counts: dict[str, int]) -> None:
+        self.dropped += counts
+
+    async def put(self, entries: list[Any], payload: list[Any]) -> list[Receipt]:
+        await self.open.wait()
+        self.rows += sum(entry.rows for entry in entries)
+        return [Receipt(entry.group_id) for entry in entries]
+
+    def keep(self, folder: Path, group_size: int = 1) -> SessionKeeper:
+        return SessionKeeper(ServeConfig(), "run", group_size, remote(self), folder / "open_rows", drop_equal=False)
+
+
+async def test_a_clock_that_is_set_drops_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = Counting()
+    keeper = buffer.keep(tmp_path)
     begun = await keeper.begin("s", "task", ("u1",))
     later = time.time() + 1e9
     monkeypatch.setattr(time, "time", lambda: later)
-    answered = (Choice(Completion((9, 9), (-0.5, -0.25), ((0, 2, 0),), "stop"), ("a",), "text"),)
-    await keeper.answered(begun, Call("r1", (5,), ("u1",), (), answered, True, "engine-1"))
+    await keeper.answered(begun, Call("r1", (5,), ("u1",), (), ANSWERED, True, "engine-1"))
     left = keeper._sessions.next_expiry() - time.monotonic()
     assert 0 < left <= ServeConfig().reward_s
     await keeper.close()
-    assert dropped == [{"run_ended": 1}]
+    assert buffer.dropped == {"run_ended": 1}
+
+
+async def test_what_a_keeper_that_dies_has_open_is_counted_once_by_its_successor(tmp_path: Path) -> None:
+    buffer = Counting()
+    keeper = buffer.keep(tmp_path, group_size=2)
+    for name in ("trained", "trained too", "on its way", "on its way too", "waits for its group", "has no reward"):
+        if name == "on its way":
+            buffer.open.clear()
+        begun = await keeper.begin(name, name[:5], (name,))
+        await keeper.answered(begun, Call(name, (5,), (name,), (), ANSWERED, True, "engine-1"))
+        rewarding = asyncio.ensure_future(keeper.feedback(name, 1.0, {})) if name != "has no reward" else None
+        if rewarding is not None and "way" not in name:
+            await rewarding
+    await keeper.begin("has no answer", None, ("u",))
+    assert (buffer.rows, buffer.dropped) == (2, {})
+    successor = buffer.keep(tmp_path, group_size=2)
+    await successor.start()
+    await successor.close()
+    assert buffer.dropped == {"keeper_died": 5}
+    third = buffer.keep(tmp_path)
+    await third.start()
+    await third.close()
+    assert buffer.dropped == {"keeper_died": 5}
 
 
 def test_calls_that_continue_each_other_are_one_row_with_answers_as_sampled() -> None:
@@ -322,7 +364,7 @@ def test_in_any_order_every_row_is_in_a_group_or_dropped_once(seed: int) -> None
     sessions = make(size, drop_equal=rng.random() < 0.3, reward_s=20.0, group_s=50.0, max_sessions=8)
     running: list[tuple[OpenCall, Conversation]] = []
     told: dict[str, Conversation] = {}
-    kept, dropped, answered = list[Any](), Counter[str](), 0
+    kept, answered = list[Any](), 0
     for _ in range(300):
         now += rng.random()
         match rng.choice(["begin", "begin", "answer", "answer", "answer", "fail", "reward", "expire"]):
@@ -344,10 +386,14 @@ def test_in_any_order_every_row_is_in_a_group_or_dropped_once(seed: int) -> None
                     sessions.feedback(f"s{rng.randrange(14)}", float(rng.randrange(2)), {}, now)
             case "expire":
                 sessions.expire(now)
+    groups, dropped = sessions.take()
+    held = sessions.held
     for begun, _ in running:
         sessions.failed(begun, "client_gone", now)
     sessions.close()
-    groups, lost = sessions.take()
+    last_groups, lost = sessions.take()
+    assert held == sum(len(group.rows) for group in last_groups) + lost.total() and sessions.held == 0
+    groups += last_groups
     kept += [row for group in groups for row in group.rows]
     dropped += lost
     stats = sessions.stats()

@@ -36,6 +36,7 @@ class KeeperPart(Part[SessionKeeper]):
             config.name,
             size,
             run[BufferPart].actor,
+            config.folder / "open_rows",
             drop_equal=run.prepared.drop_equal,
             mask_truncated=config.reward.truncated == "mask",
         )
@@ -46,7 +47,7 @@ class KeeperPart(Part[SessionKeeper]):
             await keeper.call(SessionKeeper.start)
 
     async def restarted(self, actor: Handle[SessionKeeper]) -> None:
-        """Start the keeper again. The sessions that were open are lost: their next call begins another one."""
+        """Start the keeper again. The sessions that were open are lost, and counted: their next call begins another."""
         await actor.call(SessionKeeper.start)
 
     async def open(self) -> str | None:
