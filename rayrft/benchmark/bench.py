@@ -67,7 +67,7 @@ def bench(
     as it comes. A killed bench resumes; attempts made with the same settings are reused.
 
     Raises a RayrftError, before any actor starts, if config, data, models or cluster are unsuitable. If an actor dies,
-    the bench goes on with new ones, within ``restarts.per_hour``; ActorDied is raised if it attempted nothing more.
+    the bench continues with new ones, within ``restarts.per_hour``; ActorDied is raised if it attempted nothing more.
     """
     named = {f"bench.models.{name}": model for name, model in (models or {}).items()}
     checked = load_config(config, {**overrides, **named, "mode": "bench"})
@@ -152,7 +152,7 @@ def attempt_all(
             if not isinstance(error, ActorDied | ActorUnreachable) or now == missing:
                 raise
             pause_s = budget.spend(error)
-            say(f"{error.field}: {error.problem}; the bench goes on with new actors in {pause_s:.0f} s")
+            say(f"{error.field}: {error.problem}; the bench continues with new actors in {pause_s:.0f} s")
         finally:
             end([actor for group in groups.values() for actor in group.actors])
             placement.remove()

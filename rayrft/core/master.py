@@ -419,7 +419,7 @@ class Master(Watched):
         return parts.heartbeats() | ({"nodes": self._save_before_drain} if self._config.trains else {})
 
     async def _stack(self, name: str) -> str:
-        """Return what an actor does; "" if it cannot be found out."""
+        """Return the calls in which an actor is; "" if they are not found."""
         _, actor = self._parts.supervised().get(name, (None, None)) if self._parts is not None else (None, None)
         return await find_stack(actor) if actor is not None else ""
 

@@ -28,7 +28,7 @@ class StallMonitor:
 
     ``heartbeats`` has a call for each actor that returns its `WaitReport`, or anything else if it keeps none: an answer
     shows that the actor is alive. A stalled wait is noted after ``patience_s`` without progress, and again whenever
-    that time has doubled, with what its target does; after ``stall_s`` it ends the run.
+    that time has doubled, with the calls in which its target is; after ``stall_s`` it ends the run.
     """
 
     waits: Waits
@@ -41,7 +41,7 @@ class StallMonitor:
     kill: Callable[[str], bool] = lambda name: False
     """Kills an actor so that it is restarted; returns whether it can be."""
     stack: Callable[[str], Awaitable[str]] | None = None
-    """Returns what an actor does, or ""."""
+    """Returns the calls in which an actor is, or ""."""
     overdue: list[str] = field(default_factory=list)
     """Overdue waits, one line per wait."""
     starting: bool = False

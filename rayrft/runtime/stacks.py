@@ -21,8 +21,8 @@ _LIBRARY = re.compile(r".*\((asyncio/|concurrent/|multiprocessing/|queue\.py|sel
 
 
 async def find_stack(actor: Handle[Any]) -> str:
-    """Return what the threads of an actor and of its child processes do, the innermost call first; "" if that cannot be
-    found out: its node does not answer, or py-spy may not look into its processes."""
+    """Return the calls in which the threads of an actor and of its child processes are, the innermost first; "" if they
+    are not found: its node does not answer, or py-spy may not look into its processes."""
     try:
         found = await asyncio.to_thread(ray_api.actors, actor.actor._actor_id.hex())
         on_its_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
