@@ -31,7 +31,7 @@ class ScriptedEngine(Answering, Watched):
         rng = random.Random(request.sampling.seed)
         answers = [self._answer(request.prompt, request.sampling, rng) for _ in range(request.n)]
         for token, logprob in zip(answers[0].token_ids, answers[0].logprobs, strict=True) if stream else ():
-            stream.add([token], [logprob])
+            stream.add([token], [logprob], self._held.version)
             await asyncio.sleep(0.01)  # as if it were decoding
         return answers
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import rayrft
 from rayrft.cli.main import app
+from rayrft.core.launch import find_status
 from rayrft.errors import ActorDied
 from rayrft.monitor.records import StepRecord
 from tests.conftest import ROOT
@@ -118,3 +119,53 @@ def test_a_run_whose_driver_is_killed_gives_everything_back(ray_cluster: Any, tm
         driver.kill()
     until_free(living, room)
     assert groups() <= held
+
+
+def planned(lines: Iterator[str], folder: Path) -> None:
+    assert any("engines" in line for line in lines), "the plan is shown"
+
+
+def starting(lines: Iterator[str], folder: Path) -> None:
+    assert any("starting" in line for line in lines)
+
+
+def stepping(lines: Iterator[str], folder: Path) -> None:
+    assert any("]  sft" in line for line in lines)
+
+
+def saving(lines: Iterator[str], folder: Path) -> None:
+    stepping(lines, folder)
+    while not [*folder.glob("checkpoints/.step-*.partial")]:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("phase", [planned, starting, stepping, saving])
+def test_ctrl_c_once_saves_and_twice_ends_at_once_in_every_phase(
+    ray_cluster: Any, phase: Callable[[Iterator[str], Path], None], times: int, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path, "interrupted", evaluation={"enabled": False}, **WITHOUT_VLLM)
+    config |= {"stages": [{**config["stages"][0], "steps": 1_000_000}], "checkpoint": {"every": 1}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    folder, held, living, room = Path(config["storage"]) / "interrupted", groups(), alive(), free()
+    environment = {**os.environ, "RAY_ADDRESS": ray_cluster.address_info["gcs_address"]}
+    command = [sys.executable, "-m", "rayrft", "run", str(tmp_path / "config.yaml")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as driver:
+        assert driver.stdout is not None
+        said = list[str]()
+        lines = (said.append(line) or line for line in driver.stdout)
+        phase(lines, folder)
+        driver.send_signal(signal.SIGINT)
+        if times == 2 and any("press again" in line for line in lines):
+            driver.send_signal(signal.SIGINT)
+        said += driver.stdout
+    assert driver.returncode == 130, said
+    assert not any("Traceback" in line for line in said), said
+    until_free(living, room)
+    assert groups() <= held
+    if phase in (stepping, saving) or (folder / "summary.json").exists():
+        status = find_status(str(folder))
+        assert status.status == ("stopped" if times == 1 else "killed")
+        saved = folder / "checkpoints" / f"stopped-{status.step}" / "model.safetensors"
+        assert saved.exists() or times == 2 or status.step == 0

@@ -336,8 +336,15 @@ def updated_in_flight(
         engine.update(old.named_parameters(), 30)
         running = [engine.actor.generate.remote(request) for _ in range(8)]
         first_token = {0: replace(request, n=1, stream=True)}  # of a request that is begun after the others
-        ray.get(engine.actor.exchange.remote(f"{keep_cache}-{attempt}", first_token, []))
+        streamed: list[Any] = [
+            *ray.get(engine.actor.exchange.remote(name := f"{keep_cache}-{attempt}", first_token, [])).values()
+        ]
         engine.update(new.named_parameters(), 31, keep_cache=keep_cache)
+        while not isinstance(streamed[-1], list):
+            streamed += ray.get(engine.actor.exchange.remote(name, {}, [])).values()
+        [answer], told = streamed.pop(), [version for chunk in streamed for version in chunk.versions]
+        held = [version for start, end, version in answer.versions for _ in range(start, end)]
+        assert told == held[: len(told)], "a stream says which weights gave each token, as the answer does"
         later = engine.generate(8, prompt, max_tokens=5)
         completions = [completion for each in ray.get(running) for completion in each]
         if any(len(completion.versions) == 2 for completion in completions):

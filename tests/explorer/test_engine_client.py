@@ -228,6 +228,25 @@ async def test_a_request_whose_engines_die_ends_alone_and_ends_no_third(subject:
     assert await subject.ask() == [ANSWER] and third.asked == [1]
 
 
+async def test_requests_that_wait_for_engines_that_all_have_died_and_are_not_replaced_end(subject: Subject) -> None:
+    subject.pool._membership = replace(subject.pool._membership, replaced=False)
+    asked = [subject.ask() for _ in range(3)]
+    await subject.join("engine-0", Unreached())
+    for each in asked:
+        with pytest.raises(ActorDied, check=about("engine-0")):
+            await asyncio.wait_for(each, 20)
+
+
+class Unreached(Answering):
+    """Died as soon as it was a member."""
+
+    async def generate(self, request: Request, stream: Any = None) -> list[Completion]:
+        raise AssertionError("it is dead")
+
+    async def capacity(self) -> Capacity:
+        raise ActorDiedError
+
+
 class DiesWhileItStreams(Answering):
     """Brings tokens with weights of version 3, and dies once they have arrived."""
 

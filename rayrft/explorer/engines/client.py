@@ -316,8 +316,9 @@ class EngineClient:
         return least if spills else before
 
     async def _follow(self) -> None:
-        """Keep the members those of the pool. Never returns; raises ActorDied when the pool has died."""
-        membership = Membership(-1, ())
+        """Keep the members those of the pool. Never returns; raises ActorDied when the pool has died, or all members
+        have that are not replaced."""
+        membership, known = Membership(-1, ()), set[str]()
         while True:
             poll = partial(self._pool.call, EnginePool.members, membership.generation)
             try:
@@ -329,6 +330,9 @@ class EngineClient:
             members = random.sample(membership.members, len(membership.members))
             engines = await asyncio.gather(*map(self._engine, members))
             self._engines = {engine.name: engine for engine in engines if engine is not None}
+            known.update(member.name for member in members)
+            if known and not self._engines and not self._replaced:
+                raise ActorDied("all engines have died", "see their logs in the Ray dashboard", field=min(known))
             self._dispatch()
 
     async def _engine(self, member: Member) -> _Engine | None:
