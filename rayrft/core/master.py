@@ -81,7 +81,7 @@ class Master(Watched):
         self._waits, self._scaling = Waits("master"), asyncio.Lock()
         self._stalls: StallMonitor | None = None
         self._summary: Summary | None = None
-        self._drained = set[str]()
+        self._drained, self._replaced = set[str](), set[str]()
 
     async def run(self, prepared_refs: list[Any]) -> Summary:
         """Run all stages; return the summary. Raises the root cause if the run fails, after writing the summary.
@@ -416,7 +416,12 @@ class Master(Watched):
         self._restarts.running = True
 
     def _heartbeats(self, parts: RunParts) -> dict[str, Callable[[], Awaitable[Any]]]:
-        return parts.heartbeats() | ({"nodes": self._save_before_drain} if self._config.trains else {})
+        more: dict[str, Callable[[], Awaitable[Any]]] = (
+            {"nodes": self._save_before_drain} if self._config.trains else {}
+        )
+        if self._config.endpoint is not None or self._config.reward.placement == "serve":
+            more["replicas"] = self._note_replicas
+        return parts.heartbeats() | more
 
     async def _stack(self, name: str) -> str:
         """Return the calls in which an actor is; "" if they are not found."""
@@ -431,6 +436,17 @@ class Master(Watched):
             await self._note("Ray drains a node of the run: the run writes a checkpoint")
             with contextlib.suppress(RayrftError):  # the run ends
                 await self._steering.ask("checkpoint")
+        return WaitReport([], 0.0)
+
+    async def _note_replicas(self) -> WaitReport:
+        """Record the replicas that Ray Serve has replaced since the last call: a heartbeat."""
+        from rayrft.runtime.serving.applications import replaced_replicas
+
+        replaced = await asyncio.to_thread(replaced_replicas, actor_name(self._config.name, ""))
+        for name in replaced.keys() - self._replaced:
+            died = ActorDied("its process died, and Ray Serve has started another one", field=name)
+            await self._note_restart("replicas", name, died, replaced[name])
+        self._replaced |= replaced.keys()
         return WaitReport([], 0.0)
 
     def _adopt(self, config: RunConfig) -> None:

@@ -205,7 +205,8 @@ def end(actors: Collection[Handle[Watched]]) -> None:
 
 
 async def fence(actor: Handle[Watched]) -> None:
-    """Kill an actor, in an event loop; return when its process has ended, and its name and resources are free."""
+    """Kill an actor, in an event loop; return when its process has ended, and its name and resources are free. One that
+    was stopped by a signal may be there for five more seconds."""
     ended = asyncio.ensure_future(when_reachable(lambda: actor.untracked.call(Watched.idle)))
     actor.kill()
     with contextlib.suppress(*ray_api.ACTOR_ERRORS):

@@ -26,10 +26,11 @@ import openai
 import pytest
 import ray
 import yaml
+from ray._private.state import actors
 
 import rayrft
 from rayrft.errors import ConfigError, DataError, FeedbackRefused
-from rayrft.monitor.records import NoteRecord, StepRecord
+from rayrft.monitor.records import NoteRecord, RestartRecord, StepRecord
 from rayrft.monitor.summary import read_summary
 from tests.bench.lessons import calculator
 from tests.bench.lessons.multiplier import converse
@@ -223,17 +224,19 @@ async def test_a_thousand_streams_are_counted_and_neither_those_that_leave_nor_a
                     pass
             named = ray.util.list_named_actors(all_namespaces=True)
             [replica] = [each for each in named if each["name"].startswith("SERVE_REPLICA::crowded:serve")]
-            ray.kill(ray.get_actor(**replica))
+            os.kill(actors(ray.get_actor(**replica)._actor_id.hex())["Pid"], signal.SIGKILL)
             async with asyncio.timeout(120):
                 while (await http.post("/chat/completions", json=body(0))).status_code != 200:
                     pass
             await all_are_answered()
+        restart = next(record for record in run.records() if isinstance(record, RestartRecord))
     finally:
         run.stop()
         summary = run.result()
         run.kill()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert statuses == {200: 999}
+    assert statuses == {200: 999} and summary.restarts.keys() == {"replicas"}
+    assert restart.actor.startswith("crowded:serve#") and restart.seconds > 0
     assert stats["requests"].keys() == {"200", "499 client_gone"}
     assert sum(stats["sessions"]["calls"].values()) == 1016
     assert summary.ledger is not None and summary.ledger.closes and summary.ledger.sampled >= 1016 + 9

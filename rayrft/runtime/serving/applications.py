@@ -93,6 +93,21 @@ def delete_applications(prefix: str) -> None:
             serve.delete(name)
 
 
+def replaced_replicas(prefix: str) -> dict[str, float]:
+    """Return the replicas of applications whose process or node died, and in whose place another one has started, with
+    the seconds between, by name."""
+    found = [each for each in ray_api.actors().values() if each["Name"].startswith(f"SERVE_REPLICA::{prefix}")]
+    replaced = {}
+    for dead in found:
+        cause = dead["DeathCause"].actor_died_error_context
+        if dead["State"] == "DEAD" and cause.reason in (cause.WORKER_DIED, cause.NODE_DIED):
+            deployment = dead["Name"].rpartition("#")[0]
+            starts = [each["StartTime"] for each in found if each["Name"].rpartition("#")[0] == deployment]
+            if later := [start for start in starts if start > dead["EndTime"]]:
+                replaced[dead["Name"].partition("::")[2]] = (min(later) - dead["EndTime"]) / 1000
+    return replaced
+
+
 def create_anchor(owner: Owner) -> Handle[Watched]:
     """Create an owner for a process that is not an actor; it ends with it. Raises ConfigError for a taken name."""
     try:
