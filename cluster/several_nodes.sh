@@ -7,7 +7,7 @@
 #   bash cluster/several_nodes.sh --kill I    kill node I with all its processes
 #   bash cluster/several_nodes.sh --cut I     cut the network link of node I
 #   bash cluster/several_nodes.sh --plug I    connect it again
-#   bash cluster/several_nodes.sh --slow I    delay what node I receives by 50 ms, and lose 2 % of it
+#   bash cluster/several_nodes.sh --slow I MS PERCENT   delay packets from and to node I by MS, and lose PERCENT of them
 #   bash cluster/several_nodes.sh --stop      kill all nodes
 #
 # Each node has its own network, mount, uts and pid namespace: its own address and host name, its own /tmp/ray and
@@ -87,6 +87,30 @@ start() {
   rm "$state/$node.cable"
 }
 
+# Between the bridge and a node put a process that delays and loses packets, in the place of an earlier one: there are
+# kernels without netem.
+slow() {
+  local node=$1 in_network=(nsenter -t "$(pid_of bridge)" -n --)
+  [ -w /dev/net/tun ] || fail "/dev/net/tun is missing, or this user may not write to it" 77
+  if [ -e "$state/slow$node.pid" ]; then
+    kill "$(pid_of "slow$node")"
+    "${in_network[@]}" ip link delete "slow$node"
+  fi
+  setsid "${in_network[@]}" "$here/../.venv/bin/python" "$here/slow_link.py" "near$node" "far$node" "$2" "$3" \
+    >"$state/slow$node.log" 2>&1 </dev/null &
+  printf '%s' "$!" >"$state/slow$node.pid"
+  until "${in_network[@]}" ip link set "far$node" up 2>/dev/null; do
+    kill -0 "$!" 2>/dev/null || fail "the link is not slow: $(tail -n 1 "$state/slow$node.log")"
+    sleep 0.05
+  done
+  "${in_network[@]}" ip link set "near$node" master bridge up
+  "${in_network[@]}" ip link add "slow$node" type bridge
+  "${in_network[@]}" ip link set "slow$node" up
+  for end in "far$node" "node$node"; do
+    "${in_network[@]}" ip link set "$end" master "slow$node"
+  done
+}
+
 # Wait until so many nodes are alive, or node 1 has ended.
 await_nodes() {
   until [ "$(enter 1 "$ray" status 2>/dev/null | grep -c ' node_')" = "$1" ]; do
@@ -118,7 +142,7 @@ case ${1:-} in
     ;;
   --cut) nsenter -t "$(pid_of bridge)" -n -- ip link set "node$2" down ;;
   --plug) nsenter -t "$(pid_of bridge)" -n -- ip link set "node$2" up ;;
-  --slow) nsenter -t "$(pid_of bridge)" -n -- tc qdisc replace dev "node$2" root netem delay 50ms loss 2% ;;
+  --slow) slow "${@:2}" ;;
   --stop) stop ;;
   [1-8])
     for tool in ip unshare nsenter; do
@@ -150,5 +174,5 @@ case ${1:-} in
     printf 'RAY_ADDRESS=%s.1:6379\n' "$network"
     wait "$(pid_of bridge)" || true
     ;;
-  *) fail "usage: several_nodes.sh N | --exec I COMMAND … | --join I | --kill I | --cut I | --stop (N and I up to 8)" 2 ;;
+  *) fail "usage: several_nodes.sh N | --exec I COMMAND … | --join I | --kill I | --cut I | --plug I | --slow I MS PERCENT | --stop (N and I up to 8)" 2 ;;
 esac
