@@ -238,7 +238,9 @@ class Trajectory:
         """The conversation up to the last answer."""
         turns = tuple(self.messages[: self._answered])
         given = sum(turn["role"] == "assistant" for turn in turns) - len(self._actions)
-        return Transcript(turns, self.images[: self._seen], self.stop_reason, max(0, given))
+        end = max((start + len(completion.token_ids) for start, completion in self._actions[-1:]), default=0)
+        ids = tuple(self._ids[self._prompt_length : end])
+        return Transcript(turns, self.images[: self._seen], self.stop_reason, max(0, given), ids)
 
     def to_experience(self, experience_id: str, group_id: str, task: Task) -> Experience:
         """Build the row up to the end of the last answer. Arrays are [tokens]; the action mask is 1 on answers."""

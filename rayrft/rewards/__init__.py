@@ -1,6 +1,6 @@
 """Reward models by name, and what they are made of."""
 
-from rayrft.rewards import code, judge, k12, math, models, simple, vision  # noqa: F401 - each registers its rewards
+from rayrft.rewards import code, functions, judge, k12, math, models, simple, vision  # noqa: F401 - they register theirs
 from rayrft.rewards.base import (
     Reward,
     RewardResult,

@@ -63,6 +63,8 @@ class Transcript:
     stop_reason: str | None = None
     given: int = 0
     """Number of the first assistant messages that the model did not write, such as examples in the prompt."""
+    token_ids: tuple[int, ...] = ()
+    """The tokens after the prompt; none where they are not known."""
 
     @classmethod
     def of(cls, task: Task, response: str) -> Self:

@@ -122,7 +122,7 @@ def test_a_run_whose_driver_is_killed_gives_everything_back(ray_cluster: Any, tm
 
 
 def planned(lines: Iterator[str], folder: Path) -> None:
-    assert any("engines" in line for line in lines), "the plan is shown"
+    assert any("trainer" in line for line in lines), "the plan is shown"
 
 
 def starting(lines: Iterator[str], folder: Path) -> None:

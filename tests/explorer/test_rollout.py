@@ -161,6 +161,7 @@ async def test_a_reward_that_a_workflow_sets_is_kept_whole(given: RewardResult, 
         assert rollout.failed == {"workflow_error": 1} and len(rollout.results) == 1
         return
     assert rollout.results[0] == given
+    assert transcript.token_ids == tuple(rollout.rows[0].token_ids[rollout.rows[0].prompt_length :])
     scored = apply_rewards(rollout.rows, rollout.results, RewardConfig(), max_tokens=64)
     assert scored.rewards == [1.5, 0.0] and scored.raw_rewards == [1.0, 0.0]
     turns = [[row.metrics["turn_reward_0"], row.metrics["turn_reward_1"]] for row in scored.rows]
