@@ -28,6 +28,8 @@ _SAVE_S = 60.0
 """Time that a stopped run may need to finish its step and save its weights."""
 _CONNECT_TIMEOUT_S = 5.0
 """Time for a cluster to answer; Ray itself tries for two minutes."""
+_BUSY_S = 30.0
+"""Time for a cluster to answer that has just answered."""
 
 
 def connect(*, start: bool = True) -> None:
@@ -107,10 +109,12 @@ def _mode_of(address: str) -> str:
         problem, remedy = "the cluster works without the token that RAY_AUTH_MODE requires", "unset RAY_AUTH_MODE"
     elif answer == StatusCode.UNAUTHENTICATED:
         token = "" if asked == "disabled" else _find_token()
-        if token and _answer(address, token) == StatusCode.OK:
+        if token and (answer := _answer(address, token, _BUSY_S)) == StatusCode.OK:
             return "token"
         problem = "the cluster rejects our token" if token else "the cluster requires a token, and we send none"
         remedy = "put its token into RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, and leave RAY_AUTH_MODE unset"
+        if answer != StatusCode.UNAUTHENTICATED:
+            problem, remedy = f"the cluster does not answer in time ({answer.name})", "try again: it may be busy"
     raise ClusterError(problem, remedy, field="RAY_ADDRESS", value=address)
 
 
@@ -136,18 +140,18 @@ def _listens(path: str) -> bool:
     return False
 
 
-def _answer(address: str, token: str) -> grpc.StatusCode:
+def _answer(address: str, token: str, timeout_s: float = _CONNECT_TIMEOUT_S) -> grpc.StatusCode:
     """Ask the head at ``address`` whether it is alive, and return the status of the call."""
     import grpc
 
     try:
-        _ask(address, token, "CheckAlive", ray_api.CheckAliveRequest())
+        _ask(address, token, "CheckAlive", ray_api.CheckAliveRequest(), timeout_s)
     except grpc.RpcError as error:
         return error.code()
     return grpc.StatusCode.OK
 
 
-def _ask(address: str, token: str, method: str, request: Any) -> Any:
+def _ask(address: str, token: str, method: str, request: Any, timeout_s: float = _CONNECT_TIMEOUT_S) -> Any:
     """Call a method of the head: with a token, or "" for none, whatever this process' mode is. Raises grpc.RpcError."""
     import grpc
 
@@ -159,7 +163,7 @@ def _ask(address: str, token: str, method: str, request: Any) -> Any:
     header = [("authorization", f"Bearer {token}")] if token else None
     with channel:
         call = getattr(ray_api.NodeInfoGcsServiceStub(channel), method)
-        return call(request, timeout=_CONNECT_TIMEOUT_S, metadata=header)
+        return call(request, timeout=timeout_s, metadata=header)
 
 
 def _on_this_machine(*, any_one: bool) -> str:

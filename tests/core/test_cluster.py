@@ -68,7 +68,13 @@ def head() -> Iterator[Head]:
     """Starts a server that answers like a head node: without authentication, or only to its token."""
     servers = []
 
-    def start(*, token: str | None = None, seen: list[str | None] | None = None, sockets: Sequence[Path] = ()) -> str:
+    def start(
+        *,
+        token: str | None = None,
+        seen: list[str | None] | None = None,
+        sockets: Sequence[Path] = (),
+        busy: bool = False,
+    ) -> str:
         class Gcs(grpc_service.NodeInfoGcsServiceServicer):
             def CheckAlive(self, request: Any, context: Any) -> Any:
                 sent = dict(context.invocation_metadata()).get("authorization")
@@ -76,6 +82,8 @@ def head() -> Iterator[Head]:
                     seen.append(sent)
                 if token is not None and sent != f"Bearer {token}":
                     context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+                if busy:
+                    context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too many calls")
                 return CheckAliveReply()
 
             def GetAllNodeInfo(self, request: Any, context: Any) -> Any:
@@ -193,6 +201,16 @@ def test_authentication_follows_the_cluster_that_is_joined(
     assert os.environ.get("RAY_AUTH_MODE") == asked, "of no meaning for the next cluster"
     if required is None or asked == "disabled":
         assert seen == [None], "a token goes to no cluster that works without one"
+
+
+def test_a_cluster_that_is_too_busy_to_answer_is_not_said_to_reject_the_token(
+    joined: Joined, head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.setenv("RAY_ADDRESS", head(token="secret", busy=True))
+    with pytest.raises(ClusterError, match=r"does not answer in time \(DEADLINE_EXCEEDED\).*[Tt]ry again"):
+        connect()
+    assert joined == []
 
 
 @pytest.mark.parametrize(
