@@ -109,7 +109,8 @@ def attempt_all(
     budget: Budget | None = None,
 ) -> dict[tuple[str, str], list[Attempt]]:
     """Attempt every task set with every model, ``bench.samples`` times a task; return the attempts by model and task
-    set. Those in the files below ``folder`` are not made again. ``run`` names the actors. Raises the errors of `bench`.
+    set. Those in the files below ``folder`` are not made again. ``run`` names the actors, whose deaths so far are in
+    ``budget``. Raises the errors of `bench`.
     """
     files = {
         (model.name, name): folder
