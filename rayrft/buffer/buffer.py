@@ -43,9 +43,8 @@ from rayrft.runtime.waits import WaitReport
 class Buffer(Watched):
     """Stores ``usual`` rows in whole groups and ``expert`` rows (demonstrations, by name), and the task cursor.
 
-    ``run`` is the id of the run whose log is in ``folder``; ``tasks`` creates the task set; ``limits`` are those of the
-    run's model; ``logged`` is the result of `flush` in the checkpoint that the run resumes from; ``room_s`` is the time
-    that writes wait on a full disk.
+    ``run`` is the id of the run whose log is in ``folder``; ``tasks`` creates the task set; ``limits`` are the model's;
+    ``logged`` is the result of `flush` in the checkpoint to resume from; writes wait ``room_s`` on a full disk.
     """
 
     def __init__(
@@ -185,8 +184,7 @@ class Buffer(Watched):
         """Add tasks to a source of the task set, by index; return how many are new by their id, the others are skipped.
         A stage that has ended because its tasks were exhausted does not continue.
 
-        Raises DataError if the run draws no tasks, if there is no such source, or if the task sampler needs a
-        difficulty or priority that a task lacks.
+        Raises DataError if there is no such source of tasks, or the sampler needs a difficulty or priority they lack.
         """
         known = self._state.tasks.get("")
         if known is None or not 0 <= source < known.sources:
@@ -232,8 +230,7 @@ class Buffer(Watched):
         await self._store.commit(e.GroupDropped(ticket.sequence, dropped, report))
 
     async def discard(self, call: str, dropped: dict[str, int]) -> None:
-        """Record rows that were sampled without a ticket and will not be put, by reason; ``call`` is unique, so that a
-        repeated call counts once."""
+        """Record rows, by reason, that were sampled without a ticket and will not be put; once per unique ``call``."""
         await self._store.commit(e.GroupDropped(None, dropped, e.GroupReport(), group_key(call)))
 
     async def fail(self, ticket: Ticket, reason: str) -> None:
@@ -254,8 +251,7 @@ class Buffer(Watched):
         """Erase the rows of these experience, session or response ids, and of all sessions that were finished before
         this time, from the log, with the groups that have them; groups that are held are dropped as ``forgotten``.
 
-        Returns the number of rows that are erased, and of those that a step has leased that no checkpoint covers yet:
-        they can be erased later.
+        Returns the number of erased rows, and of those that can be erased later: a checkpoint must cover their step.
         """
         found = await self._retention.forget(ids, before)
         if found[0]:  # the journal may have late feedback on them

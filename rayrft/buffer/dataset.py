@@ -47,8 +47,7 @@ def dataset(
 def load_dataset(
     buffer: Handle[Buffer], rows: ray.data.Dataset | pa.Table | list[Experience], name: str, *, extend: bool = False
 ) -> int:
-    """Replace the demonstrations ``name`` by these rows, in their order, or ``extend`` them by those that are new;
-    return the number of rows that were stored.
+    """Replace the demonstrations ``name`` by these rows, or ``extend`` them by new ones; return how many were stored.
 
     A Ray Dataset or a table has the columns of ``experience.SCHEMA``, such as those of :func:`dataset` and of
     ``rayrft.data.demonstrations.from_dataset``. Usual rows become expert rows, so that a run's answers can be imitated.

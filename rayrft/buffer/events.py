@@ -74,8 +74,7 @@ class StoredGroup:
 
 @dataclass(frozen=True)
 class Extent:
-    """Committed extent of a segment, or of a file of demonstrations; ``crc`` is the checksum (CRC-32) of these
-    bytes."""
+    """Committed extent of a segment, or of a file of demonstrations; ``crc`` is the CRC-32 of these bytes."""
 
     segment: int
     rows: int = 0
@@ -151,8 +150,7 @@ class GroupsStored(Event):
 
 
 class GroupParked(Event):
-    """The calls of a group's unfinished attempts were stored in the segment that now has this extent. Its ticket will
-    be issued again."""
+    """Calls of a group's unfinished attempts were stored in the segment of this extent. Its ticket is issued again."""
 
     extent: Extent
     group: StoredGroup

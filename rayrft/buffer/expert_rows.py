@@ -72,8 +72,7 @@ class ExpertBlocks:
         return extent.grown(batch.num_rows, data)
 
     async def get(self, name: str, extent: Extent, rows: int | None = None) -> ExpertBlock:
-        """Return the demonstrations of that name, at least the first ``rows`` (by default all), read from their file if
-        they are not in the object store."""
+        """Return a set's demonstrations, at least the first ``rows`` (default: all), read from its file if need be."""
         import ray
 
         file = expert_file(name, extent)

@@ -72,8 +72,7 @@ def forget_rows(path: Path, ids: Collection[str], before: float) -> int:
 
 
 def are_personal(batch: pa.RecordBatch, ids: Collection[str], before: float) -> Iterator[bool]:
-    """Iterate over whether rows have one of these experience, session or response ids, or are of a session that was
-    finished before."""
+    """Yield whether rows have one of these experience, session or response ids, or a session that ended before."""
     columns = [batch.column(name).to_pylist() for name in ("experience_id", "labels", "finished_at")]
     for name, pairs, finished in zip(*columns, strict=True):
         labels = json.loads(pairs) if isinstance(pairs, str) else dict(pairs or ())  # JSON: from a file of JSON lines

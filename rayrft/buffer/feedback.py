@@ -13,8 +13,7 @@ from rayrft.experience import Experience, from_batch, to_batch
 
 
 async def give_feedback(store: Store, experience_id: str, reward: float | None, labels: dict[str, str]) -> None:
-    """Change a row before it is trained; see `Buffer.feedback`. Rows on disk are immutable: the changed group is
-    written again."""
+    """Change a row before it is trained, by writing its group again, as files are immutable; see `Buffer.feedback`."""
     try:
         "".join([experience_id, *labels, *labels.values()]).encode()
     except UnicodeEncodeError as error:

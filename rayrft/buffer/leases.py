@@ -244,8 +244,7 @@ class Leasing:
         return e.BatchLeased(step, slots, weights, [] if cursor is None else cursor.peek(plan.expert_rows))
 
     def _holds(self, plan: StagePlan) -> bool:
-        """Return whether the step waits until the groups of ``hold_steps`` further steps are ready, as long as more
-        can become ready."""
+        """Return whether the step waits for the groups of ``hold_steps`` further steps, while more can become ready."""
         state, stage = self._store.state, self._store.state.stage
         if not plan.hold_steps or self._ready() >= plan.groups * (1 + plan.hold_steps):
             return False

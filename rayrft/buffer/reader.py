@@ -33,16 +33,14 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class Reading:
-    """A log's state when it was read. ``torn_bytes`` are uncommitted bytes in its files, left by a crash or just being
-    written by a live Buffer."""
+    """A log's state when it was read, and the uncommitted bytes in its files: from a crash, or of a live Buffer."""
 
     state: State
     torn_bytes: int
 
 
 def read_state(storage: Storage, sampler: SamplerConfig, seed: int, tasks: TaskSet | None = None) -> Reading:
-    """Read a log's journal; ``sampler`` and ``seed`` are those of its run, ``tasks`` its task set as it began, which
-    then has the run's statistics.
+    """Read a log's journal with its run's ``sampler``, ``seed`` and initial ``tasks``, which get the run's statistics.
 
     Raises StorageError if there is no log, it has another schema version, or its journal is damaged.
     """
@@ -114,8 +112,7 @@ def log_folder(folder: Path, config: RunConfig) -> Path:
 class Archive:
     """The contents of the log in ``folder`` when this was created; nothing in it is changed or locked.
 
-    ``sampler`` and ``seed`` are those in the run's config. Raises StorageError if there is no log, it has another
-    schema version, or its journal is damaged.
+    ``sampler`` and ``seed`` are those in the run's config. Raises StorageError as `read_state` does.
     """
 
     def __init__(self, folder: Path, sampler: SamplerConfig, seed: int = 0) -> None:
@@ -270,8 +267,7 @@ class Archive:
 
 
 def _older(groups: GroupTable, newest: int) -> set[int]:
-    """Return the keys of parked groups, and of all but ``newest`` others: those that wait for training are newer than
-    the rest."""
+    """Return the keys of parked groups, and of all but the ``newest`` others, of which waiting ones count as newest."""
     order = np.lexsort((groups.order, groups.status == GroupStatus.READY))
     known = groups.status[order] != GroupStatus.FREE
     complete = known & (groups.status[order] != GroupStatus.PARKED)

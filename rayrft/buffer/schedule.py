@@ -30,8 +30,7 @@ ANY_AGE = 1 << 62
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage's demands on the Buffer: ``groups`` groups and ``expert_rows`` demonstrations (or preference ``pairs``)
-    per step, split into ``mini_batches``."""
+    """A stage's demands on the Buffer: groups and demonstrations (or preference pairs) per step, in mini-batches."""
 
     groups: int
     group_size: int = 1
@@ -54,11 +53,9 @@ class StagePlan:
     max_age: int | None = None
     """Not scheduled: the largest number of versions by which a group may be older than the trainer; none: any."""
     parks: Literal["train", "mask"] | None = None
-    """Whether producers may park unfinished groups. Their tokens so far are masked when the group is resumed, or
-    trained if they are not too old by then."""
+    """Whether producers may park groups, whose tokens so far are then masked, or trained unless they are too old."""
     hold_steps: int = 0
-    """Steps for which ready groups wait before they are trained, so that people can judge them. At most
-    ``max_staleness``."""
+    """Steps, at most ``max_staleness``, for which ready groups wait before training, so that people can judge them."""
     sampler: SamplerConfig | None = None
     """How groups are drawn; by default as the Buffer was created to do."""
 
@@ -329,8 +326,7 @@ class WindowedSchedule(Schedule):
 
 @dataclass
 class PoolSchedule(Schedule):
-    """Schedule of a stage whose steps draw from all ready groups, each after ``fresh`` new ones have arrived: 0 if
-    producers need no tickets."""
+    """Schedule of a stage whose steps draw from all ready groups, after ``fresh`` new ones (0 without tickets)."""
 
     fresh: int = 0
     fresh_ready: int = 0

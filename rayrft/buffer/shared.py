@@ -122,8 +122,7 @@ class SharedBuffer(Buffer):
                 raise ConfigError(problem, remedy, field=f"buffer.{key}", value=theirs[key])
 
     async def progress(self, feed: str, groups: int) -> FeedProgress:
-        """Return a feed's progress once it is ``groups`` groups, or all of them. Waits without a deadline, like
-        `admit`."""
+        """Wait, without a deadline, until a feed has ``groups`` groups, or all of them; return its progress."""
 
         def reached() -> bool:
             state = self._state.feeds[feed]

@@ -157,8 +157,7 @@ class Feed:
     """Producers that draw from the same tasks: those of the run's stages, whose feed has the empty id, or those of an
     explore job, in a Buffer that belongs to no run.
 
-    No stage closes the tickets of a job, of which at most ``in_flight`` are outstanding, for groups of ``group_size``
-    answers.
+    No stage closes the tickets of a job: at most ``in_flight`` outstanding ones, for groups of ``group_size`` answers.
     """
 
     job: str = ""
@@ -231,8 +230,7 @@ class Contents:
     """By segment."""
     experts: dict[str, ExpertCursor] = field(default_factory=dict)
     rejected_keys: dict[int, int] = field(default_factory=dict)
-    """Latest digest of rejected groups without a ticket, by key: of the latest 10,000, which their producers may put
-    again."""
+    """Digests of the latest 10,000 rejected groups without a ticket, by key: their producers may put them again."""
     late_feedback: dict[int, list[FeedbackNoted]] = field(default_factory=dict)
     """By segment."""
     late_feedback_count: int = 0
@@ -363,8 +361,7 @@ class State:
         return sum(held.ticket.feed == feed for held in self.outstanding.values())
 
     def ledger(self, *, recount: bool = False) -> Ledger:
-        """Return the ledger; with ``recount``, held rows are recounted for it. Raises AssertionError unless it
-        closes."""
+        """Return the ledger, with held rows counted again if ``recount``. Raises AssertionError unless it closes."""
         counts, groups = self.contents.ledger, self.groups
         held = groups.trainable(np.isin(groups.status, HELD)) if recount else groups.held_rows
         ledger = Ledger(counts.sampled, counts.trained, dict(counts.dropped), held, dict(counts.dropped_tasks))

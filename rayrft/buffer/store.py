@@ -30,6 +30,7 @@ from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet, TaskSetSpec
 from rayrft.errors import StorageError
 from rayrft.experience import SCHEMA_VERSION
+from rayrft.runtime.waits import settle
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,8 +77,7 @@ class Store:
         self._syncing = asyncio.Lock()
         self._unsynced = self._renewing = False
         self._error: StorageError | None = None
-        """Of a write or sync. Nothing is written after it, because memory is ahead of the disk; a restart returns to
-        the acknowledged state."""
+        """Of a write or sync: memory is ahead of the disk, so nothing is written until a restart from the log."""
         self.move_lock = asyncio.Lock()
         """Held while rows are moved or segments deleted, from reading their locations until the event is committed."""
         self._changed = asyncio.Condition()
@@ -95,8 +95,7 @@ class Store:
         await self.record(*events)
 
     async def record(self, *events: e.Event) -> None:
-        """Write events that were applied already, and wake the waiters; return when they, and all earlier ones, are in
-        the journal. Raises StorageError."""
+        """Write applied events and wake the waiters; return when all so far are in the journal. Raises StorageError."""
         self._check()
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((events, done))
@@ -148,15 +147,13 @@ class Store:
     async def in_row_thread(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of `rows` in its thread, one call after another, without blocking the event loop.
 
-        Callers resume in the order of their calls. So an event that follows at once has its place in the journal: the
-        extents of a segment only grow.
+        Callers resume in the order of their calls, so that events which follow at once are in order: extents only grow.
         """
         call = partial(method, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._row_thread, call)
 
     async def blocks(self, slots: list[int]) -> list[tuple[Ref, int, np.ndarray]]:
-        """Return the block of every group's rows, the index of the first row in it, and the tokens of the rows, 0 for
-        masked ones."""
+        """Return each group's block, the index of its first row in it, and the tokens of its rows (0 if masked)."""
         return await self.in_row_thread(self.rows.refs, [self.span(slot) for slot in slots])
 
     async def rows_by_block(self, slots: list[int]) -> list[tuple[Ref, np.ndarray]]:
@@ -200,11 +197,8 @@ class Store:
                 self._error = _storage_error(error)
                 batch = [*batch, *self._waiting]
                 self._waiting = []
-            for done in [done for _, done in batch if not done.done()]:
-                if self._error is None:
-                    done.set_result(None)
-                else:
-                    done.set_exception(self._error)
+            for _, done in batch:
+                settle(done, self._error)
         self._unsynced = True
         if self.config.fsync == "interval" and (self._syncer is None or self._syncer.done()):
             self._syncer = asyncio.create_task(self._sync_later())

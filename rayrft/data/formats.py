@@ -91,7 +91,7 @@ class RowFiles:
         files are numbered consecutively."""
         with self._reading():
             if self.are_tables:
-                yield from enumerate((row for batch in self._batches(_BATCH_ROWS) for row in batch.to_pylist()), 1)
+                yield from enumerate((row for batch in self.batches(_BATCH_ROWS) for row in batch.to_pylist()), 1)
             elif self.path.is_dir():
                 yield from enumerate((row for file in self.files for _, row in _lines(file)), start=1)
             else:
@@ -110,19 +110,16 @@ class RowFiles:
     def batches(self, rows: int) -> Iterator[pa.RecordBatch]:
         """Tables: iterate over their rows, in batches of at most so many."""
         with self._reading():
-            yield from self._batches(rows)
-
-    def _batches(self, rows: int) -> Iterator[pa.RecordBatch]:
-        for file in self.files:
-            if file.suffix == ".parquet":
-                with pq.ParquetFile(file, pre_buffer=False) as parquet:  # else it holds what it has read
-                    refuse_objects(parquet.schema_arrow, file)
-                    yield from parquet.iter_batches(rows)
-                continue
-            with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
-                refuse_objects(stream.schema, file)
-                for batch in stream:
-                    yield from (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
+            for file in self.files:
+                if file.suffix == ".parquet":
+                    with pq.ParquetFile(file, pre_buffer=False) as parquet:  # else it holds what it has read
+                        refuse_objects(parquet.schema_arrow, file)
+                        yield from parquet.iter_batches(rows)
+                    continue
+                with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
+                    refuse_objects(stream.schema, file)
+                    for batch in stream:
+                        yield from (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:

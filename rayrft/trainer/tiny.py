@@ -155,12 +155,8 @@ def make_tokenizer(
     counts = Counter(word for prompt in prompts for word in set(re.findall(r"[A-Za-z]{2,}", prompt)))
     words = sorted(word for word, count in counts.items() if count >= frequent * len(prompts))
     characters = sorted(set("".join(prompts) + "".join(answers)) | set(map(chr, range(32, 127))) | {"\n"})
-    vocabulary = {
-        token: index
-        for index, token in enumerate(
-            [PAD, EOS, USER, ASSISTANT, *special, "<|unk|>", *characters, *words, *(f" {word}" for word in words)]
-        )
-    }
+    tokens = [PAD, EOS, USER, ASSISTANT, *special, "<|unk|>", *characters, *words, *(f" {word}" for word in words)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     # A token of a shared word includes the space before it, which keeps prompts short.
     pattern = "|".join([rf" ?\b(?:{'|'.join(words)})\b"] * bool(words) + [r"[\s\S]"])
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))

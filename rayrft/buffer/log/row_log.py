@@ -77,11 +77,9 @@ class _Segment:
 
 
 class RowLog:
-    """The rows in a folder. Opening it truncates what is not ``committed``, the extents in the journal, and reads no
-    rows.
+    """The rows in a folder. Opening it reads no rows, and truncates files to the ``committed`` extents of the journal.
 
-    Its methods block, and are called one at a time. Raises StorageError if a segment is missing or shorter than its
-    committed extent.
+    Its methods block, and are called one at a time. Raises StorageError if a committed part of a segment is missing.
     """
 
     def __init__(self, storage: Storage, config: BufferConfig, committed: list[Extent]) -> None:
@@ -132,8 +130,7 @@ class RowLog:
         return self._write(message, unpack(message))
 
     def refs(self, spans: list[RowSpan]) -> list[tuple[Ref, int, np.ndarray]]:
-        """Return the block of every group, the index of the group's first row in it, and the tokens of its rows, 0 for
-        masked ones."""
+        """Return each group's block, the index of its first row in it, and the tokens of its rows (0 if masked)."""
         self._clock += 1
         found = []
         for span in spans:
@@ -152,8 +149,7 @@ class RowLog:
         return pa.concat_batches([batches[span.segment].slice(span.row, span.rows) for span in spans])
 
     def read_group(self, span: RowSpan) -> pa.RecordBatch:
-        """Read one group, for feedback: from memory if it is there, for its file may be large, and brings nothing into
-        memory."""
+        """Read one group, for feedback, from memory if it is there (a file may be large), and load no other rows."""
         import ray
 
         segment = self._segments[span.segment]

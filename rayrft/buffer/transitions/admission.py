@@ -52,8 +52,7 @@ def stage_resumed(state: State, event: e.StageResumed) -> None:
 
 
 def _open(state: State, plan: StagePlan) -> None:
-    """Open the stage of a plan, and offer it the groups that came without a ticket before it opened; drop those that
-    are too old for it."""
+    """Open a plan's stage; offer it the groups that came without a ticket before it opened, or drop too old ones."""
     stage, feed = state.stage, state.feeds[""]
     stage.open = True
     stage.opened[plan.name] = plan.version

@@ -50,19 +50,17 @@ def acked(state: State, event: e.StepAcked) -> None:
     for slot, score in event.scores.items():
         groups.score[slot] = score
         state.training.greatest_error = max(state.training.greatest_error, score)
-    for slot in record.slots:
-        groups.pending[slot] -= 1
-        groups.uses[slot] += 1
-        if groups.pending[slot] == 0:
-            if groups.uses[slot] >= state.config.max_uses:
-                state.retire("", slot)
-            else:
-                _make_ready(state, slot)
+    groups.uses[record.slots] += 1
+    for slot in _release(state, record.slots):
+        if groups.uses[slot] >= state.config.max_uses:
+            state.retire("", slot)
+        else:
+            _make_ready(state, slot)
 
 
 @rule(e.RowsBlamed)
 def blamed(state: State, event: e.RowsBlamed) -> None:
-    record, groups = state.training.leases[event.step], state.groups
+    record = state.training.leases[event.step]
     if record.blamed_in == event.attempt:
         return
     record.blamed_in = event.attempt
@@ -74,9 +72,7 @@ def blamed(state: State, event: e.RowsBlamed) -> None:
         record.slots, record.weights = [record.slots[i] for i in kept], [record.weights[i] for i in kept]
         record.staleness = [record.staleness[i] for i in kept]
         record.blamed.remove(slot)
-        groups.pending[slot] -= 1
-        if groups.pending[slot] == 0:
-            state.retire("failed_twice", slot)
+        state.retire("failed_twice", *_release(state, [slot]))
     for row in event.expert:
         if row not in record.blamed_expert:
             record.blamed_expert.append(row)
@@ -92,11 +88,8 @@ def blamed(state: State, event: e.RowsBlamed) -> None:
 
 @rule(e.BatchDiscarded)
 def batch_discarded(state: State, event: e.BatchDiscarded) -> None:
-    record, groups = state.training.leases[event.step], state.groups
-    for slot in record.slots:
-        groups.pending[slot] -= 1
-        if groups.pending[slot] == 0:
-            state.retire("not_finite", slot)
+    record = state.training.leases[event.step]
+    state.retire("not_finite", *_release(state, record.slots))
     _discard(state, record)
 
 
@@ -119,9 +112,7 @@ def requeued(state: State, event: e.LeaseRequeued) -> None:
     record, groups = state.training.leases.pop(event.step), state.groups
     if record.acked:
         return
-    for slot in record.slots:
-        groups.pending[slot] -= 1
-    ready = [slot for slot in record.slots if groups.pending[slot] == 0 and _make_ready(state, slot)]
+    ready = [slot for slot in _release(state, record.slots) if _make_ready(state, slot)]
     state.stage.schedule.give_back({slot: (int(groups.sequence[slot]), int(groups.version[slot])) for slot in ready})
 
 
@@ -163,6 +154,12 @@ def drop_stale(state: State) -> None:
         return
     ready = state.groups.where(GroupStatus.READY)
     state.retire("stale", *ready[state.groups.version[ready] < schedule.oldest].tolist())
+
+
+def _release(state: State, slots: list[int]) -> list[int]:
+    """Release groups from a lease; return the slots of those that are in no other one."""
+    state.groups.pending[slots] -= 1
+    return [slot for slot in slots if state.groups.pending[slot] == 0]
 
 
 def _make_ready(state: State, slot: int) -> bool:

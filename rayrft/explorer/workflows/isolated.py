@@ -19,55 +19,31 @@ from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.registry import loaded_plugins
 from rayrft.runtime.processes.pool import ProcessPool
-from rayrft.runtime.processes.remote import Raised, Remote, call_object, raised, remote_attribute, remote_method
+from rayrft.runtime.processes.remote import Raised, Remote, call_object, raised
 
 _LARGEST = 64 << 20
 """Bytes of the largest request of a process, such as an observation with images."""
 
 
-class RemoteModel(Remote):
+class RemoteModel(Remote, of=Model, attributes="repeat max_tokens max_length", without="queued recorded"):
     """A handle to the `Model` of an attempt."""
 
-    start = remote_method(Model.start)
-    keep = remote_method(Model.keep)
-    score = remote_method(Model.score)
-    auxiliary = remote_method(Model.auxiliary)
-    generate = remote_method(Model.generate)
-    repeat = remote_attribute("repeat")
-    max_tokens = remote_attribute("max_tokens")
-    max_length = remote_attribute("max_length")
 
-
-class RemoteTrajectory(Remote):
+class RemoteTrajectory(
+    Remote,
+    of=Trajectory,
+    attributes="messages images stop_reason result",
+    without="record step_rewards_by_token prompted to_experience",
+):
     """A handle to a `Trajectory`."""
 
-    act = remote_method(Trajectory.act)
-    observe = remote_method(Trajectory.observe)
-    reward = remote_method(Trajectory.reward)
-    step_reward = remote_method(Trajectory.step_reward)
-    count = remote_method(Trajectory.count)
-    end_for_length = remote_method(Trajectory.end_for_length)
-    messages = remote_attribute("messages")
-    images = remote_attribute("images")
-    stop_reason = remote_attribute("stop_reason")
-    result = remote_attribute("result")
-    answers = remote_attribute("answers")
-    transcript = remote_attribute("transcript")
 
-
-class RemoteAuxiliary(Remote):
+class RemoteAuxiliary(Remote, of=AuxiliaryModel):
     """A handle to an `AuxiliaryModel`."""
 
-    chat = remote_method(AuxiliaryModel.chat)
-    with_seed = remote_method(AuxiliaryModel.with_seed)
 
-
-class RemoteEnvironment(Remote):
+class RemoteEnvironment(Remote, of=EnvironmentClient, attributes="seed", without="lease"):
     """A handle to the `EnvironmentClient` of an attempt."""
-
-    reset = remote_method(EnvironmentClient.reset)
-    step = remote_method(EnvironmentClient.step)
-    seed = remote_attribute("seed")
 
 
 _HANDLES: dict[type, type[Remote]] = {

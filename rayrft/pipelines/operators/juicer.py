@@ -27,6 +27,7 @@ from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.pipelines.operator import Applied, Context, Operator, Wants, register_operator, with_column
 from rayrft.pipelines.operators import juicer_worker
 from rayrft.pipelines.rows import gone
+from rayrft.pipelines.run.host import packed
 
 log = logging.getLogger(__name__)
 PYTHON = "RAYRFT_JUICER_PYTHON"
@@ -136,11 +137,7 @@ class Juicer(Operator[JuicerOptions]):
     def _applied(self, batches: Sequence[pa.RecordBatch]) -> pa.Table:
         table = pa.Table.from_batches(batches)
         numbered = table.append_column(juicer_worker.ROW, pa.array(np.arange(table.num_rows)))
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, numbered.schema) as writer:
-            writer.write_table(numbered)
-        body = self._ask({"do": "apply"}, sink.getvalue().to_pybytes())
-        with pa.ipc.open_stream(body) as stream:
+        with pa.ipc.open_stream(self._ask({"do": "apply"}, packed(numbered))) as stream:
             return stream.read_all()
 
     def _ask(self, request: dict[str, Any], body: bytes = b"") -> bytes:

@@ -193,15 +193,15 @@ def operator_failure(error: CallFailed, what: str, field: str) -> OperatorFailed
     return failure
 
 
-def packed(batch: pa.RecordBatch) -> bytes:
-    """Return a batch as an Arrow message."""
+def packed(rows: pa.RecordBatch | pa.Table) -> bytes:
+    """Return rows as an Arrow stream."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write(rows)
     return sink.getvalue().to_pybytes()
 
 
 def unpacked(message: bytes) -> pa.RecordBatch:
-    """Return the batch of an Arrow message, without a copy."""
+    """Return the batch of an Arrow stream, without a copy."""
     with pa.ipc.open_stream(message) as reader:
         return reader.read_next_batch()

@@ -1,7 +1,7 @@
-"""Handles, in a process, to objects of its parent: a method is declared once, from the class that has it.
+"""Handles, in a process, to objects of its parent: methods are those of the class that has them, all or single ones.
 
->>> class RemoteModel(Remote):  # doctest: +SKIP
-...     generate = remote_method(Model.generate)
+>>> class RemoteModel(Remote, of=Model, attributes="max_length"):  # doctest: +SKIP
+...     chat = remote_method(ChatModel.chat)
 
 The parent answers with `call_object`, in the ``serve`` of a `Worker.call`.
 """
@@ -32,7 +32,15 @@ class Raised:
 
 
 class Remote:
-    """A handle to the object that the parent knows by ``key``."""
+    """A handle to the object that the parent knows by ``key``.
+
+    A subclass ``of`` a class has its public methods and properties, ``without`` some, and ``attributes`` of objects.
+    """
+
+    def __init_subclass__(cls, of: type = object, attributes: str = "", without: str = "") -> None:
+        members = {name: member for name, member in vars(of).items() if name[0] != "_" and name not in without.split()}
+        for name, member in {**dict.fromkeys(attributes.split()), **members}.items():
+            setattr(cls, name, remote_method(member) if callable(member) else remote_attribute(name))
 
     def __init__(self, key: Any) -> None:
         self.key = key
