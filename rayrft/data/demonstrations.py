@@ -43,8 +43,7 @@ class RowEncoder:
     """Encodes rows as experiences. It skips rows longer than ``max_length`` tokens, rows that contain a held-out
     question (``held_out`` are `Task.dedup_key`), and broken rows.
 
-    A row becomes one experience with the id ``<name>/<number>``; a preference pair two in the group of that id,
-    ``…/chosen`` and ``…/rejected``.
+    A row becomes the experience ``<name>/<number>``; a pair, two of that group, ``…/chosen`` and ``…/rejected``.
     """
 
     name: str
@@ -219,9 +218,8 @@ def hold_out(
 def from_dataset(dataset: ray.data.Dataset, encoder: RowEncoder) -> tuple[ray.data.Dataset, SkippedRows]:
     """Encode a Ray Dataset as :func:`from_file` encodes a file, to a dataset with rows of ``experience.SCHEMA``.
 
-    The dataset is executed at once, because broken rows must raise before training. Its rows stay in the object store,
-    in their order; only the numbers and reasons of skipped rows come to this process. Raises DataError as
-    :func:`from_file` does.
+    The dataset is executed at once, as broken rows must raise before training. Its rows stay in the object store, in
+    their order; this process gets the numbers and reasons of skipped ones. Raises DataError as :func:`from_file` does.
     """
     field = f"demonstrations.{encoder.name}"
     numbered, total = _numbered(dataset, field)

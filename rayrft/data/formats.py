@@ -87,8 +87,7 @@ class RowFiles:
         return all(file.suffix in _TABLES for file in self.files)
 
     def rows(self) -> Generator[tuple[int, Row], None, None]:
-        """Iterate over the rows with their numbers, from 1: lines of a JSONL file, rows of any other. Rows of several
-        files are numbered consecutively."""
+        """Iterate over the numbered rows, from 1: lines of a JSONL file, rows of others, consecutive over files."""
         with self._reading():
             if self.are_tables:
                 yield from enumerate((row for batch in self.batches(_BATCH_ROWS) for row in batch.to_pylist()), 1)
@@ -276,8 +275,7 @@ def _saved_files(folder: Path, field: str) -> list[Path]:
 
 
 def value_at(row: dict[str, Any], name: str) -> Any:
-    """Return a row's value by the name of its field, or by the dotted path to a field of nested objects; None if there
-    is none."""
+    """Return a row's value by the name of its field, or the dotted path to a nested one; None if there is none."""
     first, _, rest = name.partition(".")
     if name in row or not rest:
         return row.get(name)
@@ -328,8 +326,7 @@ Message = dict[str, str]
 
 
 def conversations(row: dict[str, Any], form: RowFormat) -> list[tuple[bool | None, list[Message]]]:
-    """Return a row's conversations, which end with the assistant: one with None, or a pair with True (chosen) and False
-    (rejected).
+    """Return a row's conversations, ending with the assistant: one (None), or chosen (True) and rejected (False) ones.
 
     Raises DataError with the problem if the row has none of the layouts.
     """

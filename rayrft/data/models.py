@@ -11,8 +11,7 @@ from rayrft.errors import ModelError
 
 
 def find_model(path: str, field: str) -> str:
-    """Return a model folder as an absolute path, or a hub id unchanged. Raises ModelError for ``field`` if neither
-    exists."""
+    """Return a model folder as an absolute path, or a hub id. Raises ModelError for ``field`` if neither exists."""
     if Path(path).is_dir():
         if (Path(path) / "config.json").is_file():
             return str(Path(path).absolute())

@@ -63,8 +63,7 @@ class Selection:
 
 
 def _mentioned(where: str, names: list[str]) -> list[str]:
-    """Return the columns whose names stand in a condition: DuckDB converts each that it is given, of which it may need
-    none."""
+    """Return the columns that a condition names, which alone are given to DuckDB: it converts each of them."""
     words = set(re.findall(r"\w+", where.lower()))
     found = [name for name in names if not name.isidentifier() or name.lower() in words]
     return names if "*" in where or "columns" in words else found or names[:1]

@@ -1,5 +1,4 @@
-"""Tables of any columns and any size, read from files and written to them as Arrow batches; and Ray Data with ordered
-rows and without progress output."""
+"""Tables of any columns and size, read from files and written to them as Arrow batches; and quiet, ordered Ray Data."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ class TaskRows:
 
 
 def file_rows(config: TaskSourceConfig, field: str, key: str = "path") -> TaskRows:
-    """Return the rows of the JSONL, CSV or Parquet file, the folder of such files or the saved data set whose path the
-    config has at ``key``."""
+    """Return the rows of the file, folder of files or saved data set whose path the config has at ``key``."""
     path, place = getattr(config, key), f"{field}.{key}"
     return TaskRows(path.name, str(path), place, path, open_rows(path, place).rows())
 

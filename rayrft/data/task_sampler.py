@@ -216,8 +216,7 @@ class TaskSetSpec:
 class TaskSet:
     """Draws tasks by id and keeps their statistics; deterministic for equal seed and statistics. It may grow.
 
-    Raises ConfigError if there is no such sampler, DataError if a source has no task or the sampler needs unknown
-    difficulties or priorities.
+    Raises ConfigError if there is no such sampler, DataError if a source has no task or lacks what the sampler needs.
     """
 
     def __init__(self, spec: TaskSetSpec) -> None:
@@ -305,8 +304,7 @@ class TaskSet:
         return int(task["tries"]), float(task["passes"])
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as JSON: the turns, the tasks that were added, and the statistics of all that
-        were tried."""
+        """Return the state for `restore`, as JSON: the turns, the added tasks, and the statistics of tried ones."""
         tried = [
             [self._ids[task["indices"]], int(task["tries"]), float(task["passes"])]
             for source in self._sources
@@ -322,8 +320,7 @@ class TaskSet:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a state with the same draws, in a set of the same tasks as the one that was saved was created
-        with. Raises DataError if they have changed."""
+        """Continue with the draws of a saved set that began with the same tasks. Raises DataError if they differ."""
         size = len(self._ids) - len(self._added)
         known = self._places.keys() | {id for id, *_ in state["added"]}
         if state["size"] != size or not {id for id, *_ in state["tried"]} <= known:

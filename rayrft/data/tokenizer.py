@@ -304,8 +304,7 @@ class ChatTokenizer:
         return self.hf.get_chat_template() if self.hf.chat_template else ""
 
     def tokens(self, text: str, *, begins: bool = False) -> list[int]:
-        """Return the token ids of a text as it stands. One that ``begins`` a sequence gets the BOS that the tokenizer
-        adds, unless it has it."""
+        """Return a text's token ids; if it ``begins`` a sequence, after the tokenizer's BOS unless it has it."""
         bos = self._bos if begins and not text.startswith(self._bos) else ""
         return list(self.hf.encode(bos + text, add_special_tokens=False))
 
@@ -413,8 +412,7 @@ class ChatTokenizer:
         return answer.removeprefix(opening).removeprefix(REASONING_MARKS[0] if opening else "")
 
     def _after_end(self, text: str, start: int, end: int) -> int:
-        """Return the end of a turn: right after its stop token, which templates put before other text or after the
-        marker."""
+        """Return the end of a turn, after its stop token, which may stand before other text or after the marker."""
         for mark in map(self._mark, self.stop_ids):
             if (at := text.rfind(mark, start, end + len(mark))) >= 0:
                 return at + len(mark)

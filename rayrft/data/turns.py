@@ -60,8 +60,7 @@ def reward_components(rows: list[Experience], names: tuple[str, ...]) -> dict[st
 
 
 def turn_rewards(mask: np.ndarray, metrics: Mapping[str, float]) -> np.ndarray:
-    """Return the rewards of a row's turns and of steps inside them, without the row's own, each on the last token of
-    the turn or step, ``[T]`` float32."""
+    """Return the rewards of turns and steps, without the row's own, on the last token of each, ``[T]`` float32."""
     rewards = np.zeros(len(mask), np.float32)
     for k, (_, _, end) in enumerate(_runs(mask)):
         rewards[end - 1] = metrics.get(f"turn_reward_{k}", 0.0)

@@ -80,8 +80,7 @@ def build_chain(
 ) -> list[ChainLink]:
     """Build operators for rows of this schema, which come from ``origin`` and have ids (`rows.Ids`).
 
-    Raises ConfigError, below ``field``, for an unknown operator, a wrong option, or a column that what comes before
-    does not give or that holds something else.
+    Raises ConfigError, below ``field``, for an unknown operator, a wrong option, or a column that is missing or unfit.
     """
     links: list[ChainLink] = []
     before = origin

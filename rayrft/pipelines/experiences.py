@@ -26,8 +26,7 @@ from rayrft.pipelines.run.groups import GroupChain, GroupResult, Operators
 
 _TEXTS = ("response", "question", "answer", "domain")
 EXPERIENCES = pa.schema([*SCHEMA, *(pa.field(name, pa.string()) for name in _TEXTS), ("difficulty", pa.float64())])
-"""The columns that operators on experiences see: those of `experience.SCHEMA`, the model's last answer as a text, and
-what the task says."""
+"""The columns that operators on experiences see: `experience.SCHEMA`, the last answer as a text, and fields of the task."""
 
 VERIFIED = "verified"
 """Status of rows that went through operators."""
@@ -70,8 +69,7 @@ def check_experiences(config: RunConfig, model: str | None) -> None:
 
 
 def experience_chain(config: RunConfig, model: str | None) -> GroupChain:
-    """Return the operators on experiences of a run. They may ask its auxiliary models and endpoints, and have answers
-    scored by its rewards."""
+    """Return a run's operators on experiences, which may ask its auxiliary models, endpoints and rewards."""
     pipelines = config.pipelines
     return GroupChain(
         pipelines.experiences,
@@ -117,8 +115,7 @@ class ExperiencePipeline:
         return self._log.take()
 
     def _split(self, worked: GroupResult, rows: list[Experience]) -> tuple[list[Experience], pa.RecordBatch | None]:
-        """Return the rows that were sampled, and those that were made. Raises OperatorFailed if any is neither, or is
-        not what was sampled any more."""
+        """Return the sampled rows and the made ones. Raises OperatorFailed for other rows, and for changed samples."""
         self._log.check(worked.kept, worked.changed.schema.names, _SAMPLED)
         if worked.kept != sorted(worked.kept):
             raise self._log.wrong("rows that were sampled are in another order")

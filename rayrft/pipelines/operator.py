@@ -146,8 +146,7 @@ class Operator(Generic[O]):
         """Raise ConfigError if columns of this schema do not fit the options, beyond what ``reads`` says."""
 
     def schema_after(self, schema: pa.Schema) -> pa.Schema:
-        """Return the columns of rows of this schema after it, by default those of ``writes`` replaced or appended.
-        Called after `check`."""
+        """Return the schema of rows after it, by default with ``writes`` replaced or appended; called after `check`."""
         for name, kind in self.writes.items():
             column, at = pa.field(name, kind), schema.get_field_index(name)
             if at < 0:
@@ -286,8 +285,7 @@ def with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordB
 
 
 def build_operator(config: OperatorConfig, field: str, context: Context) -> Operator[Any]:
-    """Build an operator from its config, at this key. Raises ConfigError if the name or an option is unknown, or an
-    option is wrong."""
+    """Build an operator from its config, at this key. Raises ConfigError for an unknown name or a wrong option."""
     made = operators.get(config.name, f"{field}.name")
     if inspect.isfunction(made):  # named by module and attribute
         registered = (operators.get(name) for name in operators)

@@ -140,8 +140,7 @@ class OperatorLog:
         return left_out, problem
 
     def fail(self, error: OperatorFailed, rows: int, left_out: int = 0) -> str:
-        """Count rows on which the operator failed that the error names, and so many of them as left out; return
-        ``operator: reason``."""
+        """Count rows on which the error's operator failed, and those left out; return ``operator: reason``."""
         number = next((at for at, link in enumerate(self._links) if link.field == error.field), None)
         if number is not None:
             self._stats[number] += OperatorStats(rows, left_out, failed=left_out)

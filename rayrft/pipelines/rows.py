@@ -38,8 +38,7 @@ class Ids:
         """Digests of ids, which are smaller."""
 
     def add(self, rows: pa.RecordBatch, name: str | None = None) -> pa.RecordBatch:
-        """Return rows with a column of ids, the first one unless it is there; ``name``: its name in other rows beside
-        which these will be."""
+        """Return rows with a column of ids, the first one unless it is there; ``name`` is that of rows beside them."""
         name = name or id_column(rows.schema)
         own = name in rows.schema.names
         there = _plain(rows, name) if own else pa.nulls(rows.num_rows, pa.string())
@@ -103,8 +102,7 @@ def with_numbers(rows: pa.RecordBatch, name: str, values: np.ndarray, kind: pa.D
 
 
 def grouped(names: Iterable[Any]) -> list[list[int]]:
-    """Return the indices of the rows of each group, in order of appearance, by the names of the rows' groups; a row
-    without a group is one of its own."""
+    """Return each group's rows, by index, in order of appearance; a row whose group is None is one of its own."""
     found: dict[Any, list[int]] = {}
     for index, name in enumerate(names):
         found.setdefault(object() if name is None else name, []).append(index)

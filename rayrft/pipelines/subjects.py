@@ -56,8 +56,7 @@ class SubjectOptions(Section):
 
 
 def check_subjects(options: SubjectOptions, schema: pa.Schema, columns: Collection[str] = ()) -> None:
-    """Raise ConfigError if rows of this schema are neither experiences nor tasks; ``columns`` are further options
-    that name columns of texts."""
+    """Raise ConfigError unless rows are experiences or tasks; ``columns`` are further options naming texts."""
     if is_experience(schema):
         return
     for option in ("question", "answer", *columns):

@@ -26,8 +26,7 @@ from rayrft.pipelines.run.process import Pipeline
 
 _IN_FILES = {each.name: each.type for each in task_files.SCHEMA if each.name not in ("workflow", "images")}
 SCHEMA = pa.schema({**_IN_FILES, "priority": pa.float32()})
-"""The columns of tasks that operators see; ``source`` is the name of the source, or its number. That and the domain
-are only read."""
+"""Columns of tasks that operators see; ``source``, a name or number, and ``domain`` are only read."""
 _KEPT = ("question", "answer", "system", "difficulty", "tries", "pass_rate", "priority")
 """What operators may change in a task."""
 _BATCH_ROWS = 1000
@@ -171,8 +170,7 @@ def _processed(
 
 @dataclass(frozen=True)
 class AddedTasks:
-    """What becomes of tasks that are to be added to a run: those that stay, with those that operators made of them, and
-    of each other one its operator and reason."""
+    """The tasks to add to a run, with those that operators made, and the operator and reason of each left out."""
 
     tasks: list[Task]
     left_out: dict[str, str]

@@ -30,8 +30,7 @@ class ColumnsOptions(Section):
 
 @register_operator("columns")
 class ChangeColumns(Operator[ColumnsOptions]):
-    """Rename, convert and drop columns. Rows with a value that is missing within a column or cannot be converted are
-    left out."""
+    """Rename, convert and drop columns; leave out rows with a missing inner value, or one that cannot be converted."""
 
     kind = "clean"
 

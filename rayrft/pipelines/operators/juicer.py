@@ -141,8 +141,7 @@ class Juicer(Operator[JuicerOptions]):
             return stream.read_all()
 
     def _ask(self, request: dict[str, Any], body: bytes = b"") -> bytes:
-        """Return the body of the reply to a request. Raises OperatorFailed if the operator raised, or its process
-        ended."""
+        """Return the body of a request's reply. Raises OperatorFailed if the operator raised, or its process ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps({**request, "size": len(body)}).encode() + b"\n" + body)

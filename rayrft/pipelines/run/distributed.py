@@ -51,8 +51,7 @@ class BatchResult:
 async def distribute(
     segment: Segment, stream: AsyncGenerator[pa.RecordBatch, None], workers: int
 ) -> AsyncGenerator[BatchResult, None]:
-    """Apply operators to batches in up to ``workers`` actors, as many as the cluster has room for, and yield the
-    results in the order of the batches.
+    """Apply operators to batches in up to ``workers`` actors, as far as there is room; yield the results in order.
 
     Raises OperatorFailed if an actor fails, OperatorTimeout if there is no result within the deadlines of a batch and
     the start of an actor, and ClusterError if there is no cluster.

@@ -193,8 +193,7 @@ class LocalOperators:
         await self._opened.aclose()
 
     async def apply(self, rows: pa.RecordBatch, task: Task | None = None) -> GroupResult:
-        """Process a group. Raises OperatorFailed if an operator raises, ends its process, is not done within the
-        deadline, or returns what does not fit."""
+        """Process a group. Raises OperatorFailed if an operator raises, dies, is late, or returns what does not fit."""
         return await self._calls.put(rows).done
 
     async def _make(

@@ -72,8 +72,7 @@ def is_distributable(link: ChainLink) -> bool:
 
 
 class OperatorHost:
-    """The operators, in the process that applies them, and the current batch. It prepares the operators of these
-    ``numbers``, by default all."""
+    """The operators, in the process that applies them, and the batch. It prepares ``numbers``, by default all."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """Models, rewards and tasks for operators: handles in the operators' process, and the server in its parent.
 
-Models and rewards are with the parent, which answers over the socket of the process. Thousands of requests may be in
-flight.
+Models and rewards are with the parent, which answers thousands of requests at a time over the socket of the process.
 """
 
 from __future__ import annotations
@@ -176,8 +175,7 @@ class RemoteChat(Remote):
 Engines = Callable[[Collection[str]], AbstractAsyncContextManager[Mapping[str, AskedModel]]]
 """Runs engines for the models of these names that it knows, inside an ``async with``."""
 OpenModels = Callable[[Collection[str], bool], AbstractAsyncContextManager[ModelServer]]
-"""Opens a `ModelServer` for operators: takes the names of the models that they ask, and whether they have answers
-scored."""
+"""Opens a `ModelServer`: takes the names of the models that operators ask, and whether answers are scored."""
 
 
 def running_engines(models: Mapping[str, ChatModel], configs: Mapping[str, AuxiliaryConfig]) -> Engines:

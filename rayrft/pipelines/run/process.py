@@ -206,8 +206,7 @@ class _Spool:
                 yield file.get_batch(number)
 
     def read_groups(self, column: str, rows: int) -> Iterator[pa.RecordBatch]:
-        """Iterate over whole groups, in order of appearance, about ``rows`` rows at a time; a row without a group is a
-        group."""
+        """Iterate over whole groups (or single rows without one), in order of appearance, about ``rows`` at a time."""
         members = grouped(name for batch in self.read() for name in batch.column(column).to_pylist())
         first_rows = np.cumsum([0, *(batch.num_rows for batch in self.read())])
         part = list[int]()
