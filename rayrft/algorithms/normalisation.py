@@ -68,8 +68,7 @@ def normalise(batch: TokenBatch, moments: Moments) -> TokenBatch:
     """Return the batch with advantages ``(A - mean) / (deviation + 1e-8)``; 0 off the mask. They are only centred if
     the deviation is 0 up to rounding."""
     scale = moments.deviation + 1e-8 if moments.deviation > _FLAT else 1.0
-    normal = (batch.advantages - moments.mean) / scale
-    return replace(batch, advantages=keep(normal, batch.mask))
+    return replace(batch, advantages=keep((batch.advantages - moments.mean) / scale, batch.mask))
 
 
 def _rewards(batch: TokenBatch) -> Tensor:

@@ -59,8 +59,7 @@ class BufferWriter:
         """Put a group; return its receipt when it is in the Buffer's log. Experiences that have a ticket are converted
         together with those of the groups that are sent with them.
 
-        Raises DataError if a row does not fit its columns' types, or a batch does not have the experience schema, and
-        StorageError if the log cannot be written.
+        Raises DataError if a row or batch does not fit its schema, and StorageError if the log cannot be written.
         """
         if ticket is None:
             rows = _batch(rows)
@@ -169,9 +168,8 @@ def put_groups(buffer: Handle[Buffer], rows: list[Experience], algorithms: list[
     """Put rows, grouped by their group ids; return when they are in the log.
 
     Raises DataError, and puts nothing, if a row does not fit its columns' types or lacks a reward that advantages of
-    the stages' ``algorithms`` need, or if a group has not ``group_size`` trajectories. Also raises DataError if the
-    Buffer rejected groups: ``value`` maps experience or group ids to faults. Rejected groups may be put again, fixed;
-    the others are stored.
+    the stages' ``algorithms`` need, or a group has not ``group_size`` trajectories; also if the Buffer rejected groups:
+    ``value`` maps experience or group ids to faults. Rejected groups may be put again, fixed; the others are stored.
     """
     by_group: dict[str, list[Experience]] = {}
     for row in from_batch(to_batch(rows)):  # with the columns' types

@@ -130,8 +130,7 @@ class StageConfig(Section):
         """Check that options of the update have an effect."""
         update, name = self.update, self.algorithm.name
         warmup = update.critic_warmup_steps
-        has_own_critic = self.critic_optimizer != OptimizerConfig()
-        if "critic" not in algorithm.needs and (warmup or has_own_critic):
+        if "critic" not in algorithm.needs and (warmup or self.critic_optimizer != OptimizerConfig()):
             key = "update.critic_warmup_steps" if warmup else "critic_optimizer"
             raise invalid(key, f"is not used: {name} has no critic", "remove it")
         if warmup >= self.steps:

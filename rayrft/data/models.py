@@ -58,8 +58,7 @@ def check_auxiliary(auxiliary: Mapping[str, AuxiliaryConfig]) -> None:
 
 
 def check_teacher(path: str, field: str, tokenizer: ChatTokenizer, vocabulary: int) -> None:
-    """Raise ModelError for ``field`` unless teacher and policy share a tokenizer, as they are compared per token.
-    ``vocabulary`` is the size of the policy's."""
+    """Raise ModelError for ``field`` unless teacher and policy, of ``vocabulary`` tokens, share a tokenizer."""
     find_model(path, field)
     theirs, ours = ChatTokenizer(path, field).hf.get_vocab(), tokenizer.hf.get_vocab()
     different = next((token for token, index in ours.items() if theirs.get(token) != index), None)

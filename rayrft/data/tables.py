@@ -226,8 +226,7 @@ def _open_text(files: RowFiles, kinds: Mapping[str, str]) -> RowSource:
     schema = pa.schema([*known, *(_field(name, each) for name, each in found.items() if name not in known.names)])
 
     def batches(most: int) -> Iterator[pa.RecordBatch]:
-        numbered = files.rows()
-        whole = (row for number, row in numbered if number not in broken and isinstance(row, dict))
+        whole = (row for number, row in files.rows() if number not in broken and isinstance(row, dict))
         while part := list(islice(whole, most)):
             for row in part:
                 _convert(row, kinds)

@@ -60,8 +60,7 @@ def read_tasks(config: TaskSourceConfig, field: str) -> list[Task]:
         raise broken_rows(table.broken, total, "write the file again", field=place, value=str(path))
     if missing := [name for name in SCHEMA.names if name not in table.schema.names]:
         problem = f"is not a file of tasks that rayrft wrote: it has no column {missing[0]!r}"
-        remedy = "read files of your own by source: file"
-        raise DataError(problem, remedy, field=place, value=str(path))
+        raise DataError(problem, "read files of your own by source: file", field=place, value=str(path))
     for name in ("question", "answer", "system"):
         if (column := table.schema.field(name)).type != pa.string() or is_json(column):
             problem = f"column {name!r} holds values that are not texts"

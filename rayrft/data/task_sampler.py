@@ -73,10 +73,6 @@ class Interleave:
         self._turn, self._taken = 0, [0] * len(self._weights)
 
 
-_FLOOR = 0.05
-"""Smallest sampling weight: always or never solved tasks are still drawn at times, because the model changes."""
-
-
 @dataclass(frozen=True, eq=False)
 class TaskView:
     """A sampler's view of one source of n tasks. Arrays have shape ``[n]``, are read-only and always up to date."""
@@ -363,7 +359,8 @@ class TaskSet:
         return int(view.indices[position])
 
 
-def _choose(view: TaskView, k: int, weights: np.ndarray, floor: float = _FLOOR) -> int:
+def _choose(view: TaskView, k: int, weights: np.ndarray, floor: float = 0.05) -> int:
+    """``floor``: always or never solved tasks are still drawn at times, because the model changes."""
     ends = np.cumsum(np.maximum(weights, floor))
     point = generator(view.seed, "tasks", view.source, k).random() * ends[-1]
     return int(np.searchsorted(ends, point, side="right"))

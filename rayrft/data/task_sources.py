@@ -101,8 +101,7 @@ _SHADES = 20
 
 @task_sources.register("squares")
 def draw_squares(config: TaskSourceConfig, field: str) -> list[Task]:
-    """Draw squares of random colour, shade, size and position on a background of another colour, for tests and demos;
-    the question is which colour the square has.
+    """Draw squares of random colour, shade, size and position on another colour, for tests and demos: which is it?
 
     The same pictures are written to ``config.path`` every time. Raises DataError if they cannot be written.
     """

@@ -140,9 +140,8 @@ class ChatTokenizer:
         """Token ids that follow the last turn of ``messages``, which is the assistant's and ends with token ``last``:
         what the chat template closes it with, unless that does, ``observed``, and the beginning of the next turn.
 
-        Appended to the sequence as it was sampled, they leave every token before them as it is, also where the template
-        would write earlier turns differently now. Raises DataError where it refuses the messages or does not keep the
-        text of the turn.
+        Appended to the sequence as it was sampled, they leave every token before them as it is, even if the template
+        would write earlier turns differently now. Raises DataError where it refuses the messages or changes the turn.
         """
         answer = _ANSWER
         while any(answer in message["content"] for message in observed):

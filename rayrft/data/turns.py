@@ -110,8 +110,7 @@ class Turns:
                 rewards += values
                 rewarded += [value != 0 or k == len(runs) - 1 for value in values]
                 before_turn = row.metrics.get(f"turn_state_{k}", row.token_ids[before:start].tobytes())
-                bounds = [start, *(token + 1 for token in inside[:-1]), end]
-                for first, last in pairwise(bounds):
+                for first, last in pairwise([start, *(token + 1 for token in inside[:-1]), end]):
                     state: Hashable = before_turn, row.token_ids[start:first].tobytes()
                     states.append(known_states.setdefault(state, len(known_states)))
                     trajectories.append(names.setdefault(row.repeat, len(names)))

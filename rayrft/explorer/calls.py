@@ -31,8 +31,7 @@ class Engines(Protocol):
 
 @dataclass(frozen=True)
 class Parking:
-    """How a group may be parked: after ``budget`` sampled tokens of an attempt, or when it is told to. ``begun`` holds
-    the calls that it resumes from."""
+    """How to park a group: when told to, or after ``budget`` sampled tokens of an attempt. It resumes ``begun``."""
 
     budget: int | None = None
     begun: Sequence[Experience] = ()

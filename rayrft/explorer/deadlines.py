@@ -17,8 +17,7 @@ class Expired(Exception):
 class GroupDeadline:
     """The attempts of a group, which end together when its deadline is over.
 
-    One timer serves all of a group's deadlines: thousands that are set and cancelled would cost more than what they
-    guard.
+    One timer serves all of a group's deadlines: thousands, set and cancelled, would cost more than what they guard.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -34,8 +33,7 @@ class GroupDeadline:
         return self.whole is not None and self.whole.expired
 
     def attempt(self, seconds: float, session: Session) -> AbstractContextManager[None]:
-        """Cancel the current task, and raise Expired, when it has been running for so many seconds, or the group for
-        its own."""
+        """Cancel the current task, and raise Expired, when it has run for so many seconds, or the group for its own."""
         task = asyncio.current_task()
         assert task is not None  # a coroutine is running
         deadline = _AttemptDeadline(self, seconds, task)

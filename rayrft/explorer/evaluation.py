@@ -78,8 +78,7 @@ class Evaluation:
 def measure(attempts: Iterable[Attempt], ks: Sequence[int] = (), *, seed: int = 0) -> Evaluation:
     """Measure a model by its attempts at tasks; at each of ``ks`` also by pass@k and majority@k.
 
-    Attempts of unknown reward are left out, so that a task with fewer than k others does not count at k. ``seed`` is
-    for the intervals.
+    Attempts of unknown reward do not count, nor at k a task with fewer than k others. ``seed`` is for the intervals.
     """
     by_task: dict[str, list[Attempt]] = defaultdict(list)
     for attempt in attempts:

@@ -78,8 +78,7 @@ class Explorer(TaskActor):
         operators: Callable[[], Operators] | None = None,
     ) -> None:
         """``tokenizer`` loads the model's; ``operators`` makes remote operators on experiences, unless the Explorer
-        runs them. ``feed`` is that of an explore job, whose Buffer belongs to no run; the other arguments: see
-        `TaskActor`."""
+        runs them. ``feed`` is that of an explore job, whose Buffer belongs to no run; for others see `TaskActor`."""
         share, loaded = 1 / config.explorer.count, tokenizer()
         super().__init__(config, loaded, engine_pool, scoring, auxiliary or {}, Waits("explorer"), share)
         self._buffer = TrackedHandle(buffer, self._waits, endless=[Buffer.admit, Buffer.closed, Buffer.leased])
@@ -109,8 +108,7 @@ class Explorer(TaskActor):
 
     @once
     async def start(self) -> None:
-        """Start what scores, unless a stage is still to train it: then it starts when it is needed; and what
-        verifies."""
+        """Start what verifies, and what scores unless a stage trains it first: then it starts when it is needed."""
         if not self._config.reward.stages:
             with self._waits.on("rewards", "ready"):
                 await self._rewards.open()
@@ -177,8 +175,7 @@ class Explorer(TaskActor):
         return self._waits.report()
 
     async def _trained_rewards(self) -> None:
-        """Start what scores, if a stage has trained it and it has not been started. Raises ConfigError where a reward
-        cannot be built."""
+        """Start what scores, once, if a stage has trained it. Raises ConfigError where a reward cannot be built."""
         if not self._config.reward.stages:
             return
         if self._scoring is None:

@@ -123,8 +123,7 @@ class GroupFlow:
         self._count_empty(group)
 
     def end_due(self, stage: StageConfig, step: int) -> None:
-        """Park or abandon the groups that over-sampling started for steps up to this one, which has been leased:
-        decoding them further would be wasted."""
+        """Park or abandon surplus groups of steps up to this one, which has been leased: decoding them is a waste."""
         for deadline in [deadline for deadline in self._rolling if deadline <= step]:
             due = self._rolling.pop(deadline)
             for ticket in list(due):

@@ -63,8 +63,7 @@ class _BuiltRow:
         return cls(trajectory, row, transcript, result)
 
     def score(self, result: RewardResult) -> RewardResult:
-        """Set the result, with the rewards of steps inside answers, and return it: an unknown one if these cannot be
-        placed."""
+        """Set the result, with rewards of steps inside answers, and return it: unknown if these cannot be placed."""
         if result.steps:
             try:
                 places = self.trajectory.step_rewards_by_token(result.steps)
@@ -128,8 +127,7 @@ class Runner:
         self._environments = Environments(environment, config.plugins) if environment else None
 
     def beside(self, engines: Engines, max_tokens: int | None = None) -> Runner:
-        """Return another one on these engines, with answers of up to ``max_tokens``. Workflows and environments, with
-        their processes, are the same."""
+        """Return one for these engines and ``max_tokens``, with the same workflows, environments and processes."""
         other = copy.copy(self)
         other._engines, other._parkable = engines, {}
         other.rolling, other.scoring = BusyClock(), BusyClock()
@@ -142,9 +140,8 @@ class Runner:
     async def run(self, task: Task, name: str, n: int, temperature: float, parking: Parking | None = None) -> Rollout:
         """Attempt a task ``n`` times concurrently, and score the rows without a reward by their last turn.
 
-        ``name`` is the group's id, from which the ids of its rows and the seeds of its requests are derived. With
-        ``parking`` it may end unfinished. An error in a workflow fails that repeat only. Raises ActorDied if an engine
-        has died.
+        ``name`` is the group's id, from which ids of rows and seeds of requests are derived. With ``parking`` it may
+        end unfinished. An error in a workflow fails that repeat only. Raises ActorDied if an engine has died.
         """
         seed = derive_seed(self._config.seed, name) if self._config.seeds_requests else None
         sampling = self._config.explorer.sampling

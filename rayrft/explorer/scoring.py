@@ -38,11 +38,9 @@ class ScoredGroup:
 def apply_rewards(
     rows: list[Experience], results: list[RewardResult], config: RewardConfig, *, max_tokens: int, step: int = 0
 ) -> ScoredGroup:
-    """Set every row's reward by the config's rules for unknown rewards, for answers truncated at ``max_tokens`` and for
-    shaping at that optimiser step.
+    """Set every row's reward by the rules for unknown rewards, answers cut at ``max_tokens`` and shaping at that step.
 
-    Rewards set by the workflow are kept. A row with an unknown reward makes the return of its whole trajectory unknown,
-    so all rows of that attempt are dropped.
+    Rewards set by the workflow are kept. An unknown reward makes an attempt's return unknown: all its rows are dropped.
     """
     unknown = [result.reason or "no reason given" for result in results if result.value is None]
     kept = list(zip(rows, results, strict=True))
@@ -184,8 +182,7 @@ def with_failures(group: ScoredGroup, failed: Counter[str]) -> ScoredGroup:
 
 
 def drop_zero_variance(group: ScoredGroup, algorithm: Algorithm) -> ScoredGroup:
-    """Drop all rows if the algorithm learns nothing from them: all their advantages are 0, and such rows contribute no
-    gradient.
+    """Drop all rows if the algorithm learns nothing from them: all advantages are 0, and such rows have no gradient.
 
     The test uses rewards before penalties, so that wrong answers are not kept for differing in length (DAPO,
     Yu et al. 2025, arXiv:2503.14476, eq. 11, filters by correctness).

@@ -28,8 +28,7 @@ ScoreAnswer = Callable[[Task, str], Awaitable[RewardResult]]
 
 
 class PromptTooLong(Exception):
-    """A prompt exceeds ``explorer.sampling.max_prompt_tokens``. The attempt ends with what it has; without an answer,
-    the task is dropped and counted."""
+    """A prompt exceeds ``explorer.sampling.max_prompt_tokens``: the attempt ends, and without an answer is dropped."""
 
 
 class ContextFull(Exception):
@@ -124,8 +123,7 @@ class Model:
 
 
 class Trajectory:
-    """One attempt in progress, created by `Model.start`. ``messages`` is the conversation so far, ``stop_reason`` that
-    of the last answer."""
+    """One attempt in progress, made by `Model.start`: ``messages`` so far, and ``stop_reason`` of the last answer."""
 
     def __init__(
         self, model: Model, messages: list[dict[str, str]], images: tuple[str, ...], tools: Tools, prompt: list[int]
@@ -209,9 +207,8 @@ class Trajectory:
         self.stop_reason = "length"
 
     def step_rewards_by_token(self, steps: Sequence[StepReward]) -> dict[str, float]:
-        """Return the metrics of a row for rewards of steps inside answers: each is that of the token at which the step
-        ends, and those that end in the same token are summed. Raises ValueError if the text of an answer is not what
-        its tokens say."""
+        """Return a row's metrics of rewards of steps inside answers: each is at the token where its step ends; several
+        are summed. Raises ValueError if the text of an answer is not what its tokens say."""
         found, said, tokenizer = dict[str, float](), self.transcript.answers, self._model.tokenizer
         for turn, group in groupby(steps, key=lambda step: step.turn):
             (start, completion), of_turn = self._actions[turn], list(group)
@@ -268,8 +265,7 @@ class Trajectory:
 def action_columns(
     answers: Sequence[tuple[int, Completion]], length: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[VersionSpan, ...]]:
-    """Return action mask and log-probs, both ``[length]``, and the versions of a sequence with answers, each from its
-    start index on."""
+    """Return ``[length]`` action mask and log-probs, and the versions of answers, each from its start index on."""
     mask, logprobs, versions = np.zeros(length, np.uint8), np.zeros(length, np.float32), list[VersionSpan]()
     for start, completion in answers:
         stop = start + len(completion.token_ids)

@@ -39,8 +39,7 @@ def cohen_kappa(pairs: Sequence[tuple[V, V]], distance: Distance[V] = nominal) -
 
 
 def krippendorff_alpha(units: Iterable[Sequence[V]], distance: Distance[V] = nominal) -> float | None:
-    """Return Krippendorff's alpha, from the values that people gave to each item; items with fewer than two do not
-    count.
+    """Return Krippendorff's alpha from people's values of each item; items with fewer than two do not count.
 
     alpha = 1 - D_o / D_e, with D_o the mean distance of two values of one item, each item weighing as many as it has
     values, and D_e that of any two values (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"). None

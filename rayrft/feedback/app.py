@@ -40,8 +40,7 @@ from rayrft.registry import load_plugins
 from rayrft.runtime.serving.http import ApiError, Body, HttpService, Route, parse
 
 _SETTLE_S = 0.5
-"""Seconds that a response waits for the run to take a judgement. If that takes longer and the judgement is late or
-refused, a later response says so."""
+"""Seconds that a response waits for the run to take a judgement. A later one tells what was late or refused."""
 _FRESH_S = 30.0
 """Seconds after which the rows of a running run are read again, when a person asks for an item."""
 _EMPTY_S = 2.0
@@ -95,8 +94,7 @@ class UndoRequest(PersonRequest):
 
 
 class JudgeRequest(PersonRequest):
-    """The body of ``/v1/judge``. ``rows`` are the experience ids of the item, as they were shown; for the rules see
-    `check_judgement`."""
+    """The body of ``/v1/judge``; ``rows``: experience ids of the item, in the order shown. Rules: `check_judgement`."""
 
     id: str = Field(min_length=8, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
     item: str = Field(max_length=1024)

@@ -122,8 +122,7 @@ class _Lease:
 class Queue:
     """The items to judge and their leases, for one event loop.
 
-    A person who asks again gets the item that they have. A lease ends when it expires, or the person leaves or judges;
-    ``clock`` gives seconds.
+    A person who asks again gets the same item. A lease expires (``clock``: seconds), or its person leaves or judges.
     """
 
     def __init__(

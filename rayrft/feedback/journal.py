@@ -1,5 +1,4 @@
-"""The file of people's judgements and their delivery: one JSON line per entry, with its checksum, on disk before it is
-acknowledged.
+"""The file of judgements and their delivery: one JSON line per entry, with checksum, on disk when it is acknowledged.
 
 It has one writer at a time, which holds a lock on it that ends with the process.
 """
@@ -24,8 +23,7 @@ def feedback_folder(run: Path) -> Path:
 
 
 def read_journal(path: Path) -> list[Entry]:
-    """Return the entries of a journal, which may be in use; none if there is no file. Raises StorageError if it is
-    damaged."""
+    """Return the entries of a journal, even one in use; none without a file. Raises StorageError if it is damaged."""
     return [entry for _, entry in read_lines(path, _entry)]
 
 

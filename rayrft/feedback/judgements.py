@@ -13,8 +13,7 @@ from rayrft.config.serve import FeedbackConfig
 from rayrft.errors import DataError
 
 View = Literal["one", "pair", "group"]
-"""How an item shows answers to a question: one of them, to be scored or edited; two, to pick the better one; all of the
-group, to be ranked."""
+"""How an item shows answers: one, to be scored or edited; two, to pick the better; all of the group, to be ranked."""
 Thumb = Literal["up", "down"]
 MOST_RANKED = 9
 """Answers that are ranked at once: a keyboard has nine digits."""

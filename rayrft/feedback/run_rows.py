@@ -41,11 +41,9 @@ class RunRows:
 
     def running(self) -> bool:
         """Return whether the run has a Buffer that takes feedback."""
-        try:
-            self._find_buffer()
-        except RunNotFound:
-            return False
-        return True
+        with contextlib.suppress(RunNotFound):
+            return bool(self._find_buffer())
+        return False
 
     def groups(self) -> list[ShownGroup]:
         """Return the groups to judge, as they are now: those that wait for training, then the latest, without rows that

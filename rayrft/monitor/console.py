@@ -73,8 +73,7 @@ def _rollouts(timings: Timings) -> str:
 
 
 def _rows(r: StepRecord | RolloutRecord) -> list[str]:
-    """Return the rows that operators left out by design, those that they made, those lost by faults, and the unknown
-    rewards."""
+    """Return the rows that operators left out by design, that they made, that faults lost, and unknown rewards."""
     operators = r.timings.operators
 
     def expected(reason: str) -> bool:

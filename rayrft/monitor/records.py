@@ -192,8 +192,7 @@ class PairsRecord:
     def of(cls, stage: str, step: int, stage_step: int, found: PairRanking, seconds: float) -> Self:
         """Build the record of a ranking after ``step``."""
         accuracy = found.right / found.pairs
-        interval = wilson_interval(found.right, found.pairs)
-        counts = accuracy, *interval, found.right, found.pairs
+        counts = accuracy, *wilson_interval(found.right, found.pairs), found.right, found.pairs
         return cls(stage, step, stage_step, time.time(), *counts, found.margin, seconds)
 
 

@@ -1,8 +1,7 @@
 """Operators on a group of usual rows between its reward and the Buffer: from raw to verified rows.
 
-A group at a time goes through the operators, in processes that keep them: on the Explorer's node, or in actors on any.
-Rows that stay are verified; those that are left out are counted, by operator and reason; those that are made become
-demonstrations.
+A group at a time goes through the operators, in processes that keep them, on the Explorer's node or in actors on any.
+Rows that stay are verified, those left out are counted by operator and reason, made ones become demonstrations.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rayrft.pipelines.run.groups import GroupChain, GroupResult, Operators
 
 _TEXTS = ("response", "question", "answer", "domain")
 EXPERIENCES = pa.schema([*SCHEMA, *(pa.field(name, pa.string()) for name in _TEXTS), ("difficulty", pa.float64())])
-"""The columns that operators on experiences see: `experience.SCHEMA`, the last answer as a text, and fields of the task."""
+"""The columns that operators on experiences see: `experience.SCHEMA`, the last answer, and fields of the task."""
 
 VERIFIED = "verified"
 """Status of rows that went through operators."""

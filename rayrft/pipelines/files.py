@@ -235,8 +235,7 @@ def walk_lineage(wanted: str, sources: Sequence[RowSource]) -> list[Ancestor]:
 
 
 def _rows_of(names: Set[str], source: RowSource) -> Iterator[tuple[str, dict[str, Any]]]:
-    ids = Ids()
-    for rows in map(ids.add, source.batches(1000)):
+    for rows in map(Ids().add, source.batches(1000)):
         for index, name in enumerate(rows.column(id_column(rows.schema)).to_pylist()):
             if name in names:
                 yield name, rows.slice(index, 1).to_pylist(maps_as_pydicts="lossy")[0]

@@ -42,9 +42,8 @@ class ProcessedTasks:
 
 
 def load_processed(config: RunConfig, engines: Engines | None = None) -> ProcessedTasks:
-    """Read the tasks of a run as `load_tasks` does, apply ``pipelines.tasks`` to those of all sources, and leave out
-    training and demonstrated tasks that show an evaluation task. ``engines`` has the auxiliary models that operators
-    ask.
+    """Read the tasks of a run as `load_tasks` does, apply ``pipelines.tasks`` to all, and leave out training and
+    demonstrated tasks that show an evaluation task. ``engines`` has the auxiliary models that operators ask.
 
     The same sources and config give the same tasks. Raises the errors of `load_tasks` and `Pipeline`, and DataError if
     nothing is left to train on.
@@ -63,9 +62,8 @@ def load_processed(config: RunConfig, engines: Engines | None = None) -> Process
 def load_splits(
     config: RunConfig, bench: Sequence[Task], engines: Engines | None = None
 ) -> tuple[TaskSplits, list[OperatorReport]]:
-    """Read the tasks of a run and apply ``pipelines.tasks``; its evaluation tasks do not depend on what is left
-    out afterwards. ``bench`` are the tasks of its bench; for ``engines`` see `load_processed`. Raises the errors of
-    `load_tasks` and `Pipeline`."""
+    """Read the tasks of a run and apply ``pipelines.tasks``; evaluation tasks do not depend on what is left out later.
+    ``bench``: those of its bench; ``engines``: see `load_processed`. Raises as `load_tasks` and `Pipeline` do."""
     reports: list[OperatorReport] = []
     if config.tasks is None:
         return TaskSplits([], [], [], {}), reports
@@ -102,9 +100,8 @@ def _processed(
     """Send the tasks of all sources, one after another, through the operators of ``pipelines.tasks``; return those of
     each source, each with the id of the one that it, or its first parent, began as.
 
-    A task keeps its id, whatever is changed; a made one gets the domain, workflow, images and metadata of its first
-    parent. What models answer is kept in ``<storage>/answers.<name>.jsonl``, and not asked again. Raises the errors of
-    `Pipeline`.
+    A task keeps its id, whatever is changed; a made one gets domain, workflow, images and metadata of its first parent.
+    What models answer is kept in ``<storage>/answers.<name>.jsonl``, and not asked again. Raises as `Pipeline` does.
     """
     pipelines = config.pipelines
     if not pipelines.tasks:

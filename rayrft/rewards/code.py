@@ -184,8 +184,7 @@ class TestRunner:
         *,
         until_failure: bool = False,
     ) -> Verdict:
-        """Run the tests, or up to the first failure. Raises DataError or SandboxFailed if that does not judge the
-        solution."""
+        """Run the tests, or up to the first failure. Raises DataError or SandboxFailed if there is no verdict."""
         kind = _kind(tests[0])
         if language == "cpp" and kind != "run":
             raise DataError("C++ is tested by stdin and stdout", field="metadata.tests", value=kind)

@@ -37,8 +37,6 @@ class ChatModel(Protocol):
         """Return the answer to a conversation, which follows the schema if it is set."""
 
 
-_RUBRIC = "The answer is right, complete, to the point, and follows from what it says before."
-
 _SCORE = """You grade the answer to a question, by this rubric:
 
 {rubric}
@@ -84,7 +82,7 @@ class Judge:
         url: str | None = None,
         model: str | None = None,
         key_variable: str = "OPENAI_API_KEY",
-        rubric: str = _RUBRIC,
+        rubric: str = "The answer is right, complete, to the point, and follows from what it says before.",
         template: str | None = None,
         compare: Literal["none", "reference"] = "none",
         low: int = 0,
@@ -211,15 +209,12 @@ def cut(text: str, longest: int) -> str:
     return f"{text[:half]}\n[{len(text) - 2 * half} characters are left out]\n{text[-half:]}"
 
 
-_MOST_BRACES = 200
-
-
 def last_object(reply: str) -> dict[str, Any]:
     """Return the JSON object at the end of a reply, after reasoning; an empty one if it ends otherwise.
 
     An object inside the reply may be a quotation of a judged text."""
     text, decoder = split_reasoning(reply)[1], json.JSONDecoder()
-    for start in [found.start() for found in re.finditer("{", text)][: -_MOST_BRACES - 1 : -1]:
+    for start in reversed([found.start() for found in re.finditer("{", text)][-200:]):
         try:
             found, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
@@ -227,10 +222,6 @@ def last_object(reply: str) -> dict[str, Any]:
         if not text[end:].strip(" \n\t`"):
             return dict(found)
     return {}
-
-
-_OF_THE_REQUEST = (400, 413, 422)
-"""HTTP statuses of a bad request, at an endpoint that works."""
 
 
 class OpenAIModel:
@@ -268,7 +259,8 @@ class OpenAIModel:
         try:
             reply = await self._client.chat.completions.create(messages=messages, **request)
         except APIStatusError as error:
-            kind = RequestRefused if error.status_code in _OF_THE_REQUEST else EndpointFailed
+            works = error.status_code in (400, 413, 422)  # the endpoint does, and the request is bad
+            kind = RequestRefused if works else EndpointFailed
             raise kind(f"status {error.status_code}: {error.message}"[:500], field="url", value=self._url) from None
         except (OpenAIError, ValueError) as error:  # ValueError: the answer is not JSON
             problem = f"{type(error).__name__}: {error}"[:500]

@@ -26,8 +26,7 @@ Kind = Literal["choice", "true_false", "blanks", "number"]
 def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, tolerance: float = 0.0) -> Reward:
     """1 if the response's final answer is right, else 0; component ``parsed`` is 1 if it has one.
 
-    The kind is the task's ``metadata["kind"]``, else ``choice`` with ``metadata["options"]``, the texts of the options
-    in order, else ``kind``.
+    The kind is ``metadata["kind"]``, else ``choice`` with ``metadata["options"]``, texts in order, else ``kind``.
 
     * ``choice``: the task's answer is letters, such as ``B`` or ``AC``. A response names letters, quotes one option, or
       judges the options one by one. Some of several right letters, without a wrong one, give ``partial``.

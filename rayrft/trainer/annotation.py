@@ -37,8 +37,7 @@ def with_logprobs(batches: Batches, name: str, policy: Policy, temperature: floa
 
 @torch.no_grad()
 def with_values(batches: Batches, critic: Critic, *, final: bool = False) -> Batches:
-    """Return the batches with the critic's values; with ``final``, also those of the states in which truncated answers
-    were cut."""
+    """Return the batches with the critic's values; with ``final``, also for the states at which answers were cut."""
 
     def annotate(micro: MicroBatch) -> MicroBatch:
         with blaming(micro):

@@ -28,12 +28,10 @@ class RankApi(Protocol):
         """Begin a stage with a new optimiser, from ``weights`` if given, else from the present weights."""
 
     def adjust(self, algorithm: Algorithm, stage: StageConfig, temperature: float) -> None:
-        """Continue the open stage with other numbers: coefficients, learning rates, bounds of gradients, steps, and the
-        temperature of sampling."""
+        """Continue the open stage with other coefficients, learning rates, gradient bounds, steps, and temperature."""
 
     def train(self, lease: Lease) -> StepResult | None:
-        """Make one optimiser step on a batch, of which each rank gets its share; None on every rank if blocks are lost
-        because the Buffer died."""
+        """Make an optimiser step on a rank's share of a batch; None on all ranks if blocks are lost with the Buffer."""
 
     def rank_pairs(self, blocks: list[tuple[Ref, np.ndarray]]) -> PairRanking:
         """Rank held-out preference pairs, whose blocks are `Buffer.partition`'s, by the model that the stage trains."""
@@ -53,8 +51,7 @@ class RankApi(Protocol):
         """Compute log-probs of sequences (with the image paths of each) under the present weights, at temperature 1."""
 
     def save(self, folder: Path) -> None:
-        """Write the weights of the model that the stage trains as a Hugging Face folder, and register it as a
-        checkpoint with Ray Train."""
+        """Write the weights that the stage trains as a Hugging Face folder, a checkpoint registered with Ray Train."""
 
     def checkpoint(self, folder: Path) -> None:
         """Write the whole state to a folder in the background; `Trainer.written` waits for it."""

@@ -40,8 +40,7 @@ class ProcessedLease:
 
 
 def batch_chain(config: RunConfig, model: str | None) -> GroupChain:
-    """Return a run's operators on batches; ``model`` is its model's folder or id. They make no model calls: the result
-    must be deterministic."""
+    """Return a run's operators on batches, deterministic ones without model calls; ``model`` is a folder or id."""
     return GroupChain(
         config.pipelines.batch,
         BATCHES,

@@ -215,8 +215,7 @@ def _prompt(row: TrainRow) -> tuple[bytes, tuple[str, ...]]:
 
 
 def _hash(row: TrainRow) -> bytes:
-    content = row.token_ids.tobytes() + row.mask.tobytes()
-    return hashlib.blake2b(content, digest_size=16).digest()
+    return hashlib.blake2b(row.token_ids.tobytes() + row.mask.tobytes(), digest_size=16).digest()
 
 
 def empty_batch(device: torch.device) -> MicroBatch:
@@ -232,7 +231,8 @@ def _merge_groups(units: list[list[TrainRow]], max_tokens: int) -> list[tuple[in
     groups: dict[str, list[TrainRow]] = {}
     for unit in units:
         if len(unit) > 1 or unit[0].alone or not unit[0].group:
-            merged.append((_packed(unit), unit))
+            ids = [row.token_ids for row in unit]
+            merged.append((sum(_cost(len(ids[row]), shared) for row, _, shared in shared_prefixes(ids)), unit))
         else:
             groups.setdefault(unit[0].group, []).append(unit[0])
     for rows in groups.values():
@@ -252,11 +252,6 @@ def _merge_groups(units: list[list[TrainRow]], max_tokens: int) -> list[tuple[in
 
 def _content(row: TrainRow) -> tuple[bytes, tuple[str, ...]]:
     return row.token_ids.tobytes(), row.images
-
-
-def _packed(unit: list[TrainRow]) -> int:
-    rows = [row.token_ids for row in unit]
-    return sum(_cost(len(rows[row]), shared) for row, _, shared in shared_prefixes(rows))
 
 
 def _cost(length: int, shared: int) -> int:

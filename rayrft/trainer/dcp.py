@@ -127,8 +127,7 @@ class Checkpointer:
     def load(self, learner: Learner, folder: Path) -> None:
         """Load all state of the open stage: weights, optimisers, schedules, reference.
 
-        Raises ModelError when the checkpoint is of another model, and StorageError when a file is missing or cannot be
-        read.
+        Raises ModelError for the checkpoint of another model, and StorageError if a file is missing or cannot be read.
         """
         self._rebase(learner.policy, folder)
         with _typed_errors(folder):
@@ -230,7 +229,10 @@ def _models(learner: Learner) -> dict[str, tuple[nn.Module, Optimizer | None]]:
 
 def _state(learner: Learner, folder: Path, written: set[str] | None = None) -> State:
     """Return the state to save, or, given the names ``written`` in a checkpoint, the tensors that `load` fills."""
-    state: State = {"learner": learner.state(), "base": _base(learner.policy, folder)}
+    lora = learner.policy.lora
+    # The frozen weights relative to the checkpoint, as a run may be moved; empty if they are the run's model, or none.
+    base = "" if lora is None or lora.base == lora.origin else os.path.relpath(lora.base, folder.parent)
+    state: State = {"learner": learner.state(), "base": base}
     parts = None if written is None else {name.partition(".")[0] for name in written}
     for name, (model, optimizer) in _models(learner).items():
         state[name] = _trained(model)
@@ -250,13 +252,6 @@ def _trained(model: nn.Module) -> State:
     """Return the trainable parameters, sharded as they are."""
     trained = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
     return {name: tensor for name, tensor in get_model_state_dict(model).items() if name in trained}
-
-
-def _base(policy: Policy, folder: Path) -> str:
-    """Return the folder of the frozen weights relative to the checkpoint's (a run may be moved); empty if they are the
-    run's model, or none are frozen."""
-    lora = policy.lora
-    return "" if lora is None or lora.base == lora.origin else os.path.relpath(lora.base, folder.parent)
 
 
 def _resolve(base: str, folder: Path) -> str:

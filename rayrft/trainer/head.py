@@ -27,8 +27,7 @@ def head_logprobs(
     as many as are fast on the device) and recomputed in the backward pass, which costs one more product and saves
     ``2 T V`` numbers.
 
-    With p = softmax(z): ``d log p_y / dz = onehot(y) - p`` and ``dH / dz = -p (log p + H)``. The entropy's gradient is
-    computed only if something depends on it.
+    With p = softmax(z): ``d log p_y / dz = onehot(y) - p`` and ``dH / dz = -p (log p + H)``, computed only if needed.
     """
     columns = targets if targets.dim() == 2 else targets[:, None]
     chunk = chunk or _chunk(hidden, len(weight))
@@ -42,8 +41,7 @@ def head_top_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return the ``k`` most likely of the first ``vocabulary`` tokens, most likely first.
 
-    hidden, weight, temperature: as in `head_logprobs`. Returns two ``[T, k]`` tensors: log-probs under the whole
-    distribution, and ids (int64).
+    hidden, weight, temperature: as in `head_logprobs`. Returns ``[T, k]`` log-probs, of all tokens, and ids (int64).
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     logprobs = torch.empty(len(hidden), k, dtype=dtype, device=hidden.device)

@@ -294,9 +294,7 @@ class Learner:
             loss = self.algorithm.value_loss_of(critic(micro)[0], micro.tokens, over)
             return loss, loss
 
-        total = torch.zeros(())
-        for each in self._accumulate(critic, batch, share):
-            total += each.cpu()
+        total = sum((each.cpu() for each in self._accumulate(critic, batch, share)), torch.zeros(()))
         loss = float(self._reduce(total))
         return replace(update, value_loss=loss, value_grad_norm=self._apply_gradient(critic.optimizer, loss, "critic"))
 

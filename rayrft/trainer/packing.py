@@ -134,9 +134,6 @@ def register() -> None:
     AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
 
 
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-
-
 def packed_attention(
     module: Any,
     query: Tensor,
@@ -154,7 +151,7 @@ def packed_attention(
     Soft caps, sinks and biases are not supported: `Policy` compares log-probs before it packs. No attention dropout,
     which would distort probability ratios. Raises NotImplementedError for those that a model names.
     """
-    if named := [name for name in _UNSUPPORTED if others.get(name) is not None]:
+    if named := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
         raise NotImplementedError(f"its attention has {named[0]}, which packed attention lacks")
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     if uses_kernel(query.device, query.dtype):

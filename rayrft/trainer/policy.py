@@ -182,8 +182,7 @@ class Policy(nn.Module):
     def output(self, batch: MicroBatch, *, temperature: float, entropy_gradient: bool = False) -> PolicyOutput:
         """Compute the inputs of losses, with gradient (of the entropy only if ``entropy_gradient``).
 
-        ``temperature`` is the sampler's and applies to own rows; demonstrations and pairs, which were not sampled, use
-        temperature 1.
+        ``temperature`` is the sampler's, for own rows; demonstrations and pairs, which were not sampled, use 1.
         """
         with blaming(batch):
             logprobs, entropy, candidates = self(batch, temperature, entropy_gradient)
@@ -285,8 +284,7 @@ def model_inputs(
     batch: MicroBatch, *, packs: bool, images: ImageReader | None, at: Tensor | None = None
 ) -> tuple[dict[str, Any], Tensor]:
     """Return inputs for `run_model`, and the indices of states in the flattened output: those after the tokens ``at``
-    (int64), by default those before predicted tokens. Raises ModelError if rows have images and the model takes
-    none."""
+    (int64), by default before predicted tokens. Raises ModelError if the model takes no images but rows have some."""
     layout = batch.packing
     at = batch.predicted - 1 if at is None else at
     if images is None and (image := next(chain.from_iterable(batch.images), None)):

@@ -198,8 +198,7 @@ class Rank(RankApi):
         ray.train.report({}, checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
 
     def _load(self, path: str) -> tuple[Policy, str | None]:
-        """Load the run's original model, or another of its kind, with fast paths and the adapter; also return which
-        fast paths are not supported, or None."""
+        """Load the run's model, or one of its kind, with fast paths and adapter; also return what is not supported."""
         config, policy = self._setup.config, self._place(load_policy(path))
         if config.gradient_checkpointing:
             policy.checkpoint_layers()

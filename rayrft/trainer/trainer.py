@@ -23,8 +23,7 @@ R = TypeVar("R")
 class Ranks:
     """All ranks of a Trainer.
 
-    ``await ranks.call(RankApi.train, lease)`` calls the method on every rank and returns the answers by rank. It raises
-    the error of the first rank that fails.
+    ``await ranks.call(RankApi.train, lease)`` returns the answers by rank. It raises the error of the first that fails.
     """
 
     def __init__(self, trainer: Handle[Trainer]) -> None:
@@ -42,8 +41,7 @@ class Trainer(Watched):
     calls, one at a time."""
 
     def __init__(self, config: TrainerConfig, group: Any, batches: Callable[[], BatchPipeline] | None = None) -> None:
-        """``group`` is a placement group with one bundle per rank; ``batches`` makes the operators on training
-        batches."""
+        """``group`` has one bundle per rank; ``batches`` makes the operators on training batches."""
         self._batches = batches() if batches is not None else None
         self._config = config
         self._group = group
@@ -63,8 +61,7 @@ class Trainer(Watched):
     async def start(self, folder: Path, setup: RankSetup) -> str | None:
         """Start the ranks through Ray Train, which keeps its files in ``folder``.
 
-        Returns a warning if the model does not support a fast path. Raises the error of the first rank that fails, and
-        ActorDied if a rank is not up in time.
+        Returns a warning if a fast path is not supported. Raises the first rank's error, or ActorDied if one is late.
         """
         self._fit = asyncio.create_task(self._run(folder, setup))
         if self._batches is not None:

@@ -1,5 +1,4 @@
-"""Merging a LoRA adapter: factors A ``[r, in]`` and B ``[out, r]`` of weights ``W + scale B A`` (Hu et al. 2021), named
-as in peft's files."""
+"""Merging LoRA factors A ``[r, in]`` and B ``[out, r]``, named as in peft: ``W + scale B A`` (Hu et al. 2021)."""
 
 from __future__ import annotations
 

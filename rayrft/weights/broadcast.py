@@ -86,8 +86,7 @@ class Nccl(Broadcast):
             raise ConfigError(problem, "use gloo or auto", field=FIELD, value="nccl")
         if layout.engine_gpus < 1 or layout.rank_gpus < 1:
             problem = "does not support two ranks on one GPU"
-            remedy = "give whole GPUs to each side, or use ipc"
-            raise ConfigError(problem, remedy, field=FIELD, value="nccl")
+            raise ConfigError(problem, "give whole GPUs to each side, or use ipc", field=FIELD, value="nccl")
 
     def _form(self, end: Endpoint, rank: int, size: int, timeout: timedelta) -> Any:
         import torch

@@ -98,8 +98,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def export_buffer(buffer: Tensor) -> str:
-    """Return a handle to a flat CUDA buffer of bytes, as JSON. The buffer must stay alive until the receiver is done
-    with it."""
+    """Return a handle to a flat CUDA buffer of bytes, as JSON. The buffer must stay alive until it has been read."""
     from torch.multiprocessing import reductions
 
     _, (_, size, _, offset, _, _, _, *memory) = reductions.reduce_tensor(buffer)  # type: ignore[no-untyped-call]

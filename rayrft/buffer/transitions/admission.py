@@ -118,8 +118,7 @@ def _draw_tasks(state: State, event: e.TicketsIssued, issued: int) -> list[str |
     tasks, count = state.tasks.get(event.feed), event.count - issued
     if tasks is None:
         return [None] * count if event.tasks is None else event.tasks[issued:]
-    drawn = [tasks.draw() for _ in range(count)]
-    return [task for task in drawn if task is not None]
+    return [task for _ in range(count) if (task := tasks.draw()) is not None]
 
 
 @rule(e.TasksAdded)

@@ -212,10 +212,6 @@ def _cliff_map(env: Any) -> str:
     return _grid(rows, divmod(int(cliff.s), cliff.shape[1]))
 
 
-def _cliff_state(env: Any) -> str:
-    return f"You are at {_at(*divmod(int(env.unwrapped.s), env.unwrapped.shape[1]))}."
-
-
 _STANDS = ("Red", "Green", "Yellow", "Blue")
 
 
@@ -244,7 +240,7 @@ _TELLINGS = {
         "You are at P. Walk to the goal (G). Who steps off the cliff (C) is back at the start.",
         (("up", "north"), ("right", "east"), ("down", "south"), ("left", "west")),
         _cliff_map,
-        _cliff_state,
+        lambda env: f"You are at {_at(*divmod(int(env.unwrapped.s), env.unwrapped.shape[1]))}.",
     ),
     "Taxi": TextRenderer(
         "You drive a taxi (T). Go to the passenger, pick them up, and drop them off where they want to go. Stands are "

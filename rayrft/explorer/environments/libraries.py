@@ -1,6 +1,5 @@
 """Environments of other libraries: `verifiers`, played step by step with its dialogue and rubric and our model and
-tokens; OpenEnv servers; and tasks of reasoning-gym, tried until they are solved, since none of its data sets is
-interactive by itself."""
+tokens; OpenEnv servers; and tasks of reasoning-gym, none of which is interactive by itself, tried until solved."""
 
 from __future__ import annotations
 
@@ -123,10 +122,9 @@ def _response(text: str) -> Any:
 class OpenEnvEnvironment:
     """A session with the OpenEnv server at ``url``, by the generic client: actions and observations are fields.
 
-    The answer is the field ``action`` of an action, whose ``fixed`` fields are always the same; without ``action``, the
-    answer is the action as JSON, and another text does nothing and counts as metric ``invalid_actions``.
-    ``observation`` names the field that is shown; without it all are, as JSON. A task may have arguments of ``reset``
-    in ``metadata["environment"]``.
+    The answer is the field ``action`` of an action with ``fixed`` other fields; without ``action``, it is the action as
+    JSON, and another text does nothing and counts as metric ``invalid_actions``. ``observation`` names the field that
+    is shown; by default all are, as JSON. A task's ``metadata["environment"]`` may have arguments of ``reset``.
     """
 
     def __init__(

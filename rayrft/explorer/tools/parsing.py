@@ -52,8 +52,7 @@ def as_response(result: str) -> str:
 
 
 def parse_calls(answer: str, form: CallForm) -> list[ToolCall | Malformed]:
-    """Return the calls in an answer, in their order; none if it makes no attempt at one. Those in its reasoning are
-    not meant."""
+    """Return the calls in an answer, in order; none if it attempts none. Those in its reasoning are not meant."""
     answer = split_reasoning(answer)[1]
     if form == "json":
         return list(_json_calls(answer))

@@ -71,18 +71,18 @@ class Toolbox:
         self.schemas = tuple(tool.schema for tool in self.tools.values())
         pool = partial(ProcessPool, plugins=loaded_plugins(), answer_limit=8 * limits.characters + (64 << 10))
         self._pool = pool(partial(ToolHost, self._functions), processes=limits.processes, spares=limits.processes)
-        self._objects = pool(partial(ToolHost, self._classes), processes=_ATTEMPTS)
+        self.objects = pool(partial(ToolHost, self._classes), processes=4096)  # attempts whose objects live at once
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[ToolSession]:
         """Open what one attempt calls tools by; its objects are closed in the end."""
         async with contextlib.AsyncExitStack() as lease:
-            yield ToolSession(self, self._objects, lease)
+            yield ToolSession(self, lease)
 
     async def close(self) -> None:
         """End all processes and servers."""
         await asyncio.gather(
-            self._pool.close(), self._objects.close(), *(server.close() for server in {*self._servers.values()})
+            self._pool.close(), self.objects.close(), *(server.close() for server in {*self._servers.values()})
         )
 
     async def call(self, name: str, arguments: dict[str, Any], session: ToolSession) -> str:
@@ -149,9 +149,8 @@ class Toolbox:
 class ToolSession:
     """The calls of one attempt. Its objects are in one process, which is leased when the first of them is called."""
 
-    def __init__(self, toolbox: Toolbox, pool: ProcessPool, lease: contextlib.AsyncExitStack) -> None:
+    def __init__(self, toolbox: Toolbox, lease: contextlib.AsyncExitStack) -> None:
         self._toolbox = toolbox
-        self._pool = pool
         self._lease = lease
         self._lock = asyncio.Lock()
         self._worker: Worker | None = None
@@ -165,7 +164,7 @@ class ToolSession:
         """Call a method of an object. Raises CallFailed."""
         async with self._lock:
             if self._worker is None:
-                self._worker = await self._lease.enter_async_context(self._pool.lease())
+                self._worker = await self._lease.enter_async_context(self._toolbox.objects.lease())
             try:
                 return await self._toolbox.call_in(self._worker, name, arguments)
             finally:
@@ -195,10 +194,6 @@ class ToolSession:
             failure = error
         self._toolbox.warn(call.name, failure)
         return ToolResult(shortened(f"Error: {failure}", limits.characters), failure.kind)
-
-
-_ATTEMPTS = 4096
-"""Attempts whose objects may live at once."""
 
 
 def _late(limits: ToolLimits) -> ToolFailed:

@@ -21,11 +21,10 @@ from rayrft.registry import Registry
 
 class Workflow(Protocol):
     """One attempt at a task: starts a trajectory, lets the model act, and appends observations. Several trajectories
-    are rows of one attempt, such as its turns as separate rows. ``env`` is the attempt's own, if the config names an
-    environment. A workflow that cannot do without one says so by a class attribute ``needs_environment = True``, and
-    names the auxiliary models that it needs in an attribute ``needs_auxiliary``. One whose first prompt is not
-    ``task.messages`` has ``opening(task, tokenizer)``, its messages and tools, by which prompts are measured before a
-    run.
+    are rows of one attempt, such as its turns. ``env`` is the attempt's own, if the config names an environment. A
+    workflow that cannot do without one says so by a class attribute ``needs_environment = True``, and names the
+    auxiliary models that it needs in an attribute ``needs_auxiliary``. One whose first prompt is not ``task.messages``
+    has ``opening(task, tokenizer)``, its messages and tools, by which prompts are measured before a run.
 
     One instance serves all tasks of a run, in the Explorer's event loop, and must not block it. One that may block has
     a class attribute ``blocking = True``: each attempt has an instance and a process of its own, in which ``model`` and
@@ -44,8 +43,7 @@ register_workflow = workflows.register
 def build_workflow(
     name: str, config: ExplorerConfig, field: str = "explorer.workflow", *, auxiliary: Collection[str] = ()
 ) -> Workflow:
-    """Create the workflow with that registered name, or of the class at ``package.module:attribute``. ``auxiliary`` are
-    the names of the auxiliary models.
+    """Create the workflow of a registered name or ``package.module:attribute``; ``auxiliary``: names of models.
 
     Raises ConfigError for ``field`` if there is none or its ``run`` is no coroutine function, for
     ``explorer.workflow_options`` if it rejects them, and for ``explorer.environment`` or ``auxiliary`` if it needs one

@@ -105,8 +105,7 @@ class Debate:
 class ReflectAndRetry:
     """Answers again after ``hint`` while the reward is below ``enough``, at most ``attempts`` times in all.
 
-    The last answer is scored. A positive reward is multiplied by ``discount`` once per retry. An unknown reward ends
-    the attempt.
+    The last answer is scored. A retry multiplies a positive reward by ``discount``; an unknown one ends the attempt.
     """
 
     def __init__(

@@ -46,12 +46,7 @@ class RemoteEnvironment(Remote, of=EnvironmentClient, attributes="seed", without
     """A handle to the `EnvironmentClient` of an attempt."""
 
 
-_HANDLES: dict[type, type[Remote]] = {
-    Model: RemoteModel,
-    Trajectory: RemoteTrajectory,
-    AuxiliaryModel: RemoteAuxiliary,
-    EnvironmentClient: RemoteEnvironment,
-}
+_HANDLES = {each.of: each for each in (RemoteModel, RemoteTrajectory, RemoteAuxiliary, RemoteEnvironment)}
 
 
 class Isolated:

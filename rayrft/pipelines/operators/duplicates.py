@@ -114,8 +114,7 @@ class NearDuplicates(_FirstOfEach[NearOptions]):
 
     def _note(self, columns: Sequence[pa.Array]) -> None:
         filled = [pc.fill_null(column.cast(pa.large_string()), "") for column in columns]
-        joined = pc.binary_join_element_wise(*filled, pa.scalar("\n", pa.large_string()))
-        words = hashing.words(joined)
+        words = hashing.words(pc.binary_join_element_wise(*filled, pa.scalar("\n", pa.large_string())))
         low, keys = hashing.signatures(*words, self.options.ngram, self._band_rows)
         if self.options.same_numbers:  # rows with other numbers share no key then
             numbers = (hashing.hash_numbers(*words) >> np.uint64(32)).astype(np.uint32)

@@ -62,8 +62,7 @@ class _Rewriting(SolvingOperator[RewriteOptions]):
         super().check(schema)
 
     async def work(self, rows: pa.RecordBatch) -> Applied:
-        given = await subjects(rows, self.options)
-        found = await asyncio.gather(*map(self._rewritten, given))
+        found = await asyncio.gather(*map(self._rewritten, await subjects(rows, self.options)))
         kept = [(index, each) for index, proposals in enumerate(found) for each in proposals if each.problem is None]
         made = rows.take(pa.array([index for index, _ in kept], pa.int64()))
         texts = [each.question for _, each in kept], [each.answer for _, each in kept]

@@ -85,9 +85,8 @@ class AnswerJournal:
 class ModelServer:
     """Answers the requests of operators during a call of their process.
 
-    A request that fails, or has no answer within ``answer_s`` of being sent, raises RequestRefused in the operator. The
-    call ends with ActorDied if an engine died, and with EndpointFailed if a model leaves many requests in a row without
-    an answer.
+    A request that fails, or has no answer ``answer_s`` after it was sent, raises RequestRefused in the operator. The
+    call ends with ActorDied if an engine died, with EndpointFailed if a model leaves many requests in a row unanswered.
     """
 
     def __init__(

@@ -49,10 +49,9 @@ Progress = Callable[[int, int], None]
 class Pipeline:
     """A chain of operators for rows of one schema, which have ids.
 
-    ``origin`` says in errors where the rows come from, ``field`` is the config key of the operators. Constructing it
-    raises ConfigError if an operator does not fit. ``leave_out``: rows on which an operator of single rows raises are
-    left out. ``workers``: more than one apply operators of single rows concurrently, anywhere on the cluster; the
-    result does not depend on it.
+    ``origin`` says in errors where rows come from, ``field`` is the operators' config key. Construction raises
+    ConfigError if an operator does not fit. ``leave_out``: rows on which an operator of single rows raises are left
+    out. ``workers``: more than one apply such operators at once, anywhere on the cluster, with the same result.
     """
 
     def __init__(
@@ -96,9 +95,8 @@ class Pipeline:
         """Send rows through all operators. ``take`` gets the resulting batches, ``left_out`` the rows that an operator
         left out; ``models`` opens the models that operators ask.
 
-        Raises OperatorFailed if an operator raises, ends its process or returns what does not fit, or if a model that
-        it asks died, and OperatorTimeout if an operator is not done with a batch within the deadline, not counting the
-        time in which it waits for answers.
+        Raises OperatorFailed if an operator raises, ends its process or returns what does not fit, or a model that it
+        asks died, and OperatorTimeout if a batch takes longer than the deadline without waits for answers.
         """
         asks, scores = asked_by(self.links)
         opened = models(asks, scores) if models is not None and (asks or scores) else nullcontext()

@@ -24,8 +24,6 @@ from rayrft.rewards.math.formula import TooLarge
 from rayrft.rewards.math.reading import MathAnswer, Other, clear, read_answer
 from rayrft.rewards.text.numbers import SCALE
 
-_LONGEST_TRUTH = 500
-
 
 @register_reward("math")
 @imports("mpmath", "rayrft.rewards.text.unit_registry")
@@ -74,7 +72,7 @@ def _truth(text: str) -> MathAnswer | None:
     try:
         if "####" in text or "\\boxed" in text:  # a whole solution
             text = find_answer(text, strict=True) or ""
-        truth = read_answer(text) if text.strip() and len(text) <= _LONGEST_TRUTH else None
+        truth = read_answer(text) if text.strip() and len(text) <= 500 else None
     except TooLarge:
         return None
     words = re.sub(r"\\text ?\{[^{}]*\}", "", truth.text) if isinstance(truth, Other) else ""

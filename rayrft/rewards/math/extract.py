@@ -164,8 +164,7 @@ def _run(text: str) -> str | None:
         if len(between) < 30 and not re.search(r"[\d,;.]", between):
             text = text[: condition.start()]
     sentence = re.split(r"(?<=[^\s.])[.!](?:\s|$)|。", text, maxsplit=1)[0]
-    whole = normalized(sentence)
-    if len(whole) < 60 and clear(read_answer(sentence)):
+    if len(normalized(sentence)) < 60 and clear(read_answer(sentence)):
         return sentence
     if run:
         return _finished(text, run)

@@ -333,8 +333,7 @@ class Sandbox:
         return "code runs with limits of time and memory and without isolation: it can read and write what you can"
 
     def start(self, files: Files, command: Sequence[str], limits: SandboxLimits = _USUAL) -> Process:
-        """Start a program in a folder with these files; the command's first word is a path. Raises SandboxFailed if it
-        cannot start."""
+        """Start a program in a folder with files; ``command[0]`` is a path. Raises SandboxFailed if it cannot start."""
         raw = {name: data if isinstance(data, bytes) else data.encode(errors="replace") for name, data in files.items()}
         return Process(self._isolation.start(Job(self._root, raw, command, limits)), limits)
 

@@ -177,8 +177,7 @@ class _Template:
                 self._pids.discard(pid)
                 # Processes that it had started are the template's children now.
                 _kill_children(except_for=self._pids)
-                code = os.waitstatus_to_exitcode(status)
-                self._control.send(RECORD.pack(b"e", pid) + STATUS.pack(code))
+                self._control.send(RECORD.pack(b"e", pid) + STATUS.pack(os.waitstatus_to_exitcode(status)))
 
 
 class Parent:
