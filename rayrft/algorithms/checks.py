@@ -17,21 +17,12 @@ from rayrft.algorithms.values import token_advantages
 from rayrft.errors import ConfigError, nearest
 
 _TERM_OF = {
-    "kl_coef": "kl",
-    "kl_in": "kl",
-    "kl_target": "kl",
-    "kl_horizon": "kl",
-    "entropy_coef": "entropy",
-    "entropy_goal": "entropy",
-    "entropy_step": "entropy",
-    "distillation_coef": "distillation",
+    **dict.fromkeys(("kl_coef", "kl_in", "kl_target", "kl_horizon"), "kl"),
+    **dict.fromkeys(("entropy_coef", "entropy_goal", "entropy_step"), "entropy"),
+    **dict.fromkeys(("distillation_coef", "teacher_candidates"), "distillation"),
     "chosen_coef": "preference",
-    "teacher_candidates": "distillation",
 }
 """Fields that have an effect only if another field names a piece."""
-
-_REWARD_FIELDS = ("normalise_by", "reward_low", "reward_high", "reward_scale")
-"""Fields that act on rewards and advantages."""
 
 _POLICY_TERMS = ("policy_loss", "distillation", "sft", "preference", "unpaired")
 """Pieces that train the policy."""
@@ -143,14 +134,10 @@ def check_bounds(algorithm: Algorithm) -> None:
 
 def is_used(algorithm: Algorithm, kind: str) -> bool:
     """Return whether the piece or option in this field has any effect in the algorithm."""
+    of_rewards = ("advantage", "correction", "normalise_by", "reward_low", "reward_high", "reward_scale")
     return {
-        "advantage": algorithm.policy_loss != NONE,
-        "correction": algorithm.policy_loss != NONE,
-        "normalise_advantages": algorithm.policy_loss != NONE,
-        **dict.fromkeys(_REWARD_FIELDS, algorithm.policy_loss != NONE),
-        "aggregation": algorithm.has_usual,
-        "kl": algorithm.has_usual,
-        "entropy": algorithm.has_usual,
+        **dict.fromkeys((*of_rewards, "normalise_advantages"), algorithm.policy_loss != NONE),
+        **dict.fromkeys(("aggregation", "kl", "entropy"), algorithm.has_usual),
         "sft_aggregation": algorithm.sft != NONE,
         "mu_schedule": algorithm.mixes,
         "value_loss": algorithm.advantage in token_advantages,
