@@ -56,8 +56,7 @@ class BufferWriter:
         ticket: Ticket | None = None,
         dropped: dict[str, int] | None = None,
     ) -> Receipt:
-        """Put a group; return its receipt when it is in the Buffer's log. Experiences that have a ticket are converted
-        together with those of the groups that are sent with them.
+        """Put a group, together with others that are sent; return its receipt when it is in the Buffer's log.
 
         Raises DataError if a row or batch does not fit its schema, and StorageError if the log cannot be written.
         """

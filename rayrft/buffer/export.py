@@ -38,8 +38,7 @@ def glance(row: Experience) -> dict[str, Any]:
 
 
 def read_file(path: Path, where: str | None = None) -> pa.Table:
-    """Read a JSONL or Parquet file of `rayrft.data.tables.write_table`, with ``experience.SCHEMA``; only the rows that
-    meet the condition ``where``, in SQL: see `Selection`.
+    """Read experiences from a JSONL or Parquet file of `write_table`; only those that meet ``where``: see `Selection`.
 
     Raises DataError if the condition is invalid, there is no such file, a line is broken, the rows are not experiences,
     or none meets the condition.

@@ -154,8 +154,7 @@ class ParkedTicket:
 
 @dataclass
 class Feed:
-    """Producers that draw from the same tasks: those of the run's stages, whose feed has the empty id, or those of an
-    explore job, in a Buffer that belongs to no run.
+    """Producers with the same tasks: a run's stages, under the empty id, or an explore job, whose Buffer is of no run.
 
     No stage closes the tickets of a job: at most ``in_flight`` outstanding ones, for groups of ``group_size`` answers.
     """

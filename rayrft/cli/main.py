@@ -42,6 +42,7 @@ buffer = typer.Typer(no_args_is_help=True, help="List and end the Buffers at whi
 app.add_typer(buffer, name="buffer")
 
 _BufferName = Annotated[str, typer.Argument(help="a Buffer's name: buffer.name of its jobs")]
+_RunFolder = Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")]
 
 
 @app.command()
@@ -125,16 +126,14 @@ def _until_interrupted(service: OpenService, what: str) -> NoReturn:
 
 
 @app.command("resume")
-def resume_run(
-    run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")], overrides: Overrides = None
-) -> None:
+def resume_run(run: _RunFolder, overrides: Overrides = None) -> None:
     """Resume a run that crashed or was stopped, from its latest checkpoint."""
     follow(launch.resume(find_folder(run), say=say, **changes(overrides)))
 
 
 @app.command("export")
 def export_checkpoint(
-    run: Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")],
+    run: _RunFolder,
     to: Annotated[Path, typer.Option(help="the folder to write, in Hugging Face format")],
     step: Annotated[int | None, typer.Option(help="step of the checkpoint; the latest by default")] = None,
     merge: Annotated[bool, typer.Option(help="LoRA: merge the adapter, or write it alone, for peft")] = True,

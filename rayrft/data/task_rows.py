@@ -24,8 +24,7 @@ _BATCH_ROWS = 1000
 class TaskRows:
     """Numbered rows, which are read as they are asked for.
 
-    ``name`` is part of the tasks' ids; ``origin`` and the config key ``field`` stand in errors; paths of images are
-    relative to ``base``.
+    ``name`` is part of the tasks' ids, errors name ``origin`` and the key ``field``, images are relative to ``base``.
     """
 
     name: str

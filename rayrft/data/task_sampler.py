@@ -169,6 +169,8 @@ def by_priority(view: TaskView, k: int) -> int:
     return _choose(view, k, view.shares, floor=0.0)
 
 
+_Known = Sequence[float | None]
+"""Numbers by task, None if unknown."""
 _TASKS = np.dtype([("indices", "i8"), ("difficulties", "f8"), ("tries", "i8"), ("passes", "f8"), ("priorities", "f8")])
 """What is known of a task: see `TaskView`."""
 
@@ -259,16 +261,13 @@ class TaskSet:
         source = self._sources[number]
         return self._ids[self._choose(source.view, self._turns.counts[number] - 1 - source.began)]
 
-    def check(self, source: int, difficulties: Sequence[float | None], priorities: Sequence[float | None]) -> None:
+    def check(self, source: int, difficulties: _Known, priorities: _Known) -> None:
         """Raise DataError if the sampler needs difficulties or priorities that are unknown."""
         new = _tasks(range(len(difficulties)), difficulties, priorities)
         self._choose(self._view(source, np.concatenate([self._sources[source].tasks, new])), 0)
 
-    def add(
-        self, ids: list[str], source: int, difficulties: list[float | None], priorities: list[float | None]
-    ) -> None:
-        """Add tasks to a source; their ids must be new, and the rest pass `check`. A new epoch of the source begins,
-        over all of its tasks, in place of the running one."""
+    def add(self, ids: list[str], source: int, difficulties: _Known, priorities: _Known) -> None:
+        """Add tasks with new ids, which pass `check`. A new epoch of the source begins, over all of its tasks."""
         grown, drawn = self._sources[source], self._turns.counts[source]
         if grown.epochs is not None:
             grown.epochs = max(1, grown.epochs - (drawn - grown.began) // len(grown.tasks))
@@ -372,9 +371,7 @@ def _permutation(seed: int, source: int, epoch: int, size: int) -> np.ndarray:
     return generator(seed, "tasks", source, epoch).permutation(size)
 
 
-def _tasks(
-    indices: Sequence[int], difficulties: Sequence[float | None], priorities: Sequence[float | None]
-) -> np.ndarray:
+def _tasks(indices: Sequence[int], difficulties: _Known, priorities: _Known) -> np.ndarray:
     """Return untried tasks as an array of `_TASKS`."""
     found = np.zeros(len(indices), _TASKS)
     found["indices"] = indices

@@ -22,6 +22,7 @@ _TOKEN_CHARACTERS = 16
 _ANSWER = "[the answer that was sampled]"
 """Stands for an answer whose tokens are there already, where the chat template is asked what follows it."""
 
+Messages = list[dict[str, str]]
 Tools = tuple[dict[str, Any], ...]
 """JSON schemas of the functions that a model may call, as chat templates take them."""
 
@@ -113,7 +114,7 @@ class ChatTokenizer:
 
     def prompt(
         self,
-        messages: list[dict[str, str]],
+        messages: Messages,
         images: tuple[str, ...] = (),
         tools: Tools = (),
         options: Mapping[str, Any] | None = None,
@@ -129,8 +130,8 @@ class ChatTokenizer:
 
     def observation(
         self,
-        messages: list[dict[str, str]],
-        observed: list[dict[str, str]],
+        messages: Messages,
+        observed: Messages,
         images: tuple[str, ...] = (),
         tools: Tools = (),
         options: Mapping[str, Any] | None = None,
@@ -165,9 +166,7 @@ class ChatTokenizer:
         ids, mask = self.chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": text}])
         return ids[mask.index(1) :]
 
-    def chat(
-        self, messages: list[dict[str, str]], images: tuple[str, ...] = (), tools: Tools = ()
-    ) -> tuple[list[int], list[int]]:
+    def chat(self, messages: Messages, images: tuple[str, ...] = (), tools: Tools = ()) -> tuple[list[int], list[int]]:
         """Return token ids and action mask, of equal length, of a conversation that ends with the assistant.
 
         The mask is 1 on every turn of the assistant, including the token that ends it. The chat template determines the
@@ -199,9 +198,7 @@ class ChatTokenizer:
             ids, mask = _repeat(ids, repeats), _repeat(mask, repeats)
         return ids, mask
 
-    def whole(
-        self, messages: list[dict[str, str]], images: tuple[str, ...] = (), tools: Tools = ()
-    ) -> tuple[list[int], list[int]]:
+    def whole(self, messages: Messages, images: tuple[str, ...] = (), tools: Tools = ()) -> tuple[list[int], list[int]]:
         """Return token ids and action mask of a conversation as reward models score it: what
         `PreTrainedTokenizer.apply_chat_template` gives, all in one piece and with what the template writes after the
         last turn. The mask is 1 from the first token in which it differs from the prompt of its last turn.
@@ -326,7 +323,7 @@ class ChatTokenizer:
             parts = []
         return parts if len(parts) == len(messages) + 1 else [""] * 4
 
-    def _with_images(self, messages: list[dict[str, str]], images: tuple[str, ...]) -> list[dict[str, Any]]:
+    def _with_images(self, messages: Messages, images: tuple[str, ...]) -> list[dict[str, Any]]:
         """Return the messages with their images, in the form of chat templates."""
         if images and not self._template:
             raise self._no_template("images need")

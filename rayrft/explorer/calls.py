@@ -60,8 +60,7 @@ class _Call(NamedTuple):
                     spans[-1] = (spans[-1][0], start + last, version)
                 else:
                     spans.append((start + first, start + last, version))
-            tokens = begun.token_ids + by.token_ids
-            logprobs = begun.logprobs + by.logprobs
+            tokens, logprobs = begun.token_ids + by.token_ids, begun.logprobs + by.logprobs
             by = Completion(tokens, logprobs, tuple(spans), by.stop_reason)
         return _Call(self.prompt, self.images, by)
 

@@ -170,8 +170,7 @@ def _in_labels(schema: pa.Schema) -> bool:
 DERIVED = "replaced by a derived row"
 """Why a row is left out of which others were made."""
 FORMULA = r"\$[^$]*\$|\\\[(?:(?!\\\[).)*?\\\]|\\\((?:(?!\\\().)*?\\\)|\\[A-Za-z]+"
-"""Pattern of formulas and commands of LaTeX, with re.DOTALL; it takes time in proportion to a text's length, also where
-formulas are opened repeatedly and never closed."""
+"""Pattern of LaTeX's formulas and commands, with re.DOTALL; it takes linear time, even if formulas are never closed."""
 _LINEAGE = {PARENTS: pa.list_(pa.string()), MADE_BY: pa.string()}
 
 

@@ -124,8 +124,7 @@ class Rank(RankApi):
         pairs = indices.reshape(-1, 2)[self._index :: self._setup.config.ranks].reshape(-1)
         count = len(pairs)
         groups, weights, alone = np.zeros((count, 2), np.int32), np.ones(count, np.float32), np.zeros(count, bool)
-        part = BlockRows(ref, pairs, groups, weights, alone)
-        share = BatchShare((part,), 0, (count,))
+        share = BatchShare((BlockRows(ref, pairs, groups, weights, alone),), 0, (count,))
         return self.learner.rank_pairs(fetch_rows(share, self.learner.algorithm))
 
     def locate(self, timeout_s: float) -> tuple[str, int] | None:

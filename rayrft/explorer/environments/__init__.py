@@ -1,6 +1,6 @@
 """Environments: what a workflow lets the model act in. Every attempt at a task has one of its own."""
 
-from rayrft.explorer.environments import gymnasium, libraries
+from rayrft.explorer.environments import gymnasium, libraries  # noqa: F401  (they register their environments)
 from rayrft.explorer.environments.base import (
     Environment,
     Observation,
@@ -24,8 +24,6 @@ __all__ = [
     "as_messages",
     "environment_factory",
     "environments",
-    "gymnasium",
     "images_of",
-    "libraries",
     "register_environment",
 ]

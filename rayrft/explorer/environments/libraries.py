@@ -111,8 +111,7 @@ def _response(text: str) -> Any:
     """The model's answer as the library has it from an API."""
     from openai.types.chat import ChatCompletion
 
-    message = {"role": "assistant", "content": text}
-    choice = {"index": 0, "finish_reason": "stop", "message": message}
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
     return ChatCompletion.model_validate(
         {"id": uuid.uuid4().hex, "object": "chat.completion", "created": 0, "model": "rayrft", "choices": [choice]}
     )

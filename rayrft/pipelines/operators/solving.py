@@ -14,7 +14,7 @@ from pydantic import Field
 
 from rayrft.data.demonstrations import expert_row
 from rayrft.data.reasoning import split_reasoning
-from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.data.tokenizer import ChatTokenizer, Messages
 from rayrft.errors import ConfigError, RequestRefused
 from rayrft.experience import Experience, Task, reaches, to_batch
 from rayrft.pipelines.operator import Applied, Context, ModelName, Reads, register_operator, with_column
@@ -30,7 +30,7 @@ from rayrft.pipelines.subjects import (
     scored,
     subjects,
 )
-from rayrft.rewards.judge import Messages, cut, tagged
+from rayrft.rewards.judge import cut, tagged
 
 
 class SolverOptions(SubjectOptions):
@@ -62,6 +62,10 @@ class CheckedAnswer:
 
     def right(self, least: float) -> bool:
         return self.reward is not None and reaches(self.reward, least)
+
+
+_Found = tuple[list[CheckedAnswer], str | None]
+"""Answers, or the reason why there is none."""
 
 
 class SolvingOperator(AskingOperator[S]):
@@ -162,9 +166,7 @@ class SolutionOperator(SolvingOperator[F]):
         assert self.context.tokenizer is not None  # checked
         return ChatTokenizer(self.context.tokenizer, template=self.context.template)
 
-    async def find(
-        self, rows: pa.RecordBatch, indices: list[int], group: list[Subject | None]
-    ) -> tuple[list[CheckedAnswer], str | None]:
+    async def find(self, rows: pa.RecordBatch, indices: list[int], group: list[Subject | None]) -> _Found:
         """Return answers to the task of rows to store, or the reason why there is none; neither if the rows stay."""
         raise NotImplementedError
 
@@ -195,9 +197,7 @@ class SolutionOperator(SolvingOperator[F]):
         fitting = [text for text in right if len(text.split()) >= self.options.least_words and not refused(text)]
         return [right[text] for text in sorted(fitting, key=lambda text: (len(text), text))]
 
-    def chosen(
-        self, stored: list[CheckedAnswer], most: int, attempts: Sequence[CheckedAnswer]
-    ) -> tuple[list[CheckedAnswer], str | None]:
+    def chosen(self, stored: list[CheckedAnswer], most: int, attempts: Sequence[CheckedAnswer]) -> _Found:
         """Return the first ``most`` of the answers that could be stored, or the reason why no attempt could be."""
         problem = first_problem(attempts) or "no right answer that could be stored was found"
         return stored[:most], None if stored else problem
@@ -268,9 +268,7 @@ class HintedSolutions(SolutionOperator[HintedOptions]):
         if options.by is not None:
             self.scope = "group"  # type: ignore[misc]
 
-    async def find(
-        self, rows: pa.RecordBatch, indices: list[int], group: list[Subject | None]
-    ) -> tuple[list[CheckedAnswer], str | None]:
+    async def find(self, rows: pa.RecordBatch, indices: list[int], group: list[Subject | None]) -> _Found:
         options, subject = self.options, group[0]
         if subject is None:
             return [], "the task is not known, or has no answer"
@@ -334,9 +332,7 @@ class CorrectedAnswers(SolutionOperator[CorrectedOptions]):
         super().check(schema)
         check_subjects(self.options, schema, ("response",))
 
-    async def find(
-        self, rows: pa.RecordBatch, indices: list[int], group: list[Subject | None]
-    ) -> tuple[list[CheckedAnswer], str | None]:
+    async def find(self, rows: pa.RecordBatch, indices: list[int], group: list[Subject | None]) -> _Found:
         options, subject = self.options, group[0]
         if subject is None or not subject.response:
             return [], "the task is not known, or nothing was answered"

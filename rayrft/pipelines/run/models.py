@@ -18,11 +18,12 @@ from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.base import resolved
 from rayrft.config.pipelines import EndpointConfig
 from rayrft.config.reward import RewardModelsConfig
+from rayrft.data.tokenizer import Messages
 from rayrft.errors import DataError, EndpointFailed, RequestRefused
 from rayrft.experience import Task
 from rayrft.json_lines import open_lines
 from rayrft.rewards import RewardResult, Transcript, build_reward, where
-from rayrft.rewards.judge import ChatModel, Messages, OpenAIModel, digest
+from rayrft.rewards.judge import ChatModel, OpenAIModel, digest
 from rayrft.rewards.scorer import Scorer
 from rayrft.runtime.processes.remote import Raised, Remote, call_object, remote_method
 

@@ -100,8 +100,7 @@ def _confine_files(writable: list[str]) -> None:
         folder = os.open(path, os.O_PATH)
         if not os.path.isdir(path):
             allowed &= 0b111 | (1 << 14 if version >= 3 else 0)
-        rule = struct.pack("=Qi", allowed, folder)
-        _call(f"Landlock for {path}", _LANDLOCK_ADD, rules, 1, rule, 0)
+        _call(f"Landlock for {path}", _LANDLOCK_ADD, rules, 1, struct.pack("=Qi", allowed, folder), 0)
         os.close(folder)
     _call("Landlock", _LANDLOCK_RESTRICT, rules, 0)
     os.close(rules)

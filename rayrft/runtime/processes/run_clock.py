@@ -41,8 +41,7 @@ class Usage:
                 pages += int(fields[21])
                 ticks += int(fields[11]) + int(fields[12])
             ticks += int(fields[13]) + int(fields[14])  # of its dead children
-        seconds = ticks / os.sysconf("SC_CLK_TCK")
-        return cls(count, pages * os.sysconf("SC_PAGE_SIZE"), seconds, waited / 1e9)
+        return cls(count, pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK"), waited / 1e9)
 
 
 class RunClock:
