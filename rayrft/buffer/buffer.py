@@ -101,8 +101,7 @@ class Buffer(Watched):
         await self._store.commit(*([e.StageResumed(plan)] if current and self._state.stage.open else []))
 
     async def flush(self) -> list[int]:
-        """Flush all acknowledged writes to disk; return the journal position. A checkpoint stores it, because resuming
-        from it requires the journal at least up to there."""
+        """Flush acknowledged writes to disk; return the journal position that a resumed run's journal must reach."""
         return [*astuple(await self._store.flush())]
 
     async def resume(self, step: int, attempt: str) -> Resumed:

@@ -73,8 +73,7 @@ class Item:
 
 
 def items_of(group: ShownGroup) -> list[Item]:
-    """Return the items of a group: each answer; two different ones, in an order that says nothing; and, if there are
-    more, all different ones."""
+    """Return a group's items: each answer; two different ones, in an order without meaning; and all, if more differ."""
     answers = [answer for answer in group.answers if answer.text]
     items = [Item(f"one:{answer.experience_id}", "one", group.task_id, (answer,)) for answer in answers]
     different = list({answer.text: answer for answer in answers}.values())

@@ -20,8 +20,7 @@ from rayrft.errors import DataError
 from rayrft.pipelines.operator import values_of, with_column
 
 PARENTS, MADE_BY = "parents", "made_by"
-"""Columns of a made row: the ids that it was made of, and the operator with its version. Rows with the column
-``labels``, such as experiences, keep the two as labels."""
+"""Columns of a made row, or entries of its ``labels``, if it has these: ids it was made of, operator and version."""
 
 
 def id_column(schema: pa.Schema) -> str:

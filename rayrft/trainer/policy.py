@@ -134,8 +134,7 @@ class Policy(nn.Module):
         return self.model
 
     def named_as_in_files(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return this module's parameters by their names in files, one of two tied weights: gathered from shards they
-        are separate tensors, and both would be written."""
+        """Return parameters by their names in files, one of two tied weights, which are separate in gathered shards."""
         named = {checkpoint_name(name.removeprefix("model.")): tensor for name, tensor in state.items()}
         return {name: tensor for name, tensor in named.items() if name not in self.model.all_tied_weights_keys}
 

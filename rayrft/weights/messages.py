@@ -91,8 +91,7 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Sent:
-    """Digest and size of the weights that a trainer rank sent; only the first rank computes the digest. ``problem`` is
-    why they did not reach the engines, if they did not."""
+    """Digest (first rank only) and size of the weights sent; ``problem`` is why they did not reach the engines."""
 
     digest: str
     nbytes: int
@@ -101,8 +100,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Report of one round. ``digest`` is None if no engine is a member; ``probe_gap`` is the largest log-prob
-    difference, or None if no probe was due."""
+    """Report of a round. ``digest`` is None without engines, ``probe_gap`` (largest, of log-probs) without a probe."""
 
     version: int
     seconds: float

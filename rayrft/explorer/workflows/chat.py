@@ -1,5 +1,4 @@
-"""Conversations: with a user, who says what was fixed before or what another model thinks of; a debate; and workflows
-that choose their next turn by the reward of an answer."""
+"""Conversations: with a user, fixed or a model; a debate; and workflows whose next turn depends on a reward."""
 
 from __future__ import annotations
 

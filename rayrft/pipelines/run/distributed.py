@@ -24,6 +24,7 @@ from rayrft.runtime.handle import Handle
 from rayrft.runtime.waits import cancel
 
 T = TypeVar("T")
+Flow = AsyncGenerator[pa.RecordBatch, None]
 _AHEAD = 2
 """Batches in flight per actor."""
 
@@ -48,9 +49,7 @@ class BatchResult:
     failure: OperatorFailed | None = None
 
 
-async def distribute(
-    segment: Segment, stream: AsyncGenerator[pa.RecordBatch, None], workers: int
-) -> AsyncGenerator[BatchResult, None]:
+async def distribute(segment: Segment, stream: Flow, workers: int) -> AsyncGenerator[BatchResult, None]:
     """Apply operators to batches in up to ``workers`` actors, as far as there is room; yield the results in order.
 
     Raises OperatorFailed if an actor fails, OperatorTimeout if there is no result within the deadlines of a batch and

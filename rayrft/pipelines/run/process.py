@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, nullcontext
 from functools import partial
@@ -26,7 +26,7 @@ from rayrft.pipelines.chain import LeftOut, Outcome, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorReport, Report
 from rayrft.pipelines.rows import grouped
-from rayrft.pipelines.run.distributed import Segment, distribute
+from rayrft.pipelines.run.distributed import Flow, Segment, distribute
 from rayrft.pipelines.run.host import (
     Note,
     OperatorHost,
@@ -134,7 +134,7 @@ class Pipeline:
 
     async def _stream(
         self, process: OperatorProcess, batches: Iterable[pa.RecordBatch], folder: Path, note: Note
-    ) -> AsyncGenerator[pa.RecordBatch, None]:
+    ) -> Flow:
         stream = _whole(batches)
         for numbers, distributed in zip(self._segments, self._distributed, strict=True):
             first = self.links[numbers[0]]
@@ -159,18 +159,14 @@ class Pipeline:
             async for batch in stream:
                 yield batch
 
-    async def _in_process(
-        self, process: OperatorProcess, numbers: Sequence[int], stream: AsyncGenerator[pa.RecordBatch, None], note: Note
-    ) -> AsyncGenerator[pa.RecordBatch, None]:
+    async def _in_process(self, process: OperatorProcess, numbers: Sequence[int], stream: Flow, note: Note) -> Flow:
         async with aclosing(stream):
             async for batch in stream:
                 rows = await process.apply(numbers, packed(batch), note)
                 if rows is not None:
                     yield unpacked(rows)
 
-    async def _in_actors(
-        self, numbers: Sequence[int], stream: AsyncGenerator[pa.RecordBatch, None], note: Note
-    ) -> AsyncGenerator[pa.RecordBatch, None]:
+    async def _in_actors(self, numbers: Sequence[int], stream: Flow, note: Note) -> Flow:
         create = partial(OperatorHost, self._build, self._samples, self._leave_out, numbers)
         segment = Segment(tuple(numbers), self._build, create, self._plugins, self._deadline_s)
         async with aclosing(distribute(segment, stream, self._workers)) as results:
@@ -228,7 +224,7 @@ class _Spool:
         return pa.concat_batches(parts).take(pa.array(back))
 
 
-async def _whole(batches: Iterable[pa.RecordBatch]) -> AsyncGenerator[pa.RecordBatch, None]:
+async def _whole(batches: Iterable[pa.RecordBatch]) -> Flow:
     for batch in batches:
         if batch.num_rows:
             yield batch
