@@ -105,8 +105,7 @@ class ExpertBlocks:
         leases = self._state.training.leases.values()
         needed = {expert_file(name, cursor.extent) for name, cursor in self._state.contents.experts.items()}
         needed |= {expert_file(lease.demonstrations, lease.extent) for lease in leases if lease.demonstrations}
-        files = await asyncio.to_thread(self._storage.files)
-        for file in files.keys() - needed:
+        for file in (await asyncio.to_thread(self._storage.files)).keys() - needed:
             if file.startswith("expert-"):
                 self._blocks.pop(file, None)
                 self._names.pop(file, None)

@@ -20,6 +20,7 @@ from rayrft.errors import ConfigError, nearest
 from rayrft.registry import load_plugins, loaded_plugins
 
 Loaded = TypeVar("Loaded", bound=BaseModel)
+_Source = str | Path | dict[str, Any]
 
 TRUST = "RAYRFT_TRUST_PLUGINS"
 """The environment variable that lets readers of a run folder run its plug-ins."""
@@ -47,14 +48,12 @@ for _class in (_Loader, _Dumper):
     )
 
 
-def load_config(source: str | Path | dict[str, Any] | RunConfig, overrides: dict[str, Any] | None = None) -> RunConfig:
+def load_config(source: _Source | RunConfig, overrides: dict[str, Any] | None = None) -> RunConfig:
     """Read the config of a run and apply overrides; see `read_config`."""
     return read_config(RunConfig, source, overrides)
 
 
-def read_config(
-    model: type[Loaded], source: str | Path | dict[str, Any] | Loaded, overrides: dict[str, Any] | None = None
-) -> Loaded:
+def read_config(model: type[Loaded], source: _Source | Loaded, overrides: dict[str, Any] | None = None) -> Loaded:
     """Read a config of a class and apply overrides.
 
     source: a YAML file, a dictionary, or a config. overrides: dotted key to value; a number in the key selects from a
@@ -123,7 +122,7 @@ def dump_config(config: RunConfig) -> str:
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
-def _read(source: str | Path | dict[str, Any] | BaseModel) -> dict[str, Any]:
+def _read(source: _Source | BaseModel) -> dict[str, Any]:
     if isinstance(source, BaseModel):
         return source.model_dump(mode="json")
     if isinstance(source, dict):

@@ -116,8 +116,7 @@ class Explorer(TaskActor):
             with self._waits.on("operators", "ready"):
                 await self.flow.pipeline.open()
         gc.collect()
-        # What lives as long as the actor (modules, tasks) is not traversed again for every few groups, and neither are
-        # thousands of groups in flight.
+        # What lives as long as the actor, and thousands of groups in flight, are not traversed for every few groups.
         gc.freeze()
         gc.set_threshold(400_000, 20, 100)
 

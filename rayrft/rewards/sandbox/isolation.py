@@ -198,8 +198,7 @@ class Bubblewrap(Isolation):
                 inside = ["/usr/bin/setpriv", "--reuid", user, "--regid", user, "--clear-groups", *inside]
             else:
                 words += ["--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
-            # The shell is process 1: the host may not reap bwrap's own, and a process that changes its user loses its
-            # death signal.
+            # The shell is process 1: the host may not reap bwrap's, and a change of user loses the death signal.
             words += ["--as-pid-1"]
             inside = ["/bin/sh", "-c", '"$@"; exit $?', "sh", *inside]
             # bwrap creates folders that only root can enter.
