@@ -46,7 +46,7 @@ class RemoteEnvironment(Remote, of=EnvironmentClient, attributes="seed", without
     """A handle to the `EnvironmentClient` of an attempt."""
 
 
-_HANDLES = {each.of: each for each in (RemoteModel, RemoteTrajectory, RemoteAuxiliary, RemoteEnvironment)}
+_HANDLES = {each._of: each for each in (RemoteModel, RemoteTrajectory, RemoteAuxiliary, RemoteEnvironment)}
 
 
 class Isolated:

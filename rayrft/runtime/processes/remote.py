@@ -37,10 +37,10 @@ class Remote:
     A subclass ``of`` a class has its public methods and properties, ``without`` some, and ``attributes`` of objects.
     """
 
-    of: type
+    _of: type
 
     def __init_subclass__(cls, of: type = object, attributes: str = "", without: str = "") -> None:
-        cls.of = of
+        cls._of = of
         members = {name: member for name, member in vars(of).items() if name[0] != "_" and name not in without.split()}
         for name, member in {**dict.fromkeys(attributes.split()), **members}.items():
             setattr(cls, name, remote_method(member) if callable(member) else remote_attribute(name))
