@@ -160,6 +160,11 @@ class RunNotFound(RayrftError):
     """No run of this name is running on the cluster."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``did you mean 'x'`` for the closest known name, else the list of all known names."""
     known = sorted(known)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from rayrft.errors import DataError
+from rayrft.errors import DataError, first_line
 
 Source = Literal["usual", "expert", "human", "synthetic"]
 SOURCES: tuple[str, ...] = ("usual", "expert", "human", "synthetic")
@@ -240,7 +240,7 @@ def _column(name: str, values: Sequence[Any]) -> pa.Array:
             return _unset(name, len(values))
         return pa.array(values, _TYPES[name])
     except _MISFITS as error:
-        problem = f"a value is not of type {_TYPES[name]}: {str(error).splitlines()[0]}"
+        problem = f"a value is not of type {_TYPES[name]}: {first_line(error)}"
         raise DataError(problem, "see the fields of Experience for its type", field=name) from None
 
 

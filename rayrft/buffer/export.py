@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from rayrft.data.formats import open_rows
 from rayrft.data.selection import Selection
 from rayrft.data.tables import check_suffix, open_table, write_table
-from rayrft.errors import DataError
+from rayrft.errors import DataError, first_line
 from rayrft.experience import SCHEMA, Experience, pack
 
 GLANCE = ["id", "reward", "question", "answer", "labels", "versions"]
@@ -113,7 +113,7 @@ def _from_python(rows: list[dict[str, Any]], field: str) -> pa.Table:
     try:
         made = pa.Table.from_pylist(rows, schema=SCHEMA)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"rows are not experiences: {str(error).splitlines()[0]}", _WHOLE, field=field) from None
+        raise DataError(f"rows are not experiences: {first_line(error)}", _WHOLE, field=field) from None
     return _checked(made, field)
 
 
@@ -149,7 +149,7 @@ def _read_parquet(path: Path) -> pa.Table:
     try:
         return conform(pq.read_table(path), str(path))
     except (pa.ArrowException, OSError) as error:
-        problem = f"cannot be read: {str(error).splitlines()[0]}"
+        problem = f"cannot be read: {first_line(error)}"
         raise DataError(problem, _WHOLE, field="file", value=str(path)) from None
 
 

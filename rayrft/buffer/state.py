@@ -22,7 +22,7 @@ from rayrft.buffer.schedule import AnySchedule, PoolSchedule, StagePlan, Ticket
 from rayrft.config.buffer import SamplerConfig
 from rayrft.config.seeds import generator
 from rayrft.data.task_sampler import TaskSet
-from rayrft.errors import StorageError
+from rayrft.errors import StorageError, first_line
 from rayrft.experience import Task
 
 
@@ -416,7 +416,7 @@ class State:
             self._adopt(meta)
             self.groups = GroupTable.from_table(table)
         except (ValidationError, KeyError) as error:
-            problem = f"this version of rayrft cannot read the snapshot: {str(error).splitlines()[0]}"
+            problem = f"this version of rayrft cannot read the snapshot: {first_line(error)}"
             raise StorageError(problem, "continue with the version of rayrft that wrote it", field="snapshot") from None
         for id, tasks in self.tasks.items():
             if id in self.feeds:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayrft.config.demonstrations import RowFormat
-from rayrft.errors import DataError
+from rayrft.errors import DataError, first_line
 
 Row = dict[str, Any] | str
 """A row, or the reason why it cannot be parsed."""
@@ -125,7 +125,7 @@ class RowFiles:
         try:
             yield
         except (pa.ArrowException, OSError, ValueError) as error:
-            problem = f"cannot be read: {str(error).splitlines()[0]}"
+            problem = f"cannot be read: {first_line(error)}"
             raise DataError(problem, field=self.field, value=str(self.path)) from None
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from rayrft.errors import DataError, ModelError
+from rayrft.errors import DataError, ModelError, first_line
 from rayrft.files import atomic_file
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ImageReader:
             self.processor: Any = AutoProcessor.from_pretrained(model)
         except (OSError, ValueError, ImportError) as error:
             raise ModelError(
-                f"its image processor cannot be loaded: {str(error).strip().splitlines()[0]}",
+                f"its image processor cannot be loaded: {first_line(error)}",
                 "run cluster/setup.sh again (vision models need torchvision), and keep the model's "
                 "preprocessor_config.json beside it",
                 field="model",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ModelError
+from rayrft.errors import ModelError, first_line
 
 
 def find_model(path: str, field: str) -> str:
@@ -23,7 +23,7 @@ def find_model(path: str, field: str) -> str:
             AutoConfig.from_pretrained(path)
             return path
         except (OSError, ValueError) as error:
-            problem = f"no such model: {str(error).strip().splitlines()[0]}"
+            problem = f"no such model: {first_line(error)}"
     remedy = "give a folder in Hugging Face format, or the id of a model on the hub"
     raise ModelError(problem, remedy, field=field, value=path)
 

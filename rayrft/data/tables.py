@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayrft.data.formats import RowFiles, as_text, open_rows
-from rayrft.errors import DataError
+from rayrft.errors import DataError, first_line
 from rayrft.experience import SCHEMA
 from rayrft.files import atomic_file
 
@@ -275,7 +275,7 @@ def _column(rows: list[dict[str, Any]], column: pa.Field) -> pa.Array:
     try:
         return pa.array(values, column.type)
     except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError) as error:
-        problem = f"values are not {column.type}: {str(error).splitlines()[0]}"
+        problem = f"values are not {column.type}: {first_line(error)}"
         raise DataError(problem, "give a file that `rayrft data export` wrote", field=f"column {column.name}") from None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from rayrft.config.model import TemplateConfig
 from rayrft.data.images import ImageReader, insert_images
 from rayrft.data.reasoning import REASONING_MARKS, opened_reasoning, split_reasoning
-from rayrft.errors import DataError, ModelError
+from rayrft.errors import DataError, ModelError, first_line
 
 _TOKEN_CHARACTERS = 16
 """Mean characters of a token that no text exceeds but one of white space."""
@@ -51,7 +51,7 @@ class ChatTokenizer:
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError) as error:
-            problem = f"no tokenizer can be loaded: {str(error).splitlines()[0]}"
+            problem = f"no tokenizer can be loaded: {first_line(error)}"
             remedy = "give a folder or hub id that transformers.AutoTokenizer loads"
             raise ModelError(problem, remedy, field=field, value=str(path)) from None
         if self.hf.eos_token_id is None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ModelError
+from rayrft.errors import ModelError, first_line
 from rayrft.files import atomic_folder
 from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.policy import Policy
@@ -43,7 +43,7 @@ def load_policy(path: str, field: str = "model.path") -> Policy:
         kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
         model = kind.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        problem = f"no causal language model can be loaded: {str(error).splitlines()[0]}"
+        problem = f"no causal language model can be loaded: {first_line(error)}"
         remedy = "give a folder in Hugging Face format, or the id of a model on the hub"
         raise ModelError(problem, remedy, field=field, value=path) from None
     return Policy(model, images)

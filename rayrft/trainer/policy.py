@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rayrft.algorithms import PolicyOutput, chosen_logprobs
 from rayrft.data.images import ImageReader
-from rayrft.errors import ModelError
+from rayrft.errors import ModelError, first_line
 from rayrft.trainer import packing
 from rayrft.trainer.batches import MicroBatch, TrainRow, flatten
 from rayrft.trainer.blame import blaming, is_device_fault
@@ -103,7 +103,7 @@ class Policy(nn.Module):
         try:
             self.model.set_attn_implementation(packing.ATTENTION)
         except (ValueError, NotImplementedError) as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
         self.packs = True
         why = self._difference(batch, expected)
         if kernel and why is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayrft.errors import ModelError
+from rayrft.errors import ModelError, first_line
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.model import reshard
@@ -83,7 +83,7 @@ def _classifier(config: Any, padding: int | None) -> Any:
         with torch.device("meta"):
             return AutoModelForSequenceClassification.from_config(config)
     except ValueError as error:
-        raise _no_classifier(config, str(error).splitlines()[0]) from None
+        raise _no_classifier(config, first_line(error)) from None
 
 
 def _no_classifier(config: Any, problem: str) -> ModelError:

@@ -6,12 +6,13 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.model import TinyModelConfig
-from rayrft.data.models import check_auxiliary, check_length, check_teacher, vocabulary_of
+from rayrft.data.models import check_auxiliary, check_length, check_teacher, find_model, vocabulary_of
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError
 from rayrft.trainer.tiny import make_tiny_model
@@ -55,6 +56,17 @@ def test_a_teacher_that_does_not_know_all_tokens_is_refused(tiny_model: Path, tm
 def test_a_teacher_that_is_not_there_is_named(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"stages\.0\.teacher: the folder contains no model"):
         check(tmp_path, tiny_model)
+
+
+@pytest.mark.parametrize(("text", "said"), [("", "OSError"), ("\nnot found\nat the hub", "not found")])
+def test_an_error_with_or_without_a_text_is_told_in_one_line(
+    text: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", Mock(side_effect=OSError(text)))
+    with pytest.raises(ModelError, check=lambda error: error.problem == f"no such model: {said}"):
+        find_model("nobody/nothing", "model.path")
 
 
 @pytest.mark.parametrize(("rope", "most"), [({}, 100), ({"rope_type": "linear", "factor": 4.0}, 400)])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrft.config.explorer import EngineConfig
 from rayrft.data.images import ImageReader, takes_images
-from rayrft.errors import ActorDied, ModelError, RequestRefused
+from rayrft.errors import ActorDied, ModelError, RequestRefused, first_line
 from rayrft.explorer.engines.exchange import Answering, Capacity, Completion, Request, Stream
 from rayrft.runtime.handle import Watched, once
 from rayrft.weights.messages import Link
@@ -142,7 +142,7 @@ class RolloutEngine(Answering, Watched):
             name = self._names[id(request)] = uuid.uuid4().hex
             output = await self._run(request.prompt, request.images, params, name, stream)
         except (VLLMClientError, ValueError, TypeError) as error:
-            raise _refused(str(error).strip().splitlines()[0], len(request.prompt)) from None
+            raise _refused(first_line(error), len(request.prompt)) from None
         except EngineDeadError:
             raise _core_ended() from None
         finally:

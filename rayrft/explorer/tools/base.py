@@ -14,7 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from rayrft.errors import ConfigError
+from rayrft.errors import ConfigError, first_line
 from rayrft.registry import Registry
 
 tools: Registry[Callable[..., Any]] = Registry("tool")
@@ -60,7 +60,7 @@ def function_tool(name: str, function: Callable[..., Any], *, bound: bool = True
     try:
         parameters = adapter.json_schema(schema_generator=_Untitled)
     except PydanticUserError as error:
-        raise _unfit(name, f"has a parameter without a JSON schema: {str(error).splitlines()[0]}") from None
+        raise _unfit(name, f"has a parameter without a JSON schema: {first_line(error)}") from None
     parameters.pop("title", None)
     parameters.pop("additionalProperties", None)
 
@@ -145,7 +145,7 @@ def _arguments(name: str, function: Callable[..., Any], bound: bool) -> TypeAdap
     try:
         return TypeAdapter(shape)
     except PydanticUserError as error:
-        raise _unfit(name, f"has a parameter that cannot be checked: {str(error).splitlines()[0]}") from None
+        raise _unfit(name, f"has a parameter that cannot be checked: {first_line(error)}") from None
 
 
 def _unfit(name: str, problem: str) -> ConfigError:

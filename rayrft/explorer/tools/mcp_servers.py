@@ -194,4 +194,4 @@ def _cause(error: BaseException) -> str:
     """The innermost error of groups, in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from rayrft.config.base import Section
-from rayrft.errors import ConfigError
+from rayrft.errors import ConfigError, first_line
 from rayrft.pipelines.operator import TextColumn
 
 _ROWS = 4096
@@ -46,7 +46,7 @@ class Embedder:
             self._tokenizer = AutoTokenizer.from_pretrained(path)
             self._model = AutoModel.from_pretrained(path).eval().to(self._device)
         except (OSError, ValueError) as error:
-            problem = f"cannot be loaded: {str(error).strip().splitlines()[0]}"
+            problem = f"cannot be loaded: {first_line(error)}"
             raise ConfigError(problem, field="model", value=path) from None
         size = self._model.config.get_text_config().hidden_size
         wanted = options.dimensions
