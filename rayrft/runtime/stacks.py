@@ -22,13 +22,13 @@ _LIBRARY = re.compile(r".*\((asyncio/|concurrent/|multiprocessing/|queue\.py|sel
 
 async def find_stack(actor: Handle[Any]) -> str:
     """Return the calls in which the threads of an actor and of its child processes are, the innermost first; "" if they
-    are not found: its node does not answer, or py-spy may not look into its processes."""
+    are not found: it has no process, its node does not answer, or py-spy may not look into its processes."""
+    found = await asyncio.to_thread(ray_api.actors, actor.actor._actor_id.hex())
+    if not found or found["State"] != "ALIVE":
+        return ""
+    where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(found["Address"]["NodeID"], soft=False)
+    look = ray.remote(num_cpus=0, max_retries=0)(dump).options(scheduling_strategy=where)
     try:
-        found = await asyncio.to_thread(ray_api.actors, actor.actor._actor_id.hex())
-        on_its_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            found["Address"]["NodeID"], soft=False
-        )
-        look = ray.remote(num_cpus=0, max_retries=0)(dump).options(scheduling_strategy=on_its_node)
         return await asyncio.wait_for(look.remote(found["Pid"]), _ANSWER_S)
     except (ray.exceptions.RayError, TimeoutError):
         return ""

@@ -210,7 +210,7 @@ class Trainer(Watched):
             run_config=ray.train.RunConfig(
                 name=folder.name,
                 storage_path=str(folder.parent),
-                # A rank that dies, also during start, ends the run; by default Ray Train retries starts for ever.
+                # A rank that dies, also during start, ends the run; by default Ray Train retries starts without end.
                 failure_config=ray.train.FailureConfig(
                     max_failures=0, max_preemption_failures=0, controller_failure_limit=0
                 ),

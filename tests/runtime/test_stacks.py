@@ -22,7 +22,9 @@ class Stuck(Watched):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-async def test_a_stack_shows_where_an_actor_hangs_also_one_that_was_stopped_and_nothing_of_a_dead_one() -> None:
+async def test_a_stack_shows_where_an_actor_hangs_also_one_that_was_stopped_and_nothing_of_one_without_a_process() -> (
+    None
+):
     actor: Handle[Stuck] = Handle("stuck", ray.remote(Stuck).options(num_cpus=0).remote())
     pid = await actor.call(Watched.pid)
     assert await find_stack(actor) == "", "it waits for work"
@@ -34,5 +36,8 @@ async def test_a_stack_shows_where_an_actor_hangs_also_one_that_was_stopped_and_
     calls = stack.split(" < ")
     assert [call.partition(" (")[0] for call in calls[-2:]] == ["Stuck.wait_for_a_neighbour", "Stuck.hang"]
     assert all("threading.py" in call for call in calls[:-2]), "how Ray called it is of no interest"
-    await fence(actor)
+    await fence(actor)  # Ray ends a process that was stopped some seconds later
     assert await find_stack(actor) == ""
+    waits: Handle[Stuck] = Handle("waits", ray.remote(Stuck).options(num_cpus=1000).remote())
+    assert await find_stack(waits) == "", "it has no process yet"
+    waits.kill()

@@ -153,8 +153,8 @@ _NOTHING = Completion((), (), (), INTERRUPTED)
 
 
 def _why_ended(answer: Completion, sampling: Sampling) -> str | None:
-    """Return the stop reason of an answer that has all its tokens; None if it can be continued."""
-    if answer.token_ids and answer.token_ids[-1] in sampling.stop_token_ids:
+    """Return the stop reason of a begun answer that has all its tokens; None if it can be continued."""
+    if answer.token_ids[-1] in sampling.stop_token_ids:
         return "stop"
     return "length" if len(answer.token_ids) >= sampling.max_tokens else None
 
@@ -221,9 +221,11 @@ class EngineClient:
         stream = _Stream(on_tokens) if on_tokens is not None else None
         for tries_left in reversed(range(_TRIES)):
             before = stream.so_far() if stream is not None else _NOTHING
-            if ended := _why_ended(before, request.sampling):
-                return [replace(before, stop_reason=ended)]
-            rest = _continued(request, before) if before.token_ids else request
+            rest = request
+            if before.token_ids:
+                if ended := _why_ended(before, request.sampling):
+                    return [replace(before, stop_reason=ended)]
+                rest = _continued(request, before)
             completions = await self._try(rest, sessions, stream, tries_left > 0)
             if completions is not None:
                 return [_joined(before, each) for each in completions] if before.token_ids else completions
