@@ -61,6 +61,10 @@ class Task:
     metadata: dict[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
     """Paths; see `rayrft.data.images` for their positions in the question."""
+    history: tuple[dict[str, str], ...] = ()
+    """Messages of user and assistant before the question."""
+    other_answers: tuple[str, ...] = ()
+    """Further right answers: an answer's reward is the best that any of them gives."""
 
     @classmethod
     def create(cls, source: str, question: str, answer: str, **rest: Any) -> Task:
@@ -80,19 +84,22 @@ class Task:
     def key(self) -> str:
         """Digest of the fields that identify a task: tasks with equal keys are duplicates."""
         about = self.question, self.answer, self.system, self.domain, self.workflow, self.images, self.metadata
-        return json_digest(about)
+        more = (self.history, self.other_answers) if self.history or self.other_answers else ()
+        return json_digest(about + more)
 
     @property
     def dedup_key(self) -> str:
-        """Question text, image paths and environment. No training task shares it with an evaluation task."""
+        """Question text with the messages before it, image paths and environment. No training task shares it with an
+        evaluation task."""
         shown, episode = dedup_key(self.question, self.images), self.metadata.get("environment")
-        return shown if episode is None else f"{shown}\n{json.dumps(episode, default=str)}"
+        more = [each for each in (self.history, episode) if each not in ((), None)]
+        return "\n".join([shown, *(json.dumps(each, default=str) for each in more)])
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """The task's initial conversation, in chat form."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, {"role": "user", "content": self.question}]
+        return [*system, *self.history, {"role": "user", "content": self.question}]
 
 
 def json_digest(value: object) -> str:

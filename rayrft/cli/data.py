@@ -24,9 +24,10 @@ from rayrft.core.checkpoints import find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.launch import attach
 from rayrft.data.formats import ROW_SUFFIXES, row_kind
+from rayrft.data.row_sources import open_source_table
 from rayrft.data.selection import Selection
 from rayrft.data.tables import RowSource, open_table, write_table
-from rayrft.errors import RunNotFound
+from rayrft.errors import DataError, RunNotFound
 from rayrft.experience import from_batch
 
 if TYPE_CHECKING:
@@ -179,10 +180,14 @@ def forget(
 @app.command("process")
 def process_rows(
     rows: Annotated[
-        list[str], typer.Argument(metavar="IN…", help="JSONL, CSV or Parquet files, folders of them, or runs")
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="[IN…]", help="files or folders of rows, or runs; besides those of the pipeline's 'rows'"
+        ),
+    ] = None,
+    *,
     out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
-    pipeline: Annotated[Path, typer.Option(help="YAML: operators: [{name: …}, …]")],
+    pipeline: Annotated[Path, typer.Option(help="YAML: operators: [{name: …}, …], rows: [{dataset: …}, …]")],
     left_out: Annotated[Path | None, typer.Option(help="a JSONL file for the rows left out, with the reasons")] = None,
     config: Annotated[
         str | None,
@@ -204,9 +209,12 @@ def process_rows(
     from rayrft.pipelines.files import process
 
     loaded = read_config(PipelineConfig, pipeline)
-    if loaded.workers > 1:
+    if loaded.workers > 1 or any(each.read is not None for each in loaded.rows):
         connect()
-    sources = [_sources(name, storage)[0] for name in rows]
+    sources = [_sources(name, storage)[0] for name in rows or ()]
+    sources += [open_source_table(each, f"rows.{number}") for number, each in enumerate(loaded.rows)]
+    if not sources:
+        raise DataError("there are no rows to process", "name files or runs, or 'rows' in the pipeline", field="in")
     journal = out.with_name(f"{out.name}.answers.jsonl")
     context, models, tasks = pipeline_inputs(loaded, config, journal)
     total = sum(source.rows or 0 for source in sources) * len(loaded.operators)

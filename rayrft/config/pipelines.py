@@ -10,6 +10,7 @@ from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.base import LocalPath, Name, Section, invalid
 from rayrft.config.placement import WaitConfig
 from rayrft.config.reward import RewardModelsConfig
+from rayrft.config.rows import RowsConfig
 
 
 class OperatorConfig(Section):
@@ -52,6 +53,8 @@ class PipelineConfig(Section):
     """The file of ``rayrft data process``: operators, in their order, and models for them."""
 
     operators: list[OperatorConfig] = Field(min_length=1)
+    rows: list[RowsConfig] = Field(default_factory=list)
+    """Rows to process, besides the files and runs that the command names: data sets of the hub, Ray Datasets, files."""
     models: dict[Name, AuxiliaryConfig] = Field(default_factory=dict)
     """Models for operators, by name, each on its own engines while the pipeline runs."""
     endpoints: dict[Name, EndpointConfig] = Field(default_factory=dict)
@@ -78,6 +81,10 @@ class PipelineConfig(Section):
 
     @model_validator(mode="after")
     def _one_model_by_name(self) -> PipelineConfig:
+        for number, each in enumerate(self.rows):
+            if len(each.origins) != 1:
+                problem = f"must name one of path, dataset and read, not {len(each.origins)}"
+                raise invalid(f"rows.{number}", problem, "give one")
         if both := sorted(self.models.keys() & self.endpoints.keys()):
             raise invalid(f"endpoints.{both[0]}", "is also the name of one of 'models'", "use another name")
         return self

@@ -28,7 +28,7 @@ def check_required(config: RunConfig) -> None:
         remedy = "give either model.path, a Hugging Face model, or model.tiny, a generated one"
         raise invalid("model.path", "is required without 'model.tiny'", remedy)
     for name, demonstrations in config.demonstrations.items():
-        if demonstrations.path is None and config.tasks is None:
+        if not demonstrations.origins and config.tasks is None:
             raise invalid(f"demonstrations.{name}.path", "is required without tasks", "give a file, or add tasks")
 
 

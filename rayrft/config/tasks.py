@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
 from rayrft.config.base import NAME, LocalPath, Section, invalid
+from rayrft.config.rows import ORIGINS, RowsConfig, RowSelection
 
 _REQUIRED = {
     "reasoning_gym": {"dataset": "the name of a data set", "size": "a number of tasks"},
@@ -23,41 +24,26 @@ _REQUIRED = {
 """Keys that each source needs, with what they hold."""
 
 
-class TaskSourceConfig(Section):
-    """A source of tasks: a reasoning-gym data set, a file, or your own reader."""
+class TaskSourceConfig(RowsConfig, RowSelection):
+    """A source of tasks: rows of a file, data set or Ray Dataset, generated tasks, or your own reader.
+
+    ``dataset`` is also a data set's name (reasoning_gym) or an environment's id (gymnasium, verifiers), ``options`` are
+    those of it, and ``path`` is also a file of tasks that rayrft wrote (tasks), or the folder to draw in (squares).
+    """
 
     name: str | None = None
     """Name for overrides (``tasks.sources.gsm8k.size``), which also take the source's number."""
     source: str
-    """reasoning_gym, datasets, file, ray, tasks, squares, gymnasium, verifiers, or ``package.module:attribute``."""
-    dataset: str | None = None
-    """A data set's name (reasoning_gym), hub id or folder (datasets), or an environment's id (gymnasium, verifiers)."""
-    config: str | None = None
-    """datasets: the config (subset), if it has several."""
-    revision: str | None = None
-    """datasets: a branch, tag or commit of the data set on the hub; the newest by default."""
-    read: str | None = None
-    """ray: a function of ``ray.data``, such as read_parquet, or ``package.module:function``, with ``options``."""
-    split: str = "train"
-    """datasets: the split to take tasks from."""
+    """reasoning_gym, datasets, file, ray, tasks, squares, gymnasium, verifiers, or ``package.module:attribute``; by
+    default file, datasets or ray, by the key ``path``, ``dataset`` or ``read``."""
     eval_split: str | None = None
     """datasets: a split of held-out tasks, used like ``eval_path``."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the data set (reasoning_gym), random maps or environment (gymnasium, verifiers), or ``read`` (ray)."""
-    size: int | None = Field(None, ge=1)
-    """Number of rows to take before duplicates are removed; all of a file or a split by default."""
-    path: LocalPath | None = None
-    """file: JSONL, JSON, CSV, TSV or Parquet, a file or a folder. tasks: JSONL or Parquet that ``rayrft data
-    difficulty`` or ``rayrft data tasks`` wrote. squares: the folder to draw them in."""
     eval_path: LocalPath | None = None
     """A separate file of held-out tasks, of the same kinds, of which the source's share of ``eval_size`` is taken."""
-    question: str = "question"
-    answer: str = "answer"
-    """file, datasets, ray: the fields that hold the question and the ground truth; ``a.b`` is field b of object a."""
-    images: str = "images"
-    """file, datasets, ray: the field with a task's images, if any: paths, relative to the file's folder, or bytes."""
-    images_folder: LocalPath | None = None
-    """file, datasets, ray: folder for images that are given as bytes; every node must have it at this path."""
+    question: str | None = None
+    answer: str | None = None
+    """file, datasets, ray: the columns with the question and the right answer, or a list of right answers; ``a.b`` is
+    field b of object a. By default they are recognised (`rayrft.data.layouts`), and a row may have no answer."""
     answer_after: str | None = None
     """file, datasets, ray: keep only the part of the answer after the last such mark (GSM8K: '####')."""
     difficulty: str | None = None
@@ -66,14 +52,20 @@ class TaskSourceConfig(Section):
     pass_rate: str | None = None
     """file, datasets, ray: the fields with the number of earlier scored answers to a task, and their mean reward within
     0 and 1. Task samplers start from them, and operators see them."""
-    on_broken: Literal["fail", "skip"] = "fail"
-    """file, datasets, ray: whether an invalid row fails the start of the run, or is skipped and counted."""
     workflow: str | None = None
     """The workflow of the source's tasks; by default ``explorer.workflow``."""
     system: str | None = None
     """System message before every question."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Weight of this source, relative to the sum of all, in drawn, held-out and demonstrated tasks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_origin(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "source" not in value:
+            found = [source for key, source in ORIGINS.items() if value.get(key) is not None]
+            return {**value, "source": found[0]} if len(found) == 1 else value
+        return value
 
     @model_validator(mode="after")
     def _source_fields(self) -> TaskSourceConfig:
@@ -128,7 +120,7 @@ class TasksetConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_source(cls, value: Any) -> Any:
-        return {"sources": [value]} if isinstance(value, dict) and "source" in value else value
+        return {"sources": [value]} if isinstance(value, dict) and {"source", *ORIGINS} & value.keys() else value
 
 
 class BenchConfig(Section):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterable, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,21 +17,12 @@ import pyarrow.compute as pc
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.config.seeds import generator
-from rayrft.data.formats import (
-    Message,
-    Row,
-    SkippedRows,
-    as_text,
-    broken_rows,
-    conversations,
-    finite,
-    open_rows,
-    tool_schemas,
-    value_at,
-)
+from rayrft.data.formats import Row, SkippedRows, as_text, broken_rows, finite, value_at
 from rayrft.data.images import image_paths
+from rayrft.data.layouts import Side, conversations, displayed
+from rayrft.data.row_sources import open_source
 from rayrft.data.tables import ordered_blocks
-from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.data.tokenizer import ChatTokenizer, Tools
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA, Experience, Task, dedup_key, to_batch
 
@@ -55,11 +47,11 @@ class RowEncoder:
     """For a reward model: rows are tokenised by `ChatTokenizer.whole`."""
     labelled: bool = False
     """Whether rows that are not pairs must have a label."""
+    layouts: Counter[str] = field(default_factory=Counter)
+    """Number of the rows encoded so far, by layout."""
 
-    @property
-    def path(self) -> Path:
-        """The file of the rows; relative image paths are relative to its folder."""
-        return getattr(self.form, "path", None) or Path("rows")
+    base: Path = Path("rows")
+    """The folder, or a file in it, to which paths of images are relative."""
 
     def encode(self, rows: Iterable[tuple[int, Row]]) -> tuple[dict[int, list[Experience]], SkippedRows]:
         """Encode numbered rows; return the experiences by row number, and the skipped rows."""
@@ -80,31 +72,43 @@ class RowEncoder:
         """Return the row's experiences, or the rule that excludes it. Raises DataError if it is broken."""
         if isinstance(row, str):
             raise DataError(row)
-        experiences = []
-        images = image_paths(value_at(row, self.form.images), self.path, self.form.images_folder)
-        tools = tool_schemas(value_at(row, self.form.tools), self.form.tools)
-        encode = self.tokenizer.whole if self.whole else self.tokenizer.chat
-        sides = conversations(row, self.form)
-        if self.labelled and len(sides) == 1:
+        read = conversations(row, self.form)
+        self.layouts[read.layout] += 1
+        own = value_at(row, self.form.images)
+        pictures = [*(own if isinstance(own, list) else [own] * (own is not None)), *read.pictures]
+        images = image_paths(pictures, self.base, self.form.images_folder)
+        sides, experiences = read.sides, []
+        if self.labelled and len(sides) == 1 and sides[0].chosen is None:
             if not isinstance(label := value_at(row, self.form.label), bool):
                 raise DataError(f"needs true or false in {self.form.label!r}")
-            sides = [(label, sides[0][1])]
-        for chosen, messages in sides:
-            questions = [message["content"] for message in messages if message["role"] == "user"]
+            sides = [replace(sides[0], chosen=label)]
+        encoded = [self._encode_side(side, images, read.tools) for side in sides]
+        if read.paired and sides[0].texts is not None:  # a token at the end of the prompt may differ in one of them
+            first = min(mask.index(1) for _, mask in encoded)
+            encoded = [(ids, [0] * first + [1] * (len(ids) - first)) for ids, _ in encoded]
+        for number, (side, (ids, mask)) in enumerate(zip(sides, encoded, strict=True), start=1):
+            questions = [message["content"] for message in side.messages if message["role"] == "user"]
             if any(dedup_key(question, images) in self.held_out for question in questions):
                 return "held-out question"
-            ids, mask = encode(messages, images, tools)
             if len(ids) > self.max_length:
                 return "too long"
-            made = expert_row(group, group, ids, mask, messages, images=images, chosen=chosen)
-            if len(sides) == 2:
-                side = f"{group}/{'chosen' if chosen else 'rejected'}"
+            turns = displayed(side.messages)
+            made = expert_row(group, group, ids, mask, turns, images=images, chosen=side.chosen)
+            if read.paired:
+                name = f"{group}/{'chosen' if side.chosen else 'rejected'}"
                 given = value_at(row, self.form.margin)
                 if given is not None and finite(given) is None:
                     raise DataError(f"{self.form.margin!r} is not a finite number")
-                made = replace(made, experience_id=side, pair_id=group, margin=finite(given))
+                made = replace(made, experience_id=name, pair_id=group, margin=finite(given))
+            elif len(sides) > 1:
+                made = replace(made, experience_id=f"{group}/step-{number}")
             experiences.append(made)
         return experiences
+
+    def _encode_side(self, side: Side, images: tuple[str, ...], tools: Tools) -> tuple[list[int], list[int]]:
+        if side.texts is not None:
+            return self.tokenizer.texts(*side.texts)
+        return (self.tokenizer.whole if self.whole else self.tokenizer.chat)(side.messages, images, tools)
 
 
 def expert_row(
@@ -112,7 +116,7 @@ def expert_row(
     group: str,
     ids: list[int],
     mask: list[int],
-    turns: list[Message],
+    turns: list[dict[str, str]],
     *,
     task_id: str | None = None,
     images: tuple[str, ...] = (),
@@ -169,15 +173,16 @@ def demonstrate(experience_id: str, task: Task, response: str, tokenizer: ChatTo
     return expert_row(experience_id, experience_id, ids, mask, turns, task_id=task.id, images=task.images)
 
 
-def from_file(encoder: RowEncoder) -> tuple[list[Experience], SkippedRows]:
-    """Read the demonstrations of a file; return them and the skipped rows.
+def from_source(encoder: RowEncoder) -> tuple[list[Experience], SkippedRows]:
+    """Read the demonstrations of a file, data set or Ray Dataset; return them and the skipped rows.
 
-    Raises DataError if the file is missing, unreadable or has no usable row, and with line numbers if rows are broken
-    and ``on_broken`` is ``fail``.
+    Raises DataError if it is missing, unreadable or has no usable row, and with line numbers if rows are broken and
+    ``on_broken`` is ``fail``.
     """
-    field = f"demonstrations.{encoder.name}.path"
-    encoded, skipped = encoder.encode(open_rows(encoder.path, field).rows())
-    _check(len(encoded), skipped, encoder.form, field, str(encoder.path))
+    assert isinstance(encoder.form, DemonstrationsConfig)
+    source = open_source(encoder.form, f"demonstrations.{encoder.name}")
+    encoded, skipped = replace(encoder, base=source.base).encode(source.rows)
+    _check(len(encoded), skipped, encoder.form, source.field, source.origin)
     return [row for rows in list(encoded.values())[: encoder.form.size] for row in rows], skipped
 
 
@@ -215,10 +220,10 @@ def hold_out(
 
 
 def from_dataset(dataset: ray.data.Dataset, encoder: RowEncoder) -> tuple[ray.data.Dataset, SkippedRows]:
-    """Encode a Ray Dataset as :func:`from_file` encodes a file, to a dataset with rows of ``experience.SCHEMA``.
+    """Encode a Ray Dataset as :func:`from_source` does, to a dataset with rows of ``experience.SCHEMA``.
 
     The dataset is executed at once, as broken rows must raise before training. Its rows stay in the object store, in
-    their order; this process gets the numbers and reasons of skipped ones. Raises DataError as :func:`from_file` does.
+    their order; this process gets the numbers and reasons of skipped ones. Raises DataError as :func:`from_source`.
     """
     field = f"demonstrations.{encoder.name}"
     numbered, total = _numbered(dataset, field)

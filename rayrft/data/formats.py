@@ -1,4 +1,4 @@
-"""File formats of rows (JSONL, CSV, Parquet, saved data sets), their values, and the layouts of demonstrations."""
+"""File formats of rows (JSONL, CSV, Parquet, Arrow, saved data sets), and their values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayrft.config.demonstrations import RowFormat
 from rayrft.errors import DataError, first_line
 
 Row = dict[str, Any] | str
@@ -60,7 +59,7 @@ def broken_rows(
 
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 _TABLES = (".parquet", ".arrow")
-ROW_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
+ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 """How names of files of rows end, in a folder of them; those of text also before ``.gz`` and the like."""
 _BATCH_ROWS = 65_536
 
@@ -115,9 +114,9 @@ class RowFiles:
                         refuse_objects(parquet.schema_arrow, file)
                         yield from parquet.iter_batches(rows)
                     continue
-                with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
-                    refuse_objects(stream.schema, file)
-                    for batch in stream:
+                with _arrow(file) as (schema, batches):
+                    refuse_objects(schema, file)
+                    for batch in batches:
                         yield from (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
     @contextlib.contextmanager
@@ -159,10 +158,23 @@ def _table(file: Path) -> tuple[pa.Schema, int]:
         with pq.ParquetFile(file) as parquet:
             schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
     else:
-        with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
-            schema, rows = stream.schema, sum(batch.num_rows for batch in stream)
+        with _arrow(file) as (schema, batches):
+            rows = sum(batch.num_rows for batch in batches)
     refuse_objects(schema, file)
     return schema, rows
+
+
+@contextlib.contextmanager
+def _arrow(path: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
+    """Open a file of Arrow, of its stream or its file format (Feather)."""
+    with pa.memory_map(str(path)) as source:
+        if source.read(6) == b"ARROW1":
+            with pa.ipc.open_file(source) as file:
+                yield file.schema, map(file.get_batch, range(file.num_record_batches))
+        else:
+            source.seek(0)
+            with pa.ipc.open_stream(source) as stream:
+                yield stream.schema, iter(stream)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Row]]:
@@ -274,7 +286,7 @@ def _saved_files(folder: Path, field: str) -> list[Path]:
         raise DataError(problem, "save it again with Dataset.save_to_disk", field=field, value=str(folder)) from None
 
 
-def value_at(row: dict[str, Any], name: str) -> Any:
+def value_at(row: Mapping[str, Any], name: str) -> Any:
     """Return a row's value by the name of its field, or the dotted path to a nested one; None if there is none."""
     first, _, rest = name.partition(".")
     if name in row or not rest:
@@ -305,101 +317,7 @@ def as_text(value: Any, name: str, key: str = "") -> str:
     raise DataError(f"{name!r} is {kind}, which is not a text", remedy, field=key)
 
 
-def question_of(value: Any, name: str, key: str) -> tuple[str | None, str]:
-    """Return the system message, if there is one, and the question of a row: its text, or its list of chat messages.
-
-    Raises DataError, as `as_text` does, if the messages are more than one question.
-    """
-    if not isinstance(value, list):
-        return None, as_text(value, name, key)
-    messages = _messages(value, "user", name)
-    roles = [message["role"] for message in messages]
-    plain = messages[-1]["content"] and all(len(message) == 2 for message in messages)
-    if roles not in (["user"], ["system", "user"]) or not plain:
-        problem = f"the messages of {name!r} ({', '.join(roles)}) are not one question with 'role' and 'content'"
-        remedy = "give a message of the user, or one of the system before it; conversations can be demonstrations"
-        raise DataError(problem, remedy, field=key)
-    return messages[0]["content"] if len(messages) == 2 else None, messages[-1]["content"]
-
-
-Message = dict[str, str]
-
-
-def conversations(row: dict[str, Any], form: RowFormat) -> list[tuple[bool | None, list[Message]]]:
-    """Return a row's conversations, ending with the assistant: one (None), or chosen (True) and rejected (False) ones.
-
-    Raises DataError with the problem if the row has none of the layouts.
-    """
-    names = form.chosen, form.rejected, form.prompt, form.response, form.messages
-    chosen, rejected, prompt, response, messages = (value_at(row, name) for name in names)
-    if chosen is not None and rejected is not None:
-        answers = (chosen, form.chosen), (rejected, form.rejected)
-        sides = [_joined(prompt, answer, form.prompt, name) for answer, name in answers]
-        if sides[0] == sides[1]:
-            raise DataError(f"{form.chosen!r} and {form.rejected!r} are the same")
-        return [(True, sides[0]), (False, sides[1])]
-    if messages is not None:
-        return [(None, _checked(_messages(messages, "assistant", form.messages), form.messages))]
-    if any(side is None or side in ("", []) for side in (prompt, response)):
-        others = f"messages in {form.messages!r}, or both {form.chosen!r} and {form.rejected!r}"
-        raise DataError(f"needs text in {form.prompt!r} and {form.response!r}, or {others}")
-    return [(None, _joined(prompt, response, form.prompt, form.response))]
-
-
 def finite(value: Any) -> float | None:
     """Return a finite number as float, and None for anything else."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if number and abs(value) <= sys.float_info.max else None
-
-
-def tool_schemas(value: Any, field: str) -> tuple[dict[str, Any], ...]:
-    """Return a row's tools: a list of JSON schemas of functions, or its JSON. Raises DataError if it is neither."""
-    try:
-        found = json.loads(value) if isinstance(value, str) else value or []
-    except ValueError:
-        found = value
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise DataError(f"{field!r} is not a list of JSON schemas")
-    return tuple(found)
-
-
-def _joined(prompt: Any, answer: Any, prompt_field: str, answer_field: str) -> list[Message]:
-    """Join prompt and answer. An answer that does not begin with the assistant contains its own prompt."""
-    messages = _messages(answer, "assistant", answer_field)
-    if messages[0]["role"] == "assistant":
-        messages = [*_messages(prompt, "user", prompt_field), *messages]
-    return _checked(messages, answer_field)
-
-
-def _messages(value: Any, role: str, field: str) -> list[Message]:
-    """Parse a text of ``role``, or a list of messages."""
-    if value is None or value in ("", []):
-        raise DataError(f"needs text or messages in {field!r}")
-    if not isinstance(value, list):
-        return [{"role": role, "content": as_text(value, field)}]
-    return [_message(message, f"{field}[{index}]") for index, message in enumerate(value)]
-
-
-def _message(value: Any, path: str) -> Message:
-    """Parse a message; fields besides role and content, for chat templates, must be text as well."""
-    if not isinstance(value, dict):
-        raise DataError(f"{path} is not a message with 'role' and 'content'")
-    # Arrow gives every message the fields of all messages, null where it has none.
-    message = {key: text for key, text in value.items() if text is not None}
-    for key, text in message.items():
-        if not isinstance(text, str):
-            raise DataError(f"{path}.{key} is not text")
-        as_text(text, f"{path}.{key}")
-    if not {"role", "content"} <= message.keys():
-        raise DataError(f"{path} needs 'role' and 'content'")
-    if message["role"] == "assistant" and not message["content"]:
-        raise DataError(f"{path}: the assistant says nothing")
-    return message
-
-
-def _checked(messages: list[Message], field: str) -> list[Message]:
-    if messages[0]["role"] == "assistant":
-        raise DataError(f"{field!r} begins with the assistant, without a prompt")
-    if messages[-1]["role"] != "assistant":
-        raise DataError(f"{field!r} does not end with the assistant")
-    return messages

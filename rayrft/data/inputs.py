@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import islice
 
 from rayrft.config import RunConfig
-from rayrft.data.demonstrations import RowEncoder, demonstrate, from_file, from_tasks, held_out_name, hold_out
-from rayrft.data.formats import conversations, open_rows
+from rayrft.data.demonstrations import RowEncoder, demonstrate, from_source, from_tasks, held_out_name, hold_out
+from rayrft.data.formats import Row
+from rayrft.data.layouts import conversations
+from rayrft.data.row_sources import open_source
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.task_splits import TaskSplits
 from rayrft.data.tokenizer import ChatTokenizer
@@ -38,35 +40,37 @@ def task_set_spec(config: RunConfig, splits: TaskSplits) -> TaskSetSpec | None:
 
 
 def check_demonstrations(config: RunConfig) -> None:
-    """Read the first row of every demonstration file. Raises DataError if one cannot be read."""
+    """Read the first row of all demonstrations. Raises DataError if one cannot be read."""
     for name, spec in config.demonstrations.items():
-        if spec.path is not None:
-            next(open_rows(spec.path, f"demonstrations.{name}.path").rows(), None)
+        if spec.origins:
+            with closing(open_source(spec, f"demonstrations.{name}").rows) as rows:
+                next(rows, None)
 
 
 def demonstrated_text(config: RunConfig) -> list[str]:
-    """Return the text of demonstration files, so that a tiny model's tokenizer knows their characters."""
+    """Return the text of demonstrations, so that a tiny model's tokenizer knows their characters."""
     texts: list[str] = []
     for name, spec in config.demonstrations.items():
-        rows = open_rows(spec.path, f"demonstrations.{name}.path").rows() if spec.path is not None else ()
+        rows: Iterable[tuple[int, Row]] = open_source(spec, f"demonstrations.{name}").rows if spec.origins else ()
         for _, row in rows:
             with suppress(DataError):  # broken rows are reported when they become experiences
-                conversation = conversations(row, spec) if isinstance(row, dict) else []
-                texts += [message["content"] for _, messages in conversation for message in messages]
+                sides = conversations(row, spec).sides if isinstance(row, dict) else []
+                texts += [message["content"] for side in sides for message in side.messages]
     return texts
 
 
 def load_demonstrations(
     config: RunConfig, splits: TaskSplits, tokenizer: ChatTokenizer
 ) -> tuple[dict[str, list[Experience]], list[str]]:
-    """Return the demonstrations of a run by name, held-out pairs among them, and notices of skipped rows.
+    """Return the demonstrations of a run by name, held-out pairs among them, and notices of the layouts of
+    their rows and of those that were left out.
 
     Raises DataError if an entry has no usable row.
     """
     found, notices = dict[str, list[Experience]](), list[str]()
     held_out, most = {task.dedup_key for task in splits.evaluation}, config.model.max_length
     for name, spec in config.demonstrations.items():
-        if spec.path is None:
+        if not spec.origins:
             rows = from_tasks(name, splits.demonstrated[name], spec, tokenizer, config.seed)
             found[name] = [row for row in rows if len(row.token_ids) <= most]
             skipped = Counter({"too long": len(rows) - len(found[name])})
@@ -76,8 +80,10 @@ def load_demonstrations(
                 raise DataError(problem, "raise model.max_length", field=f"demonstrations.{name}", value=shortest)
         else:
             whole, labelled = name in config.scored_demonstrations, name in config.labelled_demonstrations
-            found[name], report = from_file(RowEncoder(name, spec, tokenizer, most, held_out, whole, labelled))
+            encoder = RowEncoder(name, spec, tokenizer, most, held_out, whole, labelled)
+            found[name], report = from_source(encoder)
             skipped = report.counts
+            notices += [f"demonstrations {name!r}: {count} rows, {shown}" for shown, count in encoder.layouts.items()]
         if spec.held_out:
             found[name], held = hold_out(name, found[name], spec.held_out, config.seed)
             found[held_out_name(name)] = held

@@ -24,10 +24,12 @@ SCHEMA = pa.schema(
         ("tries", pa.int64()),
         *((name, pa.float64()) for name in ("pass_rate", "difficulty", "priority")),
         ("images", pa.list_(pa.string())),
+        ("other_answers", pa.list_(pa.string())),
+        json_field("history"),
         json_field("metadata"),
     ]
 )
-"""``source`` is the name of the task's source, or its number; ``metadata`` is JSON."""
+"""``source`` is the name of the task's source, or its number; ``metadata`` and ``history`` are JSON."""
 _BATCH_ROWS = 1000
 
 
@@ -71,13 +73,14 @@ def read_tasks(config: TaskSourceConfig, field: str) -> list[Task]:
 
 def task_row(task: Task, source: str) -> dict[str, Any]:
     """Return a task of a source as a row of `SCHEMA`."""
-    metadata = json.dumps(task.metadata, ensure_ascii=False, default=str)
-    return {**vars(task), "source": source, "images": list(task.images), "metadata": metadata}
+    texts = {name: json.dumps(getattr(task, name), ensure_ascii=False, default=str) for name in ("metadata", "history")}
+    lists = {name: list(getattr(task, name)) for name in ("images", "other_answers")}
+    return {**vars(task), "source": source, **lists, **texts}
 
 
 def _to_task(row: dict[str, Any], system: str | None) -> Task:
     del row["source"]
-    images = tuple(row["images"] or ())
-    metadata = json.loads(row["metadata"] or "{}")
-    filled = {"tries": row["tries"] or 0, "system": system or row["system"], "images": images, "metadata": metadata}
-    return Task(**row | filled)
+    lists = {name: tuple(row[name] or ()) for name in ("images", "other_answers")}
+    metadata, history = json.loads(row["metadata"] or "{}"), tuple(json.loads(row["history"] or "[]"))
+    filled = {"tries": row["tries"] or 0, "system": system or row["system"], "metadata": metadata, "history": history}
+    return Task(**row | lists | filled)

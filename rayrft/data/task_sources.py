@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,30 +13,33 @@ import numpy as np
 from rayrft.config.base import resolved
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.episodes import read_gymnasium, read_verifiers
-from rayrft.data.formats import SkippedRows, as_text, broken_rows, finite, question_of, value_at
+from rayrft.data.formats import SkippedRows, as_text, broken_rows, finite, value_at
 from rayrft.data.images import image_paths
+from rayrft.data.layouts import TASKS, TRUTH, RowLayout, message_text, recognise, task_prompt
+from rayrft.data.row_sources import NumberedRows, file_rows, ray_rows, split_rows
 from rayrft.data.task_files import read_tasks
-from rayrft.data.task_rows import TaskRows, file_rows, ray_rows, split_rows
 from rayrft.errors import DataError, nearest
 from rayrft.experience import Task
 from rayrft.registry import Registry
 
-task_sources: Registry[Callable[[TaskSourceConfig, str], list[Task] | TaskRows]] = Registry("task source")
+task_sources: Registry[Callable[[TaskSourceConfig, str], list[Task] | NumberedRows]] = Registry("task source")
 """Readers take a source's config and its config key (``tasks.sources.0``), which errors name. They give tasks, or rows
 that become tasks as the source's config says."""
 
 
 @dataclass(frozen=True)
 class RowsRead:
-    """How many rows were read from an origin, such as a file, and how many of them were left out, by reason."""
+    """Numbers of rows of an origin, such as a file: of all, of those left out, by reason, and of the others, by
+    layout."""
 
     origin: str
     rows: int
     left_out: Counter[str]
+    layouts: Counter[str] = field(default_factory=Counter)
 
 
 Note = Callable[[RowsRead], None]
-"""Is called where rows are left out."""
+"""Is called where rows are read or left out."""
 
 
 def read_source(config: TaskSourceConfig, field: str, note: Note = lambda read: None) -> list[Task]:
@@ -45,7 +48,7 @@ def read_source(config: TaskSourceConfig, field: str, note: Note = lambda read: 
     Raises DataError if it is missing, empty or broken, ConfigError if there is no such reader.
     """
     read = task_sources.get(config.source, f"{field}.source")(config, field)
-    if isinstance(read, TaskRows):
+    if isinstance(read, NumberedRows):
         read = _to_tasks(read, config, field, note, config.size)
     return _acted_on(config, read)
 
@@ -152,25 +155,35 @@ def _acted_on(config: TaskSourceConfig, tasks: list[Task]) -> list[Task]:
     return [replace(task, workflow=config.workflow) for task in tasks] if config.workflow else tasks
 
 
-def _to_tasks(rows: TaskRows, config: TaskSourceConfig, field: str, note: Note, size: int | None = None) -> list[Task]:
+def _to_tasks(
+    rows: NumberedRows, config: TaskSourceConfig, field: str, note: Note, size: int | None = None
+) -> list[Task]:
     """Convert rows to tasks, up to ``size`` of them; what is broken ends it or is skipped, as the config says.
 
     Raises DataError if a column is missing in all rows, or there is no task.
     """
-    tasks: list[Task] = []
+    read: dict[int, Task] = {}
     broken: dict[int, DataError] = {}
     columns: dict[str, None] = {}
+    layouts = Counter[str]()
     with closing(rows.rows):
         for number, row in rows.rows:
             try:
                 if isinstance(row, str):
                     raise DataError(row, field=rows.field)
                 columns.update(dict.fromkeys(row))
-                tasks.append(_to_task(row, rows, config, field))
+                layout = recognise(row, _named_layouts(config) or TASKS)
+                read[number] = _to_task(row, layout, rows, config, field)
+                layouts[layout.shown(row)] += 1
             except DataError as error:
                 broken[number] = error
-            if len(tasks) == size:
+            if len(read) == size:
                 break
+    if any(task.answer for task in read.values()):
+        lacking = [number for number, task in read.items() if not task.answer]
+        broken |= {number: DataError("no answer, which other rows have", "fill it in") for number in lacking}
+        read = {number: task for number, task in read.items() if number not in lacking}
+    tasks = list(read.values())
     for key in ("question", "answer", "difficulty", "tries", "pass_rate"):
         name = getattr(config, key)
         if columns and name is not None and not {name, name.partition(".")[0]} & columns.keys():
@@ -184,42 +197,63 @@ def _to_tasks(rows: TaskRows, config: TaskSourceConfig, field: str, note: Note, 
         raise broken_rows(problems, total, remedy, origin=rows.origin, field=place, value=number)
     if not tasks:
         raise DataError("it holds no rows", "give one with tasks", field=rows.field, value=rows.origin)
-    if broken:
-        note(RowsRead(rows.origin, total, SkippedRows(broken=problems).counts))
+    note(RowsRead(rows.origin, total, SkippedRows(broken=problems).counts, layouts))
     return tasks
 
 
-def _to_task(row: dict[str, Any], rows: TaskRows, config: TaskSourceConfig, field: str) -> Task:
+def _named_layouts(config: TaskSourceConfig) -> tuple[RowLayout, ...]:
+    """Return the layout of the columns that a config names; none if it names none."""
+    if config.question is None and config.answer is None:
+        return ()
+    question, answer = config.question or "question", config.answer or f"{TRUTH}?"
+    return (RowLayout("named columns", {"question": question, "answer": answer}),)
+
+
+def _to_task(row: dict[str, Any], layout: RowLayout, rows: NumberedRows, config: TaskSourceConfig, field: str) -> Task:
     """Convert a row. Raises DataError, about the key of the config that it does not fit, if there is one."""
-    shown, answer = value_at(row, config.question), value_at(row, config.answer)
-    if shown is None or shown in ("", []) or answer is None:
-        problem = f"no question in {config.question!r} or no answer in {config.answer!r}"
-        raise DataError(problem, "fill it in, or remove the row")
-    system, question = question_of(shown, config.question, f"{field}.question")
+    values = layout.read(row)
+    names = {name: layout.column(row, name) for name in ("question", "answer")}
+    messages, last, pictures = task_prompt(values["question"], names["question"], f"{field}.question")
+    system = messages.pop(0)["content"] if messages[0]["role"] == "system" else values.get("system") or None
     if system is not None and config.system is not None:
-        problem = f"{config.question!r} has a system message, and so has the source"
+        problem = f"{names['question']!r} has a system message, and so has the source"
         raise DataError(problem, "leave one of them out", field=f"{field}.system")
-    truth = as_text(answer, config.answer, f"{field}.answer")
-    if config.answer_after is not None:
-        truth = truth.rpartition(config.answer_after)[2].strip()
-        if not truth:
-            raise DataError(f"nothing stands after {config.answer_after!r}", "fill it in, or remove the row")
+    found = last if values["answer"] is None else message_text(values["answer"], names["answer"])
+    answers = [_truth(each, names["answer"], config, field) for each in _several(found)]
     tries, rate = (
         _number(row, name, f"{field}.{key}") for key, name in (("tries", config.tries), ("pass_rate", config.pass_rate))
     )
     if (tries is not None and (tries < 0 or tries % 1)) or (rate is not None and not 0 <= rate <= 1):
         raise DataError(f"{tries:g} tries with a pass rate of {rate:g}", field=f"{field}.pass_rate")
+    own = value_at(row, config.images)
+    pictures = [*(own if isinstance(own, list) else [own] * (own is not None)), *pictures]
     return Task.create(
         rows.name,
-        question,
-        truth,
-        images=image_paths(value_at(row, config.images), rows.base, config.images_folder),
+        messages[-1]["content"],
+        answers[0] if answers else "",
+        history=tuple(messages[:-1]),
+        other_answers=tuple(answers[1:]),
+        images=image_paths(pictures, rows.base, config.images_folder),
         difficulty=_number(row, config.difficulty, f"{field}.difficulty", required=True),
-        system=system if system is not None else config.system,
+        system=as_text(system, "system") if system is not None else config.system,
         tries=int(tries or 0),
         pass_rate=rate,
-        metadata={name: value for name, value in row.items() if name not in (config.question, config.images)},
+        metadata={name: value for name, value in row.items() if name not in (names["question"], config.images)},
     )
+
+
+def _several(answer: Any) -> list[Any]:
+    """Return the right answers of a row: all of a list, or the only one; none for an empty list."""
+    return answer if isinstance(answer, list) else [] if answer is None else [answer]
+
+
+def _truth(value: Any, name: str, config: TaskSourceConfig, field: str) -> str:
+    truth = as_text(value, name, f"{field}.answer")
+    if config.answer_after is not None:
+        truth = truth.rpartition(config.answer_after)[2].strip()
+        if not truth:
+            raise DataError(f"nothing stands after {config.answer_after!r}", "fill it in, or remove the row")
+    return truth
 
 
 def _number(

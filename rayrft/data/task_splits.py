@@ -31,7 +31,7 @@ class TaskSplits:
     evaluation: list[Task]
     demonstrated: dict[str, list[Task]]
     skipped: list[RowsRead] = field(default_factory=list)
-    """Where rows were left out: broken rows, the same task again, the question of a held-out task."""
+    """Rows that were read, and where some were left out: broken, the same task again, a held-out task's question."""
 
     @property
     def all(self) -> list[Task]:
@@ -88,7 +88,7 @@ def load_tasks(
             for task in pool.cut(share, f"demonstrations.{name}.size")
         ]
         for name, demonstration in demonstrations.items()
-        if demonstration.path is None and demonstration.size is not None
+        if not demonstration.origins and demonstration.size is not None
     }
     train = [pool.rest(field) for pool, field in zip(pools, fields, strict=True)]
     return TaskSplits(

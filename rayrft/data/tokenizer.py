@@ -22,7 +22,7 @@ _TOKEN_CHARACTERS = 16
 _ANSWER = "[the answer that was sampled]"
 """Stands for an answer whose tokens are there already, where the chat template is asked what follows it."""
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 Tools = tuple[dict[str, Any], ...]
 """JSON schemas of the functions that a model may call, as chat templates take them."""
 
@@ -34,6 +34,12 @@ def fills(texts: Iterable[str], tokens: int) -> bool:
     """Return whether texts have more characters than so many tokens ever have, which is known without tokenising them:
     that takes seconds for a megabyte, in which the event loop does nothing else."""
     return sum(map(len, texts)) > _TOKEN_CHARACTERS * tokens
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of items with which both sequences begin."""
+    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
 
 
 class ChatTokenizer:
@@ -169,16 +175,29 @@ class ChatTokenizer:
     def chat(self, messages: Messages, images: tuple[str, ...] = (), tools: Tools = ()) -> tuple[list[int], list[int]]:
         """Return token ids and action mask, of equal length, of a conversation that ends with the assistant.
 
-        The mask is 1 on every turn of the assistant, including the token that ends it. The chat template determines the
-        bounds of a turn: by its ``{% generation %}`` markers, else by the text it adds to the prompt for that turn. The
-        last turn ends the sequence, and gets an end if the template adds none.
+        The mask is 1 on every turn of the assistant without ``weight`` 0, including the token that ends it. The chat
+        template determines the bounds of a turn: by its ``{% generation %}`` markers, else by the text it adds to the
+        prompt for that turn. The last turn ends the sequence, and gets an end if the template adds none.
 
-        Raises DataError if the template rejects the messages, or no single sequence contains all turns, and ModelError
-        if the model takes no images.
+        Raises DataError if the template rejects the messages, no single sequence contains all trained turns, or none is
+        trained, and ModelError if the model takes no images.
         """
-        converted = self._with_images(messages, images)
-        marked = re.search(r"\{%-?\s*generation\s*-?%\}", self._template)
-        text, turns = (self._marked_turns if marked else self._appended_turns)(converted, tools)
+        spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        trained = [index for index in spoken if messages[index].get("weight") != 0]
+        if not trained or trained[-1] != len(messages) - 1:
+            raise DataError("the last message, or every one of the assistant, has weight 0", "leave it out")
+        plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+        converted = self._with_images(plain, images)
+        if re.search(r"\{%-?\s*generation\s*-?%\}", self._template):
+            text, turns = self._marked_turns(converted, tools)
+            if len(trained) < len(spoken):
+                if len(turns) != len(spoken):
+                    raise DataError(
+                        f"the chat template marks {len(turns)} turns of {len(spoken)}, of which not all train"
+                    )
+                turns = [turn for index, turn in zip(spoken, turns, strict=True) if index in trained]
+        else:
+            text, turns = self._appended_turns(converted, tools, trained)
         ids: list[int] = []
         mask: list[int] = []
         done = 0
@@ -212,8 +231,17 @@ class ChatTokenizer:
         ids = self.tokens(self._render(self._with_images(messages, images), tools)[0])
         if images:
             ids = _repeat(ids, self.images.repeats(ids, images))
-        shared = next((at for at, (one, two) in enumerate(zip(prompt, ids, strict=False)) if one != two), len(prompt))
-        shared = min(shared, len(ids) - 1)
+        shared = min(common_length(prompt, ids), len(ids) - 1)
+        return ids, [0] * shared + [1] * (len(ids) - shared)
+
+    def texts(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
+        """Return token ids and action mask of a completion, which EOS ends, right after a prompt, without the chat
+        template. The mask is 1 from the first token in which they differ from those of the prompt alone; the first one
+        of all, which has no probability, is part of the prompt. Source: `SFTTrainer` of trl 1.16."""
+        end = "" if completion.endswith(self.hf.eos_token) else self.hf.eos_token
+        before = self.hf(prompt)["input_ids"] if prompt else []
+        ids = list(self.hf(prompt + completion + end)["input_ids"])
+        shared = max(1, common_length(before, ids))
         return ids, [0] * shared + [1] * (len(ids) - shared)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -381,12 +409,13 @@ class ChatTokenizer:
             raise DataError("the {% generation %} markers of the chat template enclose no turn of these messages")
         return text, turns
 
-    def _appended_turns(self, messages: list[dict[str, Any]], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
-        """Return the conversation as text, and the spans that the assistant's turns append to their prompts."""
+    def _appended_turns(
+        self, messages: list[dict[str, Any]], tools: Tools, trained: list[int]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the conversation as text, and the spans that the ``trained`` turns append to their prompts."""
         text, turns = "", []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for index in trained:
+            message = messages[index]
             prompt, _ = self._render(messages[:index], tools, add_generation_prompt=True)
             extended, _ = self._render(messages[: index + 1], tools)
             if message is messages[-1] and not extended.startswith(prompt):

@@ -39,6 +39,8 @@ class OperatorReport:
     """What did not succeed, by what it was."""
     noted: list[str] = field(default_factory=list)
     """A few of these, in full."""
+    layouts: Counter[str] = field(default_factory=Counter)
+    """Rows that were read, by layout."""
 
     def add(self, outcome: Outcome, samples: int) -> None:
         """Add what it did with one batch."""
@@ -197,7 +199,8 @@ def summary(reports: Sequence[OperatorReport]) -> list[str]:
     """Return a line by operator that left out, changed or made rows."""
     lines = []
     for each in reports:
-        parts = [f"{count:,} left out as {reason}" for reason, count in each.reasons.most_common()]
+        parts = [f"{count:,} rows, {layout}" for layout, count in each.layouts.most_common()]
+        parts += [f"{count:,} left out as {reason}" for reason, count in each.reasons.most_common()]
         parts += [f"{each.changed:,} changed"] if each.changed else []
         parts += [f"{each.made:,} made"] if each.made else []
         parts += [f"{count:,} without success as {note}" for note, count in each.notes.most_common()]

@@ -79,8 +79,9 @@ def load_splits(
 
 
 def read_report(read: RowsRead) -> OperatorReport:
-    """Return the report of rows that were left out where tasks were read."""
-    return OperatorReport(f"read {read.origin}", read.rows, read.rows - read.left_out.total(), reasons=read.left_out)
+    """Return the report of rows that were read or left out where tasks were read."""
+    given = read.rows - read.left_out.total()
+    return OperatorReport(f"read {read.origin}", read.rows, given, reasons=read.left_out, layouts=read.layouts)
 
 
 def source_names(config: RunConfig) -> list[str]:
@@ -157,7 +158,10 @@ def _processed(
                 remedy = "leave the column as it is"
                 raise DataError("an operator changed it", remedy, field=f"column {column}", value=row[column])
             began = made_of[source, began]
-        task = replace(known[source, began], id=row["id"], **{name: row[name] for name in _KEPT})
+        before = known[source, began]
+        task = replace(before, id=row["id"], **{name: row[name] for name in _KEPT})
+        if task.answer != before.answer:
+            task = replace(task, other_answers=())
         if not task.question or task.answer is None:
             problem = f"an operator left task {task.id} without a question or an answer"
             raise DataError(problem, "add drop_broken after it", field="pipelines.tasks")

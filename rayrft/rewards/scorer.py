@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -67,7 +68,14 @@ class Scorer:
         return not any(isinstance(each, InLoop | InProcesses) for each in self._rewards[domain])
 
     async def score(self, task: Task, transcripts: Sequence[Transcript]) -> list[RewardResult]:
-        """Return one result per transcript. Raises ConfigError if the task's domain has no reward."""
+        """Return one result per transcript: of several right answers of the task, the best that one of them gives.
+        Raises ConfigError if the task's domain has no reward."""
+        if task.other_answers:
+            alone = [replace(task, answer=each, other_answers=()) for each in (task.answer, *task.other_answers)]
+            scored = [self.score(each, transcripts) for each in alone]
+            inline = self.is_inline(self.config.domain_of(task.domain))
+            found = [await each for each in scored] if inline else await asyncio.gather(*scored)
+            return [max(several, key=_rank) for several in zip(*found, strict=True)]
         domain = self.config.domain_of(task.domain)
         several, parts = self._rewards[domain], self.config.models[domain].parts
 
@@ -79,6 +87,10 @@ class Scorer:
         # One reward, the usual case, needs no task of its own.
         by_reward = await asyncio.gather(*map(score_by, several)) if len(several) > 1 else [await score_by(several[0])]
         return [base.combine(parts, results) for results in zip(*by_reward, strict=True)] if parts else by_reward[0]
+
+
+def _rank(result: RewardResult) -> float:
+    return -math.inf if result.value is None else result.value
 
 
 def _reward(

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rayrft.cli.main import app
 from rayrft.config import dump_config, load_config
 from rayrft.config.demonstrations import DemonstrationsConfig
-from rayrft.data.demonstrations import RowEncoder, from_file
+from rayrft.data.demonstrations import RowEncoder, from_source
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError, RunNotFound, StorageError
 from rayrft.feedback.journal import entry_line, feedback_folder, open_journal
@@ -178,7 +178,7 @@ def test_an_export_that_fails_leaves_no_file(live: Path, tmp_path: Path) -> None
 def test_a_jsonl_export_is_a_file_of_demonstrations(live: Path, tmp_path: Path, tiny_model: Path) -> None:
     call("export", live, tmp_path / "out.jsonl", "--where", "group_id = '7'")
     config = DemonstrationsConfig(path=tmp_path / "out.jsonl", messages="turns")
-    [row], left_out = from_file(RowEncoder("gold", config, ChatTokenizer(str(tiny_model)), 64))
+    [row], left_out = from_source(RowEncoder("gold", config, ChatTokenizer(str(tiny_model)), 64))
     assert row.turns == TURNS and not len(left_out)
 
 
@@ -227,7 +227,7 @@ def test_damaged_files_are_passed_over_only_when_told_to(live: Path, tmp_path: P
     assert (tmp_path / "out.jsonl").read_text() == ""
 
 
-def test_rows_of_a_run_that_ended_are_erased_by_id_from_its_log_and_from_files(
+def test_rows_of_a_run_that_ended_are_erased_by_id_from_its_log_and_from_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config(small_config(tmp_path, "ended"))

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from rayrft.buffer.validation import find_faults
 from rayrft.config.demonstrations import DemonstrationsConfig
-from rayrft.data.demonstrations import RowEncoder, from_file
+from rayrft.data.demonstrations import RowEncoder, from_source
 from rayrft.data.formats import SkippedRows
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import SCHEMA, Experience, from_batch, to_batch
@@ -73,7 +73,7 @@ def saved_dataset(rows: Rows, folder: Path) -> Path:
 def load(path: Path, tokenizer: ChatTokenizer, **options: Any) -> tuple[list[Experience], SkippedRows]:
     held_out, max_length = options.pop("held_out", set()), options.pop("max_length", 64)
     config = DemonstrationsConfig(path=path, **options)
-    return from_file(RowEncoder("gold", config, tokenizer, max_length, held_out))
+    return from_source(RowEncoder("gold", config, tokenizer, max_length, held_out))
 
 
 def described(rows: list[Experience]) -> list[tuple[Any, ...]]:

@@ -23,8 +23,8 @@ BROKEN: dict[str, tuple[str, str]] = {
     "objects nested too deeply": ('{"a": ' * 100_000, "not JSON"),
     "too many digits": ('{"a": ' + "1" * 5000 + "}", "not JSON"),
     "cut off": ('{"prompt": "p", "resp', "not JSON"),
-    "no response": ('{"prompt": "p"}', "needs text in 'prompt' and 'response'"),
-    "an empty response": ('{"prompt": "p", "response": ""}', "needs text in 'prompt' and 'response'"),
+    "no response": ('{"prompt": "p"}', "no known layout (columns: prompt)"),
+    "an empty response": ('{"prompt": "p", "response": ""}', "needs text or messages in 'response'"),
     "an object": ('{"prompt": "p", "response": {"text": "r"}}', "'response' is an object"),
     "an endless number": ('{"prompt": "p", "response": NaN}', "'response' is not a finite number"),
     "a key twice": ('{"prompt": "p", "response": "r", "prompt": "q"}', "the key 'prompt' twice"),
@@ -34,7 +34,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     "no content": ('{"messages": [{"role": "user"}]}', "messages[0] needs 'role' and 'content'"),
     "tools": (
         '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": [1]}]}',
-        "messages[1].tool_calls is not text",
+        "messages[1].tool_calls[0] is not a call of a function",
     ),
     "a silent assistant": (
         '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}',
@@ -42,12 +42,12 @@ BROKEN: dict[str, tuple[str, str]] = {
     ),
     "tools that are no list": (
         '{"prompt": "p", "response": "r", "tools": "all"}',
-        "'tools' is not a list of JSON schemas",
+        "'tools' is not a list of JSON",
     ),
     "tools for a template without": ('{"prompt": "p", "response": "r", "tools": [{}]}', "shows no tools"),
     "no question": ('{"messages": [{"role": "assistant", "content": "a"}]}', "begins with the assistant"),
     "no answer": ('{"messages": [{"role": "user", "content": "q"}]}', "does not end with the assistant"),
-    "half a pair": ('{"prompt": "p", "chosen": "a"}', "needs text in 'prompt' and 'response'"),
+    "half a pair": ('{"prompt": "p", "chosen": "a"}', "'TRL preference', which needs rejected"),
     "a pair of the same": ('{"prompt": "p", "chosen": "a", "rejected": "a"}', "'chosen' and 'rejected' are the same"),
     "a margin that is no number": (
         '{"prompt": "p", "chosen": "a", "rejected": "b", "margin": "wide"}',
@@ -57,7 +57,10 @@ BROKEN: dict[str, tuple[str, str]] = {
         '{"prompt": "p", "chosen": "a", "rejected": "b", "margin": NaN}',
         "'margin' is not a finite number",
     ),
-    "a pair without prompt": ('{"chosen": "a", "rejected": "b"}', "needs text or messages in 'prompt'"),
+    "a pair of messages without prompt": (
+        '{"chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]}',
+        "needs text or messages in 'prompt'",
+    ),
 }
 GOOD = '{"prompt": "p", "response": "r"}'
 

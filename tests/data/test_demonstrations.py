@@ -15,7 +15,7 @@ import pytest
 from rayrft.buffer.events import Extent
 from rayrft.buffer.state import ExpertCursor
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
-from rayrft.data.demonstrations import RowEncoder, from_dataset, from_file, from_tasks, hold_out
+from rayrft.data.demonstrations import RowEncoder, from_dataset, from_source, from_tasks, hold_out
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
 from rayrft.experience import Experience, Task, from_batch, to_batch
@@ -76,7 +76,7 @@ def test_answers_have_labels_where_a_stage_needs_them(tokenizer: ChatTokenizer, 
     ]
     path = jsonl(rated, tmp_path)
     encoder = RowEncoder("gold", DemonstrationsConfig(path=path, response="completion"), tokenizer, 64, labelled=True)
-    rows, _ = from_file(encoder)
+    rows, _ = from_source(encoder)
     found = [(row.experience_id, row.pair_id, row.chosen) for row in rows]
     assert found == [("gold/1", None, True), ("gold/2", None, False)]
     described(rows)
@@ -85,7 +85,7 @@ def test_answers_have_labels_where_a_stage_needs_them(tokenizer: ChatTokenizer, 
     for label in (None, 1, "good"):
         jsonl([{**rated[0], "label": label}], tmp_path)
         with pytest.raises(DataError, match="needs true or false in 'label'"):
-            from_file(encoder)
+            from_source(encoder)
 
 
 def test_a_side_that_holds_its_own_prompt_is_not_given_it_twice(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ class TestRayDataset:
         dataset = ray.data.from_items(MIXED, override_num_blocks=3)
         rows, left_out = from_dataset(dataset, RowEncoder("gold", skip, tokenizer, 64, {"held out?"}))
         config = DemonstrationsConfig(path=jsonl(MIXED, tmp_path), on_broken="skip", size=size)
-        expected, expected_left_out = from_file(RowEncoder("gold", config, tokenizer, 64, {"held out?"}))
+        expected, expected_left_out = from_source(RowEncoder("gold", config, tokenizer, 64, {"held out?"}))
         assert left_out == expected_left_out
         assert described(fetched(rows)) == described(expected)
 
@@ -202,7 +202,7 @@ class TestRayDataset:
     def test_broken_rows_are_refused_with_their_numbers_and_so_is_no_row(self, tokenizer: ChatTokenizer) -> None:
         import ray.data
 
-        broken = r"demonstrations\.gold: 1 broken rows of 9: line 4: needs text in 'prompt'"
+        broken = r"demonstrations\.gold: 1 broken rows of 9: line 4: no known layout"
         with pytest.raises(DataError, match=broken):
             from_dataset(ray.data.from_items(MIXED), RowEncoder("gold", RowFormat(), tokenizer, 64))
         with pytest.raises(DataError, check=about("demonstrations.gold")):

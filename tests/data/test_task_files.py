@@ -23,6 +23,7 @@ TASKS = [
     Task.create("s", "Which colour?", "red", images=("/a/b.png",), workflow="tool_use", system="Be brief."),
     measured(Task.create("s", "Ünïcode \u2028?", "\n"), 8, 2.0),
     replace(measured(Task.create("t", "hard", "x", difficulty=4.0), 3, 1.5), priority=0.25),
+    Task.create("s", "And?", "4", history=({"role": "user", "content": "2?"},), other_answers=("four", "IV")),
 ]
 
 
@@ -32,7 +33,7 @@ def read(path: Path, **more: object) -> list[Task]:
 
 @pytest.mark.parametrize("name", ["tasks.parquet", "tasks.jsonl"])
 def test_tasks_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
-    assert write_tasks(tmp_path / name, (("one", task) for task in TASKS)) == 4
+    assert write_tasks(tmp_path / name, (("one", task) for task in TASKS)) == 5
     assert read(tmp_path / name) == TASKS
     changes = {"system": "Think.", "workflow": "w"}
     assert read(tmp_path / name, size=1, **changes) == [replace(TASKS[0], **changes)]
@@ -70,7 +71,7 @@ def test_a_torn_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     write_tasks(path, [("one", task) for task in TASKS])
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(DataError, check=about("tasks.sources.0.path"), match="line 4"):
+    with pytest.raises(DataError, check=about("tasks.sources.0.path"), match="line 5"):
         read(path)
     pq.write_table(pa.table({"id": ["a"]}), tmp_path / "other.parquet")
     with pytest.raises(DataError, match="no column 'source'"):

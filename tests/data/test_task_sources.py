@@ -136,7 +136,7 @@ def test_tasks_of_one_question_are_told_apart_by_all_they_have_and_what_is_left_
     assert not held_out & {task.question for task in splits.train}
     other = [row for row in rows[:100] if row["problem"] not in held_out]
     assert [(task.question, task.answer) for task in splits.train] == [tuple(row.values()) for row in other]
-    assert [(each.origin, each.rows, each.left_out) for each in splits.skipped] == [
+    assert [(each.origin, each.rows, each.left_out) for each in splits.skipped if each.left_out] == [
         ("tasks.sources.0", 110, {"the same task again": 10}),
         ("tasks.sources.0", 95, {"shows a held-out task": 95 - len(other)}),
     ]
@@ -242,13 +242,13 @@ def test_the_type_of_a_value_decides_what_it_says(
 @pytest.mark.parametrize(
     ("row", "key", "problem", "remedy"),
     [
-        ({"solution": ["a", "b"]}, "answer", "'solution' is a list", "name a field that holds"),
+        ({"solution": [["a"], "b"]}, "answer", "'solution' is a list", "name a field that holds"),
         ({"solution": {"style": "rule", "truth": "2"}}, "answer", "'solution' is an object", "such as solution.style"),
         ({"solution": float("inf")}, "answer", "not a finite number", "a text or a number"),
         ({"problem": {"text": "1 + 1?"}}, "question", "'problem' is an object", "such as problem.text"),
-        ({"problem": [ASKED, {**ASKED, "role": "assistant"}, ASKED]}, "question", "not one question", "a message"),
-        ({"problem": [{**ASKED, "name": "Ann"}]}, "question", "not one question", "a message"),
-        ({"problem": ["1 + 1?"]}, "path", "problem[0] is not a message", "on_broken: skip"),
+        ({"problem": [ASKED, {**ASKED, "role": "tool"}, ASKED]}, "question", "not a prompt", "texts of system"),
+        ({"problem": [{**ASKED, "name": "Ann"}]}, "question", "besides role and content: name", "texts of system"),
+        ({"problem": ["1 + 1?"]}, "question", "problem[0] is not a message", "on_broken: skip"),
         ({"problem": [{"role": "system", "content": "Add."}, ASKED]}, "system", "has a system message", "leave one"),
         ({"problem": "half a \ud800"}, "path", "not valid Unicode", "on_broken: skip"),
         ({"other": "half a \ud800"}, "path", "not valid Unicode", "on_broken: skip"),
@@ -311,7 +311,7 @@ def test_rows_beyond_the_size_are_not_looked_at(tmp_path: Path) -> None:
     rows = [{"problem": str(i), "solution": "a"} for i in range(10)]
     path = jsonl(tmp_path / "tasks.jsonl", *rows, {"problem": "", "solution": "a"})
     assert len(load(config(path, size=10)).train) == 5
-    with pytest.raises(DataError, check=about("tasks.sources.0.path", 11)):
+    with pytest.raises(DataError, check=about("tasks.sources.0.question", 11)):
         load(config(path))
 
 

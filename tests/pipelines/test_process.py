@@ -273,6 +273,13 @@ def test_the_command_reads_what_tasks_are_read_from(tmp_path: Path) -> None:
     assert "1 broken rows of" in call("process", *given, out, "--pipeline", pipeline)
     expected = [("q 0", 0), ("q 1", 1), ("0", 0), ("1", 1), ("2", 2), ("0", 0), ("1", 1), ("2", 2)]
     assert [(row["question"], row["answer"]) for row in read(out)] == expected
+    rows_of_the_hub = [{"dataset": str(tmp_path / "saved")}, {"path": str(tmp_path / "folder")}]
+    pipeline.write_text(json.dumps({"operators": [{"name": "drop_broken", "columns": ["question"]}]}))
+    with pytest.raises(DataError, match="no rows to process"):
+        CliRunner().invoke(app, ["data", "process", str(out), "--pipeline", str(pipeline)], catch_exceptions=False)
+    pipeline.write_text(json.dumps({**json.loads(pipeline.read_text()), "rows": rows_of_the_hub}))
+    call("process", out, "--pipeline", pipeline)
+    assert [row["answer"] for row in read(out)] == [1, 2, 0, 1, 2, 0]
     pq.write_table(pa.table({"other": [1]}), tmp_path / "folder" / "d.parquet")
     with pytest.raises(DataError, match=r"d\.parquet has other columns", check=about("file", str(given[1]))):
         open_table(given[1])

@@ -52,7 +52,9 @@ def test_episodes_of_one_question_are_tasks_of_their_own(tmp_path: Path) -> None
     found = load_processed(config(tmp_path, {"source": "file", "path": str(path)}, eval_size=5))
     assert (len(found.splits.train), len(found.splits.evaluation)) == (95, 5)
     assert len({task.id for task in (*found.splits.train, *found.splits.evaluation)}) == 100
-    assert found.reports[0].reasons == {"the same task again": 1}
+    read, repeated = found.reports[:2]
+    assert list(read.layouts) == ["question and answer: question → question, answer → answer"]
+    assert repeated.reasons == {"the same task again": 1}
 
 
 def test_operators_work_on_the_tasks_of_all_sources(tmp_path: Path) -> None:

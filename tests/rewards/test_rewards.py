@@ -378,6 +378,15 @@ async def test_a_reward_that_runs_inline_needs_no_process() -> None:
     assert (right.value, wrong.value) == (1.0, 0.0) and psutil.Process().children() == before
 
 
+@pytest.mark.parametrize("name", ["exact", "math"])
+async def test_of_several_right_answers_any_gives_full_marks(name: str) -> None:
+    asked = replace(task("1/2"), other_answers=("0.25", "x + 1"))
+    async with scorer_of(name=name) as scorer:
+        answers = ["1/2", "x + 1", "7"]
+        found = await scorer.score(asked, [Transcript.of(asked, answer) for answer in answers])
+        assert [result.value for result in found] == [1.0, 1.0, 0.0]
+
+
 async def test_parts_are_added_up_by_their_present_weights() -> None:
     def of(weight: float) -> RewardConfig:
         return RewardConfig.model_validate(

@@ -1,30 +1,31 @@
-"""Rows that become tasks, from where people have them: files, data sets of the Hugging Face hub, Ray Data."""
+"""Rows from where people have them: files, data sets of the Hugging Face hub, Ray Data."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
 
 from rayrft.config.base import resolved
-from rayrft.config.tasks import TaskSourceConfig
+from rayrft.config.rows import RowsConfig
 from rayrft.data.formats import Row, open_rows
-from rayrft.data.tables import quiet_ray_data
+from rayrft.data.tables import RowSource, open_table, quiet_ray_data
 from rayrft.errors import DataError, nearest
-
-if TYPE_CHECKING:
-    import datasets
 
 _BATCH_ROWS = 1000
 
 
 @dataclass(frozen=True)
-class TaskRows:
+class NumberedRows:
     """Numbered rows, which are read as they are asked for.
 
-    ``name`` is part of the tasks' ids, errors name ``origin`` and the key ``field``, images are relative to ``base``.
+    ``name`` is part of tasks' ids, errors name ``origin`` and the key ``field``, images are relative to ``base``.
     """
 
     name: str
@@ -34,52 +35,102 @@ class TaskRows:
     rows: Generator[tuple[int, Row], None, None]
 
 
-def file_rows(config: TaskSourceConfig, field: str, key: str = "path") -> TaskRows:
+def open_source(config: RowsConfig, field: str) -> NumberedRows:
+    """Return the rows that a config names. Raises DataError, also while they are read, if they cannot be."""
+    read = split_rows if config.dataset is not None else ray_rows if config.read is not None else file_rows
+    return read(config, field)
+
+
+def file_rows(config: RowsConfig, field: str, key: str = "path") -> NumberedRows:
     """Return the rows of the file, folder of files or saved data set whose path the config has at ``key``."""
     path, place = getattr(config, key), f"{field}.{key}"
-    return TaskRows(path.name, str(path), place, path, open_rows(path, place).rows())
+    return NumberedRows(path.name, str(path), place, path, open_rows(path, place).rows())
 
 
-def split_rows(config: TaskSourceConfig, field: str, key: str = "split") -> TaskRows:
+def split_rows(config: RowsConfig, field: str, key: str = "split") -> NumberedRows:
     """Return the rows of a split of a data set, whose name the config has at ``key``.
 
     Raises DataError if the data set cannot be loaded, which says why, or has no such split.
     """
-    name, split = str(config.dataset), str(getattr(config, key))
-    splits = _load(config, field)
-    if split not in splits:
-        raise DataError(f"{name} has no such split", nearest(split, splits), field=f"{field}.{key}", value=split)
-    return TaskRows(name, f"split {split!r} of {name}", f"{field}.{key}", Path(name), _rows_of(splits[split]))
+    name, split = str(config.dataset), _split(config, field, key)
+    origin = f"split {getattr(config, key)!r} of {name}"
+    return NumberedRows(name, origin, f"{field}.{key}", Path(name), _numbered(_split_tables(split, config, field)))
 
 
-def ray_rows(config: TaskSourceConfig, field: str) -> TaskRows:
+def ray_rows(config: RowsConfig, field: str) -> NumberedRows:
     """Return the rows of a Ray Dataset, which the function ``read`` makes of ``options``, in its order.
 
     Raises DataError if there is no such function, it raises, or it gives no Dataset.
     """
     name = str(config.read)
-    return TaskRows(name, name, f"{field}.read", Path("rows"), _rows_by_ray(name, config, field))
+    return NumberedRows(name, name, f"{field}.read", Path("rows"), _numbered(_ray_tables(config, field)))
 
 
-def _rows_of(split: datasets.Dataset) -> Generator[tuple[int, Row], None, None]:
-    # As Arrow, so that features such as images and audio are not decoded.
-    tables = split.with_format("arrow").iter(_BATCH_ROWS)
-    yield from enumerate((row for table in tables for row in table.to_pylist()), start=1)
+def open_source_table(config: RowsConfig, field: str) -> RowSource:
+    """Open the rows that a config names as a table. Raises DataError if they cannot be read."""
+    if config.path is not None:
+        return open_table(config.path, f"{field}.path")
+    if config.read is not None:
+        first = next(_ray_tables(config, field, 1), None)
+        name, count, read = config.read, None, partial(_ray_tables, config, field)
+    else:
+        split = _split(config, field, "split")
+        first = next(_split_tables(split, config, field, 1), None)
+        name, count = str(config.dataset), None if config.streaming else len(split)
+        read = partial(_split_tables, split, config, field)
+    if first is None:
+        raise DataError("it holds no rows", "give one with rows", field=field, value=name)
+
+    def batches(most: int) -> Iterator[pa.RecordBatch]:
+        for table in read(most):
+            yield from table.combine_chunks().to_batches()
+
+    return RowSource(name, first.schema, batches, count)
 
 
-def _load(config: TaskSourceConfig, field: str) -> dict[str, datasets.Dataset]:
+def _numbered(tables: Generator[pa.Table, None, None]) -> Generator[tuple[int, Row], None, None]:
+    with closing(tables):
+        yield from enumerate((row for table in tables for row in table.to_pylist()), start=1)
+
+
+def _split(config: RowsConfig, field: str, key: str) -> Any:
+    """Return a split as a data set of ``datasets``."""
+    splits, split = _load(config, field), getattr(config, key)
+    if split not in splits:
+        name = config.dataset
+        raise DataError(f"{name} has no such split", nearest(split, splits), field=f"{field}.{key}", value=split)
+    return splits[split]
+
+
+def _split_tables(
+    split: Any, config: RowsConfig, field: str, most: int = _BATCH_ROWS
+) -> Generator[pa.Table, None, None]:
+    with _loading(config, field):  # as Arrow, so that features such as images and audio are not decoded
+        yield from split.with_format("arrow").iter(most)
+
+
+def _load(config: RowsConfig, field: str) -> dict[str, Any]:
     """Load all splits by name: of a folder that ``save_to_disk`` wrote, or of a data set of the hub or a copy of one,
     from the cache if they are in it."""
     import datasets
 
     name = str(config.dataset)
     folder = Path(name)
-    try:
+    with _loading(config, field):
         if (folder / "dataset_dict.json").is_file():
             return dict(datasets.DatasetDict.load_from_disk(name))
         if (folder / "state.json").is_file():
             return {config.split: datasets.Dataset.load_from_disk(name)}
-        return dict(datasets.load_dataset(name, config.config, revision=config.revision))
+        loaded = datasets.load_dataset(name, config.config, revision=config.revision, streaming=config.streaming)
+        return dict(loaded)
+
+
+@contextmanager
+def _loading(config: RowsConfig, field: str) -> Iterator[None]:
+    import datasets
+
+    try:
+        yield
     except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
         raise _unloadable(error, config, field) from None
 
@@ -93,7 +144,7 @@ _REMEDIES = {
 """What helps, by words of the error: `datasets` has no other mark of the causes."""
 
 
-def _unloadable(error: Exception, config: TaskSourceConfig, field: str) -> DataError:
+def _unloadable(error: Exception, config: RowsConfig, field: str) -> DataError:
     """Return the error of a data set that cannot be loaded, with a remedy for its cause."""
     message, cause = (" ".join(str(each).split()) for each in (error, error.__cause__ or error))
     if isinstance(error, ValueError) and "config" in message.lower():  # several and none named, or an unknown one
@@ -110,10 +161,11 @@ def _unloadable(error: Exception, config: TaskSourceConfig, field: str) -> DataE
     return DataError(f"the data set cannot be loaded: {message}", remedy, field=f"{field}.{key}", value=value)
 
 
-def _rows_by_ray(name: str, config: TaskSourceConfig, field: str) -> Generator[tuple[int, Row], None, None]:
+def _ray_tables(config: RowsConfig, field: str, most: int = _BATCH_ROWS) -> Generator[pa.Table, None, None]:
     import ray.data
     from ray.exceptions import RayError
 
+    name = str(config.read)
     read = _read_function(name, f"{field}.read")
     # Statistics and cursors of a resumed run refer to tasks by number: the order is kept.
     with quiet_ray_data():
@@ -122,7 +174,7 @@ def _rows_by_ray(name: str, config: TaskSourceConfig, field: str) -> Generator[t
             if not isinstance(data, ray.data.Dataset):
                 problem = f"gives a {type(data).__name__}, and no Dataset of Ray"
                 raise DataError(problem, "return what ray.data.read_… gives", field=f"{field}.read", value=name)
-            yield from enumerate(data.iter_rows(), start=1)
+            yield from data.iter_batches(batch_size=most, batch_format="pyarrow")
         except TypeError as error:
             raise DataError(f"{name} refuses the options: {error}", field=f"{field}.options") from None
         except (RayError, ValueError, OSError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import pytest
 import yaml
 from datasets.exceptions import DatasetNotFoundError
 
-from rayrft.config import TasksConfig, TaskSourceConfig
+from rayrft.config import TasksConfig, TaskSourceConfig, read_config
+from rayrft.config.demonstrations import DemonstrationsConfig
+from rayrft.data.demonstrations import RowEncoder, from_source
 from rayrft.data.task_sources import RowsRead, read_source
 from rayrft.data.task_splits import load_tasks
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task
 from tests.conftest import ROOT
@@ -66,7 +70,7 @@ def test_the_hub_is_asked_for_what_the_config_names(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     tasks = read(**HUB, revision="v1.1", size=2, answer_after="####")
-    assert asked == [("openai/gsm8k", "main", {"revision": "v1.1"})]
+    assert asked == [("openai/gsm8k", "main", {"revision": "v1.1", "streaming": False})]
     assert [task.answer for task in tasks] == ["1", "2"]
     assert tasks[0].id == Task.create("openai/gsm8k", "What is 0 + 1?", "1", metadata=tasks[0].metadata).id
 
@@ -105,6 +109,41 @@ def test_saved_data_sets_are_read_whole_or_by_their_splits(tmp_path: Path) -> No
     assert len(read(source="datasets", dataset=str(tmp_path / "split"), split="test")) == 1
     with pytest.raises(DataError, check=about("tasks.sources.0.split", "tset"), match="'test'"):
         read(source="datasets", dataset=str(tmp_path / "split"), split="tset")
+
+
+def test_files_of_arrow_of_either_format_are_read_one_by_one_and_as_a_folder(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
+        file.write_table(table.slice(0, 4), max_chunksize=3)
+    with pa.OSFile(str(tmp_path / "b.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table.slice(4))
+    assert [task.question for task in read(path=tmp_path / "a.arrow")] == [row["question"] for row in ROWS[:4]]
+    assert [task.question for task in read(path=tmp_path)] == [row["question"] for row in ROWS]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_demonstrations_have_the_keys_of_tasks(streaming: bool, gsm8k: Path, tiny_model: Path) -> None:
+    """A data set of the hub, of which only the rows that are asked for need to come."""
+    hub = {"dataset": str(gsm8k), "config": "main", "split": "test", "streaming": streaming}
+    form = DemonstrationsConfig.model_validate({**hub, "size": 3})
+    rows, _ = from_source(encoder := RowEncoder("gold", form, ChatTokenizer(tiny_model), 4096))
+    assert [row.turns[0]["content"] for row in rows] == [task.question for task in read(**hub, size=3)]
+    assert next(iter(encoder.layouts)).startswith("question and answer: ")
+    with pytest.raises(DataError, check=about("demonstrations.gold.split", "tset")):
+        from_source(replace(encoder, form=DemonstrationsConfig.model_validate({**hub, "split": "tset"})))
+
+
+def test_rows_come_from_one_place() -> None:
+    for wrong, key in (
+        ({"path": "a.jsonl", "dataset": "b"}, "dataset"),
+        ({"path": "a.jsonl", "streaming": True}, "streaming"),
+        ({}, "path"),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            read_config(DemonstrationsConfig, wrong)
+    with pytest.raises(ConfigError, match="source"):
+        read_config(TaskSourceConfig, {"size": 3})
+    assert TaskSourceConfig.model_validate({"read": "range"}).source == "ray"
 
 
 def test_what_stands_in_csv_is_read_as_it_is_written(tmp_path: Path) -> None:
