@@ -69,8 +69,9 @@ class ServeConfig(HttpConfig):
 
     model_name: str | None = None
     """The model's name in requests; by default the run's name."""
-    tool_calls: Literal["hermes", "json"] = "hermes"
-    """The form of the model's tool calls: JSON between ``<tool_call>`` and ``</tool_call>``, or bare."""
+    tool_calls: str = "auto"
+    """The format of the model's tool calls: hermes (JSON between ``<tool_call>`` and ``</tool_call>``), json (bare),
+    harmony (gpt-oss), one of vLLM's tool parsers, or auto: the one that reads what the chat template shows."""
     off_policy: Literal["untrained", "refuse", "ignore"] = "untrained"
     """Policy for requests with another temperature, top_p or top_k than the run's. ``untrained``: answered as
     requested, and masked in training. ``refuse``: status 400. ``ignore``: answered with the run's values."""

@@ -20,6 +20,7 @@ from rayrft.data.models import check_auxiliary, check_classifier, check_length, 
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task
+from rayrft.explorer.tools.call_formats import check_call_format
 from rayrft.explorer.workflows.base import check_prompts, check_workflows
 from rayrft.pipelines.experiences import check_experiences
 from rayrft.pipelines.report import summary
@@ -79,6 +80,8 @@ def prepare(
     check_auxiliary(config.auxiliary)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
+    if config.endpoint is not None:
+        check_call_format(config.endpoint.tool_calls, "serve.tool_calls")
     keys = read_keys(config.endpoint) if config.endpoint is not None else ()
 
     processed = load_processed(config, engines)

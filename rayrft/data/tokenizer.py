@@ -113,6 +113,20 @@ class ChatTokenizer:
         """Whether the chat template shows tools, and so has messages of role ``tool``."""
         return re.search(r"\btools\b", self._template) is not None
 
+    def shown_calls(self, calls: list[dict[str, Any]], tools: Tools) -> str | None:
+        """Return the text in which the chat template shows an assistant's calls of tools, without the end of the turn;
+        None if it rejects them."""
+        user = {"role": "user", "content": "?"}
+        try:
+            prompt, _ = self._render([user], tools, add_generation_prompt=True)
+            whole, _ = self._render([user, {"role": "assistant", "content": "", "tool_calls": calls}], tools)
+        except DataError:
+            return None
+        shown = split_reasoning(whole[common_length(prompt, whole) :])[1].strip()
+        for mark in map(self._mark, self.stop_ids):
+            shown = shown.removesuffix(mark).rstrip()
+        return shown
+
     def has_option(self, name: str) -> bool:
         """Whether the chat template has a variable of that name that is not set by what it is to show."""
         taken = {"messages", "tools", "documents", "add_generation_prompt", *self.hf.special_tokens_map}

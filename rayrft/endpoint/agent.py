@@ -18,7 +18,7 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, NoReturn, TypeVar, cast, get_args
+from typing import Any, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary, finalize
 
 import uvicorn
@@ -34,7 +34,7 @@ from rayrft.errors import ActorDied, ConfigError, DataError, FeedbackRefused, Mo
 from rayrft.experience import Task
 from rayrft.explorer.engines.exchange import Completion, Request, Session, TokenCallback
 from rayrft.explorer.environments import EnvironmentClient
-from rayrft.explorer.tools.parsing import CallForm
+from rayrft.explorer.tools.call_formats import check_call_format
 from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
 from rayrft.registry import loaded_plugins
 from rayrft.rewards import RewardResult
@@ -61,9 +61,8 @@ class Agent:
     has imported. ``tool_calls`` is the form in which the model writes calls of tools.
     """
 
-    def __init__(self, agent: str, processes: int = 64, tool_calls: CallForm = "hermes") -> None:
-        if tool_calls not in get_args(CallForm):
-            raise TypeError(f"tool_calls must be 'hermes' or 'json', not {tool_calls!r}")
+    def __init__(self, agent: str, processes: int = 64, tool_calls: str = "auto") -> None:
+        check_call_format(tool_calls, "tool_calls")
         if processes < 1:
             raise TypeError(f"processes must be at least 1, not {processes}")
         module, _, function = agent.partition(":")

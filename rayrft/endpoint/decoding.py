@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rayrft.data.reasoning import split_reasoning
-from rayrft.data.tokenizer import INCOMPLETE, ChatTokenizer
+from rayrft.data.tokenizer import INCOMPLETE, ChatTokenizer, Tools
 from rayrft.explorer.engines.exchange import Completion
-from rayrft.explorer.tools.parsing import CallForm, ToolCall, parse_calls
-
-_CALL_BEGINS = "<tool_call>"
+from rayrft.explorer.tools.call_formats import CallFormat, ToolCall
 
 
 @dataclass(frozen=True)
@@ -27,19 +25,19 @@ class DecodedMessage:
 class AnswerText:
     """The growing text of an answer, from ``opening`` to a stop string after its reasoning.
 
-    With ``holds_calls``, text from the start of a call of tools on is held back; all of it in the form ``json``.
+    Text from ``held`` on, with which calls of tools begin, is held back; all of it if that is empty.
     """
 
     def __init__(
         self,
         tokenizer: ChatTokenizer,
         stops: Sequence[str] = (),
-        holds_calls: CallForm | None = None,
+        held: str | None = None,
         opening: str = "",
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
-        self._holds_calls = holds_calls
+        self._held = held
         self._ids: list[int] = []
         self._first, self._read = 0, 0
         """The window of tokens that is decoded again with the next ones; the text is known up to its end."""
@@ -74,11 +72,9 @@ class AnswerText:
         end = len(self.text)
         if self.stopped_at is None:
             end -= max((_overlap(self.text, stop) for stop in self._stops), default=0)
-        if self._holds_calls == "json":
-            end = 0
-        elif self._holds_calls:
-            begins = self.text.find(_CALL_BEGINS)
-            end = min(end, begins if begins >= 0 else len(self.text) - _overlap(self.text, _CALL_BEGINS))
+        if self._held is not None:
+            begins = self.text.find(self._held)
+            end = min(end, begins if begins >= 0 else len(self.text) - _overlap(self.text, self._held))
         first, self._shown = self._shown, max(self._shown, end)
         return self.text[first : self._shown]
 
@@ -111,16 +107,14 @@ def truncate_answer(completion: Completion, tokens: int | None) -> Completion:
     )
 
 
-def decode_message(text: str, form: CallForm | None) -> DecodedMessage:
-    """Return the message of an answer, with its calls of tools in a ``form``. An answer with an unreadable call is
+async def decode_message(text: str, form: CallFormat | None, tools: Tools = ()) -> DecodedMessage:
+    """Return the message of an answer, with its calls of ``tools`` in a ``form``. An answer with an unreadable call is
     text."""
-    calls = parse_calls(text, form) if form else []
+    calls = await form.read(text, tools) if form else []
     read = [call for call in calls if isinstance(call, ToolCall)]
-    if not read or len(read) < len(calls):
+    if form is None or not read or len(read) < len(calls):
         return DecodedMessage(text)
-    reasoning, answer = split_reasoning(text)
-    content = reasoning + answer.partition(_CALL_BEGINS)[0] if form == "hermes" else ""
-    return DecodedMessage(content, tuple(map(_tool_call, read)))
+    return DecodedMessage(form.content(text), tuple(map(_tool_call, read)))
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

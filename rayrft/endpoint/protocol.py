@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rayrft.explorer.tools.parsing import CallForm, as_response
+from rayrft.explorer.tools.call_formats import CallFormat, as_response
 from rayrft.runtime.serving.http import UnsupportedParameter
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -144,12 +144,12 @@ class ChatMessage(_Body):
             message["tool_calls"] = [{"type": "function", "function": call["function"]} for call in calls]
         return message
 
-    def for_bare_template(self, form: CallForm) -> dict[str, str]:
+    def for_bare_template(self, form: CallFormat) -> dict[str, str]:
         """Return the message for a chat template without tools: calls and their results are text."""
         if self.role == "tool":
             return {"role": "user", "content": as_response(self.text)}
         calls = [json.dumps(call["function"]) for call in self.plain().get("tool_calls", [])]
-        marked = [f"<tool_call>{call}</tool_call>" if form == "hermes" else call for call in calls]
+        marked = map(form.written, calls)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": "\n".join([*([self.text] if self.text else []), *marked])}
 

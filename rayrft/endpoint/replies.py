@@ -14,7 +14,7 @@ from rayrft.endpoint.protocol import ChatRequest, Sampled
 from rayrft.endpoint.recording import Conversation, OpenCall, Prefix
 from rayrft.experience import TRUNCATED
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling
-from rayrft.explorer.tools.parsing import CallForm
+from rayrft.explorer.tools.call_formats import CallFormat
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class CheckedRequest:
     prompt: list[int]
     sampling: Sampling
     trained: bool
-    form: CallForm | None
+    form: CallFormat | None
     """The form of calls of tools, if it has tools."""
 
     @property

@@ -20,7 +20,7 @@ from rayrft.endpoint.sessions import SessionStats
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.explorer.engines import exchange
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, TokenCallback
-from rayrft.explorer.tools.parsing import instructed
+from rayrft.explorer.tools.call_formats import CallFormat, HermesCalls, instructed, open_call_format
 from rayrft.runtime.serving.http import ApiError, api_error, client_gone, unless_gone
 from rayrft.runtime.waits import cancel
 
@@ -68,6 +68,7 @@ class Responder:
         self._tokenizer = tokenizer
         self.settings = settings
         self._config = settings.config
+        self._format: asyncio.Future[CallFormat] | None = None
 
     async def begin(
         self, body: Sampled, response: str, session: str, task: str | None, *, record: bool = True
@@ -90,9 +91,11 @@ class Responder:
         ask = CheckedRequest(body, response, begun, conversation, turns, [], sampling, trained, None)
 
         async def checked() -> CheckedRequest:
+            tools = isinstance(body, ChatRequest) and body.shown_tools
+            form = await self._call_format() if tools else None
             size = self.settings.max_length
             full = fills((turn["content"] for turn in turns), size)
-            ids, new_turns = ([], turns) if full else self._tokenise(ask)
+            ids, new_turns = ([], turns) if full else self._tokenise(replace(ask, form=form))
             room = 0 if full else size - len(ids)
             if room <= 0:
                 raise ApiError(
@@ -103,8 +106,6 @@ class Responder:
                     param="messages" if isinstance(body, ChatRequest) else "prompt",
                 )
             limit = min(body.limit or self.settings.sampling.max_tokens, room)
-            tools = isinstance(body, ChatRequest) and body.shown_tools
-            form = self._config.tool_calls if tools else None
             return replace(ask, prompt=ids, turns=new_turns, sampling=replace(sampling, max_tokens=limit), form=form)
 
         return await self._or_failed(ask, checked())
@@ -138,6 +139,13 @@ class Responder:
             raise problem from None
         finally:
             await cancel(answering)
+
+    async def _call_format(self) -> CallFormat:
+        """Return the format of the model's calls; the first request waits until it is known."""
+        if self._format is None:
+            opening = open_call_format(self._config.tool_calls, self._tokenizer, "serve.tool_calls")
+            self._format = asyncio.ensure_future(opening)
+        return await asyncio.shield(self._format)
 
     async def _begun(self, session: str, task: str | None, conversation: Conversation) -> OpenCall | None:
         """Begin a call in its session, if sessions are recorded."""
@@ -173,7 +181,7 @@ class Responder:
         body, tokenizer, prefix = ask.body, self._tokenizer, ask.prefix
         known = prefix.length if prefix is not None else 0
         if isinstance(body, ChatRequest):
-            tools, form, bare = body.shown_tools, self._config.tool_calls, not tokenizer.takes_tools
+            tools, form, bare = body.shown_tools, ask.form or HermesCalls(), not tokenizer.takes_tools
             options = body.chat_template_kwargs
             messages = [each.for_bare_template(form) if bare else each.for_template() for each in body.messages]
             for each, message in zip(body.messages, messages, strict=True):
@@ -199,7 +207,7 @@ class Responder:
             if show is None and not ask.body.stops:
                 request = exchange.Request(ask.prompt, ask.body.n, ask.sampling)
                 completions = await self.engines.generate(request, sessions)
-                answers = [self._finished(ask, index, each, None) for index, each in enumerate(completions)]
+                answers = [await self._finished(ask, index, each, None) for index, each in enumerate(completions)]
             else:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._stream(ask, *each, show)) for each in enumerate(sessions)]
@@ -211,7 +219,8 @@ class Responder:
         self, ask: CheckedRequest, index: int, session: Session, show: Callable[[TextPiece], None] | None
     ) -> DecodedAnswer:
         """Sample one answer up to a stop string."""
-        text = AnswerText(self._tokenizer, ask.body.stops, ask.form, self._opening(ask))
+        held = ask.form.begins if ask.form is not None else None
+        text = AnswerText(self._tokenizer, ask.body.stops, held, self._opening(ask))
 
         def on_tokens(chunk: Chunk) -> None:
             if text.stopped_at is not None:
@@ -226,9 +235,9 @@ class Responder:
         seed = None if ask.sampling.seed is None else ask.sampling.seed + index
         request = exchange.Request(ask.prompt, 1, replace(ask.sampling, seed=seed), stream=True)
         [completion] = await self.engines.generate(request, [session], on_tokens)
-        return self._finished(ask, index, completion, text)
+        return await self._finished(ask, index, completion, text)
 
-    def _finished(
+    async def _finished(
         self, ask: CheckedRequest, index: int, completion: Completion, text: AnswerText | None
     ) -> DecodedAnswer:
         """Return a complete answer; ``text`` has the tokens that were streamed."""
@@ -242,7 +251,8 @@ class Responder:
             rest = Chunk(completion.token_ids[streamed:], completion.logprobs[streamed:])
             tail = TextPiece(index, text.end(), rest)
             whole = text.text
-        found = decode_message(whole, ask.form)
+        tools = ask.body.shown_tools if isinstance(ask.body, ChatRequest) else ()
+        found = await decode_message(whole, ask.form, tools)
         shown = len(whole) - len(tail.text)
         return DecodedAnswer(completion, whole, found, replace(tail, text=found.content[shown:]))
 

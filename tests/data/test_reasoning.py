@@ -9,7 +9,7 @@ import pytest
 from rayrft.data.reasoning import opened_reasoning, split_reasoning
 from rayrft.experience import Task
 from rayrft.explorer.environments.gymnasium import find_action
-from rayrft.explorer.tools.parsing import parse_calls
+from rayrft.explorer.tools.call_formats import HermesCalls
 from rayrft.rewards import Transcript, build_reward
 from rayrft.rewards.base import score
 
@@ -70,8 +70,8 @@ async def test_no_reward_reads_the_reasoning(
         assert result.value == value, (text, result)
 
 
-def test_actions_and_calls_of_tools_in_reasoning_are_not_meant() -> None:
+async def test_actions_and_calls_of_tools_in_reasoning_are_not_meant() -> None:
     assert find_action("<think>left, or <answer>up</answer>?</think>right", (("left",), ("right",), ("up",))) == 1
     call = '<tool_call>{"name": "stop", "arguments": {}}</tool_call>'
-    assert len(parse_calls(f"<think>{call}</think>{call}", "hermes")) == 1
-    assert not parse_calls(f"<think>{call}", "hermes")
+    assert len(await HermesCalls().read(f"<think>{call}</think>{call}", ())) == 1
+    assert not await HermesCalls().read(f"<think>{call}", ())

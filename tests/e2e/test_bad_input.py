@@ -46,8 +46,9 @@ class TestData:
     def test_a_field_that_the_file_does_not_have(self, tmp_path: Path) -> None:
         path = tmp_path / "tasks.jsonl"
         path.write_text('{"query": "q", "answer": "a"}\n')
-        with pytest.raises(DataError, match=r"'question' in .*tasks\.jsonl"):
-            attempt(tmp_path, tasks={"sources": [{"source": "file", "path": str(path)}], "eval_size": 1})
+        for named, said in (({}, "columns: query, answer"), ({"question": "queri"}, r"'queri' in .*tasks\.jsonl")):
+            with pytest.raises(DataError, match=said):
+                attempt(tmp_path, tasks={"sources": [{"path": str(path), **named}], "eval_size": 1})
 
     def test_answers_of_tasks_that_are_too_long_to_be_shown_are_left_out(self, tmp_path: Path) -> None:
         words = {"tasks.sources.0.options": {"min_word_len": 3, "max_word_len": 4}}

@@ -179,8 +179,8 @@ async def test_an_application_that_cannot_be_imported_is_an_error_before_the_sta
         Agent(agent)
     with pytest.raises(TypeError, match="processes"):
         Agent("tests.endpoint.applications:raises", processes=0)
-    with pytest.raises(TypeError, match="tool_calls"):
-        Agent("tests.endpoint.applications:raises", tool_calls="xml")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tool_calls"):
+        Agent("tests.endpoint.applications:raises", tool_calls="xml")
 
 
 async def test_a_call_of_an_attempt_that_ends_meanwhile_is_told_so() -> None:

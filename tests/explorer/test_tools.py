@@ -24,8 +24,8 @@ from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.rollout import Rollout
 from rayrft.explorer.tools.base import function_tool, shortened
+from rayrft.explorer.tools.call_formats import Malformed, ToolCall, call_formats
 from rayrft.explorer.tools.mcp_servers import McpServer
-from rayrft.explorer.tools.parsing import Malformed, ToolCall, parse_calls
 from rayrft.explorer.tools.toolbox import Toolbox, ToolLimits, ToolResult
 from rayrft.trainer.tiny import make_tokenizer
 from tests.data.expert_data import jsonl, load
@@ -36,6 +36,10 @@ from tests.explorer.scripted import Speaker, play
 HERE = "tests.explorer.sample_tools"
 ADD = {"name": "add", "arguments": {"a": 1}}
 ADDED, STOPPED = ToolCall("add", {"a": 1}), ToolCall("stop", {})
+
+
+def read_calls(answer: str, form: str) -> list[ToolCall | Malformed]:
+    return asyncio.run(call_formats.get(form)().read(answer, ()))
 
 
 def block(call: Any) -> str:
@@ -66,7 +70,7 @@ def block(call: Any) -> str:
     ],
 )
 def test_calls_are_read_between_marks_or_in_plain_json(form: Any, answer: str, calls: list[ToolCall]) -> None:
-    assert parse_calls(answer, form) == calls
+    assert read_calls(answer, form) == calls
 
 
 @pytest.mark.parametrize(
@@ -85,16 +89,16 @@ def test_calls_are_read_between_marks_or_in_plain_json(form: Any, answer: str, c
 )
 def test_a_call_that_cannot_be_read_is_told_in_both_forms(call: str) -> None:
     for answer, form in ((block(call), "hermes"), (f"I add: {call}", "json")):
-        [found] = parse_calls(answer, form)  # type: ignore[arg-type]
+        [found] = read_calls(answer, form)
         assert isinstance(found, Malformed) and found.problem and len(found.problem) < 200
-    assert all(isinstance(call, Malformed) for text in ("", "add", "[]") for call in parse_calls(block(text), "hermes"))
+    assert all(isinstance(call, Malformed) for text in ("", "add", "[]") for call in read_calls(block(text), "hermes"))
 
 
 @given(st.text(st.sampled_from(list('{}[]"\\:,<>/ natool_cemrguxs1`\n')), max_size=60))
 def test_whatever_is_answered_is_read_without_an_error(answer: str) -> None:
     for text in (answer, f"<tool_call>{answer}", f'{{"name": "a", "arguments": {answer}'):
-        parse_calls(text, "hermes")
-        parse_calls(text, "json")
+        for form in call_formats:
+            read_calls(text, form)
 
 
 def test_a_function_is_described_by_its_docstring_and_signature() -> None:

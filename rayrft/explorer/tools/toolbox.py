@@ -13,8 +13,8 @@ from typing import Any
 
 from rayrft.errors import CallFailed, CallTimeout, ConfigError
 from rayrft.explorer.tools.base import TOOLS, Tool, ToolFailed, ToolHost, find_tool, function_tool, methods, shortened
+from rayrft.explorer.tools.call_formats import Malformed, ToolCall
 from rayrft.explorer.tools.mcp_servers import McpServer
-from rayrft.explorer.tools.parsing import Malformed, ToolCall
 from rayrft.registry import loaded_plugins
 from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.worker import Worker

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from rayrft.data.tokenizer import ChatTokenizer, Tools
 from rayrft.experience import TRUNCATED, Task
 from rayrft.explorer.environments import EnvironmentClient
+from rayrft.explorer.tools.call_formats import (
+    CallFormat,
+    HermesCalls,
+    as_response,
+    call_formats,
+    check_call_format,
+    instructed,
+    open_call_format,
+)
 from rayrft.explorer.tools.mcp_servers import McpServer
-from rayrft.explorer.tools.parsing import CallForm, as_response, instructed, parse_calls
 from rayrft.explorer.tools.toolbox import Toolbox, ToolLimits, ToolResult
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
@@ -25,7 +34,7 @@ class ToolCalling:
 
     ``tools`` are registered names or ``package.module:attribute``, with the options of those that are classes in
     ``tool_options``; ``mcp`` has the parameters of `McpServer` by the server's name; ``form`` is how the model writes
-    calls; the other parameters are the `ToolLimits`.
+    calls (`open_call_format`); the other parameters are the `ToolLimits`.
     """
 
     def __init__(
@@ -33,30 +42,35 @@ class ToolCalling:
         tools: Sequence[str] = (),
         tool_options: Mapping[str, dict[str, Any]] | None = None,
         mcp: Mapping[str, dict[str, Any]] | None = None,
-        form: CallForm = "hermes",
+        form: str = "auto",
         max_turns: int = 8,
         **limits: Any,
     ) -> None:
-        if form not in get_args(CallForm):
-            raise TypeError(f"form is {form!r}, not 'hermes' or 'json'")
+        check_call_format(form, "explorer.workflow_options.tool_calling.form")
         servers = [McpServer(name, **options) for name, options in (mcp or {}).items()]
         self._toolbox = Toolbox(tools, tool_options or {}, servers, ToolLimits(**limits))
         if not self._toolbox.tools:
             raise TypeError("there are no tools: name some in 'tools' or 'mcp'")
         self._form, self._max_turns = form, max_turns
+        self._opening: asyncio.Future[CallFormat] | None = None
 
     def opening(self, task: Task, tokenizer: ChatTokenizer) -> tuple[list[Message], Tools]:
         """Return the messages and tools of a task's first prompt."""
         if tokenizer.takes_tools:
             return task.messages, self._toolbox.schemas
-        return instructed(task.messages, self._toolbox.schemas, self._form), ()
+        form = call_formats.get(self._form)() if self._form in call_formats else HermesCalls()
+        return instructed(task.messages, self._toolbox.schemas, form), ()
 
     async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
+        if self._opening is None:
+            opening = open_call_format(self._form, model.tokenizer, "explorer.workflow_options.tool_calling.form")
+            self._opening = asyncio.ensure_future(opening)
+        form = await asyncio.shield(self._opening)
         messages, schemas = self.opening(task, model.tokenizer)
         trajectory = model.start(messages, task.images, schemas)
         async with self._toolbox.session() as session:
             for _ in range(self._max_turns - 1):
-                calls = parse_calls(await trajectory.act(), self._form)
+                calls = await form.read(await trajectory.act(), self._toolbox.schemas)
                 if not calls or trajectory.stop_reason in TRUNCATED:
                     return trajectory
                 outcomes = await session.run(calls)

@@ -1,0 +1,264 @@
+"""How models write calls of tools: formats of this package, and those that vLLM's parsers read."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayrft.data.reasoning import split_reasoning
+from rayrft.data.tokenizer import ChatTokenizer, Tools
+from rayrft.errors import ConfigError, DataError, nearest
+from rayrft.registry import Registry
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as it is written. Its ``arguments`` may not fit the tool, nor may there be one of this ``name``."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A call that cannot be read, and why."""
+
+    problem: str
+
+
+class CallFormat(ABC):
+    """A form in which models write calls of tools."""
+
+    begins = ""
+    """The text that a call begins with; empty if there is none, so that any text may be part of a call."""
+    instructions = ""
+    """What models are told whose chat template shows no tools; empty if the format needs one that does."""
+
+    async def read(self, text: str, tools: Tools) -> list[ToolCall | Malformed]:
+        """Return the calls in an answer, in order; none if it attempts none. Those in its reasoning are not meant."""
+        return await self.read_answer(split_reasoning(text)[1], tools)
+
+    @abstractmethod
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+        """Return the calls in an answer without reasoning."""
+
+    def written(self, call: str) -> str:
+        """Return a call, which is JSON, as the model is told to write it."""
+        return call
+
+    def content(self, text: str) -> str:
+        """Return the text of an answer that has calls, without them: its reasoning, and what stands before."""
+        reasoning, answer = split_reasoning(text)
+        return reasoning + (answer.partition(self.begins)[0] if self.begins else "")
+
+    async def close(self) -> None:  # noqa: B027  # most formats have nothing to close
+        """End the processes of the format, if it has any."""
+
+
+call_formats: Registry[type[CallFormat]] = Registry("call format")
+register_call_format = call_formats.register
+
+
+@register_call_format("hermes")
+class HermesCalls(CallFormat):
+    """JSON between ``<tool_call>`` and ``</tool_call>``, as Qwen and Hermes models write it."""
+
+    begins = "<tool_call>"
+    instructions = 'To call tools, write for each call <tool_call>{"name": its name, "arguments": {…}}</tool_call>.'
+
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+        # The last one may lack its end, as serving engines allow.
+        found = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", answer, re.S)
+        return [_call(_decoded(text.strip())) for text in found]
+
+    def written(self, call: str) -> str:
+        return f"<tool_call>{call}</tool_call>"
+
+
+@register_call_format("json")
+class JsonCalls(CallFormat):
+    """JSON objects with a name and arguments (or parameters), bare, in a list, between other text, or in a fenced
+    block, as Llama 3 writes it."""
+
+    instructions = 'To call tools, write for each call {"name": its name, "arguments": {…}} and nothing else.'
+
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+        return list(_json_calls(answer))
+
+
+@register_call_format("harmony")
+class HarmonyCalls(CallFormat):
+    """Messages of the ``commentary`` channel to a function, as gpt-oss writes them."""
+
+    begins = "to=functions."
+
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+        # The mark after a name may have been left out of the text, as the template also writes it between turns.
+        known = sorted((tool["function"]["name"] for tool in tools), key=len, reverse=True)
+        found = re.findall(r"to=functions\.([\w.-]*)((?:(?!to=).)*)", answer, re.S)
+        return [
+            _harmony_call(next((each for each in known if name.startswith(each)), name), rest) for name, rest in found
+        ]
+
+
+def instructed(messages: list[dict[str, Any]], schemas: Tools, form: CallFormat) -> list[dict[str, Any]]:
+    """Return the messages with the tools in the system message, for a chat template that shows none. Raises DataError
+    if the format needs one that does."""
+    if not form.instructions:
+        raise DataError("the chat template shows no tools", "set the format of calls to hermes or json")
+    lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in schemas]
+    text = "\n".join(["You may call these tools:", *lines, form.instructions])
+    if messages[0]["role"] == "system":
+        text, messages = f"{messages[0]['content']}\n\n{text}", messages[1:]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def as_response(result: str) -> str:
+    """Return the result of a tool as a user's text, for a chat template that has no messages of tools."""
+    return f"<tool_response>\n{result}\n</tool_response>"
+
+
+_PROPERTIES = {"city": {"type": "string", "description": "Its name."}, "days": {"type": "integer"}}
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": ["city", "days"]}
+PROBE_TOOLS: Tools = (
+    {"type": "function", "function": {"name": "get_weather", "description": "Look.", "parameters": _PARAMETERS}},
+)
+_PROBE = [ToolCall("get_weather", {"city": "Paris", "days": 3}), ToolCall("get_weather", {"city": "Rome", "days": 1})]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Calls, and the text in which a chat template shows them."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+
+    @property
+    def begins(self) -> str:
+        """The mark with which the calls begin; empty if they begin with none."""
+        before = self.text.partition(self.calls[0].name)[0]
+        found = re.match(r"\s*(<[^<>\s]+>|\[[A-Z_]+\])", before)
+        return found[1] if found else ""
+
+
+def probe_template(tokenizer: ChatTokenizer) -> Probe | None:
+    """Return calls as a tokenizer's chat template shows them, or None if it shows none."""
+    if not tokenizer.takes_tools:
+        return None
+    # Some templates want an id of nine letters, others one that is a part of the call, and some show one call alone.
+    for ids in ("callabc{}1", "functions.get_weather:{}"):
+        for calls in (_PROBE, _PROBE[:1]):
+            shown = [
+                {"id": ids.format(n), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for n, call in enumerate(calls)
+            ]
+            text = tokenizer.shown_calls(shown, PROBE_TOOLS)
+            if text is not None and all(call.arguments["city"] in text and call.name in text for call in calls):
+                return Probe(text, tuple(calls))
+    return None
+
+
+def check_call_format(name: str, field: str) -> None:
+    """Raise ConfigError, with the nearest name, unless `open_call_format` knows a format of this name."""
+    known = ["auto", *call_formats, *_vllm_parsers()]
+    if name not in known:
+        raise ConfigError("unknown format of calls", nearest(name, known), field=field, value=name)
+
+
+def _vllm_parsers() -> list[str]:
+    """Return the names of vLLM's tool parsers: those in its source, since importing it takes seconds."""
+    found = importlib.util.find_spec("vllm")
+    for folder in found.submodule_search_locations or () if found is not None else ():
+        tree = ast.parse(Path(folder, "tool_parsers", "__init__.py").read_text(encoding="utf-8"))
+        tables = (node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict))
+        return [str(key.value) for table in tables for key in table.keys if isinstance(key, ast.Constant)]
+    return []
+
+
+async def open_call_format(name: str, tokenizer: ChatTokenizer, field: str) -> CallFormat:
+    """Return a format by name: a registered one, ``auto``, or that of one of vLLM's tool parsers.
+
+    ``auto`` is the first format that reads back what the chat template shows of calls: of those of this package, then
+    of vLLM's parsers; ``hermes`` if the template shows none. Raises ConfigError if there is no such parser, or none
+    reads the template's calls.
+    """
+    if name in call_formats:
+        return call_formats.get(name, field)()
+    probe = probe_template(tokenizer)
+    if name == "auto":
+        if probe is None:
+            return HermesCalls()
+        for each in call_formats:
+            form = call_formats.get(each)()
+            if await form.read(probe.text, PROBE_TOOLS) == list(probe.calls):
+                return form
+    from rayrft.explorer.tools.vllm_parsers import VllmCalls
+
+    return await VllmCalls.open(tokenizer, None if name == "auto" else name, probe, field)
+
+
+def _json_calls(answer: str) -> Iterator[ToolCall | Malformed]:
+    end = 0
+    for start in re.finditer(r"\{", answer):
+        if start.start() < end:
+            continue
+        try:
+            found, end = _DECODER.raw_decode(answer, start.start())
+        except (ValueError, RecursionError) as error:
+            if re.match(r'\{\s*"(name|arguments|parameters)"', answer[start.start() :]):
+                yield Malformed(f"the call is not JSON: {error}")
+                return
+            continue
+        inner = found.get("function")
+        found = inner if isinstance(inner, dict) else found
+        if "name" in found and {"arguments", "parameters"} & found.keys():
+            yield _call(found)
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        return Malformed(f"the call is not JSON: {error}")
+
+
+def _harmony_call(name: str, rest: str) -> ToolCall | Malformed:
+    before, brace, _ = rest.partition("{")
+    try:
+        return _call({"name": name or None, "arguments": _DECODER.raw_decode(rest, len(before))[0] if brace else {}})
+    except (ValueError, RecursionError) as error:
+        return Malformed(f"the call is not JSON: {error}")
+
+
+def _call(found: Any) -> ToolCall | Malformed:
+    if isinstance(found, Malformed):
+        return found
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return Malformed('a call is a JSON object with "name", a text, and "arguments", an object')
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if isinstance(arguments, str):  # as in the API of OpenAI
+        arguments = _decoded(arguments)
+    if isinstance(arguments, Malformed):
+        return arguments
+    if not isinstance(arguments, dict):
+        return Malformed('"arguments" is not a JSON object')
+    return ToolCall(found["name"], arguments)
+
+
+def calls_of(functions: Sequence[tuple[str, str]]) -> list[ToolCall | Malformed]:
+    """Return calls from names and arguments as JSON."""
+    return [_call({"name": name, "arguments": arguments or "{}"}) for name, arguments in functions]
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)

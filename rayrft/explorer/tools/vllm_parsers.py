@@ -1,0 +1,111 @@
+"""Calls of tools as vLLM's tool parsers read them, in a process that imports vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Self
+
+from rayrft.data.tokenizer import ChatTokenizer, Tools
+from rayrft.errors import CallFailed, ConfigError, nearest
+from rayrft.explorer.tools.call_formats import PROBE_TOOLS, CallFormat, Malformed, Probe, ToolCall, calls_of
+from rayrft.runtime.processes.calls import CallQueue, QueuedCall
+from rayrft.runtime.processes.pool import ProcessPool
+from rayrft.runtime.processes.worker import Worker
+
+_START_S, _DEADLINE_S = 300.0, 60.0
+_Reading = tuple[str, Tools]
+
+
+class HostedParser:
+    """The object of the process: one of vLLM's tool parsers for one tokenizer."""
+
+    def __init__(self, path: str, name: str | None, probe: Probe | None) -> None:
+        from transformers import AutoTokenizer
+        from vllm.tool_parsers import ToolParserManager
+
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # a call that cannot be read is no event
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        names = sorted(ToolParserManager.list_registered())
+        if name is not None and name not in names:
+            raise LookupError(nearest(name, ["auto", "hermes", "json", *names]))
+        self._name = name or next((each for each in names if self._reads(each, probe)), "")
+        if not self._name:
+            raise LookupError("none of vLLM's parsers reads the calls that the chat template shows")
+
+    def max_batch(self) -> int:
+        """Return how many calls may be made at a time."""
+        return 64
+
+    def name(self) -> str:
+        """Return the parser's name."""
+        return self._name
+
+    def read(self, readings: list[_Reading]) -> list[list[tuple[str, str]]]:
+        """Return the names and arguments (JSON) of the calls in each answer."""
+        return [self._read(self._name, *reading) for reading in readings]
+
+    def _read(self, name: str, answer: str, tools: Tools) -> list[tuple[str, str]]:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.parser import ParserManager
+
+        shown: Any = list(tools)
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": "?"}], tools=shown, tool_choice="auto")
+        parser = ParserManager.get_parser(tool_parser_name=name, enable_auto_tools=True)
+        assert parser is not None  # the name is known
+        ids = self._tokenizer.encode(answer, add_special_tokens=False)
+        _, _, calls = parser(self._tokenizer, request.tools).parse(answer, request, True, ids)
+        return [(call.name, call.arguments) for call in calls or ()]
+
+    def _reads(self, name: str, probe: Probe | None) -> bool:
+        """Return whether a parser reads back the calls of a probe. Those of other models may raise anything."""
+        if probe is None:
+            return False
+        with contextlib.suppress(Exception):
+            return calls_of(self._read(name, probe.text, PROBE_TOOLS)) == list(probe.calls)
+        return False
+
+
+class VllmCalls(CallFormat):
+    """The format that one of vLLM's tool parsers reads."""
+
+    def __init__(self, tokenizer: ChatTokenizer, name: str | None, probe: Probe | None, field: str) -> None:
+        pool = ProcessPool(
+            partial(HostedParser, tokenizer.path, name, probe), processes=2, spares=0, start_s=_START_S, inherit=True
+        )
+        self.name, self.begins = name or "auto", probe.begins if probe is not None else ""
+        self._queue = CallQueue[_Reading, list[tuple[str, str]]](
+            pool,
+            self._make,
+            workers=1,
+            spare=1,
+            deadline_s=_DEADLINE_S,
+            start_s=_START_S,
+            failure=lambda why: ConfigError(f"no parser of calls: {why}", field=field, value=self.name),
+        )
+
+    @classmethod
+    async def open(cls, tokenizer: ChatTokenizer, name: str | None, probe: Probe | None, field: str) -> Self:
+        """Start the process. Raises ConfigError if there is no such parser, or none reads the probe."""
+        made = cls(tokenizer, name, probe, field)
+        await made._queue.open()
+        return made
+
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+        if self.begins and self.begins not in answer:
+            return []
+        try:
+            found = calls_of(await self._queue.put((answer, tools)).done)
+        except CallFailed as error:  # a parser may raise, hang or die on what a model writes
+            return [Malformed(f"vLLM's parser {self.name} failed on the call: {error}")]
+        if not found and self.begins:
+            return [Malformed(f"vLLM's parser {self.name} reads no call after {self.begins}")]
+        return found
+
+    async def close(self) -> None:
+        await self._queue.close()
+
+    def _make(self, worker: Worker, calls: Sequence[QueuedCall[_Reading, list[tuple[str, str]]]]) -> Any:
+        return worker.call("read", [call.argument for call in calls], deadline_s=_DEADLINE_S)

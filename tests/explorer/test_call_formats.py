@@ -1,0 +1,191 @@
+"""How models write calls of tools: each chat template's own format is found, and read as vLLM reads it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib import resources
+
+import pytest
+
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.endpoint.decoding import AnswerText, decode_message
+from rayrft.errors import ConfigError
+from rayrft.explorer.tools.call_formats import (
+    PROBE_TOOLS,
+    CallFormat,
+    Malformed,
+    Probe,
+    ToolCall,
+    call_formats,
+    calls_of,
+    check_call_format,
+    open_call_format,
+    probe_template,
+)
+from rayrft.explorer.tools.vllm_parsers import HostedParser
+from rayrft.trainer.tiny import make_tokenizer
+
+_TURNS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if m.tool_calls %}CALLS{% endif %}{% if m.role == 'assistant' %}<|eos|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+OWN = {
+    "deepseek": (
+        "<|tool_calls_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.function.name }}<|tool_sep|>"
+        "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}<|tool_calls_end|>"
+    )
+    .translate({ord("|"): "\uff5c", ord("_"): "\u2581"})
+    .replace("tool\u2581calls %", "tool_calls %")
+    .replace("\uff5c tojson", "| tojson"),
+    "kimi": "<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}"
+    "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+    "<|tool_calls_section_end|>",
+    "llama4": '[{% for c in m.tool_calls %}{{ c.function.name }}(city="{{ c.function.arguments.city }}", '
+    "days={{ c.function.arguments.days }}){{ ', ' if not loop.last }}{% endfor %}]",
+    "minimax": '<minimax:tool_call>\n{% for c in m.tool_calls %}<invoke name="{{ c.function.name }}">\n'
+    '{% for k, v in c.function.arguments.items() %}<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}'
+    "</invoke>\n{% endfor %}</minimax:tool_call>",
+}
+"""Templates that write calls as these models do; the other ones are those of trl."""
+FORMATS = {
+    "qwen3": ("hermes", "hermes"),
+    "qwen3_6": (None, "qwen3_coder"),
+    "glm4moe": (None, "glm45"),
+    "gemma4": (None, "gemma4"),
+    "lfm2_2_5": (None, "lfm2"),
+    "llama3_1": ("json", "llama3_json"),
+    "muse_glimmer": (None, "muse_glimmer"),
+    "gptoss": ("harmony", None),
+    "deepseek": (None, "deepseek_v31"),
+    "kimi": (None, "kimi_k2"),
+    "llama4": (None, "pythonic"),
+    "minimax": (None, "minimax_m2"),
+}
+"""By template: the format of rayrft, and the parser of vLLM, that read it."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ChatTokenizer]:
+    """Return a tokenizer with a template, and a token for each of its marks."""
+    made: dict[str, ChatTokenizer] = {}
+
+    def make(name: str) -> ChatTokenizer:
+        if name not in made:
+            if name in OWN:
+                text = _TURNS.replace("CALLS", OWN[name])
+            else:
+                text = resources.files("trl").joinpath(f"chat_templates/{name}.jinja").read_text()
+            marks = sorted(set(re.findall(r"<[^<>\s'\"{}%=+]{2,40}>|\[[A-Z_]{4,}\]", text)))
+            hf = make_tokenizer([], ["\uff5c\u2581"], special=["<|bos|>", *marks], template=text)
+            hf.bos_token = "<|bos|>"
+            folder = tmp_path_factory.mktemp(name)
+            hf.save_pretrained(folder)
+            made[name] = ChatTokenizer(folder)
+        return made[name]
+
+    return make
+
+
+def probed(tokenizer: ChatTokenizer) -> Probe:
+    probe = probe_template(tokenizer)
+    assert probe is not None
+    return probe
+
+
+class InThisProcess(CallFormat):
+    """vLLM's parser without a process."""
+
+    def __init__(self, tokenizer: ChatTokenizer, name: str | None) -> None:
+        probe = probed(tokenizer)
+        self.begins = probe.begins
+        self.parser = HostedParser(tokenizer.path, name, probe)
+
+    async def read_answer(self, answer: str, tools: tuple[dict[str, object], ...]) -> list[ToolCall | Malformed]:
+        return calls_of(self.parser.read([(answer, tools)])[0])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_the_calls_that_a_template_shows_are_read_as_vllm_reads_them(
+    name: str, tokenizer: Callable[[str], ChatTokenizer]
+) -> None:
+    known, (ours, theirs) = tokenizer(name), FORMATS[name]
+    probe = probed(known)
+    if theirs is not None:
+        its_own = InThisProcess(known, theirs)
+        assert await its_own.read(probe.text, PROBE_TOOLS) == list(probe.calls)
+    if ours is not None:
+        form = await open_call_format("auto", known, "form")
+        assert type(form) is call_formats.get(ours)
+    else:
+        form = InThisProcess(known, None)
+        assert form.parser.name() == theirs or await InThisProcess(known, theirs).read(probe.text, PROBE_TOOLS)
+    assert await form.read(probe.text, PROBE_TOOLS) == list(probe.calls)
+    assert await form.read(f"<think>{probe.text}</think>It is fine.", PROBE_TOOLS) == []
+    for before in ("", "I look it up. "):
+        whole = before + probe.text
+        ids = known.tokens(whole)
+        text, shown = AnswerText(known, held=form.begins), ""
+        for token in ids:  # as it is streamed
+            text.add([token])
+            shown += text.show()
+        text.end()
+        found = await decode_message(text.text, form, PROBE_TOOLS)
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in found.tool_calls]
+        if name == "llama4" and before:
+            assert not calls, "its calls are the whole answer"
+            continue
+        assert calls_of(calls) == list(probe.calls)
+        assert found.content.startswith(shown), "what was shown is no part of a call"
+        if form.begins and ours != "harmony":
+            assert shown == found.content == before
+        if theirs is not None:
+            assert await its_own.read(text.text, PROBE_TOOLS) == list(probe.calls)
+
+
+@pytest.mark.parametrize("name", [name for name, (ours, _) in FORMATS.items() if ours != "json"])
+async def test_a_call_that_is_cut_off_or_garbled_is_malformed_or_none(
+    name: str, tokenizer: Callable[[str], ChatTokenizer]
+) -> None:
+    known = tokenizer(name)
+    probe = probed(known)
+    form = await open_call_format("auto", known, "form") if FORMATS[name][0] else InThisProcess(known, None)
+    first = probe.text.partition("Paris")[0]
+    for text in (first, first.replace(probe.calls[0].name, ""), "No call."):
+        for found in await form.read(text, PROBE_TOOLS):
+            assert isinstance(found, Malformed) or found.arguments.get("city") != "Paris"
+
+
+async def test_a_parser_of_vllm_works_in_a_process_and_what_it_cannot_read_is_told(
+    tokenizer: Callable[[str], ChatTokenizer],
+) -> None:
+    known = tokenizer("glm4moe")
+    form = await open_call_format("auto", known, "form")
+    try:
+        probe = probed(known)
+        assert await form.read(probe.text, PROBE_TOOLS) == list(probe.calls)
+        [malformed] = await form.read("So: <tool_call><arg_key>", PROBE_TOOLS)
+        assert isinstance(malformed, Malformed) and "<tool_call>" in malformed.problem
+        assert await form.read("Nothing to call.", PROBE_TOOLS) == []
+    finally:
+        await form.close()
+
+
+def test_a_format_is_named_by_rayrft_or_vllm_and_another_name_is_refused_with_the_nearest() -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    for name in ("auto", *call_formats, *ToolParserManager.list_registered()):
+        check_call_format(name, "form")
+    with pytest.raises(ConfigError, match="qwen3_coder"):
+        check_call_format("qwen3_codr", "form")
+
+
+async def test_a_template_without_calls_is_one_of_hermes_and_one_that_nobody_reads_is_refused(
+    tokenizer: Callable[[str], ChatTokenizer],
+) -> None:
+    assert type(await open_call_format("auto", tokenizer("llama3"), "form")) is call_formats.get("hermes")
+    strange = tokenizer("kimi")
+    strange.hf.chat_template = _TURNS.replace("CALLS", "{% for c in m.tool_calls %}~{{ c.function }}~{% endfor %}")
+    with pytest.raises(ConfigError, match="none of vLLM's parsers"):
+        await open_call_format("auto", strange, "form")
