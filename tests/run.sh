@@ -7,10 +7,10 @@
 #   --all    also what is marked slow: 150 kills of the Buffer instead of 15, 10,000 histories instead of 100, jobs that
 #            share a Buffer, several Explorers, rewards on Ray Serve, PPO and DPO from three seeds instead of one, the
 #            quickstart as shipped at more than twice the length, a resumed run with engines beside one without
-#            a fault, a run whose real engines and ranks are killed at their worst moments, 20 random kills, two runs
-#            at once, operators of Data-Juicer, every config in jobs/, the README's
-#            first commands, a cluster of two nodes, SLURM and the Containerfile (with slurm-wlm, munge and
-#            debootstrap), and every bench at its smallest
+#            a fault, a run whose real engines and ranks are killed at their worst moments, a run of which every
+#            kind of actor dies, 20 random kills, two runs at once, a bench that is killed, operators of Data-Juicer,
+#            every config in jobs/, the README's first commands, a cluster of two nodes, SLURM and the Containerfile
+#            (with slurm-wlm, munge and debootstrap), and every bench at its smallest
 #
 # Two lanes run side by side: whole runs, and everything else (see tests/conftest.py).
 set -euo pipefail

@@ -72,6 +72,9 @@ class ServeConfig(HttpConfig):
     tool_calls: str = "auto"
     """The format of the model's tool calls: hermes (JSON between ``<tool_call>`` and ``</tool_call>``), json (bare),
     harmony (gpt-oss), one of vLLM's tool parsers, or auto: the one that reads what the chat template shows."""
+    reasoning: Literal["split", "keep"] = "split"
+    """Whether reasoning in ``<think>`` is ``reasoning_content`` of a chat message, or stays in its content. The tokens
+    of a session keep it."""
     off_policy: Literal["untrained", "refuse", "ignore"] = "untrained"
     """Policy for requests with another temperature, top_p or top_k than the run's. ``untrained``: answered as
     requested, and masked in training. ``refuse``: status 400. ``ignore``: answered with the run's values."""

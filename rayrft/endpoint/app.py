@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from ray.exceptions import RayTaskError
 
 from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.endpoint.anthropic import MessagesRequest, TokenCountRequest, as_anthropic
 from rayrft.endpoint.keeper import SessionKeeper
 from rayrft.endpoint.protocol import ChatRequest, CompletionRequest, FeedbackRequest, ResponsesRequest, Sampled
 from rayrft.endpoint.responder import Responder
@@ -23,7 +24,7 @@ from rayrft.explorer.engines.client import EngineClient
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, root_cause
 from rayrft.runtime.serving.applications import Owner
-from rayrft.runtime.serving.http import ApiError, EventStream, Handler, HttpService, Route, parse
+from rayrft.runtime.serving.http import ApiError, EventStream, Handler, HttpService, Route, api_error, key_of, parse
 from rayrft.runtime.waits import Waits
 
 PRIVATE = "private-"
@@ -45,12 +46,14 @@ class PolicyEndpoint(HttpService):
             "/v1/chat/completions": (ChatRequest, "chatcmpl-"),
             "/v1/completions": (CompletionRequest, "cmpl-"),
             "/v1/responses": (ResponsesRequest, "resp_"),
+            "/v1/messages": (MessagesRequest, "msg_"),
         }
         # An application that is configured by a base URL alone names its session there.
         for base in ("", "/sessions/{session}"):
             for path, (model, prefix) in answers.items():
                 yield "POST", base + path, self._answering(model, prefix), True
                 yield "DELETE", base + path + "/{id}", self._forget, False
+            yield "POST", f"{base}/v1/messages/count_tokens", self._count_tokens, True
             yield "POST", f"{base}/v1/feedback", self._feedback, False
             yield "GET", f"{base}/v1/models", self._models, False
             yield "GET", base + "/v1/models/{name:path}", self._model, False
@@ -60,6 +63,12 @@ class PolicyEndpoint(HttpService):
 
     def _answering(self, model: type[Sampled], prefix: str) -> Handler:
         async def handle(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except Exception as error:  # whatever went wrong is an answer, in the form of the route
+                raise as_anthropic(api_error(error)) if model is MessagesRequest else error from None
+
+        async def answer(request: Request) -> Response:
             body = parse(model, await self.body(request))
             if body.model != self._settings.model and not self._settings.any_model:
                 remedy = f"The model {body.model!r} does not exist; there is {self._settings.model!r}."
@@ -72,16 +81,25 @@ class PolicyEndpoint(HttpService):
                 if len(name) > 256:
                     raise ApiError(400, f"{param}: has more than 256 characters.", code="invalid_value", param=param)
             headers = {"X-Session-Id": session} if session.isascii() and session.isprintable() else {}
-            key = request.headers.get("authorization", "").partition(" ")[2].strip()
+            key = key_of(request)
             record = self._settings.any_model or (body.store and not key.startswith(PRIVATE))
             ask = await self._responder.begin(body, response, session, task, record=record)
             if body.stream:
-                return EventStream(self._responder.events(ask), headers)
+                last = {"last": ""} if model is MessagesRequest else {}
+                return EventStream(self._responder.events(ask), headers, **last)
             return JSONResponse(await self._responder.whole(ask, request), headers=headers)
 
         return handle
 
     # Other routes.
+
+    async def _count_tokens(self, request: Request) -> Response:
+        try:
+            body = parse(TokenCountRequest, await self.body(request))
+            ask = await self._responder.begin(body, "msg_", "", None, record=False)
+        except Exception as error:  # likewise
+            raise as_anthropic(api_error(error)) from None
+        return JSONResponse({"input_tokens": len(ask.prompt)})
 
     async def _feedback(self, request: Request) -> Response:
         body = parse(FeedbackRequest, await self.body(request))

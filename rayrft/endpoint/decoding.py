@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rayrft.data.reasoning import split_reasoning
+from rayrft.data.reasoning import ReasoningSplit, overlap, split_reasoning
 from rayrft.data.tokenizer import INCOMPLETE, ChatTokenizer, Tools
 from rayrft.explorer.engines.exchange import Completion
 from rayrft.explorer.tools.call_formats import CallFormat, ToolCall
@@ -16,10 +16,11 @@ from rayrft.explorer.tools.call_formats import CallFormat, ToolCall
 
 @dataclass(frozen=True)
 class DecodedMessage:
-    """The text of an answer, and its calls of tools in the API's form."""
+    """The content of an answer, its calls of tools in the API's form, and its reasoning, if that is split off."""
 
     content: str
     tool_calls: tuple[dict[str, Any], ...] = ()
+    reasoning: str = ""
 
 
 class AnswerText:
@@ -71,10 +72,10 @@ class AnswerText:
         """Return the text since the last call, without an end that may become a stop string or a call of tools."""
         end = len(self.text)
         if self.stopped_at is None:
-            end -= max((_overlap(self.text, stop) for stop in self._stops), default=0)
+            end -= max((overlap(self.text, stop) for stop in self._stops), default=0)
         if self._held is not None:
             begins = self.text.find(self._held)
-            end = min(end, begins if begins >= 0 else len(self.text) - _overlap(self.text, self._held))
+            end = min(end, begins if begins >= 0 else len(self.text) - overlap(self.text, self._held))
         first, self._shown = self._shown, max(self._shown, end)
         return self.text[first : self._shown]
 
@@ -107,22 +108,23 @@ def truncate_answer(completion: Completion, tokens: int | None) -> Completion:
     )
 
 
-async def decode_message(text: str, form: CallFormat | None, tools: Tools = ()) -> DecodedMessage:
-    """Return the message of an answer, with its calls of ``tools`` in a ``form``. An answer with an unreadable call is
-    text."""
+async def decode_message(
+    text: str, form: CallFormat | None, tools: Tools = (), *, split: bool = False
+) -> DecodedMessage:
+    """Return the message of an answer, with its calls of ``tools`` in a ``form``; ``split`` takes its reasoning out of
+    the content. An answer with an unreadable call is text."""
     calls = await form.read(text, tools) if form else []
     read = [call for call in calls if isinstance(call, ToolCall)]
-    if form is None or not read or len(read) < len(calls):
-        return DecodedMessage(text)
-    return DecodedMessage(form.content(text), tuple(map(_tool_call, read)))
+    if form is not None and read and len(read) == len(calls):
+        text = form.content(text)
+    else:
+        read = []
+    parts = ReasoningSplit.of(text) if split else None
+    content, reasoning = (parts.content, parts.reasoning) if parts is not None else (text, "")
+    return DecodedMessage(content, tuple(map(_tool_call, read)), reasoning)
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     function = {"name": call.name, "arguments": arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of the text that is a proper beginning of ``stop``."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-size:])), 0)

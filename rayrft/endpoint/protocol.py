@@ -7,19 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rayrft.data.reasoning import ReasoningSplit
 from rayrft.explorer.tools.call_formats import CallFormat, as_response
 from rayrft.runtime.serving.http import UnsupportedParameter
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
+    "min_tokens": (0,),
     **dict.fromkeys(("top_logprobs", "prompt_logprobs"), (0,)),
-    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("length_penalty", "best_of"), (1,)),
     **dict.fromkeys(("use_beam_search", "background", "ignore_eos", "continue_final_message", "echo"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("auto", "none")),
+    "function_call": ("auto", "none"),
     **dict.fromkeys(("functions", "stop_token_ids"), ([],)),
-    **dict.fromkeys(("logit_bias", "reasoning"), ({},)),
-    "response_format": ({"type": "text"},),
+    "reasoning": ({},),
     "modalities": (["text"],),
     "suffix": ("",),
     "truncation": ("disabled",),
@@ -61,6 +61,11 @@ class Sampled(_Body):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
     max_tokens: Limit | None = None
     stop: Name | Annotated[list[Name], Field(max_length=16)] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63)
@@ -93,6 +98,11 @@ class Sampled(_Body):
     def wants_logprobs(self) -> bool:
         raise NotImplementedError
 
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """The schema that the answer must follow, if there is one."""
+        return None
+
 
 class ContentPart(_Body):
     """A part of a message: only text is supported."""
@@ -109,6 +119,7 @@ class ChatMessage(_Body):
     tool_calls: list[dict[str, Any]] = Field(default_factory=list, max_length=128)
     tool_call_id: Name | None = None
     name: Name | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _calls(self) -> ChatMessage:
@@ -116,6 +127,8 @@ class ChatMessage(_Body):
             raise UnsupportedParameter("tool_calls", "has an entry that is not a call of a function with a name")
         if not all(isinstance(_arguments(call), dict) for call in self.tool_calls):
             raise UnsupportedParameter("tool_calls.arguments", "is not a JSON object")
+        if self.reasoning_content and self.role != "assistant":
+            raise UnsupportedParameter("reasoning_content", "belongs to a message of the assistant")
         for key, value in (self.model_extra or {}).items():
             if value and key not in ("annotations", "cache_control"):
                 raise UnsupportedParameter(key, "is not supported")
@@ -133,13 +146,17 @@ class ChatMessage(_Body):
             for call in self.tool_calls
         ]
         fields = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
-        return {"role": self.role, "content": self.text, **{key: value for key, value in fields.items() if value}}
+        # A client may send the reasoning of an answer in its content, in its own field, or not at all.
+        content = ReasoningSplit.of(self.text).content if self.role == "assistant" else self.text
+        return {"role": self.role, "content": content, **{key: value for key, value in fields.items() if value}}
 
     def for_template(self) -> dict[str, Any]:
         """Return the message for a chat template, with the arguments of calls as objects."""
-        message = self.plain()
+        message = {**self.plain(), "content": self.text}
         if self.role == "developer":
             message["role"] = "system"
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [{"type": "function", "function": call["function"]} for call in calls]
         return message
@@ -159,6 +176,26 @@ class ChatMessage(_Body):
         return {"role": self.role, "content": "\n".join([self.text, *calls])}
 
 
+class ResponseFormat(_Body):
+    """The form of an answer: text, any JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and not isinstance(self.json_schema.get("schema"), dict):
+            raise UnsupportedParameter("json_schema.schema", "is required")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        if self.type == "text":
+            return None
+        schema: dict[str, Any] = self.json_schema["schema"] if self.type == "json_schema" else {"type": "object"}
+        return schema
+
+
 class ChatRequest(Sampled):
     """The body of ``/v1/chat/completions``."""
 
@@ -167,12 +204,50 @@ class ChatRequest(Sampled):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
     max_completion_tokens: Limit | None = None
     logprobs: bool = False
+    response_format: ResponseFormat = ResponseFormat()
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] = "auto"
 
     @model_validator(mode="after")
     def _tools(self) -> ChatRequest:
         if not all(_has_name(tool) for tool in self.tools):
             raise UnsupportedParameter("tools", "has an entry that is not a function with a name")
+        if self.must_call and not self.called_tools:
+            raise UnsupportedParameter("tool_choice", "names no function of 'tools'")
+        if self.must_call and self.response_format.type != "text":
+            raise UnsupportedParameter("response_format", "cannot be combined with a forced tool_choice")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call of tools."""
+        return self.tool_choice not in ("auto", "none")
+
+    @property
+    def called_tools(self) -> list[dict[str, Any]]:
+        """The functions of which one must be called, if one must."""
+        functions: list[dict[str, Any]] = [tool["function"] for tool in self.tools]
+        if not isinstance(self.tool_choice, dict):
+            return functions
+        named = self.tool_choice.get("function", self.tool_choice)
+        return [each for each in functions if isinstance(named, dict) and each["name"] == named.get("name")]
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        if self.must_call:
+            calls = [
+                {
+                    "type": "object",
+                    "properties": {
+                        "name": {"const": each["name"]},
+                        "arguments": each.get("parameters") or {"type": "object"},
+                    },
+                    "required": ["name", "arguments"],
+                    "additionalProperties": False,
+                }
+                for each in self.called_tools
+            ]
+            return calls[0] if len(calls) == 1 else {"anyOf": calls}
+        return self.response_format.schema_of_answer
 
     @property
     def limit(self) -> int | None:
@@ -185,7 +260,7 @@ class ChatRequest(Sampled):
     @property
     def shown_tools(self) -> tuple[dict[str, Any], ...]:
         """The tools that the prompt names."""
-        return () if (self.model_extra or {}).get("tool_choice") == "none" else tuple(self.tools)
+        return () if self.tool_choice == "none" else tuple(self.tools)
 
 
 class ResponsesRequest(ChatRequest):
@@ -213,12 +288,17 @@ class ResponsesRequest(ChatRequest):
         if instructions := body.get("instructions"):
             messages.insert(0, {"role": "system", "content": instructions})
         rest = {key: value for key, value in body.items() if key not in ("input", "instructions", "tools")}
+        text = body.get("text")
+        form = text.get("format") if isinstance(text, dict) else None
+        if not isinstance(form, dict | None):
+            raise UnsupportedParameter("text.format", "is not an object")
+        if isinstance(form, dict) and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
+        rest |= {"response_format": form} if form is not None else {}
         return {**rest, "messages": messages, "tools": [_nested(tool) for tool in tools]}
 
     @model_validator(mode="after")
     def _plain_text(self) -> ResponsesRequest:
-        if (self.text.get("format") or {"type": "text"}) != {"type": "text"}:
-            raise UnsupportedParameter("text.format", "is not supported")
         for name in ("n", "max_tokens", "max_completion_tokens", "logprobs"):  # of chat completions alone
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise UnsupportedParameter(name, "is not supported")

@@ -15,6 +15,7 @@ from rayrft.endpoint.recording import Conversation, OpenCall, Prefix
 from rayrft.experience import TRUNCATED
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling
 from rayrft.explorer.tools.call_formats import CallFormat
+from rayrft.runtime.serving.http import ApiError
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,12 @@ class CheckedRequest:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Text that may be shown of an answer, and its tokens."""
+    """Content and reasoning that may be shown of an answer, and their tokens."""
 
     index: int
     text: str
     chunk: Chunk
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,10 @@ class ReplyForm(ABC):
     def done(self, answers: list[DecodedAnswer]) -> list[str]:
         """Return the last events."""
 
+    def failed(self, error: ApiError) -> str:
+        """Return the event that ends a stream with an error."""
+        return as_event(error.body)
+
     def _entries(self, tokens: Chunk | Completion) -> list[dict[str, Any]] | None:
         """Return sampled tokens with their log-probs in the form of the API; None if the request wants none."""
         if not self._ask.body.wants_logprobs:
@@ -119,6 +125,7 @@ class ChoicesReply(ReplyForm):
                 calls = list(answer.message.tool_calls)
                 content = answer.message.content or (None if calls else "")
                 said = {"role": "assistant", "content": content, "refusal": None}
+                said |= {"reasoning_content": answer.message.reasoning} if answer.message.reasoning else {}
                 choices.append({**choice, "message": {**said, **({"tool_calls": calls} if calls else {})}})
             else:
                 choices.append({**choice, "text": answer.text})
@@ -130,11 +137,15 @@ class ChoicesReply(ReplyForm):
         return [self._choice(index, said) for index in range(self._ask.body.n)]
 
     def piece(self, piece: TextPiece) -> list[str]:
-        return [self._choice(piece.index, {"content": piece.text} if self._chat else piece.text, chunk=piece.chunk)]
+        if not self._chat:
+            return [self._choice(piece.index, piece.text, chunk=piece.chunk)]
+        said = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+        said |= {"content": piece.text} if piece.text or not said else {}
+        return [self._choice(piece.index, said, chunk=piece.chunk)]
 
     def end(self, answer: DecodedAnswer) -> list[str]:
         tail, events = answer.tail, list[str]()
-        if tail.text or (tail.chunk.token_ids and self._ask.body.wants_logprobs):
+        if tail.text or tail.reasoning or (tail.chunk.token_ids and self._ask.body.wants_logprobs):
             events = self.piece(tail)
         for number, call in enumerate(answer.message.tool_calls):
             events.append(self._choice(tail.index, {"tool_calls": [{"index": number, **call}]}))

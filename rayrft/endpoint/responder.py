@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 
+from rayrft.data.reasoning import ReasoningSplit
 from rayrft.data.tokenizer import ChatTokenizer, fills
+from rayrft.endpoint.anthropic import MessagesReply, MessagesRequest
 from rayrft.endpoint.decoding import AnswerText, decode_message, truncate_answer
 from rayrft.endpoint.protocol import ChatMessage, ChatRequest, CompletionRequest, ResponsesRequest, Sampled
 from rayrft.endpoint.recording import Call, Choice, Conversation, OpenCall, canonical_messages
-from rayrft.endpoint.replies import CheckedRequest, ChoicesReply, DecodedAnswer, ReplyForm, TextPiece, as_event
+from rayrft.endpoint.replies import CheckedRequest, ChoicesReply, DecodedAnswer, ReplyForm, TextPiece
 from rayrft.endpoint.responses import ResponseReply
 from rayrft.endpoint.sessions import SessionStats
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.explorer.engines import exchange
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, TokenCallback
-from rayrft.explorer.tools.call_formats import CallFormat, HermesCalls, instructed, open_call_format
+from rayrft.explorer.tools.call_formats import CallFormat, HermesCalls, JsonCalls, instructed, open_call_format
 from rayrft.runtime.serving.http import ApiError, api_error, client_gone, unless_gone
 from rayrft.runtime.waits import cancel
 
@@ -92,7 +95,8 @@ class Responder:
 
         async def checked() -> CheckedRequest:
             tools = isinstance(body, ChatRequest) and body.shown_tools
-            form = await self._call_format() if tools else None
+            must_call = isinstance(body, ChatRequest) and body.must_call
+            form = JsonCalls() if must_call else await self._call_format() if tools else None
             size = self.settings.max_length
             full = fills((turn["content"] for turn in turns), size)
             ids, new_turns = ([], turns) if full else self._tokenise(replace(ask, form=form))
@@ -135,7 +139,7 @@ class Responder:
                 yield event
         except Exception as error:  # whatever went wrong is the end of this stream
             problem = api_error(error)
-            yield as_event(problem.body)
+            yield reply.failed(problem)
             raise problem from None
         finally:
             await cancel(answering)
@@ -167,13 +171,20 @@ class Responder:
             temperature=run.temperature if body.temperature is None else body.temperature,
             top_p=body.top_p or 1.0,
             top_k=max(0, body.top_k or 0),
+            min_p=body.min_p,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=tuple(sorted(body.logit_bias.items())),
+            json_schema=json.dumps(body.json_schema) if body.json_schema is not None else "",
         )
-        if asked == run or self._config.off_policy == "ignore":
-            return run, True
+        changed = [each.name for each in fields(Sampling) if getattr(asked, each.name) != getattr(run, each.name)]
+        if not changed or self._config.off_policy == "ignore":
+            # What an application parses must have its form, and is then not sampled as the run does.
+            return replace(run, json_schema=asked.json_schema), not asked.json_schema
         if self._config.off_policy == "refuse":
-            changed = [key for key in ("temperature", "top_p", "top_k") if getattr(asked, key) != getattr(run, key)]
-            remedy = f"{changed[0]}: this endpoint samples at temperature {run.temperature:g}, without top_p or top_k."
-            raise ApiError(400, remedy, code="unsupported_value", param=changed[0])
+            problem = f"{changed[0]}: this endpoint samples at temperature {run.temperature:g} alone, as its run does."
+            raise ApiError(400, problem, code="unsupported_value", param=changed[0])
         return asked, False
 
     def _tokenise(self, ask: CheckedRequest) -> tuple[list[int], tuple[dict[str, str], ...]]:
@@ -221,6 +232,7 @@ class Responder:
         """Sample one answer up to a stop string."""
         held = ask.form.begins if ask.form is not None else None
         text = AnswerText(self._tokenizer, ask.body.stops, held, self._opening(ask))
+        split = ReasoningSplit() if self._splits(ask) else None
 
         def on_tokens(chunk: Chunk) -> None:
             if text.stopped_at is not None:
@@ -230,17 +242,23 @@ class Responder:
                 session.interrupt()
             if show is not None and ((piece := text.show()) or ask.body.wants_logprobs):
                 count = text.tokens - before
-                show(TextPiece(index, piece, Chunk(chunk.token_ids[:count], chunk.logprobs[:count])))
+                reasoning, piece = split.add(piece) if split is not None else ("", piece)
+                show(TextPiece(index, piece, Chunk(chunk.token_ids[:count], chunk.logprobs[:count]), reasoning))
 
         seed = None if ask.sampling.seed is None else ask.sampling.seed + index
         request = exchange.Request(ask.prompt, 1, replace(ask.sampling, seed=seed), stream=True)
         [completion] = await self.engines.generate(request, [session], on_tokens)
-        return await self._finished(ask, index, completion, text)
+        return await self._finished(ask, index, completion, text, split)
 
     async def _finished(
-        self, ask: CheckedRequest, index: int, completion: Completion, text: AnswerText | None
+        self,
+        ask: CheckedRequest,
+        index: int,
+        completion: Completion,
+        text: AnswerText | None,
+        split: ReasoningSplit | None = None,
     ) -> DecodedAnswer:
-        """Return a complete answer; ``text`` has the tokens that were streamed."""
+        """Return a complete answer; ``text`` has the tokens that were streamed, ``split`` what was shown of them."""
         if text is None:
             whole = self._opening(ask) + self._tokenizer.decode(list(completion.token_ids))
             tail = TextPiece(index, whole, Chunk(completion.token_ids, completion.logprobs))
@@ -252,9 +270,15 @@ class Responder:
             tail = TextPiece(index, text.end(), rest)
             whole = text.text
         tools = ask.body.shown_tools if isinstance(ask.body, ChatRequest) else ()
-        found = await decode_message(whole, ask.form, tools)
+        found = await decode_message(whole, ask.form, tools, split=self._splits(ask))
         shown = len(whole) - len(tail.text)
-        return DecodedAnswer(completion, whole, found, replace(tail, text=found.content[shown:]))
+        if split is not None:
+            shown = len(split.content)
+        reasoning = found.reasoning[len(split.reasoning) if split is not None else 0 :]
+        return DecodedAnswer(completion, whole, found, replace(tail, text=found.content[shown:], reasoning=reasoning))
+
+    def _splits(self, ask: CheckedRequest) -> bool:
+        return self._config.reasoning == "split" and isinstance(ask.body, ChatRequest)
 
     def _opening(self, ask: CheckedRequest) -> str:
         return self._tokenizer.opening(ask.body.chat_template_kwargs) if isinstance(ask.body, ChatRequest) else ""
@@ -290,5 +314,6 @@ class Responder:
             raise
 
     def _reply(self, ask: CheckedRequest) -> ReplyForm:
-        form = ResponseReply if isinstance(ask.body, ResponsesRequest) else ChoicesReply
+        forms: dict[type[Sampled], type[ReplyForm]] = {ResponsesRequest: ResponseReply, MessagesRequest: MessagesReply}
+        form = forms.get(type(ask.body), ChoicesReply)
         return form(ask, self.settings.model, self._tokenizer)

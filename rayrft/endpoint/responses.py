@@ -59,7 +59,7 @@ class ResponseReply(ReplyForm):
         return [self._event(kind, response=response) for kind in kinds]
 
     def piece(self, piece: TextPiece) -> list[str]:
-        if not piece.text:
+        if not piece.text:  # reasoning is not shown
             return []
         begin = [] if self._speaks else self._begin_text()
         logprobs = self._entries(piece.chunk) or []

@@ -36,6 +36,9 @@ def kill(run: rayrft.Run, actor: str, by: signal.Signals = signal.SIGKILL) -> No
         os.kill(run.pids()[actor], by)
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def survived(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Summary, list[Record]]:
     """The run in which each of the actors was killed after another few steps, and its records as they were followed."""

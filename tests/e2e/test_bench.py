@@ -65,6 +65,7 @@ def dies_once(marker: Path) -> type[ScriptedEngine]:
     return Dies
 
 
+@pytest.mark.slow
 def test_a_bench_that_was_killed_goes_on_where_it_stopped_and_scores_nothing_twice(
     config: dict[str, Any], command_line: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

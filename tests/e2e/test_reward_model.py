@@ -34,7 +34,7 @@ def make_config(folder: Path, **overrides: Any) -> dict[str, Any]:
     rm |= {"steps": 12, "optimizer": sgd, "evaluate_every": 8}
     grpo = {"name": "grpo", "algorithm": {"name": "grpo"}, "batch_size": 16, "group_size": 4, "steps": 3}
     config = small_config(folder, "learned", **WITHOUT_VLLM)
-    config["demonstrations"]["pairs"] = {"path": str(folder / "pairs.jsonl"), "held_out": 0.25}
+    config["demonstrations"]["pairs"] = {"path": str(folder / "pairs.jsonl"), "chat": True, "held_out": 0.25}
     config["stages"] = [config["stages"][0], rm, {**grpo, "evaluate_every": 2}]
     model = {"name": "model", "options": {"stage": "rm"}, "deadline_s": 60, "spare_workers": 0, "truncated": "score"}
     config["reward"] = model

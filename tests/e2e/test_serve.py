@@ -102,7 +102,8 @@ def command(path: Path, cluster: Any) -> Iterator[subprocess.Popen[str]]:
     )
     assert process.stdout is not None
     try:
-        assert any("endpoint at" in line for line in process.stdout), "it ended"
+        seen: list[str] = []
+        assert any(seen.append(line) or "endpoint at" in line for line in process.stdout), "".join(seen)
         yield process
     finally:
         process.kill()

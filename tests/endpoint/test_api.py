@@ -99,12 +99,15 @@ async def test_a_stop_string_ends_the_answer_at_the_engine_unseen(tiny_model: Pa
         options: dict[str, Any] = {"stop": ["o t", "never"]}
         if stream:
             chunks = await streamed(served, **options)
-            text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+            deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+            text = "".join(delta.content or "" for delta in deltas)
+            reasoning = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
         else:
             answer = await served.client.chat.completions.create(model=MODEL, messages=USER, **options)
-            text, reason = answer.choices[0].message.content or "", answer.choices[0].finish_reason
+            message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+            text, reasoning = message.content or "", getattr(message, "reasoning_content", "")
             assert reason == "stop" and answer.usage and answer.usage.completion_tokens == len(f"{thought}one two t")
-        assert text == f"{thought}one tw"
+        assert (text, reasoning) == ("one tw", thought.removeprefix("<think>").removesuffix("</think>"))
         assert len(served.policy.sampled[0].token_ids) < len(thought) + 15  # of 28: it was interrupted
 
 
@@ -133,7 +136,7 @@ async def test_options_of_the_template_are_the_requests_own_and_a_session_goes_b
             body = {"model": MODEL, "user": "s", "messages": messages, "chat_template_kwargs": {"quiet": quiet}}
             answer = (await served.http.post("/v1/chat/completions", json=body)).json()
             texts.append(answer["choices"][0]["message"]["content"])
-        assert texts == ["<think>5</think>6", "<think>5</think>6", "5</think>6"]
+        assert texts == ["6", "6", "5</think>6"]
         prompts = [served.policy.tokenizer.hf.decode(request.prompt) for request in served.policy.requests]
         assert prompts[0] == "<|user|>hi<|assistant|><think>" and prompts[1].startswith(prompts[0] + "5</think>6")
         assert prompts[2] == "!<|user|>hi<|assistant|><think>5</think>6<|eos|><|user|>more<|assistant|>"
@@ -146,6 +149,33 @@ async def test_a_second_reward_is_refused_once(served: Served) -> None:
         with pytest.raises(openai.ConflictError) if refused else contextlib.nullcontext():
             await client.post("/feedback", cast_to=object, body={"id": answer.id, "reward": 1.0})
     assert served.endpoint.outcomes == {"200": 2, "409 already_rewarded": 1}
+
+
+async def test_answers_in_json_and_penalties_are_sampled_as_asked_and_masked_in_training(tiny_model: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"response_format": form}, {"json_schema": json.dumps(schema)}),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
+        ({"presence_penalty": 0.5, "extra_body": {"min_p": 0.1}}, {"presence_penalty": 0.5, "min_p": 0.1}),
+        ({"frequency_penalty": -1}, {"frequency_penalty": -1.0}),
+        ({"logit_bias": {"7": -100}}, {"logit_bias": ((7, -100.0),)}),
+    ]
+    for policy in ("untrained", "refuse", "ignore"):
+        async with serve(tiny_model, off_policy=policy) as served:
+            for options, sampled in asked:
+                call = served.client.chat.completions.create(model=MODEL, messages=USER, user="s", **options)
+                if policy == "refuse":
+                    with pytest.raises(openai.BadRequestError):
+                        await call
+                    continue
+                await call
+                sampling = served.policy.requests[-1].sampling
+                kept = policy == "untrained" or "response_format" in options
+                assert all((getattr(sampling, name) == value) == kept for name, value in sampled.items()), options
+                if kept:
+                    await served.client.post("/feedback", cast_to=object, body={"id": "s", "reward": 1.0})
+                    assert served.book.sessions.take()[1] == {"not_trained": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -219,12 +249,15 @@ CHATS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type"),
         ({"messages": USER * 4097}, "messages"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"tools": [TOOL] * 129}, "tools"),
         ({"model": "x" * 257}, "model"),
     ],
     "unsupported_parameter": [
-        ({"presence_penalty": 1}, "presence_penalty"),
+        ({"best_of": 3}, "best_of"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"tools": [{"function": 5}]}, "tools"),
         (_called("x"), "messages.1.tool_calls"),
         (_called({"name": "f", "arguments": "[1]"}), "messages.1.tool_calls.arguments"),
@@ -518,7 +551,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str | None]] = [
     ({"input": "hi", "tools": 5}, "tools"),
     ({"input": "hi", "text": {"format": 5}}, "text.format"),
     ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"input": "hi", "text": {"format": {"type": "json_object"}}}, "text.format"),
+    ({"input": "hi", "text": {"format": {"type": "yaml"}}}, "response_format.type"),
     ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens"),
     ({"input": "hi", "max_tokens": 3}, "max_tokens"),
     ({"input": "hi", "logprobs": True}, "logprobs"),

@@ -19,6 +19,8 @@ from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime.handle import Handle, TrackedHandle, answer, fence
 from rayrft.runtime.waits import Waits
 
+_AGENT = "rayrft.endpoint.agent:Agent"
+
 
 @dataclass(frozen=True)
 class EngineModel:
@@ -30,6 +32,7 @@ class EngineModel:
     dtype: str
     seed: int
     structured: bool = False
+    """Whether answers may have to follow a JSON schema."""
 
 
 class EngineGroup:
@@ -159,7 +162,10 @@ def _bundles(name: str, count: int, engine: EngineConfig, note: str, beside: Bun
 
 
 def _policy(config: RunConfig, path: str, seed: int) -> EngineModel:
-    return EngineModel(path, config.explorer.engine, config.model.max_length, config.model.dtype, seed)
+    # Clients of the endpoint, in a run or in an attempt, may ask for answers that follow a JSON schema.
+    named = {config.explorer.workflow, *config.explorer.workflow_options}
+    structured = config.endpoint is not None or _AGENT in named
+    return EngineModel(path, config.explorer.engine, config.model.max_length, config.model.dtype, seed, structured)
 
 
 def _tracked(actor: Handle[Any], waits: Waits | None) -> Handle[Any]:

@@ -43,8 +43,14 @@ class Sampling:
     """Below 1, or with a ``top_k``, what is sampled is not the distribution that is trained."""
     top_k: int = 0
     """The number of most probable tokens that are sampled from; 0: all."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """As in vLLM's `SamplingParams`; other values than these also change the distribution."""
     json_schema: str = ""
-    """The JSON schema that the answer follows, as JSON; only engines of auxiliary models take one."""
+    """The JSON schema that the answer follows, as JSON; only engines with a tokenizer take one."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.headers = status, code, headers or {}
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class UnsupportedParameter(ValueError):
@@ -145,8 +145,8 @@ class HttpService:
         self._count(outcome)
 
     def _check_key(self, request: Request) -> None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        given = key_digest(key.strip()) if scheme.lower() == "bearer" else ""
+        key = key_of(request)
+        given = key_digest(key) if key else ""
         # All are compared, each in constant time: the time tells nothing of the keys.
         known = [hmac.compare_digest(given, digest) for digest in self._key_digests]
         if known and not any(known):
@@ -185,6 +185,12 @@ class HttpService:
         return bytes(body)
 
 
+def key_of(request: Request) -> str:
+    """Return the API key of a request, as clients of OpenAI or of Anthropic send it; empty if there is none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
 def parse(model: type[Body], body: bytes) -> Body:
     """Parse a request's body. Raises ApiError 400, which names the first field that is wrong."""
     try:
@@ -207,12 +213,12 @@ def parse(model: type[Body], body: bytes) -> Body:
 
 
 class EventStream(Response):
-    """A response of server-sent events, which ends when its client goes away."""
+    """A response of server-sent events, which ends when its client goes away; ``last`` is sent after all others."""
 
-    def __init__(self, events: AsyncIterator[str], headers: dict[str, str]) -> None:
+    def __init__(self, events: AsyncIterator[str], headers: dict[str, str], last: str = "data: [DONE]\n\n") -> None:
         super().__init__(headers={**headers, "Cache-Control": "no-cache"}, media_type="text/event-stream")
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._last = events, last
         self.ended: Callable[[str], None] = lambda outcome: None
         """Receives the outcome of the stream."""
 
@@ -240,7 +246,7 @@ class EventStream(Response):
                 outcome = f"{error.status} {error.code}"
             except OSError:
                 return "499 client_gone"
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        await send({"type": "http.response.body", "body": self._last.encode()})
         return outcome
 
 

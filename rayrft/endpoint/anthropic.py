@@ -1,0 +1,204 @@
+"""Anthropic's Messages API: its requests as those of chat completions, and the form of its responses and errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import model_validator
+
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.endpoint.protocol import ChatRequest
+from rayrft.endpoint.replies import CheckedRequest, DecodedAnswer, ReplyForm, TextPiece
+from rayrft.runtime.serving.http import ApiError, UnsupportedParameter
+
+_DROPPED = {"thinking", "redacted_thinking"}
+"""Blocks of earlier answers that the tokens of a session have already."""
+_NO_MATTER = {"thinking", "context_management", "output_config", "container", "inference_geo", "cache_control"}
+"""Parameters of which any value changes nothing here: a policy thinks as its chat template lets it."""
+_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+          429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
+
+
+class MessagesRequest(ChatRequest):
+    """The body of ``/v1/messages``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_messages(cls, body: Any) -> Any:
+        if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+            return body
+        given = {key: value for key, value in body.items() if value is not None and key not in _NO_MATTER}
+        messages = _system(given.pop("system", None))
+        for number, message in enumerate(given["messages"]):
+            messages += _converted(message, f"messages.{number}")
+        made: dict[str, Any] = {**given, "messages": messages}
+        if "stop_sequences" in made:
+            made["stop"] = made.pop("stop_sequences")
+        made["tools"] = [_tool(tool) for tool in made.get("tools") or []]
+        if choice := made.pop("tool_choice", None):
+            kind = choice.get("type") if isinstance(choice, dict) else None
+            if kind == "tool":
+                made["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+            elif kind in _CHOICES:
+                made["tool_choice"] = _CHOICES[kind]
+            else:
+                raise UnsupportedParameter("tool_choice", f"is of type {kind!r}")
+        user = made.pop("metadata", {})
+        if isinstance(user, dict) and isinstance(name := user.get("user_id"), str):
+            made["user"] = name[-256:]  # what tells sessions apart stands at its end
+        return made
+
+    @model_validator(mode="after")
+    def _one_answer(self) -> MessagesRequest:
+        for name in ("n", "logprobs", "response_format", "max_completion_tokens"):  # of chat completions alone
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise UnsupportedParameter(name, "is not supported")
+        return self
+
+
+class TokenCountRequest(MessagesRequest):
+    """The body of ``/v1/messages/count_tokens``."""
+
+
+def _system(given: Any) -> list[dict[str, Any]]:
+    if not given:
+        return []
+    return [{"role": "system", "content": given if isinstance(given, str) else _text(given, "system")}]
+
+
+def _converted(message: Any, place: str) -> list[dict[str, Any]]:
+    """Return the messages of chat completions for one of Anthropic: the results of tools are messages of their own."""
+    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+        raise UnsupportedParameter(f"{place}.role", "is not user or assistant")
+    role, content = message["role"], message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise UnsupportedParameter(f"{place}.content", "is neither a text nor a list of blocks")
+    results, texts, calls = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
+    for number, block in enumerate(content):
+        kind, where = block.get("type") if isinstance(block, dict) else None, f"{place}.content.{number}"
+        if kind == "text":
+            texts.append(block)
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            answer = block.get("content") or ""
+            answer = answer if isinstance(answer, str) else _text(answer, f"{where}.content")
+            failed = "Error: " if block.get("is_error") and not answer.lower().startswith("error") else ""
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": failed + answer})
+        elif kind not in _DROPPED:
+            raise UnsupportedParameter(where, f"is of type {kind!r}, which is not supported")
+    said = [{"role": role, "content": _text(texts, f"{place}.content"), **({"tool_calls": calls} if calls else {})}]
+    return [*results, *(said if texts or calls else [])]
+
+
+def _text(blocks: Any, place: str) -> str:
+    texts = [block.get("text") if isinstance(block, dict) else None for block in blocks if isinstance(blocks, list)]
+    if not isinstance(blocks, list) or not all(isinstance(text, str) for text in texts):
+        raise UnsupportedParameter(place, "has a block that is not a text")
+    return "\n".join(str(text) for text in texts)
+
+
+def _tool(tool: Any) -> Any:
+    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom" or "input_schema" not in tool:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        raise UnsupportedParameter("tools", f"has a tool of the server ({kind!r}): give functions with input_schema")
+    about = {"name": tool.get("name"), "description": tool.get("description", "")}
+    return {"type": "function", "function": {**about, "parameters": tool["input_schema"]}}
+
+
+class MessagesReply(ReplyForm):
+    """The form of ``/v1/messages``: one answer as blocks of thinking, text and calls of tools."""
+
+    def __init__(self, ask: CheckedRequest, model: str, tokenizer: ChatTokenizer) -> None:
+        super().__init__(ask, model, tokenizer)
+        self._common |= {"type": "message", "role": "assistant", "stop_sequence": None}
+        self._blocks = 0
+        """Number of blocks that the stream has begun."""
+        self._open: str | None = None
+        """The type of the block that is being streamed."""
+
+    def whole(self, answers: list[DecodedAnswer]) -> dict[str, Any]:
+        [answer] = answers
+        prompt, sampled = self._usage(answers)
+        message = answer.message
+        blocks: list[dict[str, Any]] = (
+            [{"type": "thinking", "thinking": message.reasoning, "signature": ""}] if message.reasoning else []
+        )
+        if message.content or not message.tool_calls:
+            blocks.append({"type": "text", "text": message.content})
+        for call in message.tool_calls:
+            blocks.append({**_use(call), "input": json.loads(call["function"]["arguments"])})
+        usage = {"input_tokens": prompt, "output_tokens": sampled}
+        return {**self._common, "content": blocks, "stop_reason": _stop_reason(answer), "usage": usage}
+
+    def begin(self) -> list[str]:
+        usage = {"input_tokens": len(self._ask.prompt), "output_tokens": 0}
+        message = {**self._common, "content": [], "stop_reason": None, "usage": usage}
+        return [_event("message_start", message=message)]
+
+    def piece(self, piece: TextPiece) -> list[str]:
+        events = []
+        if piece.reasoning:
+            events += self._begin("thinking", {"thinking": "", "signature": ""})
+            events.append(self._delta({"type": "thinking_delta", "thinking": piece.reasoning}))
+        if piece.text:
+            events += self._begin("text", {"text": ""})
+            events.append(self._delta({"type": "text_delta", "text": piece.text}))
+        return events
+
+    def end(self, answer: DecodedAnswer) -> list[str]:
+        events = self.piece(answer.tail)
+        if not self._blocks and not answer.message.tool_calls:
+            events += self._begin("text", {"text": ""})
+        for call in answer.message.tool_calls:
+            events += [*self._stop(), *self._begin("tool_use", {**_use(call), "input": {}})]
+            events.append(self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]}))
+        _, sampled = self._usage([answer])
+        delta = {"stop_reason": _stop_reason(answer), "stop_sequence": None}
+        return [*events, *self._stop(), _event("message_delta", delta=delta, usage={"output_tokens": sampled})]
+
+    def done(self, answers: list[DecodedAnswer]) -> list[str]:
+        return [_event("message_stop")]
+
+    def failed(self, error: ApiError) -> str:
+        return f"event: error\ndata: {json.dumps(as_anthropic(error).body, ensure_ascii=False)}\n\n"
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> list[str]:
+        if self._open == kind:
+            return []
+        stopped = self._stop()
+        self._open, self._blocks = kind, self._blocks + 1
+        return [*stopped, _event("content_block_start", index=self._blocks - 1, content_block={"type": kind, **block})]
+
+    def _delta(self, delta: dict[str, Any]) -> str:
+        return _event("content_block_delta", index=self._blocks - 1, delta=delta)
+
+    def _stop(self) -> list[str]:
+        if self._open is None:
+            return []
+        self._open = None
+        return [_event("content_block_stop", index=self._blocks - 1)]
+
+
+def as_anthropic(error: ApiError) -> ApiError:
+    """Return an error whose body has Anthropic's form."""
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    error.body = {"type": "error", "error": {"type": kind, "message": error.body["error"]["message"]}}
+    return error
+
+
+def _use(call: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+
+
+def _stop_reason(answer: DecodedAnswer) -> str:
+    return "max_tokens" if answer.is_truncated else "tool_use" if answer.message.tool_calls else "end_turn"
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields}, ensure_ascii=False)}\n\n"

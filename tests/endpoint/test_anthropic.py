@@ -1,0 +1,124 @@
+"""Anthropic's Messages API, as the official client uses it, over a scripted policy."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.endpoint.scripted import KEY, MODEL, Served, serve
+
+TOOL: Any = {"name": "add", "description": "Add.", "input_schema": {"type": "object", "properties": {}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+@contextlib.asynccontextmanager
+async def asked(
+    folder: Path, say: Callable[[str], str] = lambda prompt: "hello", **config: Any
+) -> AsyncIterator[tuple[Served, anthropic.AsyncAnthropic]]:
+    async with serve(folder, say, max_length=600, **config) as served:
+        http = anthropic.DefaultAsyncHttpxClient(verify=False)
+        client = anthropic.AsyncAnthropic(base_url=served.url, api_key=KEY, max_retries=0, http_client=http)
+        yield served, client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("said", ["hello", "<think>hm\nso</think>\n\nhello", f"ok {CALL}", f"<think>hm</think>{CALL}"])
+async def test_the_official_client_gets_thinking_text_and_calls_of_tools(
+    said: str, stream: bool, tiny_model: Path
+) -> None:
+    async with asked(tiny_model, lambda prompt: said) as (served, client):
+        options: Any = {"model": MODEL, "max_tokens": 100, "messages": HI, "system": "Be kind.", "tools": [TOOL]}
+        if stream:
+            async with client.messages.stream(**options) as events:
+                kinds = [event.type async for event in events]
+                message = await events.get_final_message()
+            assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+        else:
+            message = await client.messages.create(**options)
+        blocks = {block.type: block for block in message.content}
+        assert (message.role, message.usage.output_tokens > 3, message.usage.input_tokens > 3) == (
+            "assistant",
+            True,
+            True,
+        )
+        assert message.stop_reason == ("tool_use" if CALL in said else "end_turn")
+        assert ("thinking" in blocks) == ("<think>" in said) and ("tool_use" in blocks) == (CALL in said)
+        if "thinking" in blocks:
+            assert blocks["thinking"].thinking.startswith("hm")
+        if "text" in blocks:
+            assert blocks["text"].text == ("ok " if CALL in said else "hello")
+        if CALL in said:
+            assert (blocks["tool_use"].name, blocks["tool_use"].input) == ("add", {"a": 1})
+        prompt = served.policy.tokenizer.hf.decode(served.policy.requests[0].prompt)
+        assert "Be kind." in prompt and "add" in prompt
+
+
+async def test_a_conversation_with_results_of_tools_is_one_row(tiny_model: Path) -> None:
+    answers = iter([f"<think>hm</think>{CALL}", "3"])
+    async with asked(tiny_model, lambda prompt: next(answers)) as (served, client):
+        options: Any = {"model": MODEL, "max_tokens": 100, "tools": [TOOL], "metadata": {"user_id": "u"}}
+        first = await client.messages.create(messages=HI, **options)
+        use = next(block for block in first.content if block.type == "tool_use")
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "one"}]}
+        said: list[Any] = [block.model_dump() for block in first.content]
+        history = [*HI, {"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+        await client.messages.create(messages=history, **options)
+        assert (
+            served.policy.requests[1].prompt[: len(served.policy.requests[0].prompt)]
+            == served.policy.requests[0].prompt
+        )
+        assert (await served.http.post("/v1/feedback", json={"id": "u", "reward": 1.0})).status_code == 200
+        [[row]] = [group.rows for group in served.book.sessions.take()[0]]
+        assert [turn["role"] for turn in row.turns][-3:] == ["assistant", "tool", "assistant"]
+
+
+async def test_tokens_are_counted_and_a_forced_tool_is_called(tiny_model: Path) -> None:
+    said = '{"name": "add", "arguments": {"a": 2}}'
+    async with asked(tiny_model, lambda prompt: said) as (served, client):
+        counted = await client.messages.count_tokens(model=MODEL, messages=HI, system="Be kind.")
+        choice: Any = {"type": "tool", "name": "add"}
+        options: Any = {"model": MODEL, "max_tokens": 60, "messages": HI, "system": "Be kind."}
+        answer = await client.messages.create(**options)
+        assert counted.input_tokens == answer.usage.input_tokens > 3
+        called = await client.messages.create(**options, tools=[TOOL], tool_choice=choice)
+        assert [block.type for block in called.content] == ["tool_use"]
+        schema = json.loads(served.policy.requests[-1].sampling.json_schema)
+        assert schema["properties"]["name"] == {"const": "add"}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "said"),
+    [
+        ({"model": "gpt"}, 404, "not_found_error", "does not exist"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image'"),
+        ({"tools": [{"type": "web_search_20250305", "name": "s"}]}, 400, "invalid_request_error", "web_search"),
+        ({"tool_choice": {"type": "tool", "name": "sub"}, "tools": [TOOL]}, 400, "invalid_request_error", "names no"),
+        ({"n": 2}, 400, "invalid_request_error", "n: is not supported"),
+        ({"messages": [{"role": "user", "content": "x" * 99_999}]}, 400, "invalid_request_error", "context length"),
+    ],
+)
+async def test_errors_have_the_form_of_anthropic(
+    body: dict[str, Any], status: int, kind: str, said: str, tiny_model: Path
+) -> None:
+    async with asked(tiny_model) as (served, client):
+        given = {"model": MODEL, "max_tokens": 9, "messages": HI, **body}
+        answer = await served.http.post("/v1/messages", json=given)
+        assert answer.status_code == status
+        assert answer.json()["error"]["type"] == kind and said in answer.json()["error"]["message"]
+        with pytest.raises(anthropic.AuthenticationError):
+            await client.with_options(api_key="no").messages.create(model=MODEL, max_tokens=9, messages=HI)
+
+
+async def test_an_engine_that_fails_in_a_stream_is_an_error_event(tiny_model: Path) -> None:
+    async with asked(tiny_model) as (served, client):
+        served.policy.error = RuntimeError("boom")
+        with pytest.raises(anthropic.APIStatusError):
+            async with client.messages.stream(model=MODEL, max_tokens=9, messages=HI) as events:
+                [event async for event in events]
