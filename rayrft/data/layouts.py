@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from rayrft.config.demonstrations import RowFormat
@@ -66,9 +67,13 @@ class RowLayout:
 
 def _present(row: Mapping[str, Any], spec: str) -> list[str]:
     """Return the columns of ``spec`` that a row has."""
-    options = [part.split(" + ") for part in spec.removesuffix("?").split("|")]
-    first = ([name for name in names if value_at(row, name.removesuffix("?")) is not None] for names in options)
-    return next(([name.removesuffix("?") for name in names] for names in first if names), [])
+    found = ([name for name in names if value_at(row, name) is not None] for names in _options(spec))
+    return next(filter(None, found), [])
+
+
+@cache
+def _options(spec: str) -> list[list[str]]:
+    return [part.split(" + ") for part in spec.removesuffix("?").split("|")]
 
 
 def _value(row: Mapping[str, Any], spec: str) -> Any:
@@ -122,9 +127,9 @@ TASKS = (
 
 def recognise(row: Mapping[str, Any], layouts: Sequence[RowLayout]) -> RowLayout:
     """Return the layout of a row. Raises DataError, which names the two nearest ones, if it has none of them."""
-    lacking = [(layout.missing(row), layout) for layout in layouts]
-    if found := next((layout for missing, layout in lacking if not missing), None):
+    if found := next((layout for layout in layouts if not layout.missing(row)), None):
         return found
+    lacking = [(layout.missing(row), layout) for layout in layouts]
     near = sorted(lacking, key=lambda each: (len(each[0]) - len(each[1].required), len(each[0])))[:2]
     nearest = " and ".join(f"{layout.name!r}, which needs {' and '.join(missing)}" for missing, layout in near)
     columns = ", ".join(name for name, value in row.items() if value is not None) or "none"

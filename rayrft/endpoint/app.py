@@ -24,7 +24,7 @@ from rayrft.explorer.engines.client import EngineClient
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, root_cause
 from rayrft.runtime.serving.applications import Owner
-from rayrft.runtime.serving.http import ApiError, EventStream, Handler, HttpService, Route, api_error, key_of, parse
+from rayrft.runtime.serving.http import ApiError, EventStream, Handler, HttpService, Route, key_of, parse
 from rayrft.runtime.waits import Waits
 
 PRIVATE = "private-"
@@ -59,16 +59,14 @@ class PolicyEndpoint(HttpService):
             yield "GET", base + "/v1/models/{name:path}", self._model, False
             yield "GET", f"{base}/v1/stats", self._stats, False
 
+    def in_form(self, request: Request, error: ApiError) -> ApiError:
+        """See `HttpService`."""
+        return as_anthropic(error) if "/v1/messages" in request.url.path else error
+
     # Answers.
 
     def _answering(self, model: type[Sampled], prefix: str) -> Handler:
         async def handle(request: Request) -> Response:
-            try:
-                return await answer(request)
-            except Exception as error:  # whatever went wrong is an answer, in the form of the route
-                raise as_anthropic(api_error(error)) if model is MessagesRequest else error from None
-
-        async def answer(request: Request) -> Response:
             body = parse(model, await self.body(request))
             if body.model != self._settings.model and not self._settings.any_model:
                 remedy = f"The model {body.model!r} does not exist; there is {self._settings.model!r}."
@@ -94,11 +92,8 @@ class PolicyEndpoint(HttpService):
     # Other routes.
 
     async def _count_tokens(self, request: Request) -> Response:
-        try:
-            body = parse(TokenCountRequest, await self.body(request))
-            ask = await self._responder.begin(body, "msg_", "", None, record=False)
-        except Exception as error:  # likewise
-            raise as_anthropic(api_error(error)) from None
+        body = parse(TokenCountRequest, await self.body(request))
+        ask = await self._responder.begin(body, "msg_", "", None, record=False)
         return JSONResponse({"input_tokens": len(ask.prompt)})
 
     async def _feedback(self, request: Request) -> Response:

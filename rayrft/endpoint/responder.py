@@ -96,10 +96,14 @@ class Responder:
         async def checked() -> CheckedRequest:
             tools = isinstance(body, ChatRequest) and body.shown_tools
             must_call = isinstance(body, ChatRequest) and body.must_call
-            form = JsonCalls() if must_call else await self._call_format() if tools else None
+            # A template without tools shows earlier calls as the model writes them, too.
+            called = isinstance(body, ChatRequest) and any(each.tool_calls for each in body.messages)
+            bare = called and not self._tokenizer.takes_tools
+            known = await self._call_format() if tools or bare else HermesCalls()
+            form = JsonCalls() if must_call else known if tools else None
             size = self.settings.max_length
             full = fills((turn["content"] for turn in turns), size)
-            ids, new_turns = ([], turns) if full else self._tokenise(replace(ask, form=form))
+            ids, new_turns = ([], turns) if full else self._tokenise(ask, form or known)
             room = 0 if full else size - len(ids)
             if room <= 0:
                 raise ApiError(
@@ -187,12 +191,12 @@ class Responder:
             raise ApiError(400, problem, code="unsupported_value", param=changed[0])
         return asked, False
 
-    def _tokenise(self, ask: CheckedRequest) -> tuple[list[int], tuple[dict[str, str], ...]]:
+    def _tokenise(self, ask: CheckedRequest, form: CallFormat) -> tuple[list[int], tuple[dict[str, str], ...]]:
         """Return the prompt's token ids, and the turns after its prefix. Raises DataError."""
         body, tokenizer, prefix = ask.body, self._tokenizer, ask.prefix
         known = prefix.length if prefix is not None else 0
         if isinstance(body, ChatRequest):
-            tools, form, bare = body.shown_tools, ask.form or HermesCalls(), not tokenizer.takes_tools
+            tools, bare = body.shown_tools, not tokenizer.takes_tools
             options = body.chat_template_kwargs
             messages = [each.for_bare_template(form) if bare else each.for_template() for each in body.messages]
             for each, message in zip(body.messages, messages, strict=True):

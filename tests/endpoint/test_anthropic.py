@@ -112,8 +112,12 @@ async def test_errors_have_the_form_of_anthropic(
         answer = await served.http.post("/v1/messages", json=given)
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == kind and said in answer.json()["error"]["message"]
-        with pytest.raises(anthropic.AuthenticationError):
+        with pytest.raises(anthropic.AuthenticationError) as refused:
             await client.with_options(api_key="no").messages.create(model=MODEL, max_tokens=9, messages=HI)
+        assert refused.value.body == {
+            "type": "error",
+            "error": {"type": "authentication_error", "message": "Incorrect API key provided."},
+        }
 
 
 async def test_an_engine_that_fails_in_a_stream_is_an_error_event(tiny_model: Path) -> None:

@@ -152,6 +152,8 @@ async def test_a_call_that_is_cut_off_or_garbled_is_malformed_or_none(
     probe = probed(known)
     form = await open_call_format("auto", known, "form") if FORMATS[name][0] else InThisProcess(known, None)
     first = probe.text.partition("Paris")[0]
+    if FORMATS[name][0]:
+        assert all(isinstance(found, Malformed) for found in await form.read(first, PROBE_TOOLS) or [None])
     for text in (first, first.replace(probe.calls[0].name, ""), "No call."):
         for found in await form.read(text, PROBE_TOOLS):
             assert isinstance(found, Malformed) or found.arguments.get("city") != "Paris"

@@ -130,11 +130,15 @@ class HttpService:
                 self._end("499 client_gone")
                 raise
             except Exception as error:  # whatever went wrong is an answer to this request
-                answer = api_error(error)
+                answer = self.in_form(request, api_error(error))
                 self._end(f"{answer.status} {answer.code}")
                 return JSONResponse(answer.body, answer.status, answer.headers)
 
         return route
+
+    def in_form(self, request: Request, error: ApiError) -> ApiError:
+        """Return an error in the form of the API that a request is made to."""
+        return error
 
     def _stream_ended(self, outcome: str) -> None:
         self.open -= 1
