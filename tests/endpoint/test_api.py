@@ -142,6 +142,24 @@ async def test_options_of_the_template_are_the_requests_own_and_a_session_goes_b
         assert prompts[2] == "!<|user|>hi<|assistant|><think>5</think>6<|eos|><|user|>more<|assistant|>"
 
 
+@pytest.mark.parametrize(
+    "echo", [{"content": "6"}, {"content": "<think>5</think>6"}, {"content": "6", "reasoning_content": "5"}]
+)
+async def test_a_client_may_send_reasoning_back_in_its_field_in_the_content_or_not(
+    echo: dict[str, str], tiny_model: Path
+) -> None:
+    async with serve(tiny_model, lambda prompt: "<think>5</think>6") as served:
+        history = [*USER, {"role": "assistant", **echo}, {"role": "user", "content": "more"}]
+        for messages in (USER, history):
+            body = {"model": MODEL, "user": "s", "messages": messages}
+            said = (await served.http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+            assert (said["content"], said["reasoning_content"]) == ("6", "5")
+        await served.client.post("/feedback", cast_to=object, body={"id": "s", "reward": 1.0})
+        [[row]] = [group.rows for group in served.book.sessions.take()[0]]
+        before = [*served.policy.requests[0].prompt, *served.policy.sampled[0].token_ids]
+        assert row.token_ids[: len(before)].tolist() == before, "its tokens stay as they were sampled"
+
+
 async def test_a_second_reward_is_refused_once(served: Served) -> None:
     answer = await served.client.chat.completions.create(**CHAT)
     client = served.client.with_options(max_retries=2)
