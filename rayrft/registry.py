@@ -25,6 +25,7 @@ class Registry(Generic[T]):
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._pieces: dict[str, T] = {}
+        self._elsewhere: dict[str, str] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
         """Return a decorator that registers a piece as ``name``. Raises ConfigError if another piece has the name; the
@@ -39,14 +40,18 @@ class Registry(Generic[T]):
 
         return add
 
+    def register_at(self, name: str, place: str) -> None:
+        """Register what is at ``package.module:attribute`` as ``name``; it is imported when it is looked up."""
+        self._elsewhere[name] = place
+
     def get(self, name: str, field: str | None = None) -> T:
         """Return the piece of this name, or the one at ``package.module:attribute``. Raises ConfigError if it cannot be
         imported, or, with the nearest known name, if there is none."""
-        module, colon, attribute = name.partition(":")
+        module, colon, attribute = self._elsewhere.get(name, name).partition(":")
         if not colon:
             if name in self._pieces:
                 return self._pieces[name]
-            problem, remedy = f"unknown {self.kind}", nearest(name, self._pieces)
+            problem, remedy = f"unknown {self.kind}", nearest(name, self)
         else:
             try:
                 piece: T = getattr(importlib.import_module(module), attribute)
@@ -57,7 +62,7 @@ class Registry(Generic[T]):
         raise ConfigError(problem, remedy, field=field or self.kind, value=name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
+        return iter([*self._pieces, *self._elsewhere])
 
 
 def _origin(piece: Any) -> tuple[str, str] | int:

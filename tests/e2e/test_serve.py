@@ -269,7 +269,7 @@ def test_an_application_that_rates_its_answers_gets_better_ones_and_so_does_the_
             run.kill()
         first, last = (float(np.mean(part)) for part in (rights[:200], rights[-200:]))
     else:
-        agent = "rayrft.endpoint.agent:Agent"
+        agent = "agent"
         options = {agent: {"agent": "tests.bench.lessons.multiplier:solve", "processes": 16}}
         config["explorer"] |= {"workflow": agent, "workflow_options": options}
         run = rayrft.start(config, say=lambda text: None)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.endpoint.agent import Agent, _Attempt
+from rayrft.endpoint.agent import Agent
+from rayrft.endpoint.attempts import ApplicationAttempt
 from rayrft.errors import ActorDied, ConfigError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.calls import Parking
@@ -24,7 +25,7 @@ from tests.endpoint.scripted import Policy
 from tests.errors import about
 from tests.explorer.scripted import config
 
-AGENT = "rayrft.endpoint.agent:Agent"
+AGENT = "agent"
 
 
 class Ran:
@@ -189,5 +190,5 @@ async def test_a_call_of_an_attempt_that_ends_meanwhile_is_told_so() -> None:
             raise asyncio.CancelledError
 
     with pytest.raises(ApiError, match="has ended") as caught:
-        await _Attempt(Ending()).generate(Request([1], 2, Sampling(1.0, 4, (2,))))  # type: ignore[arg-type]
+        await ApplicationAttempt(Ending()).generate(Request([1], 2, Sampling(1.0, 4, (2,))))  # type: ignore[arg-type]
     assert caught.value.status == 409

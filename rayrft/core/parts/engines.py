@@ -19,7 +19,8 @@ from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime.handle import Handle, TrackedHandle, answer, fence
 from rayrft.runtime.waits import Waits
 
-_AGENT = "rayrft.endpoint.agent:Agent"
+_APPLICATIONS = "agent", "program"
+"""Workflows whose applications call an endpoint."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def _bundles(name: str, count: int, engine: EngineConfig, note: str, beside: Bun
 def _policy(config: RunConfig, path: str, seed: int) -> EngineModel:
     # Clients of the endpoint, in a run or in an attempt, may ask for answers that follow a JSON schema.
     named = {config.explorer.workflow, *config.explorer.workflow_options}
-    structured = config.endpoint is not None or _AGENT in named
+    structured = config.endpoint is not None or not named.isdisjoint(_APPLICATIONS)
     return EngineModel(path, config.explorer.engine, config.model.max_length, config.model.dtype, seed, structured)
 
 

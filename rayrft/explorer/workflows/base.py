@@ -38,6 +38,9 @@ class Workflow(Protocol):
 workflows: Registry[Callable[..., Workflow]] = Registry("workflow")
 """Name to class or factory, which is called with its options in ``explorer.workflow_options``."""
 register_workflow = workflows.register
+# Applications that call an endpoint, whose room is above this one.
+workflows.register_at("agent", "rayrft.endpoint.agent:Agent")
+workflows.register_at("program", "rayrft.endpoint.program:Program")
 
 
 def build_workflow(

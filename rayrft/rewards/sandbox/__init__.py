@@ -314,17 +314,20 @@ class Sandbox:
     ``runsc`` and ``none_i_trust_the_code``, which only limits, must be named.
 
     With ``packages``, programs can read installed packages such as numpy, in `paths`; ``folders`` are further readable
-    folders. Raises ConfigError, with the remedy, if the host does not support the isolation.
+    folders, or sockets; ``lenient`` is that of `Job`. Raises ConfigError, with the remedy, if the host does not support
+    the isolation.
     """
 
-    def __init__(self, isolation: str = "auto", *, packages: bool = False, folders: Sequence[str] = ()) -> None:
+    def __init__(
+        self, isolation: str = "auto", *, packages: bool = False, folders: Sequence[str] = (), lenient: bool = False
+    ) -> None:
         names = ("purelib", "platlib") if packages else ()
         self.paths = sorted({os.path.realpath(sysconfig.get_path(name)) for name in names})
         self.python = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8"]
         """The command that starts Python without `site` and packages."""
         self.folders = tuple(folders)
         self._root = Root.of_host([*self.paths, *folders])
-        self._isolation = isolate(isolation, (*self.paths, *folders))
+        self._isolation, self._lenient = isolate(isolation, (*self.paths, *folders), lenient), lenient
 
     def describe(self) -> str:
         """Return one line on what isolates."""
@@ -335,7 +338,7 @@ class Sandbox:
     def start(self, files: Files, command: Sequence[str], limits: SandboxLimits = _USUAL) -> Process:
         """Start a program in a folder with files; ``command[0]`` is a path. Raises SandboxFailed if it cannot start."""
         raw = {name: data if isinstance(data, bytes) else data.encode(errors="replace") for name, data in files.items()}
-        return Process(self._isolation.start(Job(self._root, raw, command, limits)), limits)
+        return Process(self._isolation.start(Job(self._root, raw, command, limits, self._lenient)), limits)
 
     def run(
         self, files: Files, command: Sequence[str], stdin: bytes = b"", limits: SandboxLimits = _USUAL
@@ -348,7 +351,7 @@ class Sandbox:
 
 
 @lru_cache
-def isolate(name: str, folders: tuple[str, ...] = ()) -> Isolation:
+def isolate(name: str, folders: tuple[str, ...] = (), lenient: bool = False) -> Isolation:
     """Return the isolation of this name, or the best for ``auto``, after a program that sees these folders has run in
     it. Raises ConfigError with the defects of each isolation, and the remedy."""
     if name != "auto" and name not in ISOLATIONS:
@@ -356,7 +359,7 @@ def isolate(name: str, folders: tuple[str, ...] = ()) -> Isolation:
         raise ConfigError("unknown isolation", remedy, field="reward.options.isolation", value=name)
     lacking = []
     for each in _BY_ITSELF if name == "auto" else (name,):
-        problem = ISOLATIONS[each].missing() or _try(ISOLATIONS[each], folders)
+        problem = ISOLATIONS[each].missing() or _try(ISOLATIONS[each], folders, lenient)
         if problem is None:
             return ISOLATIONS[each]
         lacking.append(f"{each}: {problem}")
@@ -366,12 +369,12 @@ def isolate(name: str, folders: tuple[str, ...] = ()) -> Isolation:
     raise ConfigError(problem, remedy, field="reward.options.isolation", value=name)
 
 
-def _try(isolation: Isolation, folders: tuple[str, ...]) -> str | None:
+def _try(isolation: Isolation, folders: tuple[str, ...], lenient: bool) -> str | None:
     """Return why a trivial program does not run or see the folders; None if it does."""
-    look = "import os, sys; print([each for each in sys.argv[1:] if not os.path.isdir(each)])"
+    look = "import os, sys; print([each for each in sys.argv[1:] if not os.access(each, os.R_OK)])"
     command = [os.path.realpath(sys.executable), "-I", "-S", "-c", look, *folders]
     try:
-        with Process(isolation.start(Job(Root.of_host(folders), {}, command, _USUAL)), _USUAL) as process:
+        with Process(isolation.start(Job(Root.of_host(folders), {}, command, _USUAL, lenient)), _USUAL) as process:
             outcome = process.wait()
     except (SandboxFailed, OSError) as error:
         return str(error)

@@ -1,9 +1,9 @@
 """Isolate a program from the rest of the machine, by the means of the host.
 
 In every isolation a program can read /usr, the libraries, Python's own folder and a few devices, and write to /box, its
-folder, and /dev/shm, both in memory and of limited size. It has no /proc, no /etc, no network, no other process, and an
-environment of its own. It runs as an unprivileged user: an unused uid if we are root, else nobody in a user namespace,
-so that its processes are counted separately.
+folder, and /dev/shm, both in memory and of limited size. It has no network, no other process, no /proc and no /etc but
+those of a lenient job, and an environment of its own. It runs as an unprivileged user: an unused uid if we are root,
+else nobody in a user namespace, so that its processes are counted separately.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SandboxLimits:
     cpu_s: float = 10.0
     """Of all its processes together."""
     memory_mib: int = 512
-    """Resident memory of all its processes together; the address space of each is twice as much."""
+    """Resident memory of all its processes together."""
     folder_mib: int = 16
     """Size of its folder, of /dev/shm and of a file."""
     processes: int = 16
@@ -52,11 +52,13 @@ class SandboxLimits:
     open_files: int = 64
     output_bytes: int = 1 << 20
     """Of stdout, and of stderr."""
+    address_space: bool = True
+    """Whether the address space of each process is at most twice the memory: some runtimes, as Node's, reserve more."""
 
     def rlimits(self) -> dict[str, int]:
         """Limits that the kernel keeps for each process, by the names that end `resource.RLIMIT_…`."""
         return {
-            "AS": 2 * self.memory_mib << 20,
+            **({"AS": 2 * self.memory_mib << 20} if self.address_space else {}),
             "CORE": 0,
             "CPU": int(self.cpu_s) + 2,  # the watch over the sum ends it first
             "FSIZE": self.folder_mib << 20,
@@ -98,6 +100,21 @@ class Job:
     files: Mapping[str, bytes]
     command: Sequence[str]
     limits: SandboxLimits
+    lenient: bool = False
+    """Whether it finds what programs but for tests expect: its processes in /proc, its user in /etc, and IP between its
+    processes."""
+
+    def files_for(self, user: int) -> dict[str, bytes]:
+        """Return the files to create, by their paths in the sandbox."""
+        files = {f"{FOLDER}/{name}": content for name, content in self.files.items()}
+        if self.lenient:
+            passwd, group = f"user:x:{user}:{user}::{FOLDER}:/bin/sh\n", f"user:x:{user}:\n"
+            files |= {
+                "/etc/passwd": passwd.encode(),
+                "/etc/group": group.encode(),
+                "/etc/hosts": b"127.0.0.1 localhost\n",
+            }
+        return files
 
 
 @dataclass
@@ -187,15 +204,17 @@ class Bubblewrap(Isolation):
 
     def start(self, job: Job) -> Started:
         def command(status: int, go: int) -> tuple[list[str], list[int]]:
-            fds = [_in_memory(seccomp.program())]
+            fds = [_in_memory(seccomp.program(lenient=job.lenient))]
             words = ["bwrap", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]
             words += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
             inside = [*_prlimit(job.limits.rlimits()), *job.command]
+            user = _NOBODY
             if os.geteuid() == 0:
                 # In a user namespace root stays root outside, and may have any number of processes.
-                user = str(unused_user())
+                user = unused_user()
                 words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-                inside = ["/usr/bin/setpriv", "--reuid", user, "--regid", user, "--clear-groups", *inside]
+                ids = ["--reuid", str(user), "--regid", str(user), "--clear-groups"]
+                inside = ["/usr/bin/setpriv", *ids, *inside]
             else:
                 words += ["--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
             # The shell is process 1: the host may not reap bwrap's, and a change of user loses the death signal.
@@ -211,11 +230,13 @@ class Bubblewrap(Isolation):
             words += ["--perms", "0755", "--dir", "/dev"]
             for path in _DEVICES:
                 words += ["--dev-bind-try", path, path]
+            if job.lenient:
+                words += ["--proc", "/proc"]
             for path in (FOLDER, "/dev/shm"):
                 words += ["--perms", "1777", "--size", str(job.limits.folder_mib << 20), "--tmpfs", path]
-            for name, content in job.files.items():
+            for path, content in job.files_for(user).items():
                 fds.append(_in_memory(content))
-                words += ["--perms", "0755", "--file", str(fds[-1]), f"{FOLDER}/{name}"]
+                words += ["--perms", "0755", "--file", str(fds[-1]), path]
             words += ["--remount-ro", "/", "--chdir", FOLDER, "--seccomp", str(fds[0])]
             words += ["--json-status-fd", str(status), "--block-fd", str(go), "--"]
             return words + inside, fds
@@ -235,9 +256,10 @@ class Namespaces(Isolation):
             user = unused_user() if os.geteuid() == 0 else None
             folders = {FOLDER: size, "/dev/shm": size}
             orders: dict[str, Any] = {"status": status, "go": go, "user": user, "nobody": _NOBODY}
-            orders |= {"rlimits": job.limits.rlimits(), "seccomp": seccomp.program()}
+            orders |= {"rlimits": job.limits.rlimits(), "seccomp": seccomp.program(lenient=job.lenient)}
+            orders["lenient"] = job.lenient
             orders |= {"binds": [*job.root.binds, *devices], "links": dict(job.root.links), "folders": folders}
-            orders |= {"files": {f"{FOLDER}/{name}": content for name, content in job.files.items()}}
+            orders |= {"files": job.files_for(user or _NOBODY)}
             orders |= {"folder": FOLDER, "writable": [*folders, *devices]}
             orders |= {"command": list(job.command), "environment": ENVIRONMENT}
             launcher = bytecode(str(Path(__file__).with_name("launcher.py")))

@@ -45,7 +45,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
 _CLONE, _SOCKET, _PRLIMIT, _CLONE3 = (56, 220), (41, 198), (302, 261), 435
 _LAST = 450
 """set_mempolicy_home_node, of Linux 5.17: libc does without later ones."""
-_X32, _AF_UNIX = 0x40000000, 1
+_X32, _AF_UNIX, _AF_INET = 0x40000000, 1, 2
 _NEW_NAMESPACES = 0x7E020080
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET and NEWTIME, which clone cannot take."""
 
@@ -55,8 +55,9 @@ _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENT_AT = 0, 4, 16
 _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 
 
-def program(machine: str = platform.machine()) -> bytes:
-    """Return the filter: an array of ``struct sock_filter``. Raises ConfigError for an unknown architecture."""
+def program(machine: str = platform.machine(), *, lenient: bool = False) -> bytes:
+    """Return the filter: an array of ``struct sock_filter``. With ``lenient``, IPv4 is allowed, for programs whose
+    network has nothing else. Raises ConfigError for an unknown architecture."""
     if machine not in _ARCHITECTURES:
         problem = "there is no filter of system calls for this architecture"
         remedy = f"score code on one of {', '.join(_ARCHITECTURES)}"
@@ -76,7 +77,7 @@ def program(machine: str = platform.machine()) -> bytes:
     ]
     for number, test in (
         (_CLONE[column], (_ANY_BIT, _NEW_NAMESPACES, fail, allow)),
-        (_SOCKET[column], (_EQUAL, _AF_UNIX, allow, fail)),
+        (_SOCKET[column], (_GREATER, _AF_INET if lenient else _AF_UNIX, fail, allow)),
         (_PRLIMIT[column], (_EQUAL, 0, allow, fail)),  # its own limits only, not those of process 1
     ):
         steps += [(_EQUAL, number, None, over), (_LOAD, _ARGUMENT_AT, None, None), test]

@@ -1,0 +1,184 @@
+"""A program that calls its model by the API of OpenAI or Anthropic, such as a coding agent, as a workflow."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from rayrft.endpoint import program_box
+from rayrft.endpoint.agent import Applications
+from rayrft.endpoint.attempts import Access
+from rayrft.errors import ConfigError, DataError, SandboxFailed
+from rayrft.experience import Task
+from rayrft.rewards.sandbox import Sandbox, SandboxLimits, bytecode, isolate
+from rayrft.rewards.sandbox.isolation import ENVIRONMENT
+
+_BOX = ".rayrft.pyc"
+_PORT = "{url}"  # filled in by the sandbox
+_WITHOUT_SOCKETS = "runsc"
+_ENDLESS = 1 << 30  # seconds: the attempt has a deadline
+
+
+class Program(Applications):
+    """Runs ``command`` in a sandbox, in a folder of its own with the files of the task's ``metadata.files`` (texts by
+    path). ``{question}`` in the command, in ``stdin`` and in the values of ``environment`` is the task's question. The
+    program finds the model by ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and
+    ``ANTHROPIC_API_KEY``, and reaches nothing else; ``{base_url}`` and ``{api_key}`` in the environment are those of
+    OpenAI's API.
+
+    The reward is that of `Applications` for what the program wrote to stdout or, with ``answer``, for the text of that
+    file, where one that is missing is an empty text. With ``check``, it is 1 if that command then ends with status 0,
+    else 0: it runs in a sandbox without network, in a folder of what the program left and of the files in
+    ``metadata.check_files``, which the program cannot see. A program that ends with another status than 0 fails its
+    attempt, unless ``status: any``.
+
+    ``folders`` are further folders that programs can read, beside /usr and that of Python; the command is looked for in
+    their ``bin``, too. ``isolation`` is that of `Sandbox`, ``memory_mib`` the memory of a program with all that it
+    starts, ``folder_mib`` the size of its folder, and ``threads`` the number of its processes and threads.
+    """
+
+    in_sandboxes = True
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: str = "",
+        environment: Mapping[str, str] | None = None,
+        answer: str | None = None,
+        check: Sequence[str] | None = None,
+        status: Literal["zero", "any"] = "zero",
+        folders: Sequence[str] = (),
+        isolation: str = "auto",
+        memory_mib: int = 2048,
+        folder_mib: int = 64,
+        threads: int = 256,
+        processes: int = 16,
+        tool_calls: str = "auto",
+    ) -> None:
+        for field, words in ("command", command), ("check", check if check is not None else ["/"]):
+            if isinstance(words, str) or not words or not all(isinstance(word, str) for word in words):
+                raise ConfigError("is no list of words", "give [program, argument, …]", field=field, value=words)
+        if status not in ("zero", "any"):
+            raise ConfigError("is neither zero nor any", "choose one of them", field="status", value=status)
+        if isolation == _WITHOUT_SOCKETS:
+            problem, remedy = "lets no program reach its endpoint", "choose bwrap or unshare"
+            raise ConfigError(problem, remedy, field="isolation", value=isolation)
+        for folder in folders:
+            if not os.path.isdir(folder):
+                raise ConfigError("is no folder", "give one that every node has", field="folders", value=folder)
+        limits = SandboxLimits(
+            wall_s=_ENDLESS,
+            cpu_s=_ENDLESS,
+            memory_mib=memory_mib,
+            folder_mib=folder_mib,
+            processes=threads,
+            open_files=4096,
+            output_bytes=2 * folder_mib << 20,
+            address_space=False,
+        )
+        path = ":".join([*(f"{os.path.realpath(folder)}/bin" for folder in folders), ENVIRONMENT["PATH"]])
+        given = {"PATH": path, **(environment or {})}
+        box = _Box(
+            tuple(command),
+            stdin,
+            given,
+            answer,
+            None if check is None else tuple(check),
+            status,
+            tuple(folders),
+            isolation,
+            limits,
+        )
+        for words in (command, check or ()):
+            if words and "/" not in words[0] and shutil.which(words[0], path=given["PATH"]) is None:
+                remedy = "install it where the Explorer runs, below /usr or in `folders`"
+                raise ConfigError("there is no such program", remedy, field="command", value=words[0])
+        isolate(isolation, box.folders, lenient=True)
+        super().__init__(partial(_same, box), processes, tool_calls)
+
+
+@dataclass(frozen=True)
+class _Box:
+    """The program's runs, one for each attempt, in a process beside the Explorer."""
+
+    command: tuple[str, ...]
+    stdin: str
+    environment: Mapping[str, str]
+    answer: str | None
+    check: tuple[str, ...] | None
+    status: str
+    folders: tuple[str, ...]
+    isolation: str
+    limits: SandboxLimits
+
+    def run(self, task: Task, access: Access) -> float | str:
+        """Return the reward, or the text that is to be scored."""
+        variables = access.variables(_PORT)
+        values = {"question": task.question, "api_key": access.key, "base_url": variables["OPENAI_BASE_URL"]}
+
+        def filled(text: str) -> str:
+            # Each name once, so that a question which holds one is left as it is.
+            parts = text.split("{")
+            for number, part in enumerate(parts[1:], 1):
+                name, closed, rest = part.partition("}")
+                parts[number] = values[name] + rest if closed and name in values else "{" + part
+            return "".join(parts)
+
+        orders = {
+            "command": [filled(word) for word in self.command],
+            "input": filled(self.stdin),
+            "files": _files(task, "files"),
+            "environment": {**variables, **{name: filled(value) for name, value in self.environment.items()}},
+            "socket": access.socket,
+            "keep": "." if self.check else self.answer,
+        }
+        said = self._in_sandbox(orders)
+        if said["status"] and self.status == "zero":
+            problem = f"the program ended with status {said['status']}: {said['stderr'] or said['output'][-500:]}"
+            raise SandboxFailed(problem, field="command", value=self.command[0])
+        if self.check is None:
+            content = said["files"].get(self.answer, "")
+            return said["output"].strip() if self.answer is None else base64.b64decode(content).decode(errors="replace")
+        files = {**said["files"], **_files(task, "check_files")}
+        checking = {
+            "command": self.check,
+            "input": "",
+            "files": files,
+            "environment": {"PATH": self.environment["PATH"]},
+        }
+        return float(self._in_sandbox({**checking, "socket": None, "keep": None})["status"] == 0)
+
+    def _in_sandbox(self, orders: dict[str, Any]) -> dict[str, Any]:
+        """Run a command to its end. Raises SandboxFailed if it cannot start, or is ended by a limit."""
+        sockets = [] if orders["socket"] is None else [orders["socket"]]
+        sandbox = Sandbox(self.isolation, folders=[*self.folders, *sockets], lenient=True)
+        box = {_BOX: bytecode(program_box.__file__)}
+        stdin = json.dumps(orders).encode() + b"\n"
+        outcome = sandbox.run(box, [*sandbox.python, _BOX], stdin, self.limits)
+        said = json.loads(outcome.stdout) if outcome.succeeded else {"problem": outcome.describe()}
+        if "problem" in said:
+            raise SandboxFailed(said["problem"], field="command", value=orders["command"][0])
+        return {**said, "stderr": outcome.stderr.decode(errors="replace").strip()[-500:]}
+
+
+def _same(box: _Box) -> _Box:
+    return box
+
+
+def _files(task: Task, name: str) -> dict[str, str]:
+    """Return files of a task's metadata, encoded. Raises DataError unless they are texts by paths inside a folder."""
+    files = task.metadata.get(name) or {}
+    if not isinstance(files, dict):
+        raise DataError("is no mapping of paths to texts", field=f"metadata.{name}", value=files)
+    for path, text in files.items():
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or not isinstance(text, str):
+            raise DataError("is no text at a path inside the folder", field=f"metadata.{name}", value=path)
+    return {path: base64.b64encode(text.encode()).decode() for path, text in files.items()}

@@ -1,0 +1,207 @@
+"""Command-line agents as workflows: they run unmodified, reach their model and nothing else, and cost one attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.endpoint.program import Program
+from rayrft.errors import ConfigError
+from rayrft.experience import Task
+from rayrft.explorer.rollout import Runner
+from rayrft.rewards import RewardResult, Transcript
+from rayrft.rewards.sandbox import Sandbox, isolate
+from tests.endpoint.scripted import Policy
+from tests.errors import about
+from tests.explorer.scripted import config
+
+SOURCE = Path(__file__).with_name("program.py").read_text()
+PYTHON = Sandbox().python[0]
+CHECK = "from solution import double\nassert double(4) == 8\n"
+
+
+class Ran:
+    """A runner over a scripted policy, whose workflow is a program; the reward is the length of a response."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], settings: dict[str, Any]) -> None:
+        self.scored: list[str] = []
+        self.policy = Policy(ChatTokenizer(folder), lambda prompt: "dog")
+        limits = {"model.max_length": 200, "explorer.sampling.max_tokens": 32, "explorer.deadline_s": 60.0, **settings}
+        workflow = {"explorer.workflow": "program", "explorer.workflow_options": {"program": options}}
+        self.runner = Runner(config(**limits, **workflow), ChatTokenizer(folder), self.policy, self._score)
+
+    async def _score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
+        responses = [each.response for each in transcripts]
+        self.scored += responses
+        return [RewardResult(float(len(response))) for response in responses]
+
+    async def __call__(self, n: int = 1, question: str = "cat", **metadata: Any) -> Any:
+        files = {"agent.py": SOURCE, **metadata.pop("files", {})}
+        task = Task.create("test", question, "x", metadata={"files": files, **metadata})
+        return await self.runner.run(task, "group", n, 1.0, None)
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, what: str, options: Any = None, **settings: Any) -> AsyncIterator[Ran]:
+    command = {"command": [PYTHON, "-S", "agent.py", what, "{question}"], **(options or {})}
+    ran = Ran(folder, command, settings)
+    yield ran
+    await ran.runner._workflow("program").close()  # type: ignore[attr-defined]
+
+
+async def test_the_calls_of_a_program_are_a_row_and_its_output_is_scored(tiny_model: Path) -> None:
+    async with running(tiny_model, "talks") as ran:
+        rollout = await ran(n=2, question="What {question} says: `$(reboot)`?")
+        assert rollout.problem is None and ran.scored == ["Final: dog"] * 2
+        for row in rollout.rows:
+            assert [turn["content"] for turn in row.turns][::2] == ["What {question} says: `$(reboot)`?", "Sure?"]
+            assert (row.reward, row.stop_reason) == (10.0, "stop")
+
+
+async def test_the_calls_of_what_a_program_starts_are_further_rows(tiny_model: Path) -> None:
+    async with running(tiny_model, "delegates") as ran:
+        rollout = await ran()
+        assert [row.turns[0]["content"] for row in rollout.rows] == ["cat", "Check dog"]
+        assert [row.reward for row in rollout.rows] == [3.0, 3.0] and ran.scored == ["dog"]
+
+
+async def test_a_file_that_a_program_left_is_scored(tiny_model: Path) -> None:
+    async with running(tiny_model, "writes", {"answer": "sub/answer.txt"}) as ran:
+        rollout = await ran(files={"given/hint.txt": "barks"})
+        assert ran.scored == ["dog barks"] and not rollout.failed
+    async with running(tiny_model, "talks", {"answer": "sub/answer.txt"}) as ran:
+        await ran()
+        assert ran.scored == [""]
+
+
+@pytest.mark.parametrize(("what", "reward"), [("solves", 1.0), ("talks", 0.0)])
+async def test_tests_that_a_program_cannot_see_give_its_reward(tiny_model: Path, what: str, reward: float) -> None:
+    check = [PYTHON, "-S", "tests/check.py"]
+    async with running(tiny_model, what, {"check": check, "environment": {"PYTHONPATH": "."}}) as ran:
+        rollout = await ran(check_files={"tests/check.py": f"import sys; sys.path.insert(0, '.')\n{CHECK}"})
+        assert [row.reward for row in rollout.rows] == [reward] and ran.scored == []
+
+
+@pytest.mark.parametrize("isolation", ["bwrap", "unshare"])
+async def test_a_program_reaches_its_model_and_nothing_else(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, isolation: str
+) -> None:
+    try:
+        isolate(isolation, (), lenient=True)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("MY_SECRET_KEY", "abc")
+    server = socket.create_server(("127.0.0.1", 0))
+    environment = {"SERVER": "{}:{}".format(*server.getsockname()), "OUTSIDE": str(tmp_path)}
+    async with running(tiny_model, "looks", {"environment": environment, "isolation": isolation}) as ran:
+        rollout = await ran()
+        assert rollout.problem is None
+        assert [json.loads(each) for each in ran.scored] == [[[], [], 0, False, False]]
+
+
+async def test_a_program_that_fails_or_grows_or_hangs_costs_its_attempt_alone(tiny_model: Path) -> None:
+    async with running(tiny_model, "fails") as ran:
+        rollout = await ran(n=2)
+        assert rollout.failed == {"workflow_error": 2} and "no such customer" in str(rollout.problem)
+    async with running(tiny_model, "fails", {"status": "any"}) as ran:
+        rollout = await ran()
+        assert not rollout.failed and ran.scored == [""]
+    async with running(tiny_model, "grows", {"memory_mib": 256}) as ran:
+        rollout = await ran()
+        assert rollout.failed == {"workflow_error": 1} and "memory" in str(rollout.problem)
+
+
+async def test_a_program_that_hangs_is_killed_with_what_it_started(tiny_model: Path) -> None:
+    async with running(tiny_model, "hangs", **{"explorer.deadline_s": 5.0}) as ran:
+        rollout = await ran()
+        assert rollout.failed == {"timeout": 1}
+        async with asyncio.timeout(20):
+            while _sleeping():  # noqa: ASYNC110 - nobody tells of the end of a process
+                await asyncio.sleep(0.01)
+
+
+def _sleeping() -> list[str]:
+    found = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdigit() and (process / "cmdline").read_bytes() == b"/bin/sleep\x001000\x00":
+                found.append(process.name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["@anthropic-ai/claude-code", "@qwen-code/qwen-code"])
+async def test_real_agents_use_their_tools_and_their_files_are_scored(
+    tiny_model: Path, tmp_path: Path, agent: str
+) -> None:
+    """Each is asked for a file, and told by the scripted policy to write it with its own tool."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("there is no npm to install agents with")
+    os.chmod(tmp_path, 0o755)
+    command = [npm, "install", "--prefix", str(tmp_path), agent]
+    installed = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    if installed.returncode:
+        pytest.skip(f"npm does not install {agent}: {installed.stderr[-200:]}")
+    packages = tmp_path / "node_modules"
+    if "claude" in agent:
+        [program] = packages.glob("@anthropic-ai/claude-code-linux-*/claude")
+        command = [str(program), "--dangerously-skip-permissions", "-p", "{question}"]
+        tool, environment = "Write", {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    else:
+        command = ["node", str(packages / agent / "cli.js"), "-y", "-p", "{question}"]
+        tool, environment = "write_file", {"OPENAI_MODEL": "policy"}
+    options = {"command": command, "environment": environment, "folders": [str(tmp_path)], "answer": "answer.txt"}
+    limits = {"model.max_length": 2_000_000, "explorer.sampling.max_tokens": 400, "explorer.deadline_s": 300.0}
+    ran = Ran(tiny_model, options, limits)
+    call = json.dumps({"name": tool, "arguments": {"file_path": "/box/answer.txt", "content": "forty-two"}})
+    ran.policy.say = lambda prompt: "Done." if "forty-two" in prompt else f"<tool_call>{call}</tool_call>"
+    rollout = await ran(question="Write the answer to everything into answer.txt")
+    await ran.runner._workflow("program").close()  # type: ignore[attr-defined]
+    assert rollout.problem is None and ran.scored == ["forty-two"]
+    [row] = rollout.rows
+    assert [turn["role"] for turn in row.turns][-3:] == ["assistant", "tool", "assistant"]
+    assert row.turns[-1]["content"] == "Done."
+
+
+async def test_stdin_and_environment_have_the_question_and_the_key(tiny_model: Path) -> None:
+    async with running(tiny_model, "reads", {"stdin": "{question} {other}", "environment": {"X": "{api_key}"}}) as ran:
+        await ran()
+        assert ran.scored == ["CAT {OTHER}"]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"command": "claude -p"}, "command"),
+        ({"command": []}, "command"),
+        ({"command": ["no-such-agent"]}, "command"),
+        ({"command": ["sh"], "check": ["no-such-test"]}, "command"),
+        ({"command": ["sh"], "check": []}, "check"),
+        ({"command": ["sh"], "folders": ["/no/such"]}, "folders"),
+        ({"command": ["sh"], "status": "one"}, "status"),
+        ({"command": ["sh"], "isolation": "runsc"}, "isolation"),
+    ],
+)
+def test_a_program_that_cannot_run_is_an_error_before_the_start(options: Any, field: str) -> None:
+    with pytest.raises(ConfigError, check=about(field)):
+        Program(**options)
+
+
+@pytest.mark.parametrize("files", [["a"], {"/etc/x": "y"}, {"../x": "y"}, {"x": 3}])
+async def test_files_outside_of_the_folder_fail_their_attempt(tiny_model: Path, files: Any) -> None:
+    async with running(tiny_model, "talks") as ran:
+        task = Task.create("test", "cat", "x", metadata={"files": files})
+        rollout = await ran.runner.run(task, "group", 1, 1.0, None)
+        assert rollout.failed == {"workflow_error": 1} and "metadata.files" in str(rollout.problem)
