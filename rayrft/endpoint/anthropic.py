@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import model_validator
@@ -52,7 +53,8 @@ class MessagesRequest(ChatRequest):
 
     @model_validator(mode="after")
     def _one_answer(self) -> MessagesRequest:
-        for name in ("n", "logprobs", "response_format", "max_completion_tokens"):  # of chat completions alone
+        # Parameters of chat completions alone.
+        for name in ("n", "logprobs", "top_logprobs", "response_format", "max_completion_tokens"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise UnsupportedParameter(name, "is not supported")
         return self
@@ -114,8 +116,8 @@ def _tool(tool: Any) -> Any:
 class MessagesReply(ReplyForm):
     """The form of ``/v1/messages``: one answer as blocks of thinking, text and calls of tools."""
 
-    def __init__(self, ask: CheckedRequest, model: str, tokenizer: ChatTokenizer) -> None:
-        super().__init__(ask, model, tokenizer)
+    def __init__(self, asks: Sequence[CheckedRequest], model: str, tokenizer: ChatTokenizer) -> None:
+        super().__init__(asks, model, tokenizer)
         self._common |= {"type": "message", "role": "assistant", "stop_sequence": None}
         self._blocks = 0
         """Number of blocks that the stream has begun."""

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from contextvars import Context
 from dataclasses import asdict
 from typing import Any
 
 import ray
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from ray.exceptions import RayTaskError
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.anthropic import MessagesRequest, TokenCountRequest, as_anthropic
-from rayrft.endpoint.keeper import SessionKeeper
+from rayrft.endpoint.keeper import RemoteSessions
 from rayrft.endpoint.protocol import ChatRequest, CompletionRequest, FeedbackRequest, ResponsesRequest, Sampled
 from rayrft.endpoint.responder import Responder
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.explorer.engines.client import EngineClient
-from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, root_cause
+from rayrft.runtime.handle import Handle
 from rayrft.runtime.serving.applications import Owner
 from rayrft.runtime.serving.http import ApiError, EventStream, Handler, HttpService, Route, key_of, parse
 from rayrft.runtime.waits import Waits
@@ -81,11 +78,11 @@ class PolicyEndpoint(HttpService):
             headers = {"X-Session-Id": session} if session.isascii() and session.isprintable() else {}
             key = key_of(request)
             record = self._settings.any_model or (body.store and not key.startswith(PRIVATE))
-            ask = await self._responder.begin(body, response, session, task, record=record)
+            asks = await self._responder.begin(body, response, session, task, record=record)
             if body.stream:
                 last = {"last": ""} if model is MessagesRequest else {}
-                return EventStream(self._responder.events(ask), headers, **last)
-            return JSONResponse(await self._responder.whole(ask, request), headers=headers)
+                return EventStream(self._responder.events(asks), headers, **last)
+            return JSONResponse(await self._responder.whole(asks, request), headers=headers)
 
         return handle
 
@@ -93,7 +90,7 @@ class PolicyEndpoint(HttpService):
 
     async def _count_tokens(self, request: Request) -> Response:
         body = parse(TokenCountRequest, await self.body(request))
-        ask = await self._responder.begin(body, "msg_", "", None, record=False)
+        [ask] = await self._responder.begin(body, "msg_", "", None, record=False)
         return JSONResponse({"input_tokens": len(ask.prompt)})
 
     async def _feedback(self, request: Request) -> Response:
@@ -137,25 +134,6 @@ class PolicyEndpoint(HttpService):
         return {"id": self._settings.model, **about, "max_model_len": self._settings.max_length}
 
 
-class _RemoteSessions:
-    """The sessions in the keeper's actor. Calls run outside of the request's context, or Ray would cancel them with the
-    request, whose end the keeper must know; their errors are without Ray's wrappers."""
-
-    def __init__(self, keeper: Handle[SessionKeeper]) -> None:
-        self._keeper = keeper
-
-    def __getattr__(self, name: str) -> Any:
-        async def call(*args: Any) -> Any:
-            try:
-                return await Context().run(self._keeper.call, getattr(SessionKeeper, name), *args)
-            except RayTaskError as error:
-                raise error.cause from None
-            except ray_api.ACTOR_ERRORS as error:
-                raise root_cause(error, "keeper") from None
-
-        return call
-
-
 def build_endpoint(
     count: Callable[[str], None], model: str, settings: EndpointSettings, pool: Owner, keeper: str | None
 ) -> PolicyEndpoint:
@@ -167,7 +145,7 @@ def build_endpoint(
 
     responder = Responder(
         EngineClient(handle(pool.name), Waits("endpoint"), 1 / settings.config.replicas),
-        _RemoteSessions(handle(keeper)) if keeper is not None else None,
+        RemoteSessions(handle(keeper)) if keeper is not None else None,
         ChatTokenizer(model, template=settings.template),
         settings,
     )

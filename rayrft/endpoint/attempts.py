@@ -28,7 +28,7 @@ from rayrft.endpoint.recording import Call, Conversation, OpenCall, SessionRows
 from rayrft.endpoint.responder import Responder
 from rayrft.endpoint.sessions import SessionStats
 from rayrft.endpoint.settings import EndpointSettings
-from rayrft.errors import ActorDied, DataError, FeedbackRefused, ModelError
+from rayrft.errors import ActorDied, DataError, FeedbackRefused, ModelError, RequestRefused
 from rayrft.explorer.engines.exchange import Completion, Request, Session, TokenCallback
 from rayrft.explorer.trajectory import ContextFull, Model, Trajectory
 from rayrft.rewards import RewardResult
@@ -104,6 +104,9 @@ class ApplicationAttempt:
     async def generate(
         self, request: Request, sessions: Sequence[Session] = (), on_tokens: TokenCallback | None = None
     ) -> list[Completion]:
+        if request.alternatives or request.scored:
+            problem = "attempts are sampled without the log-probs of other tokens and of prompts"
+            raise RequestRefused(problem, "ask for the log-probs of the answer alone", field="top_logprobs")
         answers = (self._model.generate(request.prompt, (), request.sampling.max_tokens) for _ in range(request.n))
         try:
             return await asyncio.gather(*answers)

@@ -94,7 +94,7 @@ class AnswerText:
             self.text, self.stopped_at = self.text[: min(found)], len(self._ids)
 
 
-def truncate_answer(completion: Completion, tokens: int | None) -> Completion:
+def truncate_answer(completion: Completion, tokens: int | None, stop_reason: str = "stop") -> Completion:
     """Return an answer up to the number of tokens at which it was stopped; without a number, all of it."""
     if tokens is None:
         return completion
@@ -103,8 +103,9 @@ def truncate_answer(completion: Completion, tokens: int | None) -> Completion:
         completion,
         token_ids=completion.token_ids[:tokens],
         logprobs=completion.logprobs[:tokens],
+        alternatives=completion.alternatives[:tokens],
         versions=tuple(span for span in versions if span[0] < span[1]),
-        stop_reason="stop",
+        stop_reason=stop_reason,
     )
 
 

@@ -8,21 +8,29 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextvars import Context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+from ray.exceptions import RayTaskError
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.config.serve import ServeConfig
-from rayrft.endpoint.recording import Call, Conversation, OpenCall
+from rayrft.endpoint.recording import OpenCall
 from rayrft.endpoint.sessions import Sessions, SessionStats
 from rayrft.experience import to_batch
 from rayrft.explorer.scoring import ScoredGroup
-from rayrft.runtime.handle import Handle, Watched, once
+from rayrft.runtime import ray_api
+from rayrft.runtime.handle import Handle, Watched, once, root_cause
+from rayrft.runtime.waits import settle
+
+R = TypeVar("R")
+
+Change = Literal["begin", "answered", "failed"]
+"""The method of `Sessions` that begins or ends a call."""
 
 
 class SessionKeeper(Watched):
@@ -76,22 +84,14 @@ class SessionKeeper(Watched):
             self._forgetting = asyncio.create_task(self._forget_old(self._keep_days))
             self._forgetting.add_done_callback(self._sent)
 
-    async def begin(self, session: str, task: str | None, conversation: Conversation) -> OpenCall:
-        """Begin a call of a session."""
-        begun = self._sessions.begin(session, task, conversation, time.monotonic())
-        self._note_count()
-        self._changed.set()  # this call may be the first to be given up
-        return begun
+    async def change(self, changes: list[tuple[Change, tuple[Any, ...]]]) -> list[OpenCall | None]:
+        """Begin and end calls in this order, by the arguments of the methods of `Sessions` but the time.
 
-    async def answered(self, begun: OpenCall, call: Call) -> None:
-        """End a call with its answers."""
-        self._sessions.answered(begun, call, time.monotonic())
-        self._send()
-
-    async def failed(self, begun: OpenCall, reason: str) -> None:
-        """End a call without an answer."""
-        self._sessions.failed(begun, reason, time.monotonic())
-        self._send()
+        Returns the begun calls.
+        """
+        results = [getattr(self._sessions, name)(*args, time.monotonic()) for name, args in changes]
+        self._send()  # a begun call may be the first to be given up
+        return results
 
     async def opted_out(self, rows: int) -> None:
         """Count answers that their client does not want to be kept."""
@@ -186,3 +186,64 @@ class SessionKeeper(Watched):
                 self._discards += 1
                 await self._buffer.call(Buffer.discard, f"{self._attempt}/{self._discards}", dict(dropped))
                 self._note_count(dropped.total())
+
+
+class RemoteSessions:
+    """The sessions in the keeper's actor. Calls run outside of the request's context, or Ray would cancel them with the
+    request, whose end the keeper must know; their errors are without Ray's wrappers.
+
+    Changes travel together: those that come while a call is open wait for its end.
+    """
+
+    def __init__(self, keeper: Handle[SessionKeeper]) -> None:
+        self._keeper = keeper
+        self._unsent: list[tuple[Change, tuple[Any, ...], asyncio.Future[Any]]] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    async def begin(self, *args: Any) -> OpenCall:
+        begun: OpenCall = await self._change("begin", *args)
+        return begun
+
+    async def answered(self, *args: Any) -> None:
+        await self._change("answered", *args)
+
+    async def failed(self, *args: Any) -> None:
+        await self._change("failed", *args)
+
+    async def opted_out(self, rows: int) -> None:
+        await self._call(SessionKeeper.opted_out, rows)
+
+    async def forget(self, name: str) -> tuple[int, int]:
+        return await self._call(SessionKeeper.forget, name)
+
+    async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
+        return await self._call(SessionKeeper.feedback, name, reward, components)
+
+    async def stats(self) -> SessionStats:
+        return await self._call(SessionKeeper.stats)
+
+    async def _call(self, method: Callable[..., Coroutine[Any, Any, R]], *args: Any) -> R:
+        try:
+            return await Context().run(self._keeper.call, method, *args)
+        except RayTaskError as error:
+            raise error.cause from None
+        except ray_api.ACTOR_ERRORS as error:
+            raise root_cause(error, "keeper") from None
+
+    async def _change(self, name: Change, *args: Any) -> Any:
+        changed = asyncio.get_running_loop().create_future()
+        self._unsent.append((name, args, changed))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send(), context=Context())
+        return await changed
+
+    async def _send(self) -> None:
+        while self._unsent:
+            sent, self._unsent = self._unsent, []
+            try:
+                results: list[Any] = await self._call(SessionKeeper.change, [change[:2] for change in sent])
+            except Exception as error:  # raised in the callers
+                results = [error] * len(sent)
+            for (*_, changed), result in zip(sent, results, strict=True):
+                settle(changed, result)
+        self._sending = None

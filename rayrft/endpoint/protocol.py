@@ -13,9 +13,9 @@ from rayrft.runtime.serving.http import UnsupportedParameter
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
-    **dict.fromkeys(("top_logprobs", "prompt_logprobs"), (0,)),
+    "prompt_logprobs": (0,),
     **dict.fromkeys(("length_penalty", "best_of"), (1,)),
-    **dict.fromkeys(("use_beam_search", "background", "ignore_eos", "continue_final_message", "echo"), (False,)),
+    **dict.fromkeys(("use_beam_search", "background", "ignore_eos", "continue_final_message"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
     "function_call": ("auto", "none"),
     **dict.fromkeys(("functions", "stop_token_ids"), ([],)),
@@ -51,6 +51,9 @@ class RequestMetadata(_Body):
 Limit = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1)]
+_MOST_ALTERNATIVES = 20
+"""As many as vLLM returns by default."""
 
 
 class Sampled(_Body):
@@ -95,7 +98,8 @@ class Sampled(_Body):
         return self.max_tokens
 
     @property
-    def wants_logprobs(self) -> bool:
+    def alternatives(self) -> int | None:
+        """The number of most probable tokens to show for every token; None: no log-probs are shown."""
         raise NotImplementedError
 
     @property
@@ -204,11 +208,14 @@ class ChatRequest(Sampled):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
     max_completion_tokens: Limit | None = None
     logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=_MOST_ALTERNATIVES)
     response_format: ResponseFormat = ResponseFormat()
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] = "auto"
 
     @model_validator(mode="after")
     def _tools(self) -> ChatRequest:
+        if self.top_logprobs and self.alternatives is None:
+            raise UnsupportedParameter("top_logprobs", "needs the log-probs of the answer")
         if not all(_has_name(tool) for tool in self.tools):
             raise UnsupportedParameter("tools", "has an entry that is not a function with a name")
         if self.must_call and not self.called_tools:
@@ -254,8 +261,8 @@ class ChatRequest(Sampled):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def shown_tools(self) -> tuple[dict[str, Any], ...]:
@@ -309,29 +316,35 @@ class ResponsesRequest(ChatRequest):
         return self.max_output_tokens
 
     @property
-    def wants_logprobs(self) -> bool:
-        return "message.output_text.logprobs" in self.include
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if "message.output_text.logprobs" in self.include else None
 
 
 class CompletionRequest(Sampled):
-    """The body of ``/v1/completions``: the prompt is one text, or the ids of its tokens."""
+    """The body of ``/v1/completions``: a prompt is a text, or the ids of its tokens."""
 
-    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1)]
-    logprobs: int | None = Field(None, ge=0, le=1)
+    prompts: list[Prompt] = Field(alias="prompt", min_length=1, max_length=1024)
+    logprobs: int | None = Field(None, ge=0, le=_MOST_ALTERNATIVES)
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool = False
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompts", mode="before")
     @classmethod
     def _one_prompt(cls, prompt: Any) -> Any:
-        """Unpack a list with a single prompt."""
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            if len(prompt) > 1:
-                raise UnsupportedParameter("prompt", "is not one prompt: send a request for each")
-            return prompt[0]
-        return prompt
+        """Return a list of prompts."""
+        return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
+
+    @model_validator(mode="after")
+    def _scored(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise UnsupportedParameter("max_tokens", "must be at least 1 without 'echo'")
+        if self.echo and self.stream and self.logprobs is not None:
+            raise UnsupportedParameter("echo", "cannot be streamed with log-probs")
+        return self
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
 
 class FeedbackRequest(_Body):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.decoding import DecodedMessage
-from rayrft.endpoint.protocol import ChatRequest, Sampled
+from rayrft.endpoint.protocol import ChatRequest, CompletionRequest, Sampled
 from rayrft.endpoint.recording import Conversation, OpenCall, Prefix
 from rayrft.experience import TRUNCATED
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling
@@ -20,7 +22,7 @@ from rayrft.runtime.serving.http import ApiError
 
 @dataclass(frozen=True)
 class CheckedRequest:
-    """A checked request; ``turns`` are the messages after the prefix."""
+    """One prompt of a checked request; ``turns`` are the messages after the prefix."""
 
     body: Sampled
     response: str
@@ -32,6 +34,8 @@ class CheckedRequest:
     trained: bool
     form: CallFormat | None
     """The form of calls of tools, if it has tools."""
+    first: int = 0
+    """The index of its first answer in the response."""
 
     @property
     def prefix(self) -> Prefix | None:
@@ -63,11 +67,13 @@ class DecodedAnswer:
 
 
 class ReplyForm(ABC):
-    """The form of a response: whole, or as the events of a stream, in the order of the methods."""
+    """The form of a response to the prompts of a request: whole, or as the events of a stream, in the order of the
+    methods."""
 
-    def __init__(self, ask: CheckedRequest, model: str, tokenizer: ChatTokenizer) -> None:
-        self._ask, self._tokenizer = ask, tokenizer
-        self._common: dict[str, Any] = {"id": ask.response, "model": model}
+    def __init__(self, asks: Sequence[CheckedRequest], model: str, tokenizer: ChatTokenizer) -> None:
+        self._asks, self._tokenizer = asks, tokenizer
+        self._ask = asks[0]
+        self._common: dict[str, Any] = {"id": self._ask.response, "model": model}
 
     @abstractmethod
     def whole(self, answers: list[DecodedAnswer]) -> dict[str, Any]:
@@ -95,31 +101,36 @@ class ReplyForm(ABC):
 
     def _entries(self, tokens: Chunk | Completion) -> list[dict[str, Any]] | None:
         """Return sampled tokens with their log-probs in the form of the API; None if the request wants none."""
-        if not self._ask.body.wants_logprobs:
+        if self._ask.body.alternatives is None:
             return None
-        texts = [self._tokenizer.decode([token]) for token in tokens.token_ids]
+        others = tokens.alternatives or ((),) * len(tokens.token_ids)
         return [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, tokens.logprobs, strict=True)
+            {**self._entry(token, value), "top_logprobs": [self._entry(*each) for each in best]}
+            for token, value, best in zip(tokens.token_ids, tokens.logprobs, others, strict=True)
         ]
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     def _usage(self, answers: list[DecodedAnswer]) -> tuple[int, int]:
         """Return the numbers of tokens of the prompt and of the answers."""
-        return len(self._ask.prompt), sum(len(answer.completion.token_ids) for answer in answers)
+        prompts = sum(len(ask.prompt) for ask in self._asks)
+        return prompts, sum(len(answer.completion.token_ids) for answer in answers)
 
 
 class ChoicesReply(ReplyForm):
     """The form of ``/v1/chat/completions`` and ``/v1/completions``."""
 
-    def __init__(self, ask: CheckedRequest, model: str, tokenizer: ChatTokenizer) -> None:
-        super().__init__(ask, model, tokenizer)
-        self._chat = isinstance(ask.body, ChatRequest)
+    def __init__(self, asks: Sequence[CheckedRequest], model: str, tokenizer: ChatTokenizer) -> None:
+        super().__init__(asks, model, tokenizer)
+        self._chat = isinstance(self._ask.body, ChatRequest)
         self._common["created"] = int(time.time())
 
     def whole(self, answers: list[DecodedAnswer]) -> dict[str, Any]:
         choices = []
         for index, answer in enumerate(answers):
-            logprobs = self._logprobs(answer.completion)
+            logprobs = self._logprobs(answer.completion, self._of(index).prompt)
             choice = {"index": index, "logprobs": logprobs, "finish_reason": _finish_reason(answer)}
             if self._chat:
                 calls = list(answer.message.tool_calls)
@@ -128,13 +139,14 @@ class ChoicesReply(ReplyForm):
                 said |= {"reasoning_content": answer.message.reasoning} if answer.message.reasoning else {}
                 choices.append({**choice, "message": {**said, **({"tool_calls": calls} if calls else {})}})
             else:
-                choices.append({**choice, "text": answer.text})
+                choices.append({**choice, "text": self._echo(index) + answer.text})
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._common, "object": kind, "choices": choices, "usage": self._counts(answers)}
 
     def begin(self) -> list[str]:
-        said = {"role": "assistant", "content": ""} if self._chat else ""
-        return [self._choice(index, said) for index in range(self._ask.body.n)]
+        said = {"role": "assistant", "content": ""}
+        count = len(self._asks) * self._ask.body.n
+        return [self._choice(index, said if self._chat else self._echo(index)) for index in range(count)]
 
     def piece(self, piece: TextPiece) -> list[str]:
         if not self._chat:
@@ -145,7 +157,7 @@ class ChoicesReply(ReplyForm):
 
     def end(self, answer: DecodedAnswer) -> list[str]:
         tail, events = answer.tail, list[str]()
-        if tail.text or tail.reasoning or (tail.chunk.token_ids and self._ask.body.wants_logprobs):
+        if tail.text or tail.reasoning or (tail.chunk.token_ids and self._ask.body.alternatives is not None):
             events = self.piece(tail)
         for number, call in enumerate(answer.message.tool_calls):
             events.append(self._choice(tail.index, {"tool_calls": [{"index": number, **call}]}))
@@ -164,14 +176,39 @@ class ChoicesReply(ReplyForm):
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return as_event({**self._common, "object": kind, **fields})
 
-    def _logprobs(self, tokens: Chunk | Completion) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Chunk | Completion, prompt: Sequence[int] = ()) -> dict[str, Any] | None:
         entries = self._entries(tokens)
         if entries is None:
             return None
         if self._chat:
             return {"content": entries, "refusal": None}
-        texts, values = [each["token"] for each in entries], [each["logprob"] for each in entries]
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
+        echoed = list[dict[str, Any]]()
+        if isinstance(tokens, Completion) and tokens.prompt is not None:
+            first = {**self._entry(prompt[0], 0.0), "logprob": None, "top_logprobs": None}
+            echoed = [first, *(self._entries(tokens.prompt) or [])]
+        shown = [*echoed, *entries]
+        texts = [each["token"] for each in shown]
+        best = [
+            each["top_logprobs"] and {other["token"]: other["logprob"] for other in [*each["top_logprobs"], each]}
+            for each in shown
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": [each["logprob"] for each in shown],
+            "top_logprobs": best if self._ask.body.alternatives else None,
+            "text_offset": [*accumulate(map(len, texts[:-1]), initial=0)] if texts else [],
+        }
+
+    def _of(self, index: int) -> CheckedRequest:
+        """Return the prompt of an answer."""
+        return self._asks[index // self._ask.body.n]
+
+    def _echo(self, index: int) -> str:
+        """Return the text before an answer: its prompt, if the request wants it."""
+        ask = self._of(index)
+        if not isinstance(ask.body, CompletionRequest) or not ask.body.echo:
+            return ""
+        return ask.conversation if isinstance(ask.conversation, str) else self._tokenizer.decode(ask.prompt)
 
     def _counts(self, answers: list[DecodedAnswer]) -> dict[str, int]:
         prompt, sampled = self._usage(answers)

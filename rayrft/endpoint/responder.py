@@ -15,7 +15,14 @@ from rayrft.data.reasoning import ReasoningSplit
 from rayrft.data.tokenizer import ChatTokenizer, fills
 from rayrft.endpoint.anthropic import MessagesReply, MessagesRequest
 from rayrft.endpoint.decoding import AnswerText, decode_message, truncate_answer
-from rayrft.endpoint.protocol import ChatMessage, ChatRequest, CompletionRequest, ResponsesRequest, Sampled
+from rayrft.endpoint.protocol import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    Prompt,
+    ResponsesRequest,
+    Sampled,
+)
 from rayrft.endpoint.recording import Call, Choice, Conversation, OpenCall, canonical_messages
 from rayrft.endpoint.replies import CheckedRequest, ChoicesReply, DecodedAnswer, ReplyForm, TextPiece
 from rayrft.endpoint.responses import ResponseReply
@@ -75,8 +82,26 @@ class Responder:
 
     async def begin(
         self, body: Sampled, response: str, session: str, task: str | None, *, record: bool = True
+    ) -> list[CheckedRequest]:
+        """Check a request; with ``record``, begin a call in its session for each of its prompts."""
+        prompts: list[Prompt | None] = [*body.prompts] if isinstance(body, CompletionRequest) else [None]
+        named = (session, task) if record else None
+        checking = [
+            asyncio.ensure_future(self._checked(body, prompt, response, named, number * body.n))
+            for number, prompt in enumerate(prompts)
+        ]
+        try:
+            return await asyncio.gather(*checking)
+        except BaseException as error:
+            await cancel(*checking)  # those that failed, or were cancelled, have ended their calls
+            begun = [each.result() for each in checking if not each.cancelled() and not each.exception()]
+            await self._failed(begun, error)
+            raise
+
+    async def _checked(
+        self, body: Sampled, prompt: Prompt | None, response: str, named: tuple[str, str | None] | None, first: int
     ) -> CheckedRequest:
-        """Check a request; with ``record``, begin its call in its session."""
+        """Check one prompt of a request, or its messages; begin its call in the session that is ``named``."""
         sampling, trained = self._sampling(body)
         if isinstance(body, ChatRequest):
             options = body.chat_template_kwargs
@@ -84,14 +109,13 @@ class Responder:
             conversation: Conversation = canonical_messages([head, *(each.plain() for each in body.messages)])
             turns = tuple(each.for_display() for each in body.messages)
         else:
-            assert isinstance(body, CompletionRequest)
-            prompt = body.prompt
+            assert prompt is not None
             conversation = prompt if isinstance(prompt, str) else tuple(prompt)
             turns = (
                 {"role": "user", "content": prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)},
             )
-        begun = await self._begun(session, task, conversation) if record else None
-        ask = CheckedRequest(body, response, begun, conversation, turns, [], sampling, trained, None)
+        begun = await self._begun(*named, conversation) if named is not None else None
+        ask = CheckedRequest(body, response, begun, conversation, turns, [], sampling, trained, None, first)
 
         async def checked() -> CheckedRequest:
             tools = isinstance(body, ChatRequest) and body.shown_tools
@@ -113,22 +137,23 @@ class Responder:
                     code="context_length_exceeded",
                     param="messages" if isinstance(body, ChatRequest) else "prompt",
                 )
-            limit = min(body.limit or self.settings.sampling.max_tokens, room)
+            most = self.settings.sampling.max_tokens if body.limit is None else max(1, body.limit)
+            limit = min(most, room)
             return replace(ask, prompt=ids, turns=new_turns, sampling=replace(sampling, max_tokens=limit), form=form)
 
-        return await self._or_failed(ask, checked())
+        return await self._or_failed([ask], checked())
 
-    async def whole(self, ask: CheckedRequest, request: Request) -> dict[str, Any]:
+    async def whole(self, asks: list[CheckedRequest], request: Request) -> dict[str, Any]:
         """Return the body of the response; stop if the client of ``request`` goes away."""
-        answers = await self._or_failed(ask, unless_gone(request, self._answers(ask, None)))
-        return self._reply(ask).whole(answers)
+        answers = await self._or_failed(asks, unless_gone(request, self._answers(asks, None)))
+        return self._reply(asks).whole(answers)
 
-    async def events(self, ask: CheckedRequest) -> AsyncIterator[str]:
+    async def events(self, asks: list[CheckedRequest]) -> AsyncIterator[str]:
         """Yield the events of a streamed response; the last ones once the call is recorded."""
         pieces: asyncio.Queue[TextPiece | None] = asyncio.Queue()
-        answering = asyncio.ensure_future(self._or_failed(ask, self._answers(ask, pieces.put_nowait)))
+        answering = asyncio.ensure_future(self._or_failed(asks, self._answers(asks, pieces.put_nowait)))
         answering.add_done_callback(lambda _: pieces.put_nowait(None))
-        reply = self._reply(ask)
+        reply = self._reply(asks)
         try:
             for event in reply.begin():
                 yield event
@@ -215,20 +240,31 @@ class Responder:
         ids = tokenizer.tokens(rest, begins=prefix is None) if isinstance(rest, str) else rest
         return [*(prefix.token_ids if prefix is not None else ()), *ids], ({"role": "user", "content": text},)
 
-    async def _answers(self, ask: CheckedRequest, show: Callable[[TextPiece], None] | None) -> list[DecodedAnswer]:
-        """Sample the answers: in one request, or in one for each if they are streamed or have stop strings."""
+    async def _answers(
+        self, asks: list[CheckedRequest], show: Callable[[TextPiece], None] | None
+    ) -> list[DecodedAnswer]:
+        """Sample the answers to all prompts, and record them."""
+        async with asyncio.timeout(self._config.deadline_s), asyncio.TaskGroup() as group:
+            answering = [group.create_task(self._answers_to(ask, show)) for ask in asks]
+        sampled = [each.result() for each in answering]
+        for ask, (answers, engine) in zip(asks, sampled, strict=True):
+            await self._record(ask, answers, engine)
+        return [answer for answers, _ in sampled for answer in answers]
+
+    async def _answers_to(
+        self, ask: CheckedRequest, show: Callable[[TextPiece], None] | None
+    ) -> tuple[list[DecodedAnswer], str | None]:
+        """Sample the answers to one prompt: in one request, or in one for each if they are streamed or have stop
+        strings. Return also the engine of the first."""
         sessions = [Session(ask.prefix.engine if ask.prefix is not None else None) for _ in range(ask.body.n)]
-        async with asyncio.timeout(self._config.deadline_s):
-            if show is None and not ask.body.stops:
-                request = exchange.Request(ask.prompt, ask.body.n, ask.sampling)
-                completions = await self.engines.generate(request, sessions)
-                answers = [await self._finished(ask, index, each, None) for index, each in enumerate(completions)]
-            else:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._stream(ask, *each, show)) for each in enumerate(sessions)]
-                answers = [task.result() for task in tasks]
-        await self._record(ask, answers, sessions[0].engine)
-        return answers
+        if show is None and not ask.body.stops:
+            completions = await self.engines.generate(_request(ask, ask.body.n), sessions)
+            answers = [await self._finished(ask, index, each, None) for index, each in enumerate(completions)]
+        else:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._stream(ask, *each, show)) for each in enumerate(sessions)]
+            answers = [task.result() for task in tasks]
+        return answers, sessions[0].engine
 
     async def _stream(
         self, ask: CheckedRequest, index: int, session: Session, show: Callable[[TextPiece], None] | None
@@ -244,13 +280,12 @@ class Responder:
             before = text.tokens
             if text.add(chunk.token_ids):
                 session.interrupt()
-            if show is not None and ((piece := text.show()) or ask.body.wants_logprobs):
-                count = text.tokens - before
+            if show is not None and ((piece := text.show()) or ask.body.alternatives is not None):
                 reasoning, piece = split.add(piece) if split is not None else ("", piece)
-                show(TextPiece(index, piece, Chunk(chunk.token_ids[:count], chunk.logprobs[:count]), reasoning))
+                show(TextPiece(ask.first + index, piece, chunk.cut(0, text.tokens - before), reasoning))
 
         seed = None if ask.sampling.seed is None else ask.sampling.seed + index
-        request = exchange.Request(ask.prompt, 1, replace(ask.sampling, seed=seed), stream=True)
+        request = replace(_request(ask, 1), sampling=replace(ask.sampling, seed=seed), stream=True)
         [completion] = await self.engines.generate(request, [session], on_tokens)
         return await self._finished(ask, index, completion, text, split)
 
@@ -263,23 +298,26 @@ class Responder:
         split: ReasoningSplit | None = None,
     ) -> DecodedAnswer:
         """Return a complete answer; ``text`` has the tokens that were streamed, ``split`` what was shown of them."""
+        index += ask.first
+        if ask.body.limit == 0:
+            completion = truncate_answer(completion, 0, "length")
+        streamed = text.tokens if text is not None else 0
         if text is None:
             whole = self._opening(ask) + self._tokenizer.decode(list(completion.token_ids))
-            tail = TextPiece(index, whole, Chunk(completion.token_ids, completion.logprobs))
+            tail = whole
         else:
-            streamed = text.tokens
             text.add(completion.token_ids[streamed:])
             completion = truncate_answer(completion, text.stopped_at)
-            rest = Chunk(completion.token_ids[streamed:], completion.logprobs[streamed:])
-            tail = TextPiece(index, text.end(), rest)
-            whole = text.text
+            tail, whole = text.end(), text.text
         tools = ask.body.shown_tools if isinstance(ask.body, ChatRequest) else ()
         found = await decode_message(whole, ask.form, tools, split=self._splits(ask))
-        shown = len(whole) - len(tail.text)
+        shown = len(whole) - len(tail)
         if split is not None:
             shown = len(split.content)
         reasoning = found.reasoning[len(split.reasoning) if split is not None else 0 :]
-        return DecodedAnswer(completion, whole, found, replace(tail, text=found.content[shown:], reasoning=reasoning))
+        tokens = Chunk(completion.token_ids, completion.logprobs, alternatives=completion.alternatives)
+        piece = TextPiece(index, found.content[shown:], tokens.cut(streamed), reasoning)
+        return DecodedAnswer(completion, whole, found, piece)
 
     def _splits(self, ask: CheckedRequest) -> bool:
         return self._config.reasoning == "split" and isinstance(ask.body, ChatRequest)
@@ -307,17 +345,28 @@ class Responder:
         call = Call(ask.response, tuple(ask.prompt), ask.conversation, ask.turns, tuple(choices), ask.trained, engine)
         await self.sessions.answered(ask.begun, call)
 
-    async def _or_failed(self, ask: CheckedRequest, work: Coroutine[Any, Any, R]) -> R:
-        """Return the result of ``work``; if that fails, end the call in its session."""
+    async def _or_failed(self, asks: list[CheckedRequest], work: Coroutine[Any, Any, R]) -> R:
+        """Return the result of ``work``; if that fails, end the calls in their session."""
         try:
             return await work
         except BaseException as error:
+            await self._failed(asks, error)
+            raise
+
+    async def _failed(self, asks: list[CheckedRequest], error: BaseException) -> None:
+        for ask in asks:
             if self.sessions is not None and ask.begun is not None:
                 with contextlib.suppress(Exception):  # the first error is raised
                     await asyncio.shield(self.sessions.failed(ask.begun, api_error(error).code))
-            raise
 
-    def _reply(self, ask: CheckedRequest) -> ReplyForm:
+    def _reply(self, asks: list[CheckedRequest]) -> ReplyForm:
         forms: dict[type[Sampled], type[ReplyForm]] = {ResponsesRequest: ResponseReply, MessagesRequest: MessagesReply}
-        form = forms.get(type(ask.body), ChoicesReply)
-        return form(ask, self.settings.model, self._tokenizer)
+        form = forms.get(type(asks[0].body), ChoicesReply)
+        return form(asks, self.settings.model, self._tokenizer)
+
+
+def _request(ask: CheckedRequest, n: int) -> exchange.Request:
+    """Return the request of an engine for ``n`` answers."""
+    alternatives = ask.body.alternatives
+    scored = isinstance(ask.body, CompletionRequest) and ask.body.echo and alternatives is not None
+    return exchange.Request(ask.prompt, n, ask.sampling, alternatives=alternatives or 0, scored=scored)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rayrft.data.tokenizer import ChatTokenizer
@@ -15,8 +15,9 @@ Item = dict[str, Any]
 class ResponseReply(ReplyForm):
     """The form of ``/v1/responses``."""
 
-    def __init__(self, ask: CheckedRequest, model: str, tokenizer: ChatTokenizer) -> None:
-        super().__init__(ask, model, tokenizer)
+    def __init__(self, asks: Sequence[CheckedRequest], model: str, tokenizer: ChatTokenizer) -> None:
+        super().__init__(asks, model, tokenizer)
+        [ask] = asks
         self._common |= {
             "object": "response",
             "created_at": int(time.time()),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,17 @@ class Policy:
                     break
                 sent.append(token)
                 if told is not None and number < len(ids):  # the last one comes with the answer
-                    told(Chunk((token,), (-0.5,), (self.version,)))
-        return Completion(tuple(sent), (-0.5,) * len(sent), ((0, len(sent), self.version),), reason)
+                    told(replace(scored([token], request.alternatives), versions=(self.version,)))
+        prompt = scored(request.prompt[1:], request.alternatives) if request.scored else None
+        tokens = scored(sent, request.alternatives)
+        versions = ((0, len(sent), self.version),)
+        return Completion(tokens.token_ids, tokens.logprobs, versions, reason, tokens.alternatives, prompt)
+
+
+def scored(token_ids: Sequence[int], alternatives: int) -> Chunk:
+    """Tokens of log-prob -0.5 each, and before it in probability the tokens 7, 8, 9 and so on."""
+    others = tuple((7 + rank, -0.1 * (rank + 1)) for rank in range(alternatives))
+    return Chunk(tuple(token_ids), (-0.5,) * len(token_ids), (), (others,) * len(token_ids) if others else ())
 
 
 class LocalSessions:

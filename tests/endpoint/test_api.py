@@ -52,6 +52,60 @@ async def test_the_official_client_gets_answers_models_and_usage(served: Served)
     assert ids.usage and ids.usage.prompt_tokens == 3 and served.policy.requests[-1].prompt == [7, 8, 9]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_most_probable_tokens_are_shown_of_every_token(served: Served, stream: bool) -> None:
+    options: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
+    if stream:
+        choices = [choice for chunk in await streamed(served, **options) for choice in chunk.choices]
+    else:
+        choices = (await served.client.chat.completions.create(model=MODEL, messages=USER, **options)).choices
+    entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content or []]
+    assert len(entries) == 6
+    decode = served.policy.tokenizer.decode
+    for entry in entries:
+        assert [(each.token, each.logprob) for each in entry.top_logprobs] == [(decode([7]), -0.1), (decode([8]), -0.2)]
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        await served.client.chat.completions.create(model=MODEL, messages=USER, top_logprobs=2)
+
+
+async def test_prompts_in_a_list_are_echoed_with_their_logprobs_each_a_row_of_the_session(served: Served) -> None:
+    hf = served.policy.tokenizer.hf
+    first, second = hf.encode("hi you", add_special_tokens=False), hf.encode("hey", add_special_tokens=False)
+    answer = await served.client.completions.create(
+        model=MODEL, prompt=[first, second], n=2, echo=True, logprobs=2, max_tokens=1, user="s"
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == ["hi youh", "hi youh", "heyh", "heyh"]
+    assert answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (9, 4)
+    for choice, ids in zip(answer.choices, [first, first, second, second], strict=True):
+        shown = choice.logprobs
+        assert shown and shown.token_logprobs == [None, *[-0.5] * len(ids)] and shown.tokens
+        assert "".join(shown.tokens) == choice.text and shown.text_offset == [*range(len(ids) + 1)]
+        assert shown.top_logprobs and shown.top_logprobs[0] is None  # type: ignore[comparison-overlap]
+        assert shown.top_logprobs[1] == {hf.decode([7]): -0.1, hf.decode([8]): -0.2, hf.decode([ids[1]]): -0.5}
+    nothing = await served.client.completions.create(model=MODEL, prompt="hi", echo=True, logprobs=0, max_tokens=0)
+    assert nothing.choices[0].text == "hi" and nothing.choices[0].finish_reason == "length"
+    assert nothing.choices[0].logprobs and nothing.choices[0].logprobs.token_logprobs == [None, -0.5]
+    stream = await served.client.completions.create(model=MODEL, prompt=["a", "b"], echo=True, stream=True)
+    texts = ["", ""]
+    async for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == ["ahello", "bhello"]
+    await served.client.post("/feedback", cast_to=object, body={"id": "s", "reward": 1.0})
+    assert len(served.book.sessions.take()[0][0].rows) == 4
+
+
+async def test_a_list_with_a_bad_prompt_is_refused_and_none_of_its_calls_stays_open(served: Served) -> None:
+    bad = {"too long": "x" * MAX_LENGTH, "empty": "", "huge id": [1 << 31], "unknown id": [1 << 30]}
+    for name, prompt in bad.items():
+        good: Any = [1, 2] if isinstance(prompt, list) else "hi"
+        with pytest.raises(openai.BadRequestError):
+            await served.client.completions.create(model=MODEL, prompt=[good, prompt, good], user=name)
+    stats = served.book.sessions.stats()
+    assert stats.open == 2 and stats.calls == {"context_length_exceeded": 3, "invalid_value": 3}
+    assert not served.book.sessions._running
+
+
 async def test_nothing_is_kept_of_who_does_not_want_it(served: Served) -> None:
     await served.client.chat.completions.create(model=MODEL, messages=USER, n=2, store=False)
     assert [chunk async for chunk in await served.client.responses.create(
@@ -299,7 +353,7 @@ REFUSED: list[tuple[str, Any, int, str, str | None]] = [
     ("completions", {**TEXT, "prompt": "x" * 1_000_000}, 400, "context_length_exceeded", "prompt"),
     ("completions", {**TEXT, "chat_template_kwargs": {}}, 400, "unsupported_parameter", "chat_template_kwargs"),
     ("completions", {**TEXT, "prompt": [10**6]}, 400, "invalid_value", "request"),
-    ("completions", {**TEXT, "prompt": [1 << 32]}, 400, "invalid_value", "prompt.0"),
+    ("completions", {**TEXT, "prompt": [1 << 32]}, 400, "invalid_value", "prompt.0.0"),
     ("completions", {**TEXT, "prompt": []}, 400, "invalid_value", None),
     ("responses", {"model": MODEL, "input": "x", "include": ["x"] * 17}, 400, "invalid_value", "include"),
     ("feedback", {"id": "x" * 257, "reward": 1.0}, 400, "invalid_value", "id"),

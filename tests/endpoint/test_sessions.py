@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rayrft.buffer.ingest import Receipt
 from rayrft.buffer.validation import Limits, find_faults
 from rayrft.config.serve import ServeConfig
-from rayrft.endpoint.keeper import SessionKeeper
+from rayrft.endpoint.keeper import RemoteSessions, SessionKeeper
 from rayrft.endpoint.recording import Call, Choice, Conversation, OpenCall
 from rayrft.endpoint.sessions import Sessions
 from rayrft.errors import DataError, FeedbackRefused
@@ -104,28 +104,56 @@ class Counting:
 async def test_a_clock_that_is_set_drops_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = Counting()
     keeper = buffer.keep(tmp_path)
-    begun = await keeper.begin("s", "task", ("u1",))
+    sessions = RemoteSessions(remote(keeper))
+    begun = await sessions.begin("s", "task", ("u1",))
     later = time.time() + 1e9
     monkeypatch.setattr(time, "time", lambda: later)
-    await keeper.answered(begun, Call("r1", (5,), ("u1",), (), ANSWERED, True, "engine-1"))
+    await sessions.answered(begun, Call("r1", (5,), ("u1",), (), ANSWERED, True, "engine-1"))
     left = keeper._sessions.next_expiry() - time.monotonic()
     assert 0 < left <= ServeConfig().reward_s
     await keeper.close()
     assert buffer.dropped == {"run_ended": 1}
 
 
+async def test_calls_that_come_together_travel_together_and_a_cancelled_one_costs_no_other(tmp_path: Path) -> None:
+    keeper = Counting().keep(tmp_path)
+    travelled, change = list[int](), keeper.change
+
+    async def counted(changes: list[Any]) -> list[OpenCall | None]:
+        travelled.append(len(changes))
+        return await change(changes)
+
+    keeper.change = counted  # type: ignore[method-assign]
+    sessions = RemoteSessions(remote(keeper))
+    calls = [asyncio.ensure_future(sessions.begin(str(number), None, ("u",))) for number in range(8)]
+    await asyncio.sleep(0)
+    calls[3].cancel()
+    begun = await asyncio.gather(*calls, return_exceptions=True)
+    assert travelled == [8] and isinstance(begun[3], asyncio.CancelledError)
+    assert [call.session for call in begun if isinstance(call, OpenCall)] == [*"0124567"]
+    ending = [sessions.failed(call, "timeout") for call in begun if isinstance(call, OpenCall)]
+    await asyncio.gather(*ending)
+    assert travelled == [8, 7] and (await sessions.stats()).calls == {"timeout": 7}
+    keeper.change = None  # type: ignore[method-assign,assignment]
+    broken = await asyncio.gather(*(sessions.begin(name, None, ("u",)) for name in "ab"), return_exceptions=True)
+    assert [type(error) for error in broken] == [TypeError] * 2
+    keeper.change = counted  # type: ignore[method-assign]
+    assert (await sessions.begin("c", None, ("u",))).session == "c"
+
+
 async def test_what_a_keeper_that_dies_has_open_is_counted_once_by_its_successor(tmp_path: Path) -> None:
     buffer = Counting()
     keeper = buffer.keep(tmp_path, group_size=2)
+    sessions = RemoteSessions(remote(keeper))
     for name in ("trained", "trained too", "on its way", "on its way too", "waits for its group", "has no reward"):
         if name == "on its way":
             buffer.open.clear()
-        begun = await keeper.begin(name, name[:5], (name,))
-        await keeper.answered(begun, Call(name, (5,), (name,), (), ANSWERED, True, "engine-1"))
+        begun = await sessions.begin(name, name[:5], (name,))
+        await sessions.answered(begun, Call(name, (5,), (name,), (), ANSWERED, True, "engine-1"))
         rewarding = asyncio.ensure_future(keeper.feedback(name, 1.0, {})) if name != "has no reward" else None
         if rewarding is not None and "way" not in name:
             await rewarding
-    await keeper.begin("has no answer", None, ("u",))
+    await sessions.begin("has no answer", None, ("u",))
     assert (buffer.rows, buffer.dropped) == (2, {})
     successor = buffer.keep(tmp_path, group_size=2)
     await successor.start()

@@ -201,6 +201,34 @@ async def test_a_stream_brings_the_answer_in_parts_and_may_be_interrupted(engine
         assert len(answer.token_ids) == 50 if enough == 100 else 5 <= len(answer.token_ids) < 50
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_scored_and_every_token_has_the_most_probable_ones(
+    engine: EngineUnderTest, stream: bool
+) -> None:
+    model, client, chunks = engine.model(), await engine.client(), list[Chunk]()
+    engine.update(model.named_parameters(), 2)
+    prompt = [*PROMPT * 8, 50, 51]
+    asked = Request(prompt, 1 if stream else 2, sampling(max_tokens=6), stream=stream, alternatives=3, scored=True)
+    for _ in range(2):  # a cached prompt is scored, too
+        answers = await client.generate(asked, [], chunks.append if stream else None)
+    for answer in answers:
+        assert answer.prompt is not None and answer.prompt.token_ids == (*prompt[1:],)
+        ids = [*prompt, *answer.token_ids]
+        with torch.no_grad():
+            expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        best = [*answer.prompt.alternatives, *answer.alternatives]
+        assert len(best) == len(ids) - 1
+        for at, (token, logprob) in enumerate(zip(ids[1:], [*answer.prompt.logprobs, *answer.logprobs], strict=True)):
+            assert logprob == pytest.approx(float(expected[at, token]), abs=1e-4)
+            assert [value for _, value in best[at]] == pytest.approx(expected[at].topk(3).values.tolist(), abs=1e-4)
+            assert [float(expected[at, other]) for other, _ in best[at]] == pytest.approx(
+                [value for _, value in best[at]], abs=1e-4
+            )
+    if stream:
+        told = [each for chunk in chunks[-6:] for each in chunk.alternatives]
+        assert len(told) >= 5 and tuple(told[-5:]) == answers[0].alternatives[: len(told)][-5:]
+
+
 def test_an_answer_ends_with_its_stop_token_or_at_the_limit(engine: EngineUnderTest) -> None:
     eos = ChatTokenizer(engine.folder).end_id
     completions = engine.generate(n=32, max_tokens=40, stop=(eos,))

@@ -140,13 +140,13 @@ class _Stream:
         self._on_tokens(chunk)
 
     def so_far(self) -> Completion:
-        tokens, logprobs, versions = (
+        tokens, logprobs, versions, alternatives = (
             tuple(itertools.chain.from_iterable(map(attrgetter(name), self._chunks)))
-            for name in ("token_ids", "logprobs", "versions")
+            for name in ("token_ids", "logprobs", "versions", "alternatives")
         )
         edges = [at for at in range(len(tokens) + 1) if versions[at - 1 : at] != versions[at : at + 1]]
         spans = tuple((first, end, versions[first]) for first, end in itertools.pairwise(edges))
-        return Completion(tokens, logprobs, spans, INTERRUPTED)
+        return Completion(tokens, logprobs, spans, INTERRUPTED, alternatives)
 
 
 _NOTHING = Completion((), (), (), INTERRUPTED)
@@ -171,7 +171,8 @@ def _joined(begun: Completion, rest: Completion) -> Completion:
     count = len(begun.token_ids)
     spans = tuple((first + count, end + count, version) for first, end, version in rest.versions)
     tokens, logprobs = begun.token_ids + rest.token_ids, begun.logprobs + rest.logprobs
-    return Completion(tokens, logprobs, begun.versions + spans, rest.stop_reason)
+    alternatives = begun.alternatives + rest.alternatives
+    return Completion(tokens, logprobs, begun.versions + spans, rest.stop_reason, alternatives)
 
 
 def _reason(error: Exception) -> str:
@@ -251,7 +252,8 @@ class EngineClient:
             died = await self._died(engine, error)
             if died and not self._replaced:
                 raise ActorDied(_reason(error), "see its log in the Ray dashboard", field=engine.name) from None
-            if not died or not again or (stream is not None and request.sampling.json_schema):
+            whole = request.sampling.json_schema or request.scored
+            if not died or not again or (stream is not None and whole):
                 problem = f"the call of the engine failed: {_reason(error)}"
                 raise EngineFailed(problem, "ask again", field=engine.name) from None
             return None

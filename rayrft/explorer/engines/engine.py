@@ -12,20 +12,23 @@ import contextlib
 import gc
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rayrft.config.explorer import EngineConfig
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError, RequestRefused, first_line
-from rayrft.explorer.engines.exchange import Answering, Capacity, Completion, Request, Stream
+from rayrft.explorer.engines.exchange import Alternatives, Answering, Capacity, Chunk, Completion, Request, Stream
 from rayrft.runtime.handle import Watched, once
 from rayrft.weights.messages import Link
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.logprobs import Logprob
+    from vllm.outputs import RequestOutput
+
+    Scores = Sequence[dict[int, Logprob] | None] | None
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,8 @@ class RolloutEngine(Answering, Watched):
                 logit_bias=dict(sampling.logit_bias) or None,
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
-                logprobs=0,
+                logprobs=request.alternatives,
+                prompt_logprobs=request.alternatives if request.scored else None,
                 seed=sampling.seed,
                 repetition_detection=repetition
                 and RepetitionDetectionParams(
@@ -152,12 +156,20 @@ class RolloutEngine(Answering, Watched):
             raise _core_ended() from None
         finally:
             self._names.pop(id(request), None)
+        prompt = None
+        if request.scored:
+            ids, scores = tuple(request.prompt[1:]), (output.prompt_logprobs or [])[1:]
+            prompt = Chunk(ids, _logprobs(ids, scores), alternatives=_alternatives(scores, request.alternatives))
         return [
             Completion(
                 token_ids=tuple(stream.token_ids if stream else answer.token_ids),
-                logprobs=tuple(stream.logprobs if stream else _logprobs(answer)),
+                logprobs=tuple(stream.logprobs) if stream else _logprobs(answer.token_ids, answer.logprobs),
                 versions=tuple((span.start, span.end, int(span.version)) for span in answer.weight_versions or ()),
                 stop_reason=answer.finish_reason or "unknown",
+                alternatives=tuple(stream.alternatives)
+                if stream
+                else _alternatives(answer.logprobs, request.alternatives),
+                prompt=prompt,
             )
             for answer in output.outputs
         ]
@@ -175,8 +187,7 @@ class RolloutEngine(Answering, Watched):
         """Return the log-prob at temperature 1 of every token but the first, given its prefix."""
         params = self._params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         output = await self._run(token_ids, images, params, uuid.uuid4().hex)
-        scores = (output.prompt_logprobs or [])[1:]
-        return [at[token].logprob for at, token in zip(scores, token_ids[1:], strict=True) if at]
+        return list(_logprobs(token_ids[1:], (output.prompt_logprobs or [])[1:]))
 
     async def connect(self, link: Link, first: int) -> None:
         """Connect to the trainer's ranks; ``first`` is the index of this engine's first worker among the receivers."""
@@ -282,12 +293,16 @@ class RolloutEngine(Answering, Watched):
         prompt.setdefault("prompt_token_ids", token_ids)
         if self._kept:
             prompt["cache_salt"] = str(self._kept)
-        last: Any = None
+        last, scores = None, None
         async for output in self._engine.generate(prompt, params, name):
-            last = output
+            last, scores = output, scores or output.prompt_logprobs
             if stream:
-                stream.add(output.outputs[0].token_ids, _logprobs(output.outputs[0]), self._version)
+                sampled = output.outputs[0]
+                logprobs = _logprobs(sampled.token_ids, sampled.logprobs)
+                others = _alternatives(sampled.logprobs, params.logprobs or 0)
+                stream.add(sampled.token_ids, logprobs, self._version, others)
         assert last is not None  # a request that does not finish raises
+        last.prompt_logprobs = scores  # a stream brings them with its first tokens
         if images and list(last.prompt_token_ids) != token_ids:
             problem = (
                 f"the engine and the tokenizer tokenise a prompt with images differently ({len(last.prompt_token_ids)} "
@@ -307,8 +322,16 @@ class RolloutEngine(Answering, Watched):
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
 
 
-def _logprobs(answer: CompletionOutput) -> list[float]:
-    return [at[token].logprob for at, token in zip(answer.logprobs or (), answer.token_ids, strict=True)]
+def _logprobs(token_ids: Sequence[int], scores: Scores) -> tuple[float, ...]:
+    return tuple(at[token].logprob for at, token in zip(scores or (), token_ids, strict=True) if at)
+
+
+def _alternatives(scores: Scores, count: int) -> tuple[Alternatives, ...]:
+    """Return the most probable tokens of every position; vLLM adds the token that stands there to them."""
+    if not count:
+        return ()
+    ranked = (sorted((at or {}).items(), key=lambda each: -each[1].logprob)[:count] for at in scores or ())
+    return tuple(tuple((token, each.logprob) for token, each in best) for best in ranked)
 
 
 def _core_ended() -> ActorDied:

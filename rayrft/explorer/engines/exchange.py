@@ -53,15 +53,38 @@ class Sampling:
     """The JSON schema that the answer follows, as JSON; only engines with a tokenizer take one."""
 
 
+Alternatives = tuple[tuple[int, float], ...]
+"""The most probable tokens at a position with their log-probs, most probable first."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next tokens of an answer that is being sampled, each with its log-prob and the version of the weights; the
+    ``alternatives`` of each, if the request asks for them."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...] = ()
+    alternatives: tuple[Alternatives, ...] = ()
+
+    def cut(self, first: int, end: int | None = None) -> Chunk:
+        """Return a part of the tokens."""
+        kept = slice(first, end)
+        return Chunk(self.token_ids[kept], self.logprobs[kept], self.versions[kept], self.alternatives[kept])
+
+
 @dataclass(frozen=True)
 class Completion:
     """One answer. ``logprobs`` has an entry per token; ``versions`` are (start, end, version) over the answer.
-    ``stop_reason`` is `INTERRUPTED` if it was interrupted."""
+    ``stop_reason`` is `INTERRUPTED` if it was interrupted. For the rest see `Request`."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[tuple[int, int, int], ...]
     stop_reason: str
+    alternatives: tuple[Alternatives, ...] = ()
+    prompt: Chunk | None = None
+    """The tokens of the prompt but the first, which has no probability."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +97,10 @@ class Request:
     images: tuple[str, ...] = ()
     stream: bool = False
     """Bring the tokens of the one answer as they are sampled, and then the answer."""
+    alternatives: int = 0
+    """Number of most probable tokens to return for every token."""
+    scored: bool = False
+    """Whether to return the log-probs of the prompt, at temperature 1."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +111,6 @@ class Capacity:
     answers: float = math.inf
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """The next tokens of an answer that is being sampled, each with its log-prob and the version of the weights."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...] = ()
-
-
 class Stream:
     """An answer on its way, at the engine: its tokens so far."""
 
@@ -101,20 +119,33 @@ class Stream:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.alternatives: list[Alternatives] = []
         self._taken = 0
 
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+    def add(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        version: int,
+        alternatives: Sequence[Alternatives] = (),
+    ) -> None:
         """Append tokens that were sampled with weights of this version."""
         if token_ids:
             self.token_ids += token_ids
             self.logprobs += logprobs
             self.versions += [version] * len(token_ids)
+            self.alternatives += alternatives
             self._arrived(self)
 
     def take(self) -> Chunk:
         """Return the tokens since the last call."""
         first, self._taken = self._taken, len(self.token_ids)
-        return Chunk(tuple(self.token_ids[first:]), tuple(self.logprobs[first:]), tuple(self.versions[first:]))
+        return Chunk(
+            tuple(self.token_ids[first:]),
+            tuple(self.logprobs[first:]),
+            tuple(self.versions[first:]),
+            tuple(self.alternatives[first:]),
+        )
 
 
 @dataclass
