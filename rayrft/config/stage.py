@@ -202,9 +202,10 @@ class EvaluationConfig(Section):
 class MonitorConfig(Section):
     """Metric sinks besides ``metrics.jsonl`` and Ray's metrics, and limits on waits."""
 
-    wandb: bool = False
+    sinks: tuple[str, ...] = ()
+    """Such as ``wandb``, ``tensorboard``, ``mlflow`` and ``trackio``."""
     project: str = "rayrft"
-    tensorboard: bool = False
+    """The project, or MLflow's experiment, that the run is part of."""
     stall_s: Changeable[float] = Field(1800.0, gt=0)
     """Seconds without progress after which a wait ends the run. It must exceed ``explorer.deadline_s``. A write waits
     for half as long if the disk is full or read-only."""

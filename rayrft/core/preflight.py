@@ -22,6 +22,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task
 from rayrft.explorer.tools.call_formats import check_call_format
 from rayrft.explorer.workflows.base import check_prompts, check_workflows
+from rayrft.monitor.sinks import check_sinks
 from rayrft.pipelines.experiences import check_experiences
 from rayrft.pipelines.report import summary
 from rayrft.pipelines.run.models import Engines
@@ -80,6 +81,7 @@ def prepare(
     check_auxiliary(config.auxiliary)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
+    check_sinks(config)
     if config.endpoint is not None:
         check_call_format(config.endpoint.tool_calls, "serve.tool_calls")
     keys = read_keys(config.endpoint) if config.endpoint is not None else ()

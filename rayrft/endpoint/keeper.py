@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from ray.exceptions import RayTaskError
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
@@ -223,6 +222,8 @@ class RemoteSessions:
         return await self._call(SessionKeeper.stats)
 
     async def _call(self, method: Callable[..., Coroutine[Any, Any, R]], *args: Any) -> R:
+        from ray.exceptions import RayTaskError
+
         try:
             return await Context().run(self._keeper.call, method, *args)
         except RayTaskError as error:

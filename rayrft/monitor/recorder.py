@@ -21,7 +21,7 @@ from rayrft.monitor.records import (
     record_key,
 )
 from rayrft.monitor.report import save_plot
-from rayrft.monitor.sinks import open_sinks
+from rayrft.monitor.sinks import Sinks
 from rayrft.monitor.summary import Summary, Totals, reserve_space, write_summary
 
 _PAGE = 200
@@ -41,7 +41,7 @@ class Recorder:
         if kept + len(late) < len(self._file):
             self._file = self._file.cut(kept, late)
         self.totals = Totals(self._file.read())
-        self._sinks = open_sinks(config)
+        self._sinks = Sinks(config)
         reserve_space(config.folder)
         self._changed, self._saving = asyncio.Condition(), asyncio.Lock()
         self._started = time.monotonic()
@@ -68,14 +68,15 @@ class Recorder:
     async def add(self, record: Record) -> None:
         """Append a record; followers see it while it waits for room, and a note is written later. Raises StorageError
         if it cannot be written."""
+        for failure in self._sinks.failures():
+            await self.note(f"a sink failed and gets no more records: {failure}", record.stage, record.step)
         async with self._changed:
             try:
                 self._file.append(record)
             except NoRoom as error:
                 Room.waits.setdefault(error.field, (time.monotonic(), error.problem))
             self.totals.add(record)
-            for sink in self._sinks:
-                sink.write(record)
+            self._sinks.write(record)
             self._changed.notify_all()
         waited = 0.0
         while self._file.late and not isinstance(record, NoteRecord | RestartRecord):
@@ -99,8 +100,7 @@ class Recorder:
         try:
             await self.save(summary)
             self._file.append()  # what is late
-            for sink in self._sinks:
-                sink.close()
+            await asyncio.wrap_future(self._sinks.close())
         finally:
             async with self._changed:
                 self.ended = True

@@ -1,33 +1,89 @@
-"""Sinks of a run's numbers: Ray's metrics, optionally wandb and TensorBoard."""
+"""Sinks of a run's numbers: Ray's metrics, and those that the config names."""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import secrets
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 from rayrft.config import RunConfig
+from rayrft.errors import ConfigError, first_line
 from rayrft.files import atomic_file
 from rayrft.monitor.records import EvaluationRecord, NoteRecord, PairsRecord, Record, RolloutRecord, StepRecord, flat
+from rayrft.registry import Registry, check_installed
+
+log = logging.getLogger(__name__)
+
+_PACKAGES = {"mlflow": "mlflow", "trackio": "trackio"}
+"""Modules of packages that rayrft does not require, by the sinks that need them."""
 
 
 class Sink(Protocol):
-    """A destination of records; ``close`` flushes."""
+    """A destination of records; ``close`` flushes. Its methods are called in one thread, in order, and may block."""
 
     def write(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
 
 
-def open_sinks(config: RunConfig) -> list[Sink]:
-    """Open the sinks that the config enables."""
-    sinks: list[Sink] = [RayMetrics(config.name)]
-    if config.monitor.tensorboard:
-        sinks.append(TensorBoard(config.folder / "tensorboard"))
-    if config.monitor.wandb:
-        sinks.append(Wandb(config))
-    return sinks
+sinks: Registry[Callable[[RunConfig], Sink]] = Registry("sink")
+register_sink = sinks.register
+"""Register a sink, which is made of a run's config, by a name for ``monitor.sinks``."""
+
+
+def check_sinks(config: RunConfig) -> None:
+    """Raise ConfigError for a sink that is unknown or whose package is not installed."""
+    for name in config.monitor.sinks:
+        sinks.get(name, "monitor.sinks")
+        if module := _PACKAGES.get(name):
+            check_installed(module, f"run: .venv/bin/pip install {module}", ConfigError, "monitor.sinks", name)
+
+
+class Sinks:
+    """The sinks of a run: Ray's metrics, and those of the config. One that fails gets no further records."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Open the sinks. Raises ConfigError for a sink that cannot be opened."""
+        self._failures: list[str] = []
+        self._thread = ThreadPoolExecutor(1, "sinks")
+        self._open: dict[str, Sink] = {"Ray's metrics": RayMetrics(config)}
+        for name in config.monitor.sinks:
+            make = sinks.get(name, "monitor.sinks")
+            try:
+                self._open[name] = self._thread.submit(make, config).result()
+            except Exception as error:  # of another library, which may raise anything
+                problem = f"cannot be opened: {type(error).__name__}: {first_line(error)}"
+                remedy = "check its server and its key, or leave it out"
+                raise ConfigError(problem, remedy, field="monitor.sinks", value=name) from None
+
+    def write(self, record: Record) -> None:
+        """Start to write a record."""
+        self._thread.submit(self._each, lambda sink: sink.write(record))
+
+    def failures(self) -> list[str]:
+        """Return the sinks that have failed since the last call, with the reasons."""
+        found, self._failures = self._failures, []
+        return found
+
+    def close(self) -> Future[None]:
+        """Start to close the sinks; the result comes once they have all records."""
+        closing = self._thread.submit(self._each, lambda sink: sink.close())
+        self._thread.shutdown(wait=False)
+        return closing
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for name, sink in list(self._open.items()):
+            try:
+                call(sink)
+            except Exception as error:  # a sink must not end the run
+                del self._open[name]
+                log.exception("the sink %s failed", name)
+                self._failures.append(f"{name}: {type(error).__name__}: {first_line(error)}")
 
 
 _COUNTS = ("errors", "retried", "slowest_s", "pending")
@@ -59,8 +115,8 @@ def scalars(record: Record) -> dict[str, float]:
 class RayMetrics:
     """Gauges for all numbers and histograms for times, through ``ray.util.metrics`` (Prometheus, Grafana)."""
 
-    def __init__(self, run: str) -> None:
-        self._run = run
+    def __init__(self, config: RunConfig) -> None:
+        self._run = config.name
         self._gauges: dict[str, Any] = {}
         self._histograms: dict[str, Any] = {}
 
@@ -82,13 +138,14 @@ class RayMetrics:
         """Do nothing: there is no buffer to flush."""
 
 
+@register_sink("tensorboard")
 class TensorBoard:
     """TensorBoard event files in the run folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, config: RunConfig) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(config.folder / "tensorboard"))
 
     def write(self, record: Record) -> None:
         for name, value in scalars(record).items():
@@ -100,6 +157,7 @@ class TensorBoard:
         self._writer.close()
 
 
+@register_sink("wandb")
 class Wandb:
     """A wandb run, continued if the run is resumed; offline if ``WANDB_MODE=offline`` is set or there is no API key."""
 
@@ -107,17 +165,13 @@ class Wandb:
         import wandb
 
         known = os.environ.get("WANDB_API_KEY") or wandb.api.api_key
-        file = config.folder / "wandb_id"
-        if not file.exists():
-            with atomic_file(file) as partial:
-                partial.write_text(secrets.token_hex(8))
         self._run: Any = wandb.init(
             project=config.monitor.project,
             name=config.name,
             dir=str(config.folder),
             config=config.model_dump(mode="json"),
             mode=None if known or "WANDB_MODE" in os.environ else "offline",
-            id=file.read_text(),
+            id=_kept(config.folder / "wandb_id", lambda: secrets.token_hex(8)),
             resume="allow",
         )
         for part in ("train", "rollout", "eval"):
@@ -131,3 +185,74 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+@register_sink("mlflow")
+class Mlflow:
+    """A run of MLflow, continued if the run is resumed; in the run folder unless ``MLFLOW_TRACKING_URI`` names a
+    server."""
+
+    def __init__(self, config: RunConfig) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._metric = Metric
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{config.folder}/mlflow.db"
+        self._client: Any = MlflowClient(tracking_uri=uri)
+        known = self._client.get_experiment_by_name(config.monitor.project)
+        experiment = known.experiment_id if known else self._client.create_experiment(config.monitor.project)
+
+        def create() -> str:
+            run: str = self._client.create_run(experiment, run_name=config.name).info.run_id
+            values = [Param(key, str(value)[:6000]) for key, value in _leaves(config.model_dump(mode="json"))]
+            for first in range(0, len(values), 100):  # as many as it takes at once
+                self._client.log_batch(run, params=values[first : first + 100])
+            return run
+
+        self._run = _kept(config.folder / "mlflow_id", create)
+
+    def write(self, record: Record) -> None:
+        named = {re.sub(r"[^\w\-./: ]", "_", name): value for name, value in scalars(record).items()}
+        when = int(1000 * record.time)
+        values = [self._metric(name, value, when, record.step) for name, value in named.items()]
+        if values:
+            self._client.log_batch(self._run, metrics=values)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+@register_sink("trackio")
+class Trackio:
+    """A run of trackio, continued if the run is resumed; ``trackio show`` shows it."""
+
+    def __init__(self, config: RunConfig) -> None:
+        import trackio
+
+        settings, project = config.model_dump(mode="json"), config.monitor.project
+        self._run: Any = trackio.init(project, name=config.name, config=settings, resume="allow", embed=False)
+
+    def write(self, record: Record) -> None:
+        if values := scalars(record):
+            self._run.log(values, step=record.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _kept(file: Path, create: Callable[[], str]) -> str:
+    """Return the id in a file of the run folder; a new one is written there."""
+    if not file.exists():
+        name = create()
+        with atomic_file(file) as partial:
+            partial.write_text(name)
+    return file.read_text()
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the values of nested objects by dotted names."""
+    found = list[tuple[str, Any]]()
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        found += _leaves(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
+    return found

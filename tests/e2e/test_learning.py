@@ -26,7 +26,7 @@ from tests.e2e.conftest import small_config
     ("steps", "settings"),
     [
         pytest.param(12, ["trainer.ranks=1", "tasks.eval_size=200", "tasks.sources.0.size=10000"], id="small"),
-        pytest.param(45, ["tasks.eval_size=500", "monitor.wandb=true"], id="as shipped", marks=pytest.mark.slow),
+        pytest.param(45, ["tasks.eval_size=500", "monitor.sinks=[wandb]"], id="as shipped", marks=pytest.mark.slow),
     ],
 )
 def test_the_quickstart_learns_from_its_own_rollouts_through_ray_job_submit(

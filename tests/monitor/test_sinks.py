@@ -1,0 +1,202 @@
+"""What reaches the sinks of a run; a sink that fails, or blocks, costs nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import sqlite3
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import wandb
+from wandb.proto.wandb_internal_pb2 import Record
+
+from rayrft.errors import ConfigError
+from rayrft.monitor.recorder import Recorder
+from rayrft.monitor.records import NoteRecord
+from rayrft.monitor.records import Record as RunRecord
+from rayrft.monitor.sinks import Mlflow, Trackio, Wandb, check_sinks, register_sink
+from rayrft.monitor.summary import Summary
+from tests.core.given import run_folder
+from tests.errors import about
+from tests.monitor.made import evaluation, step
+
+_BLOCK, _WHOLE, _LAST = 1 << 15, 1, 4
+"""Of LevelDB's log: size of a block, and the types of chunks that end a record."""
+
+
+def records(file: Path) -> Iterator[Record]:
+    data, at, record = file.read_bytes(), 7, b""
+    while at < len(data):
+        if (left := _BLOCK - at % _BLOCK) < 7:
+            at += left  # no header fits
+            continue
+        length, kind = struct.unpack_from("<xxxxHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (_WHOLE, _LAST):
+            yield Record.FromString(record)
+            record = b""
+
+
+def test_an_evaluation_that_ends_after_later_steps_arrives_and_a_resumed_run_is_the_same_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = run_folder(tmp_path, "run")
+    sink = Wandb(config)
+    for record in (step(step=1), step(step=5), evaluation("mix", 2, 50, step=2), step(step=6)):
+        sink.write(record)
+    sink.close()
+    wandb.teardown()  # its process writes the rest of the file
+    [file] = config.folder.glob("wandb/offline-run-*/*.wandb")
+    logged = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records(file)
+        if record.HasField("history")
+    ]
+    assert [each["train/step"] for each in logged if "train/step" in each] == [1, 5, 6]
+    assert [(each["eval/step"], each["eval/accuracy_t0"]) for each in logged if "eval/step" in each] == [(2, 0.5)]
+    axes = {record.metric.glob_name: record.metric.step_metric for record in records(file) if record.HasField("metric")}
+    assert axes["eval/*"] == "eval/step" and axes["train/*"] == "train/step"
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(wandb, "init", lambda **settings: asked.update(settings) or Wandb.__new__(Wandb))
+    monkeypatch.setattr(Wandb, "define_metric", lambda *_, **__: None, raising=False)
+    Wandb(config)
+    assert asked["id"] == file.stem.removeprefix("run-") and asked["resume"] == "allow"
+
+
+ENDED = Summary("run", "finished", None, {}, None, None, {}, 5, 0, {}, None)
+
+
+@register_sink("listed")
+class Listed:
+    """Keeps what it gets."""
+
+    got: ClassVar[list[Any]] = []
+
+    def __init__(self, config: Any) -> None:
+        Listed.got = []
+
+    def write(self, record: RunRecord) -> None:
+        self.got.append(record)
+
+    def close(self) -> None:
+        self.got.append("closed")
+
+
+class Raises(Listed):
+    """Its server is away from the second step on."""
+
+    def write(self, record: RunRecord) -> None:
+        if record.step == 2:
+            raise OSError("no route to host\nand more")
+
+
+class Blocks(Listed):
+    """Waits for a server at every record."""
+
+    answers = threading.Event()
+
+    def write(self, record: RunRecord) -> None:
+        assert self.answers.wait(60)
+        super().write(record)
+
+
+class Refuses(Listed):
+    def __init__(self, config: Any) -> None:
+        raise RuntimeError("wrong key")
+
+
+async def test_a_sink_that_fails_is_named_once_and_the_others_get_every_record(tmp_path: Path) -> None:
+    config = run_folder(tmp_path, "run", monitor={"sinks": [f"{__name__}:Raises", "listed"]})
+    recorder = Recorder(config)
+    for number in (1, 2, 3, 4):
+        await recorder.add(step(step=number))
+    async with asyncio.timeout(20):
+        while [each for each in Listed.got if each.step == 4] == []:  # noqa: ASYNC110 - it is written by a thread
+            await asyncio.sleep(0.001)
+    await recorder.add(step(step=5))
+    await recorder.close(ENDED)
+    *got, last = Listed.got
+    notes = [record.text for record in got if isinstance(record, NoteRecord)]
+    assert [record.step for record in got if not isinstance(record, NoteRecord)] == [1, 2, 3, 4, 5]
+    assert notes == [f"a sink failed and gets no more records: {__name__}:Raises: OSError: no route to host"]
+    assert last == "closed" and len(await recorder.after(0)) == 6
+
+
+async def test_a_sink_that_blocks_delays_no_record_and_gets_all_in_order(tmp_path: Path) -> None:
+    config = run_folder(tmp_path, "run", monitor={"sinks": [f"{__name__}:Blocks"]})
+    Blocks.answers.clear()
+    recorder = Recorder(config)
+    for number in range(20):
+        await recorder.add(step(step=number))
+    assert (recorder.count, Listed.got) == (20, [])
+    closing = asyncio.ensure_future(recorder.close(ENDED))
+    Blocks.answers.set()
+    await closing
+    assert [each if isinstance(each, str) else each.step for each in Listed.got] == [*range(20), "closed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("wandbb", "wandb"),
+        ("mlflow", "pip install mlflow"),
+        ("no_such:Sink", "imported"),
+        (f"{__name__}:Refuses", "wrong key"),
+    ],
+)
+def test_a_sink_that_cannot_be_opened_is_an_error_before_the_first_step(
+    name: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    config = run_folder(tmp_path, "run", monitor={"sinks": [name]})
+    with pytest.raises(ConfigError, match=found, check=about("monitor.sinks")):
+        check_sinks(config)
+        Recorder(config)
+
+
+def test_mlflow_has_every_number_at_its_step_and_a_resumed_run_is_the_same_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="installed by the test of newest releases")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = run_folder(tmp_path, "run")
+    for numbers in ((1, 5), (6,)):
+        sink = Mlflow(config)
+        for number in numbers:
+            sink.write(step(step=number, reward=number / 4))
+        sink.write(evaluation("mix", 2, 50, step=2))
+        sink.close()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{config.folder}/mlflow.db")
+    experiment = client.get_experiment_by_name("rayrft")
+    [run] = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    rewards = client.get_metric_history(run.info.run_id, "train/reward")
+    assert [(each.step, each.value) for each in rewards] == [(1, 0.25), (5, 1.25), (6, 1.5)]
+    assert run.data.metrics["eval/accuracy_t0"] == 0.5
+    assert run.data.params["model.max_length"] == str(config.model.max_length)
+
+
+def test_trackio_has_every_number_at_its_step_and_a_resumed_run_is_the_same_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", reason="installed by the test of newest releases")
+    config = run_folder(tmp_path, "run")
+    for numbers in ((1, 5), (6,)):
+        sink = Trackio(config)
+        for number in numbers:
+            sink.write(step(step=number, reward=number / 4))
+        sink.close()
+    [file] = (tmp_path / "trackio").glob("*.db")
+    rows = sqlite3.connect(file).execute("select run_name, step, metrics from metrics order by step").fetchall()
+    found = [(name, at, json.loads(metrics)["train/reward"]) for name, at, metrics in rows]
+    assert found == [("run", 1, 0.25), ("run", 5, 1.25), ("run", 6, 1.5)]
