@@ -20,7 +20,7 @@ from rayrft.cli import RUNS, ConfigFile, Overrides, Storage, changes, data, say
 from rayrft.cli import Run as RunName
 from rayrft.config import load_config, parse_override, read_config
 from rayrft.config.serve import FeedbackConfig, RewardServiceConfig
-from rayrft.core import launch
+from rayrft.core import launch, publish
 from rayrft.core.checkpoints import export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.placement import running_runs, starting_runs
@@ -137,9 +137,20 @@ def export_checkpoint(
     to: Annotated[Path, typer.Option(help="the folder to write, in Hugging Face format")],
     step: Annotated[int | None, typer.Option(help="step of the checkpoint; the latest by default")] = None,
     merge: Annotated[bool, typer.Option(help="LoRA: merge the adapter, or write it alone, for peft")] = True,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="upload it to the hub, with the run's whole config")
+    ] = None,
+    private: Annotated[bool, typer.Option(help="create the hub's repository as a private one")] = False,
 ) -> None:
-    """Write a checkpoint as a model that transformers and vLLM can load."""
-    print(f"step {export(find_folder(run), to, step, merged=merge)} written to {to}")
+    """Write a checkpoint as a model that transformers and vLLM can load, with a model card."""
+    folder = find_folder(run)
+    if push is not None:
+        publish.check_hub(push)
+    step = export(folder, to, step, merged=merge)
+    publish.write_card(folder, to, step)
+    print(f"step {step} written to {to}")
+    if push is not None:
+        print(f"uploaded to {publish.push(to, push, private=private)}")
 
 
 @app.command()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,12 @@ import yaml
 
 import rayrft
 from rayrft.buffer.reader import Archive
+from rayrft.config import dump_config, load_run_config
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
 from rayrft.monitor.summary import read_summary
+from tests.conftest import ROOT
 from tests.e2e.conftest import Call, small_config
+from tests.hub import TOKEN, hub
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +160,30 @@ def test_a_checkpoint_is_exported_as_it_was_saved(finished: Any, tmp_path: Path,
     assert missing.returncode == 1 and "Choose one of the steps [3, 7]" in missing.stderr
     again = rayrft("export", str(run.folder), "--to", str(tmp_path / "last"))
     assert again.returncode == 1 and "not empty" in again.stderr
+
+
+def test_a_checkpoint_is_pushed_to_the_hub_with_a_card_of_how_it_was_made(finished: Any, tmp_path: Path) -> None:
+    run, summary, _ = finished
+    with hub() as (url, kept):
+
+        def export(to: str, **environment: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "rayrft", "export", str(run.folder), "--to", str(tmp_path / to)]
+            env = {**os.environ, "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN, **environment}
+            command += ["--push", "acme/words", "--private"]
+            return subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+
+        for problem in ({"HF_TOKEN": "hf_wrong"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+            refused = export("none", **problem)
+            assert refused.returncode == 1 and "push: the hub refused" in refused.stderr, refused.stderr
+            assert "Traceback" not in refused.stderr and not (tmp_path / "none").exists() and not kept.files
+        done = export("made")
+    assert done.returncode == 0 and f"uploaded to {url}/acme/words" in done.stdout, done.stderr
+    assert (kept.created[0]["visibility"], kept.created[0]["organization"]) == ("private", "acme")
+    written = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    assert kept.files == written and {"README.md", "plot.png", "model.safetensors"} <= written.keys()
+    _, about, card = written["README.md"].decode().split("---\n", 2)
+    assert yaml.safe_load(about)["tags"] == ["rayrft", "reinforcement-learning", "sft", "mix"]
+    assert "| warmup | sft | 3 |" in card and "| mix | mix | 4 |" in card
+    last = summary.accuracy["0"].after
+    assert f"({last.right}/{last.count}, " in card and f"| sampled | {summary.ledger.sampled} |" in card
+    assert dump_config(load_run_config(run.folder)) in card
