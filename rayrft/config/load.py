@@ -74,18 +74,28 @@ def read_config(model: type[Loaded], source: _Source | Loaded, overrides: dict[s
         raise explain(error, raw, model) from None
 
 
-def load_run_config(folder: Path) -> RunConfig:
-    """Read the config of a run folder, which somebody else may have made, without running its plug-ins, unless this
-    process has loaded them before, or its environment has RAYRFT_TRUST_PLUGINS=1. Raises ConfigError, also if the
-    config is not valid without them."""
+def load_run_config(folder: Path, overrides: dict[str, Any] | None = None, *, trusted: bool = False) -> RunConfig:
+    """Read the config of a run folder and apply overrides.
+
+    Unless it is ``trusted``, somebody else may have made it: its plug-ins are not run, unless this process has loaded
+    them before, or its environment has RAYRFT_TRUST_PLUGINS=1.
+
+    Raises ConfigError, also if the config is not valid without its plug-ins.
+    """
     raw = _read(folder / "config.yaml")
     plugins = [Path(str(path)) for path in raw.get("plugins") or ()]
-    if os.environ.get(TRUST) == "1" or set(plugins) <= set(loaded_plugins()):
-        return load_config(raw)
+    if trusted or os.environ.get(TRUST) == "1" or set(plugins) <= set(loaded_plugins()):
+        try:
+            return load_config(raw, overrides)
+        except ConfigError as error:
+            if error.problem != "unknown key" or error.field in (overrides or {}):
+                raise
+            problem, remedy = "unknown key: another version of rayrft wrote it", "use the version that wrote it"
+            raise ConfigError(problem, remedy, field=error.field, value=error.value) from None
     remedy = f"read {', '.join(map(str, plugins))}; if you trust that code, set {TRUST}=1 to run it"
     logging.getLogger(__name__).warning("plug-ins of the run folder %s are not run: %s", folder, remedy)
     try:
-        return load_config({**raw, "plugins": []})
+        return load_config({**raw, "plugins": []}, overrides)
     except ConfigError as error:
         problem = f"{error.problem}, and readers of a run folder do not run its plug-ins"
         raise ConfigError(problem, remedy, field=error.field, value=error.value) from None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rayrft.config import RunConfig, load_config
+from rayrft.config import RunConfig, load_config, load_run_config
 from rayrft.core.checkpoints import Checkpoints, Progress, find_folder
 from rayrft.core.cluster import connect, warn_of_short_stop
 from rayrft.core.janitor import hire_janitor
@@ -66,7 +66,7 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     if not (folder / "config.yaml").is_file():
         remedy = "give the folder of a run: <storage>/<name>"
         raise ConfigError("not a run folder (no config.yaml)", remedy, field="run", value=str(folder))
-    config = load_config(folder / "config.yaml", overrides)
+    config = load_run_config(folder, overrides, trusted=True)
     if config.folder != folder.absolute():  # it was moved, or the storage is mounted elsewhere
         config = load_config(config, {"storage": str(folder.absolute().parent), "name": folder.name})
     progress = _find_progress(config)
