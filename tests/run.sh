@@ -26,7 +26,7 @@ for argument in "$@"; do
     arguments+=("$argument")
   fi
 done
-bash cluster/setup.sh test gymnasium openenv verifiers
+bash cluster/setup.sh test gymnasium openenv
 
 # What pages are tested in; where it is missing and cannot be installed, those tests are skipped and say so.
 if ! command -v chromium >/dev/null 2>&1 && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then

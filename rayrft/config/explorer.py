@@ -76,7 +76,7 @@ class EnvironmentConfig(Section):
     """The environment that workflows act in. Each attempt has its own, in its own process if it may block."""
 
     name: str
-    """gymnasium, reasoning_gym, verifiers, openenv, a name that a plugin registers, or ``package.module:attribute``."""
+    """gymnasium, reasoning_gym, openenv, a name that a plugin registers, or ``package.module:attribute``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Parameters of its class."""
     deadline_s: float = Field(30.0, gt=0)

@@ -14,7 +14,7 @@ from rayrft.config.rows import ORIGINS, RowsConfig, RowSelection
 _REQUIRED = {
     "reasoning_gym": {"dataset": "the name of a data set", "size": "a number of tasks"},
     "gymnasium": {"dataset": "the id of an environment", "size": "a number of tasks"},
-    "verifiers": {"dataset": "the id of an environment"},
+    "verifiers": {"dataset": "the id of a taskset"},
     "datasets": {"dataset": "an id on the hub, or a folder"},
     "file": {"path": "a JSONL, CSV or Parquet file"},
     "tasks": {"path": "a file of tasks that rayrft wrote"},
@@ -27,7 +27,7 @@ _REQUIRED = {
 class TaskSourceConfig(RowsConfig, RowSelection):
     """A source of tasks: rows of a file, data set or Ray Dataset, generated tasks, or your own reader.
 
-    ``dataset`` is also a data set's name (reasoning_gym) or an environment's id (gymnasium, verifiers), ``options`` are
+    ``dataset`` is also a data set's name (reasoning_gym) or an environment's id (gymnasium, verifiers); ``options`` are
     those of it, and ``path`` is also a file of tasks that rayrft wrote (tasks), or the folder to draw in (squares).
     """
 

@@ -1,22 +1,21 @@
-"""Tasks to act on in environments: maps and starts of Gymnasium, rows of `verifiers` environments."""
+"""Tasks to act on in environments: maps and starts of Gymnasium, tasks of verifiers."""
 
 from __future__ import annotations
 
 import json
-import signal
-import threading
+import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayrft.config.base import resolved
+from rayrft.data import verifiers_host
 from rayrft.errors import DataError
 from rayrft.experience import Task
 from rayrft.registry import check_installed
+from rayrft.runtime.processes.pool import environment
 
 if TYPE_CHECKING:
     from rayrft.config.tasks import TaskSourceConfig
-
-ROW_FIELDS = ("prompt", "example_id", "task", "answer", "info")
-"""Fields of a `verifiers` row that a task keeps in its metadata."""
 
 
 def read_gymnasium(config: TaskSourceConfig, field: str) -> list[Task]:
@@ -54,37 +53,45 @@ def _episode(config: TaskSourceConfig, id: str, start: str, own: dict[str, Any])
 
 
 def read_verifiers(config: TaskSourceConfig, field: str) -> list[Task]:
-    """Read the training rows of a `verifiers` environment, for environment `verifiers`; ``options`` are its arguments.
+    """List the tasks of a verifiers taskset, for workflow `verifiers`.
 
-    A task is a row: its question is the text of the prompt, and its metadata the row.
+    ``options`` has the ``python`` of the environment in which it is installed, and the options of the taskset.
+
+    A task's question is the text of its prompt; its metadata is the task as the library has it.
     """
-    id = str(config.dataset)
-    check_installed("verifiers", "pip install 'rayrft[verifiers]'", DataError, f"{field}.source", id)
-    module = id.replace("-", "_").split("/")[-1]
-    remedy = "install the environment's package (prime env install …)"
-    check_installed(module, remedy, DataError, f"{field}.dataset", id)
-    import verifiers
-
-    # An environment takes these signals for itself, which a main thread alone can do.
-    taken = [signal.SIGINT, signal.SIGTERM] if threading.current_thread() is threading.main_thread() else []
-    handlers = {number: signal.getsignal(number) for number in taken}
-    try:
-        rows = verifiers.load_environment(id, **resolved(config.options)).get_dataset(n=config.size or -1).to_list()
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"verifiers cannot load it: {error}", field=f"{field}.dataset", value=id) from None
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    options, id = resolved(config.options), str(config.dataset)
+    python = options.pop("python", None)
+    if not isinstance(python, str):
+        remedy = "give the Python of the environment in which verifiers is installed"
+        raise DataError("is required", remedy, field=f"{field}.options.python", value=python)
+    found = verifiers_tasks(python, {"taskset": {"id": id, **options}}, config.size, field)
     return [
-        Task.create(
-            f"verifiers/{id}",
-            "\n\n".join(_text(message["content"]) for message in row["prompt"] if message["role"] != "system"),
-            _text(row.get("answer") or ""),
-            metadata={name: row[name] for name in ROW_FIELDS if name in row},
-        )
-        for row in rows
+        Task.create(f"verifiers/{id}", each["prompt"] or each["key"], "", metadata={"environment": each["task"]})
+        for each in found
     ]
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def verifiers_tasks(python: str, settings: dict[str, Any], size: int | None, field: str) -> list[dict[str, Any]]:
+    """Return the first ``size`` tasks of an environment as `verifiers_host` lists them. ``settings`` are the library's.
+
+    Raises DataError if they cannot be listed.
+    """
+    order = json.dumps({"environment": settings, "tasks": size}) + "\n"
+    command, variables = host_command(python)
+    try:
+        listed = subprocess.run(command, input=order, capture_output=True, text=True, env=variables)
+    except OSError as error:
+        problem, remedy = f"the Python of verifiers cannot be started: {error.strerror}", "give the path of a Python"
+        raise DataError(problem, remedy, field=field, value=python) from None
+    *found, last = [json.loads(line) for line in listed.stdout.splitlines()] or [{"problem": listed.stderr[-500:]}]
+    if "end" not in last:
+        problem = last.get("problem") or f"the process of verifiers ended with status {listed.returncode}"
+        raise DataError(problem, "see that the environment's package is installed there", field=field, value=python)
+    return found
+
+
+def host_command(python: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command of `verifiers_host`, and its environment variables, in which other programs of that Python's
+    environment are found."""
+    variables, folder = environment(), str(Path(python).parent.absolute())
+    return [python, verifiers_host.__file__], {**variables, "PATH": f"{folder}:{variables.get('PATH', '')}"}

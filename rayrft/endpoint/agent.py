@@ -14,9 +14,10 @@ import importlib.util
 import math
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize
 
 from rayrft.config.serve import ServeConfig
@@ -29,32 +30,48 @@ from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.registry import loaded_plugins
 from rayrft.rewards import RewardResult
 from rayrft.runtime.processes.pool import ProcessPool
-from rayrft.runtime.processes.worker import Worker
+
+
+class Callee(Protocol):
+    """A process that an attempt has to itself: see `Worker`."""
+
+    async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any: ...
+
+
+class Processes(Protocol):
+    """The processes of applications: see `ProcessPool`."""
+
+    def lease(self) -> AbstractAsyncContextManager[Callee]: ...
+
+    async def close(self) -> None: ...
+
+
+def pool(create: Callable[[], Any], processes: int, warm_up: Callable[[], None] | None = None) -> Processes:
+    """Return up to ``processes`` processes with an application each. One that is well after an attempt is used again,
+    with the modules that it has imported."""
+    if processes < 1:
+        raise TypeError(f"processes must be at least 1, not {processes}")
+    return ProcessPool(create, processes=processes, plugins=loaded_plugins(), warm_up=warm_up)
 
 
 class Applications:
-    """Attempts of applications, of which ``create`` makes one in a process: its method ``run`` gets a task and how it
-    reaches the model. Calls of the model that continue each other are one row of the attempt, others are further rows.
+    """Attempts of applications in ``processes``, whose method ``run`` gets a task and how it reaches the model. Calls
+    of the model that continue each other are one row of the attempt, others are further rows.
 
-    All rows have the reward that the application posts to ``/feedback``; else the number that ``run`` returns; else the
-    run's reward of the text that it returns, or of the last answer if it returns None.
+    All rows have the reward that the application posts to ``/feedback``; else the number, or the result, that ``run``
+    returns; else the run's reward of the text that it returns, or of the last answer if it returns None.
 
-    There are up to ``processes`` processes; one that is well after an attempt is used again, with the modules that it
-    has imported. ``tool_calls`` is the form in which the model writes calls of tools.
+    ``tool_calls`` is the form in which the model writes calls of tools.
     """
 
     in_sandboxes = False
     """Whether applications reach their endpoint by a socket file."""
 
-    def __init__(
-        self, create: Callable[[], Any], processes: int, tool_calls: str, warm_up: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, processes: Processes, tool_calls: str) -> None:
         check_call_format(tool_calls, "tool_calls")
-        if processes < 1:
-            raise TypeError(f"processes must be at least 1, not {processes}")
         self._config = ServeConfig(off_policy="ignore", tool_calls=tool_calls, deadline_s=math.inf)
-        self._processes = ProcessPool(create, processes=processes, plugins=loaded_plugins(), warm_up=warm_up)
-        self._endpoints = WeakKeyDictionary[Worker, ProcessEndpoint]()
+        self._processes = processes
+        self._endpoints = WeakKeyDictionary[Callee, ProcessEndpoint]()
         self._listening: asyncio.Future[Server] | None = None
 
     async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> list[Trajectory]:
@@ -94,12 +111,14 @@ class Agent(Applications):
         if not function or not _is_found(module):
             remedy = "give package.module:function of one that can be imported where the Explorer runs"
             raise ConfigError("no such module" if function else "names no function", remedy, field="agent", value=agent)
-        super().__init__(partial(_Function, module, function), processes, tool_calls, _import_client)
+        super().__init__(pool(partial(_Function, module, function), processes, _import_client), tool_calls)
 
 
 async def _result(returned: Any, last_answer: str, score: Callable[[str], Awaitable[RewardResult]]) -> RewardResult:
     """Return the reward that follows from what the application returned."""
     match returned:
+        case RewardResult():
+            return returned
         case int() | float() if math.isfinite(returned):
             return RewardResult(float(returned))
         case str() | None:

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from rayrft.endpoint import program_box
-from rayrft.endpoint.agent import Applications
+from rayrft.endpoint.agent import Applications, pool
 from rayrft.endpoint.attempts import Access
 from rayrft.errors import ConfigError, DataError, SandboxFailed
 from rayrft.experience import Task
@@ -102,7 +102,7 @@ class Program(Applications):
                 remedy = "install it where the Explorer runs, below /usr or in `folders`"
                 raise ConfigError("there is no such program", remedy, field="command", value=words[0])
         isolate(isolation, box.folders, lenient=True)
-        super().__init__(partial(_same, box), processes, tool_calls)
+        super().__init__(pool(partial(_same, box), processes), tool_calls)
 
 
 @dataclass(frozen=True)

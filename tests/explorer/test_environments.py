@@ -17,7 +17,7 @@ import pytest
 
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.task_sources import read_source
-from rayrft.errors import ConfigError, DataError
+from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.explorer.environments import Environments
 from rayrft.explorer.environments.gymnasium import GymnasiumEnvironment
@@ -224,7 +224,6 @@ async def test_others_say_what_they_render_or_see(id: str, actions: list[str], s
     [
         (lake(id="FrozenLak-v1"), "explorer.environment.options.id"),
         (lake(size=4), "explorer.environment.options"),
-        (played("verifiers", id="no-such-words"), "explorer.environment.options.id"),
     ],
 )
 def test_an_environment_that_its_library_does_not_know_is_refused(place: dict[str, Any], field: str) -> None:
@@ -260,39 +259,6 @@ async def test_a_task_of_reasoning_gym_is_tried_till_solved(tiny_model: Path) ->
     for row in (solved, other):
         assert "best answer" in row.turns[2]["content"]
         assert (await replay(row, task, config(**place))).differences == ()
-
-
-@pytest.fixture
-def verifiers_words(monkeypatch: pytest.MonkeyPatch) -> TaskSourceConfig:
-    monkeypatch.syspath_prepend(Path(__file__).parent / "played")
-    return TaskSourceConfig(source="verifiers", dataset="guess-the-word", options={"words": ["cat", "dog"]})
-
-
-async def test_dialogues_of_verifiers_are_played(verifiers_words: TaskSourceConfig, tiny_model: Path) -> None:
-    tasks = read_source(verifiers_words, "tasks.sources.0")
-    assert {task.answer for task in tasks} == {"cat", "dog"}
-    task = next(task for task in tasks if task.answer == "cat")
-    place = played("verifiers", id="guess-the-word", arguments={"words": ["cat", "dog"]})
-    says = right_at_second("letters are right", "cow", "cat")
-    rollout, _ = await play(tiny_model, "episode", says, n=2, task=task, **place)
-    row, other = sorted(stored(rollout), key=lambda row: len(row.turns))
-    assert [turn["role"] for turn in row.turns] == ["system", "user", "assistant", "user", "assistant"]
-    assert row.turns[0]["content"] == "Say one word." and row.turns[3]["content"] == "1 letters are right."
-    assert row.reward == 2.0 and row.metrics == {"right": 1.0, "num_turns": 2.0}
-    assert (await replay(row, task, config(**place))).differences == ()
-    assert other.reward == 0.0 and len(other.turns) == 7, "it ends by its max_turns"
-
-
-async def test_a_dialogue_that_rewrites_itself_is_an_error(verifiers_words: TaskSourceConfig, tiny_model: Path) -> None:
-    task = read_source(verifiers_words, "tasks.sources.0")[0]
-    place = played("verifiers", id="guess-the-word", arguments={"rewrites": True})
-    rollout, _ = await play(tiny_model, "episode", "cow", task=task, failures=True, **place)
-    assert rollout.failed == {"environment_error": 1} and "earlier messages" in str(rollout.problem)
-
-
-def test_tasks_of_verifiers_that_are_not_installed_are_refused() -> None:
-    with pytest.raises(DataError, check=about("tasks.sources.0.dataset")):
-        read_source(TaskSourceConfig(source="verifiers", dataset="no-such-words"), "tasks.sources.0")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from rayrft.explorer.engines.pool import EnginePool, Member, Membership
 from rayrft.runtime.handle import Handle, TrackedHandle, answer, fence
 from rayrft.runtime.waits import Waits
 
-_APPLICATIONS = "agent", "program"
+_APPLICATIONS = "agent", "program", "verifiers"
 """Workflows whose applications call an endpoint."""
 
 

@@ -41,6 +41,7 @@ register_workflow = workflows.register
 # Applications that call an endpoint, whose room is above this one.
 workflows.register_at("agent", "rayrft.endpoint.agent:Agent")
 workflows.register_at("program", "rayrft.endpoint.program:Program")
+workflows.register_at("verifiers", "rayrft.endpoint.verifiers:Verifiers")
 
 
 def build_workflow(
