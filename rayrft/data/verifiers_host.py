@@ -54,7 +54,7 @@ async def _play(environment: Any, answer: Any) -> None:
             next_order = asyncio.ensure_future(orders.readline())
             playing = asyncio.ensure_future(_episode(environment, json.loads(line)))
             await asyncio.wait({playing, next_order}, return_when=asyncio.FIRST_COMPLETED)
-            if not playing.done():  # whoever asked has ended
+            if not playing.done():  # the parent process has ended
                 playing.cancel()
                 await asyncio.wait({playing})
                 return
