@@ -41,6 +41,9 @@ R = TypeVar("R")
 _CALLS = count()
 """Numbers of calls, unique over all attempts, so that a late call of an ended attempt is recognised."""
 
+MOST_CALLS = 1000
+"""Calls of one attempt: an application that makes more of them fails, for each may become a row."""
+
 
 @dataclass(frozen=True)
 class Access:
@@ -70,7 +73,7 @@ class ApplicationAttempt:
         self._ids = set[str]()
         """Ids of sessions and responses, which feedback may name."""
         self._lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._full = False
+        self._full, self._calls = False, 0
         self.last_answer = ""
         self.reward: RewardResult | None = None
 
@@ -121,6 +124,11 @@ class ApplicationAttempt:
 
     async def begin(self, session: str, task: str | None, conversation: Conversation) -> OpenCall:
         self._ids.add(session)
+        self._calls += 1
+        if self._calls > MOST_CALLS:
+            problem = f"the application made more than {MOST_CALLS} calls of the model"
+            settle(self._lost, RuntimeError(problem))
+            raise _ended()
         number = next(_CALLS)
         return OpenCall(session, number, self._recorded.begin(number, conversation))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
@@ -65,6 +66,13 @@ def rates_itself(question: str) -> str:
     twice = http.post("/feedback", json=rate).status_code
     assert [refused, unknown, taken, twice] == [401, 404, 200, 409]
     return "what it returns does not count"
+
+
+def floods(question: str) -> None:
+    client = openai.OpenAI(max_retries=0)
+    while True:
+        with contextlib.suppress(openai.APIError):
+            say(client, [{"role": "user", "content": question}])
 
 
 def asks_twice(question: str) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.endpoint import attempts
 from rayrft.endpoint.agent import Agent
 from rayrft.endpoint.attempts import ApplicationAttempt
 from rayrft.errors import ActorDied, ConfigError
@@ -130,6 +131,16 @@ async def test_an_application_that_exits_or_hangs_costs_its_attempt_and_its_proc
             while server.apps:
                 gc.collect()
                 await asyncio.sleep(0.01)
+
+
+async def test_an_application_that_floods_its_model_fails_at_the_bound_and_others_are_answered(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "MOST_CALLS", 20)
+    async with running(tiny_model, "chosen") as ran:
+        flooded, rollout = await asyncio.gather(ran(chosen="floods"), ran(chosen="asks_twice"))
+        assert flooded.failed == {"workflow_error": 1} and "more than 20 calls" in str(flooded.problem)
+        assert rollout.problem is None and rollout.rows and len(ran.policy.requests) <= 20 + 2
 
 
 async def test_a_dead_engine_ends_the_run_though_the_application_catches_everything(tiny_model: Path) -> None:
