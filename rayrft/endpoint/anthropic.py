@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import model_validator
 
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.endpoint.protocol import ChatRequest
+from rayrft.endpoint.protocol import ChatRequest, runs_at_server
 from rayrft.endpoint.replies import CheckedRequest, DecodedAnswer, ReplyForm, TextPiece
 from rayrft.runtime.serving.http import ApiError, UnsupportedParameter
 
@@ -37,7 +37,7 @@ class MessagesRequest(ChatRequest):
         made: dict[str, Any] = {**given, "messages": messages}
         if "stop_sequences" in made:
             made["stop"] = made.pop("stop_sequences")
-        made["tools"] = [_tool(tool) for tool in made.get("tools") or []]
+        made["tools"] = [_tool(tool) for tool in made.get("tools") or [] if not runs_at_server(tool)]
         if choice := made.pop("tool_choice", None):
             kind = choice.get("type") if isinstance(choice, dict) else None
             if kind == "tool":

@@ -25,6 +25,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 """Parameters that are not supported, with the values that change nothing. Unknown ones are refused, too."""
+_SERVER_TOOLS = ("web_search", "web_fetch", "file_search", "image_generation", "code_interpreter", "code_execution")
 _NO_MATTER = {"store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "cache_salt"}
 """Parameters of which any value changes nothing here."""
 
@@ -276,6 +277,8 @@ class ResponsesRequest(ChatRequest):
 
     max_output_tokens: Limit | None = None
     include: list[Name] = Field(default_factory=list, max_length=16)
+    custom_tools: frozenset[str] = frozenset()
+    """Names of the tools that take one text; the policy sees them as functions."""
     text: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -294,7 +297,10 @@ class ResponsesRequest(ChatRequest):
         messages = _messages(items)
         if instructions := body.get("instructions"):
             messages.insert(0, {"role": "system", "content": instructions})
-        rest = {key: value for key, value in body.items() if key not in ("input", "instructions", "tools")}
+        rest = {key: value for key, value in body.items() if key not in ("input", "instructions", "tools", "reasoning")}
+        texts = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "custom"]
+        custom = [tool["name"] for tool in texts if isinstance(tool.get("name"), str)]
+        shown = [_nested(tool) for tool in tools if not runs_at_server(tool)]
         text = body.get("text")
         form = text.get("format") if isinstance(text, dict) else None
         if not isinstance(form, dict | None):
@@ -302,7 +308,7 @@ class ResponsesRequest(ChatRequest):
         if isinstance(form, dict) and form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
         rest |= {"response_format": form} if form is not None else {}
-        return {**rest, "messages": messages, "tools": [_nested(tool) for tool in tools]}
+        return {**rest, "messages": messages, "tools": shown, "custom_tools": custom}
 
     @model_validator(mode="after")
     def _plain_text(self) -> ResponsesRequest:
@@ -365,15 +371,16 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
         try:
             if kind == "message":
                 messages.append({"role": item["role"], "content": item["content"]})
-            elif kind == "function_call":
+            elif kind in ("function_call", "custom_tool_call"):
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
-                function = {"name": item["name"], "arguments": item["arguments"]}
+                said = item["arguments"] if kind == "function_call" else json.dumps({"input": item["input"]})
+                function = {"name": item["name"], "arguments": said}
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 messages[-1].setdefault("tool_calls", []).append(call)
-            elif kind == "function_call_output":
+            elif kind in ("function_call_output", "custom_tool_call_output"):
                 messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
-            elif kind != "reasoning":  # answers of this endpoint have no such items
+            elif kind != "reasoning":  # the tokens of a session have it already
                 raise UnsupportedParameter(f"input.{number}", f"is a {kind}, which is not supported")
         except KeyError as error:
             raise UnsupportedParameter(f"input.{number}", f"lacks {error}") from None
@@ -381,11 +388,24 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
 
 
 def _nested(tool: Any) -> Any:
-    """Return a tool in the form of `ChatRequest`."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
+    """Return a tool in the form of `ChatRequest`; one that takes a text is a function of one."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind == "custom":
+        text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+        about = {"name": tool.get("name"), "description": tool.get("description") or ""}
+        return {"type": "function", "function": {**about, "parameters": text}}
+    if kind != "function":
         raise UnsupportedParameter("tools", "has an entry that is not a function")
     fields = {key: value for key, value in tool.items() if key not in ("type", "strict") and value is not None}
     return {"type": "function", "function": fields}
+
+
+def runs_at_server(tool: Any) -> bool:
+    """Whether a tool is one that the server of the API runs: the policy is not shown it, and cannot call it."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind.startswith(
+        ("web_search", "file_search", "image_generation", "code_interpreter")
+    )
 
 
 def _arguments(call: dict[str, Any]) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.endpoint.protocol import ResponsesRequest
 from rayrft.endpoint.replies import CheckedRequest, DecodedAnswer, ReplyForm, TextPiece, as_event
 
 Item = dict[str, Any]
@@ -31,9 +33,11 @@ class ResponseReply(ReplyForm):
             "tools": [],
             "top_p": ask.sampling.top_p,
         }
-        self._message = f"msg_{ask.response}"
-        self._speaks = False
-        """Whether the stream has begun the text's item."""
+        self._message, self._thoughts = f"msg_{ask.response}", f"rs_{ask.response}"
+        assert isinstance(ask.body, ResponsesRequest)
+        self._custom = ask.body.custom_tools
+        self._thinks = self._speaks = False
+        """Whether the stream has begun the item of the reasoning, and of the text."""
         self._events = 0
 
     def whole(self, answers: list[DecodedAnswer]) -> dict[str, Any]:
@@ -60,15 +64,21 @@ class ResponseReply(ReplyForm):
         return [self._event(kind, response=response) for kind in kinds]
 
     def piece(self, piece: TextPiece) -> list[str]:
-        if not piece.text:  # reasoning is not shown
-            return []
-        begin = [] if self._speaks else self._begin_text()
-        logprobs = self._entries(piece.chunk) or []
-        return [*begin, self._event("response.output_text.delta", delta=piece.text, logprobs=logprobs, **self._place)]
+        events = list[str]()
+        if piece.reasoning:
+            if not self._thinks:
+                self._thinks = True
+                events.append(self._event("response.output_item.added", output_index=0, item=self._reasoning("")))
+            events.append(self._event("response.reasoning_text.delta", delta=piece.reasoning, **self._thought))
+        if piece.text:
+            events += [] if self._speaks else self._begin_text()
+            logprobs = self._entries(piece.chunk) or []
+            events.append(self._event("response.output_text.delta", delta=piece.text, logprobs=logprobs, **self._place))
+        return events
 
     def end(self, answer: DecodedAnswer) -> list[str]:
         events, items = self.piece(answer.tail), self._items(answer)
-        if items[0]["type"] == "message" and not self._speaks:
+        if any(item["type"] == "message" for item in items) and not self._speaks:
             events += self._begin_text()
         for index, item in enumerate(items):
             if item["type"] == "message":
@@ -76,6 +86,10 @@ class ResponseReply(ReplyForm):
                 done = {"text": part["text"], "logprobs": part["logprobs"]}
                 events.append(self._event("response.output_text.done", **done, **self._place))
                 events.append(self._event("response.content_part.done", part=part, **self._place))
+            elif item["type"] == "reasoning":
+                events.append(
+                    self._event("response.reasoning_text.done", text=item["content"][0]["text"], **self._thought)
+                )
             else:
                 events += self._call(index, item)
             events.append(self._event("response.output_item.done", output_index=index, item=item))
@@ -87,37 +101,57 @@ class ResponseReply(ReplyForm):
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Where the text is: it is the first item, if there is any."""
-        return {"item_id": self._message, "output_index": 0, "content_index": 0}
+        """Where the text is: it is the first item but for the reasoning."""
+        return {"item_id": self._message, "output_index": int(self._thinks), "content_index": 0}
+
+    @property
+    def _thought(self) -> dict[str, Any]:
+        return {"item_id": self._thoughts, "output_index": 0, "content_index": 0}
 
     def _begin_text(self) -> list[str]:
         self._speaks = True
         item, part = self._text("", [], "in_progress"), _part("", [])
         return [
-            self._event("response.output_item.added", output_index=0, item={**item, "content": []}),
+            self._event("response.output_item.added", output_index=int(self._thinks), item={**item, "content": []}),
             self._event("response.content_part.added", part=part, **self._place),
         ]
 
     def _call(self, index: int, item: Item) -> Iterator[str]:
-        begun = {**item, "arguments": "", "status": "in_progress"}
         place = {"item_id": item["id"], "output_index": index}
+        if "input" in item:
+            begun = {**item, "input": "", "status": "in_progress"}
+            yield self._event("response.output_item.added", output_index=index, item=begun)
+            yield self._event("response.custom_tool_call_input.delta", delta=item["input"], **place)
+            yield self._event("response.custom_tool_call_input.done", input=item["input"], **place)
+            return
+        begun = {**item, "arguments": "", "status": "in_progress"}
         arguments = item["arguments"]
         yield self._event("response.output_item.added", output_index=index, item=begun)
         yield self._event("response.function_call_arguments.delta", delta=arguments, **place)
         yield self._event("response.function_call_arguments.done", arguments=arguments, name=item["name"], **place)
 
     def _items(self, answer: DecodedAnswer) -> list[Item]:
-        calls = [
-            {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
-            | call["function"]
-            for call in answer.message.tool_calls
-        ]
+        thoughts = [self._reasoning(answer.message.reasoning)] if answer.message.reasoning else []
+        calls = [self._called(call) for call in answer.message.tool_calls]
         content = answer.message.content
         if calls and not content and not self._speaks:
-            return calls
+            return [*thoughts, *calls]
         logprobs = self._entries(answer.completion) or []
         status = "incomplete" if answer.is_truncated else "completed"
-        return [self._text(content, logprobs, status), *calls]
+        return [*thoughts, self._text(content, logprobs, status), *calls]
+
+    def _called(self, call: dict[str, Any]) -> Item:
+        """Return the item of a call: of a function, or of a tool that takes a text."""
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        about = {"call_id": call["id"], "status": "completed", "name": name}
+        text = json.loads(arguments).get("input") if name in self._custom else None
+        if isinstance(text, str):
+            return {"type": "custom_tool_call", "id": f"ctc_{call['id']}", **about, "input": text}
+        return {"type": "function_call", "id": f"fc_{call['id']}", **about, "arguments": arguments}
+
+    def _reasoning(self, text: str) -> Item:
+        content = [{"type": "reasoning_text", "text": text}] if text else []
+        return {"type": "reasoning", "id": self._thoughts, "summary": [], "content": content}
 
     def _text(self, text: str, logprobs: list[dict[str, Any]], status: str) -> Item:
         content = [_part(text, logprobs)]

@@ -611,6 +611,44 @@ async def test_a_loop_with_tools_is_one_row_as_it_was_sampled(text: str, stream:
         assert [turn["role"] for turn in row.turns] == ["user", "assistant", "tool", "assistant"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_coding_agent_gives_tools_that_take_a_text_and_gets_the_reasoning_apart(
+    stream: bool, tiny_model: Path
+) -> None:
+    call = json.dumps({"name": "patch", "arguments": {"input": "*** Begin"}})
+
+    def patches(prompt: str) -> str:
+        return "red" if "patched" in prompt else f"<think>so</think>Hm.<tool_call>{call}</tool_call>"
+
+    tools: Any = [{"type": "custom", "name": "patch", "format": {"type": "text"}}, {"type": "web_search"}]
+    async with serve(tiny_model, patches, max_length=600) as served:
+        items: list[Any] = [{"role": "user", "content": "Mend it."}]
+        for kinds in (["reasoning", "message", "custom_tool_call"], ["message"]):
+            asked: Any = {"model": MODEL, "input": items, "tools": tools, "user": "s", "max_output_tokens": 200}
+            asked["reasoning"] = {"effort": "low"}
+            if stream:
+                async with served.client.responses.stream(**asked) as events:
+                    seen = [event async for event in events]
+                    answer = await events.get_final_response()
+                for index, item in enumerate(answer.output):
+                    of_item = [event for event in seen if getattr(event, "output_index", None) == index]
+                    assert of_item[0].type == "response.output_item.added"
+                    assert of_item[-1].type == "response.output_item.done" and of_item[-1].item.id == item.id
+            else:
+                answer = await served.client.responses.create(**asked)
+            assert [item.type for item in answer.output] == kinds
+            items += [item.model_dump(exclude_none=True) for item in answer.output]
+            if len(kinds) == 3:
+                thought, _, called = answer.output
+                assert thought.content[0].text == "so" and answer.output_text == "Hm."
+                assert (called.name, called.input) == ("patch", "*** Begin")
+                items.append({"type": "custom_tool_call_output", "call_id": called.call_id, "output": "patched"})
+        assert answer.output_text == "red"
+        assert "web_search" not in served.policy.tokenizer.hf.decode(served.policy.requests[0].prompt)
+        served.book.sessions.feedback("s", 1.0, {}, 0.0)
+        assert len(served.book.sessions.take()[0][0].rows) == 1
+
+
 UNSUPPORTED: list[tuple[dict[str, Any], str | None]] = [
     ({}, "input"),
     ({"input": []}, "messages"),
@@ -619,7 +657,8 @@ UNSUPPORTED: list[tuple[dict[str, Any], str | None]] = [
     ({"input": [{"role": "user"}]}, "input.0"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
-    ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools"),
+    ({"input": "hi", "tools": [{"type": "local_shell"}]}, "tools"),
+    ({"input": "hi", "tools": [{"type": "custom"}]}, "tools"),
     ({"input": "hi", "tools": 5}, "tools"),
     ({"input": "hi", "text": {"format": 5}}, "text.format"),
     ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id"),
