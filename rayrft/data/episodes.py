@@ -66,7 +66,9 @@ def read_verifiers(config: TaskSourceConfig, field: str) -> list[Task]:
         raise DataError("is required", remedy, field=f"{field}.options.python", value=python)
     found = verifiers_tasks(python, {"taskset": {"id": id, **options}}, config.size, field)
     return [
-        Task.create(f"verifiers/{id}", each["prompt"] or each["key"], "", metadata={"environment": each["task"]})
+        Task.create(
+            f"verifiers/{id}", each["prompt"] or each["key"], "", metadata={"environment": {"verifiers": each["task"]}}
+        )
         for each in found
     ]
 

@@ -38,7 +38,7 @@ def main() -> None:
             for task in itertools.islice(environment.taskset, limit):
                 answer(task=task.data.model_dump(mode="json"), prompt=task.data.prompt_text, key=task.key)
             return answer(end=True)
-    except Exception as error:
+    except Exception as error:  # code of a taskset may raise anything
         return answer(problem=f"verifiers {__version__}: {type(error).__name__}: {error}")
     asyncio.run(_play(environment, answer))
 

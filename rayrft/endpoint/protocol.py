@@ -100,7 +100,7 @@ class Sampled(_Body):
 
     @property
     def alternatives(self) -> int | None:
-        """The number of most probable tokens to show for every token; None: no log-probs are shown."""
+        """Number of most probable tokens to show per token, or None if the response has no log-probs."""
         raise NotImplementedError
 
     @property
@@ -342,8 +342,8 @@ class CompletionRequest(Sampled):
 
     @model_validator(mode="after")
     def _scored(self) -> CompletionRequest:
-        if self.max_tokens == 0 and not self.echo:
-            raise UnsupportedParameter("max_tokens", "must be at least 1 without 'echo'")
+        if self.max_tokens == 0 and (self.stream or not self.echo):
+            raise UnsupportedParameter("max_tokens", "must be at least 1 without 'echo', and in a stream")
         if self.echo and self.stream and self.logprobs is not None:
             raise UnsupportedParameter("echo", "cannot be streamed with log-probs")
         return self
@@ -403,9 +403,7 @@ def _nested(tool: Any) -> Any:
 def runs_at_server(tool: Any) -> bool:
     """Whether a tool is one that the server of the API runs: the policy is not shown it, and cannot call it."""
     kind = tool.get("type") if isinstance(tool, dict) else None
-    return isinstance(kind, str) and kind.startswith(
-        ("web_search", "file_search", "image_generation", "code_interpreter")
-    )
+    return isinstance(kind, str) and kind.startswith(_SERVER_TOOLS)
 
 
 def _arguments(call: dict[str, Any]) -> Any:

@@ -247,8 +247,7 @@ class Responder:
         async with asyncio.timeout(self._config.deadline_s), asyncio.TaskGroup() as group:
             answering = [group.create_task(self._answers_to(ask, show)) for ask in asks]
         sampled = [each.result() for each in answering]
-        for ask, (answers, engine) in zip(asks, sampled, strict=True):
-            await self._record(ask, answers, engine)
+        await asyncio.gather(*(self._record(ask, *each) for ask, each in zip(asks, sampled, strict=True)))
         return [answer for answers, _ in sampled for answer in answers]
 
     async def _answers_to(
@@ -257,7 +256,7 @@ class Responder:
         """Sample the answers to one prompt: in one request, or in one for each if they are streamed or have stop
         strings. Return also the engine of the first."""
         sessions = [Session(ask.prefix.engine if ask.prefix is not None else None) for _ in range(ask.body.n)]
-        if show is None and not ask.body.stops:
+        if show is None and not (ask.body.stops and ask.body.limit != 0):
             completions = await self.engines.generate(_request(ask, ask.body.n), sessions)
             answers = [await self._finished(ask, index, each, None) for index, each in enumerate(completions)]
         else:

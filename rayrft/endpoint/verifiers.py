@@ -109,11 +109,10 @@ class _Hosts:
             await asyncio.create_subprocess_exec(*command, env=variables, start_new_session=True, **pipes)  # type: ignore[arg-type]
         )
         self._all.add(host)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._end, host)
             await host.ask({"environment": self._environment})
-        except BaseException:
-            self._end(host)
-            raise
+            undo.pop_all()
         return host
 
     def _end(self, host: _Host) -> None:
@@ -123,7 +122,7 @@ class _Hosts:
 
 def _as_known(task: Task) -> Any:
     """Return a task as its library has it. Raises DataError for one from elsewhere."""
-    if "environment" not in task.metadata:
+    if "verifiers" not in task.metadata.get("environment", {}):
         problem = "the task does not come from a verifiers environment"
         raise DataError(problem, "take tasks of source verifiers", field="task", value=task.id)
-    return task.metadata["environment"]
+    return task.metadata["environment"]["verifiers"]

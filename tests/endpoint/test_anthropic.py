@@ -98,7 +98,12 @@ async def test_tokens_are_counted_and_a_forced_tool_is_called(tiny_model: Path) 
     [
         ({"model": "gpt"}, 404, "not_found_error", "does not exist"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image'"),
-        ({"tools": [{"type": "bash_20250124", "name": "s"}]}, 400, "invalid_request_error", "bash"),
+        (
+            {"tools": [{"type": "web_fetch_20250910", "name": "f"}, {"type": "bash_20250124", "name": "s"}]},
+            400,
+            "invalid_request_error",
+            "bash",
+        ),
         ({"tool_choice": {"type": "tool", "name": "sub"}, "tools": [TOOL]}, 400, "invalid_request_error", "names no"),
         ({"n": 2}, 400, "invalid_request_error", "n: is not supported"),
         ({"messages": [{"role": "user", "content": "x" * 99_999}]}, 400, "invalid_request_error", "context length"),

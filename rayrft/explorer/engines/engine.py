@@ -323,7 +323,7 @@ class RolloutEngine(Answering, Watched):
 
 
 def _logprobs(token_ids: Sequence[int], scores: Scores) -> tuple[float, ...]:
-    return tuple(at[token].logprob for at, token in zip(scores or (), token_ids, strict=True) if at)
+    return tuple((at or {})[token].logprob for at, token in zip(scores or (), token_ids, strict=True))
 
 
 def _alternatives(scores: Scores, count: int) -> tuple[Alternatives, ...]:

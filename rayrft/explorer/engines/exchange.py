@@ -98,7 +98,7 @@ class Request:
     stream: bool = False
     """Bring the tokens of the one answer as they are sampled, and then the answer."""
     alternatives: int = 0
-    """Number of most probable tokens to return for every token."""
+    """Number of most probable tokens to return per token."""
     scored: bool = False
     """Whether to return the log-probs of the prompt, at temperature 1."""
 
