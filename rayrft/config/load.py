@@ -88,7 +88,10 @@ def load_run_config(folder: Path, overrides: dict[str, Any] | None = None, *, tr
         try:
             return load_config(raw, overrides)
         except ConfigError as error:
-            if error.problem != "unknown key" or error.field in (overrides or {}):
+            if error.problem != "unknown key":
+                raise
+            if overrides:
+                load_run_config(folder, trusted=trusted)  # raises if it is the file that has the key
                 raise
             problem, remedy = "unknown key: another version of rayrft wrote it", "use the version that wrote it"
             raise ConfigError(problem, remedy, field=error.field, value=error.value) from None

@@ -19,8 +19,8 @@ from rayrft.registry import Registry, check_installed
 
 log = logging.getLogger(__name__)
 
-_PACKAGES = {"mlflow": "mlflow", "trackio": "trackio"}
-"""Modules of packages that rayrft does not require, by the sinks that need them."""
+_OPTIONAL = "mlflow", "trackio"
+"""Sinks whose packages, of the same name, rayrft does not require."""
 
 
 class Sink(Protocol):
@@ -40,8 +40,8 @@ def check_sinks(config: RunConfig) -> None:
     """Raise ConfigError for a sink that is unknown or whose package is not installed."""
     for name in config.monitor.sinks:
         sinks.get(name, "monitor.sinks")
-        if module := _PACKAGES.get(name):
-            check_installed(module, f"run: .venv/bin/pip install {module}", ConfigError, "monitor.sinks", name)
+        if name in _OPTIONAL:
+            check_installed(name, f"run: .venv/bin/pip install {name}", ConfigError, "monitor.sinks", name)
 
 
 class Sinks:
