@@ -208,6 +208,6 @@ class MonitorConfig(Section):
     """The project, or MLflow's experiment, that the run is part of."""
     stall_s: Changeable[float] = Field(1800.0, gt=0)
     """Seconds without progress after which a wait ends the run. It must exceed ``explorer.deadline_s``. A write waits
-    for half as long if the disk is full or read-only."""
+    for half as long if the disk is full or read-only, and the end of a run this long for its sinks."""
     patience_s: Changeable[float] = Field(30.0, gt=0)
     """Seconds without progress of an engine, a rank or another awaited part after which a note names it."""

@@ -68,8 +68,7 @@ class Recorder:
     async def add(self, record: Record) -> None:
         """Append a record; followers see it while it waits for room, and a note is written later. Raises StorageError
         if it cannot be written."""
-        for failure in self._sinks.failures():
-            await self.note(f"a sink failed and gets no more records: {failure}", record.stage, record.step)
+        await self._note_failed_sinks(record.stage, record.step)
         async with self._changed:
             try:
                 self._file.append(record)
@@ -88,6 +87,10 @@ class Recorder:
     async def note(self, text: str, stage: str = "", step: int = 0, **data: Any) -> None:
         await self.add(NoteRecord(stage, step, time.time(), text, data))
 
+    async def _note_failed_sinks(self, stage: str = "", step: int = 0) -> None:
+        for failure in self._sinks.failures():
+            await self.note(f"a sink failed and gets no more records: {failure}", stage, step)
+
     async def after(self, count: int) -> list[Record]:
         """Wait for records after the first ``count`` and return the next ones; an empty list once there are no more."""
         async with self._changed:
@@ -95,12 +98,13 @@ class Recorder:
             return [*self._file.read(count, count + _PAGE)]
 
     async def close(self, summary: Summary) -> None:
-        """Write ``summary.json`` and the plot, close the sinks, and always release the followers. Raises StorageError
-        if the summary cannot be written."""
+        """Write ``summary.json`` and the plot, close the sinks within ``monitor.stall_s``, and always release the
+        followers. Raises StorageError if the summary cannot be written."""
         try:
             await self.save(summary)
+            await asyncio.to_thread(self._sinks.close, self._config.monitor.stall_s)
+            await self._note_failed_sinks(step=self.totals.step)
             self._file.append()  # what is late
-            await asyncio.wrap_future(self._sinks.close())
         finally:
             async with self._changed:
                 self.ended = True

@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,6 +50,7 @@ class Sinks:
     def __init__(self, config: RunConfig) -> None:
         """Open the sinks. Raises ConfigError for a sink that cannot be opened."""
         self._failures: list[str] = []
+        self._at = ""
         self._thread = ThreadPoolExecutor(1, "sinks")
         self._open: dict[str, Sink] = {"Ray's metrics": RayMetrics(config)}
         for name in config.monitor.sinks:
@@ -62,26 +63,32 @@ class Sinks:
                 raise ConfigError(problem, remedy, field="monitor.sinks", value=name) from None
 
     def write(self, record: Record) -> None:
-        """Start to write a record."""
-        self._thread.submit(self._each, lambda sink: sink.write(record))
+        """Start to write a record; after ``close`` do nothing."""
+        if self._open:
+            self._thread.submit(self._each, lambda sink: sink.write(record))
 
     def failures(self) -> list[str]:
         """Return the sinks that have failed since the last call, with the reasons."""
         found, self._failures = self._failures, []
         return found
 
-    def close(self) -> Future[None]:
-        """Start to close the sinks; the result comes once they have all records."""
+    def close(self, timeout_s: float) -> None:
+        """Close the sinks once they have all records; one that takes longer than this has failed."""
         closing = self._thread.submit(self._each, lambda sink: sink.close())
         self._thread.shutdown(wait=False)
-        return closing
+        try:
+            closing.result(timeout_s)
+        except TimeoutError:
+            self._failures.append(f"{self._at}: it did not return within {timeout_s:g} s")
+        self._open = {}
 
     def _each(self, call: Callable[[Sink], None]) -> None:
         for name, sink in list(self._open.items()):
+            self._at = name
             try:
                 call(sink)
             except Exception as error:  # a sink must not end the run
-                del self._open[name]
+                self._open.pop(name, None)
                 log.exception("the sink %s failed", name)
                 self._failures.append(f"{name}: {type(error).__name__}: {first_line(error)}")
 

@@ -109,6 +109,22 @@ class Blocks(Listed):
         super().write(record)
 
 
+class CannotEnd(Listed):
+    """Its server is away at the end."""
+
+    def close(self) -> None:
+        raise OSError("no route to host")
+
+
+class NeverEnds(Listed):
+    """Waits for a server at the end."""
+
+    answers = threading.Event()
+
+    def close(self) -> None:
+        self.answers.wait(60)
+
+
 class Refuses(Listed):
     def __init__(self, config: Any) -> None:
         raise RuntimeError("wrong key")
@@ -142,6 +158,27 @@ async def test_a_sink_that_blocks_delays_no_record_and_gets_all_in_order(tmp_pat
     Blocks.answers.set()
     await closing
     assert [each if isinstance(each, str) else each.step for each in Listed.got] == [*range(20), "closed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("CannotEnd", "OSError: no route to host"), ("NeverEnds", "it did not return within 0.1 s")]
+)
+async def test_a_sink_that_fails_as_it_is_closed_is_named_and_does_not_hold_the_end(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    sampling = {"max_tokens": 16, "max_prompt_tokens": 32}
+    monitor = {"sinks": [f"{__name__}:{name}"], "stall_s": 0.1}
+    config = run_folder(tmp_path, "run", monitor=monitor, explorer={"deadline_s": 0.05, "sampling": sampling})
+    recorder = Recorder(config)
+    NeverEnds.answers.clear()
+    await recorder.add(step(step=3))
+    try:
+        await recorder.close(ENDED)
+        [last] = (await recorder.after(0))[1:]
+    finally:
+        NeverEnds.answers.set()
+    assert isinstance(last, NoteRecord) and last.step == 3
+    assert last.text == f"a sink failed and gets no more records: {__name__}:{name}: {reason}"
 
 
 @pytest.mark.parametrize(
