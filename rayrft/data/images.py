@@ -1,11 +1,13 @@
 """Images: their placeholder tokens, and their patches for vision-language models of the Qwen-VL family.
 
-Records hold paths; an image that has none is written to a file (`keep_image`). In a sequence an image is a run of
-placeholder tokens, as many as the model makes of it; patches are read from the file when they are needed.
+Records hold paths; an image that has none is written to a file (`keep_image`), but an image in a request of the
+endpoint stays a data URL, which is erased with its record. In a sequence an image is a run of placeholder tokens, as
+many as the model makes of it; patches are read when they are needed.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import io
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 IMAGE_MARK = "<image>"
 """Marks the position of an image in a text."""
+DATA_URL = re.compile(r"data:(image/(?:png|jpeg|webp|gif));base64,")
+"""How an image begins that is not in a file."""
 
 Picture = Union[str, Path, bytes, "Image"]
 """The path of an image, the bytes of its file, or what PIL has of it."""
@@ -151,9 +155,11 @@ def _opened(file: str | io.BytesIO) -> Iterator[Image]:
     """Open an image, whose pixels are decoded when they are used. Raises DataError, also for what is raised inside."""
     from PIL import Image
 
-    value = file if isinstance(file, str) else f"{file.getbuffer().nbytes} bytes"
+    value = file[:60] if isinstance(file, str) else f"{file.getbuffer().nbytes} bytes"
     remedy = "give PNG or JPEG files that every node can read, or their bytes"
     try:
+        if isinstance(file, str) and (url := DATA_URL.match(file)):
+            file = io.BytesIO(base64.b64decode(file[url.end() :], validate=True))
         with Image.open(file) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")

@@ -79,23 +79,35 @@ def _converted(message: Any, place: str) -> list[dict[str, Any]]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise UnsupportedParameter(f"{place}.content", "is neither a text nor a list of blocks")
-    results, texts, calls = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
+    results, parts, calls = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
     for number, block in enumerate(content):
         kind, where = block.get("type") if isinstance(block, dict) else None, f"{place}.content.{number}"
         if kind == "text":
-            texts.append(block)
+            parts.append({"type": "text", "text": "\n" * bool(parts) + _text([block], where)})
+        elif kind == "image":
+            parts.append(_image(block))
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             answer = block.get("content") or ""
-            answer = answer if isinstance(answer, str) else _text(answer, f"{where}.content")
+            if isinstance(answer, list):  # its images follow it in a message of the user
+                images = [_image(each) for each in answer if isinstance(each, dict) and each.get("type") == "image"]
+                shown = [each for each in answer if not (isinstance(each, dict) and each.get("type") == "image")]
+                answer, parts = _text(shown, f"{where}.content"), [*parts, *images]
             failed = "Error: " if block.get("is_error") and not answer.lower().startswith("error") else ""
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": failed + answer})
         elif kind not in _DROPPED:
             raise UnsupportedParameter(where, f"is of type {kind!r}, which is not supported")
-    said = [{"role": role, "content": _text(texts, f"{place}.content"), **({"tool_calls": calls} if calls else {})}]
-    return [*results, *(said if texts or calls else [])]
+    said = [{"role": role, "content": parts, **({"tool_calls": calls} if calls else {})}]
+    return [*results, *(said if parts or calls else [])]
+
+
+def _image(block: dict[str, Any]) -> dict[str, Any]:
+    source = block.get("source")
+    given = source if isinstance(source, dict) else {}
+    url = f"data:{given.get('media_type')};base64,{given.get('data')}" if "data" in given else given.get("url")
+    return {"type": "image_url", "image_url": url}
 
 
 def _text(blocks: Any, place: str) -> str:

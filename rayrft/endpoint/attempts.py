@@ -100,7 +100,9 @@ class ApplicationAttempt:
     def trajectories(self) -> list[Trajectory]:
         """Return the rows with sampled tokens."""
         rows = [row for row in self._recorded.rows if row.answers]
-        return [self._model.recorded(row.token_ids, row.prompt_length, row.answers, row.turns) for row in rows]
+        return [
+            self._model.recorded(row.token_ids, row.prompt_length, row.answers, row.turns, row.images) for row in rows
+        ]
 
     # The engines and the session store of the endpoint.
 
@@ -110,7 +112,9 @@ class ApplicationAttempt:
         if request.alternatives or request.scored:
             problem = "attempts are sampled without the log-probs of other tokens and of prompts"
             raise RequestRefused(problem, "ask for the log-probs of the answer alone", field="top_logprobs")
-        answers = (self._model.generate(request.prompt, (), request.sampling.max_tokens) for _ in range(request.n))
+        answers = (
+            self._model.generate(request.prompt, request.images, request.sampling.max_tokens) for _ in range(request.n)
+        )
         try:
             return await asyncio.gather(*answers)
         except asyncio.CancelledError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rayrft.data.images import DATA_URL, IMAGE_MARK
 from rayrft.data.reasoning import ReasoningSplit
 from rayrft.explorer.tools.call_formats import CallFormat, as_response
 from rayrft.runtime.serving.http import UnsupportedParameter
@@ -110,10 +112,25 @@ class Sampled(_Body):
 
 
 class ContentPart(_Body):
-    """A part of a message: only text is supported."""
+    """A part of a message: a text, or an image in a data URL."""
 
-    type: Literal["text", "input_text", "output_text"]
-    text: str
+    type: Literal["text", "input_text", "output_text", "image_url", "input_image"]
+    text: str | None = None
+    image_url: Any = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ContentPart:
+        if self.image is None and self.text is None:
+            raise UnsupportedParameter("text", "is required")
+        if self.image is not None and not DATA_URL.match(self.image):
+            raise UnsupportedParameter("image_url", "is not a PNG, JPEG, WebP or GIF as a data URL with base64")
+        return self
+
+    @property
+    def image(self) -> str | None:
+        """The URL of the image, if it is one."""
+        url = self.image_url.get("url") if isinstance(self.image_url, dict) else self.image_url
+        return str(url) if self.type in ("image_url", "input_image") else None
 
 
 class ChatMessage(_Body):
@@ -134,6 +151,8 @@ class ChatMessage(_Body):
             raise UnsupportedParameter("tool_calls.arguments", "is not a JSON object")
         if self.reasoning_content and self.role != "assistant":
             raise UnsupportedParameter("reasoning_content", "belongs to a message of the assistant")
+        if self.images and self.role != "user":
+            raise UnsupportedParameter("image_url", "belongs to a message of the user")
         for key, value in (self.model_extra or {}).items():
             if value and key not in ("annotations", "cache_control"):
                 raise UnsupportedParameter(key, "is not supported")
@@ -141,7 +160,19 @@ class ChatMessage(_Body):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
+        """The text, with marks where its images stand, from which a mark in a text differs by a blank."""
+        if not self.images:
+            return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self._parts)
+        return "".join(IMAGE_MARK if part.image else without_marks(part.text or "") for part in self._parts)
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """The data URLs of the images."""
+        return tuple(part.image for part in self._parts if part.image)
+
+    @property
+    def _parts(self) -> list[ContentPart]:
+        return self.content if isinstance(self.content, list) else []
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form that is compared, without what clients may add or leave out."""
@@ -150,7 +181,8 @@ class ChatMessage(_Body):
             {"id": call.get("id"), "function": {"name": call["function"]["name"], "arguments": _arguments(call)}}
             for call in self.tool_calls
         ]
-        fields = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name}
+        images = [hashlib.blake2b(image.encode(), digest_size=16).hexdigest() for image in self.images]
+        fields = {"tool_calls": calls, "tool_call_id": self.tool_call_id, "name": self.name, "images": images}
         # A client may send the reasoning of an answer in its content, in its own field, or not at all.
         content = ReasoningSplit.of(self.text).content if self.role == "assistant" else self.text
         return {"role": self.role, "content": content, **{key: value for key, value in fields.items() if value}}
@@ -158,6 +190,7 @@ class ChatMessage(_Body):
     def for_template(self) -> dict[str, Any]:
         """Return the message for a chat template, with the arguments of calls as objects."""
         message = {**self.plain(), "content": self.text}
+        message.pop("images", None)
         if self.role == "developer":
             message["role"] = "system"
         if self.reasoning_content:
@@ -224,6 +257,11 @@ class ChatRequest(Sampled):
         if self.must_call and self.response_format.type != "text":
             raise UnsupportedParameter("response_format", "cannot be combined with a forced tool_choice")
         return self
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """The data URLs of all images."""
+        return tuple(image for message in self.messages for image in message.images)
 
     @property
     def must_call(self) -> bool:
@@ -404,6 +442,11 @@ def runs_at_server(tool: Any) -> bool:
     """Whether a tool is one that the server of the API runs: the policy is not shown it, and cannot call it."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     return isinstance(kind, str) and kind.startswith(_SERVER_TOOLS)
+
+
+def without_marks(text: str) -> str:
+    """Return a text of a conversation with images, in which nothing looks like the mark of one."""
+    return text.replace(IMAGE_MARK, f"{IMAGE_MARK[0]} {IMAGE_MARK[1:]}")
 
 
 def _arguments(call: dict[str, Any]) -> Any:

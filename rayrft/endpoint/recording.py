@@ -53,6 +53,8 @@ class Call:
     trained: bool
     """Whether it was sampled from the distribution that is trained."""
     engine: str | None = None
+    images: tuple[str, ...] = ()
+    """All images in the prompt."""
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Row:
     engine: str | None
     responses: list[str] = field(default_factory=list)
     """Ids of the responses with its answers."""
+    images: tuple[str, ...] = ()
 
 
 @dataclass
@@ -103,7 +106,7 @@ class SessionRows:
             if row is None:
                 row = Row(ids, len(call.prompt), "", [], [], "", None)
                 self.rows.append(row)
-            row.token_ids = ids
+            row.token_ids, row.images = ids, call.images
             row.responses.append(call.response)
             row.turns += [*call.turns, {"role": "assistant", "content": choice.text}]
             if call.trained and choice.completion.token_ids:

@@ -36,6 +36,8 @@ class CheckedRequest:
     """The form of calls of tools, if it has tools."""
     first: int = 0
     """The index of its first answer in the response."""
+    images: tuple[str, ...] = ()
+    """The data URLs of all images in the prompt."""
 
     @property
     def prefix(self) -> Prefix | None:

@@ -22,12 +22,14 @@ from rayrft.endpoint.protocol import (
     Prompt,
     ResponsesRequest,
     Sampled,
+    without_marks,
 )
 from rayrft.endpoint.recording import Call, Choice, Conversation, OpenCall, canonical_messages
 from rayrft.endpoint.replies import CheckedRequest, ChoicesReply, DecodedAnswer, ReplyForm, TextPiece
 from rayrft.endpoint.responses import ResponseReply
 from rayrft.endpoint.sessions import SessionStats
 from rayrft.endpoint.settings import EndpointSettings
+from rayrft.errors import DataError, ModelError
 from rayrft.explorer.engines import exchange
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, TokenCallback
 from rayrft.explorer.tools.call_formats import CallFormat, HermesCalls, JsonCalls, instructed, open_call_format
@@ -115,7 +117,8 @@ class Responder:
                 {"role": "user", "content": prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)},
             )
         begun = await self._begun(*named, conversation) if named is not None else None
-        ask = CheckedRequest(body, response, begun, conversation, turns, [], sampling, trained, None, first)
+        images = body.images if isinstance(body, ChatRequest) else ()
+        ask = CheckedRequest(body, response, begun, conversation, turns, [], sampling, trained, None, first, images)
 
         async def checked() -> CheckedRequest:
             tools = isinstance(body, ChatRequest) and body.shown_tools
@@ -126,6 +129,8 @@ class Responder:
             known = await self._call_format() if tools or bare else HermesCalls()
             form = JsonCalls() if must_call else known if tools else None
             size = self.settings.max_length
+            if images:
+                await self._check_images()
             full = fills((turn["content"] for turn in turns), size)
             ids, new_turns = ([], turns) if full else self._tokenise(ask, form or known)
             room = 0 if full else size - len(ids)
@@ -172,6 +177,13 @@ class Responder:
             raise problem from None
         finally:
             await cancel(answering)
+
+    async def _check_images(self) -> None:
+        """Raise ApiError if the model takes no images."""
+        try:
+            await asyncio.to_thread(lambda: self._tokenizer.images)
+        except ModelError as error:
+            raise ApiError(400, f"{error.problem}.", code="unsupported_value", param="messages") from None
 
     async def _call_format(self) -> CallFormat:
         """Return the format of the model's calls; the first request waits until it is known."""
@@ -227,14 +239,20 @@ class Responder:
             for each, message in zip(body.messages, messages, strict=True):
                 if each.role == "tool":
                     message["content"] = tokenizer.defuse(message["content"])
+                if ask.images and not each.images:
+                    message["content"] = without_marks(message["content"])
             # The first entry of the conversation stands for the tools.
             old, new = (messages[: known - 1], messages[known - 1 :]) if prefix is not None else (messages, [])
             if tools and bare:
                 old, tools = instructed(old, tools, form), ()
             if prefix is None:
-                return tokenizer.prompt(old, (), tools, options), ask.turns
-            observed = tokenizer.observation(old, new, (), tools, options, last=prefix.token_ids[-1])
-            return [*prefix.token_ids, *observed], ask.turns[known - 1 :]
+                return tokenizer.prompt(old, ask.images, tools, options), ask.turns
+            shown = tuple(image for each in body.messages[known - 1 :] for image in each.images)
+            observed = tokenizer.observation(old, new, shown, tools, options, last=prefix.token_ids[-1])
+            ids = [*prefix.token_ids, *observed]
+            if ask.images and ids.count(tokenizer.images.token_id) != sum(map(tokenizer.images.tokens, ask.images)):
+                raise DataError("an answer before it has tokens that stand for images", field="messages")
+            return ids, ask.turns[known - 1 :]
         rest: Any = ask.conversation[known:]
         text = rest if isinstance(rest, str) else tokenizer.decode(list(rest))
         ids = tokenizer.tokens(rest, begins=prefix is None) if isinstance(rest, str) else rest
@@ -341,7 +359,8 @@ class Responder:
                 # With the token that ended it: a prompt without its text does not continue the tokens.
                 said = self._tokenizer.hf.decode(list(answer.completion.token_ids))
             choices.append(Choice(answer.completion, said, text))
-        call = Call(ask.response, tuple(ask.prompt), ask.conversation, ask.turns, tuple(choices), ask.trained, engine)
+        prompt, said_before = tuple(ask.prompt), ask.conversation
+        call = Call(ask.response, prompt, said_before, ask.turns, tuple(choices), ask.trained, engine, ask.images)
         await self.sessions.answered(ask.begun, call)
 
     async def _or_failed(self, asks: list[CheckedRequest], work: Coroutine[Any, Any, R]) -> R:
@@ -368,4 +387,4 @@ def _request(ask: CheckedRequest, n: int) -> exchange.Request:
     """Return the request of an engine for ``n`` answers."""
     alternatives = ask.body.alternatives
     scored = isinstance(ask.body, CompletionRequest) and ask.body.echo and alternatives is not None
-    return exchange.Request(ask.prompt, n, ask.sampling, alternatives=alternatives or 0, scored=scored)
+    return exchange.Request(ask.prompt, n, ask.sampling, ask.images, alternatives=alternatives or 0, scored=scored)

@@ -352,6 +352,7 @@ def _experience(row: Row, entry: _Session, experience_id: str, group_id: str) ->
         reward_components=entry.components,
         stop_reason=row.stop_reason,
         turns=tuple(row.turns),
+        images=row.images,
         labels={"session_id": entry.identity.session, "response_ids": " ".join(row.responses)},
         created_at=entry.began,
         finished_at=time.time(),

@@ -84,9 +84,10 @@ class Model:
         prompt_length: int,
         answers: Sequence[tuple[int, Completion]],
         messages: list[dict[str, str]],
+        images: tuple[str, ...] = (),
     ) -> Trajectory:
         """Return a trajectory of answers that `generate` gave, by their start index, which was built elsewhere."""
-        trajectory = Trajectory(self, messages, (), (), list(token_ids[:prompt_length]))
+        trajectory = Trajectory(self, messages, images, (), list(token_ids[:prompt_length]))
         trajectory.record(token_ids, answers)
         self.started.append(trajectory)
         return trajectory

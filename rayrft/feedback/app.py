@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rayrft.config import RunConfig
 from rayrft.config.serve import FeedbackConfig
+from rayrft.data.images import DATA_URL
 from rayrft.errors import DataError, RayrftError
 from rayrft.feedback.agreement import measure_agreement
 from rayrft.feedback.delivery import Delivery
@@ -242,11 +244,14 @@ class FeedbackPage(HttpService):
         item, number = self._queue.items.get(asked.get("item", "")), asked.get("number", "")
         images = item.answers[0].images if item is not None else ()
         path = images[int(number)] if number.isdecimal() and int(number) < len(images) else ""
-        kind = _IMAGES.get(Path(path).suffix.lower())
-        try:
-            content = await asyncio.to_thread(Path(path).read_bytes) if kind is not None else None
-        except OSError:
-            content = None
+        url = DATA_URL.match(path)
+        kind = url[1] if url is not None else _IMAGES.get(Path(path).suffix.lower())
+        content = None
+        if url is not None:
+            content = base64.b64decode(path[url.end() :])
+        elif kind is not None:
+            with contextlib.suppress(OSError):
+                content = await asyncio.to_thread(Path(path).read_bytes)
         if content is None:
             raise ApiError(404, "There is no such image.", code="image_not_found", param="number")
         return Response(content, media_type=kind, headers={"X-Content-Type-Options": "nosniff"})

@@ -59,7 +59,7 @@ class Transcript:
     turns: tuple[Mapping[str, str], ...]
     """Messages with ``role`` and ``content``; the last one is the model's."""
     images: tuple[str, ...] = ()
-    """Paths of all images in the conversation, in order."""
+    """Paths of all images in the conversation, in order; data URLs of those in requests of the endpoint."""
     stop_reason: str | None = None
     given: int = 0
     """Number of the first assistant messages that the model did not write, such as examples in the prompt."""
