@@ -17,6 +17,9 @@ EDITED = "human"
 """Default name of the demonstrations that people's edits become."""
 
 
+History = Literal["sampled", "template"]
+
+
 class HttpConfig(Section):
     """Address, keys and limits of an HTTP service."""
 
@@ -73,8 +76,10 @@ class ServeConfig(HttpConfig):
     """The format of the model's tool calls: hermes (JSON between ``<tool_call>`` and ``</tool_call>``), json (bare),
     harmony (gpt-oss), one of vLLM's tool parsers, or auto: the one that reads what the chat template shows."""
     reasoning: Literal["split", "keep"] = "split"
-    """Whether reasoning in ``<think>`` is ``reasoning_content`` of a chat message, or stays in its content. The tokens
-    of a session keep it."""
+    """Whether reasoning in ``<think>`` is ``reasoning_content`` of a chat message, or stays in its content."""
+    history: History = "sampled"
+    """Earlier answers in later calls of a session. ``sampled``: with their reasoning, so that the session is one row.
+    ``template``: as the chat template shows them; a call for which it leaves reasoning out begins another row."""
     off_policy: Literal["untrained", "refuse", "ignore"] = "untrained"
     """Policy for requests with another temperature, top_p or top_k than the run's. ``untrained``: answered as
     requested, and masked in training. ``refuse``: status 400. ``ignore``: answered with the run's values."""

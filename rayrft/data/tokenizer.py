@@ -127,6 +127,26 @@ class ChatTokenizer:
             shown = shown.removesuffix(mark).rstrip()
         return shown
 
+    def leaves_out_reasoning(
+        self, messages: Messages, tools: Tools = (), options: Mapping[str, Any] | None = None
+    ) -> list[bool]:
+        """Return for each message whether it is an answer whose reasoning the chat template leaves out of a prompt.
+
+        Raises DataError if the template rejects the messages.
+        """
+        probed, (opening, closing) = list[dict[str, Any]](), REASONING_MARKS
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                said = f"{opening}\n{_ANSWER}{number}.\n{closing}\n\n{split_reasoning(message['content'])[1]}"
+                message = {key: value for key, value in message.items() if key != "reasoning_content"}
+                message["content"] = said
+            probed.append(message)
+        text, _ = self._render(probed, tools, options, add_generation_prompt=True)
+        return [
+            message["role"] == "assistant" and f"{_ANSWER}{number}." not in text
+            for number, message in enumerate(messages)
+        ]
+
     def has_option(self, name: str) -> bool:
         """Whether the chat template has a variable of that name that is not set by what it is to show."""
         taken = {"messages", "tools", "documents", "add_generation_prompt", *self.hf.special_tokens_map}

@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 from weakref import WeakKeyDictionary, finalize
 
-from rayrft.config.serve import ServeConfig
+from rayrft.config.serve import History, ServeConfig
 from rayrft.endpoint.attempts import Access, ApplicationAttempt, ProcessEndpoint, Server
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
@@ -61,15 +61,18 @@ class Applications:
     All rows have the reward that the application posts to ``/feedback``; else the number, or the result, that ``run``
     returns; else the run's reward of the text that it returns, or of the last answer if it returns None.
 
-    ``tool_calls`` is the form in which the model writes calls of tools.
+    ``tool_calls`` is the form in which the model writes calls of tools, ``history`` what later calls see of earlier
+    answers: see `ServeConfig`.
     """
 
     in_sandboxes = False
     """Whether applications reach their endpoint by a socket file."""
 
-    def __init__(self, processes: Processes, tool_calls: str) -> None:
+    def __init__(self, processes: Processes, tool_calls: str, history: History) -> None:
         check_call_format(tool_calls, "tool_calls")
-        self._config = ServeConfig(off_policy="ignore", tool_calls=tool_calls, deadline_s=math.inf)
+        if history not in get_args(History):
+            raise TypeError(f"history must be one of {', '.join(get_args(History))}, not {history!r}")
+        self._config = ServeConfig(off_policy="ignore", tool_calls=tool_calls, history=history, deadline_s=math.inf)
         self._processes = processes
         self._endpoints = WeakKeyDictionary[Callee, ProcessEndpoint]()
         self._listening: asyncio.Future[Server] | None = None
@@ -106,12 +109,12 @@ class Agent(Applications):
     """Calls the function ``agent``, ``package.module:function``, with the task's question; it may be a coroutine
     function. Processes, rows and rewards are those of `Applications`."""
 
-    def __init__(self, agent: str, processes: int = 64, tool_calls: str = "auto") -> None:
+    def __init__(self, agent: str, processes: int = 64, tool_calls: str = "auto", history: History = "sampled") -> None:
         module, _, function = agent.partition(":")
         if not function or not _is_found(module):
             remedy = "give package.module:function of one that can be imported where the Explorer runs"
             raise ConfigError("no such module" if function else "names no function", remedy, field="agent", value=agent)
-        super().__init__(pool(partial(_Function, module, function), processes, _import_client), tool_calls)
+        super().__init__(pool(partial(_Function, module, function), processes, _import_client), tool_calls, history)
 
 
 async def _result(returned: Any, last_answer: str, score: Callable[[str], Awaitable[RewardResult]]) -> RewardResult:

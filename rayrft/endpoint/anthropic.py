@@ -148,7 +148,7 @@ class MessagesReply(ReplyForm):
         for call in message.tool_calls:
             blocks.append({**_use(call), "input": json.loads(call["function"]["arguments"])})
         usage = {"input_tokens": prompt, "output_tokens": sampled}
-        return {**self._common, "content": blocks, "stop_reason": _stop_reason(answer), "usage": usage}
+        return {**self._common, "content": blocks, **_end(answer), "usage": usage}
 
     def begin(self) -> list[str]:
         usage = {"input_tokens": len(self._ask.prompt), "output_tokens": 0}
@@ -173,8 +173,7 @@ class MessagesReply(ReplyForm):
             events += [*self._stop(), *self._begin("tool_use", {**_use(call), "input": {}})]
             events.append(self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]}))
         _, sampled = self._usage([answer])
-        delta = {"stop_reason": _stop_reason(answer), "stop_sequence": None}
-        return [*events, *self._stop(), _event("message_delta", delta=delta, usage={"output_tokens": sampled})]
+        return [*events, *self._stop(), _event("message_delta", delta=_end(answer), usage={"output_tokens": sampled})]
 
     def done(self, answers: list[DecodedAnswer]) -> list[str]:
         return [_event("message_stop")]
@@ -210,8 +209,10 @@ def _use(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
 
 
-def _stop_reason(answer: DecodedAnswer) -> str:
-    return "max_tokens" if answer.is_truncated else "tool_use" if answer.message.tool_calls else "end_turn"
+def _end(answer: DecodedAnswer) -> dict[str, str | None]:
+    ended = "stop_sequence" if answer.stopped_by is not None else "end_turn"
+    reason = "max_tokens" if answer.is_truncated else "tool_use" if answer.message.tool_calls else ended
+    return {"stop_reason": reason, "stop_sequence": answer.stopped_by}
 
 
 def _event(kind: str, **fields: Any) -> str:

@@ -47,6 +47,8 @@ class AnswerText:
         """The text so far, in whole characters and without the stop string."""
         self.stopped_at: int | None = None
         """Number of tokens up to the end of the stop string."""
+        self.stopped_by: str | None = None
+        """The stop string."""
 
     @property
     def tokens(self) -> int:
@@ -89,9 +91,10 @@ class AnswerText:
         self.text += text[len(known) :]
         self._first, self._read = self._read, len(self._ids)
         answer = len(split_reasoning(self.text)[0]) if self._stops else 0
-        found = [at for stop in self._stops if (at := self.text.find(stop, max(answer, before - len(stop) + 1))) >= 0]
-        if found:
-            self.text, self.stopped_at = self.text[: min(found)], len(self._ids)
+        places = ((self.text.find(stop, max(answer, before - len(stop) + 1)), stop) for stop in self._stops)
+        if found := [place for place in places if place[0] >= 0]:
+            at, self.stopped_by = min(found)
+            self.text, self.stopped_at = self.text[:at], len(self._ids)
 
 
 def truncate_answer(completion: Completion, tokens: int | None, stop_reason: str = "stop") -> Completion:

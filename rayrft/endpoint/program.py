@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
+from rayrft.config.serve import History
 from rayrft.endpoint import program_box
 from rayrft.endpoint.agent import Applications, pool
 from rayrft.endpoint.attempts import Access
@@ -62,6 +63,7 @@ class Program(Applications):
         threads: int = 256,
         processes: int = 16,
         tool_calls: str = "auto",
+        history: History = "sampled",
     ) -> None:
         for field, words in ("command", command), ("check", check if check is not None else ["/"]):
             if isinstance(words, str) or not words or not all(isinstance(word, str) for word in words):
@@ -102,7 +104,7 @@ class Program(Applications):
                 remedy = "install it where the Explorer runs, below /usr or in `folders`"
                 raise ConfigError("there is no such program", remedy, field="command", value=words[0])
         isolate(isolation, box.folders, lenient=True)
-        super().__init__(pool(partial(_same, box), processes), tool_calls)
+        super().__init__(pool(partial(_same, box), processes), tool_calls, history)
 
 
 @dataclass(frozen=True)

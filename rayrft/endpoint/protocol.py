@@ -128,9 +128,11 @@ class ContentPart(_Body):
 
     @property
     def image(self) -> str | None:
-        """The URL of the image, if it is one."""
+        """The URL of the image, if it is one; empty if it has none."""
+        if self.type not in ("image_url", "input_image"):
+            return None
         url = self.image_url.get("url") if isinstance(self.image_url, dict) else self.image_url
-        return str(url) if self.type in ("image_url", "input_image") else None
+        return url if isinstance(url, str) else ""
 
 
 class ChatMessage(_Body):

@@ -62,6 +62,8 @@ class DecodedAnswer:
     text: str
     message: DecodedMessage
     tail: TextPiece
+    stopped_by: str | None = None
+    """The stop string that ended it."""
 
     @property
     def is_truncated(self) -> bool:

@@ -108,7 +108,7 @@ class Responder:
         if isinstance(body, ChatRequest):
             options = body.chat_template_kwargs
             head: dict[str, Any] = {"tools": list(body.shown_tools), **({"options": options} if options else {})}
-            conversation: Conversation = canonical_messages([head, *(each.plain() for each in body.messages)])
+            conversation: Conversation = canonical_messages([head, *self._plain(body)])
             turns = tuple(each.for_display() for each in body.messages)
         else:
             assert prompt is not None
@@ -177,6 +177,17 @@ class Responder:
             raise problem from None
         finally:
             await cancel(answering)
+
+    def _plain(self, body: ChatRequest) -> list[dict[str, Any]]:
+        """Return the messages in the form that is compared; an answer without its reasoning is another one than that
+        which was sampled, if the history is that of the template. Raises DataError."""
+        messages = [each.plain() for each in body.messages]
+        if self._config.history == "template":
+            tools, bare = body.shown_tools, not self._tokenizer.takes_tools
+            shown = [each.for_bare_template(HermesCalls()) if bare else each.for_template() for each in body.messages]
+            cut = self._tokenizer.leaves_out_reasoning(shown, () if bare else tools, body.chat_template_kwargs)
+            messages = [{**each, "cut": True} if is_cut else each for each, is_cut in zip(messages, cut, strict=True)]
+        return messages
 
     async def _check_images(self) -> None:
         """Raise ApiError if the model takes no images."""
@@ -334,7 +345,7 @@ class Responder:
         reasoning = found.reasoning[len(split.reasoning) if split is not None else 0 :]
         tokens = Chunk(completion.token_ids, completion.logprobs, alternatives=completion.alternatives)
         piece = TextPiece(index, found.content[shown:], tokens.cut(streamed), reasoning)
-        return DecodedAnswer(completion, whole, found, piece)
+        return DecodedAnswer(completion, whole, found, piece, text.stopped_by if text is not None else None)
 
     def _splits(self, ask: CheckedRequest) -> bool:
         return self._config.reasoning == "split" and isinstance(ask.body, ChatRequest)

@@ -10,6 +10,7 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
+from rayrft.config.serve import History
 from rayrft.data.episodes import host_command, verifiers_tasks
 from rayrft.endpoint.agent import Applications
 from rayrft.errors import CallFailed, DataError, ProcessDied
@@ -31,11 +32,18 @@ class Verifiers(Applications):
     fails its attempt alone. Raises DataError if the environment cannot be loaded.
     """
 
-    def __init__(self, python: str, environment: dict[str, Any], processes: int = 16, tool_calls: str = "auto") -> None:
+    def __init__(
+        self,
+        python: str,
+        environment: dict[str, Any],
+        processes: int = 16,
+        tool_calls: str = "auto",
+        history: History = "sampled",
+    ) -> None:
         if processes < 1:
             raise TypeError(f"processes must be at least 1, not {processes}")
         verifiers_tasks(python, environment, 1, "explorer.workflow_options.verifiers")
-        super().__init__(_Hosts(python, environment, processes), tool_calls)
+        super().__init__(_Hosts(python, environment, processes), tool_calls, history)
 
 
 class _Host:

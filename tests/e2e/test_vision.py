@@ -1,4 +1,5 @@
-"""A small run that looks at pictures: demonstrations, episodes of several, weights of the eye as of the rest."""
+"""A small run that looks at pictures: demonstrations, episodes of several, an application that shows some; the eye is
+trained as the rest."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ from tests.e2e.conftest import small_config
 
 
 def vision_config(storage: Path, name: str, **overrides: Any) -> dict[str, Any]:
-    """Episodes with squares, besides tasks of text alone; demonstrations of both kinds."""
+    """Episodes with squares, besides an application with tasks of text alone; demonstrations of both kinds."""
     squares = {"source": "squares", "path": str(storage / "squares"), "size": 200, "weight": 2, "workflow": "episode"}
     text = small_config(storage, name)
+    application = {"workflow_options": {"agent": {"agent": "tests.endpoint.applications:shows_pictures"}}}
     tasks, environment = text["tasks"]["sources"], {"name": "painter", "processes": 4}
     return small_config(
         storage,
@@ -30,7 +32,7 @@ def vision_config(storage: Path, name: str, **overrides: Any) -> dict[str, Any]:
         **{
             "model": {"tiny": {"vision": True, "layers": 2, "hidden_size": 64, "heads": 2}, "max_length": 96},
             "tasks": {"sources": [squares, *tasks], "eval_size": 12},
-            "explorer": {**text["explorer"], "environment": environment},
+            "explorer": {**text["explorer"], "environment": environment, "workflow": "agent", **application},
             "plugins": [str(ROOT / "tests" / "samples" / "painter.py")],
             **overrides,
         },
@@ -59,6 +61,10 @@ def test_a_model_learns_from_pictures_and_the_engine_computes_as_the_trainer_doe
     rows = [row for batch in Archive.of_run(run.folder).rows("usual") for row in from_batch(batch)]
     seen = [row for row in rows if row.images]
     assert 0 < len(seen) < len(rows), "rows with images and rows without were trained together"
+    sent = [row for row in seen if row.images[0].startswith("data:image/png;base64,")]
+    assert 0 < len(sent) < len(seen), "an application's pictures are in its rows, an environment's in files"
+    assert all(len(row.images) == 1 or len(set(row.images)) == 2 for row in sent)
+    seen = [row for row in seen if not row.images[0].startswith("data:")]
     assert {Path(path).parent for row in seen for path in row.images} == {run.folder / "images"}
     # An answer with the token of an image, as an untrained model gives at times, is the last one.
     assert all(row.stop_reason == "length" for row in seen if len(row.images) < 2)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import os
 import time
 from typing import Any
 
 import httpx
 import openai
+from PIL import Image
 
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
@@ -45,6 +48,24 @@ async def streams(question: str) -> str:
             model="any", messages=[{"role": "user", "content": question}], stream=True, temperature=0.1
         )
         return "streamed: " + "".join([part.choices[0].delta.content or "" async for part in parts])
+
+
+def shows_pictures(question: str) -> None:
+    """Ask with a picture, and then with another; without, if there is no "a" in the word."""
+    client = openai.OpenAI()
+    shown = [_picture(16)] if "a" in question.split()[-1] else []
+    messages: list[Any] = [{"role": "user", "content": [*shown, {"type": "text", "text": question}]}]
+    say(client, messages)
+    if shown:
+        messages.append({"role": "user", "content": [{"type": "text", "text": "and"}, _picture(24)]})
+        say(client, messages)
+
+
+def _picture(side: int) -> dict[str, Any]:
+    drawn = io.BytesIO()
+    Image.new("RGB", (side, side), (side, 0, 99)).save(drawn, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(drawn.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def returns_nothing(question: str) -> None:

@@ -79,6 +79,21 @@ async def test_a_conversation_with_results_of_tools_is_one_row(tiny_model: Path)
         assert [turn["role"] for turn in row.turns][-3:] == ["assistant", "tool", "assistant"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_a_stop_sequence_ends_names_it(stream: bool, tiny_model: Path) -> None:
+    async with asked(tiny_model, lambda prompt: "one. two; three") as (_, client):
+        options: Any = {"model": MODEL, "max_tokens": 50, "messages": HI}
+        if stream:
+            async with client.messages.stream(**options, stop_sequences=[";", ". "]) as events:
+                answer = await events.get_final_message()
+        else:
+            answer = await client.messages.create(**options, stop_sequences=[";", ". "])
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", ". ")
+        assert [block.text for block in answer.content if block.type == "text"] == ["one"]
+        whole = await client.messages.create(**options, stop_sequences=["!"])
+        assert (whole.stop_reason, whole.stop_sequence) == ("end_turn", None)
+
+
 async def test_tokens_are_counted_and_a_forced_tool_is_called(tiny_model: Path) -> None:
     said = '{"name": "add", "arguments": {"a": 2}}'
     async with asked(tiny_model, lambda prompt: said) as (served, client):
@@ -97,7 +112,8 @@ async def test_tokens_are_counted_and_a_forced_tool_is_called(tiny_model: Path) 
     ("body", "status", "kind", "said"),
     [
         ({"model": "gpt"}, 404, "not_found_error", "does not exist"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, 400, "invalid_request_error", "'video'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "data URL"),
         (
             {"tools": [{"type": "web_fetch_20250910", "name": "f"}, {"type": "bash_20250124", "name": "s"}]},
             400,

@@ -1,0 +1,93 @@
+"""Reasoning in a session: shown apart, sent back or not, and kept in later calls or left out as the template does."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.endpoint.scripted import MODEL, serve
+
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+async def test_options_of_the_template_are_the_requests_own_and_a_session_goes_by_them(tiny_model: Path) -> None:
+    shown = "{% if quiet is defined and quiet %}!{% endif %}"
+    async with serve(tiny_model, lambda prompt: "5</think>6") as served:
+        template = served.policy.tokenizer.hf.chat_template
+        served.policy.tokenizer.hf.chat_template = shown + template + "{% if not quiet %}<think>{% endif %}"
+        chats = [*USER, {"role": "assistant", "content": "<think>5</think>6"}, {"role": "user", "content": "more"}]
+        texts = []
+        for messages, quiet in [(USER, False), (chats, False), (chats, True)]:
+            body = {"model": MODEL, "user": "s", "messages": messages, "chat_template_kwargs": {"quiet": quiet}}
+            answer = (await served.http.post("/v1/chat/completions", json=body)).json()
+            texts.append(answer["choices"][0]["message"]["content"])
+        assert texts == ["6", "6", "5</think>6"]
+        prompts = [served.policy.tokenizer.hf.decode(request.prompt) for request in served.policy.requests]
+        assert prompts[0] == "<|user|>hi<|assistant|><think>" and prompts[1].startswith(prompts[0] + "5</think>6")
+        assert prompts[2] == "!<|user|>hi<|assistant|><think>5</think>6<|eos|><|user|>more<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    "echo", [{"content": "6"}, {"content": "<think>5</think>6"}, {"content": "6", "reasoning_content": "5"}]
+)
+async def test_a_client_may_send_reasoning_back_in_its_field_in_the_content_or_not(
+    echo: dict[str, str], tiny_model: Path
+) -> None:
+    async with serve(tiny_model, lambda prompt: "<think>5</think>6") as served:
+        history = [*USER, {"role": "assistant", **echo}, {"role": "user", "content": "more"}]
+        for messages in (USER, history):
+            body = {"model": MODEL, "user": "s", "messages": messages}
+            said = (await served.http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+            assert (said["content"], said["reasoning_content"]) == ("6", "5")
+        await served.client.post("/feedback", cast_to=object, body={"id": "s", "reward": 1.0})
+        [[row]] = [group.rows for group in served.book.sessions.take()[0]]
+        before = [*served.policy.requests[0].prompt, *served.policy.sampled[0].token_ids]
+        assert row.token_ids[: len(before)].tolist() == before, "its tokens stay as they were sampled"
+
+
+LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize("sent_back", [True, False])
+@pytest.mark.parametrize(("history", "rows"), [("sampled", 1), ("template", 2)])
+async def test_a_session_is_one_row_or_one_for_each_turn_of_the_user_whose_reasoning_the_template_leaves_out(
+    history: str, rows: int, sent_back: bool, tiny_model: Path
+) -> None:
+    """The template of Qwen3, which keeps the reasoning of a loop of tools until the user speaks again."""
+    said = iter([f"<think>first</think>{CALL}", "<think>second</think>blue", "<think>third</think>no"])
+    template = resources.files("trl").joinpath("chat_templates/qwen3.jinja").read_text()
+    async with serve(tiny_model, lambda prompt: next(said), max_length=900, history=history) as served:
+        served.policy.tokenizer.hf.chat_template = template
+        messages = list(USER)
+
+        async def answer(*further: dict[str, Any]) -> Any:
+            messages.extend(further)
+            body = {"model": MODEL, "user": "s", "messages": messages, "tools": [LOOK]}
+            message = (await served.http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+            if not sent_back:
+                message.pop("reasoning_content")
+            messages.append(message)
+            return message
+
+        [call] = (await answer())["tool_calls"]
+        await answer({"role": "tool", "tool_call_id": call["id"], "content": "blue"})
+        assert (await answer({"role": "user", "content": "Sure?"}))["content"] == "no"
+        one, two, three = served.policy.requests
+        assert two.prompt[: len(one.prompt)] == one.prompt
+        shown = served.policy.tokenizer.hf.decode(three.prompt)
+        assert ("first" in shown, "second" in shown) == (rows == 1, rows == 1)
+        if rows == 2:
+            plain = [{**each, "content": each["content"] or "", "reasoning_content": ""} for each in messages[:-1]]
+            rendered = served.policy.tokenizer.hf.apply_chat_template(
+                plain, tools=[LOOK], add_generation_prompt=True, tokenize=False
+            )
+            assert shown == rendered
+        await served.client.post("/feedback", cast_to=object, body={"id": "s", "reward": 1.0})
+        [group], _ = served.book.sessions.take()
+        assert len(group.rows) == rows
+        trained = sum(int(row.action_mask.sum()) for row in group.rows)
+        assert trained == sum(len(each.token_ids) for each in served.policy.sampled), "each answer once"

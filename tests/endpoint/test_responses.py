@@ -1,0 +1,140 @@
+"""The Responses API, as the official client and coding agents use it, over a scripted policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.endpoint.scripted import MODEL, Served, serve
+
+LOOK: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": True}
+
+
+def says(prompt: str) -> str:
+    return "red" if "blue" in prompt else 'Hm.<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+
+
+async def test_a_response_is_whole_with_usage_log_probs_and_why_it_ends(served: Served) -> None:
+    include: Any = ["message.output_text.logprobs"]
+    ask = served.client.responses.create
+    answer = await ask(model=MODEL, input="hi", instructions="Be kind.", include=include)
+    assert (answer.status, answer.output_text) == ("completed", "hello")
+    assert answer.usage and (answer.usage.input_tokens, answer.usage.output_tokens) == (
+        len(served.policy.requests[0].prompt), 6,
+    )  # fmt: skip
+    assert "Be kind." in served.policy.tokenizer.hf.decode(served.policy.requests[0].prompt)
+    message: Any = answer.output[0]
+    assert [entry.logprob for entry in message.content[0].logprobs] == [-0.5] * 6
+    short = await ask(model=MODEL, input="hi", max_output_tokens=3)
+    assert (short.status, short.output_text) == ("incomplete", "hel")
+    assert short.incomplete_details and short.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_the_events_of_a_stream_add_up_to_the_response(served: Served) -> None:
+    async with served.client.responses.stream(model=MODEL, input="hi") as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert final.output_text == "hello" and final.status == "completed"
+    numbers = [event.sequence_number for event in events]
+    assert numbers == sorted(set(numbers))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 3 and "".join(deltas) == "hello"  # as they are sampled, not at the end
+    expected = ["created", "in_progress", "output_item.added", "content_part.added", "output_text.delta"]
+    expected += ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert list(dict.fromkeys(kinds)) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", ["Hm.", ""])
+async def test_a_loop_with_tools_is_one_row_as_it_was_sampled(text: str, stream: bool, tiny_model: Path) -> None:
+    async with serve(tiny_model, lambda prompt: says(prompt).replace("Hm.", text), max_length=400) as served:
+        items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "What colour?"}]}]
+        for _ in range(2):
+            asked: Any = {"model": MODEL, "input": items, "tools": [LOOK], "extra_headers": {"X-Session-Id": "s"}}
+            if stream:
+                async with served.client.responses.stream(**asked) as events:
+                    answer = await events.get_final_response()
+            else:
+                answer = await served.client.responses.create(**asked)
+            items += [item.model_dump(exclude_none=True) for item in answer.output]
+            for item in answer.output:
+                if item.type == "function_call":
+                    assert (item.name, item.arguments) == ("look", "{}")
+                    items.append({"type": "function_call_output", "call_id": item.call_id, "output": "blue"})
+        assert answer.output_text == "red"
+        served.book.sessions.feedback("s", 1.0, {}, 0.0)
+        [group] = served.book.sessions.take()[0]
+        [row] = group.rows
+        acted = [int(token) for token, mask in zip(row.token_ids, row.action_mask, strict=True) if mask]
+        assert acted == [token for each in served.policy.sampled for token in each.token_ids]
+        assert [turn["role"] for turn in row.turns] == ["user", "assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_coding_agent_gives_tools_that_take_a_text_and_gets_the_reasoning_apart(
+    stream: bool, tiny_model: Path
+) -> None:
+    call = json.dumps({"name": "patch", "arguments": {"input": "*** Begin"}})
+
+    def patches(prompt: str) -> str:
+        return "red" if "patched" in prompt else f"<think>so</think>Hm.<tool_call>{call}</tool_call>"
+
+    tools: Any = [{"type": "custom", "name": "patch", "format": {"type": "text"}}, {"type": "web_search"}]
+    async with serve(tiny_model, patches, max_length=600) as served:
+        items: list[Any] = [{"role": "user", "content": "Mend it."}]
+        for kinds in (["reasoning", "message", "custom_tool_call"], ["message"]):
+            asked: Any = {"model": MODEL, "input": items, "tools": tools, "user": "s", "max_output_tokens": 200}
+            asked["reasoning"] = {"effort": "low"}
+            if stream:
+                async with served.client.responses.stream(**asked) as events:
+                    seen = [event async for event in events]
+                    answer = await events.get_final_response()
+                for index, item in enumerate(answer.output):
+                    of_item = [event for event in seen if getattr(event, "output_index", None) == index]
+                    assert of_item[0].type == "response.output_item.added"
+                    assert of_item[-1].type == "response.output_item.done" and of_item[-1].item.id == item.id
+            else:
+                answer = await served.client.responses.create(**asked)
+            assert [item.type for item in answer.output] == kinds
+            items += [item.model_dump(exclude_none=True) for item in answer.output]
+            if len(kinds) == 3:
+                thought, _, called = answer.output
+                assert thought.content[0].text == "so" and answer.output_text == "Hm."
+                assert (called.name, called.input) == ("patch", "*** Begin")
+                items.append({"type": "custom_tool_call_output", "call_id": called.call_id, "output": "patched"})
+        assert answer.output_text == "red"
+        assert "web_search" not in served.policy.tokenizer.hf.decode(served.policy.requests[0].prompt)
+        served.book.sessions.feedback("s", 1.0, {}, 0.0)
+        assert len(served.book.sessions.take()[0][0].rows) == 1
+
+
+UNSUPPORTED: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "input"),
+    ({"input": []}, "messages"),
+    ({"input": 3, "instructions": "Be kind."}, "input"),
+    ({"input": [3]}, "input.0"),
+    ({"input": [{"role": "user"}]}, "input.0"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
+    ({"input": "hi", "tools": [{"type": "local_shell"}]}, "tools"),
+    ({"input": "hi", "tools": [{"type": "custom"}]}, "tools"),
+    ({"input": "hi", "tools": 5}, "tools"),
+    ({"input": "hi", "text": {"format": 5}}, "text.format"),
+    ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"input": "hi", "text": {"format": {"type": "yaml"}}}, "response_format.type"),
+    ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens"),
+    ({"input": "hi", "max_tokens": 3}, "max_tokens"),
+    ({"input": "hi", "logprobs": True}, "logprobs"),
+]
+
+
+async def test_what_responses_do_not_support_is_refused_with_its_field(served: Served) -> None:
+    for body, param in UNSUPPORTED:
+        response = await served.http.post("/v1/responses", json={"model": MODEL, **body})
+        error = response.json()["error"]
+        assert response.status_code == 400 and (param is None or error["param"] == param), (body, error)
+    assert served.policy.requests == []
