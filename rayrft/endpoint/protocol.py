@@ -55,6 +55,8 @@ Limit = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1)]
+_MOST_ANSWERS = 1024
+"""To the prompts of one request."""
 _MOST_ALTERNATIVES = 20
 """As many as vLLM returns by default."""
 
@@ -369,7 +371,7 @@ class ResponsesRequest(ChatRequest):
 class CompletionRequest(Sampled):
     """The body of ``/v1/completions``: a prompt is a text, or the ids of its tokens."""
 
-    prompts: list[Prompt] = Field(alias="prompt", min_length=1, max_length=1024)
+    prompts: list[Prompt] = Field(alias="prompt", min_length=1, max_length=_MOST_ANSWERS)
     logprobs: int | None = Field(None, ge=0, le=_MOST_ALTERNATIVES)
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool = False
@@ -384,6 +386,8 @@ class CompletionRequest(Sampled):
     def _scored(self) -> CompletionRequest:
         if self.max_tokens == 0 and (self.stream or not self.echo):
             raise UnsupportedParameter("max_tokens", "must be at least 1 without 'echo', and in a stream")
+        if self.n * len(self.prompts) > _MOST_ANSWERS:
+            raise UnsupportedParameter("n", f"asks for more than {_MOST_ANSWERS} answers to these prompts")
         if self.echo and self.stream and self.logprobs is not None:
             raise UnsupportedParameter("echo", "cannot be streamed with log-probs")
         return self

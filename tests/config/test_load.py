@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rayrft.config import dump_config, load_config, parse_override, rules
+from rayrft.config import dump_config, load_config, load_run_config, parse_override, rules
 from rayrft.config.trainer import ProbeBounds
 from rayrft.errors import ConfigError
 from tests.config.given import SPELL, base
@@ -196,3 +196,14 @@ def test_a_folder_that_is_not_absolute_is_the_drivers(tmp_path: Path, monkeypatc
     config = load_config(base(), {"storage": "runs"})
     assert (config.folder, config.buffer_folder) == (tmp_path / "runs/a", tmp_path / "runs/a/buffer")
     assert load_config(base(), {"buffer.storage": "logs"}).buffer_folder == tmp_path / "logs/a"
+
+
+def test_an_unknown_key_of_a_run_folder_is_another_versions_and_one_of_an_override_is_not(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(base())))
+    with pytest.raises(ConfigError, match=r"Did you mean 'steps'", check=about("stages.mix.stepz")):
+        load_run_config(tmp_path, {"stages.mix.stepz": 1})
+    raw = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**raw, "of_old": 1}))
+    for overrides in ({}, {"stages.mix.steps": 1}, {"stages.mix.stepz": 1}):
+        with pytest.raises(ConfigError, match="Use the version that wrote it", check=about("of_old")):
+            load_run_config(tmp_path, overrides)

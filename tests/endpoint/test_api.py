@@ -76,9 +76,12 @@ async def test_prompts_in_a_list_are_echoed_with_their_logprobs_each_a_row_of_th
         assert "".join(shown.tokens) == choice.text and shown.text_offset == [*range(len(ids) + 1)]
         assert shown.top_logprobs and shown.top_logprobs[0] is None  # type: ignore[comparison-overlap]
         assert shown.top_logprobs[1] == {hf.decode([7]): -0.1, hf.decode([8]): -0.2, hf.decode([ids[1]]): -0.5}
-    nothing = await served.client.completions.create(model=MODEL, prompt="hi", echo=True, logprobs=0, max_tokens=0)
-    assert nothing.choices[0].text == "hi" and nothing.choices[0].finish_reason == "length"
-    assert nothing.choices[0].logprobs and nothing.choices[0].logprobs.token_logprobs == [None, -0.5]
+    for stop in (None, ["z"]):
+        nothing = await served.client.completions.create(
+            model=MODEL, prompt="hi", echo=True, logprobs=0, max_tokens=0, stop=stop
+        )
+        assert nothing.choices[0].text == "hi" and nothing.choices[0].finish_reason == "length"
+        assert nothing.choices[0].logprobs and nothing.choices[0].logprobs.token_logprobs == [None, -0.5]
     stream = await served.client.completions.create(model=MODEL, prompt=["a", "b"], echo=True, stream=True)
     texts = ["", ""]
     async for chunk in stream:
@@ -265,7 +268,7 @@ def _called(function: Any) -> dict[str, Any]:
     return _said(tool_calls=[{"function": function}])
 
 
-IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "x"}}
 CHATS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "invalid_value": [
         ({"temperature": "hot"}, "temperature"),
@@ -277,7 +280,7 @@ CHATS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"stop": ["x" * 257]}, "stop.0"),
         ({"chat_template_kwargs": {"enable_thinking": []}}, "chat_template_kwargs.enable_thinking"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": [SOUND]}]}, "messages.0.content.0.type"),
         ({"messages": USER * 4097}, "messages"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
@@ -313,6 +316,15 @@ REFUSED: list[tuple[str, Any, int, str, str | None]] = [
     ("completions", {**TEXT, "prompt": [10**6]}, 400, "invalid_value", "request"),
     ("completions", {**TEXT, "prompt": [1 << 32]}, 400, "invalid_value", "prompt.0.0"),
     ("completions", {**TEXT, "prompt": []}, 400, "invalid_value", None),
+    ("completions", {**TEXT, "prompt": ["x"] * 600, "n": 2}, 400, "unsupported_parameter", "n"),
+    ("completions", {**TEXT, "max_tokens": 0}, 400, "unsupported_parameter", "max_tokens"),
+    (
+        "completions",
+        {**TEXT, "max_tokens": 0, "echo": True, "stream": True},
+        400,
+        "unsupported_parameter",
+        "max_tokens",
+    ),
     ("responses", {"model": MODEL, "input": "x", "include": ["x"] * 17}, 400, "invalid_value", "include"),
     ("feedback", {"id": "x" * 257, "reward": 1.0}, 400, "invalid_value", "id"),
     ("feedback", {"id": "x", "reward": 1.0, "components": MANY}, 400, "invalid_value", "components"),

@@ -14,9 +14,11 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
+import rayrft
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data import verifiers_host
 from rayrft.data.task_sources import read_source
@@ -25,6 +27,8 @@ from rayrft.endpoint.verifiers import Verifiers
 from rayrft.errors import DataError
 from rayrft.experience import Task
 from rayrft.explorer.rollout import Runner
+from rayrft.monitor.records import StepRecord
+from tests.e2e.conftest import small_config
 from tests.endpoint.scripted import Policy
 from tests.errors import about
 from tests.explorer.scripted import config
@@ -136,6 +140,40 @@ async def test_a_killed_process_costs_its_attempt_alone_and_another_one_takes_it
         assert [rollout.failed for rollout in rollouts if rollout.failed] == [{"workflow_error": 1}] and len(ended) == 1
         assert [row.reward for rollout in rollouts for row in rollout.rows] == [pytest.approx(4 / 3)]
         assert len((await ran(task, n=2)).rows) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("python", ["newest"], indirect=True)
+def test_a_model_learns_from_the_rewards_of_an_environment(
+    seed: int, python: str, ray_cluster: Any, tmp_path: Path
+) -> None:
+    letters = {"source": "verifiers", "dataset": "letters", "options": {"python": python, "count": 8}}
+    chosen = {"python": python, "environment": settings(count=8), "processes": 8}
+    changes = {
+        "model": {"tiny": {"layers": 2, "hidden_size": 64, "heads": 2}, "max_length": 64},
+        "tasks": {"sources": [letters], "eval_size": 2},
+        "stages": [
+            {
+                "name": "grpo",
+                "algorithm": {"name": "grpo"},
+                "steps": 30,
+                "batch_size": 64,
+                "group_size": 8,
+                "optimizer": {"lr": 3e-3},
+            }
+        ],
+        "evaluation": {"enabled": False},
+        "seed": seed,
+    }
+    run_config = small_config(tmp_path, "letters", **changes)
+    run_config["explorer"] |= {"workflow": "verifiers", "workflow_options": {"verifiers": chosen}}
+    del run_config["demonstrations"]
+    run = rayrft.start(run_config, say=lambda text: None)
+    summary = run.result()
+    rewards = [record.reward for record in run.records() if isinstance(record, StepRecord)]
+    assert summary.status == "finished" and summary.ledger is not None and summary.ledger.closes
+    assert np.mean(rewards[-5:]) > 1.5 * np.mean(rewards[:5]) > 0, rewards
 
 
 async def test_a_task_from_elsewhere_is_refused(python: str, tiny_model: Path) -> None:
