@@ -155,11 +155,12 @@ def _opened(file: str | io.BytesIO) -> Iterator[Image]:
     """Open an image, whose pixels are decoded when they are used. Raises DataError, also for what is raised inside."""
     from PIL import Image
 
-    value = file[:60] if isinstance(file, str) else f"{file.getbuffer().nbytes} bytes"
+    url = DATA_URL.match(file) if isinstance(file, str) else None
+    value = url[0] if url else file if isinstance(file, str) else f"{file.getbuffer().nbytes} bytes"
     remedy = "give PNG or JPEG files that every node can read, or their bytes"
     try:
-        if isinstance(file, str) and (url := DATA_URL.match(file)):
-            file = io.BytesIO(base64.b64decode(file[url.end() :], validate=True))
+        if url is not None:
+            file = io.BytesIO(base64.b64decode(str(file)[url.end() :], validate=True))
         with Image.open(file) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")

@@ -183,7 +183,8 @@ class Trajectory:
     def record(self, token_ids: Sequence[int], answers: Sequence[tuple[int, Completion]]) -> None:
         """Take tokens and answers for what has been acted and observed; all messages are said."""
         self._ids, self._actions = list(token_ids), list(answers)
-        self._answered, self.stop_reason = len(self.messages), answers[-1][1].stop_reason
+        self._answered, self._seen = len(self.messages), len(self.images)
+        self.stop_reason = answers[-1][1].stop_reason
 
     def reward(self, value: float | RewardResult, components: dict[str, float] | None = None) -> None:
         """Set the reward of the trajectory, which may be an unknown result; without one, the run's reward scores it."""

@@ -51,14 +51,13 @@ async def streams(question: str) -> str:
 
 
 def shows_pictures(question: str) -> None:
-    """Ask with a picture, and then with another; without, if there is no "a" in the word."""
+    """A conversation of texts, and one with two pictures."""
     client = openai.OpenAI()
-    shown = [_picture(16)] if "a" in question.split()[-1] else []
-    messages: list[Any] = [{"role": "user", "content": [*shown, {"type": "text", "text": question}]}]
+    say(client, [{"role": "user", "content": question}])
+    messages: list[Any] = [{"role": "user", "content": [_picture(16), {"type": "text", "text": "Colour?"}]}]
     say(client, messages)
-    if shown:
-        messages.append({"role": "user", "content": [{"type": "text", "text": "and"}, _picture(24)]})
-        say(client, messages)
+    messages.append({"role": "user", "content": [{"type": "text", "text": "and"}, _picture(32)]})
+    say(client, messages)
 
 
 def _picture(side: int) -> dict[str, Any]:
