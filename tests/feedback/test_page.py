@@ -426,12 +426,23 @@ async def test_without_reference_answers_the_page_says_why(client: Client, monke
 async def test_images_of_an_item_are_given_out_and_no_other_file(running: Path) -> None:
     (running / "a.png").write_bytes(b"a picture")
     (running / "secret.txt").write_bytes(b"no picture")
-    images = (str(running / "a.png"), str(running / "secret.txt"), str(running / "gone.png"))
+    urls = ("data:image/png;base64,c2VudA==", "data:text/html;base64,PHNjcmlwdD4=")
+    images = (str(running / "a.png"), str(running / "secret.txt"), str(running / "gone.png"), *urls)
     async with opened(running, group("g", "a", images=images)) as client:
-        assert (await client.post("next", view="one"))["item"]["images"] == 3
+        assert (await client.post("next", view="one"))["item"]["images"] == 5
         found = await client.http.get("/v1/image", params={"item": "one:g/0", "number": 0})
         assert (found.content, found.headers["content-type"]) == (b"a picture", "image/png")
-        for item, number in [("one:g/0", 1), ("one:g/0", 2), ("one:g/0", 3), ("one:g/0", -1), ("one:x", 0), ("", "x")]:
+        sent = await client.http.get("/v1/image", params={"item": "one:g/0", "number": 3})
+        assert (sent.content, sent.headers["content-type"]) == (b"sent", "image/png")
+        for item, number in [
+            ("one:g/0", 1),
+            ("one:g/0", 2),
+            ("one:g/0", 4),
+            ("one:g/0", 5),
+            ("one:g/0", -1),
+            ("one:x", 0),
+            ("", "x"),
+        ]:
             refused = await client.http.get("/v1/image", params={"item": item, "number": number})
             assert refused.status_code == 404, (item, number)
         without = await client.http.get("/v1/image?item=one:g/0&number=0", headers={"Authorization": ""})

@@ -34,10 +34,6 @@ WATCHED_CLOSELY: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.1,
 }
 """Serve's options of a deployment: dead replicas are replaced at once, and replicas stop without waiting."""
-_WITHOUT_ACCESS_LOG = {"enable_access_log": False}
-"""Serve's options of logging: services count their requests by outcome."""
-_IN_ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
-"""Serve's setting of a replica: requests are answered in the loop in which they arrive, and not in another thread's."""
 _LOOK_S = 0.5
 """Seconds between looks at whether the name of a dead actor is free: Ray has no event for it."""
 _ANSWER_S = 30.0
@@ -78,7 +74,7 @@ def start_serve(host: str, port: int, *, http: bool = True) -> None:
         problem = f"the port cannot be used: {reason}"
         raise ConfigError(problem, "another program uses it: give another port", field="serve.port", value=port)
     location = ProxyLocation.HeadOnly if reason is None else ProxyLocation.Disabled
-    serve.start(http_options={"host": host, "port": port}, proxy_location=location, logging_config=_WITHOUT_ACCESS_LOG)
+    serve.start(http_options={"host": host, "port": port}, proxy_location=location)
 
 
 def applications(prefix: str = "") -> list[str]:
@@ -194,8 +190,7 @@ def _open(application: HttpApplication) -> str:
     start_serve(config.host, config.port)
     deployment = serve.deployment(serve.ingress()(HttpReplica)).options(
         num_replicas=config.replicas,
-        ray_actor_options={"num_cpus": config.cpus, "runtime_env": {"env_vars": _IN_ONE_LOOP}},
-        logging_config=_WITHOUT_ACCESS_LOG,
+        ray_actor_options={"num_cpus": config.cpus},
         # Requests above the service's own bound must reach it, to be answered with status 429.
         max_ongoing_requests=100 * config.max_requests,
         **WATCHED_CLOSELY,
