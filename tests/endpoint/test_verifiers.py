@@ -45,7 +45,8 @@ def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             yield sys.executable
         else:
             made = environment(tmp_path_factory.mktemp("verifiers") / "venv", "verifiers")
-            patch.setenv("PYTHONPATH", str(FOLDER / "tasksets"), prepend=os.pathsep)
+            [packages] = made.parent.parent.glob("lib/*/site-packages")
+            (packages / "tasksets.pth").write_text(str(FOLDER / "tasksets"))
             yield str(made)
 
 
