@@ -105,6 +105,9 @@ def names_reference() -> str:
 
 
 _CHANGES = [
+    "0.1.0: `images` of a row may hold data URLs: those in requests of the endpoint, which had no images.",
+    "0.1.0: `monitor.sinks: [wandb, tensorboard]` in a config, where `monitor.wandb` and `monitor.tensorboard` were.",
+    "0.1.0: `workflow: verifiers` and a task source of that name, where an environment of that name was.",
     "0.1.0: `summary.json` holds evaluation records under `accuracy`, where it had points of its own.",
     "0.1.0: `rayrft.serve.agent:Agent` is `rayrft.endpoint.agent:Agent`.",
 ]
