@@ -58,9 +58,8 @@ def check_field(algorithm: Algorithm, key: str, value: Any) -> None:
     if value not in (NONE, False) and not is_used(algorithm, key):
         raise refuse(key, f"is not used: {algorithm.name!r} has no term that it acts on", "leave it out", value)
     if key in _TERM_OF and getattr(algorithm, term := _TERM_OF[key]) == NONE:
-        raise refuse(
-            key, f"is not used: {algorithm.name!r} has no {term} term", f"set {term!r}, or remove {key}", value
-        )
+        problem = f"is not used: {algorithm.name!r} has no {term} term"
+        raise refuse(key, problem, f"set {term!r}, or remove {key}", value)
     if key == "teacher_candidates" and key not in algorithm.needs:
         problem = f"is not used: distillation {algorithm.distillation!r} looks at the sampled token alone"
         raise refuse(key, problem, "leave it out, or use distillation: jsd", value)

@@ -114,12 +114,11 @@ class Buffer(Watched):
         """
         known = self._state.newest_version
         if known < step:
-            raise StorageError(
-                f"the log ends after {known} steps, before the checkpoint of step {step} that the run resumes from",
-                "restore the log from a backup, or resume from an older checkpoint",
-                field=str(self._store.storage.folder),
-                value=known,
+            problem = (
+                f"the log ends after {known} steps, before the checkpoint of step {step} that the run resumes from"
             )
+            remedy = "restore the log from a backup, or resume from an older checkpoint"
+            raise StorageError(problem, remedy, field=str(self._store.storage.folder), value=known)
         gone: list[e.Event] = [e.ProducerAbandoned(producer) for producer in self._state.producers("")]
         new = attempt not in self._state.training.attempts
         # The engines have the checkpoint's weights, also if the run was killed before it had recorded that.

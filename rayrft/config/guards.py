@@ -38,9 +38,8 @@ class GuardConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> GuardConfig:
         if self.field not in METRICS:
-            raise invalid(
-                "field", "is not a number of the step's record", nearest(self.field, METRICS), value=self.field
-            )
+            remedy = nearest(self.field, METRICS)
+            raise invalid("field", "is not a number of the step's record", remedy, value=self.field)
         if self.above is None and self.below is None:
             raise invalid("above", "or below is required", "give a bound")
         return self

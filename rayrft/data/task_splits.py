@@ -141,24 +141,19 @@ class _Pool:
 
     def cut(self, count: int, field: str) -> list[Task]:
         if count > len(self._left):
-            raise DataError(
-                f"only {len(self._left)} of {count} tasks are left ({len(self._tasks)} distinct tasks in the source)",
-                "request fewer, or provide more tasks",
-                field=field,
-                value=count,
-            )
+            left, distinct = len(self._left), len(self._tasks)
+            problem = f"only {left} of {count} tasks are left ({distinct} distinct tasks in the source)"
+            raise DataError(problem, "request fewer, or provide more tasks", field=field, value=count)
         part, self._left = self._left[:count], self._left[count:]
         return [self._tasks[index] for index in part]
 
     def rest(self, field: str) -> list[Task]:
         """Return the remaining tasks, in the source's order."""
         if not self._left:
-            raise DataError(
-                f"no task is left to train on ({len(self._tasks)} in the source that no earlier one holds)",
-                "lower eval_size or the sizes of the demonstrations, or provide more tasks; where all have one "
-                "question, let metadata 'environment' say what differs",
-                field=field,
-            )
+            problem = f"no task is left to train on ({len(self._tasks)} in the source that no earlier one holds)"
+            remedy = "lower eval_size or the sizes of the demonstrations, or provide more tasks; where all have one "
+            remedy += "question, let metadata 'environment' say what differs"
+            raise DataError(problem, remedy, field=field)
         return [self._tasks[index] for index in sorted(self._left)]
 
 

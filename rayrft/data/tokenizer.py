@@ -226,9 +226,8 @@ class ChatTokenizer:
             text, turns = self._marked_turns(converted, tools)
             if len(trained) < len(spoken):
                 if len(turns) != len(spoken):
-                    raise DataError(
-                        f"the chat template marks {len(turns)} turns of {len(spoken)}, of which not all train"
-                    )
+                    problem = f"the chat template marks {len(turns)} turns of {len(spoken)}, of which not all train"
+                    raise DataError(problem)
                 turns = [turn for index, turn in zip(spoken, turns, strict=True) if index in trained]
         else:
             text, turns = self._appended_turns(converted, tools, trained)

@@ -206,12 +206,11 @@ class GroupFlow:
         self._empty = 0 if group.rows else self._empty + bool(group.dropped)
         if self._empty >= self.config.explorer.max_tries and self._limits_tries:
             reasons = ", ".join(f"{count} {reason}" for reason, count in group.dropped.most_common())
-            raise RayrftError(
-                f"no row was kept of {self._empty} consecutive groups, so nothing is learned; dropped last: {reasons}",
-                "give tasks that the model solves sometimes, but not always; relax the filters; or raise it",
-                field="explorer.max_tries",
-                value=self._empty,
+            problem = (
+                f"no row was kept of {self._empty} consecutive groups, so nothing is learned; dropped last: {reasons}"
             )
+            remedy = "give tasks that the model solves sometimes, but not always; relax the filters; or raise it"
+            raise RayrftError(problem, remedy, field="explorer.max_tries", value=self._empty)
 
     def _count_failure(self, number: int, problem: str) -> None:
         """Count a failed group. Raise RayrftError if too many failed in a row, in the order in which groups were
@@ -223,11 +222,9 @@ class GroupFlow:
         while last + 1 in self.failed:
             last += 1
         if last - first + 1 >= _FAILURES_IN_A_ROW:
-            raise RayrftError(
-                f"{last - first + 1} consecutive groups failed; the last: {problem}",
-                "fix the workflow, reward or limit; try it on a single task first",
-                field="explorer",
-            )
+            problem = f"{last - first + 1} consecutive groups failed; the last: {problem}"
+            remedy = "fix the workflow, reward or limit; try it on a single task first"
+            raise RayrftError(problem, remedy, field="explorer")
 
 
 def group_id(config: RunConfig, stage: StageConfig, ticket: Ticket) -> str:

@@ -291,9 +291,8 @@ def build_operator(config: OperatorConfig, field: str, context: Context) -> Oper
         registered = (operators.get(name) for name in operators)
         made = next((each for each in registered if getattr(each, "function", None) is made), made)
     if not (inspect.isclass(made) and issubclass(made, Operator)):
-        raise ConfigError(
-            "is not an operator", "decorate it with register_operator", field=f"{field}.name", value=config.name
-        )
+        remedy, place = "decorate it with register_operator", f"{field}.name"
+        raise ConfigError("is not an operator", remedy, field=place, value=config.name)
     try:
         return made(made.Options.model_validate(config.options), context)
     except ValidationError as error:

@@ -32,20 +32,16 @@ class CudaIpc(WeightTransport):
             problem = "needs explorer.engine.gpus and trainer.gpus above 0"
             raise ConfigError(problem, "use gloo or auto", field=FIELD, value="ipc")
         if layout.ranks != layout.engines or gpus > 1:
-            raise ConfigError(
+            problem = (
                 f"pairs one engine with one trainer rank on a GPU: needs explorer.engine.count ({layout.engines}) = "
-                f"trainer.ranks ({layout.ranks}) and explorer.engine.gpus + trainer.gpus <= 1",
-                field=FIELD,
-                value="ipc",
+                f"trainer.ranks ({layout.ranks}) and explorer.engine.gpus + trainer.gpus <= 1"
             )
+            raise ConfigError(problem, field=FIELD, value="ipc")
         if layout.engines > 1 and gpus <= 0.5:
-            raise ConfigError(
-                f"gives half a GPU or less to a pair of engine and rank, and two of the {layout.engines} pairs would "
-                "share one",
-                "raise explorer.engine.gpus and trainer.gpus to more than 0.5 together",
-                field=FIELD,
-                value="ipc",
-            )
+            pairs = f"and two of the {layout.engines} pairs would share one"
+            problem = f"gives half a GPU or less to a pair of engine and rank, {pairs}"
+            remedy = "raise explorer.engine.gpus and trainer.gpus to more than 0.5 together"
+            raise ConfigError(problem, remedy, field=FIELD, value="ipc")
 
     def connect(self, end: Endpoint) -> None:
         self._device, self._index = end.device, end.index

@@ -78,12 +78,8 @@ class AuxiliaryModel:
         prompt = [] if full else self._tokenizer.prompt(messages)
         room = 0 if full else self._config.max_length - len(prompt)
         if room <= 0:
-            raise RequestRefused(
-                "the prompt leaves no room for an answer",
-                "raise it, or ask for less",
-                field=f"auxiliary.{self._name}.max_length",
-                value=self._config.max_length,
-            )
+            problem, field = "the prompt leaves no room for an answer", f"auxiliary.{self._name}.max_length"
+            raise RequestRefused(problem, "raise it, or ask for less", field=field, value=self._config.max_length)
         self._calls += 1
         sampling = Sampling(
             self._config.temperature if temperature is None else temperature,

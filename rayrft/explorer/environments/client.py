@@ -97,9 +97,8 @@ class EnvironmentClient:
         limit = self._environments.config.observation_limit
         if size > limit:
             remedy = "shorten it, or raise explorer.environment.observation_limit"
-            raise EnvironmentFailed(
-                f"an observation has more than {limit} characters", remedy, field="observation", value=size
-            )
+            problem = f"an observation has more than {limit} characters"
+            raise EnvironmentFailed(problem, remedy, field="observation", value=size)
         return observation
 
 
