@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rayrft.algorithms import Algorithm, TokenBatch
-from rayrft.buffer.leases import BatchShare, BlockRows
+from rayrft.buffer.leases import BatchShare, BlockRows, balance
 from rayrft.data.turns import group_advantages, turn_rewards
 from rayrft.experience import Experience, field_values, list_column, unpack
 from rayrft.trainer.packing import Packing, common_prefix, shared_prefixes
@@ -273,19 +272,16 @@ def _fill_in_order(units: list[list[TrainRow]], max_tokens: int) -> list[list[Tr
 
 
 def _balance(units: list[tuple[int, list[TrainRow]]], max_tokens: int) -> list[list[TrainRow]]:
-    """Put every unit, with its tokens and largest first, into the emptiest bin (longest processing time first, Graham
-    1969), with the smallest number of bins for which none overflows."""
-    count = -(-sum(tokens for tokens, _ in units) // max_tokens)
-    while True:
-        bins: list[list[TrainRow]] = [[] for _ in range(count)]
-        heap = [(0, number) for number in range(count)]
-        for tokens, unit in units:
-            held, number = heap[0]
-            bins[number] += unit
-            heapq.heapreplace(heap, (held + tokens, number))
-        if all(held <= max_tokens for held, _ in heap):
-            return bins
+    """Put every unit, with its tokens and largest first, into the emptiest bin (`balance`), with the smallest number of
+    bins for which none overflows."""
+    sizes = [tokens for tokens, _ in units]
+    count = -(-sum(sizes) // max_tokens)
+    while units:
+        bins = balance(sizes, count)
+        if all(sum(sizes[item] for item in items) <= max_tokens for items in bins):
+            return [[row for item in items for row in units[item][1]] for items in bins]
         count += 1
+    return []
 
 
 def flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
