@@ -71,13 +71,7 @@ def apply_rewards(
             turns = {f"turn_reward_{turn}": reward for turn, reward in enumerate(result.turns)}
             fields["metrics"] = row.metrics | turns
         scored.append(row.with_fields(**fields))
-    report = GroupReport(
-        rows=len(rows),
-        reward_sum=sum(values),
-        scored=len(values),
-        tokens=sum(int(np.count_nonzero(row.action_mask)) for row in rows),
-        truncated=sum(row.stop_reason in TRUNCATED for row in rows),
-    )
+    report = replace(GroupReport.of(rows), reward_sum=sum(values), scored=len(values))
     dropped = Counter(reward_unknown=len(rows) - len(kept)) if len(kept) < len(rows) else Counter[str]()
     return ScoredGroup(scored, dropped, report, unknown[-1] if unknown else None, values, raw_rewards)
 
