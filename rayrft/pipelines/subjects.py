@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 
@@ -14,13 +14,11 @@ from rayrft.config.base import Section
 from rayrft.data.tables import is_json
 from rayrft.errors import ConfigError, nearest
 from rayrft.experience import Task
-from rayrft.pipelines.operator import Applied, Operator, is_text
+from rayrft.pipelines.operator import Applied, O, Operator, is_text
 from rayrft.pipelines.rows import id_column, last_answer
 from rayrft.pipelines.run.models import RemoteModels
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.rewards.judge import digest
-
-O = TypeVar("O", bound=Section)  # noqa: E741
 
 _models = RemoteModels(None)
 

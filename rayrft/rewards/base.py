@@ -7,6 +7,7 @@ import inspect
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self, SupportsIndex, TypeVar, cast
 
@@ -235,12 +236,9 @@ async def score_batch(reward: Reward, calls: Sequence[tuple[Task, Transcript]]) 
     """Return the results of a `BatchRewardModel` for several calls; one by one, if together they fail."""
     if len(calls) > 1:
         started = time.perf_counter()
-        try:
+        with suppress(Exception):  # user code may raise anything; whose fault it is shows when each is alone
             found = cast("BatchRewardModel", reward).score_batch(calls)
             results = [checked(each, call[1]) for each, call in zip(found, calls, strict=True)]
-        except Exception:  # user code may raise anything; whose fault it is shows when each is alone
-            results = []
-        if results:
             return [replace(each, seconds=time.perf_counter() - started) for each in results]
     return [await score(reward, task, transcript) for task, transcript in calls]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -14,14 +13,11 @@ from pydantic import Field
 
 from rayrft.pipelines.operator import Applied, Context, Operator, TextColumns, register_operator
 from rayrft.pipelines.operators import hashing
-from rayrft.pipelines.operators.clean import Columns
+from rayrft.pipelines.operators.clean import C, Columns
 from rayrft.pipelines.rows import id_column
 
 _REACH = 16
 """Earlier rows that a row is compared with, of those that share a band with it and not a group."""
-
-
-C = TypeVar("C", bound=Columns)
 
 
 class _FirstOfEach(Operator[C]):
