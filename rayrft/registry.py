@@ -72,6 +72,19 @@ def _origin(piece: Any) -> tuple[str, str] | int:
     return getattr(sys.modules.get(piece.__module__), "__file__", None) or piece.__module__, piece.__qualname__
 
 
+class Lazy:
+    """A module that is imported at its first use: importing rayrft must be quick, and needs no Ray."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Lazy, (self._module,)
+
+
 def check_installed(module: str, remedy: str, error: type[RayrftError], field: str, value: str) -> None:
     """Raise ``error`` unless a package is installed, by the name of its module."""
     if importlib.util.find_spec(module) is None:

@@ -38,6 +38,7 @@ from rayrft.pipelines.report import summary
 from rayrft.pipelines.tasks import load_splits, read_report
 from rayrft.rewards.checks import check_rewards
 from rayrft.runtime.handle import Handle, answer, end
+from rayrft.runtime.ray_api import ray
 
 _HELD_OUT = "held_out"
 
@@ -186,8 +187,6 @@ def _attempt(
     say: Callable[[str], None],
 ) -> None:
     """Attempt task sets with one model, on actors of its own: the next model may be of another kind."""
-    import ray
-
     policy, stall_s = EngineGroup.policy(placement, config, model.path), config.monitor.stall_s
     worker = placement.actor(BenchWorker, "explorer", name="explorer").create(
         config, model.path, policy.pool, remote_scoring(config, placement, pools), pools

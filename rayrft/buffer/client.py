@@ -19,6 +19,7 @@ from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError
 from rayrft.experience import Experience, check_filled, check_schema, from_batch, pack, to_batch
 from rayrft.runtime.handle import Handle
+from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import settle
 
 if TYPE_CHECKING:
@@ -158,8 +159,6 @@ def _fail(sent: list[_Waiting], error: Exception) -> None:
 
 
 def _payload(message: pa.Buffer) -> Any:
-    import ray
-
     return message if len(message) <= _INLINE_BYTES else ray.put(message)
 
 

@@ -20,6 +20,7 @@ from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import DemonstrationKind, State
 from rayrft.buffer.validation import lengths_of
 from rayrft.errors import DataError
+from rayrft.runtime.ray_api import ray
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,6 @@ class ExpertBlocks:
 
     async def get(self, name: str, extent: Extent, rows: int | None = None) -> ExpertBlock:
         """Return a set's demonstrations, at least the first ``rows`` (default: all), read from its file if need be."""
-        import ray
-
         file = expert_file(name, extent)
         if file not in self._blocks or len(self._blocks[file].tokens) < (extent.rows if rows is None else rows):
             batch = await asyncio.to_thread(read_log_rows, self._storage, file, extent)

@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from rayrft.core.placement import NAMESPACE
 from rayrft.errors import ClusterError
+from rayrft.registry import Lazy
 from rayrft.runtime import ray_api
 from rayrft.runtime.ray_api import ray
 
 if TYPE_CHECKING:
     import grpc
+else:
+    grpc = Lazy("grpc")
 
 _SAVE_S = 60.0
 """Time that a stopped run may need to finish its step and save its weights."""
@@ -96,32 +99,28 @@ def _init(address: str, mode: str) -> Any:
 def _mode_of(address: str) -> str:
     """Return the authentication mode of the cluster with its head at ``host:port``: ``token`` or ``disabled``. Raises
     ClusterError, within seconds, unless the cluster accepts this process in that mode."""
-    from grpc import StatusCode
-
     asked = os.environ.get("RAY_AUTH_MODE", "").lower()
     problem = "no Ray cluster answers there"
     remedy = "set it to host:port of a running Ray cluster, or unset it to use one on this machine"
     if "://" in address:
         problem, remedy = "a run starts on the cluster itself", "set it to host:port of the head, or: ray job submit"
-    elif (answer := _answer(address, "")) == StatusCode.OK:
+    elif (answer := _answer(address, "")) == grpc.StatusCode.OK:
         if asked != "token":
             return "disabled"
         problem, remedy = "the cluster works without the token that RAY_AUTH_MODE requires", "unset RAY_AUTH_MODE"
-    elif answer == StatusCode.UNAUTHENTICATED:
+    elif answer == grpc.StatusCode.UNAUTHENTICATED:
         token = "" if asked == "disabled" else _find_token()
-        if token and (answer := _answer(address, token, _BUSY_S)) == StatusCode.OK:
+        if token and (answer := _answer(address, token, _BUSY_S)) == grpc.StatusCode.OK:
             return "token"
         problem = "the cluster rejects our token" if token else "the cluster requires a token, and we send none"
         remedy = "put its token into RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, and leave RAY_AUTH_MODE unset"
-        if answer != StatusCode.UNAUTHENTICATED:
+        if answer != grpc.StatusCode.UNAUTHENTICATED:
             problem, remedy = f"the cluster does not answer in time ({answer.name})", "try again: it may be busy"
     raise ClusterError(problem, remedy, field="RAY_ADDRESS", value=address)
 
 
 def _check_raylet(address: str, mode: str) -> None:
     """Raise ClusterError unless this machine is a node of the cluster: without a raylet, Ray aborts the process."""
-    import grpc
-
     request = ray_api.GetAllNodeInfoRequest()
     with contextlib.suppress(grpc.RpcError):
         nodes = _ask(address, _find_token() if mode == "token" else "", "GetAllNodeInfo", request).node_info_list
@@ -142,8 +141,6 @@ def _listens(path: str) -> bool:
 
 def _answer(address: str, token: str, timeout_s: float = _CONNECT_TIMEOUT_S) -> grpc.StatusCode:
     """Ask the head at ``address`` whether it is alive, and return the status of the call."""
-    import grpc
-
     try:
         _ask(address, token, "CheckAlive", ray_api.CheckAliveRequest(), timeout_s)
     except grpc.RpcError as error:
@@ -153,8 +150,6 @@ def _answer(address: str, token: str, timeout_s: float = _CONNECT_TIMEOUT_S) -> 
 
 def _ask(address: str, token: str, method: str, request: Any, timeout_s: float = _CONNECT_TIMEOUT_S) -> Any:
     """Call a method of the head: with a token, or "" for none, whatever this process' mode is. Raises grpc.RpcError."""
-    import grpc
-
     options = [("grpc.enable_http_proxy", 0)]
     channel = grpc.insecure_channel(address, options)
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, first_line
+from rayrft.registry import Lazy
+
+transformers: Any = Lazy("transformers")
 
 
 def find_model(path: str, field: str) -> str:
@@ -17,10 +21,8 @@ def find_model(path: str, field: str) -> str:
             return str(Path(path).absolute())
         problem = "the folder contains no model (no config.json)"
     else:
-        from transformers import AutoConfig
-
         try:
-            AutoConfig.from_pretrained(path)
+            transformers.AutoConfig.from_pretrained(path)
             return path
         except (OSError, ValueError) as error:
             problem = f"no such model: {first_line(error)}"
@@ -30,17 +32,13 @@ def find_model(path: str, field: str) -> str:
 
 def vocabulary_of(model: str) -> int:
     """Return the vocabulary size of the model's head."""
-    from transformers import AutoConfig
-
-    size: int = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    size: int = transformers.AutoConfig.from_pretrained(model).get_text_config().vocab_size
     return size
 
 
 def check_length(model: str, max_length: int, field: str) -> None:
     """Raise ModelError for ``field`` if the model has fewer positions: vLLM would refuse to start."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model).get_text_config()
+    config = transformers.AutoConfig.from_pretrained(model).get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     scaled = {each.get("factor") or 1.0 for each in (rope, *rope.values()) if isinstance(each, dict)}
     positions = getattr(config, "max_position_embeddings", None)
@@ -77,10 +75,9 @@ def check_teacher(path: str, field: str, tokenizer: ChatTokenizer, vocabulary: i
 
 def check_classifier(model: str, stage: str) -> None:
     """Raise ModelError unless transformers has a sequence classifier of the model's kind."""
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-    kind = type(AutoConfig.from_pretrained(model))
+    kind = type(transformers.AutoConfig.from_pretrained(model))
     if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         problem = f"transformers has no sequence classifier for it, which stage {stage!r} trains"
         remedy = "choose a model such as Llama, Qwen or Gemma, without images"

@@ -11,9 +11,12 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.errors import DataError, nearest
+from rayrft.registry import Lazy
 
 if TYPE_CHECKING:
     import duckdb
+else:
+    duckdb = Lazy("duckdb")
 
 _CANDIDATES = "Candidate bindings: "
 
@@ -72,8 +75,6 @@ def _mentioned(where: str, names: list[str]) -> list[str]:
 def _met(where: str, batch: pa.RecordBatch, *, check: bool = False) -> np.ndarray:
     """Return whether each row meets the condition, as booleans of shape ``[rows]``; null counts as not met. ``check``:
     the condition has not been used before."""
-    import duckdb
-
     try:
         with _database().cursor() as connection:
             condition = duckdb.SQLExpression(where)
@@ -91,8 +92,6 @@ def _met(where: str, batch: pa.RecordBatch, *, check: bool = False) -> np.ndarra
 @functools.cache
 def _database() -> duckdb.DuckDBPyConnection:
     """Open this process's empty database. Every thread needs a cursor of its own."""
-    import duckdb
-
     # No access to files, extensions and Python's variables. One thread, because a fork would lose a pool of them.
     return duckdb.connect(config={"enable_external_access": False, "threads": 1, "lock_configuration": True})
 

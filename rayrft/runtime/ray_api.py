@@ -5,15 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from rayrft.registry import Lazy
 
-class _Lazy:
-    """The module ``ray``: importing rayrft must be quick, and needs no Ray."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(import_module("ray"), name)
-
-
-ray: Any = _Lazy()
+ray: Any = Lazy("ray")
 
 _CALLBACKS = "ray.train.v2._internal.callbacks"
 _WORKERS = "ray.train.v2._internal.execution"

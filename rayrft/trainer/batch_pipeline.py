@@ -23,6 +23,7 @@ from rayrft.pipelines.operator import Context, with_column
 from rayrft.pipelines.operators.batches import BATCHES
 from rayrft.pipelines.report import OperatorLog, OperatorStats
 from rayrft.pipelines.run.groups import GroupChain, GroupResult, LocalOperators
+from rayrft.runtime.ray_api import ray
 
 _FIXED = ("experience_id", "group_id", "task_id", "source", "pair_id", "chosen", "place", "step", "trained")
 """Columns that no operator may change."""
@@ -94,8 +95,6 @@ class BatchPipeline:
         A batch on which they fail is trained unchanged, and the problem is returned. Raises OperatorFailed if
         ``on_error`` is ``stop``, or after too many of them in a row, and Ray's ObjectLostError if a block is gone.
         """
-        import ray
-
         refs = list({part.ref: None for share in lease.shares for part in share.parts})
         blocks = dict(zip(refs, [unpack(each) for each in await asyncio.gather(*refs)], strict=True))
         together = _rows(lease, blocks)

@@ -19,6 +19,7 @@ from rayrft.algorithms import Algorithm, TokenBatch
 from rayrft.buffer.leases import BatchShare, BlockRows, balance
 from rayrft.data.turns import group_advantages, turn_rewards
 from rayrft.experience import Experience, field_values, list_column, unpack
+from rayrft.runtime.ray_api import ray
 from rayrft.trainer.packing import Packing, common_prefix, shared_prefixes
 
 _SHARED = 16
@@ -102,8 +103,6 @@ def fetch_mini_batches(share: BatchShare, algorithm: Algorithm) -> list[list[Tra
 
 def fetch_rows(share: BatchShare, algorithm: Algorithm) -> list[TrainRow]:
     """Read a rank's share from the object store, without copying out of shared memory."""
-    import ray
-
     messages: list[pa.Buffer] = ray.get([part.ref for part in share.parts])
     rows: list[TrainRow] = []
     for message, part in zip(messages, share.parts, strict=True):

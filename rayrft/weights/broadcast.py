@@ -10,10 +10,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rayrft.errors import ConfigError
+from rayrft.registry import Lazy
 from rayrft.weights.transport import FIELD, Endpoint, Layout, WeightTransport, register_transport
 
 if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
     from torch import Tensor
+else:
+    torch, dist = Lazy("torch"), Lazy("torch.distributed")
 
 
 class Broadcast(WeightTransport):
@@ -33,8 +38,6 @@ class Broadcast(WeightTransport):
                 self._broadcast(buffer)
 
     def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        import torch
-
         for size in sizes:
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._broadcast(buffer)
@@ -49,9 +52,6 @@ class Broadcast(WeightTransport):
 
     def _broadcast(self, buffer: Tensor) -> None:
         """Send (rank 0) or receive (others) one buffer in place; return when it has arrived."""
-        import torch
-        import torch.distributed as dist
-
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -68,8 +68,6 @@ class Gloo(Broadcast):
             raise ConfigError("is for CPU engines", "use nccl, ipc or auto", field=FIELD, value="gloo")
 
     def _form(self, end: Endpoint, rank: int, size: int, timeout: timedelta) -> Any:
-        import torch.distributed as dist
-
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         # By default gloo takes what the host's name resolves to, which is a loopback address on many distributions.
@@ -89,9 +87,6 @@ class Nccl(Broadcast):
             raise ConfigError(problem, "give whole GPUs to each side, or use ipc", field=FIELD, value="nccl")
 
     def _form(self, end: Endpoint, rank: int, size: int, timeout: timedelta) -> Any:
-        import torch
-        import torch.distributed as dist
-
         torch.cuda.set_device(end.device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rayrft.registry import load_plugins
+from rayrft.runtime.ray_api import ray
 from rayrft.weights.buckets import Digest, bucket_bytes, plan_buckets, read_bucket
 from rayrft.weights.messages import Link, Parcel
 from rayrft.weights.transport import Endpoint, SignedStore, transports
@@ -47,8 +48,6 @@ def open_store(timeout_s: float = 300.0, host: str | None = None) -> TCPStore:
 
 def node_address() -> str:
     """Return this node's address, or the loopback address while the cluster has no other node."""
-    import ray
-
     alone = sum(node["Alive"] for node in ray.nodes()) == 1
     return "127.0.0.1" if alone else ray.util.get_node_ip_address()
 

@@ -12,11 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rayrft.errors import ConfigError
+from rayrft.registry import Lazy
 from rayrft.weights.transport import FIELD, Endpoint, Layout, SignedStore, WeightTransport, register_transport
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+else:
+    torch = Lazy("torch")
 
 
 @register_transport("ipc")
@@ -57,8 +60,6 @@ class CudaIpc(WeightTransport):
             raise RuntimeError(f"no trainer rank shares GPU {self._gpu} with this engine; ranks are on {sorted(gpus)}")
 
     def send(self, buckets: Iterable[Tensor]) -> None:
-        import torch
-
         for buffer in buckets:
             if not self._beside:  # an exported buffer that nobody maps is never freed
                 continue
@@ -71,8 +72,6 @@ class CudaIpc(WeightTransport):
                 self._store.delete_key(used)
 
     def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        import torch
-
         for _ in sizes:
             key = f"{self._gpu}/{next(self._numbers)}"
             mapped = open_buffer(self._store.get(key), self._device)
@@ -88,8 +87,6 @@ class CudaIpc(WeightTransport):
 
 def gpu_uuid(device: torch.device) -> str:
     """Return the GPU's UUID, which is the same in all processes; device indices are not."""
-    import torch
-
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -103,7 +100,6 @@ def export_buffer(buffer: Tensor) -> str:
 
 def open_buffer(handle: str, device: torch.device) -> Tensor:
     """Map an exported buffer into this process: the same memory, no copy."""
-    import torch
     from torch.multiprocessing import reductions
 
     size, offset, *memory = json.loads(handle)

@@ -24,6 +24,7 @@ from rayrft.buffer.validation import Fault, Limits, find_faults, group_starts, i
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import unpack
+from rayrft.runtime.ray_api import ray
 
 Ref = Any
 """A reference to a packed block of rows in the object store (``ray.ObjectRef``)."""
@@ -150,8 +151,6 @@ class RowLog:
 
     def read_group(self, span: RowSpan) -> pa.RecordBatch:
         """Read one group, for feedback, from memory if it is there (a file may be large), and load no other rows."""
-        import ray
-
         segment = self._segments[span.segment]
         if self._is_pending(segment, span.row):
             row, message = self._pending[bisect_right(self._pending, span.row, key=itemgetter(0)) - 1]
@@ -266,8 +265,6 @@ class RowLog:
             segment.blocks = [self._block(self._read(segment).serialize(), 0)]
 
     def _block(self, message: pa.Buffer, row: int) -> _Block:
-        import ray
-
         self._block_bytes += len(message)
         batch = unpack(message)
         tokens = np.where(is_masked(batch), 0, lengths_of(batch.column("token_ids")))

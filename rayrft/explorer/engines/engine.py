@@ -21,6 +21,7 @@ from rayrft.data.images import ImageReader, takes_images
 from rayrft.errors import ActorDied, ModelError, RequestRefused, first_line
 from rayrft.explorer.engines.exchange import Alternatives, Answering, Capacity, Chunk, Completion, Request, Stream
 from rayrft.runtime.handle import Watched, once
+from rayrft.runtime.ray_api import ray
 from rayrft.weights.messages import Link
 
 if TYPE_CHECKING:
@@ -335,8 +336,6 @@ def _alternatives(scores: Scores, count: int) -> tuple[Alternatives, ...]:
 
 
 def _core_ended() -> ActorDied:
-    import ray
-
     name = ray.get_runtime_context().get_actor_name() or "engine"
     remedy = "see its log in the Ray dashboard"
     return ActorDied("the engine's core process ended", remedy, field=name.rpartition(":")[2])

@@ -11,10 +11,12 @@ from rayrft.data.reasoning import split_reasoning
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.explorer.environments.base import Step, register_environment
-from rayrft.registry import check_installed
+from rayrft.registry import Lazy, check_installed
 
 if TYPE_CHECKING:
     import gymnasium
+else:
+    gymnasium = Lazy("gymnasium")
 
 _DEFAULT = "FrozenLake-v1"
 _COLOURED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
@@ -70,8 +72,6 @@ class GymnasiumEnvironment:
         """Raise ConfigError unless Gymnasium is installed and knows the environment."""
         extra = "pip install 'rayrft[gymnasium]'"
         check_installed("gymnasium", extra, ConfigError, "explorer.environment.name", "gymnasium")
-        import gymnasium
-
         try:
             gymnasium.spec(id)
         except gymnasium.error.Error as error:
@@ -107,8 +107,6 @@ class GymnasiumEnvironment:
 
     def _open(self, id: str, own: dict[str, Any]) -> None:
         """Make the environment with a task's own options, unless it is made with them."""
-        import gymnasium
-
         options = {**self._options, **own}
         if id.startswith("FrozenLake"):
             options = {"is_slippery": False, **options}
@@ -150,8 +148,6 @@ def find_action(answer: str, actions: tuple[tuple[str, ...], ...]) -> int | None
 
 
 def _make(id: str, options: dict[str, Any]) -> Any:
-    import gymnasium
-
     env = gymnasium.make(id, disable_env_checker=True, **options)
     if _known(id) is None and "ansi" in env.metadata.get("render_modes", []):
         env.close()

@@ -28,6 +28,7 @@ from rayrft.pipelines.operator import Applied, Context, Operator, Wants, registe
 from rayrft.pipelines.operators import juicer_worker
 from rayrft.pipelines.rows import gone
 from rayrft.pipelines.run.host import packed
+from rayrft.runtime.ray_api import ray
 
 log = logging.getLogger(__name__)
 PYTHON = "RAYRFT_JUICER_PYTHON"
@@ -173,8 +174,6 @@ def _interpreter(given: Path | None) -> str:
 def _of_ray() -> str:
     """Have Ray make a runtime environment with Data-Juicer on this node, and return its interpreter, for this process
     and those that it starts. Raises ConfigError if it cannot, or is not there."""
-    import ray
-    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if not ray.is_initialized():
@@ -184,7 +183,7 @@ def _of_ray() -> str:
     actor = ray.remote(_Inside).options(num_cpus=0, runtime_env={"pip": PACKAGES}, scheduling_strategy=here).remote()
     try:
         os.environ[PYTHON] = python = ray.get(actor.python.remote(), timeout=_MADE_WITHIN_S)
-    except RayError as error:
+    except ray.exceptions.RayError as error:
         problem = f"Ray cannot make an environment with Data-Juicer: {str(error).strip().splitlines()[-1]}"
         raise ConfigError(problem, _REMEDY, field="juicer") from error
     _held.append(actor)

@@ -21,6 +21,7 @@ from rayrft.pipelines.run.host import START_S, OperatorHost, OperatorProcess, op
 from rayrft.registry import load_plugins
 from rayrft.runtime.actor_pool import ActorPool
 from rayrft.runtime.handle import Handle
+from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import cancel
 
 T = TypeVar("T")
@@ -55,8 +56,6 @@ async def distribute(segment: Segment, stream: Flow, workers: int) -> AsyncGener
     Raises OperatorFailed if an actor fails, OperatorTimeout if there is no result within the deadlines of a batch and
     the start of an actor, and ClusterError if there is no cluster.
     """
-    import ray
-
     place = segment.build()[segment.numbers[0]].field
     if not ray.is_initialized():
         raise ClusterError("workers need a Ray cluster", "connect to one, or set workers to 1", field=place)

@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from rayrft.rewards.math.formula import Node, TooLarge, Unreadable, agree, parse_formula, real, values
+from rayrft.rewards.math.formula import Node, TooLarge, Unreadable, agree, mpmath, parse_formula, real, values
 from rayrft.rewards.math.reading import OF_SETS, AnswerGroup, Formula, MathAnswer, Other, Relation, Words, is_constant
 from rayrft.rewards.text.notation import letters
 from rayrft.rewards.text.numbers import Number
@@ -145,8 +145,6 @@ def _groups(truth: MathAnswer, answer: MathAnswer, tolerance: float) -> bool:
 def _same_points(truth: AnswerGroup, answer: AnswerGroup) -> bool:
     """Whether two sets of intervals and points are equal: whether they contain the same of their ends and of points
     between and beyond. Raises Undecided if the truth is not such a set."""
-    import mpmath  # type: ignore[import-untyped]
-
     ends = list[Any]()
     for group in (truth, answer):
         try:
@@ -234,6 +232,4 @@ def _squeezed(text: str) -> str:
 
 
 def _shown(value: object) -> str:
-    import mpmath
-
     return str(value if isinstance(value, Fraction) else mpmath.nstr(mpmath.chop(value, 1e-30), 15))

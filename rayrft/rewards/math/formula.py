@@ -17,6 +17,10 @@ from functools import partial
 from math import comb, factorial
 from typing import Any
 
+from rayrft.registry import Lazy
+
+mpmath: Any = Lazy("mpmath")
+
 _MOST_BITS, _LARGEST_FACTORIAL, _DEEPEST, _DIGITS, _AGREE, _POINTS = 20_000, 2_000, 40, 60, 45, 4
 
 
@@ -238,8 +242,6 @@ def _number(value: str | int) -> Node:
 def values(node: Node, names: frozenset[str] | None = None) -> Iterator[Any]:
     """Yield the node's value, or with variables its values at points that depend on their names alone; None for an
     undefined value. Values are Fractions or mpmath's numbers. Raises TooLarge."""
-    import mpmath  # type: ignore[import-untyped]
-
     variables = sorted((node.names() if names is None else names) - CONSTANTS)
     with mpmath.workdps(_DIGITS):
         for point in range(_POINTS if variables else 1):
@@ -259,8 +261,6 @@ def _sample(name: str, point: int) -> Fraction:
 
 def agree(left: Any, right: Any, tolerance: float = 0.0) -> bool:
     """Whether two values are equal, or differ by at most this share of the first one."""
-    import mpmath
-
     if left is None or right is None:
         return False
     if isinstance(left, Fraction) and isinstance(right, Fraction):
@@ -274,8 +274,6 @@ def agree(left: Any, right: Any, tolerance: float = 0.0) -> bool:
 
 def real(value: Any) -> Any:
     """Return a value as a number of mpmath."""
-    import mpmath
-
     if isinstance(value, Fraction):
         with mpmath.workdps(_DIGITS):
             return mpmath.mpf(value.numerator) / value.denominator
@@ -283,8 +281,6 @@ def real(value: Any) -> Any:
 
 
 def _bounded(value: Any) -> Any:
-    import mpmath
-
     if isinstance(value, Fraction):
         too_large = value.numerator.bit_length() + value.denominator.bit_length() > 2 * _MOST_BITS
     elif not mpmath.isfinite(value):
@@ -297,8 +293,6 @@ def _bounded(value: Any) -> Any:
 
 
 def _evaluate(node: Node, env: dict[str, Fraction]) -> Any:
-    import mpmath
-
     if node.op == "number":
         return node.value
     if node.op == "name":
@@ -328,8 +322,6 @@ _MPMATH = {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}
 
 def _raise(base: Any, exponent: Any) -> Any:
     """Return the power, exact if it is rational."""
-    import mpmath
-
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         if base not in {0, 1, -1} and (bits - 1) * abs(exponent.numerator) > _MOST_BITS:
@@ -348,8 +340,6 @@ def _raise(base: Any, exponent: Any) -> Any:
 
 
 def _whole(op: str, args: list[Any]) -> Any:
-    import mpmath
-
     if op in {"floor", "ceil"}:
         return Fraction(int(getattr(mpmath, op)(real(args[0])).real))
     if not all(isinstance(arg, Fraction) and arg.denominator == 1 and arg >= 0 for arg in args):
