@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.config.seeds import generator
-from rayrft.data.formats import Row, SkippedRows, as_text, broken_rows, finite, value_at
+from rayrft.data.formats import Row, SkippedRows, as_list, as_text, broken_rows, finite, value_at
 from rayrft.data.images import image_paths
 from rayrft.data.layouts import Side, conversations, displayed
 from rayrft.data.row_sources import open_source
@@ -74,8 +74,7 @@ class RowEncoder:
             raise DataError(row)
         read = conversations(row, self.form)
         self.layouts[read.layout] += 1
-        own = value_at(row, self.form.images)
-        pictures = [*(own if isinstance(own, list) else [own] * (own is not None)), *read.pictures]
+        pictures = [*as_list(value_at(row, self.form.images)), *read.pictures]
         images = image_paths(pictures, self.base, self.form.images_folder)
         sides, experiences = read.sides, []
         if self.labelled and len(sides) == 1 and sides[0].chosen is None:

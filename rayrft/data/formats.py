@@ -217,12 +217,10 @@ def _csv_rows(file: io.BufferedReader, delimiter: str) -> Iterator[tuple[int, Ro
 def _value(text: str) -> str | int | float | None:
     """Parse a value of CSV. It is a number if the number is written in the same way (007 is a text)."""
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             number = kind(text)
-        except ValueError:
-            continue
-        if str(number) == text and finite(number) is not None:
-            return number
+            if str(number) == text and finite(number) is not None:
+                return number
     return text or None
 
 
@@ -292,6 +290,11 @@ def value_at(row: Mapping[str, Any], name: str) -> Any:
     if name in row or not rest:
         return row.get(name)
     return value_at(row[first], rest) if isinstance(row.get(first), dict) else None
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the values of a row's field: all of a list, or the only one; none for None."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def as_text(value: Any, name: str, key: str = "") -> str:

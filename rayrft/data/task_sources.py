@@ -13,7 +13,7 @@ import numpy as np
 from rayrft.config.base import resolved
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.episodes import read_gymnasium, read_verifiers
-from rayrft.data.formats import SkippedRows, as_text, broken_rows, finite, value_at
+from rayrft.data.formats import SkippedRows, as_list, as_text, broken_rows, finite, value_at
 from rayrft.data.images import image_paths
 from rayrft.data.layouts import TASKS, TRUTH, RowLayout, message_text, recognise, task_prompt
 from rayrft.data.row_sources import NumberedRows, file_rows, ray_rows, split_rows
@@ -219,14 +219,13 @@ def _to_task(row: dict[str, Any], layout: RowLayout, rows: NumberedRows, config:
         problem = f"{names['question']!r} has a system message, and so has the source"
         raise DataError(problem, "leave one of them out", field=f"{field}.system")
     found = last if values["answer"] is None else message_text(values["answer"], names["answer"])
-    answers = [_truth(each, names["answer"], config, field) for each in _several(found)]
+    answers = [_truth(each, names["answer"], config, field) for each in as_list(found)]
     tries, rate = (
         _number(row, name, f"{field}.{key}") for key, name in (("tries", config.tries), ("pass_rate", config.pass_rate))
     )
     if (tries is not None and (tries < 0 or tries % 1)) or (rate is not None and not 0 <= rate <= 1):
         raise DataError(f"{tries:g} tries with a pass rate of {rate:g}", field=f"{field}.pass_rate")
-    own = value_at(row, config.images)
-    pictures = [*(own if isinstance(own, list) else [own] * (own is not None)), *pictures]
+    pictures = [*as_list(value_at(row, config.images)), *pictures]
     return Task.create(
         rows.name,
         messages[-1]["content"],
@@ -240,11 +239,6 @@ def _to_task(row: dict[str, Any], layout: RowLayout, rows: NumberedRows, config:
         pass_rate=rate,
         metadata={name: value for name, value in row.items() if name not in (names["question"], config.images)},
     )
-
-
-def _several(answer: Any) -> list[Any]:
-    """Return the right answers of a row: all of a list, or the only one; none for an empty list."""
-    return answer if isinstance(answer, list) else [] if answer is None else [answer]
 
 
 def _truth(value: Any, name: str, config: TaskSourceConfig, field: str) -> str:
