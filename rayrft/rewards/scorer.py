@@ -24,9 +24,8 @@ from rayrft.rewards.base import Reward, RewardResult, Transcript, build_reward
 from rayrft.rewards.judge import ChatModel
 from rayrft.runtime.actor_pool import TRIES, ActorPool
 from rayrft.runtime.handle import Handle
-from rayrft.runtime.processes.calls import CallQueue, QueuedCall
+from rayrft.runtime.processes.calls import CallQueue
 from rayrft.runtime.processes.pool import ProcessPool
-from rayrft.runtime.processes.worker import Worker
 
 _START_S = 120.0
 Models = Callable[[], Mapping[str, ChatModel]]
@@ -153,7 +152,7 @@ class InProcesses:
         )
         self.calls = CallQueue[tuple[Task, Transcript], RewardResult](
             pool,
-            self._make,
+            lambda worker, calls: worker.call("score", [each.argument for each in calls], deadline_s=config.deadline_s),
             workers=config.workers,
             spare=config.spare_workers,
             deadline_s=config.deadline_s,
@@ -177,9 +176,6 @@ class InProcesses:
         except Exception as error:  # of pickling: a task may hold anything
             result = _failed(f"the task cannot be sent: {type(error).__name__}: {error}")
         return replace(result, tries=call.tries)
-
-    def _make(self, worker: Worker, calls: Sequence[QueuedCall[tuple[Task, Transcript], RewardResult]]) -> Any:
-        return worker.call("score", [call.argument for call in calls], deadline_s=self._deadline_s)
 
 
 def _failed(reason: str, seconds: float = 0.0) -> RewardResult:

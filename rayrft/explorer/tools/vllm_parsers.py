@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Self
 
 from rayrft.data.tokenizer import ChatTokenizer, Tools
 from rayrft.errors import CallFailed, ConfigError, nearest
 from rayrft.explorer.tools.call_formats import PROBE_TOOLS, CallFormat, Malformed, Probe, ToolCall, calls_of
-from rayrft.runtime.processes.calls import CallQueue, QueuedCall
+from rayrft.runtime.processes.calls import CallQueue
 from rayrft.runtime.processes.pool import ProcessPool
-from rayrft.runtime.processes.worker import Worker
 
 _START_S, _DEADLINE_S = 300.0, 60.0
 _Reading = tuple[str, Tools]
@@ -78,7 +76,7 @@ class VllmCalls(CallFormat):
         self.name, self.begins = name or "auto", probe.begins if probe is not None else ""
         self._queue = CallQueue[_Reading, list[tuple[str, str]]](
             pool,
-            self._make,
+            lambda worker, calls: worker.call("read", [call.argument for call in calls], deadline_s=_DEADLINE_S),
             workers=1,
             spare=1,
             deadline_s=_DEADLINE_S,
@@ -106,6 +104,3 @@ class VllmCalls(CallFormat):
 
     async def close(self) -> None:
         await self._queue.close()
-
-    def _make(self, worker: Worker, calls: Sequence[QueuedCall[_Reading, list[tuple[str, str]]]]) -> Any:
-        return worker.call("read", [call.argument for call in calls], deadline_s=_DEADLINE_S)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rayrft.errors import CallFailed, CallTimeout, ProcessDied, RayrftError
 from rayrft.runtime.actor_pool import TRIES
@@ -103,8 +103,8 @@ class CallQueue(Generic[A, R]):
         while self._active < self._workers + self._slow:
             try:
                 async with self._pool.lease() as worker:
-                    if ready is not None and not ready.done():
-                        ready.set_result(None)
+                    if ready is not None:
+                        settle(ready, None)
                     self._active += 1
                     try:
                         most: int = await worker.call("max_batch", deadline_s=self._start_s)
@@ -122,11 +122,10 @@ class CallQueue(Generic[A, R]):
                 if starts < _STARTS and isinstance(error, ProcessDied | CallTimeout):
                     continue
                 self._error = self._failure(error)
-                waiting: list[asyncio.Future[Any]] = [] if ready is None else [ready]
+                if ready is not None:
+                    settle(ready, self._error)
                 while not self._calls.empty():
-                    waiting.append(self._calls.get_nowait().done)
-                for each in waiting:
-                    settle(each, self._error)
+                    settle(self._calls.get_nowait().done, self._error)
                 return
 
     async def _take(self, most: int) -> list[QueuedCall[A, R]]:
