@@ -113,11 +113,9 @@ def attempt_all(
     set. Those in the files below ``folder`` are not made again. ``run`` names the actors, whose deaths so far are in
     ``budget``. Raises the errors of `bench`.
     """
+    made = folder / "attempts"
     files = {
-        (model.name, name): folder
-        / "attempts"
-        / model.name
-        / f"{name}-{fingerprint(config, model.identity, sources)}.jsonl"
+        (model.name, name): made / model.name / f"{name}-{fingerprint(config, model.identity, sources)}.jsonl"
         for model in models
         for name, (_, sources) in tasksets.items()
     }

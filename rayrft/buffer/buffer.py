@@ -387,9 +387,8 @@ class Buffer(Watched):
         (``expert/<name>``). Raises DataError for an unknown store."""
         if store == "usual":
             async with self._store.move_lock:  # rows must not move before their blocks are known
-                return await self._store.rows_by_block(
-                    self._state.groups.where(GroupStatus.READY, GroupStatus.LEASED).tolist()
-                )
+                held = self._state.groups.where(GroupStatus.READY, GroupStatus.LEASED).tolist()
+                return await self._store.rows_by_block(held)
         return [await self._experts.whole(store)]
 
     async def stats(self) -> BufferStats:

@@ -174,8 +174,7 @@ class FeedbackPage(HttpService):
 
     async def _begin(self) -> None:
         if self._journal is None:
-            journal, entries = await asyncio.to_thread(open_journal, self._folder)
-            self._journal = journal
+            self._journal, entries = await asyncio.to_thread(open_journal, self._folder)
             for entry in entries:
                 self._judgements.add(entry)
         await self._read()

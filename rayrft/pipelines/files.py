@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -171,11 +171,8 @@ def _common(sources: Sequence[RowSource]) -> pa.Schema:
         for column in source.schema:
             there, named = columns.setdefault(column.name, (column, source.name))
             if is_json(there) == is_json(column):
-                try:
+                with suppress(pa.ArrowTypeError, pa.ArrowInvalid):
                     merged = pa.unify_schemas([pa.schema([there]), pa.schema([column])], promote_options="permissive")
-                except (pa.ArrowTypeError, pa.ArrowInvalid):
-                    pass
-                else:
                     columns[column.name] = (merged.field(0), named)
                     continue
             kinds = ["JSON" if is_json(each) else str(each.type) for each in (there, column)]

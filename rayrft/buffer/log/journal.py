@@ -14,6 +14,7 @@ acknowledged groups, and steps that a checkpoint covers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import zlib
@@ -80,10 +81,8 @@ class EventJournal:
         the synced position or before ``least``, the position of the checkpoint that the run resumes from.
         """
         found, synced, number = self.read(), self._synced(), self.position.number
-        for what, known in (
-            ("synced position", synced),
-            ("position of the checkpoint that the run resumes from", least),
-        ):
+        bounds = {"synced position": synced, "position of the checkpoint that the run resumes from": least}
+        for what, known in bounds.items():
             if self.position < known:
                 remedy = (
                     "the end of the file was lost: restore it and its snapshot from a backup; no file was changed, "
@@ -157,12 +156,10 @@ class EventJournal:
             self._file = None
 
     def _synced(self) -> Position:
-        try:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # not synced itself: a power failure may lose the file
             number, nbytes, crc = self._storage.read(_SYNCED).to_pybytes().split()
             if int(crc, 16) == zlib.crc32(b"%s %s" % (number, nbytes)):
                 return Position(int(number), int(nbytes))
-        except (FileNotFoundError, ValueError):
-            pass  # this file is not synced itself: a power failure may lose it
         return Position()
 
     def _note_synced(self, position: Position) -> None:

@@ -132,9 +132,8 @@ class Environments:
         async with contextlib.AsyncExitStack() as leases:
             client = EnvironmentClient(self, seed, leases)
             try:
-                await client.lease()
-            except ProcessDied:
-                pass  # reset() tries again
+                with contextlib.suppress(ProcessDied):  # reset() tries again
+                    await client.lease()
             except CallFailed as error:
                 raise _failure(error) from error
             yield client
