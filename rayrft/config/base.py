@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rayrft.errors import ConfigError
 
@@ -31,6 +32,16 @@ def invalid(field: str, problem: str, remedy: str = "", *, value: Any = None) ->
     """Create the error that a validator raises for ``field``, a dotted key relative to its section, whose path
     `load_config` prepends."""
     return ValueError(ConfigError(problem, remedy, field=field, value=value))
+
+
+def rule(check: Callable[[Any], None]) -> Any:
+    """Make a method that raises `invalid` a validator of its whole section."""
+
+    def validate(section: Any) -> Any:
+        check(section)
+        return section
+
+    return model_validator(mode="after")(validate)
 
 
 def resolved(value: Any) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rayrft.config.base import Changeable, Folder, Name, Section, invalid
+from rayrft.config.base import Changeable, Folder, Name, Section, invalid, rule
 
 
 class SamplerConfig(Section):
@@ -34,8 +34,8 @@ class SamplerConfig(Section):
     replay_ratio: Changeable[float] = Field(1.0, ge=1)
     """Groups drawn per newly sampled group: 2 trains on a group twice on average."""
 
-    @model_validator(mode="after")
-    def _reuse(self) -> SamplerConfig:
+    @rule
+    def _reuse(self) -> None:
         if self.name == "fifo" and (self.max_uses > 1 or self.replay_ratio > 1):
             key = "max_uses" if self.max_uses > 1 else "replay_ratio"
             remedy = "use sampler uniform or priority, or remove it"
@@ -43,7 +43,6 @@ class SamplerConfig(Section):
         if self.replay_ratio > self.max_uses:
             problem = f"must be at most max_uses, {self.max_uses}"
             raise invalid("replay_ratio", problem, "lower it, or raise max_uses", value=self.replay_ratio)
-        return self
 
 
 class BufferConfig(Section):
@@ -81,9 +80,8 @@ class BufferConfig(Section):
         """Whether sampling or eviction uses a group's score."""
         return self.sampler.name not in ("fifo", "uniform") or self.when_full == "evict_lowest_priority"
 
-    @model_validator(mode="after")
-    def _sizes(self) -> BufferConfig:
+    @rule
+    def _sizes(self) -> None:
         if self.log_bytes < 2 * self.segment_bytes:
             remedy = f"give at least {2 * self.segment_bytes}, or lower segment_bytes"
             raise invalid("log_bytes", "must hold at least two segments", remedy, value=self.log_bytes)
-        return self

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rayrft.config.base import invalid
+from rayrft.config.base import invalid, rule
 from rayrft.config.rows import RowsConfig, RowSelection
 
 
@@ -46,8 +46,8 @@ class DemonstrationsConfig(RowFormat, RowsConfig):
     wrong_field: str | None = None
     """The field of a task's metadata that holds the wrong answer."""
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> DemonstrationsConfig:
+    @rule
+    def _one_origin(self) -> None:
         given = self.origins
         if not given and self.size is None:
             problem = "is required without 'size', 'dataset' and 'read'"
@@ -60,4 +60,3 @@ class DemonstrationsConfig(RowFormat, RowsConfig):
         if self.wrong_share and (self.wrong_field is None or given):
             problem = "is only valid with wrong_field, for demonstrations made from tasks"
             raise invalid("wrong_share", problem, "set wrong_field and remove path", value=self.wrong_share)
-        return self

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rayrft.config.base import Changeable, Section, invalid
+from rayrft.config.base import Changeable, Section, invalid, rule
 
 
 class EngineConfig(Section):
@@ -38,11 +38,10 @@ class RepetitionConfig(Section):
     """Longest pattern, in tokens."""
     count: int = Field(8, ge=2)
 
-    @model_validator(mode="after")
-    def _bounds(self) -> RepetitionConfig:
+    @rule
+    def _bounds(self) -> None:
         if self.min_pattern > self.max_pattern:
             raise invalid("min_pattern", "must be at most max_pattern", "lower it", value=self.min_pattern)
-        return self
 
 
 class PartialConfig(Section):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rayrft.config.base import Changeable, Section, invalid
+from rayrft.config.base import Changeable, Section, invalid, rule
 from rayrft.errors import nearest
 
 _NAMES = (
@@ -35,14 +35,13 @@ class GuardConfig(Section):
     action: Changeable[Literal["warn", "hold", "stop"]] = "warn"
     """Write a note; pause the run until ``rayrft unpause``; or write a checkpoint and end the run as failed."""
 
-    @model_validator(mode="after")
-    def _check(self) -> GuardConfig:
+    @rule
+    def _check(self) -> None:
         if self.field not in METRICS:
             remedy = nearest(self.field, METRICS)
             raise invalid("field", "is not a number of the step's record", remedy, value=self.field)
         if self.above is None and self.below is None:
             raise invalid("above", "or below is required", "give a bound")
-        return self
 
     def crossed(self, value: float) -> str:
         """Return which bound a value is beyond, as text; empty if it is within bounds."""

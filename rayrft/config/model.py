@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator
 
-from rayrft.config.base import Section, invalid
+from rayrft.config.base import Section, invalid, rule
 
 
 class TinyModelConfig(Section):
@@ -23,8 +23,8 @@ class TinyModelConfig(Section):
     experts: int = Field(0, ge=0)
     """Experts in every layer but the first, of which a token uses two; 0 for a dense model."""
 
-    @model_validator(mode="after")
-    def _head_size(self) -> TinyModelConfig:
+    @rule
+    def _head_size(self) -> None:
         # vLLM's CPU attention supports no other head sizes.
         if self.hidden_size % (32 * self.heads):
             remedy = f"give {max(1, round(self.hidden_size / (32 * self.heads))) * 32 * self.heads}"
@@ -32,7 +32,6 @@ class TinyModelConfig(Section):
             raise invalid("hidden_size", problem, remedy, value=self.hidden_size)
         if self.experts and (self.vision or self.experts < 2):
             raise invalid("experts", "must be 0, or at least 2 without vision", "set it to 0", value=self.experts)
-        return self
 
 
 class TemplateConfig(Section):
@@ -62,8 +61,7 @@ class ModelConfig(Section):
     max_length: int = Field(512, ge=8)
     """Longest sequence, prompt and answer together, in tokens."""
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> ModelConfig:
+    @rule
+    def _one_origin(self) -> None:
         if self.path is not None and self.tiny is not None:
             raise invalid("path", "cannot be combined with 'tiny'", "remove one of them", value=self.path)
-        return self

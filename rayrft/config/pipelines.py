@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.base import LocalPath, Name, Section, invalid
+from rayrft.config.base import LocalPath, Name, Section, invalid, rule
 from rayrft.config.placement import WaitConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.config.rows import RowsConfig
@@ -79,15 +79,14 @@ class PipelineConfig(Section):
     plugins: list[LocalPath] = Field(default_factory=list)
     """Python files that register your own operators and rewards."""
 
-    @model_validator(mode="after")
-    def _one_model_by_name(self) -> PipelineConfig:
+    @rule
+    def _one_model_by_name(self) -> None:
         for number, each in enumerate(self.rows):
             if len(each.origins) != 1:
                 problem = f"must name one of path, dataset and read, not {len(each.origins)}"
                 raise invalid(f"rows.{number}", problem, "give one")
         if both := sorted(self.models.keys() & self.endpoints.keys()):
             raise invalid(f"endpoints.{both[0]}", "is also the name of one of 'models'", "use another name")
-        return self
 
 
 class OperatorActorsConfig(Section):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rayrft.config.base import Changeable, Section, invalid
+from rayrft.config.base import Changeable, Section, invalid, rule
 from rayrft.errors import ConfigError
 
 
@@ -42,11 +42,10 @@ class ReplicasConfig(Section):
     """For a learned reward model with ``device: cuda``."""
     memory_gib: float = Field(0.25, gt=0)
 
-    @model_validator(mode="after")
-    def _range(self) -> Self:
+    @rule
+    def _range(self) -> None:
         if self.max < self.min:
             raise invalid("max", f"must be at least min, {self.min}", "raise it", value=self.max)
-        return self
 
 
 def trained_by(part: RewardPart | RewardModelConfig) -> str | None:
@@ -73,8 +72,8 @@ class RewardModelConfig(Section):
     replicas: ReplicasConfig = ReplicasConfig()
     """With ``placement: serve``, and for `rayrft serve rewards`."""
 
-    @model_validator(mode="after")
-    def _either(self) -> RewardModelConfig:
+    @rule
+    def _either(self) -> None:
         if self.parts and self.changed & {"name", "options"}:
             raise invalid("parts", "cannot be combined with name or options", "make that reward one of the parts")
         names = [part.component for part in self.parts]
@@ -82,7 +81,6 @@ class RewardModelConfig(Section):
             raise invalid("parts", "must have different names or labels", "give one a label", value=names)
         if self.parts and all(part.role != "add" for part in self.parts):
             raise invalid("parts", "must contain a part with role add", "change the role of one", value=names)
-        return self
 
     @property
     def changed(self) -> set[str]:
@@ -102,12 +100,11 @@ class RewardModelsConfig(RewardModelConfig):
     domains: dict[str, RewardModelConfig] = Field(default_factory=dict)
     """Scoring by domain, instead of ``name`` or ``parts`` for all tasks. Each domain has its own workers."""
 
-    @model_validator(mode="after")
-    def _one_way(self) -> Self:
+    @rule
+    def _one_way(self) -> None:
         if self.domains and (given := self.changed):
             problem = f"cannot be combined with {', '.join(sorted(given))}, which no task would use"
             raise invalid("domains", problem, "move these keys into each domain, or remove domains")
-        return self
 
     @property
     def models(self) -> Mapping[str, RewardModelConfig]:
@@ -156,8 +153,8 @@ class RewardConfig(RewardModelsConfig):
     length: LengthReward | None = None
     """Additional reward of short answers."""
 
-    @model_validator(mode="after")
-    def _overlong(self) -> RewardConfig:
+    @rule
+    def _overlong(self) -> None:
         if (self.truncated == "soft") != (self.overlong_buffer is not None):
             problem = "is required by truncated: soft, and only valid with it"
             raise invalid("overlong_buffer", problem, "give both or neither", value=self.overlong_buffer)
@@ -168,7 +165,6 @@ class RewardConfig(RewardModelsConfig):
             if model.replicas != ReplicasConfig():
                 field, remedy = f"domains.{domain}.replicas", "set placement: serve, or remove replicas"
                 raise invalid(field if domain else "replicas", "is only valid with placement: serve", remedy)
-        return self
 
     @property
     def stages(self) -> set[str]:

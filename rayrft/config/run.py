@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.base import Changeable, Folder, LocalPath, Name, Section
+from rayrft.config.base import Changeable, Folder, LocalPath, Name, Section, rule
 from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig
@@ -169,11 +169,10 @@ class RunConfig(Section):
             return ProbeBounds(given or 1e-4, given or 1e-4, 1.0)
         return ProbeBounds(0.15 * (given or 0.2), given or 0.2, 0.99)
 
-    @model_validator(mode="after")
-    def _rules(self) -> RunConfig:
+    @rule
+    def _rules(self) -> None:
         for check in RULES:
             check(self)
         for stage in self.stages:  # the longest answer that may be sampled, which some algorithms divide by
             if "answer_length" in stage.algorithm.build().needs:
                 stage.algorithm.set_coefficient("constant_length", self.explorer.sampling.max_tokens)
-        return self

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rayrft.config.base import LocalPath, Name, Section, invalid
+from rayrft.config.base import LocalPath, Name, Section, invalid, rule
 from rayrft.config.placement import WaitConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import ConfigError
@@ -43,12 +43,11 @@ class HttpConfig(Section):
     deadline_s: float = Field(600.0, gt=0)
     """Seconds that a request may take, after which it gets status 504."""
 
-    @model_validator(mode="after")
-    def _keys(self) -> Self:
+    @rule
+    def _keys(self) -> None:
         if self.host not in LOCAL and self.keys_file is None and self.keys_env is None:
             problem = "is reachable from other machines, and no key is required"
             raise invalid("host", problem, "give keys_file or keys_env, or use 127.0.0.1", value=self.host)
-        return self
 
 
 def read_keys(config: HttpConfig) -> tuple[str, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from rayrft.config.base import Changeable, ModelPath, Name, Section, invalid
+from rayrft.config.base import Changeable, ModelPath, Name, Section, invalid, rule
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ConfigError
 
@@ -86,8 +86,8 @@ class StageConfig(Section):
     evaluate_every: Changeable[int | None] = Field(None, ge=1)
     """Evaluate at every n-th step of the stage, in addition to its start and end."""
 
-    @model_validator(mode="after")
-    def _batch_arithmetic(self) -> StageConfig:
+    @rule
+    def _batch_arithmetic(self) -> None:
         try:
             algorithm = self.algorithm.build()
         except ConfigError as error:
@@ -124,7 +124,6 @@ class StageConfig(Section):
             problem = f"has {self.usual_rows} usual rows, not whole groups of group_size {self.group_size}"
             remedy = f"give {near + self.expert_rows} with {self.expert_rows} expert rows"
             raise invalid("batch_size", problem, remedy, value=self.batch_size)
-        return self
 
     def _check_update(self, algorithm: Algorithm) -> None:
         """Check that options of the update have an effect."""

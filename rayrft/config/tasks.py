@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from rayrft.config.base import NAME, LocalPath, Section, invalid
+from rayrft.config.base import NAME, LocalPath, Section, invalid, rule
 from rayrft.config.rows import ORIGINS, RowsConfig, RowSelection
 
 _REQUIRED = {
@@ -67,8 +67,8 @@ class TaskSourceConfig(RowsConfig, RowSelection):
             return {**value, "source": found[0]} if len(found) == 1 else value
         return value
 
-    @model_validator(mode="after")
-    def _source_fields(self) -> TaskSourceConfig:
+    @rule
+    def _source_fields(self) -> None:
         for key, remedy in _REQUIRED.get(self.source, {}).items():
             if getattr(self, key) is None:
                 raise invalid(key, f"is required by source {self.source!r}", f"give {remedy}")
@@ -77,7 +77,6 @@ class TaskSourceConfig(RowsConfig, RowSelection):
         if self.eval_split is not None and (self.source != "datasets" or self.eval_path is not None):
             problem = "is only valid with source 'datasets', and without eval_path"
             raise invalid("eval_split", problem, "remove one of them", value=self.eval_split)
-        return self
 
     @property
     def has_held_out(self) -> bool:
@@ -97,8 +96,8 @@ class TasksConfig(Section):
     eval_size: int = Field(500, ge=1)
     """Number of held-out tasks to evaluate on, from the sources in proportion to their weights."""
 
-    @model_validator(mode="after")
-    def _names_and_difficulties(self) -> TasksConfig:
+    @rule
+    def _names_and_difficulties(self) -> None:
         counts = Counter(source.name for source in self.sources if source.name is not None)
         if twice := [name for name, count in counts.items() if count > 1]:
             raise invalid("sources", "contains two sources of this name", "use different names", value=twice[0])
@@ -107,7 +106,6 @@ class TasksConfig(Section):
             if each.difficulty is None and each.source in ("reasoning_gym", "datasets", "file", "squares"):
                 problem = "is required by sampler 'easy_to_hard'"
                 raise invalid(f"sources.{number}.difficulty", problem, "name the field, or use another sampler")
-        return self
 
 
 class TasksetConfig(Section):
@@ -157,11 +155,10 @@ class BenchConfig(Section):
                 raise invalid(name, problem, "use another name", value=name)
         return named
 
-    @model_validator(mode="after")
-    def _samples(self) -> BenchConfig:
+    @rule
+    def _samples(self) -> None:
         if min(self.k) < 1 or max(self.k) > self.samples:
             raise invalid("k", f"must lie in 1 to samples, {self.samples}", "raise samples", value=list(self.k))
         if self.temperature == 0 and self.samples > 1:
             remedy = "set samples: 1 and k: [1], or raise the temperature"
             raise invalid("samples", "must be 1 at temperature 0", remedy, value=self.samples)
-        return self

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rayrft.config.base import Section, invalid
+from rayrft.config.base import Section, invalid, rule
 from rayrft.errors import ConfigError, nearest
 from rayrft.experience import reaches
 from rayrft.pipelines.operator import (
@@ -251,11 +251,10 @@ class LanguageOptions(OneColumn):
     min_letters: int = Field(20, ge=1)
     """Shorter texts stay."""
 
-    @model_validator(mode="after")
-    def _known(self) -> LanguageOptions:
+    @rule
+    def _known(self) -> None:
         if len(set(self.keep) | set(self.among)) < 2:
             raise invalid("among", "one language cannot be distinguished", remedy="name those that may come up")
-        return self
 
 
 _FORMULA = re.compile(rf"{FORMULA}|[^\W\d_]?\d\w*", re.DOTALL)

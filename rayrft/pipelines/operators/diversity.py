@@ -6,9 +6,9 @@ from typing import Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rayrft.config.base import invalid
+from rayrft.config.base import invalid, rule
 from rayrft.errors import ConfigError
 from rayrft.pipelines.operator import Applied, Context, Operator, register_operator
 from rayrft.pipelines.operators import embeddings
@@ -57,13 +57,12 @@ class DiverseOptions(EmbeddingOptions):
     clusters: int | None = Field(None, ge=1)
     """By default as many as rows are kept, but no more than 256."""
 
-    @model_validator(mode="after")
-    def _one_size(self) -> DiverseOptions:
+    @rule
+    def _one_size(self) -> None:
         if (self.share is None) == (self.rows is None):
             raise invalid("share", "give either a share or a number of rows", value=self.share)
         if self.clusters is not None and self.method != "clusters":
             raise invalid("clusters", "are those of method: clusters", value=self.clusters)
-        return self
 
 
 @register_operator("diverse")

@@ -9,9 +9,9 @@ from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rayrft.config.base import Section, invalid
+from rayrft.config.base import Section, invalid, rule
 from rayrft.data.selection import Selection
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import ROUNDING, reaches
@@ -62,11 +62,10 @@ class BandOptions(Section):
     unknown: Literal["keep", "drop"] = "keep"
     """What becomes of rows without a number."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> BandOptions:
+    @rule
+    def _ordered(self) -> None:
         if self.min > self.max:
             raise invalid("min", f"is above max, {self.max:g}", value=self.min)
-        return self
 
 
 @register_operator("difficulty_band")
@@ -203,13 +202,12 @@ class FormatOptions(OneColumn):
     must: Literal["contain", "be", "lack"] = "contain"
     """Whether the text has it somewhere, is it as a whole, or has it nowhere."""
 
-    @model_validator(mode="after")
-    def _compiles(self) -> FormatOptions:
+    @rule
+    def _compiles(self) -> None:
         try:
             re.compile(self.pattern)
         except re.error as error:
             raise invalid("pattern", f"is not a regular expression: {error}", value=self.pattern) from None
-        return self
 
 
 @register_operator("format")

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rayrft.config.base import Section, invalid
+from rayrft.config.base import Section, invalid, rule
 from rayrft.errors import ConfigError, RequestRefused
 from rayrft.experience import Task, reaches
 from rayrft.pipelines.operator import AnyColumn, Applied, Context, ModelName, Reads, register_operator
@@ -45,11 +45,10 @@ class JudgedOptions(Section):
     without: Literal["leave_out", "keep"] = "leave_out"
     """What becomes of a row for which the judge gives no grade."""
 
-    @model_validator(mode="after")
-    def _on_the_scale(self) -> JudgedOptions:
+    @rule
+    def _on_the_scale(self) -> None:
         if not self.low <= self.least <= self.high:
             raise invalid("least", f"is not on the scale from {self.low} to {self.high}", value=self.least)
-        return self
 
 
 @register_operator("judged")
