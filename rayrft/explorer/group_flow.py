@@ -15,18 +15,10 @@ from rayrft.buffer.schedule import Ticket
 from rayrft.config import RunConfig, StageConfig
 from rayrft.errors import DataError, RayrftError
 from rayrft.experience import Experience, Task, from_batch, pack, to_batch, unpack
+from rayrft.explorer import scoring
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.rollout import BusyClock, Rollout, Runner
-from rayrft.explorer.scoring import (
-    ScoredGroup,
-    apply_rewards,
-    drop_zero_variance,
-    mask_old,
-    mask_truncated,
-    with_baseline,
-    with_failures,
-    with_verified,
-)
+from rayrft.explorer.scoring import ScoredGroup
 from rayrft.pipelines.experiences import ExperiencePipeline
 from rayrft.runtime.handle import TrackedHandle, root_cause
 from rayrft.runtime.waits import Waits
@@ -101,12 +93,12 @@ class GroupFlow:
             await self._buffer.call(Buffer.fail, ticket, reason)
             return self._count_failure(number, rollout.problem) if rollout.problem else None
         max_tokens = self.config.explorer.sampling.max_tokens
-        score = partial(apply_rewards, config=self.config.reward, max_tokens=max_tokens, step=ticket.deadline)
+        score = partial(scoring.apply_rewards, config=self.config.reward, max_tokens=max_tokens, step=ticket.deadline)
         group = score(rollout.rows, rollout.results)
         for baseline in greedy:
-            group = with_baseline(group, score(baseline.rows, baseline.results))
+            group = scoring.with_baseline(group, score(baseline.rows, baseline.results))
         verified = await self._verify(task, group_id(self.config, stage, ticket), group)
-        group = with_failures(self._filter(verified, algorithm, ticket), rollout.failed)
+        group = scoring.with_failures(self._filter(verified, algorithm, ticket), rollout.failed)
         if group.rows:
             try:
                 await self.writer.put(group.rows, group.report, ticket=ticket, dropped=dict(group.dropped))
@@ -170,15 +162,15 @@ class GroupFlow:
             made = self.config.pipelines.made
             assert made is not None  # checked before the operators were started
             await self._buffer.call(Buffer.extend, made, [pack(verified.made)])
-        return with_verified(group, verified)
+        return scoring.with_verified(group, verified)
 
     def _filter(self, group: ScoredGroup, algorithm: Algorithm, ticket: Ticket) -> ScoredGroup:
         if self.config.explorer.drop_zero_variance:
-            group = drop_zero_variance(group, algorithm)
+            group = scoring.drop_zero_variance(group, algorithm)
         if self.config.reward.truncated == "mask":
-            group = mask_truncated(group)
+            group = scoring.mask_truncated(group)
         if ticket.resumes:
-            group = mask_old(group, ticket.deadline - self.config.max_staleness)
+            group = scoring.mask_old(group, ticket.deadline - self.config.max_staleness)
         return group
 
     async def task(self, ticket: Ticket) -> Task:

@@ -18,16 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import _get_layout
@@ -122,7 +116,7 @@ class Checkpointer:
         self._rebase(policy, folder)
         state: State = {_POLICY: _trained(policy)}
         _read(state, folder, process_group=self._group)
-        set_model_state_dict(policy, state[_POLICY], options=_TRAINED_ONLY)
+        states.set_model_state_dict(policy, state[_POLICY], options=_TRAINED_ONLY)
 
     def load(self, learner: Learner, folder: Path) -> None:
         """Load all state of the open stage: weights, optimisers, schedules, reference.
@@ -135,9 +129,9 @@ class Checkpointer:
         state = _state(learner, folder, set(names))
         _read(state, folder, process_group=self._group)
         for name, (model, optimizer) in _models(learner).items():
-            set_model_state_dict(model, state[name], options=_TRAINED_ONLY)
+            states.set_model_state_dict(model, state[name], options=_TRAINED_ONLY)
             if optimizer is not None and (moments := state.get(f"{name}_optimizer")) is not None:
-                set_optimizer_state_dict(model, optimizer.adam, moments)
+                states.set_optimizer_state_dict(model, optimizer.adam, moments)
         learner.restore(state["learner"], state.get(learner.rng.name))
 
     def _rebase(self, policy: Policy, folder: Path) -> None:
@@ -239,19 +233,19 @@ def _state(learner: Learner, folder: Path, written: set[str] | None = None) -> S
         # Before its first update an optimiser has no state, and reading it would create one.
         written_to = f"{name}_optimizer" in parts if parts is not None else optimizer and optimizer.adam.state
         if optimizer is not None and written_to:
-            state[f"{name}_optimizer"] = get_optimizer_state_dict(model, optimizer.adam)
+            state[f"{name}_optimizer"] = states.get_optimizer_state_dict(model, optimizer.adam)
     if parts is None or learner.rng.name in parts:
         state[learner.rng.name] = learner.rng.state()
     return state
 
 
-_TRAINED_ONLY = StateDictOptions(strict=False)
+_TRAINED_ONLY = states.StateDictOptions(strict=False)
 
 
 def _trained(model: nn.Module) -> State:
     """Return the trainable parameters, sharded as they are."""
     trained = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
-    return {name: tensor for name, tensor in get_model_state_dict(model).items() if name in trained}
+    return {name: tensor for name, tensor in states.get_model_state_dict(model).items() if name in trained}
 
 
 def _resolve(base: str, folder: Path) -> str:

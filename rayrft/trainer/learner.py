@@ -13,17 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rayrft.algorithms import (
-    Algorithm,
-    Coefficients,
-    Denominators,
-    LossParts,
-    Moments,
-    count,
-    normalise,
-    sum_gains,
-    sum_moments,
-)
+from rayrft.algorithms import Algorithm, Coefficients, Denominators, LossParts, count, sum_gains
+from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from rayrft.config.stage import StageConfig, UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import NotFinite

@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 
 from rayrft.data.images import ImageReader, takes_images
 from rayrft.data.tokenizer import ChatTokenizer
@@ -58,25 +51,25 @@ def shard(policy: Sharded, mesh: DeviceMesh, compute: torch.dtype, *, cpu_offloa
     ``cpu_offload``: parameters, gradients and optimiser state are kept in CPU memory while unused.
     """
     precision = (
-        MixedPrecisionPolicy()
+        fsdp.MixedPrecisionPolicy()
         if compute == torch.float32
-        else MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        else fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     )
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    offload = fsdp.CPUOffloadPolicy() if cpu_offload else fsdp.OffloadPolicy()
     layers = set(policy.model._no_split_modules or ())
     for module in policy.modules():
         if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
+            fsdp.fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fsdp.fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if isinstance(policy, Policy):
-        register_fsdp_forward_method(policy, "top_logprobs")
+        fsdp.register_fsdp_forward_method(policy, "top_logprobs")
     return policy
 
 
 def reshard(model: nn.Module) -> None:
     """Free gathered parameters: after a forward without backward the root module keeps them unsharded."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 

@@ -15,14 +15,8 @@ from typing import Any
 from rayrft.config.explorer import EnvironmentConfig
 from rayrft.errors import ActorDied, CallFailed, CallTimeout, EnvironmentFailed, EnvironmentTimeout, ProcessDied
 from rayrft.experience import Task
-from rayrft.explorer.environments.base import (
-    Environment,
-    Observation,
-    Pictured,
-    Step,
-    environment_factory,
-    runs_in_event_loop,
-)
+from rayrft.explorer.environments import base
+from rayrft.explorer.environments.base import Environment, Observation, Pictured, Step
 from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.worker import Worker
 
@@ -108,9 +102,9 @@ class Environments:
     def __init__(self, config: EnvironmentConfig, plugins: Sequence[Path] = ()) -> None:
         """Raises ConfigError if such environments cannot be created."""
         self.config = config
-        self._create = environment_factory(config)
+        self._create = base.environment_factory(config)
         self._pool: ProcessPool | None = None
-        if not runs_in_event_loop(self._create):
+        if not base.runs_in_event_loop(self._create):
             prepare = getattr(self._create.func, "prepare", None)
             self._pool = ProcessPool(
                 self._create,

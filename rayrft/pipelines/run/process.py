@@ -26,19 +26,9 @@ from rayrft.pipelines.chain import LeftOut, Outcome, build_chain
 from rayrft.pipelines.operator import Context
 from rayrft.pipelines.report import OperatorReport, Report
 from rayrft.pipelines.rows import grouped
+from rayrft.pipelines.run import host
 from rayrft.pipelines.run.distributed import Flow, Segment, distribute
-from rayrft.pipelines.run.host import (
-    Note,
-    OperatorHost,
-    OperatorProcess,
-    asked_by,
-    is_distributable,
-    operator_failure,
-    operator_pool,
-    packed,
-    segments,
-    unpacked,
-)
+from rayrft.pipelines.run.host import Note, OperatorHost, OperatorProcess
 from rayrft.pipelines.run.models import ModelServer, OpenModels
 from rayrft.registry import load_plugins
 
@@ -74,8 +64,10 @@ class Pipeline:
         self.links = build()
         self.schema = self.links[-1].gives if self.links else schema
         self.report = Report([OperatorReport(link.name) for link in self.links])
-        self._segments = segments(self.links, apart=workers > 1)
-        self._distributed = [workers > 1 and is_distributable(self.links[numbers[0]]) for numbers in self._segments]
+        self._segments = host.segments(self.links, apart=workers > 1)
+        self._distributed = [
+            workers > 1 and host.is_distributable(self.links[numbers[0]]) for numbers in self._segments
+        ]
         pairs = zip(self._segments, self._distributed, strict=True)
         here = [number for numbers, distributed in pairs if not distributed for number in numbers]
         self._create = partial(OperatorHost, build, samples, leave_out, here)
@@ -98,7 +90,7 @@ class Pipeline:
         Raises OperatorFailed if an operator raises, ends its process or returns what does not fit, or a model that it
         asks died, and OperatorTimeout if a batch takes longer than the deadline without waits for answers.
         """
-        asks, scores = asked_by(self.links)
+        asks, scores = host.asked_by(self.links)
         opened = models(asks, scores) if models is not None and (asks or scores) else nullcontext()
         return in_thread(lambda: self._run(batches, take, left_out, progress, opened))
 
@@ -110,7 +102,7 @@ class Pipeline:
         progress: Progress,
         models: AbstractAsyncContextManager[ModelServer | None],
     ) -> Report:
-        pool = operator_pool(self._create, self._plugins)
+        pool = host.operator_pool(self._create, self._plugins)
 
         def note(done: tuple[int, Outcome]) -> None:
             number, outcome = done
@@ -129,7 +121,7 @@ class Pipeline:
                         async for batch in stream:
                             take(batch)
             except CallFailed as error:  # of the lease itself
-                raise operator_failure(error, "the operators could not be started", "operators") from error
+                raise host.operator_failure(error, "the operators could not be started", "operators") from error
         return self.report
 
     async def _stream(
@@ -147,7 +139,7 @@ class Pipeline:
                     async for batch in stream:
                         spool.write(batch)
                         if first.operator.scope == "all":
-                            report.seconds += await process.observe(numbers[0], packed(batch))
+                            report.seconds += await process.observe(numbers[0], host.packed(batch))
                 spool.close()
                 if first.operator.scope == "all":
                     report.seconds += await process.finish(numbers[0], spool.batches)
@@ -162,9 +154,9 @@ class Pipeline:
     async def _in_process(self, process: OperatorProcess, numbers: Sequence[int], stream: Flow, note: Note) -> Flow:
         async with aclosing(stream):
             async for batch in stream:
-                rows = await process.apply(numbers, packed(batch), note)
+                rows = await process.apply(numbers, host.packed(batch), note)
                 if rows is not None:
-                    yield unpacked(rows)
+                    yield host.unpacked(rows)
 
     async def _in_actors(self, numbers: Sequence[int], stream: Flow, note: Note) -> Flow:
         create = partial(OperatorHost, self._build, self._samples, self._leave_out, numbers)
@@ -176,7 +168,7 @@ class Pipeline:
                 if result.failure is not None:
                     raise result.failure
                 if result.rows is not None:
-                    yield unpacked(result.rows)
+                    yield host.unpacked(result.rows)
 
 
 class _Spool:
