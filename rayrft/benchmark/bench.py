@@ -130,9 +130,8 @@ def attempt_all(
         say(show_plan(run, plan))
         check_room(plan, config.placement.wait_s, say)
         folder.mkdir(parents=True, exist_ok=True)
-        named = named_files(
-            config, (image for tasks, _ in tasksets.values() for task in tasks for image in task.images)
-        )
+        images = (image for tasks, _ in tasksets.values() for task in tasks for image in task.images)
+        named = named_files(config, images)
         named["bench.models"] = [model.path for model in models if Path(model.path).exists()]
         check_shared(folder, named, fitting_nodes(plan))
         placement, groups = Placement(run, plan), dict[str, EngineGroup]()

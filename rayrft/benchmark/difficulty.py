@@ -59,15 +59,9 @@ def measure_difficulty(
         remedy = "name the weights to measure with: --model RUN@start, a folder, or an id on the hub"
         raise ConfigError("the model is made when the run starts", remedy, field="model.path")
     weights = model or str(given.model.path)
-    bench = {
-        "samples": tries,
-        "k": [1],
-        "temperature": given.explorer.sampling.temperature,
-        "models": {_MODEL: weights},
-    }
-    checked = load_config(
-        config, {**overrides, "mode": "bench", **{f"bench.{key}": each for key, each in bench.items()}}
-    )
+    bench: dict[str, Any] = {"bench.samples": tries, "bench.k": [1], "bench.models": {_MODEL: weights}}
+    bench["bench.temperature"] = given.explorer.sampling.temperature
+    checked = load_config(config, {**overrides, "mode": "bench", **bench})
     assert checked.tasks is not None
     folder = checked.storage / f"{checked.name}-difficulty"
     out = out or folder / "tasks.parquet"
@@ -105,14 +99,9 @@ def write_solved(folder: Path, out: Path) -> MeasuredTasks:
         problem = "it draws no tasks" if spec is None else f"its tasks are in the Buffer {config.buffer.name!r}"
         raise DataError(f"the run has no task statistics: {problem}", field="run", value=str(folder))
     state = read_state(Storage(log_folder(folder, config)), config.buffer.sampler, config.seed, spec()).state
-    names = source_names(config)
-    return _written(
-        out,
-        [
-            (names[state.tasks[""].source(task.id)], measured(task, *state.tasks[""].statistics(task.id)))
-            for task in (*splits.train, *state.meta.added_tasks)
-        ],
-    )
+    drawn, names = state.tasks[""], source_names(config)
+    tasks = [*splits.train, *state.meta.added_tasks]
+    return _written(out, [(names[drawn.source(task.id)], measured(task, *drawn.statistics(task.id))) for task in tasks])
 
 
 def _written(out: Path, tasks: list[tuple[str, Task]]) -> MeasuredTasks:

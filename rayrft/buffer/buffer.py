@@ -350,11 +350,10 @@ class Buffer(Watched):
             unit = 2 if pairs else 1
             batch = batch.take(np.flatnonzero(~in_units(batch.column("experience_id").to_pylist(), unit, there)))
             if batch.num_rows:
-                extent = await (
-                    self._experts.write(name, batch)
-                    if known is None
-                    else self._experts.append(name, known.extent, batch)
-                )
+                if known is None:
+                    extent = await self._experts.write(name, batch)
+                else:
+                    extent = await self._experts.append(name, known.extent, batch)
                 await self._store.commit(e.DemonstrationsExtended(name, extent, unit, labelled))
         return batch.num_rows
 

@@ -165,9 +165,8 @@ class Retention:
     async def _rewrite(self, slots: list[int]) -> e.GroupsMoved:
         """Rewrite groups at the end of the log; return the event to commit."""
         spans = [self._store.span(slot) for slot in slots]
-        done = await self._store.in_row_thread(
-            lambda: self._store.rows.append(self._store.rows.read(spans).serialize())
-        )
+        rows = self._store.rows
+        done = await self._store.in_row_thread(lambda: rows.append(rows.read(spans).serialize()))
         return e.GroupsMoved(done.extent, slots, done.row)
 
     async def _delete(self, segments: list[int], forgotten: list[str], *events: e.Event) -> None:

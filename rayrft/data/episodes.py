@@ -65,12 +65,8 @@ def read_verifiers(config: TaskSourceConfig, field: str) -> list[Task]:
         remedy = "give the Python of the environment in which verifiers is installed"
         raise DataError("is required", remedy, field=f"{field}.options.python", value=python)
     found = verifiers_tasks(python, {"taskset": {"id": id, **options}}, config.size, field)
-    return [
-        Task.create(
-            f"verifiers/{id}", each["prompt"] or each["key"], "", metadata={"environment": {"verifiers": each["task"]}}
-        )
-        for each in found
-    ]
+    asked = [(each["prompt"] or each["key"], {"verifiers": each["task"]}) for each in found]
+    return [Task.create(f"verifiers/{id}", text, "", metadata={"environment": own}) for text, own in asked]
 
 
 def verifiers_tasks(python: str, settings: dict[str, Any], size: int | None, field: str) -> list[dict[str, Any]]:

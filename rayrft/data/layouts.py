@@ -133,9 +133,8 @@ def recognise(row: Mapping[str, Any], layouts: Sequence[RowLayout]) -> RowLayout
     near = sorted(lacking, key=lambda each: (len(each[0]) - len(each[1].required), len(each[0])))[:2]
     nearest = " and ".join(f"{layout.name!r}, which needs {' and '.join(missing)}" for missing, layout in near)
     columns = ", ".join(name for name, value in row.items() if value is not None) or "none"
-    raise DataError(
-        f"no known layout (columns: {columns}); the nearest are {nearest}", "name the columns in the config"
-    )
+    problem = f"no known layout (columns: {columns}); the nearest are {nearest}"
+    raise DataError(problem, "name the columns in the config")
 
 
 def named_layouts(form: RowFormat) -> tuple[RowLayout, ...]:

@@ -220,9 +220,8 @@ def _to_task(row: dict[str, Any], layout: RowLayout, rows: NumberedRows, config:
         raise DataError(problem, "leave one of them out", field=f"{field}.system")
     found = last if values["answer"] is None else message_text(values["answer"], names["answer"])
     answers = [_truth(each, names["answer"], config, field) for each in as_list(found)]
-    tries, rate = (
-        _number(row, name, f"{field}.{key}") for key, name in (("tries", config.tries), ("pass_rate", config.pass_rate))
-    )
+    tries = _number(row, config.tries, f"{field}.tries")
+    rate = _number(row, config.pass_rate, f"{field}.pass_rate")
     if (tries is not None and (tries < 0 or tries % 1)) or (rate is not None and not 0 <= rate <= 1):
         raise DataError(f"{tries:g} tries with a pass rate of {rate:g}", field=f"{field}.pass_rate")
     pictures = [*as_list(value_at(row, config.images)), *pictures]

@@ -110,13 +110,8 @@ def with_verified(group: ScoredGroup, verified: Verified) -> ScoredGroup:
         reward, raw = before[row.experience_id]
         changed = row.reward is not None and row.reward != np.float32(reward or 0.0)
         raw_rewards.append(row.reward if changed and row.reward is not None else raw)
-    return replace(
-        group,
-        rows=verified.rows,
-        dropped=group.dropped + verified.left_out,
-        raw_rewards=raw_rewards,
-        problem=verified.problem,
-    )
+    dropped = group.dropped + verified.left_out
+    return replace(group, rows=verified.rows, dropped=dropped, raw_rewards=raw_rewards, problem=verified.problem)
 
 
 def mask_truncated(group: ScoredGroup) -> ScoredGroup:

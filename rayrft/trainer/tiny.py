@@ -127,12 +127,8 @@ def _save_processor(tokenizer: Any, folder: Path) -> None:
         raise ModelError(f"a vision model cannot be made: {error}", remedy, field="model.tiny.vision") from None
     size = {"shortest_edge": (_PATCH * _MERGE) ** 2, "longest_edge": _LARGEST**2}
     patches = {"patch_size": _PATCH, "merge_size": _MERGE, "size": size}
-    processor = Qwen2VLProcessor(
-        Qwen2VLImageProcessor(**patches),
-        tokenizer,
-        Qwen2VLVideoProcessor(**patches),
-        chat_template=tokenizer.chat_template,
-    )
+    images, videos = Qwen2VLImageProcessor(**patches), Qwen2VLVideoProcessor(**patches)
+    processor = Qwen2VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template)
     processor.save_pretrained(folder)
 
 

@@ -67,11 +67,8 @@ class UserSimulator:
         trajectory = model.start(task.messages, task.images)
         await trajectory.act()
         for _ in range(self._turns):
-            said = [
-                f"{each['role']}: {split_reasoning(each['content'])[1]}"
-                for each in trajectory.messages
-                if each["role"] != "system"
-            ]
+            shown = [each for each in trajectory.messages if each["role"] != "system"]
+            said = [f"{each['role']}: {split_reasoning(each['content'])[1]}" for each in shown]
             prompt = self._prompt.replace("{conversation}", "\n".join(said))
             _, message = split_reasoning(await user.chat([{"role": "user", "content": prompt}]))
             trajectory.observe(model.tokenizer.defuse(message))

@@ -121,9 +121,8 @@ class Decontaminate(Operator[DecontaminateOptions]):
                 same = "" if index.length == self.options.ngram else " and the answer"
                 for row, tasks in index.hits(words):
                     if same:
-                        tasks = [
-                            each for each in tasks if len(answers[row]) > 1 and answers[row] == self._answers[each]
-                        ]
+                        own = answers[row]
+                        tasks = [each for each in tasks if len(own) > 1 and own == self._answers[each]]
                     if tasks and reasons[row] is None:
                         why = f"shares {index.length} words{same} with an evaluation task"
                         reasons[row] = f"{why}: {self._shown[tasks[0]]}"

@@ -64,10 +64,9 @@ class Pipeline:
         self.links = build()
         self.schema = self.links[-1].gives if self.links else schema
         self.report = Report([OperatorReport(link.name) for link in self.links])
-        self._segments = host.segments(self.links, apart=workers > 1)
-        self._distributed = [
-            workers > 1 and host.is_distributable(self.links[numbers[0]]) for numbers in self._segments
-        ]
+        apart = workers > 1
+        self._segments = host.segments(self.links, apart=apart)
+        self._distributed = [apart and host.is_distributable(self.links[numbers[0]]) for numbers in self._segments]
         pairs = zip(self._segments, self._distributed, strict=True)
         here = [number for numbers, distributed in pairs if not distributed for number in numbers]
         self._create = partial(OperatorHost, build, samples, leave_out, here)

@@ -109,11 +109,8 @@ class Job:
         files = {f"{FOLDER}/{name}": content for name, content in self.files.items()}
         if self.lenient:
             passwd, group = f"user:x:{user}:{user}::{FOLDER}:/bin/sh\n", f"user:x:{user}:\n"
-            files |= {
-                "/etc/passwd": passwd.encode(),
-                "/etc/group": group.encode(),
-                "/etc/hosts": b"127.0.0.1 localhost\n",
-            }
+            files |= {"/etc/passwd": passwd.encode(), "/etc/group": group.encode()}
+            files["/etc/hosts"] = b"127.0.0.1 localhost\n"
         return files
 
 
