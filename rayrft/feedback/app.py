@@ -174,7 +174,8 @@ class FeedbackPage(HttpService):
 
     async def _begin(self) -> None:
         if self._journal is None:
-            self._journal, entries = await asyncio.to_thread(open_journal, self._folder)
+            journal, entries = await asyncio.to_thread(open_journal, self._folder)
+            self._journal = journal
             for entry in entries:
                 self._judgements.add(entry)
         await self._read()
