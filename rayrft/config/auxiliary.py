@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rayrft.config.base import ModelPath, Section
+from rayrft.config.base import ModelPath, Section, invalid, rule
 from rayrft.config.explorer import EngineConfig
 from rayrft.config.model import TemplateConfig
 from rayrft.errors import ConfigError, nearest
@@ -21,12 +21,25 @@ class AuxiliaryConfig(Section):
     template: TemplateConfig = TemplateConfig()
     engine: EngineConfig = EngineConfig(count=1)
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """On GPUs by default bfloat16."""
     max_length: int = Field(512, ge=8)
     """Longest sequence, prompt and answer together, in tokens."""
     temperature: float = Field(1.0, ge=0, le=2)
     """Default of calls; 0 is greedy."""
     max_tokens: int = Field(128, ge=1)
     """Default of calls: longest answer, in tokens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, given: Any) -> Any:
+        engine = given.get("engine") if isinstance(given, dict) else None
+        gpus = engine.get("gpus") if isinstance(engine, dict) else None
+        return {"dtype": "bfloat16", **given} if isinstance(gpus, int | float) and gpus > 0 else given
+
+    @rule
+    def _awake(self) -> None:
+        if self.engine.sleep:
+            raise invalid("engine.sleep", "is only valid for the policy's engines", "remove it")
 
 
 def require_auxiliary(names: Iterable[str], known: Collection[str]) -> None:

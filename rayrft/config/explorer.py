@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rayrft.config.base import Changeable, Section, invalid, rule
+
+
+_ON_GPUS = {"enforce_eager": False, "max_running": 1024}
+"""Defaults of engines on GPUs."""
 
 
 class EngineConfig(Section):
@@ -23,10 +27,30 @@ class EngineConfig(Section):
     """KV cache of a CPU engine."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     max_running: int = Field(256, ge=1)
-    """Sequences an engine decodes at once."""
+    """Sequences an engine decodes at once; on GPUs by default 1,024."""
     enforce_eager: bool = True
+    """Compile nothing and use no CUDA graphs; on GPUs by default false."""
     sleep: bool = False
     """Free an engine's GPU memory while the trainer works (trainer and engine on one GPU)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine by their names there, such as ``max_num_batched_tokens`` or
+    ``attention_backend``. Those that alter log-probs are for auxiliary models only."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, given: Any) -> Any:
+        gpus = given.get("gpus") if isinstance(given, dict) else None
+        return {**_ON_GPUS, **given} if isinstance(gpus, int | float) and gpus > 0 else given
+
+    @rule
+    def _gpus(self) -> None:
+        if self.gpus > 1 and self.gpus % 1:
+            raise invalid("gpus", "must be a whole number above 1", f"give {round(self.gpus)}", value=self.gpus)
+        if self.tensor_parallel > 1 and not self.gpus:
+            raise invalid("tensor_parallel", "needs GPUs", "use more engines on CPUs", value=self.tensor_parallel)
+        if max(self.gpus, 1) != self.tensor_parallel and self.gpus:
+            problem = f"must equal tensor_parallel, {self.tensor_parallel}"
+            raise invalid("gpus", problem, f"give {self.tensor_parallel}, or set tensor_parallel", value=self.gpus)
 
 
 class RepetitionConfig(Section):
@@ -62,7 +86,7 @@ class SamplingConfig(Section):
 
     temperature: Changeable[float] = Field(1.0, gt=0, le=2)
     max_tokens: int = Field(32, ge=1)
-    """Longest answer, in tokens."""
+    """Longest answer, in tokens; with engines on GPUs by default as long as ``model.max_length`` allows."""
     seeded: bool | None = None
     """Whether the run's seed determines the answers. True by default on CPUs; on a GPU it costs speed."""
     max_prompt_tokens: int = Field(256, ge=1)

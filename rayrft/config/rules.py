@@ -222,9 +222,10 @@ def check_devices(config: RunConfig) -> None:
         if config.mode == "both" and (engine.gpus > 0) != (trainer.gpus > 0):
             problem = f"and trainer.gpus, {trainer.gpus:g}, must both be above 0, or neither"
             raise invalid("explorer.engine.gpus", problem, "give GPUs to both or to neither", value=engine.gpus)
-        for key, gpus in (("explorer.engine.gpus", engine.gpus), ("trainer.gpus", trainer.gpus)):
-            if gpus > 1 and gpus % 1:
-                raise invalid(key, "must be a whole number above 1", f"give {round(gpus)}", value=gpus)
+        if trainer.gpus > 1:
+            raise invalid(
+                "trainer.gpus", "must be at most 1: a rank uses one GPU", "use more ranks", value=trainer.gpus
+            )
         if trainer.cpu_offload and not trainer.gpus:
             raise invalid("trainer.cpu_offload", "needs trainer.gpus above 0", "remove it, or give GPUs to the trainer")
         try:
@@ -238,13 +239,6 @@ def check_devices(config: RunConfig) -> None:
             problem = f"must be 0 with weights over {config.sync_backend}, which reach only engines beside a rank"
             remedy = "give engines and ranks whole GPUs, or let the rollout engines evaluate: 0"
             raise invalid("evaluation.engines", problem, remedy, value=config.evaluation_engines)
-    if (parallel := engine.tensor_parallel) > 1:
-        if engine.gpus == 0:
-            remedy = "use more engines on CPUs"
-            raise invalid("explorer.engine.tensor_parallel", "needs GPUs above 1", remedy, value=parallel)
-        if engine.gpus != parallel:
-            problem = f"must equal tensor_parallel, {parallel}"
-            raise invalid("explorer.engine.gpus", problem, f"give {parallel}", value=engine.gpus)
 
 
 RULES = (

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.base import Changeable, Folder, LocalPath, Name, Section, rule
 from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
-from rayrft.config.explorer import ExplorerConfig
+from rayrft.config.explorer import ExplorerConfig, SamplingConfig
 from rayrft.config.guards import GuardConfig
 from rayrft.config.model import ModelConfig
 from rayrft.config.pipelines import PipelinesConfig
@@ -157,6 +157,12 @@ class RunConfig(Section):
         return choose_transport(self.weight_sync.backend, layout)
 
     @property
+    def bucket_bytes(self) -> int:
+        """Size of the pieces in which weights travel to the engines."""
+        default = 512.0 if self.trainer.gpus else 4.0
+        return int((self.weight_sync.bucket_mib or default) * 2**20)
+
+    @property
     def colocated(self) -> bool:
         """Whether each engine shares a GPU with a trainer rank."""
         return transports.get(self.sync_backend).colocated
@@ -168,6 +174,22 @@ class RunConfig(Section):
         if self.model.dtype == "float32":
             return ProbeBounds(given or 1e-4, given or 1e-4, 1.0)
         return ProbeBounds(0.15 * (given or 0.2), given or 0.2, 0.99)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _answers_on_gpus(cls, given: Any) -> Any:
+        """With engines on GPUs, let answers be as long as the model's length allows, unless their length is given."""
+        try:
+            explorer = given["explorer"]
+            if explorer["engine"]["gpus"] <= 0 or "max_tokens" in explorer.get("sampling", {}):
+                return given
+            sampling = explorer.get("sampling", {})
+            most = given.get("model", {}).get("max_length", ModelConfig().max_length)
+            prompt = sampling.get("max_prompt_tokens", SamplingConfig().max_prompt_tokens)
+            answers = {**sampling, "max_tokens": max(1, most - prompt)}
+        except (AttributeError, KeyError, TypeError):
+            return given  # not of these types: each section says so itself
+        return {**given, "explorer": {**explorer, "sampling": answers}}
 
     @rule
     def _rules(self) -> None:

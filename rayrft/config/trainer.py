@@ -30,6 +30,9 @@ class LoraConfig(Section):
     """Linear layers of the decoder by the end of their names, such as ``q_proj``; by default all but the head."""
 
 
+Accumulate = Literal["auto", "sharded", "unsharded"]
+
+
 class TrainerConfig(Section):
     """FSDP2 ranks driven by Ray Train."""
 
@@ -47,6 +50,9 @@ class TrainerConfig(Section):
     """Pack rows into one sequence, without padding or attention between them, if the model supports it."""
     gradient_checkpointing: bool = False
     """Keep one state per layer for the backward pass and recompute the others: a third more time, less memory."""
+    accumulate: Accumulate = "auto"
+    """Gradients of a step's micro-batches add up ``sharded``, reduced after each, or ``unsharded``, reduced once: less
+    communication, and 4 more bytes a parameter on every rank; auto: unsharded if that is at most 1 GiB."""
     cpu_offload: bool = False
     """GPUs: keep parameters, gradients and optimiser state in CPU memory while unused."""
     not_finite: Literal["end", "skip", "rollback"] = "end"
@@ -74,7 +80,8 @@ class WeightSyncConfig(Section):
 
     backend: str = "auto"
     """gloo for CPU engines, nccl for whole GPUs, ipc for shared GPUs, or a plug-in's; auto: the first that fits."""
-    bucket_mib: float = Field(4.0, gt=0)
+    bucket_mib: float | None = Field(None, gt=0)
+    """Size of the pieces in which weights travel; by default 4 MiB, with GPUs 512."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """Policy for the KV cache of running requests: ``recompute`` it with the new weights, or ``keep`` it for them, so
     that the trainer's log-probs of later tokens differ from the engine's."""

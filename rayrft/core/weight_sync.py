@@ -215,7 +215,7 @@ class WeightSync:
     async def _round(self, engines: Engines, version: int, *, probe: bool) -> SyncReport:
         started = time.perf_counter()
         self._rounds += 1
-        bucket_bytes = int(self._settings.bucket_mib * (1 << 20))
+        bucket_bytes = self.config.bucket_bytes
         async with self._deadline(f"weights of version {version} to reach {len(engines)} engines"):
             try:
                 keep = self._settings.kv_cache == "keep"

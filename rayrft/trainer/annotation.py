@@ -12,7 +12,7 @@ from rayrft.algorithms import Algorithm, row_value_errors
 from rayrft.algorithms.batch import keep
 from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.blame import blaming
-from rayrft.trainer.model import reshard
+from rayrft.trainer.loading import reshard
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.value_model import Critic
 

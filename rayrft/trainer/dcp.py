@@ -32,8 +32,9 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, StorageError
 from rayrft.files import held, storage_error
 from rayrft.trainer.learner import Learner
+from rayrft.trainer.loading import load_hf, load_policy
 from rayrft.trainer.lora import Lora
-from rayrft.trainer.model import load_hf, load_policy, write_adapter, write_hf
+from rayrft.trainer.model import write_adapter, write_hf
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.reward_model import RewardClassifier, padding_of

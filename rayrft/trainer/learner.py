@@ -16,17 +16,23 @@ from torch.distributed.fsdp import FSDPModule
 from rayrft.algorithms import Algorithm, Coefficients, Denominators, LossParts, count, sum_gains
 from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from rayrft.config.stage import StageConfig, UpdateConfig
-from rayrft.config.trainer import OptimizerConfig
+from rayrft.config.trainer import Accumulate, OptimizerConfig
 from rayrft.errors import NotFinite
 from rayrft.trainer.annotation import Batches, each_micro, value_errors, with_logprobs, with_teacher, with_values
 from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches, mismatched
 from rayrft.trainer.blame import blaming
-from rayrft.trainer.model import reshard
+from rayrft.trainer.loading import reshard
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, Reference, scored_batch
 from rayrft.trainer.result import PairRanking, StepResult, Update
 from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic
+
+_GRADIENT_BYTES = 4
+"""Bytes of a parameter's gradient, which is in float32."""
+
+_SMALL_BYTES = 2**30
+"""Gradients of at most so many bytes are accumulated unsharded: a reduction for every micro-batch costs time."""
 
 
 class RngState:
@@ -72,6 +78,8 @@ class Learner:
         self.rng = RngState(seed, device)
         self.skips = False
         """Whether an update whose loss or gradient is not finite is skipped, instead of an error."""
+        self.accumulate: Accumulate = "auto"
+        """Where gradients of micro-batches add up; see `TrainerConfig`."""
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
         self._device = device
@@ -323,10 +331,10 @@ class Learner:
     ) -> list[Tensor]:
         """Accumulate a model's gradient, if gradients are enabled. ``share`` computes a micro-batch's share of the loss
         and the numbers to report. Returns these by micro-batch."""
-        reported = []
+        reported, whole = [], self._accumulates_whole(model)
         for index, micro in enumerate(batch):
             if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(index == len(batch) - 1)
+                model.set_requires_gradient_sync(not whole or index == len(batch) - 1)
             with blaming(micro):
                 loss, numbers = share(micro)
                 # FSDP averages gradients over ranks, but the loss is already divided by global counts: scale to a sum.
@@ -334,6 +342,12 @@ class Learner:
                     torch.autograd.backward(loss * self._ranks)
                 reported.append(numbers.detach())
         return reported
+
+    def _accumulates_whole(self, model: nn.Module) -> bool:
+        if self.accumulate != "auto":
+            return self.accumulate == "unsharded"
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        return _GRADIENT_BYTES * trained <= _SMALL_BYTES
 
     def _refresh(self) -> None:
         every = self._update_config.reference_refresh

@@ -67,6 +67,11 @@ class Lora:
         for name, factor in self.initial_factors().items():
             parameters[name].data = factor.to(parameters[name].device)
 
+    @property
+    def layers(self) -> frozenset[str]:
+        """The names of the layers in the model that have an adapter."""
+        return frozenset(self._layers)
+
     def initial_factors(self) -> dict[str, Tensor]:
         """Return an adapter without effect, by parameter: A as peft initialises it, B zero."""
         generator = torch.Generator().manual_seed(self._seed)

@@ -1,76 +1,22 @@
-"""The actor model: loaded from Hugging Face format, sharded by FSDP2, gathered for saving and sending."""
+"""The actor model, gathered for saving and sending."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from rayrft.data.images import ImageReader, takes_images
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ModelError, first_line
 from rayrft.files import atomic_folder
+from rayrft.trainer.loading import load_policy
 from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.policy import Policy
 
 if TYPE_CHECKING:
     from rayrft.trainer.reward_model import RewardClassifier
-    from rayrft.trainer.value_model import ScalarHead
-
-
-def load_policy(path: str, field: str = "model.path") -> Policy:
-    """Load a language or vision-language model in float32 (the master weights).
-
-    Raises ModelError, which names the config's ``field``, if none can be loaded.
-    """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    try:
-        images = ImageReader(path) if takes_images(path) else None
-        kind = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
-        model = kind.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        problem = f"no causal language model can be loaded: {first_line(error)}"
-        remedy = "give a folder in Hugging Face format, or the id of a model on the hub"
-        raise ModelError(problem, remedy, field=field, value=path) from None
-    return Policy(model, images)
-
-
-Sharded = TypeVar("Sharded", bound="Policy | ScalarHead")
-
-
-def shard(policy: Sharded, mesh: DeviceMesh, compute: torch.dtype, *, cpu_offload: bool = False) -> Sharded:
-    """Shard by FSDP2: every decoder layer is a unit, the root holds the rest. Gradients are reduced in float32.
-
-    ``cpu_offload``: parameters, gradients and optimiser state are kept in CPU memory while unused.
-    """
-    precision = (
-        fsdp.MixedPrecisionPolicy()
-        if compute == torch.float32
-        else fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    )
-    offload = fsdp.CPUOffloadPolicy() if cpu_offload else fsdp.OffloadPolicy()
-    layers = set(policy.model._no_split_modules or ())
-    for module in policy.modules():
-        if type(module).__name__ in layers:
-            fsdp.fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    fsdp.fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    if isinstance(policy, Policy):
-        fsdp.register_fsdp_forward_method(policy, "top_logprobs")
-    return policy
-
-
-def reshard(model: nn.Module) -> None:
-    """Free gathered parameters: after a forward without backward the root module keeps them unsharded."""
-    for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
 
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
@@ -123,16 +69,3 @@ def write_adapter(policy: Policy, base: str, tokenizer: ChatTokenizer, folder: P
         settings.save_pretrained(str(temporary))
         save_file(factors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         tokenizer.hf.save_pretrained(temporary)
-
-
-def load_hf(policy: Policy, folder: str) -> None:
-    """Load the weights of a Hugging Face folder into a sharded model. A collective.
-
-    With an adapter they become its frozen base, and the adapter is reset.
-    """
-    state = load_policy(folder).state_dict()
-    if policy.lora is not None:
-        policy.lora.base = folder
-        state = {name: state[checkpoint_name(name)] for name in policy.state_dict() if ".lora_" not in name}
-        state |= {f"model.{name}": factor for name, factor in policy.lora.initial_factors().items()}
-    set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True))

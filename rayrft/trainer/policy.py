@@ -67,6 +67,13 @@ class Policy(nn.Module):
         for layer in layers:
             layer.training = True  # only the layer itself, not its submodules: else it does not checkpoint
 
+    def use(self, *, packs: bool, chunks_head: bool) -> None:
+        """Use the fast paths that `enable_fast_paths` has found for this model."""
+        if packs:
+            packing.register()
+            self.model.set_attn_implementation(packing.ATTENTION)
+        self.packs, self.chunks_head = packs, chunks_head
+
     def enable_fast_paths(self, *, pack: bool, compute: torch.dtype = torch.float32) -> str | None:
         """Enable the chunked head and, if ``pack``, packing, each only if the log-probs stay the model's own.
 
@@ -217,9 +224,9 @@ class Policy(nn.Module):
 class Reference:
     """The reference policy: a frozen earlier state of the policy, for KL and preference losses.
 
-    It is a copy of the policy's weights (this rank's shards), swapped in while the reference is evaluated.
+    It is a copy of the policy's weights (this rank's shards), exchanged with them while the reference is evaluated.
 
-    One model serves both, independent of architecture and sharding; a swap costs a copy of the shards. With an adapter
+    One model serves both, independent of architecture and sharding. With an adapter
     nothing is copied: the reference is the model without it, which is the policy at the stage's start.
     """
 
@@ -240,13 +247,20 @@ class Reference:
             with self._policy.lora.disabled():
                 yield
             return
-        present = self._copied_weights()
-        parameters = dict(self._policy.named_parameters())
-        _copy_into(parameters, self.weights)
+        self._swap()
         try:
             yield
         finally:
-            _copy_into(parameters, present)
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange the policy's weights and the reference's, in memory for one of them."""
+        parameters = dict(self._policy.named_parameters())
+        for name, weight in self.weights.items():
+            held = parameters[name].clone()
+            parameters[name].copy_(weight)
+            weight.copy_(held)
 
     def _copied_weights(self) -> dict[str, Tensor]:
         named = self._policy.named_parameters()

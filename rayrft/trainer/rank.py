@@ -28,9 +28,8 @@ from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
 from rayrft.trainer.blame import device_failed, is_device_fault
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.lora import Lora
-from rayrft.trainer.model import Sharded, load_hf, load_policy, named_weights, save_hf, shard
-from rayrft.trainer.policy import Policy
+from rayrft.trainer.loading import Loader, load_hf
+from rayrft.trainer.model import named_weights, save_hf
 from rayrft.trainer.result import PairRanking, StepResult
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from rayrft.trainer.value_model import Critic
@@ -77,16 +76,17 @@ class Rank(RankApi):
             torch.set_num_threads(max(1, int(setup.config.cpus)))
         self._compute: torch.dtype = getattr(torch, setup.dtype)
         self._mesh = init_device_mesh(self._device.type, (setup.config.ranks,))
-        policy, self.warning = self._load(setup.model)
-        """``warning``: which fast paths the model does not support, and why; None if it supports all."""
+        self._loader = Loader(setup.config, self._mesh, device, self._compute, setup.seed)
+        self.warning = self._loader.fast_paths(setup.model).warning
+        """Which fast paths the model does not support, and why; None if it supports all."""
         self.learner = Learner(
-            self._shard(policy),
+            self._loader.load(setup.model, lambda policy: policy),
             micro_batch_tokens=setup.config.micro_batch_tokens,
             temperature=setup.temperature,
             device=self._device,
             seed=setup.seed,
         )
-        self.learner.skips = setup.config.not_finite == "skip"
+        self.learner.skips, self.learner.accumulate = setup.config.not_finite == "skip", setup.config.accumulate
         self._checkpointer = Checkpointer()
         self._channel: WeightChannel | None = None
         self._store: TCPStore | None = None
@@ -96,12 +96,17 @@ class Rank(RankApi):
         self.learner.close_stage()
         if weights is not None:
             load_hf(self.learner.policy, str(weights))
-        critic = None
+        critic = teacher = reward_model = None
         if "critic" in algorithm.needs:
-            critic = self._shard(Critic(self._load(self._setup.model)[0]))  # not from the current policy
+            critic = self._loader.load(self._setup.model, Critic)  # not from the current policy
             critic.open_stage(stage.critic_optimizer, stage.steps, stage.update.updates_per_step)
-        teacher = self._make_teacher(stage.teacher) if stage.teacher else None
-        reward_model = self._make_reward_model() if algorithm.trains_reward_model else None
+        if stage.teacher:
+            teacher = self._loader.load(stage.teacher, lambda policy: policy, field="teacher", frozen=True)
+        if algorithm.trains_reward_model:
+            lora, padding = self.learner.policy.lora, padding_of(self._setup.model)
+            base = self._setup.model if lora is None else lora.base
+            reward_model = self._loader.load(base, lambda policy: RewardClassifier(policy, padding))
+            reward_model.copy_decoder(self.learner.policy)
         self.learner.open_stage(algorithm, stage.optimizer, stage.steps, stage.update, critic, teacher, reward_model)
 
     def adjust(self, algorithm: Algorithm, stage: StageConfig, temperature: float) -> None:
@@ -195,38 +200,6 @@ class Rank(RankApi):
         save_hf(self.learner.trained, tokenizer, folder, writer=self._index == 0)
         checkpoint = ray.train.Checkpoint.from_directory(str(folder)) if self._index == 0 else None
         ray.train.report({}, checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
-
-    def _load(self, path: str) -> tuple[Policy, str | None]:
-        """Load the run's model, or one of its kind, with fast paths and adapter; also return what is not supported."""
-        config, policy = self._setup.config, self._place(load_policy(path))
-        if config.gradient_checkpointing:
-            policy.checkpoint_layers()
-        warning = policy.enable_fast_paths(pack=config.pack, compute=self._compute)
-        if config.lora is not None:
-            policy.lora = Lora(policy.model, config.lora, origin=path, compute=self._compute, seed=self._setup.seed)
-        return policy, warning
-
-    def _place(self, policy: Policy) -> Policy:
-        return policy if self._setup.config.cpu_offload else policy.to(self._device)
-
-    def _make_reward_model(self) -> RewardClassifier:
-        """Create a reward model for a stage, initialised from the current policy."""
-        lora = self.learner.policy.lora
-        policy, _ = self._load(self._setup.model if lora is None else lora.base)
-        model = self._shard(RewardClassifier(policy, padding_of(self._setup.model)))
-        model.copy_decoder(self.learner.policy)
-        return model
-
-    def _make_teacher(self, path: str) -> Policy:
-        """Load a stage's teacher, frozen, in the compute dtype."""
-        teacher = self._place(load_policy(path, "teacher"))
-        teacher.enable_fast_paths(pack=self._setup.config.pack, compute=self._compute)
-        for parameter in teacher.requires_grad_(False).parameters():  # buffers, such as rotary tables, stay exact
-            parameter.data = parameter.data.to(self._compute)
-        return self._shard(teacher)
-
-    def _shard(self, model: Sharded) -> Sharded:
-        return shard(model, self._mesh, self._compute, cpu_offload=self._setup.config.cpu_offload)
 
 
 def _lost_engine(error: RuntimeError) -> str:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rayrft.errors import ModelError, first_line
 from rayrft.trainer.batches import MicroBatch
+from rayrft.trainer.loading import reshard
 from rayrft.trainer.lora import checkpoint_name
-from rayrft.trainer.model import reshard
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.value_model import ScalarHead
 

@@ -17,7 +17,7 @@ import torch
 
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.trainer.batches import TrainRow
-from rayrft.trainer.model import load_policy
+from rayrft.trainer.loading import load_policy
 from tests.bench.helpers import parse, race
 from tests.bench.workload import OPTIMIZER, Shape, join_alone, log_normal_lengths, make_learner, make_rows
 

@@ -206,7 +206,8 @@ def teach_lengths(fresh: Path, taught: Path, asked: list[str], longest: int, ste
     from rayrft.algorithms import build
     from rayrft.config.trainer import OptimizerConfig
     from rayrft.data.tokenizer import ChatTokenizer
-    from rayrft.trainer.model import load_policy, save_hf
+    from rayrft.trainer.loading import load_policy
+    from rayrft.trainer.model import save_hf
     from tests.bench.workload import join_alone, log_normal_lengths, make_learner
     from tests.trainer.learning import row
 

@@ -15,7 +15,7 @@ from rayrft.algorithms import build
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.model import shard
+from rayrft.trainer.loading import shard
 from rayrft.trainer.policy import Policy
 from tests.trainer.learners import qwen3
 

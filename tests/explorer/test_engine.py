@@ -35,8 +35,9 @@ from rayrft.pipelines.run.models import AskedModel
 from rayrft.rewards import Reward, inline, register_reward
 from rayrft.runtime.waits import Waits
 from rayrft.trainer.learner import Learner
+from rayrft.trainer.loading import load_hf, load_policy
 from rayrft.trainer.lora import Lora
-from rayrft.trainer.model import load_hf, load_policy, named_weights, write_hf
+from rayrft.trainer.model import named_weights, write_hf
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.tiny import make_tiny_model
 from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets

@@ -21,8 +21,8 @@ from rayrft.trainer.annotation import with_logprobs
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
+from rayrft.trainer.loading import shard
 from rayrft.trainer.lora import Lora
-from rayrft.trainer.model import shard
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic

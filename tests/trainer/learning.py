@@ -23,7 +23,7 @@ from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.model import load_policy
+from rayrft.trainer.loading import load_policy
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.tiny import make_tiny_model
 from rayrft.trainer.value_model import Critic

@@ -58,3 +58,26 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
             for process, _ in ranks:
                 process.kill()
     return answers[ranks[0][1]]
+
+
+def _alone(rank: int, world_size: int, function: Callable[..., Any], arguments: Any, answers: Connection) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        answers.send((function(*arguments), None))
+    except BaseException:
+        answers.send((None, traceback.format_exc()))
+
+
+def as_rank(rank: int, world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function in a process that takes itself for one of many ranks: its collectives return at once, with what
+    was given or with nothing."""
+    here, there = FORKS.Pipe()
+    process = FORKS.Process(target=_alone, args=(rank, world_size, function, arguments, there), daemon=True)
+    process.start()
+    there.close()
+    answer, failure = here.recv()
+    process.join()
+    assert failure is None, failure
+    return answer

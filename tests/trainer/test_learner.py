@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -11,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig, TrainerConfig
@@ -79,17 +83,38 @@ def test_split_order_and_padding_change_nothing(reference: Reference, kind: str,
     assert_alike(measure(learner_of(kind, tokens, pack=pack), KINDS[kind][1][::-1]), reference[kind])
 
 
-def _on_rank(kind: str) -> Measured:
+def _on_rank(kind: str, accumulate: Any) -> Measured:
     # An uneven deal, of pairs where there are any: one rank has most rows, and of four one has none.
     rows, rank, ranks = KINDS[kind][1], dist.get_rank(), dist.get_world_size()
     dealt = {1: [rows], 2: [rows[:2], rows[2:]], 4: [rows[:2], [], rows[2:4], rows[4:]]}
-    return measure(learner_of(kind, 60, sharded=True), dealt[ranks][rank])
+    learner = learner_of(kind, 60, sharded=True)
+    learner.accumulate = accumulate
+    with counted_reductions() as reductions:
+        found = measure(learner, dealt[ranks][rank])
+    batches = len(learner._make_micro_batches([dealt[ranks][rank]])[0])
+    each = batches if accumulate == "sharded" else 1
+    assert ranks == 1 or (batches > 1 and set(reductions.values()) == {each}), "of every unit of the model"
+    return found
 
 
+@contextlib.contextmanager
+def counted_reductions() -> Iterator[Counter[int]]:
+    """The number of times that the gradients of each unit of FSDP are reduced inside."""
+    counts, reduce = Counter[int](), _fsdp_param_group.foreach_reduce
+
+    def counting(parameters: Any, *given: Any, **how: Any) -> Any:
+        counts[id(parameters[0])] += 1
+        return reduce(parameters, *given, **how)
+
+    with mock.patch.object(_fsdp_param_group, "foreach_reduce", counting):
+        yield counts
+
+
+@pytest.mark.parametrize("accumulate", ["sharded", "unsharded"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_number_of_ranks_changes_nothing(reference: Reference, kind: str, ranks: int) -> None:
-    assert_alike(on_ranks(ranks, _on_rank, kind), reference[kind])
+def test_the_number_of_ranks_changes_nothing(reference: Reference, kind: str, ranks: int, accumulate: str) -> None:
+    assert_alike(on_ranks(ranks, _on_rank, kind, accumulate), reference[kind])
 
 
 def test_a_step_that_is_not_finite_stops_before_it_spoils_the_model() -> None:

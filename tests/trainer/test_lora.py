@@ -19,8 +19,9 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
+from rayrft.trainer.loading import load_hf, load_policy, shard
 from rayrft.trainer.lora import Lora
-from rayrft.trainer.model import load_hf, load_policy, named_weights, save_hf, shard
+from rayrft.trainer.model import named_weights, save_hf
 from rayrft.trainer.policy import Policy
 from tests.core.given import run_folder
 from tests.errors import about

@@ -22,8 +22,9 @@ from rayrft.rewards import Transcript
 from rayrft.rewards.models import ScalarModel
 from rayrft.trainer.batches import TrainRow, empty_batch, micro_batches
 from rayrft.trainer.dcp import load_weights
+from rayrft.trainer.loading import load_policy
 from rayrft.trainer.lora import Lora
-from rayrft.trainer.model import load_policy, save_hf
+from rayrft.trainer.model import save_hf
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from tests.errors import about
 from tests.trainer.learners import CPU, flat, make_learner, make_model, mine, move, pairs, weights, write

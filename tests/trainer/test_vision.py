@@ -13,7 +13,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError
 from rayrft.experience import Task
 from rayrft.trainer.batches import TrainRow
-from rayrft.trainer.model import load_policy
+from rayrft.trainer.loading import load_policy
 from rayrft.trainer.policy import Policy, scored_batch
 from rayrft.trainer.value_model import Critic
 from tests.algorithms.flat import token_logprobs

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rayrft.config.explorer import EngineConfig
 from rayrft.data.images import ImageReader, takes_images
-from rayrft.errors import ActorDied, ModelError, RequestRefused, first_line
+from rayrft.errors import ActorDied, ConfigError, ModelError, RequestRefused, first_line
+from rayrft.explorer.engines.arguments import engine_arguments
 from rayrft.explorer.engines.exchange import Alternatives, Answering, Capacity, Chunk, Completion, Request, Stream
 from rayrft.runtime.handle import Watched, once
 from rayrft.runtime.ray_api import ray
@@ -64,47 +65,34 @@ class RolloutEngine(Answering, Watched):
         _prepare_environment(config)
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from rayrft.explorer.engines.weight_plugin import BACKEND, WorkerExtension
 
         self._images = await asyncio.to_thread(ImageReader, model) if takes_images(model) else None
-        # No cache of processed images: it is cleared when weights change, and requests in flight would miss theirs.
-        seeing: dict[str, Any] = {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
-        # No chunked prefill on CPUs: a seeded request that is split between two steps kills the engine's core, which
-        # rewinds a generator that cannot be rewound.
-        on_cpu: dict[str, Any] = {
-            "kv_cache_memory_bytes": config.kv_cache_mib << 20,
-            "enable_chunked_prefill": False,
-            "block_size": 32,  # a prefix is shared in whole blocks, which have 128 tokens otherwise
-            "max_num_batched_tokens": config.max_running * max_length,
-        }
-        share = config.gpu_memory_utilization * min(config.gpus, 1.0)
-        on_gpu: dict[str, Any] = {"gpu_memory_utilization": share, "enable_sleep_mode": config.sleep}
-        self._engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=model,
-                skip_tokenizer_init=self._images is None and not structured,  # image processors and grammars need one
-                dtype=dtype,
-                seed=seed,
-                max_model_len=max_length,
-                max_num_seqs=config.max_running,
-                tensor_parallel_size=config.tensor_parallel,
-                # The default inside a placement group needs one bundle per GPU; child processes see all GPUs of this
-                # actor's one bundle.
-                distributed_executor_backend="mp" if config.tensor_parallel > 1 else None,
-                enforce_eager=config.enforce_eager,
-                # Of an image in a cached prefix vLLM keeps no pixels (`strip_covered_mm_data`): a pause, after which
-                # running requests are computed again, would kill the core.
-                enable_prefix_caching=self._images is None,
-                logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
+        arguments = engine_arguments(
+            model,
+            config,
+            max_length=max_length,
+            dtype=dtype,
+            seed=seed,
+            sees=self._images is not None,
+            structured=structured,
+        )
+        try:
+            args = AsyncEngineArgs(
                 worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-                **(on_gpu if config.gpus else on_cpu),
-                **(seeing if self._images else {}),
+                **arguments,
             )
-        )
+            # The defaults of vLLM's LLM class: on GPUs its throughput is the highest.
+            self._engine = AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+        except (ValueError, TypeError) as error:
+            if not config.options:
+                raise
+            remedy = "correct them, or remove them"
+            raise ConfigError(first_line(error), remedy, field="engine.options", value=config.options) from None
         await self._engine.update_weight_version("0")
         self._answers = True
         self._watch_core()

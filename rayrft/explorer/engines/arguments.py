@@ -1,0 +1,155 @@
+"""Arguments of vLLM's engines: those that rayrft sets, by the device, and those that a config passes through."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rayrft.config.explorer import EngineConfig
+from rayrft.errors import ConfigError, nearest
+
+_OWN = {
+    "model": "model.path",
+    "model_weights": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "dtype of the model",
+    "seed": "seed",
+    "max_model_len": "max_length of the model",
+    "max_num_seqs": "engine.max_running",
+    "tensor_parallel_size": "engine.tensor_parallel",
+    "enforce_eager": "engine.enforce_eager",
+    "gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "engine.kv_cache_mib",
+    "enable_sleep_mode": "engine.sleep",
+}
+"""Arguments that keys of the config set."""
+
+_FIXED = {
+    "distributed_executor_backend",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "nnodes",
+    "skip_tokenizer_init",
+    "enable_prefix_caching",
+    "logprobs_mode",
+    "worker_cls",
+    "worker_extension_cls",
+    "weight_transfer_config",
+    "disable_log_stats",
+    "mm_processor_cache_gb",
+    "limit_mm_per_prompt",
+}
+"""Arguments on which the actor, its placement or the weight transfer relies."""
+
+_ALTER = {
+    "quantization",
+    "quantization_config",
+    "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
+    "speculative_config",
+    "spec_method",
+    "hf_overrides",
+    "model_impl",
+    "logits_processors",
+    "kv_sharing_fast_prefill",
+    "override_generation_config",
+}
+"""Arguments that alter the log-probs of tokens: no GPU has shown yet by how much."""
+
+_PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+
+
+def check_options(config: EngineConfig, section: str, *, trained: bool) -> None:
+    """Raise ConfigError for an option of the engines in a ``section`` of the config that vLLM does not have, of a wrong
+    type, that has a key of its own, or, if their answers are ``trained`` on, that alters log-probs."""
+    known = _annotations() if config.options else {}
+    for name, value in config.options.items():
+        field, problem, remedy = f"{section}.options.{name}", "", "remove it"
+        if name in _OWN:
+            problem, remedy = "has a key of its own", f"set {_OWN[name]}"
+        elif name in _FIXED:
+            problem = "is set by rayrft, which relies on it"
+        elif name not in known:
+            problem, remedy = "is no argument of this release of vLLM", nearest(name, known)
+        elif trained and name in _ALTER:
+            problem = "alters the log-probs that are trained on, and is not verified on a GPU yet"
+        elif not _fits(value, known[name]):
+            problem, remedy = f"must be {known[name]}", "correct it"
+        if problem:
+            raise ConfigError(problem, remedy, field=field, value=value)
+
+
+def engine_arguments(
+    model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int, sees: bool, structured: bool
+) -> dict[str, Any]:
+    """Return the arguments of an engine's `AsyncEngineArgs`, but for those of the weight transfer.
+
+    ``sees``: the model takes images; ``structured``: answers may have to follow a JSON schema.
+    """
+    arguments: dict[str, Any] = {
+        "model": model,
+        "skip_tokenizer_init": not sees and not structured,  # image processors and grammars need one
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": max_length,
+        "max_num_seqs": config.max_running,
+        "tensor_parallel_size": config.tensor_parallel,
+        # The default inside a placement group needs one bundle per GPU; child processes see all GPUs of this actor's
+        # one bundle.
+        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else None,
+        "enforce_eager": config.enforce_eager,
+        # Of an image in a cached prefix vLLM keeps no pixels (`strip_covered_mm_data`): a pause, after which running
+        # requests are computed again, would kill the core.
+        "enable_prefix_caching": not sees,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+    }
+    if config.gpus:
+        share = config.gpu_memory_utilization * min(config.gpus, 1.0)
+        arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": config.sleep}
+        if dtype == "bfloat16":
+            arguments["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer computes its logits
+    else:
+        arguments |= {
+            "kv_cache_memory_bytes": config.kv_cache_mib << 20,
+            # A seeded request that is split between two steps kills the engine's core, which rewinds a generator that
+            # cannot be rewound.
+            "enable_chunked_prefill": False,
+            "block_size": 32,  # a prefix is shared in whole blocks, which have 128 tokens otherwise
+            "max_num_batched_tokens": config.max_running * max_length,
+        }
+    if sees:
+        # No cache of processed images: it is cleared when weights change, and requests in flight would miss theirs.
+        arguments |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"video": 0}}
+    return arguments | config.options
+
+
+@cache
+def _annotations() -> Mapping[str, str]:
+    """Return the types of vLLM's engine arguments by name, read from its source: importing it takes seconds."""
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    classes = [each for each in ast.parse(source.read_text()).body if isinstance(each, ast.ClassDef)]
+    return {
+        field.target.id: ast.unparse(field.annotation)
+        for each in classes
+        if each.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in each.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    """Return whether a value may be one of a type; of types other than plain ones vLLM itself decides."""
+    kinds = {kind.strip() for kind in annotation.split("|")}
+    if not kinds <= {*_PLAIN, "None"}:
+        return True
+    if value is None or isinstance(value, bool):
+        return ("None" if value is None else "bool") in kinds
+    return any(isinstance(value, types) for kind, types in _PLAIN.items() if kind in kinds - {"bool"})

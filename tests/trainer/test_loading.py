@@ -1,0 +1,226 @@
+"""A rank's model is its part of the weights in the files, in memory for that part, and the parts are the whole."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from rayrft.config.trainer import LoraConfig, TrainerConfig
+from rayrft.errors import ModelError
+from rayrft.trainer.loading import FastPaths, Loader, load_policy, shard
+from rayrft.trainer.policy import Policy, scored_batch
+from rayrft.trainer.reward_model import RewardClassifier
+from rayrft.trainer.value_model import Critic
+from tests.trainer.learners import CPU, full
+from tests.trainer.ranks import as_rank, on_ranks
+
+SMALL: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "qwen3, tied": Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SMALL),
+    "llama": LlamaConfig(**SMALL, tie_word_embeddings=False),
+    "gemma3": Gemma3TextConfig(**SMALL, head_dim=8),
+    "qwen3 moe": Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=8),
+}
+ROWS = [torch.tensor([1, 7, 3, 9, 30, 4, 60]), torch.tensor([2, 2, 40])]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, tiny_vision_model: Path) -> dict[str, Path]:
+    """Models of every family, in several files each, with weights in half precision."""
+    made = {"qwen2-vl": tiny_vision_model}
+    for family, config in FAMILIES.items():
+        torch.manual_seed(0)
+        made[family] = tmp_path_factory.mktemp("model")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(made[family], max_shard_size="20KB")
+        assert len(list(made[family].glob("*.safetensors"))) > 2
+    return made
+
+
+def mesh() -> Any:
+    return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def logprobs(policy: Policy) -> Tensor:
+    return policy.output(scored_batch(ROWS), temperature=1.0).logprobs.detach()
+
+
+def _loaded(folder: str) -> Any:
+    """The parts of a sharded model, put together, its buffers, log-probs, and the class and config of the model."""
+    policy = load_policy(folder, prepare=lambda policy: shard(policy, mesh(), torch.float32))
+    assert all(isinstance(each, DTensor) and each.dtype == torch.float32 for each in policy.parameters())
+    size, ranks = sum(each.numel() for each in policy.parameters()), dist.get_world_size()
+    own = sum(each.to_local().numel() for each in policy.parameters())  # type: ignore[attr-defined]
+    assert own < 1.6 * size / ranks, "about its part: four experts on three ranks are not alike"
+    whole = {name: full(each) for name, each in policy.named_parameters()}
+    return whole, dict(policy.named_buffers()), logprobs(policy), type(policy.model), policy.model.config.to_dict()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2-vl"])
+def test_the_parts_of_all_ranks_are_the_whole_model(folders: dict[str, Path], family: str, ranks: int) -> None:
+    whole = load_policy(str(folders[family]))
+    weights, buffers, found, kind, config = on_ranks(ranks, _loaded, str(folders[family]))
+    assert weights.keys() == dict(whole.named_parameters()).keys()
+    assert all(torch.equal(each, weights[name]) for name, each in whole.named_parameters())
+    assert buffers.keys() == dict(whole.named_buffers()).keys()
+    assert all(torch.equal(each, buffers[name]) for name, each in whole.named_buffers())
+    torch.testing.assert_close(found, logprobs(whole), atol=1e-5, rtol=1e-5)
+    own = AutoModelForCausalLM.from_pretrained(folders[family]) if family in FAMILIES else whole.model
+    assert kind is type(whole.model) is type(own) and config == whole.model.config.to_dict()
+    assert "distributed_config" not in config
+
+
+def loader(**settings: Any) -> Loader:
+    return Loader(TrainerConfig(ranks=dist.get_world_size(), **settings), mesh(), CPU, torch.bfloat16, seed=5)
+
+
+def _kinds(folder: str) -> None:
+    whole = load_policy(folder)
+    exact = {name: each.detach() for name, each in whole.named_parameters()}
+    rounded = {name: each.bfloat16() for name, each in exact.items()}
+
+    def assert_weights(model: nn.Module, expected: dict[str, Tensor], trained: Callable[[str], bool]) -> None:
+        for name, each in model.named_parameters():
+            assert torch.equal(full(each), expected[name]) and each.requires_grad == trained(name), name
+
+    plain, adapting = loader(), loader(lora=LoraConfig(rank=2, targets=["q_proj"]))
+    policy = plain.load(folder, lambda policy: policy)
+    assert policy.packs and policy.chunks_head
+    assert_weights(policy, exact, lambda name: True)
+    teacher = adapting.load(folder, lambda policy: policy, field="teacher", frozen=True)
+    assert_weights(teacher, rounded, lambda name: False)
+    torch.testing.assert_close(logprobs(teacher), logprobs(whole), atol=0.1, rtol=0.1)
+
+    head = {"head.weight": torch.zeros(1, 32)}
+    bodies = {name.removeprefix("model."): each for name, each in exact.items()}
+    for scorer in (plain.load(folder, Critic), plain.load(folder, lambda policy: RewardClassifier(policy, None))):
+        assert_weights(scorer, bodies | head, lambda name: True)
+
+    adapted = adapting.load(folder, lambda policy: policy)
+    assert adapted.lora is not None
+    factors = {f"model.{name}": each for name, each in adapted.lora.initial_factors().items()}
+    frozen = {name.replace("q_proj.", "q_proj.base_layer."): each for name, each in rounded.items()}
+    assert_weights(adapted, frozen | factors, lambda name: ".lora_" in name)
+    again = adapting.load(folder, Critic)
+    bodies = {name.removeprefix("model."): each for name, each in (frozen | factors).items()}
+    assert_weights(again, bodies | head, lambda name: ".lora_" in name or name == "head.weight")
+
+
+def test_critics_reward_models_adapters_and_teachers_are_read_in_parts_too(folders: dict[str, Path]) -> None:
+    on_ranks(2, _kinds, str(folders["llama"]))
+
+
+def _judging(folder: str, fails: bool) -> FastPaths | str:
+    """What ranks know of a model's fast paths, of which the first alone may look at the model."""
+    found = loader()
+    seen: list[tuple[int, list[str]]] = []
+
+    def judge(policy: Policy, **given: Any) -> None:
+        config = policy.model.config
+        seen.append((len(policy.model.model.layers), list(config.layer_types)))
+        assert all(each.isfinite().all() and each.device == CPU for each in policy.parameters())
+        policy.packs = True
+
+    with mock.patch.object(Policy, "enable_fast_paths", judge if dist.get_rank() == 0 else None):
+        try:
+            paths = found.fast_paths(f"{folder}/none" if fails else folder)
+        except ModelError as error:
+            return str(error)
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    assert seen == ([(6, kinds)] if dist.get_rank() == 0 else []), "one layer of each kind, and no more"
+    assert found.fast_paths(folder) == paths, "which are looked for once"
+    return paths
+
+
+def test_the_first_rank_looks_for_fast_paths_on_one_layer_of_each_kind(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(**{**SMALL, "num_hidden_layers": 12}, head_dim=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert on_ranks(2, _judging, str(tmp_path), False) == FastPaths(packs=True, chunks_head=False, warning=None)
+    assert "no causal language model can be loaded" in on_ranks(2, _judging, str(tmp_path), True)
+
+
+MIB = 2**20
+
+
+def _within(folder: str, room: int, whole: bool) -> str:
+    """Load a model's part, or the whole, in so many bytes of memory more than this process has."""
+    torch.zeros(MIB).bfloat16()  # what torch allocates once
+    used = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmData")
+    )
+    resource.setrlimit(resource.RLIMIT_DATA, (used + room, used + room))
+    try:
+        load_policy(
+            folder, prepare=(lambda policy: None) if whole else lambda policy: shard(policy, mesh(), torch.bfloat16)
+        )
+    except (RuntimeError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_has_memory_for_its_part_and_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    sizes = {"vocab_size": 8000, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
+    config = Qwen3Config(**sizes, num_attention_heads=12, num_key_value_heads=12, head_dim=64)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    numbers = sum(each.numel() for each in model.parameters())
+    files, part, root = 2 * numbers, 4 * numbers // 8, 2 * 4 * 8000 * 768
+    room = files + part + root + 64 * MIB  # files are mapped
+    assert room + 100 * MIB < files + 4 * numbers, "the whole model would fit"
+    assert as_rank(3, 8, _within, str(tmp_path), room, False) == ""
+    assert as_rank(3, 8, _within, str(tmp_path), room, True) != ""
+
+
+def large(kind: Any, vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, **settings: Any) -> Any:
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": intermediate}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
+    return kind(**sizes, **settings)
+
+
+SHAPES = {
+    "qwen3 0.6B": large(Qwen3Config, 151936, 1024, 3072, 28, 16, tie_word_embeddings=True),
+    "qwen3 8B": large(Qwen3Config, 151936, 4096, 12288, 36, 32, tie_word_embeddings=False),
+    "qwen3 32B": large(Qwen3Config, 151936, 5120, 25600, 64, 64, tie_word_embeddings=False),
+    "llama 70B": large(LlamaConfig, 128256, 8192, 28672, 80, 64),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 12, 16, 32, 512])
+def test_states_of_large_models_are_shared_evenly(ranks: int) -> None:
+    as_rank(0, ranks, _shares)
+
+
+def _shares() -> None:
+    """The first rank, whose part is the largest, has at most 2 % more than its share of the weights."""
+    for name, config in SHAPES.items():
+        with torch.device("meta"):
+            policy = Policy(AutoModelForCausalLM.from_config(config))
+        numbers = sum(each.numel() for each in policy.parameters())
+        shard(policy, mesh(), torch.bfloat16)
+        own = sum(each.to_local().numel() for each in policy.parameters())  # type: ignore[attr-defined]
+        assert own <= 1.02 * numbers / dist.get_world_size(), name
