@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from rayrft.config.base import Changeable, Section, invalid, rule
 
-
 _ON_GPUS = {"enforce_eager": False, "max_running": 1024}
 """Defaults of engines on GPUs."""
 

@@ -87,6 +87,7 @@ def load_policy(
         made: list[Policy] = []
 
         def build(model: Any) -> Policy:
+            model.tie_weights()  # FSDP must know that two are one
             made.append(Policy(model, images))
             prepare(made[0])
             return made[0]

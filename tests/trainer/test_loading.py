@@ -25,11 +25,13 @@ from transformers import (
 
 from rayrft.config.trainer import LoraConfig, TrainerConfig
 from rayrft.errors import ModelError
+from rayrft.trainer.dcp import Checkpointer
+from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import FastPaths, Loader, load_policy, shard
 from rayrft.trainer.policy import Policy, scored_batch
 from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic
-from tests.trainer.learners import CPU, full
+from tests.trainer.learners import CPU, full, make_learner, mine, own_rows, weights, write
 from tests.trainer.ranks import as_rank, on_ranks
 
 SMALL: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
@@ -66,15 +68,21 @@ def logprobs(policy: Policy) -> Tensor:
     return policy.output(scored_batch(ROWS), temperature=1.0).logprobs.detach()
 
 
+def gradients(policy: Policy) -> dict[str, Tensor | None]:
+    """The gradient of the sum of log-probs that are different from rank to rank in nothing."""
+    policy.output(scored_batch(ROWS), temperature=1.0).logprobs.sum().backward()
+    return {name: None if each.grad is None else full(each.grad) for name, each in policy.named_parameters()}
+
+
 def _loaded(folder: str) -> Any:
-    """The parts of a sharded model, put together, its buffers, log-probs, and the class and config of the model."""
+    """The parts of a sharded model, put together, its buffers, gradients, and the class and config of the model."""
     policy = load_policy(folder, prepare=lambda policy: shard(policy, mesh(), torch.float32))
     assert all(isinstance(each, DTensor) and each.dtype == torch.float32 for each in policy.parameters())
     size, ranks = sum(each.numel() for each in policy.parameters()), dist.get_world_size()
     own = sum(each.to_local().numel() for each in policy.parameters())  # type: ignore[attr-defined]
     assert own < 1.6 * size / ranks, "about its part: four experts on three ranks are not alike"
     whole = {name: full(each) for name, each in policy.named_parameters()}
-    return whole, dict(policy.named_buffers()), logprobs(policy), type(policy.model), policy.model.config.to_dict()
+    return whole, dict(policy.named_buffers()), gradients(policy), type(policy.model), policy.model.config.to_dict()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -86,7 +94,8 @@ def test_the_parts_of_all_ranks_are_the_whole_model(folders: dict[str, Path], fa
     assert all(torch.equal(each, weights[name]) for name, each in whole.named_parameters())
     assert buffers.keys() == dict(whole.named_buffers()).keys()
     assert all(torch.equal(each, buffers[name]) for name, each in whole.named_buffers())
-    torch.testing.assert_close(found, logprobs(whole), atol=1e-5, rtol=1e-5)
+    for name, gradient in gradients(whole).items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-4, rtol=1e-4)
     own = AutoModelForCausalLM.from_pretrained(folders[family]) if family in FAMILIES else whole.model
     assert kind is type(whole.model) is type(own) and config == whole.model.config.to_dict()
     assert "distributed_config" not in config
@@ -224,3 +233,33 @@ def _shares() -> None:
         shard(policy, mesh(), torch.bfloat16)
         own = sum(each.to_local().numel() for each in policy.parameters())  # type: ignore[attr-defined]
         assert own <= 1.02 * numbers / dist.get_world_size(), name
+
+
+def _trained(folder: str, checkpoint: Path) -> dict[bool, list[Tensor]]:
+    """The weights after two steps, and after a step on from a checkpoint, of a model that was read in parts, and of one
+    that was sharded when it was whole."""
+    found: dict[bool, list[Tensor]] = {}
+    for parts in (False, True):
+
+        def learner(parts: bool = parts) -> Learner:
+            policy = load_policy(folder, prepare=lambda each: shard(each, mesh(), torch.float32) if parts else None)
+            policy.use(packs=True, chunks_head=True)
+            return make_learner("grpo", policy=policy if parts else shard(policy, mesh(), torch.float32))
+
+        first, rows = learner(), mine(own_rows())
+        first.step([rows])
+        assert write(first, checkpoint / str(parts), rows) == [None]
+        second = learner()
+        Checkpointer().load(second, checkpoint / str(parts))
+        second.step([rows])
+        found[parts] = [weights(first), weights(second)]
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3, tied", "llama"])
+def test_a_model_that_was_read_in_parts_trains_and_goes_on(
+    folders: dict[str, Path], family: str, tmp_path: Path
+) -> None:
+    found = on_ranks(2, _trained, str(folders[family]), tmp_path)
+    for each in found[True]:
+        torch.testing.assert_close(each, found[False][0], atol=1e-6, rtol=0)
