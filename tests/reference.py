@@ -105,6 +105,7 @@ def names_reference() -> str:
 
 
 _CHANGES = [
+    "0.1.0: `enforce_eager`, `max_running`, `bucket_mib` and `max_tokens` have other defaults with GPUs.",
     "0.1.0: `images` of a row may hold data URLs: those in requests of the endpoint, which had no images.",
     "0.1.0: `monitor.sinks: [wandb, tensorboard]` in a config, where `monitor.wandb` and `monitor.tensorboard` were.",
     "0.1.0: `workflow: verifiers` and a task source of that name, where an environment of that name was.",

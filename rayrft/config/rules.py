@@ -81,12 +81,12 @@ def check_stages(config: RunConfig) -> None:
         if stage.expert_rows and source not in config.demonstrations and not grows:
             remedy = nearest(source or "", config.demonstrations) if config.demonstrations else "add the entry"
             raise invalid(f"{field}.demonstrations", "is not an entry of 'demonstrations'", remedy, value=source)
-        units = stage.groups
-        if not (grows and stage.groups):  # else there may be none yet
-            units += stage.expert_rows // (2 if "pairs" in stage.algorithm.build().needs else 1)
-        if units // stage.update.mini_batches < config.trainer.ranks:
-            mini_batches, ranks = stage.update.mini_batches, config.trainer.ranks
-            problem = f"gives {units} groups, pairs or expert rows in {mini_batches} mini-batches to {ranks} ranks"
+        demonstrations = stage.expert_rows // (2 if "pairs" in stage.algorithm.build().needs else 1)
+        units = [stage.group_size] * stage.groups
+        units += [1] * (0 if grows and stage.groups else demonstrations)  # while it grows there may be none yet
+        mini_batches, ranks = stage.update.mini_batches, config.trainer.ranks
+        if (least := min(sum(units[number::mini_batches]) for number in range(mini_batches))) < ranks:
+            problem = f"leaves {least} rows or pairs for {ranks} ranks in one of {mini_batches} mini-batches"
             raise invalid(f"{field}.batch_size", problem, "raise it, or lower trainer.ranks", value=stage.batch_size)
         seen.append(name)
 

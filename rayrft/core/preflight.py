@@ -20,6 +20,7 @@ from rayrft.data.models import check_auxiliary, check_classifier, check_length, 
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task
+from rayrft.explorer.engines.arguments import check_options
 from rayrft.explorer.tools.call_formats import check_call_format
 from rayrft.explorer.workflows.base import check_prompts, check_workflows
 from rayrft.monitor.sinks import check_sinks
@@ -79,6 +80,7 @@ def prepare(
     ModelError or ConfigError. Requires a running Ray only for tasks from files.
     """
     check_auxiliary(config.auxiliary)
+    precision = _check_engines(config)
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
     check_sinks(config)
@@ -132,10 +134,26 @@ def prepare(
         held_out=splits.evaluation,
         demonstrations=demonstrations,
         probe=choose_probe(compared, tokenizer, max_length),
-        notices=(*notices, *skipped),
+        notices=(*precision, *notices, *skipped),
         key_digests=keys,
         drop_equal=config.explorer.drop_zero_variance and all(each.zero_advantage_is_noop for each in learns),
     )
+
+
+def _check_engines(config: RunConfig) -> tuple[str, ...]:
+    """Check the options of all engines; return a notice for models on GPUs that compute in float32."""
+    check_options(config.explorer.engine, "explorer.engine", trained=config.trains)
+    for name, each in config.auxiliary.items():
+        check_options(each.engine, f"auxiliary.{name}.engine", trained=False)
+    gpus = {
+        f"auxiliary.{name}.dtype": each.engine.gpus
+        for name, each in config.auxiliary.items()
+        if each.dtype == "float32"
+    }
+    if config.model.dtype == "float32":
+        gpus["model.dtype"] = max(config.explorer.engine.gpus * config.rolls_out, config.trainer.gpus * config.trains)
+    slow = sorted(key for key, count in gpus.items() if count)
+    return tuple(f"{key} is float32 on GPUs: bfloat16 takes half the memory and a fraction of the time" for key in slow)
 
 
 def _model(config: RunConfig, tasks: list[Task]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ REFRESH = "stages.mix.update.reference_refresh"
         ({"stages.mix.algorithm.mu": 1.5}, "stages.mix.algorithm.mu", (1.5,)),
         ({"stages.mix.name": "final"}, "stages.final.name", ("final",)),
         ({"stages.mix.start_from": "warmup"}, "stages.mix.start_from", ("warmup",)),
-        ({"trainer.ranks": 16}, "stages.mix.batch_size", (40,)),
+        ({"trainer.ranks": 64}, "stages.mix.batch_size", (40,)),
         ({"buffer.sampler": {"name": "priority", "score": "td_error"}}, "buffer.sampler.score", ("td_error",)),
         ({"reward.truncated": "soft", "reward.overlong_buffer": 9}, "reward.overlong_buffer", (9,)),
         ({"model.max_length": 40}, "model.max_length", (40,)),
@@ -157,6 +158,52 @@ def test_a_limit_that_may_be_left_out_says_how_where_it_is_too_small(key: str, o
     assert ("null" in str(error.value)) is optional
     if optional:
         load_config(base(), {key: None})
+
+
+GPUS = {"explorer.engine.gpus": 1, "trainer.gpus": 1}
+HELPER: dict[str, Any] = {"model": "helper", "engine": {"count": 1}}
+TWO = {"gpus": 2, "tensor_parallel": 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "found"),
+    [
+        (GPUS, None, {"explorer.engine.enforce_eager": False, "explorer.engine.max_running": 1024}),
+        ({}, None, {"explorer.engine.enforce_eager": True, "explorer.engine.max_running": 256}),
+        ({**GPUS, "explorer.engine.enforce_eager": True}, None, {"explorer.engine.enforce_eager": True}),
+        ({**GPUS, "explorer.engine.max_running": 64}, None, {"explorer.engine.max_running": 64}),
+        (GPUS, None, {"bucket_bytes": 512 << 20}),
+        ({}, None, {"bucket_bytes": 4 << 20}),
+        ({**GPUS, "weight_sync.bucket_mib": 0.5}, None, {"bucket_bytes": 512 << 10}),
+        ({**GPUS, "explorer.sampling": {"max_prompt_tokens": 40}}, None, {"explorer.sampling.max_tokens": 24}),
+        ({**GPUS, "explorer.sampling.max_tokens": 4}, None, {"explorer.sampling.max_tokens": 4}),
+        ({"explorer.engine": TWO, "trainer.gpus": 1}, None, {"explorer.engine.tensor_parallel": 2}),
+        ({"explorer.engine": TWO | {"gpus": 1}, "trainer.gpus": 1}, "explorer.engine.gpus", 1.0),
+        ({"explorer.engine": TWO | {"gpus": 0}}, "explorer.engine.tensor_parallel", 2),
+        ({"explorer.engine": {"gpus": 2}, "trainer.gpus": 1}, "explorer.engine.gpus", 2.0),
+        ({"explorer.engine": TWO | {"gpus": 1.5}, "trainer.gpus": 1}, "explorer.engine.gpus", 1.5),
+        ({**GPUS, "trainer.gpus": 2}, "trainer.gpus", 2.0),
+        ({"auxiliary.user": {**HELPER, "engine": TWO}}, None, {"auxiliary.user.dtype": "bfloat16"}),
+        ({"auxiliary.user": HELPER}, None, {"auxiliary.user.dtype": "float32"}),
+        ({"auxiliary.user": {**HELPER, "engine": {"tensor_parallel": 2}}}, "auxiliary.user.engine.tensor_parallel", 2),
+        ({"auxiliary.user": {**HELPER, "engine": {"gpus": 4}}}, "auxiliary.user.engine.gpus", 4.0),
+        ({"auxiliary.user": {**HELPER, "engine": {"gpus": 1, "sleep": True}}}, "auxiliary.user.engine.sleep", None),
+        ({"trainer.ranks": 32, "stages.mix.expert_share": 0.2}, None, {"trainer.ranks": 32}),
+    ],
+)
+def test_gpus_are_used_whole_and_with_defaults_of_their_own(override: Any, field: str | None, found: Any) -> None:
+    if field is not None:
+        with pytest.raises(ConfigError, check=about(field, *([] if found is None else [found]))):
+            load_config(base(), override)
+        return
+    config = load_config(base(), override)
+    assert load_config(yaml.safe_load(dump_config(config))) == config
+    for path, expected in found.items():
+        assert functools.reduce(_part, path.split("."), config) == expected
+
+
+def _part(section: Any, key: str) -> Any:
+    return section[key] if isinstance(section, dict) else getattr(section, key)
 
 
 def test_no_rule_is_forgotten() -> None:

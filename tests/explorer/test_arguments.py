@@ -1,0 +1,113 @@
+"""Arguments that reach vLLM: its defaults for throughput on GPUs, and a config's own, each checked before the run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from rayrft.config.explorer import EngineConfig
+from rayrft.errors import ConfigError
+from rayrft.explorer.engines import arguments
+from rayrft.explorer.engines.arguments import check_options
+from rayrft.explorer.engines.engine import RolloutEngine
+from tests.errors import about
+
+ON_GPU = EngineConfig(gpus=2, tensor_parallel=2)
+
+
+class Recorded(Exception):
+    """Raised in place of starting vLLM."""
+
+
+async def recorded(monkeypatch: pytest.MonkeyPatch, model: Path, config: EngineConfig, dtype: str) -> tuple[Any, Any]:
+    """The arguments and the usage with which an engine would start."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    start = mock.Mock(side_effect=Recorded)
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", start)
+    with pytest.raises(Recorded):
+        await RolloutEngine().start(str(model), config, max_length=64, dtype=dtype, seed=3)
+    return start.call_args.args[0], start.call_args.kwargs["usage_context"]
+
+
+async def test_engines_on_gpus_have_the_defaults_of_the_llm_class(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.usage.usage_lib import UsageContext
+
+    found, usage = await recorded(monkeypatch, tiny_model, ON_GPU, "bfloat16")
+    assert usage is UsageContext.LLM_CLASS and found.max_num_batched_tokens is None, "vLLM chooses, by the GPU"
+    assert (found.enforce_eager, found.max_num_seqs, found.tensor_parallel_size) == (False, 1024, 2)
+    assert found.hf_overrides == {"head_dtype": "float32"}, "the trainer computes logits in float32"
+    assert found.distributed_executor_backend == "mp" and found.gpu_memory_utilization == 0.85
+    found, _ = await recorded(monkeypatch, tiny_model, shared(ON_GPU), "float32")
+    assert not found.hf_overrides
+
+
+def shared(config: EngineConfig) -> EngineConfig:
+    return config.model_copy(update={"gpus": 0.4, "tensor_parallel": 1})
+
+
+async def test_engines_on_cpus_compile_nothing_and_split_no_prompt(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = await recorded(monkeypatch, tiny_model, EngineConfig(), "float32")
+    assert found.enforce_eager and found.enable_chunked_prefill is False
+    assert found.max_num_batched_tokens == 256 * 64 and found.kv_cache_memory_bytes == 64 << 20
+
+
+async def test_options_reach_vllm_and_win_over_defaults(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(options={"block_size": 16, "stream_interval": 4})
+    check_options(config, "explorer.engine", trained=True)
+    found, _ = await recorded(monkeypatch, tiny_model, config, "float32")
+    assert (found.block_size, found.stream_interval) == (16, 4)
+
+
+async def test_a_value_that_vllm_refuses_is_an_error_of_the_options(tiny_model: Path) -> None:
+    config = EngineConfig(options={"scheduling_policy": "by dice"})
+    check_options(config, "explorer.engine", trained=True)  # its type is not plain: vLLM alone knows it
+    with pytest.raises(ConfigError, check=about("engine.options")) as error:
+        await RolloutEngine().start(str(tiny_model), config, max_length=64, dtype="float32", seed=3)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "trained", "said"),
+    [
+        ("max_num_batched_tokens", 8192, True, None),
+        ("max_num_batched_tokens", "8192", True, "must be int | None"),
+        ("max_num_batched_tokens", True, True, "must be int | None"),
+        ("max_num_batched_tokens", None, True, None),
+        ("cpu_offload_gb", 4, True, None),
+        ("enable_expert_parallel", 1, True, "must be bool"),
+        ("max_num_batched_token", 8192, True, "Did you mean 'max_num_batched_tokens'"),
+        ("max_num_seqs", 8, True, "Set engine.max_running"),
+        ("tensor_parallel_size", 8, False, "Set engine.tensor_parallel"),
+        ("logprobs_mode", "raw_logprobs", False, "is set by rayrft"),
+        ("pipeline_parallel_size", 2, True, "is set by rayrft"),
+        ("quantization", "fp8", True, "alters the log-probs"),
+        ("speculative_config", {"method": "ngram"}, True, "alters the log-probs"),
+        ("quantization", "fp8", False, None),
+        ("kv_cache_dtype", "fp8", False, None),
+    ],
+)
+def test_options_are_checked_by_name_type_and_effect(name: str, value: Any, trained: bool, said: str | None) -> None:
+    config = EngineConfig(options={name: value})
+    if said is None:
+        check_options(config, "auxiliary.user.engine", trained=trained)
+        return
+    with pytest.raises(ConfigError, check=about(f"auxiliary.user.engine.options.{name}", value)) as error:
+        check_options(config, "auxiliary.user.engine", trained=trained)
+    assert said in str(error.value)
+
+
+def test_every_argument_that_is_named_is_one_of_vllm() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert set(arguments._annotations()) == fields
+    assert {*arguments._OWN, *arguments._FIXED, *arguments._ALTER} <= fields
