@@ -29,7 +29,7 @@ async def started(
         engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=cores)))
 
         @classmethod
-        def from_engine_args(cls, arguments: Any) -> Engine:
+        def from_engine_args(cls, arguments: Any, usage_context: Any) -> Engine:
             given.update(vars(arguments))
             return cls()
 
