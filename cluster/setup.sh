@@ -101,4 +101,5 @@ fi
 
 printf '%s\n%s\n' "$wanted" "$extras" >"$in_part"
 mv "$in_part" "$stamp"
+[ "$device" = cpu ] || .venv/bin/rayrft doctor || true
 say "ready: .venv ($extras)"

@@ -19,6 +19,7 @@ from rayrft.config.serve import ServeConfig
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
+from rayrft.core.doctor import check_gpus
 from rayrft.core.parts.engines import EngineGroup, serve_engines
 from rayrft.core.parts.rewards import remote_models, remote_scoring, reward_service
 from rayrft.core.parts.table import plan_placement
@@ -129,6 +130,7 @@ def attempt_all(
         plan = plan_placement(config)
         say(show_plan(run, plan))
         check_room(plan, config.placement.wait_s, say)
+        check_gpus(plan)
         folder.mkdir(parents=True, exist_ok=True)
         images = (image for tasks, _ in tasksets.values() for task in tasks for image in task.images)
         named = named_files(config, images)

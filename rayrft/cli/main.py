@@ -1,5 +1,5 @@
-"""The command line: ``rayrft run | bench | serve | resume | export | status | stop | watch | data | buffer``, and
-``pause | unpause | checkpoint | evaluate | scale | set | skip-stage`` of a running run."""
+"""The command line: ``rayrft run | bench | serve | resume | export | status | stop | watch | doctor | data | buffer``,
+and ``pause | unpause | checkpoint | evaluate | scale | set | skip-stage`` of a running run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from rayrft.config.serve import FeedbackConfig, RewardServiceConfig
 from rayrft.core import launch, publish
 from rayrft.core.checkpoints import export, find_folder
 from rayrft.core.cluster import connect
+from rayrft.core.doctor import examine
 from rayrft.core.placement import running_runs, starting_runs
 from rayrft.core.run import Run
 from rayrft.core.shared_buffer import buffer_status, buffers, stop_buffer
-from rayrft.errors import ActorDied, RayrftError, RunFinished
+from rayrft.errors import ActorDied, ClusterError, RayrftError, RunFinished
 from rayrft.runtime.handle import root_cause, until_dead
 
 if TYPE_CHECKING:
@@ -165,6 +166,24 @@ def status(
         print("no run is running")
     for run_name in names:
         print(launch.find_status(run_name).to_json())
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        str | None, typer.Argument(help="YAML file of a run, whose models and folder are looked for")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Examine the nodes of the cluster, or this machine: one line each, with a remedy. Status 1 if one has a fault."""
+    checked = load_config(config, changes(overrides)) if config is not None else None
+    with contextlib.suppress(ClusterError):  # there is none: this machine alone
+        connect(start=False)
+    findings = examine(checked)
+    for finding in findings:
+        print(finding)
+    if any(finding.state == "fault" for finding in findings):
+        raise typer.Exit(1)
 
 
 @app.command()

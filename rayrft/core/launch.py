@@ -10,6 +10,7 @@ from typing import Any
 from rayrft.config import RunConfig, load_config, load_run_config
 from rayrft.core.checkpoints import Checkpoints, Progress, find_folder
 from rayrft.core.cluster import connect, warn_of_short_stop
+from rayrft.core.doctor import check_gpus
 from rayrft.core.janitor import hire_janitor
 from rayrft.core.master import Master
 from rayrft.core.parts.table import plan_placement
@@ -104,6 +105,7 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     parts = plan_placement(checked)
     say(show_plan(checked.name, parts))
     check_room(parts, checked.placement.wait_s, say)
+    check_gpus(parts)
     placement = Placement(checked.name, parts)
     try:
         # Reserves the name, too: starting another run of this name now fails.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rayrft.config import RunConfig
 from rayrft.core.placement import cluster_nodes
 from rayrft.errors import ClusterError, ConfigError
 from rayrft.runtime import ray_api
 from rayrft.runtime.ray_api import ray
+
+T = TypeVar("T")
 
 _ANSWER_S = 120.0
 """Time for the nodes to look: each starts a process for it."""
@@ -48,34 +50,44 @@ def check_shared(folder: Path, files: Mapping[str, list[str]], nodes: Iterable[s
     others = {*nodes} - {ray.get_runtime_context().get_node_id()}
     if not others:
         return
-    names = {node.id: node.name for node in cluster_nodes(ray_api.total_resources_per_node())}
     marker = folder / f".seen-{uuid.uuid4().hex}"
     marker.touch()
     try:
-        looks = {node: _look_on(node, marker, files) for node in others}
-        ready, _ = ray.wait([*looks.values()], num_returns=len(looks), timeout=_ANSWER_S)
-        for node, look in looks.items():
-            try:
-                missing = ray.get(look) if look in ready else "it did not answer"
-            except (ray.exceptions.RayError, ImportError) as error:
-                if node not in {each.id for each in cluster_nodes(ray_api.total_resources_per_node())}:
-                    continue  # it was lost meanwhile
-                missing = str(error).strip().splitlines()[-1]
-            if isinstance(missing, str):
-                problem = f"node {names[node]} cannot run rayrft: {missing}"
-                raise ClusterError(problem, "install the same rayrft on every node: bash cluster/setup.sh")
+        for node, missing in ask_nodes(others, find_missing, marker, files).items():
             for field, path in missing:
                 remedy = "use a path that all nodes share, or keep the run off the node: placement.labels"
-                problem = f"node {names[node]} does not see it, as the node that starts the run does"
+                problem = f"node {node} does not see it, as the node that starts the run does"
                 raise ConfigError(problem, remedy, field=field, value=path)
     finally:
         marker.unlink()
 
 
-def _look_on(node: str, marker: Path, files: Mapping[str, list[str]]) -> object:
+def ask_nodes(nodes: Iterable[str], function: Callable[..., T], *arguments: Any) -> dict[str, T]:
+    """Return what a function answers on every node, given by id, by the nodes' names; without those that are lost
+    meanwhile. Raises ClusterError if a node cannot run it."""
+    names = {node.id: node.name for node in cluster_nodes(ray_api.total_resources_per_node())}
+    asked = {node: _ask(node, function, arguments) for node in nodes}
+    ready, _ = ray.wait([*asked.values()], num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
+    answers = {}
+    for node, asking in asked.items():
+        try:
+            if asking in ready:
+                answers[names[node]] = ray.get(asking)
+                continue
+            problem = "it did not answer"
+        except (ray.exceptions.RayError, ImportError) as error:
+            if node not in {each.id for each in cluster_nodes(ray_api.total_resources_per_node())}:
+                continue  # it was lost meanwhile
+            problem = str(error).strip().splitlines()[-1]
+        remedy = "install the same rayrft on every node: bash cluster/setup.sh"
+        raise ClusterError(f"node {names[node]} cannot run rayrft: {problem}", remedy)
+    return answers
+
+
+def _ask(node: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    look = ray.remote(num_cpus=0, max_retries=0)(find_missing)
-    return look.options(scheduling_strategy=where).remote(marker, files)
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
+    return task.options(scheduling_strategy=where).remote(*arguments)
 
 
 def find_missing(marker: Path, files: Mapping[str, list[str]]) -> list[tuple[str, str]]:

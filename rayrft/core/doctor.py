@@ -1,0 +1,242 @@
+"""Whether machines can run rayrft: driver, GPUs, compiler, memory, versions, files; each fault with its remedy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from rayrft.config import RunConfig
+from rayrft.core.placement import Bundles, cluster_nodes, fitting_nodes
+from rayrft.core.shared_files import ask_nodes
+from rayrft.data.models import find_model
+from rayrft.errors import ClusterError, ModelError
+from rayrft.runtime import ray_api
+from rayrft.runtime.ray_api import ray
+
+_DRIVERS = {12: 525, 13: 580}
+"""Oldest driver of a major release of CUDA (CUDA Toolkit release notes, "minor version compatibility")."""
+
+_PACKAGES = ("rayrft", "torch", "vllm", "ray", "transformers")
+_SHARED_GIB = 1.0
+"""Shared memory below which the object store spills to the disk."""
+
+_FREE = 0.9
+"""Share of a GPU's memory that is free if nobody else uses it."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, as the driver sees it; memory in MiB."""
+
+    name: str
+    uuid: str
+    total: int
+    free: int
+    holders: tuple[str, ...] = ()
+    """Processes that use it, with what they hold."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What matters of a machine."""
+
+    name: str
+    versions: Mapping[str, str]
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    """Release of the NVIDIA driver; None if none answers."""
+    cuda: str | None = None
+    """The CUDA that the installed torch is built for; None for CPUs."""
+    usable: int = 0
+    """GPUs that torch can use."""
+    compiler: str | None = None
+    headers: bool = True
+    """Whether Python.h is there, which Triton compiles with."""
+    shared_gib: float = _SHARED_GIB
+    address: str = ""
+    """Ray's address of the node, if it is one."""
+    interface: str | None = None
+    """The network interface that has this address."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    state: Literal["ok", "note", "fault"]
+    subject: str
+    found: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.state:5}  {self.subject}: {self.found}" + (f". {self.remedy}" if self.remedy else "")
+
+
+def examine(config: RunConfig | None = None) -> list[Finding]:
+    """Examine the nodes of the cluster that this process is connected to, or else this machine, and what a config
+    names: its models, and the folder of its runs."""
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+    machines = [*ask_nodes(nodes, look).values()] if nodes else [look()]
+    if config is None:
+        return judge(machines)
+    expected = config.explorer.engine.gpus > 0 or config.trainer.gpus > 0
+    with_gpus = [machine for machine in machines if machine.gpus]
+    findings = judge(with_gpus if expected and with_gpus else machines, gpus=expected)
+    return [*findings, *_judge_files(config)]
+
+
+def _judge_files(config: RunConfig) -> Iterator[Finding]:
+    models = {"model.path": config.model.path}
+    models |= {f"auxiliary.{name}.model": each.model for name, each in config.auxiliary.items()}
+    models |= {f"stages.{each.name}.teacher": each.teacher for each in config.stages}
+    for field, path in models.items():
+        if path is not None:
+            try:
+                yield Finding("ok", field, find_model(str(path), field))
+            except ModelError as error:
+                remedy = f"{error.remedy}; without a network it must be in the hub's cache (HF_HOME) or a folder"
+                yield Finding("fault", field, error.problem, remedy)
+    folder = config.storage
+    while not folder.exists():
+        folder = folder.parent
+    if os.access(folder, os.W_OK):
+        yield Finding("ok", "storage", f"{config.storage}: {shutil.disk_usage(folder).free / 2**30:.0f} GiB free")
+    else:
+        yield Finding("fault", "storage", f"{folder} cannot be written", "Give another: storage=/shared/runs")
+
+
+def look() -> Machine:
+    """Examine this machine."""
+    import torch
+
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "none"
+    gpus, driver = _ask_driver()
+    address = ray.util.get_node_ip_address() if ray.is_initialized() else ""
+    interfaces = {each.address: name for name, found in psutil.net_if_addrs().items() for each in found}
+    return Machine(
+        socket.gethostname(),
+        versions,
+        gpus,
+        driver,
+        torch.version.cuda,
+        torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        shutil.which(os.environ.get("CC", "gcc")) or shutil.which("cc"),
+        Path(sysconfig.get_path("include"), "Python.h").is_file(),
+        shutil.disk_usage("/dev/shm").total / 2**30 if Path("/dev/shm").is_dir() else 0.0,
+        address,
+        interfaces.get(address),
+    )
+
+
+def judge(machines: list[Machine], *, gpus: bool = False) -> list[Finding]:
+    """Judge machines that work together; with ``gpus`` each must have some."""
+    findings = [finding for machine in machines for finding in _judge(machine, gpus)]
+    first = machines[0]
+    for other in machines[1:]:
+        for package, version in other.versions.items():
+            if version != first.versions[package]:
+                found = f"{package} {version}, and {first.versions[package]} on {first.name}"
+                remedy = "install the same rayrft on every node: bash cluster/setup.sh"
+                findings.append(Finding("fault", other.name, found, remedy))
+    kinds = sorted({gpu.name for machine in machines for gpu in machine.gpus})
+    if len(kinds) > 1:
+        remedy = "The slowest sets the pace: choose nodes by placement.labels"
+        findings.append(Finding("note", "GPUs", f"they are of {len(kinds)} kinds: {', '.join(kinds)}", remedy))
+    return findings
+
+
+def check_gpus(plan: list[Bundles]) -> None:
+    """Raise ClusterError if a node on which the plan may place actors with GPUs cannot run them: Ray counts the GPUs
+    that the driver shows, whether torch can use them or not."""
+    placed = [each for each in plan if each.gpus]
+    if not placed:
+        return
+    total = ray_api.total_resources_per_node()
+    nodes = {node.id for node in cluster_nodes(total) if total[node.id].get("GPU")} & fitting_nodes(placed)
+    machines = [*ask_nodes(nodes, look).values()]
+    for finding in judge(machines, gpus=True) if machines else ():
+        if finding.state == "fault":
+            raise ClusterError(finding.found, finding.remedy, field=f"node {finding.subject}")
+
+
+def _judge(machine: Machine, gpus: bool) -> Iterator[Finding]:
+    name, versions = machine.name, ", ".join(f"{package} {version}" for package, version in machine.versions.items())
+    yield Finding("ok", name, versions)
+    if machine.shared_gib < _SHARED_GIB:
+        remedy = "Give a container more: --shm-size=8g, or an emptyDir of medium Memory at /dev/shm"
+        yield Finding("note", name, f"/dev/shm has {machine.shared_gib:.2g} GiB: Ray's objects spill to disk", remedy)
+    if machine.address and machine.interface is None:
+        remedy = "Start Ray with --node-ip-address of one of its interfaces"
+        yield Finding("fault", name, f"no network interface has the node's address, {machine.address}", remedy)
+    if not machine.gpus and not gpus:
+        yield Finding("ok", name, "no GPU: engines and ranks run on the CPU")
+        return
+    yield from _judge_gpus(machine)
+
+
+def _judge_gpus(machine: Machine) -> Iterator[Finding]:
+    name, faults = machine.name, []
+    if machine.driver is None:
+        faults.append(("no NVIDIA driver answers (nvidia-smi)", "Install one, and start containers with --gpus=all"))
+    elif machine.cuda is None:
+        faults.append(("torch is built for CPUs", "Install it for GPUs: RAYRFT_DEVICE=gpu bash cluster/setup.sh"))
+    else:
+        need = _DRIVERS.get(int(machine.cuda.split(".")[0]), 0)
+        if int(machine.driver.split(".")[0]) < need:
+            found = f"driver {machine.driver}, and torch's CUDA {machine.cuda} needs {need}"
+            faults.append((found, "Update the driver, or install a torch of an older CUDA"))
+        elif machine.usable < len(machine.gpus):
+            found = f"torch can use {machine.usable} of {len(machine.gpus)} GPUs"
+            faults.append((found, "See: python -c 'import torch; torch.cuda.init()'; CUDA_VISIBLE_DEVICES; dmesg"))
+    if machine.compiler is None:
+        faults.append(("no C compiler, which Triton and vLLM start", "Install one: apt-get install gcc"))
+    if not machine.headers:
+        faults.append(("no Python.h, which Triton compiles with", "Install it: apt-get install python3-dev"))
+    yield from (Finding("fault", name, found, remedy) for found, remedy in faults)
+    for number, gpu in enumerate(machine.gpus):
+        found = f"GPU {number}, {gpu.name}: {gpu.free / 1024:.0f} of {gpu.total / 1024:.0f} GiB free"
+        taken = gpu.free < _FREE * gpu.total
+        holders = f"; held by {', '.join(gpu.holders)}" if gpu.holders else ""
+        remedy = "End what else uses it, or lower explorer.engine.gpu_memory_utilization" if taken else ""
+        yield Finding("note" if taken else "ok", name, found + (holders if taken else ""), remedy)
+
+
+def _ask_driver() -> tuple[tuple[Gpu, ...], str | None]:
+    """Return the GPUs of this machine and the release of their driver."""
+    rows = _query("--query-gpu=name,uuid,memory.total,memory.free,driver_version")
+    holders: dict[str, list[str]] = {}
+    for uuid, pid, used in _query("--query-compute-apps=gpu_uuid,pid,used_memory"):
+        holders.setdefault(uuid, []).append(f"{_process(pid)} ({used} MiB)")
+    gpus = [Gpu(name, uuid, int(total), int(free), tuple(holders.get(uuid, ()))) for name, uuid, total, free, _ in rows]
+    return tuple(gpus), rows[0][-1] if rows else None
+
+
+def _query(what: str) -> list[list[str]]:
+    try:
+        command = ["nvidia-smi", what, "--format=csv,noheader,nounits"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
+
+
+def _process(pid: str) -> str:
+    try:
+        return f"{psutil.Process(int(pid)).name()} {pid}"
+    except (psutil.Error, ValueError):
+        return f"process {pid}"
