@@ -14,6 +14,17 @@ from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import DeviceFailed, OutOfMemory, RowsFailed
 from rayrft.trainer.batches import MicroBatch
 
+_PHASES = {
+    "rayrft.trainer.loading": "loading a model",
+    "rayrft.trainer.policy": "the forward pass",
+    "rayrft.trainer.value_model": "the forward pass",
+    "rayrft.trainer.head": "the head",
+    "rayrft.trainer.optimizer": "the optimiser's step",
+    "torch.autograd": "the backward pass",
+    "torch.distributed.fsdp": "gathering weights or reducing gradients",
+}
+"""What is done in a module, or in those below a package."""
+
 
 @contextlib.contextmanager
 def blaming(batch: MicroBatch) -> Iterator[None]:
@@ -57,11 +68,36 @@ def device_failed(error: BaseException, rank: int, where: str, config: TrainerCo
     if not _is_out_of_memory(error):
         remedy = "check the device (nvidia-smi; Xid lines in dmesg), then resume the run, if need be on another node"
         return DeviceFailed(f"the device failed: {problem}", remedy, field=f"trainer rank {rank}", value=where)
-    remedies = [f"lower trainer.micro_batch_tokens ({config.micro_batch_tokens})"]
-    remedies += [] if config.gradient_checkpointing else ["set trainer.gradient_checkpointing: true"]
+    problem = f"out of memory in {_phase(error)}: {problem}{_memory()}"
+    half = f"lower trainer.micro_batch_tokens ({config.micro_batch_tokens}): half as many take half the activations"
+    remedies = [half]
+    remedies += (
+        []
+        if config.gradient_checkpointing
+        else ["set trainer.gradient_checkpointing: true, which keeps one state a layer"]
+    )
     remedies += [f"raise trainer.ranks ({config.ranks}), which share weights and moments"]
     remedy = f"{'; '.join(remedies)}; then resume the run"
-    return OutOfMemory(f"out of memory: {problem}", remedy, field=f"trainer rank {rank}", value=where)
+    return OutOfMemory(problem, remedy, field=f"trainer rank {rank}", value=where)
+
+
+def _phase(error: BaseException) -> str:
+    """Return what was being done when an error was raised, by the innermost frame that tells."""
+    found, traceback = "a call", error.__traceback__
+    while traceback is not None:
+        module, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next
+        found = next((phase for name, phase in _PHASES.items() if module.startswith(name)), found)
+    return found
+
+
+def _memory() -> str:
+    """Return the use of this process' GPU, if it has one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ""
+    gib = 2**30
+    _, total = torch.cuda.mem_get_info()
+    allocated, reserved = torch.cuda.memory_allocated() / gib, torch.cuda.memory_reserved() / gib
+    return f" ({allocated:.1f} GiB allocated and {reserved:.1f} GiB reserved of {total / gib:.1f} GiB)"
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

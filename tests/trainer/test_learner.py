@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig, TrainerConfig
-from rayrft.errors import NotFinite, RowsFailed
+from rayrft.errors import NotFinite, OutOfMemory, RowsFailed
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.blame import device_failed, is_device_fault
 from rayrft.trainer.learner import Learner
@@ -215,6 +215,33 @@ def test_no_row_is_blamed_for_a_device(fault: Exception, remedy: str | None, mon
     assert (failed is None) == (remedy is None)
     if failed is not None:
         assert (failed.field, failed.value) == ("trainer rank 3", "node-1, GPU-7") and str(remedy) in failed.remedy
+        assert ("in the forward pass" in failed.problem) == isinstance(failed, OutOfMemory)
+
+
+@pytest.mark.parametrize(
+    ("place", "phase"),
+    [
+        ("rayrft.trainer.policy.head_logprobs", "the forward pass"),
+        ("rayrft.trainer.head._logits", "the head"),
+        ("torch.autograd._engine_run_backward", "the backward pass"),
+        ("torch.optim.AdamW.step", "the optimiser's step"),
+    ],
+)
+def test_what_memory_ran_out_for_and_what_is_used_are_said(
+    place: str, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner("mix", MIX)
+    monkeypatch.setattr(place, mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 70 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 78 * 2**30)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        learner.step([make_rows()])
+    failed = device_failed(raised.value, 3, "node-1", TrainerConfig(ranks=4))
+    assert isinstance(failed, OutOfMemory)
+    assert f"out of memory in {phase}: " in failed.problem
+    assert "(70.0 GiB allocated and 78.0 GiB reserved of 80.0 GiB)" in failed.problem
 
 
 def test_an_assertion_that_cublas_reports_is_the_fault_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
