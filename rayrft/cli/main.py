@@ -1,5 +1,5 @@
-"""The command line: ``rayrft run | bench | serve | resume | export | status | stop | watch | doctor | data | buffer``,
-and ``pause | unpause | checkpoint | evaluate | scale | set | skip-stage`` of a running run."""
+"""The command line: ``rayrft run | bench | serve | resume | export | status | stop | watch | doctor | plan | data |
+buffer``, and ``pause | unpause | checkpoint | evaluate | scale | set | skip-stage`` of a running run."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from rayrft.core.checkpoints import export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import examine
 from rayrft.core.placement import running_runs, starting_runs
+from rayrft.core.plan import plan_memory
 from rayrft.core.run import Run
 from rayrft.core.shared_buffer import buffer_status, buffers, stop_buffer
 from rayrft.errors import ActorDied, ClusterError, RayrftError, RunFinished
@@ -183,6 +184,22 @@ def doctor(
     for finding in findings:
         print(finding)
     if any(finding.state == "fault" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gpu_gb: Annotated[float, typer.Option(help="memory of a GPU, in GB of 1e9 bytes")] = 80.0,
+) -> None:
+    """Print what engines and ranks need of the GPUs' memory, and what fits. Status 1 if they do not fit."""
+    parts = plan_memory(load_config(config, changes(overrides)), gpu_gb)
+    for part in parts:
+        print(part)
+    if not parts:
+        print("nothing runs on GPUs: set explorer.engine.gpus and trainer.gpus")
+    if not all(part.fits for part in parts):
         raise typer.Exit(1)
 
 

@@ -160,18 +160,20 @@ def judge(machines: list[Machine], *, gpus: bool = False) -> list[Finding]:
     return findings
 
 
-def check_gpus(plan: list[Bundles]) -> None:
+def check_gpus(plan: list[Bundles]) -> float | None:
     """Raise ClusterError if a node on which the plan may place actors with GPUs cannot run them: Ray counts the GPUs
-    that the driver shows, whether torch can use them or not."""
+    that the driver shows, whether torch can use them or not. Returns the memory of the smallest GPU, in GB (1e9 bytes);
+    None if none is asked for."""
     placed = [each for each in plan if each.gpus]
     if not placed:
-        return
+        return None
     total = ray_api.total_resources_per_node()
     nodes = {node.id for node in cluster_nodes(total) if total[node.id].get("GPU")} & fitting_nodes(placed)
     machines = [*ask_nodes(nodes, look).values()]
     for finding in judge(machines, gpus=True) if machines else ():
         if finding.state == "fault":
             raise ClusterError(finding.found, finding.remedy, field=f"node {finding.subject}")
+    return min((gpu.total * 2**20 / 1e9 for machine in machines for gpu in machine.gpus), default=None)
 
 
 def _judge(machine: Machine, gpus: bool) -> Iterator[Finding]:

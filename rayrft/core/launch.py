@@ -25,6 +25,7 @@ from rayrft.core.placement import (
     show_plan,
     starting_runs,
 )
+from rayrft.core.plan import check_memory
 from rayrft.core.preflight import prepare
 from rayrft.core.run import ANSWER_S, Run
 from rayrft.core.run_folder import write_config
@@ -105,7 +106,8 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     parts = plan_placement(checked)
     say(show_plan(checked.name, parts))
     check_room(parts, checked.placement.wait_s, say)
-    check_gpus(parts)
+    if (gpu_gb := check_gpus(parts)) is not None:
+        check_memory(checked, gpu_gb)
     placement = Placement(checked.name, parts)
     try:
         # Reserves the name, too: starting another run of this name now fails.

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from rayrft.algorithms.batch import MIN_LOGPROB
 
-_CHUNK_CUDA = 1024
+CHUNK_CUDA = 1024
+"""Tokens of a chunk on GPUs."""
+
 _CHUNK_CPU = 256
 _CHUNK_NUMBERS = 1 << 21
 """Logits of a chunk on CPUs, unless ``_CHUNK_CPU`` tokens need more. The allocator keeps blocks of up to 32 MiB; larger
@@ -118,7 +120,7 @@ def _part(temperature: Tensor | None, part: slice) -> Tensor | None:
 
 
 def _chunk(hidden: Tensor, vocabulary: int) -> int:
-    return _CHUNK_CUDA if hidden.is_cuda else max(_CHUNK_CPU, _CHUNK_NUMBERS // vocabulary)
+    return CHUNK_CUDA if hidden.is_cuda else max(_CHUNK_CPU, _CHUNK_NUMBERS // vocabulary)
 
 
 def _chunks(count: int, size: int) -> list[slice]:

@@ -35,6 +35,11 @@ _SMALL_BYTES = 2**30
 """Gradients of at most so many bytes are accumulated unsharded: a reduction for every micro-batch costs time."""
 
 
+def accumulates_whole(how: Accumulate, trained: int) -> bool:
+    """Return whether every rank accumulates the whole gradient of so many ``trained`` parameters."""
+    return how == "unsharded" or (how == "auto" and _GRADIENT_BYTES * trained <= _SMALL_BYTES)
+
+
 class RngState:
     """torch's random number generators of the CPU and the rank's GPU, seeded differently on every rank."""
 
@@ -331,7 +336,8 @@ class Learner:
     ) -> list[Tensor]:
         """Accumulate a model's gradient, if gradients are enabled. ``share`` computes a micro-batch's share of the loss
         and the numbers to report. Returns these by micro-batch."""
-        reported, whole = [], self._accumulates_whole(model)
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        reported, whole = [], accumulates_whole(self.accumulate, trained)
         for index, micro in enumerate(batch):
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(not whole or index == len(batch) - 1)
@@ -342,12 +348,6 @@ class Learner:
                     torch.autograd.backward(loss * self._ranks)
                 reported.append(numbers.detach())
         return reported
-
-    def _accumulates_whole(self, model: nn.Module) -> bool:
-        if self.accumulate != "auto":
-            return self.accumulate == "unsharded"
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        return _GRADIENT_BYTES * trained <= _SMALL_BYTES
 
     def _refresh(self) -> None:
         every = self._update_config.reference_refresh

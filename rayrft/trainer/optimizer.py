@@ -26,13 +26,8 @@ class Optimizer:
 
     def reset(self) -> None:
         """Discard the moments; the learning-rate schedule continues."""
-        config = self.config
         self.adam = torch.optim.AdamW(
-            self._parameters,
-            lr=self.lr,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            fused=True,  # one call for all parameters: of hundreds of shards each by itself costs the host more
+            self._parameters, lr=self.lr, betas=self.config.betas, weight_decay=self.config.weight_decay
         )
 
     @property
@@ -51,7 +46,7 @@ class Optimizer:
 
     def clip(self) -> float:
         """Clip the gradient norm; return the norm before clipping. A collective."""
-        norm = nn.utils.clip_grad_norm_(self._parameters, self.config.clip_norm, foreach=True)
+        norm = nn.utils.clip_grad_norm_(self._parameters, self.config.clip_norm)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def step(self) -> None:

@@ -8,7 +8,7 @@ them; elsewhere rows of nearly the same length are batched for attention, which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -106,6 +106,12 @@ class Packing:
             index=tensor(places[chosen]),
         )
 
+    def to(self, device: torch.device) -> Packing:
+        """Return the layout on another device."""
+        moved: dict[str, Any] = {name: each.to(device) for name, each in vars(self).items() if isinstance(each, Tensor)}
+        buckets = tuple(Bucket(each.rows, each.gather.to(device), each.real.to(device)) for each in self.buckets)
+        return replace(self, **moved, buckets=buckets)
+
 
 def shared_prefixes(rows: list[np.ndarray]) -> list[tuple[int, int, int]]:
     """Return for every row an earlier one of the list returned, and how many tokens they share at the beginning: no
@@ -163,8 +169,9 @@ def packed_attention(
 
 
 def uses_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether attention uses the variable-length kernel on this device in this precision."""
-    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    """Return whether attention uses the variable-length kernel on this device in this precision. The device ``meta``
+    stands for a GPU, of which the memory is counted."""
+    return device.type in ("cuda", "meta") and dtype in (torch.float16, torch.bfloat16)
 
 
 def _kernel(

@@ -1,0 +1,178 @@
+"""How much memory a rank needs, by its model, the number of ranks and the tokens of a micro-batch; nothing is loaded.
+
+Adam in float32 on sharded weights: 12 bytes a parameter over the ranks, and 4 for the gradient (ZeRO, arXiv:1910.02054,
+3). Activations are counted: what the model's own layers keep for the backward pass, on the device ``meta``.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from rayrft.config.trainer import TrainerConfig
+from rayrft.data.images import takes_images
+from rayrft.errors import ModelError, first_line
+from rayrft.trainer import packing
+from rayrft.trainer.head import CHUNK_CUDA
+from rayrft.trainer.learner import accumulates_whole
+
+_META = torch.device("meta")
+_STATE, _GRADIENT = 12, 4
+"""Bytes of a trained parameter: its master weight and two moments; its gradient."""
+
+_CHUNKS = 3
+"""Chunks of logits in float32 that the head holds at once: logits, their softmax, and a gradient."""
+
+_TOKENS = 1024
+"""Tokens with which activations are counted."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's memory follows from; numbers of parameters, and bytes of a token in a layer."""
+
+    parameters: int
+    root: int
+    """Parameters outside the layers: embedding, head and norms."""
+    layer: int
+    """Parameters of the largest layer."""
+    layers: int
+    hidden: int
+    vocabulary: int
+    linear: int
+    """Inputs and outputs of all linear layers of the decoder, which an adapter has factors of."""
+    kv_numbers: int
+    """Numbers in the KV cache of a token, in all layers."""
+    activation: float
+    """Bytes that a layer keeps of a token for the backward pass, in half precision."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on the GPU of a rank."""
+
+    states: float
+    gradients: float
+    gathered: float
+    head: float
+    activations: float
+    models: float
+    """Reference, critic and teacher."""
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    @property
+    def least(self) -> float:
+        """Without activations: what no smaller micro-batch saves."""
+        return self.total - self.activations
+
+
+@cache
+def shape_of(path: str, field: str = "model.path") -> Shape:
+    """Return the shape of a model. Raises ModelError, which names the config's ``field``, if there is none."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+        auto: Any = AutoModelForImageTextToText if takes_images(path) else AutoModelForCausalLM
+        with _META:
+            model = auto.from_config(config)
+    except (OSError, ValueError) as error:
+        remedy = "give a folder in Hugging Face format, or the id of a model on the hub"
+        raise ModelError(f"no model: {first_line(error)}", remedy, field=field, value=path) from None
+    return _shape(model, auto)
+
+
+def rank_memory(
+    shape: Shape,
+    config: TrainerConfig,
+    *,
+    half: bool,
+    reference: bool = False,
+    critic: bool = False,
+    teacher: Shape | None = None,
+) -> RankMemory:
+    """Return the memory of a rank whose compute is in ``half`` precision, or in float32. Models are sharded over all
+    ranks; the run's parameters are trained, or an adapter of theirs."""
+    compute, ranks, tokens = 2 if half else 4, config.ranks, config.micro_batch_tokens
+    adapter = 0 if config.lora is None else config.lora.rank * shape.linear
+    trained = adapter or shape.parameters
+    frozen = compute * shape.parameters if adapter else 0
+    whole = accumulates_whole(config.accumulate, trained)
+    of_layer = shape.activation * compute / 2
+    kept = compute * shape.hidden if config.gradient_checkpointing else of_layer
+    activations = tokens * (shape.layers * kept + config.gradient_checkpointing * of_layer)
+    models = (_GRADIENT * trained if reference and not adapter else 0) + (
+        compute * teacher.parameters if teacher else 0
+    )
+    models += (_STATE + _GRADIENT) * trained if critic else 0
+    logits = _CHUNKS * 4 * CHUNK_CUDA * shape.vocabulary
+    return RankMemory(
+        states=(_STATE * trained + frozen) / ranks,
+        gradients=_GRADIENT * trained / (1 if whole else ranks),
+        gathered=compute * (shape.root + 2 * shape.layer),
+        head=4 * shape.vocabulary * shape.hidden + logits,
+        activations=activations,
+        models=models / ranks,
+    )
+
+
+def _shape(model: Any, auto: Any) -> Shape:
+    text = model.config.get_text_config()
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    sizes = [_numbers(layer) for layer in layers]
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    linear = [each for each in model.base_model.modules() if isinstance(each, nn.Linear)]
+    one, two = (_saved_bytes(model.config, auto, count) for count in (1, 2))
+    return Shape(
+        parameters=_numbers(model),
+        root=_numbers(model) - sum(sizes),
+        layer=max(sizes, default=0),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocabulary=text.vocab_size,
+        linear=sum(each.in_features + each.out_features for each in linear),
+        kv_numbers=2 * text.num_hidden_layers * heads * width,
+        activation=(two - one) / _TOKENS,
+    )
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _saved_bytes(config: Any, auto: Any, layers: int) -> int:
+    """Return the bytes that the backward pass of a model of so many layers needs, without its weights and head."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    packing.register()
+    with _META:
+        model = auto.from_config(config, dtype=torch.bfloat16).base_model
+        model.set_attn_implementation(packing.ATTENTION)
+        ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
+    layout = packing.Packing.of([np.arange(_TOKENS)], torch.device("cpu")).to(_META)
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    held: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in own:
+            held[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=ids, position_ids=layout.positions[None], packing=layout)
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())

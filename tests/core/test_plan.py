@@ -1,0 +1,124 @@
+"""Memory on GPUs is known before a run: what each part takes, what does not fit, and which setting makes it fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rayrft.cli.main import app
+from rayrft.config import load_config
+from rayrft.config.trainer import LoraConfig, TrainerConfig
+from rayrft.core.plan import check_memory, plan_memory
+from rayrft.errors import ConfigError, PlacementError
+from rayrft.trainer.memory import rank_memory, shape_of
+from tests.config.given import GRPO, base
+from tests.errors import about
+from tests.trainer.test_loading import SHAPES
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders with the configs of large models, and no weights."""
+    found = {}
+    for name, config in SHAPES.items():
+        folder = tmp_path_factory.mktemp("model")
+        config.save_pretrained(folder)
+        found[name] = str(folder)
+    return found
+
+
+def config_of(model: str, ranks: int, **overrides: Any) -> Any:
+    explorer = {"engine": {"gpus": 1, "count": 2}, "sampling": {"max_prompt_tokens": 512, "max_tokens": 1024}}
+    raw = {**base(), "model": {"path": model, "dtype": "bfloat16", "max_length": 2048}, "explorer": explorer}
+    raw |= {"demonstrations": {}, "stages": [{**GRPO, "batch_size": 1024, "group_size": 8}]}
+    return load_config({**raw, "trainer": {"ranks": ranks, "gpus": 1, "micro_batch_tokens": 16384, **overrides}})
+
+
+# A second reading, by hand and by a run under fake tensors: per GPU, in GB, without and with checkpointing.
+TABLE = [
+    ("qwen3 0.6B", 2, 41, 10),
+    ("qwen3 0.6B", 4, 39, 8),
+    ("qwen3 0.6B", 6, 38, 7),
+    ("qwen3 8B", 4, 170, 51),
+    ("qwen3 8B", 6, 159, 40),
+    ("qwen3 8B", 8, 153, 35),
+    ("qwen3 32B", 8, None, 96),
+    ("qwen3 32B", 12, None, 74),
+    ("qwen3 32B", 14, None, 68),
+    ("qwen3 32B", 16, None, 63),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "plain", "checkpointed"), TABLE)
+def test_a_rank_takes_what_was_reckoned_by_hand(
+    models: dict[str, str], name: str, ranks: int, plain: int | None, checkpointed: int
+) -> None:
+    for checkpointing, expected in ((False, plain), (True, checkpointed)):
+        [*_, rank] = plan_memory(config_of(models[name], ranks, gradient_checkpointing=checkpointing), 80.0)
+        assert expected is None or rank.total == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "kilobytes"), [("qwen3 0.6B", 71.8), ("qwen3 8B", 215.3), ("qwen3 32B", 379.4)])
+def test_activations_of_a_layer_are_counted_by_a_run_without_memory(
+    models: dict[str, str], name: str, kilobytes: float
+) -> None:
+    assert shape_of(models[name]).activation / 1000 == pytest.approx(kilobytes, rel=0.01)
+
+
+def test_what_does_not_fit_is_said_with_the_setting_that_does(models: dict[str, str]) -> None:
+    engine, rank = plan_memory(config_of(models["qwen3 0.6B"], 2), 80.0)
+    assert engine.fits and rank.fits and str(rank).endswith("fits") and "activations 33" in str(rank)
+    [_, rank] = plan_memory(config_of(models["qwen3 0.6B"], 2), 40.0)
+    assert not rank.fits and rank.remedy.startswith("trainer.gradient_checkpointing: true takes 9.")
+    engine, rank = plan_memory(config_of(models["qwen3 32B"], 8, gradient_checkpointing=True), 80.0)
+    assert rank.remedy.startswith("trainer.ranks: 12 takes 7") and "tensor_parallel and gpus 2 fit" in str(engine)
+    [_, rank] = plan_memory(config_of(models["qwen3 32B"], 12, gradient_checkpointing=True), 80.0)
+    assert rank.fits
+
+
+def test_placement_refuses_what_no_micro_batch_makes_fit(models: dict[str, str]) -> None:
+    check_memory(config_of(models["qwen3 8B"], 8), 80.0)  # too large micro-batches may yet be halved
+    with pytest.raises(PlacementError, check=about("engines")):
+        check_memory(config_of(models["qwen3 32B"], 16, gradient_checkpointing=True), 40.0)
+    config = config_of(models["llama 70B"], 8)
+    tensors = config.model_copy(update={"mode": "train"})
+    with pytest.raises(PlacementError, check=about("ranks")) as error:
+        check_memory(tensors, 80.0)
+    assert error.value.remedy.startswith("trainer.ranks: 40 and trainer.gradient_checkpointing: true takes 69.")
+
+
+def test_models_beside_the_policy_and_adapters_count(models: dict[str, str]) -> None:
+    shape = shape_of(models["qwen3 8B"])
+    plain = rank_memory(shape, TrainerConfig(ranks=8), half=True)
+    assert rank_memory(shape, TrainerConfig(ranks=8), half=True, reference=True).models == pytest.approx(
+        4 * shape.parameters / 8
+    )
+    assert rank_memory(shape, TrainerConfig(ranks=8), half=True, critic=True).models == pytest.approx(
+        plain.states + plain.gradients
+    )
+    assert rank_memory(shape, TrainerConfig(ranks=8), half=True, teacher=shape).models == 2 * shape.parameters / 8
+    adapted = rank_memory(shape, TrainerConfig(ranks=8, lora=LoraConfig(rank=16)), half=True, reference=True)
+    assert adapted.models == 0 and 2 * shape.parameters < 8 * adapted.states < 2.2 * shape.parameters
+    whole = rank_memory(shape, TrainerConfig(ranks=8, accumulate="unsharded"), half=True)
+    assert whole.gradients == 4 * shape.parameters
+
+
+def test_a_model_that_is_made_at_the_start_has_no_plan() -> None:
+    with pytest.raises(ConfigError, check=about("model.path")):
+        plan_memory(load_config(base()), 80.0)
+
+
+def test_the_command_says_what_fits(models: dict[str, str], tmp_path: Path) -> None:
+    raw = config_of(models["qwen3 0.6B"], 2).model_dump(mode="json", exclude_unset=True)
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(raw))
+    for gpu, code, said in ((80, 0, "fits"), (40, 1, "does not fit")):
+        result = CliRunner().invoke(app, ["plan", str(tmp_path / "my.yaml"), "--gpu-gb", str(gpu)])
+        assert (
+            result.exit_code == code
+            and f"rank (2): 40.{result.output.split('rank (2): 40.')[1][0]} of" in result.output
+        )
+        assert said in result.output.splitlines()[-1]
