@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import ModelPath, Section, invalid, rule
+from rayrft.config.base import ModelPath, Section, invalid, section_rule
 from rayrft.config.explorer import EngineConfig
 from rayrft.config.model import TemplateConfig
 from rayrft.errors import ConfigError, nearest
@@ -36,7 +36,7 @@ class AuxiliaryConfig(Section):
         gpus = engine.get("gpus") if isinstance(engine, dict) else None
         return {"dtype": "bfloat16", **given} if isinstance(gpus, int | float) and gpus > 0 else given
 
-    @rule
+    @section_rule
     def _awake(self) -> None:
         if self.engine.sleep:
             raise invalid("engine.sleep", "is only valid for the policy's engines", "remove it")

@@ -34,7 +34,7 @@ def invalid(field: str, problem: str, remedy: str = "", *, value: Any = None) ->
     return ValueError(ConfigError(problem, remedy, field=field, value=value))
 
 
-def rule(check: Callable[[Any], None]) -> Any:
+def section_rule(check: Callable[[Any], None]) -> Any:
     """Make a method that raises `invalid` a validator of its whole section."""
 
     def validate(section: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rayrft.config.base import Changeable, Folder, Name, Section, invalid, rule
+from rayrft.config.base import Changeable, Folder, Name, Section, invalid, section_rule
 
 
 class SamplerConfig(Section):
@@ -34,7 +34,7 @@ class SamplerConfig(Section):
     replay_ratio: Changeable[float] = Field(1.0, ge=1)
     """Groups drawn per newly sampled group: 2 trains on a group twice on average."""
 
-    @rule
+    @section_rule
     def _reuse(self) -> None:
         if self.name == "fifo" and (self.max_uses > 1 or self.replay_ratio > 1):
             key = "max_uses" if self.max_uses > 1 else "replay_ratio"
@@ -80,7 +80,7 @@ class BufferConfig(Section):
         """Whether sampling or eviction uses a group's score."""
         return self.sampler.name not in ("fifo", "uniform") or self.when_full == "evict_lowest_priority"
 
-    @rule
+    @section_rule
     def _sizes(self) -> None:
         if self.log_bytes < 2 * self.segment_bytes:
             remedy = f"give at least {2 * self.segment_bytes}, or lower segment_bytes"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rayrft.config.base import invalid, rule
+from rayrft.config.base import invalid, section_rule
 from rayrft.config.rows import RowsConfig, RowSelection
 
 
@@ -46,7 +46,7 @@ class DemonstrationsConfig(RowFormat, RowsConfig):
     wrong_field: str | None = None
     """The field of a task's metadata that holds the wrong answer."""
 
-    @rule
+    @section_rule
     def _one_origin(self) -> None:
         given = self.origins
         if not given and self.size is None:

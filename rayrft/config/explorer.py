@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Changeable, Section, invalid, rule
+from rayrft.config.base import Changeable, Section, invalid, section_rule
 
 _ON_GPUS = {"enforce_eager": False, "max_running": 1024}
 """Defaults of engines on GPUs."""
@@ -41,7 +41,7 @@ class EngineConfig(Section):
         gpus = given.get("gpus") if isinstance(given, dict) else None
         return {**_ON_GPUS, **given} if isinstance(gpus, int | float) and gpus > 0 else given
 
-    @rule
+    @section_rule
     def _gpus(self) -> None:
         if self.gpus > 1 and self.gpus % 1:
             raise invalid("gpus", "must be a whole number above 1", f"give {round(self.gpus)}", value=self.gpus)
@@ -61,7 +61,7 @@ class RepetitionConfig(Section):
     """Longest pattern, in tokens."""
     count: int = Field(8, ge=2)
 
-    @rule
+    @section_rule
     def _bounds(self) -> None:
         if self.min_pattern > self.max_pattern:
             raise invalid("min_pattern", "must be at most max_pattern", "lower it", value=self.min_pattern)

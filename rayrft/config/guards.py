@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rayrft.config.base import Changeable, Section, invalid, rule
+from rayrft.config.base import Changeable, Section, invalid, section_rule
 from rayrft.errors import nearest
 
 _NAMES = (
@@ -35,7 +35,7 @@ class GuardConfig(Section):
     action: Changeable[Literal["warn", "hold", "stop"]] = "warn"
     """Write a note; pause the run until ``rayrft unpause``; or write a checkpoint and end the run as failed."""
 
-    @rule
+    @section_rule
     def _check(self) -> None:
         if self.field not in METRICS:
             remedy = nearest(self.field, METRICS)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from rayrft.config.base import Section, invalid, rule
+from rayrft.config.base import Section, invalid, section_rule
 
 
 class TinyModelConfig(Section):
@@ -23,7 +23,7 @@ class TinyModelConfig(Section):
     experts: int = Field(0, ge=0)
     """Experts in every layer but the first, of which a token uses two; 0 for a dense model."""
 
-    @rule
+    @section_rule
     def _head_size(self) -> None:
         # vLLM's CPU attention supports no other head sizes.
         if self.hidden_size % (32 * self.heads):
@@ -61,7 +61,7 @@ class ModelConfig(Section):
     max_length: int = Field(512, ge=8)
     """Longest sequence, prompt and answer together, in tokens."""
 
-    @rule
+    @section_rule
     def _one_origin(self) -> None:
         if self.path is not None and self.tiny is not None:
             raise invalid("path", "cannot be combined with 'tiny'", "remove one of them", value=self.path)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.base import LocalPath, Name, Section, invalid, rule
+from rayrft.config.base import LocalPath, Name, Section, invalid, section_rule
 from rayrft.config.placement import WaitConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.config.rows import RowsConfig
@@ -79,7 +79,7 @@ class PipelineConfig(Section):
     plugins: list[LocalPath] = Field(default_factory=list)
     """Python files that register your own operators and rewards."""
 
-    @rule
+    @section_rule
     def _one_model_by_name(self) -> None:
         for number, each in enumerate(self.rows):
             if len(each.origins) != 1:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rayrft.config.base import Changeable, Section, invalid, rule
+from rayrft.config.base import Changeable, Section, invalid, section_rule
 from rayrft.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ class ReplicasConfig(Section):
     """For a learned reward model with ``device: cuda``."""
     memory_gib: float = Field(0.25, gt=0)
 
-    @rule
+    @section_rule
     def _range(self) -> None:
         if self.max < self.min:
             raise invalid("max", f"must be at least min, {self.min}", "raise it", value=self.max)
@@ -72,7 +72,7 @@ class RewardModelConfig(Section):
     replicas: ReplicasConfig = ReplicasConfig()
     """With ``placement: serve``, and for `rayrft serve rewards`."""
 
-    @rule
+    @section_rule
     def _either(self) -> None:
         if self.parts and self.changed & {"name", "options"}:
             raise invalid("parts", "cannot be combined with name or options", "make that reward one of the parts")
@@ -100,7 +100,7 @@ class RewardModelsConfig(RewardModelConfig):
     domains: dict[str, RewardModelConfig] = Field(default_factory=dict)
     """Scoring by domain, instead of ``name`` or ``parts`` for all tasks. Each domain has its own workers."""
 
-    @rule
+    @section_rule
     def _one_way(self) -> None:
         if self.domains and (given := self.changed):
             problem = f"cannot be combined with {', '.join(sorted(given))}, which no task would use"
@@ -153,7 +153,7 @@ class RewardConfig(RewardModelsConfig):
     length: LengthReward | None = None
     """Additional reward of short answers."""
 
-    @rule
+    @section_rule
     def _overlong(self) -> None:
         if (self.truncated == "soft") != (self.overlong_buffer is not None):
             problem = "is required by truncated: soft, and only valid with it"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rayrft.config.base import LocalPath, Section, invalid, rule
+from rayrft.config.base import LocalPath, Section, invalid, section_rule
 
 ORIGINS = {"path": "file", "dataset": "datasets", "read": "ray"}
 """Keys that say where rows are, with the task source that reads them."""
@@ -50,7 +50,7 @@ class RowsConfig(Section):
         """The keys that say where the rows are."""
         return [key for key in ORIGINS if getattr(self, key) is not None]
 
-    @rule
+    @section_rule
     def _streams(self) -> None:
         if self.streaming and self.dataset is None:
             raise invalid("streaming", "is only valid with a data set", "remove it, or name the data set")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.base import Changeable, Folder, LocalPath, Name, Section, rule
+from rayrft.config.base import Changeable, Folder, LocalPath, Name, Section, section_rule
 from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig, SamplingConfig
@@ -191,7 +191,7 @@ class RunConfig(Section):
             return given  # not of these types: each section says so itself
         return {**given, "explorer": {**explorer, "sampling": answers}}
 
-    @rule
+    @section_rule
     def _rules(self) -> None:
         for check in RULES:
             check(self)

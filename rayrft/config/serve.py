@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rayrft.config.base import LocalPath, Name, Section, invalid, rule
+from rayrft.config.base import LocalPath, Name, Section, invalid, section_rule
 from rayrft.config.placement import WaitConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import ConfigError
@@ -43,7 +43,7 @@ class HttpConfig(Section):
     deadline_s: float = Field(600.0, gt=0)
     """Seconds that a request may take, after which it gets status 504."""
 
-    @rule
+    @section_rule
     def _keys(self) -> None:
         if self.host not in LOCAL and self.keys_file is None and self.keys_env is None:
             problem = "is reachable from other machines, and no key is required"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict, Field
 
-from rayrft.config.base import Changeable, ModelPath, Name, Section, invalid, rule
+from rayrft.config.base import Changeable, ModelPath, Name, Section, invalid, section_rule
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ConfigError
 
@@ -86,7 +86,7 @@ class StageConfig(Section):
     evaluate_every: Changeable[int | None] = Field(None, ge=1)
     """Evaluate at every n-th step of the stage, in addition to its start and end."""
 
-    @rule
+    @section_rule
     def _batch_arithmetic(self) -> None:
         try:
             algorithm = self.algorithm.build()

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from rayrft.config.base import NAME, LocalPath, Section, invalid, rule
+from rayrft.config.base import NAME, LocalPath, Section, invalid, section_rule
 from rayrft.config.rows import ORIGINS, RowsConfig, RowSelection
 
 _REQUIRED = {
@@ -67,7 +67,7 @@ class TaskSourceConfig(RowsConfig, RowSelection):
             return {**value, "source": found[0]} if len(found) == 1 else value
         return value
 
-    @rule
+    @section_rule
     def _source_fields(self) -> None:
         for key, remedy in _REQUIRED.get(self.source, {}).items():
             if getattr(self, key) is None:
@@ -96,7 +96,7 @@ class TasksConfig(Section):
     eval_size: int = Field(500, ge=1)
     """Number of held-out tasks to evaluate on, from the sources in proportion to their weights."""
 
-    @rule
+    @section_rule
     def _names_and_difficulties(self) -> None:
         counts = Counter(source.name for source in self.sources if source.name is not None)
         if twice := [name for name, count in counts.items() if count > 1]:
@@ -155,7 +155,7 @@ class BenchConfig(Section):
                 raise invalid(name, problem, "use another name", value=name)
         return named
 
-    @rule
+    @section_rule
     def _samples(self) -> None:
         if min(self.k) < 1 or max(self.k) > self.samples:
             raise invalid("k", f"must lie in 1 to samples, {self.samples}", "raise samples", value=list(self.k))

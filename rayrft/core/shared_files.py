@@ -63,8 +63,10 @@ def check_shared(folder: Path, files: Mapping[str, list[str]], nodes: Iterable[s
 
 
 def ask_nodes(nodes: Iterable[str], function: Callable[..., T], *arguments: Any) -> dict[str, T]:
-    """Return what a function answers on every node, given by id, by the nodes' names; without those that are lost
-    meanwhile. Raises ClusterError if a node cannot run it."""
+    """Return a function's answer on each node, given by id, by the nodes' names; without those that are lost meanwhile.
+
+    Raises ClusterError if a node cannot run it.
+    """
     names = {node.id: node.name for node in cluster_nodes(ray_api.total_resources_per_node())}
     asked = {node: _ask(node, function, arguments) for node in nodes}
     ready, _ = ray.wait([*asked.values()], num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])

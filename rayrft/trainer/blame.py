@@ -82,7 +82,7 @@ def device_failed(error: BaseException, rank: int, where: str, config: TrainerCo
 
 
 def _phase(error: BaseException) -> str:
-    """Return what was being done when an error was raised, by the innermost frame that tells."""
+    """Return the phase in which an error was raised, by the innermost frame that belongs to one."""
     found, traceback = "a call", error.__traceback__
     while traceback is not None:
         module, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next

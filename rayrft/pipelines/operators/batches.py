@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from rayrft.config.base import Section, invalid, rule
+from rayrft.config.base import Section, invalid, section_rule
 from rayrft.experience import SCHEMA, list_column
 from rayrft.pipelines.operator import Applied, Operator, Reads, Wants, register_operator, with_column
 from rayrft.pipelines.operators.filters import Conditional, ConditionalOperator
@@ -144,7 +144,7 @@ class ReweightOptions(Conditional):
     by: Annotated[float | str, Reads("number")]
     """A factor, or the name of a column of factors."""
 
-    @rule
+    @section_rule
     def _no_sign(self) -> None:
         if isinstance(self.by, float) and not 0 <= self.by < float("inf"):
             raise invalid("by", "is not a factor", value=self.by, remedy="give a number from 0 on")

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from rayrft.config.base import Section, invalid, rule
+from rayrft.config.base import Section, invalid, section_rule
 from rayrft.errors import ConfigError, nearest
 from rayrft.experience import reaches
 from rayrft.pipelines.operator import (
@@ -251,7 +251,7 @@ class LanguageOptions(OneColumn):
     min_letters: int = Field(20, ge=1)
     """Shorter texts stay."""
 
-    @rule
+    @section_rule
     def _known(self) -> None:
         if len(set(self.keep) | set(self.among)) < 2:
             raise invalid("among", "one language cannot be distinguished", remedy="name those that may come up")

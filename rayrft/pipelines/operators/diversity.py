@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from rayrft.config.base import invalid, rule
+from rayrft.config.base import invalid, section_rule
 from rayrft.errors import ConfigError
 from rayrft.pipelines.operator import Applied, Context, Operator, register_operator
 from rayrft.pipelines.operators import embeddings
@@ -57,7 +57,7 @@ class DiverseOptions(EmbeddingOptions):
     clusters: int | None = Field(None, ge=1)
     """By default as many as rows are kept, but no more than 256."""
 
-    @rule
+    @section_rule
     def _one_size(self) -> None:
         if (self.share is None) == (self.rows is None):
             raise invalid("share", "give either a share or a number of rows", value=self.share)

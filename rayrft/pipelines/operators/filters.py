@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from rayrft.config.base import Section, invalid, rule
+from rayrft.config.base import Section, invalid, section_rule
 from rayrft.data.selection import Selection
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import ROUNDING, reaches
@@ -62,7 +62,7 @@ class BandOptions(Section):
     unknown: Literal["keep", "drop"] = "keep"
     """What becomes of rows without a number."""
 
-    @rule
+    @section_rule
     def _ordered(self) -> None:
         if self.min > self.max:
             raise invalid("min", f"is above max, {self.max:g}", value=self.min)
@@ -202,7 +202,7 @@ class FormatOptions(OneColumn):
     must: Literal["contain", "be", "lack"] = "contain"
     """Whether the text has it somewhere, is it as a whole, or has it nowhere."""
 
-    @rule
+    @section_rule
     def _compiles(self) -> None:
         try:
             re.compile(self.pattern)

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from rayrft.config.base import Section, invalid, rule
+from rayrft.config.base import Section, invalid, section_rule
 from rayrft.errors import ConfigError, RequestRefused
 from rayrft.experience import Task, reaches
 from rayrft.pipelines.operator import AnyColumn, Applied, Context, ModelName, Reads, register_operator
@@ -45,7 +45,7 @@ class JudgedOptions(Section):
     without: Literal["leave_out", "keep"] = "leave_out"
     """What becomes of a row for which the judge gives no grade."""
 
-    @rule
+    @section_rule
     def _on_the_scale(self) -> None:
         if not self.low <= self.least <= self.high:
             raise invalid("least", f"is not on the scale from {self.low} to {self.high}", value=self.least)

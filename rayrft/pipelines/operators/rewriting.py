@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import pyarrow as pa
 from pydantic import Field
 
-from rayrft.config.base import invalid, rule
+from rayrft.config.base import invalid, section_rule
 from rayrft.errors import ConfigError
 from rayrft.pipelines.operator import Applied, Asks, register_operator, with_column
 from rayrft.pipelines.operators.solving import SolverOptions, SolvingOperator, first_problem
@@ -28,7 +28,7 @@ class RewriteOptions(SolverOptions):
     instructions: str | None = None
     """Replaces the writer's instructions."""
 
-    @rule
+    @section_rule
     def _reachable(self) -> None:
         if self.least > self.tries:
             raise invalid("least", f"is above tries, {self.tries}", value=self.least)
