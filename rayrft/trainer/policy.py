@@ -247,16 +247,16 @@ class Reference:
             with self._policy.lora.disabled():
                 yield
             return
-        self._swap()
+        parameters = dict(self._policy.named_parameters())  # a forward pass that fails leaves others in their places
+        self._swap(parameters)
         try:
             yield
         finally:
-            self._swap()
+            self._swap(parameters)
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _swap(self, parameters: dict[str, nn.Parameter]) -> None:
         """Exchange the policy's weights and the reference's, in memory for one of them."""
-        parameters = dict(self._policy.named_parameters())
         for name, weight in self.weights.items():
             held = parameters[name].clone()
             parameters[name].copy_(weight)
