@@ -17,6 +17,8 @@ from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def finished(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[rayrft.Run, dict[str, Any]]:

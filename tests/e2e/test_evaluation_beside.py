@@ -21,6 +21,8 @@ from rayrft.monitor.records import EvaluationRecord, NoteRecord, Record, StepRec
 from tests.conftest import ROOT
 from tests.e2e.conftest import small_config
 
+pytestmark = pytest.mark.slow
+
 
 class Gate:
     """What `tests/held_open.py` waits for."""
