@@ -59,11 +59,7 @@ async def distribute(segment: Segment, stream: Flow, workers: int) -> AsyncGener
     place = segment.build()[segment.numbers[0]].field
     if not ray.is_initialized():
         raise ClusterError("workers need a Ray cluster", "connect to one, or set workers to 1", field=place)
-
-    def create() -> Handle[OperatorWorker]:
-        return Handle("operators", ray.remote(OperatorWorker).options(num_cpus=1).remote(segment))
-
-    pool = ActorPool(create, lambda actor: actor.call(OperatorWorker.start), workers, place)
+    pool = ActorPool(lambda: _create(segment), lambda actor: actor.call(OperatorWorker.start), workers, place)
     deadline_s = START_S + 2 * segment.deadline_s * len(segment.numbers)
 
     async def within_deadline(work: Awaitable[T]) -> T:
@@ -95,6 +91,10 @@ async def distribute(segment: Segment, stream: Flow, workers: int) -> AsyncGener
     finally:
         await cancel(*window)
         pool.close()
+
+
+def _create(segment: Segment) -> Handle[OperatorWorker]:
+    return Handle("operators", ray.remote(OperatorWorker).options(num_cpus=1).remote(segment))
 
 
 class OperatorWorker:
