@@ -10,7 +10,7 @@ from rayrft.config import RunConfig
 from rayrft.config.explorer import EngineConfig
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ConfigError, PlacementError
-from rayrft.trainer.memory import RankMemory, Shape, rank_memory, shape_of
+from rayrft.trainer.memory import RankMemory, Shape, activation_bytes, rank_memory, shape_of
 
 _GB = 1e9
 _USABLE = 0.95
@@ -51,8 +51,9 @@ class PartMemory:
         return f"{self.name} ({self.count}): {self.total:.1f} of {self.room:.0f} GB = {parts}{host}. {verdict}"
 
 
-def plan_memory(config: RunConfig, gpu_gb: float) -> list[PartMemory]:
-    """Return the memory of the engines and ranks of a config on GPUs of so many GB (1e9 bytes).
+def plan_memory(config: RunConfig, gpu_gb: float, *, activations: bool = True) -> list[PartMemory]:
+    """Return the memory of the engines and ranks of a config on GPUs of so many GB (1e9 bytes), of ranks with
+    ``activations`` or without.
 
     Raises ConfigError for a model that is made when the run starts, and ModelError for one that there is not.
     """
@@ -67,7 +68,8 @@ def plan_memory(config: RunConfig, gpu_gb: float) -> list[PartMemory]:
             model, bits = shape_of(each.model, f"auxiliary.{name}.model"), each.dtype != "float32"
             found.append(_engine(f"auxiliary-{name}", model, each.engine, bits, each.max_length, gpu_gb))
     if config.trains and config.trainer.gpus:
-        found.append(_rank(config, shape, half, gpu_gb))
+        counted = activation_bytes(str(config.model.path)) if activations else 0.0
+        found.append(_rank(config, shape, half, counted, gpu_gb))
     return found
 
 
@@ -75,10 +77,10 @@ def check_memory(config: RunConfig, gpu_gb: float) -> None:
     """Raise PlacementError if engines, or ranks with the smallest micro-batches, cannot fit GPUs of so many GB."""
     if config.model.path is None or not (config.trainer.gpus or config.explorer.engine.gpus):
         return
-    for part in plan_memory(config, gpu_gb):
-        least = part.total - part.parts.get("activations", 0.0)
-        if least > part.room:
-            problem = f"{part.name} needs {least:.1f} GB of a GPU, of which it may take {part.room:.0f}"
+    for part in plan_memory(config, gpu_gb, activations=False):
+        # Weights of auxiliary models may be quantised, and options may leave weights in the host's memory.
+        if not part.fits and (part.name == "rank" or (part.name == "engine" and not config.explorer.engine.options)):
+            problem = f"{part.name} needs {part.total:.1f} GB of a GPU, of which it may take {part.room:.0f}"
             raise PlacementError(problem, part.remedy, field=f"{part.name}s")
 
 
@@ -96,7 +98,7 @@ def _engine(name: str, shape: Shape, config: EngineConfig, half: bool, length: i
     return PartMemory(name, config.count, parts(config.tensor_parallel), room, remedy)
 
 
-def _rank(config: RunConfig, shape: Shape, half: bool, gpu_gb: float) -> PartMemory:
+def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, gpu_gb: float) -> PartMemory:
     trainer, needs = config.trainer, [stage.algorithm.build().needs for stage in config.stages]
     teachers = [shape_of(each.teacher, f"stages.{each.name}.teacher") for each in config.stages if each.teacher]
 
@@ -105,6 +107,7 @@ def _rank(config: RunConfig, shape: Shape, half: bool, gpu_gb: float) -> PartMem
             shape,
             settings,
             half=half,
+            activation=activation,
             reference=any("reference" in each for each in needs),
             critic=any("critic" in each for each in needs),
             teacher=max(teachers, key=lambda each: each.parameters, default=None),

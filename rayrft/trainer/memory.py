@@ -36,7 +36,7 @@ _TOKENS = 1024
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's memory follows from; numbers of parameters, and bytes of a token in a layer."""
+    """Numbers that a model's memory follows from."""
 
     parameters: int
     root: int
@@ -50,8 +50,6 @@ class Shape:
     """Inputs and outputs of all linear layers of the decoder, which an adapter has factors of."""
     kv_numbers: int
     """Numbers in the KV cache of a token, in all layers."""
-    activation: float
-    """Bytes that a layer keeps of a token for the backward pass, in half precision."""
 
 
 @dataclass(frozen=True)
@@ -70,26 +68,41 @@ class RankMemory:
     def total(self) -> float:
         return sum(vars(self).values())
 
-    @property
-    def least(self) -> float:
-        """Without activations: what no smaller micro-batch saves."""
-        return self.total - self.activations
-
 
 @cache
 def shape_of(path: str, field: str = "model.path") -> Shape:
     """Return the shape of a model. Raises ModelError, which names the config's ``field``, if there is none."""
+    config, auto = _kind(path, field)
+    with _META:
+        return _shape(auto.from_config(config))
+
+
+@cache
+def activation_bytes(path: str, field: str = "model.path") -> float:
+    """Return the bytes that a layer of a model keeps of a token for the backward pass, in half precision.
+
+    Raises ModelError if there is no such model, or if its layers cannot be run without memory.
+    """
+    config, auto = _kind(path, field)
+    try:
+        one, two = (_saved_bytes(config, auto, count) for count in (1, 2))
+    except Exception as error:  # architectures fail in many ways on inputs that they are not made for
+        problem = f"activations cannot be counted without memory: {first_line(error)}"
+        raise ModelError(problem, "measure them by one step of a run", field=field, value=path) from None
+    return (two - one) / _TOKENS
+
+
+def _kind(path: str, field: str) -> tuple[Any, Any]:
+    """Return a model's config, and the auto class of transformers that makes it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
-        config = AutoConfig.from_pretrained(path)
-        auto: Any = AutoModelForImageTextToText if takes_images(path) else AutoModelForCausalLM
-        with _META:
-            model = auto.from_config(config)
+        return AutoConfig.from_pretrained(path), AutoModelForImageTextToText if takes_images(
+            path
+        ) else AutoModelForCausalLM
     except (OSError, ValueError) as error:
         remedy = "give a folder in Hugging Face format, or the id of a model on the hub"
         raise ModelError(f"no model: {first_line(error)}", remedy, field=field, value=path) from None
-    return _shape(model, auto)
 
 
 def rank_memory(
@@ -97,18 +110,19 @@ def rank_memory(
     config: TrainerConfig,
     *,
     half: bool,
+    activation: float = 0.0,
     reference: bool = False,
     critic: bool = False,
     teacher: Shape | None = None,
 ) -> RankMemory:
     """Return the memory of a rank whose compute is in ``half`` precision, or in float32. Models are sharded over all
-    ranks; the run's parameters are trained, or an adapter of theirs."""
+    ranks; the run's parameters are trained, or an adapter of theirs. ``activation`` is that of `activation_bytes`."""
     compute, ranks, tokens = 2 if half else 4, config.ranks, config.micro_batch_tokens
     adapter = 0 if config.lora is None else config.lora.rank * shape.linear
     trained = adapter or shape.parameters
     frozen = compute * shape.parameters if adapter else 0
     whole = accumulates_whole(config.accumulate, trained)
-    of_layer = shape.activation * compute / 2
+    of_layer = activation * compute / 2
     kept = compute * shape.hidden if config.gradient_checkpointing else of_layer
     activations = tokens * (shape.layers * kept + config.gradient_checkpointing * of_layer)
     models = (_GRADIENT * trained if reference and not adapter else 0) + (
@@ -116,17 +130,18 @@ def rank_memory(
     )
     models += (_STATE + _GRADIENT) * trained if critic else 0
     logits = _CHUNKS * 4 * CHUNK_CUDA * shape.vocabulary
+    on_gpu = 0 if config.cpu_offload else 1
     return RankMemory(
-        states=(_STATE * trained + frozen) / ranks,
-        gradients=_GRADIENT * trained / (1 if whole else ranks),
+        states=on_gpu * (_STATE * trained + frozen) / ranks,
+        gradients=on_gpu * _GRADIENT * trained / (1 if whole else ranks),
         gathered=compute * (shape.root + 2 * shape.layer),
         head=4 * shape.vocabulary * shape.hidden + logits,
         activations=activations,
-        models=models / ranks,
+        models=on_gpu * models / ranks,
     )
 
 
-def _shape(model: Any, auto: Any) -> Shape:
+def _shape(model: Any) -> Shape:
     text = model.config.get_text_config()
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -134,7 +149,6 @@ def _shape(model: Any, auto: Any) -> Shape:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     linear = [each for each in model.base_model.modules() if isinstance(each, nn.Linear)]
-    one, two = (_saved_bytes(model.config, auto, count) for count in (1, 2))
     return Shape(
         parameters=_numbers(model),
         root=_numbers(model) - sum(sizes),
@@ -144,7 +158,6 @@ def _shape(model: Any, auto: Any) -> Shape:
         vocabulary=text.vocab_size,
         linear=sum(each.in_features + each.out_features for each in linear),
         kv_numbers=2 * text.num_hidden_layers * heads * width,
-        activation=(two - one) / _TOKENS,
     )
 
 
