@@ -154,7 +154,7 @@ def judge(machines: list[Machine], *, gpus: bool = False) -> list[Finding]:
         for package, version in other.versions.items():
             if version != first.versions[package]:
                 found = f"{package} {version}, and {first.versions[package]} on {first.name}"
-                remedy = "install the same rayrft on every node: bash cluster/setup.sh"
+                remedy = "install one version of rayrft on all nodes: bash cluster/setup.sh"
                 findings.append(Finding("fault", other.name, found, remedy))
     kinds = sorted({gpu.name for machine in machines for gpu in machine.gpus})
     if len(kinds) > 1:

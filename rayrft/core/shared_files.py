@@ -81,7 +81,7 @@ def ask_nodes(nodes: Iterable[str], function: Callable[..., T], *arguments: Any)
             if node not in {each.id for each in cluster_nodes(ray_api.total_resources_per_node())}:
                 continue  # it was lost meanwhile
             problem = str(error).strip().splitlines()[-1]
-        remedy = "install the same rayrft on every node: bash cluster/setup.sh"
+        remedy = "install one version of rayrft on all nodes: bash cluster/setup.sh"
         raise ClusterError(f"node {names[node]} cannot run rayrft: {problem}", remedy)
     return answers
 

@@ -32,7 +32,7 @@ _GRADIENT_BYTES = 4
 """Bytes of a parameter's gradient, which is in float32."""
 
 _SMALL_BYTES = 2**30
-"""Gradients of at most so many bytes are accumulated unsharded: a reduction for every micro-batch costs time."""
+"""Gradients of at most so many bytes are accumulated unsharded: reducing them in each micro-batch costs time."""
 
 
 def accumulates_whole(how: Accumulate, trained: int) -> bool:
