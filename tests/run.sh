@@ -36,6 +36,8 @@ if ! command -v chromium >/dev/null 2>&1 && [ "$(id -u)" = 0 ] && command -v apt
 fi
 
 # Nothing that lies on a machine by chance may help: an empty home, and so empty caches.
+# Without bytecode every process would compile the package once more.
+unset PYTHONDONTWRITEBYTECODE
 unset "${!HF_@}" "${!RAY_A@}" "${!XDG_@}" VLLM_CACHE_ROOT VLLM_CONFIG_ROOT NUMBA_CACHE_DIR MPLCONFIGDIR TRITON_CACHE_DIR
 HOME=$(mktemp -d)
 export HOME TORCHINDUCTOR_CACHE_DIR=$HOME/.cache/torchinductor

@@ -43,7 +43,7 @@ class TrainerConfig(Section):
     memory_gib: float = Field(1.2, gt=0)
     """CPU memory reserved for one rank."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Seconds after which a rank that has not loaded the model ends the run."""
+    """Seconds without progress after which a rank that loads the model ends the run."""
     micro_batch_tokens: int = Field(8192, ge=16)
     """Tokens in one forward pass, including padding if rows are padded; a longer row gets its own."""
     pack: bool = True

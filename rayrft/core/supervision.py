@@ -77,7 +77,8 @@ class StallMonitor:
             self._next_note.update({_key(wait): max(2 * wait.quiet_s, self.patience_s) for wait in news})
             text = f"no progress: {'; '.join(map(describe, news))}"
             if self.starting:
-                phases = dict.fromkeys(f"{wait.target} ({wait.what})" for wait in news)
+                doing = {name: f": {each.doing}" for name, each in reports.items() if each.doing}
+                phases = dict.fromkeys(f"{wait.target} ({wait.what}{doing.get(wait.target, '')})" for wait in news)
                 text = f"still starting after {max(wait.quiet_s for wait in news):.0f} s: {', '.join(phases)}"
             elif self.stack is not None and (stack := await self.stack(news[0].target)):
                 text += f"; {news[0].target} is at {stack}"

@@ -60,10 +60,11 @@ class Wait:
 
 @dataclass(frozen=True)
 class WaitReport:
-    """An actor's current waits, and for how long it has received nothing at all."""
+    """An actor's current waits, for how long it has made no progress, and what it does if it loads."""
 
     waits: list[Wait]
     quiet_s: float
+    doing: str = ""
 
 
 @dataclass

@@ -80,6 +80,9 @@ class Mailbox(Protocol):
     async def ready(self, rank: int, warning: str | None) -> None:
         """Record that a rank has loaded the model, with its ``warning`` about unsupported fast paths."""
 
+    async def loading(self, rank: int, doing: str) -> None:
+        """Record that a rank makes progress with its start."""
+
     async def next_call(self, rank: int, number: int, answer: Any = None) -> RankCall | None:
         """Record a rank's ``answer`` to the call before. Wait for the call of this number and return it, or None if the
         ranks are to end; idle ranks wait here."""

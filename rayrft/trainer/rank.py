@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from rayrft.config.stage import StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.files import Room
 from rayrft.registry import load_plugins
-from rayrft.runtime.handle import fetch
+from rayrft.runtime.handle import Handle, fetch
+from rayrft.runtime.loading import LoadProgress
 from rayrft.trainer.api import Mailbox, RankApi, RankSetup
 from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
 from rayrft.trainer.blame import device_failed, is_device_fault
@@ -36,6 +39,9 @@ from rayrft.trainer.value_model import Critic
 from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets
 from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.messages import Adapter, Link, Parcel, Sent, TensorMeta
+
+_REPORT_S = 5.0
+"""Seconds between reports of a start."""
 
 
 def run_rank(options: dict[str, Any]) -> None:
@@ -54,7 +60,8 @@ def run_rank(options: dict[str, Any]) -> None:
         device = ray.train.torch.get_device()
         if device.type == "cuda":
             where += f", GPU {torch.cuda.get_device_properties(device).uuid}"
-        rank = Rank(setup, index, device)
+        with _report_start(trainer, index):
+            rank = Rank(setup, index, device)
         number, answer = 0, None
         fetch(trainer.call(Mailbox.ready, index, rank.warning))
         while (call := fetch(trainer.call(Mailbox.next_call, index, number, answer))) is not None:
@@ -62,6 +69,23 @@ def run_rank(options: dict[str, Any]) -> None:
     except BaseException as error:
         fetch(trainer.call(Mailbox.failed, index, device_failed(error, index, where, setup.config) or error))
         raise
+
+
+@contextlib.contextmanager
+def _report_start(trainer: Handle[Mailbox], index: int) -> Iterator[None]:
+    """Report to the Trainer inside that the rank makes progress, whenever its memory has grown."""
+    progress, started = LoadProgress("loads the model"), threading.Event()
+
+    def report() -> None:
+        while not started.wait(_REPORT_S):  # the memory of a process is not an event
+            if progress.measure() < _REPORT_S:
+                trainer.call(Mailbox.loading, index, progress.doing)
+
+    threading.Thread(target=report, name="load progress", daemon=True).start()
+    try:
+        yield
+    finally:
+        started.set()
 
 
 class Rank(RankApi):

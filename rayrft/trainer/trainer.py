@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -52,6 +54,9 @@ class Trainer(Watched):
         self._stopped = False
         self._answers: dict[int, Any] = {}
         self._ready: dict[int, str | None] = {}
+        self._late: asyncio.Timeout | None = None
+        """Deadline of the start, which progress of a rank moves."""
+        self._doing = ""
         self._written: dict[Path, dict[int, str | None]] = {}
         self._failure: Exception | None = None
         self._fit: asyncio.Task[None] | None = None
@@ -68,16 +73,17 @@ class Trainer(Watched):
             with self._waits.on("operators", "ready"):
                 await self._batches.open()
         try:
-            async with asyncio.timeout(self._config.start_timeout_s), self._changed:
+            async with asyncio.timeout(self._config.start_timeout_s) as self._late, self._changed:
                 await self._from_ranks("start", self._ready)
         except TimeoutError:
             late = sorted(set(range(self._config.ranks)) - self._ready.keys())
             raise ActorDied(
-                f"trainer ranks {late} of {self._config.ranks} were not up within {self._config.start_timeout_s:g} s",
-                "see their logs in the Ray dashboard; for a model that takes long to load, raise "
-                "trainer.start_timeout_s",
+                f"trainer ranks {late} of {self._config.ranks} are not up and have made no progress for "
+                f"{self._config.start_timeout_s:g} s",
+                "see their logs in the Ray dashboard, or raise trainer.start_timeout_s",
                 field=f"trainer rank {late[0]}",
             ) from None
+        self._doing = ""
         return self._ready[0]
 
     async def process(self, lease: Lease) -> ProcessedLease | None:
@@ -125,7 +131,7 @@ class Trainer(Watched):
 
     async def waiting(self) -> WaitReport:
         """Report which ranks have not answered, and for how long."""
-        return self._waits.report()
+        return replace(self._waits.report(), doing=self._doing)
 
     # Methods of `Mailbox`.
 
@@ -133,6 +139,13 @@ class Trainer(Watched):
         async with self._changed:
             self._ready[rank] = warning
             self._changed.notify_all()
+
+    async def loading(self, rank: int, doing: str) -> None:
+        if self._late is not None and rank not in self._ready:
+            with contextlib.suppress(RuntimeError):  # it has expired
+                self._late.reschedule(asyncio.get_running_loop().time() + self._config.start_timeout_s)
+            self._doing = f"rank {rank} {doing}"
+            self._waits.progressed("start of ranks")
 
     async def next_call(self, rank: int, number: int, answer: Any = None) -> RankCall | None:
         async with self._changed:

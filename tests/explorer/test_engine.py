@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from rayrft.explorer.engines.exchange import INTERRUPTED, Capacity, Chunk, Compl
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.pipelines.run.models import AskedModel
 from rayrft.rewards import Reward, inline, register_reward
-from rayrft.runtime.waits import Waits
+from rayrft.runtime.waits import WaitReport, Waits
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import load_hf, load_policy
 from rayrft.trainer.lora import Lora
@@ -60,6 +60,8 @@ class EngineUnderTest:
     folder: Path
     channel: WeightChannel
     transfers: int = 0
+    reports: list[WaitReport] = field(default_factory=list)
+    """Its answers to heartbeats while it started."""
 
     def model(self, seed: int | None = None) -> nn.Module:
         """The model on disk; with a seed, its weights replaced by random ones."""
@@ -120,8 +122,12 @@ def engine(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     bare = {"CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor"))}
     options = {"num_cpus": 0.5, "max_concurrency": 1000, "runtime_env": {"env_vars": bare}}
     actor = ray.remote(RolloutEngine).options(**options).remote()
-    ray.get(actor.start.remote(str(folder), EngineConfig(), max_length=64, dtype="float32", seed=0, structured=True))
-    yield EngineUnderTest(actor, folder, linked(actor, 1))
+    up = actor.start.remote(str(folder), EngineConfig(), max_length=64, dtype="float32", seed=0, structured=True)
+    reports: list[WaitReport] = []
+    while not ray.wait([up], timeout=0.2)[0]:
+        reports.append(ray.get(actor.waiting.remote()))
+    ray.get(up)
+    yield EngineUnderTest(actor, folder, linked(actor, 1), reports=[report for report in reports if report])
     ray.kill(actor)
 
 
@@ -153,6 +159,17 @@ def recomputed(
 @inline
 def has_an_a() -> Reward:
     return lambda task, response: float("a" in response)
+
+
+def test_an_engine_tells_what_it_does_while_it_starts(engine: EngineUnderTest) -> None:
+    phases = [report.doing.partition(",")[0] for report in engine.reports]
+    assert [*dict.fromkeys(phases)] in (
+        ["imports vLLM", "loads the model"],
+        ["waits to be started", "imports vLLM", "loads the model"],
+    )
+    last = engine.reports[-1].doing
+    assert float(last.removeprefix("loads the model, ").removesuffix(" GB in memory")) > 0.5  # vLLM twice
+    assert all(report.quiet_s < 60 and not report.waits for report in engine.reports)
 
 
 def test_an_operator_is_answered_for_hundreds_of_rows_at_once_and_the_same_again(engine: EngineUnderTest) -> None:

@@ -20,6 +20,7 @@ from rayrft.errors import ActorDied
 from rayrft.trainer.api import Mailbox, RankApi
 from rayrft.trainer.rank import Rank
 from rayrft.trainer.trainer import Ranks, Trainer
+from tests.chaos.simulated import VirtualLoop
 from tests.monitor import made
 from tests.scripted import remote
 from tests.trainer.ranks import on_ranks
@@ -139,6 +140,30 @@ async def test_ranks_that_do_not_come_up_end_the_run_by_name(tmp_path: Path, mon
     with pytest.raises(ActorDied) as late:
         await asyncio.wait_for(trainer.start(tmp_path, None), 10)  # type: ignore[arg-type]
     assert late.value.field == "trainer rank 0" and "[0, 2] of 3" in late.value.problem
+
+
+def test_progress_of_a_rank_moves_the_deadline_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(TrainerConfig(ranks=2, start_timeout_s=60.0), None)
+
+    async def loads(*_: Any) -> None:
+        await trainer.ready(1, None)
+        for size in range(5):
+            await asyncio.sleep(50)
+            await trainer.loading(0, f"loads the model, {size}.0 GB in memory")
+            assert (await trainer.waiting()).doing == f"rank 0 loads the model, {size}.0 GB in memory"
+        await asyncio.sleep(70)
+        await trainer.loading(0, "loads the model, 9.0 GB in memory")  # too late
+
+    monkeypatch.setattr(trainer, "_run", loads)
+    loop = VirtualLoop()
+    began = loop.time()
+    try:
+        with pytest.raises(ActorDied, match=r"\[0\] of 2 are not up and have made no progress for 60 s"):
+            loop.run_until_complete(trainer.start(tmp_path, None))  # type: ignore[arg-type]
+        assert loop.time() - began == pytest.approx(5 * 50 + 60)
+        loop.run_until_complete(trainer._fit)  # type: ignore[arg-type]
+    finally:
+        loop.close()
 
 
 def train_when_rank_1_lost_its_blocks() -> Any:

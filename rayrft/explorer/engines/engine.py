@@ -22,13 +22,16 @@ from rayrft.errors import ActorDied, ConfigError, ModelError, RequestRefused, fi
 from rayrft.explorer.engines.arguments import engine_arguments
 from rayrft.explorer.engines.exchange import Alternatives, Answering, Capacity, Chunk, Completion, Request, Stream
 from rayrft.runtime.handle import Watched, once
+from rayrft.runtime.loading import LoadProgress
 from rayrft.runtime.ray_api import ray
+from rayrft.runtime.waits import WaitReport
 from rayrft.weights.messages import Link
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.logprobs import Logprob
     from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
 
     Scores = Sequence[dict[int, Logprob] | None] | None
 
@@ -49,6 +52,8 @@ class RolloutEngine(Answering, Watched):
         self._core_ended = asyncio.Event()
         self._answers = False
         """Whether vLLM's core answers at once: not while it loads, receives weights or sleeps."""
+        self._loading: LoadProgress | None = LoadProgress("waits to be started")
+        """Progress of the start, until the engine has started."""
         self._names: dict[int, str] = {}
         """vLLM's names of the requests that are running, by identity."""
         self._kept = 0
@@ -63,13 +68,6 @@ class RolloutEngine(Answering, Watched):
         """Load the model from a Hugging Face folder or hub id; return when the engine can answer. ``structured``: its
         answers may be asked to follow a JSON schema."""
         _prepare_environment(config)
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from rayrft.explorer.engines.weight_plugin import BACKEND, WorkerExtension
-
         self._images = await asyncio.to_thread(ImageReader, model) if takes_images(model) else None
         arguments = engine_arguments(
             model,
@@ -81,20 +79,15 @@ class RolloutEngine(Answering, Watched):
             structured=structured,
         )
         try:
-            args = AsyncEngineArgs(
-                worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
-                weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-                **arguments,
-            )
-            # The defaults of vLLM's LLM class: on GPUs its throughput is the highest.
-            self._engine = AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+            # In a thread, so that the actor answers meanwhile. The core ends with its thread, which the loop keeps.
+            self._engine = await asyncio.to_thread(self._create, arguments)
         except (ValueError, TypeError) as error:
             if not config.options:
                 raise
             remedy = "correct them, or remove them"
             raise ConfigError(first_line(error), remedy, field="engine.options", value=config.options) from None
         await self._engine.update_weight_version("0")
-        self._answers = True
+        self._answers, self._loading = True, None
         self._watch_core()
         gc.collect()
         gc.freeze()  # vLLM's core does the same: what lives as long as the actor is not traversed again and again
@@ -226,10 +219,14 @@ class RolloutEngine(Answering, Watched):
         with self._occupied():
             await self._engine.wake_up()
 
-    async def waiting(self) -> None:
-        """Answer once vLLM's core has answered: a core that hangs shows as an actor that is silent."""
+    async def waiting(self) -> WaitReport | None:
+        """Return the progress of the start; later answer once vLLM's core has answered: a core that hangs shows as an
+        actor that is silent."""
+        if (loading := self._loading) is not None:
+            return WaitReport([], await asyncio.to_thread(loading.measure), loading.doing)
         if self._answers:
             await self.respond()
+        return None
 
     async def respond(self) -> int:
         """Return the version of the weights, once vLLM's core answers."""
@@ -243,6 +240,28 @@ class RolloutEngine(Answering, Watched):
         """
         await self._core_ended.wait()
         raise _core_ended()
+
+    def _create(self, arguments: dict[str, Any]) -> AsyncLLM:
+        assert self._loading is not None
+        self._loading.enter("imports vLLM")
+        gc.disable()  # else a fifth of the time of the imports
+        try:
+            from vllm.config.weight_transfer import WeightTransferConfig
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            from rayrft.explorer.engines.weight_plugin import BACKEND, WorkerExtension
+        finally:
+            gc.enable()
+        self._loading.enter("loads the model")
+        args = AsyncEngineArgs(
+            worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            **arguments,
+        )
+        # The defaults of vLLM's LLM class: on GPUs its throughput is the highest.
+        return AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
 
     @contextlib.contextmanager
     def _occupied(self) -> Iterator[None]:
