@@ -27,6 +27,7 @@ SMALLEST = {
     "bench_long_tail": "--rounds 1 --steps 1 --warm-up 1 --groups 2",
     "bench_loop": "--rounds 1 --steps 1 --engines 1",
     "bench_math": "--answers 20 --rounds 1",
+    "bench_optimizer": "--parameters 8 --rounds 2",
     "bench_operators": "--rows 1000 --rounds 1 --near 1000",
     "bench_pause": "--rounds 1 --answers 8 --in-flight 4",
     "bench_pipelines": "--rounds 1 --steps 2",
