@@ -34,6 +34,14 @@ def invalid(field: str, problem: str, remedy: str = "", *, value: Any = None) ->
     return ValueError(ConfigError(problem, remedy, field=field, value=value))
 
 
+def check_device(options: dict[str, Any], field: str, gpus: float, remedy: str) -> None:
+    """Raise `invalid` if option ``device`` of a reward or operator names a GPU, and its processes have no ``gpus``."""
+    device = options.get("device")
+    if isinstance(device, str) and device.startswith("cuda") and not gpus:
+        problem = "needs a GPU of its own: those of the machine belong to engines and ranks"
+        raise invalid(f"{field}.device", problem, f"{remedy}, or set it to cpu", value=device)
+
+
 def section_rule(check: Callable[[Any], None]) -> Any:
     """Make a method that raises `invalid` a validator of its whole section."""
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.base import LocalPath, Name, Section, invalid, section_rule
+from rayrft.config.base import LocalPath, Name, Section, check_device, invalid, section_rule
 from rayrft.config.placement import WaitConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.config.rows import RowsConfig
@@ -85,6 +85,8 @@ class PipelineConfig(Section):
             if len(each.origins) != 1:
                 problem = f"must name one of path, dataset and read, not {len(each.origins)}"
                 raise invalid(f"rows.{number}", problem, "give one")
+        for number, operator in enumerate(self.operators if self.workers > 1 else ()):
+            check_device(operator.options, f"operators.{number}", 0.0, "use one worker, which is this process")
         if both := sorted(self.models.keys() & self.endpoints.keys()):
             raise invalid(f"endpoints.{both[0]}", "is also the name of one of 'models'", "use another name")
 
@@ -137,3 +139,15 @@ class PipelinesConfig(Section):
     failures stop the run."""
     deadline_s: float = Field(60.0, gt=0)
     """Seconds that an operator may take for one batch of 1,000 tasks, for one group, or for one training batch."""
+
+    @section_rule
+    def _devices(self) -> None:
+        gpus = self.actors.gpus if self.actors is not None else 0.0
+        for number, operator in enumerate(self.experiences):
+            check_device(operator.options, f"experiences.{number}", gpus, "set pipelines.actors.gpus")
+        for number, operator in enumerate(self.batch):
+            check_device(operator.options, f"batch.{number}", 0.0, "move it to experiences with actors that have GPUs")
+        for number, operator in enumerate(self.tasks if self.task_workers > 1 else ()):
+            check_device(
+                operator.options, f"tasks.{number}", 0.0, "set task_workers to 1: the process that starts runs"
+            )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rayrft.config.base import Changeable, Section, invalid, section_rule
+from rayrft.config.base import Changeable, Section, check_device, invalid, section_rule
 from rayrft.errors import ConfigError
 
 
@@ -161,10 +161,14 @@ class RewardConfig(RewardModelsConfig):
         if self.actors > 1 and self.placement != "pool":
             remedy = "set placement: pool, or remove actors"
             raise invalid("actors", "is only valid with placement: pool", remedy, value=self.actors)
-        for domain, model in self.models.items() if self.placement != "serve" else ():
-            if model.replicas != ReplicasConfig():
-                field, remedy = f"domains.{domain}.replicas", "set placement: serve, or remove replicas"
-                raise invalid(field if domain else "replicas", "is only valid with placement: serve", remedy)
+        for domain, model in self.models.items():
+            prefix = f"domains.{domain}." if domain else ""
+            if self.placement != "serve" and model.replicas != ReplicasConfig():
+                remedy = "set placement: serve, or remove replicas"
+                raise invalid(f"{prefix}replicas", "is only valid with placement: serve", remedy)
+            for number, part in enumerate(model.scored_by):
+                field = f"{prefix}parts.{number}.options" if model.parts else f"{prefix}options"
+                check_device(part.options, field, model.replicas.gpus, "set placement: serve and replicas.gpus")
 
     @property
     def stages(self) -> set[str]:

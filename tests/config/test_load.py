@@ -162,6 +162,9 @@ def test_a_limit_that_may_be_left_out_says_how_where_it_is_too_small(key: str, o
 
 GPUS = {"explorer.engine.gpus": 1, "trainer.gpus": 1}
 HELPER: dict[str, Any] = {"model": "helper", "engine": {"count": 1}}
+SCORED = {"name": "model", "options": {"model": "a-reward-model", "device": "cuda"}}
+SERVED = {"placement": "serve", "replicas": {"gpus": 1}}
+PLACED = {"name": "embedding_novelty", "device": "cuda:1"}
 TWO = {"gpus": 2, "tensor_parallel": 2}
 
 
@@ -189,6 +192,16 @@ TWO = {"gpus": 2, "tensor_parallel": 2}
         ({"auxiliary.user": {**HELPER, "engine": {"gpus": 4}}}, "auxiliary.user.engine.gpus", 4.0),
         ({"auxiliary.user": {**HELPER, "engine": {"gpus": 1, "sleep": True}}}, "auxiliary.user.engine.sleep", None),
         ({"trainer.ranks": 32, "stages.mix.expert_share": 0.2}, None, {"trainer.ranks": 32}),
+        ({"reward": SCORED}, "reward.options.device", "cuda"),
+        ({"reward": {"parts": [{"name": "exact"}, {**SCORED, "label": "b"}]}}, "reward.parts.1.options.device", "cuda"),
+        ({"reward": {"domains": {"math": SCORED}}}, "reward.domains.math.options.device", "cuda"),
+        ({"reward": {**SCORED, "placement": "serve"}}, "reward.options.device", "cuda"),
+        ({"reward": {**SCORED, **SERVED}}, None, {"reward.replicas.gpus": 1.0}),
+        ({"pipelines.experiences": [PLACED]}, "pipelines.experiences.0.device", "cuda:1"),
+        ({"pipelines.batch": [PLACED]}, "pipelines.batch.0.device", "cuda:1"),
+        ({"pipelines.tasks": [PLACED], "pipelines.task_workers": 2}, "pipelines.tasks.0.device", "cuda:1"),
+        ({"pipelines.tasks": [PLACED]}, None, {"pipelines.task_workers": 1}),
+        ({"pipelines": {"experiences": [PLACED], "actors": {"gpus": 1}}}, None, {"pipelines.actors.gpus": 1.0}),
     ],
 )
 def test_gpus_are_used_whole_and_with_defaults_of_their_own(override: Any, field: str | None, found: Any) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from rayrft.errors import AnswerTooLarge, CallFailed, CallTimeout, ProcessDied
 from rayrft.runtime.processes import template
@@ -49,6 +50,24 @@ async def test_processes_see_no_variables_that_may_hold_keys(monkeypatch: pytest
         assert seen == shown
     async with pool_of(inherit=True) as pool, pool.lease() as process:
         assert await process.call("variable", "HF_TOKEN", deadline_s=20) == os.environ["HF_TOKEN"]
+
+
+class Scorer:
+    """An actor whose code runs in a process."""
+
+    async def visible(self) -> str | None:
+        async with pool_of() as pool, pool.lease() as process:
+            seen: str | None = await process.call("variable", "CUDA_VISIBLE_DEVICES", deadline_s=20)
+            return seen
+
+
+def test_a_process_of_an_actor_sees_the_gpus_of_the_actor_and_no_other(ray_cluster: Any) -> None:
+    scorers = [ray.remote(Scorer).options(num_gpus=gpus).remote() for gpus in (0, 1)]
+    without, given = ray.get([scorer.visible.remote() for scorer in scorers])
+    assert without == ""
+    assert given in {"0", "1", "2", "3"}
+    for scorer in scorers:
+        ray.kill(scorer)
 
 
 async def gone(pid: int) -> None:

@@ -29,7 +29,7 @@ class EmbeddingOptions(Section):
     batch: int = Field(16, ge=1)
     """Texts of about one length that are embedded at a time."""
     device: str = "auto"
-    """``auto``: a GPU, if there is one."""
+    """``auto``: a GPU, if its process has one."""
 
 
 class Embedder:

@@ -33,6 +33,7 @@ import cloudpickle
 from rayrft.errors import CallFailed, ProcessDied
 from rayrft.runtime.processes.template import RECORD, RENEW, STATUS, Blueprint
 from rayrft.runtime.processes.worker import Worker
+from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import cancel, settle
 
 _PASSED = re.compile(
@@ -47,6 +48,12 @@ _STARTING_AT_ONCE = 8
 """Processes between fork and readiness: more would only compete for the cores."""
 
 
+def _hidden_gpus() -> dict[str, str]:
+    """Return the variable that hides all GPUs, in an actor that has none: Ray leaves it those of other actors."""
+    in_actor = "ray" in sys.modules and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+    return {"CUDA_VISIBLE_DEVICES": ""} if in_actor and not ray.get_gpu_ids() else {}
+
+
 def environment() -> dict[str, str]:
     """Return the variables that model-driven code may see, and those that RAYRFT_PASS_ENV names."""
     asked = os.environ.get("RAYRFT_PASS_ENV", "").split(",")
@@ -59,7 +66,8 @@ class ProcessPool:
     ``create`` and the arguments and answers of calls are pickled; ``plugins`` are loaded before it. An answer has at
     most ``answer_limit`` bytes, and an object is created within ``start_s``. ``warm_up`` is called once, before
     processes are forked, for imports that all need. They inherit few environment variables (`environment`), or all if
-    ``inherit``, for code that no model drives. After a lease the object is closed (``close()``, if there is one). If it
+    ``inherit``, for code that no model drives. In an actor without GPUs they see no GPU. After a lease the object is
+    closed (``close()``, if there is one). If it
     leaves threads or processes behind, its process is replaced; else another object is created in it.
     """
 
@@ -216,7 +224,7 @@ class _Template:
                 pass_fds=(control.fileno(), fd),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **environment},
+                env={"OMP_NUM_THREADS": "1", **environment, **_hidden_gpus()},
             )
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ended = False
