@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import platform
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -190,17 +191,25 @@ class Rank(RankApi):
         self._channel = None
 
     def _buckets(self, parcel: Parcel) -> Iterator[Tensor]:
-        """Iterate over the buckets, filled with the gathered weights. A collective."""
-        parameters = named_weights(self.learner.policy)
+        """Iterate over the buckets, filled with the gathered weights if this rank sends them. A collective."""
+        assert self._channel is not None
+        parameters, filled = named_weights(self.learner.policy), self._channel.reads
         for bucket in plan_buckets(parcel.metas, parcel.bucket_bytes):
-            buffer = empty_bucket(bucket, self._device)
-            tensors = []
-            for meta, (name, tensor) in zip(bucket, parameters, strict=False):
-                if name != meta.name:
-                    raise ValueError(f"parameter {name!r} came where {meta.name!r} was announced")
-                tensors.append(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
-            fill_bucket(buffer, bucket, tensors)
+            buffer = empty_bucket(bucket if filled else [], self._device)
+            gathered = (self._gathered(meta, *each) for meta, each in zip(bucket, parameters, strict=False))
+            if filled:
+                fill_bucket(buffer, bucket, gathered)
+            else:
+                deque(gathered, maxlen=0)
             yield buffer
+
+    def _gathered(self, meta: TensorMeta, name: str, tensor: Tensor) -> Tensor:
+        if name != meta.name:
+            raise ValueError(f"parameter {name!r} came where {meta.name!r} was announced")
+        if not isinstance(tensor, DTensor):
+            return tensor
+        cast_first = cast(DTensor, tensor.to(getattr(torch, meta.dtype)))  # fewer bytes to gather
+        return cast_first.full_tensor()
 
     def score(self, sequences: list[list[int]], images: list[tuple[str, ...]] | None = None) -> list[list[float]]:
         return self.learner.score(sequences, images)

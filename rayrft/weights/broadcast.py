@@ -1,10 +1,12 @@
 """Broadcast from the first trainer rank to all engine workers: gloo between CPUs, nccl between whole GPUs.
 
-The process group is separate from the default group of either side.
+The process group is separate from the default group of either side. While a bucket travels, the sender fills the next
+one and the receivers load the one before: either side holds two.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,20 +30,28 @@ class Broadcast(WeightTransport):
 
     def connect(self, end: Endpoint) -> None:
         self._device = end.device
-        if not end.sends or end.index == 0:
+        self.reads = not end.sends or end.index == 0
+        if self.reads:
             rank = 0 if end.sends else 1 + end.index
             self._group = self._form(end, rank, 1 + end.receivers, timedelta(seconds=end.timeout_s))
 
     def send(self, buckets: Iterable[Tensor]) -> None:
+        travelling: Any = None
         for buffer in buckets:
-            if self._group is not None:
-                self._broadcast(buffer)
+            if self.reads:
+                self._wait(travelling)
+                travelling = self._broadcast(buffer)
+        self._wait(travelling)
 
     def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        for size in sizes:
-            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._broadcast(buffer)
-            yield buffer
+        buffers = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
+        arriving: deque[tuple[Tensor, Any]] = deque()
+        for buffer in buffers:
+            arriving.append((buffer, self._broadcast(buffer)))
+            if len(arriving) == 2:
+                yield self._arrived(*arriving.popleft())
+        while arriving:
+            yield self._arrived(*arriving.popleft())
 
     def close(self) -> None:
         self._group = None
@@ -50,14 +60,22 @@ class Broadcast(WeightTransport):
         """Return the process group; blocks until all members have joined, or raises after the timeout."""
         raise NotImplementedError
 
-    def _broadcast(self, buffer: Tensor) -> None:
-        """Send (rank 0) or receive (others) one buffer in place; return when it has arrived."""
+    def _broadcast(self, buffer: Tensor) -> Any:
+        """Begin to send (rank 0) or receive (others) a buffer in place; return what `_wait` waits for."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        self._group.broadcast([buffer], options).wait()
-        if buffer.is_cuda:
-            torch.cuda.current_stream().synchronize()
+        return self._group.broadcast([buffer], options)
+
+    def _arrived(self, buffer: Tensor, travelling: Any) -> Tensor:
+        self._wait(travelling)
+        return buffer
+
+    def _wait(self, travelling: Any) -> None:
+        if travelling is not None:
+            travelling.wait()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
 
 
 @register_transport("gloo")

@@ -65,11 +65,11 @@ class Digest:
     """A 64-bit digest of a sequence of buffers, computed on their device (CPU or GPU), in bounded memory.
 
     The polynomial sum of their 64-bit words with position-dependent odd factors, modulo 2**64: a changed, lost or moved
-    word changes it. It detects faults, not forgery.
+    word changes it. It detects faults, not forgery. Only `value` waits for the device.
     """
 
     def __init__(self) -> None:
-        self._state = 0
+        self._state = torch.zeros((), dtype=torch.int64)
         self._factors: Tensor | None = None
 
     def update(self, buffer: Tensor) -> None:
@@ -77,11 +77,12 @@ class Digest:
         words = buffer.view(torch.int64)
         if self._factors is None or self._factors.device != buffer.device:
             self._factors = torch.arange(_CHUNK, dtype=torch.int64, device=buffer.device) * 0x9E3779B1 * 2 + 1
+            self._state = self._state.to(buffer.device)
         for start in range(0, words.numel(), _CHUNK):
             part = words[start : start + _CHUNK]
-            total = int((part * self._factors[: part.numel()]).sum())
-            self._state = (self._state * 1_000_003 + total + part.numel()) % (1 << 64)
+            total = (part * self._factors[: part.numel()]).sum()
+            self._state = self._state * 1_000_003 + total + part.numel()  # int64 wraps
 
     @property
     def value(self) -> str:
-        return f"{self._state:016x}"
+        return f"{int(self._state) % (1 << 64):016x}"

@@ -80,6 +80,11 @@ class WeightChannel:
         address = address_towards(link.host, link.port)
         self._transport.connect(Endpoint(sends, index, *ends, device, own, link.timeout_s, link.secret, address))
 
+    @property
+    def reads(self) -> bool:
+        """Whether this end reads the buckets that it sends; else they need not be filled."""
+        return self._announces or self._transport.reads
+
     def send(self, number: int, parcel: Parcel, buckets: Iterable[Tensor]) -> str:
         """Send the buckets of a parcel as transfer ``number``; return their digest, on the first sender."""
         digest = Digest()

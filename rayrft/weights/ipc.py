@@ -56,6 +56,7 @@ class CudaIpc(WeightTransport):
         gpus = [self._store.get(f"{others}/{index}") for index in range(count)]
         self._beside = [index for index, gpu in enumerate(gpus) if gpu == self._gpu]
         """Indices of the ends of the other side on this GPU; an engine that joins alone is beside one rank."""
+        self.reads = bool(self._beside)
         if not end.sends and not self._beside:
             raise RuntimeError(f"no trainer rank shares GPU {self._gpu} with this engine; ranks are on {sorted(gpus)}")
 

@@ -84,6 +84,8 @@ class WeightTransport(ABC):
 
     colocated: ClassVar[bool] = False
     """Whether each engine shares a GPU, and so a placement bundle, with a trainer rank."""
+    reads: bool = True
+    """Whether `send` reads the buckets at this end, since `connect`; else they are not filled."""
 
     @classmethod
     @abstractmethod
@@ -98,7 +100,8 @@ class WeightTransport(ABC):
     def send(self, buckets: Iterable[Tensor]) -> None:
         """Send flat buffers of bytes (uint8, on the endpoint's device); return when all have arrived.
 
-        Runs on every sender, which must take all buckets: making one is a collective of the senders.
+        Runs on every sender, which must take all buckets: making one is a collective of the senders. A bucket stays as
+        it is until the next but one is taken.
         """
 
     @abstractmethod

@@ -476,12 +476,16 @@ def adapted(engine: EngineUnderTest, policy: Policy, version: int) -> int:
     return nbytes
 
 
-@pytest.fixture
-def policy(engine: EngineUnderTest) -> Policy:
+def adapting(engine: EngineUnderTest) -> Policy:
     policy = load_policy(str(engine.folder))
     config = LoraConfig(rank=2, alpha=3, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
     policy.lora = Lora(policy.model, config, origin=str(engine.folder), compute=torch.float32, seed=0)
     return policy
+
+
+@pytest.fixture
+def policy(engine: EngineUnderTest) -> Policy:
+    return adapting(engine)
 
 
 def test_only_the_adapter_is_sent_and_the_engine_computes_with_all(engine: EngineUnderTest, policy: Policy) -> None:
@@ -500,3 +504,7 @@ def test_an_adapter_is_added_to_an_earlier_stage(engine: EngineUnderTest, policy
     load_hf(policy, str(stage))
     adapted(engine, policy, 50)
     adapted(engine, moved(policy, seed=2), 51)
+    again = moved(adapting(engine), seed=3)
+    write_hf(again, again.state_dict(), ChatTokenizer(engine.folder), stage)  # the stage was repeated
+    load_hf(policy, str(stage))
+    adapted(engine, policy, 52)

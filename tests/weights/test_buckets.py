@@ -81,6 +81,16 @@ def test_a_lost_bucket_of_zeros_shows() -> None:
     assert digest(buffer) != digest(buffer, zeros)
 
 
+def test_the_digest_is_the_sum_that_it_says_it_is() -> None:
+    buffers = [torch.randint(0, 256, (8 * size,), dtype=torch.uint8) for size in (1, 7, 300)]
+    state = 0
+    for buffer in buffers:
+        words = buffer.view(torch.int64).tolist()
+        total = sum(word * (2 * 0x9E3779B1 * place + 1) for place, word in enumerate(words))
+        state = (state * 1_000_003 + total + len(words)) % 2**64
+    assert digest(*buffers) == f"{state:016x}"
+
+
 def test_long_buffers_are_digested_in_pieces() -> None:
     buffer = torch.ones((1 << 22) + 64, dtype=torch.uint8)
     changed = buffer.clone()

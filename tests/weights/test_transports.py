@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import socket
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from torch.multiprocessing import reductions
 from rayrft.config import RunConfig, load_config
 from rayrft.errors import ConfigError, WeightSyncError
 from rayrft.weights import Endpoint, ipc, transports
-from rayrft.weights.broadcast import Nccl
+from rayrft.weights.broadcast import Gloo, Nccl
 from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_buckets
 from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
@@ -55,11 +57,13 @@ def parcel(tensors: dict[str, Tensor]) -> Parcel:
 
 
 def buckets(tensors: dict[str, Tensor]) -> Iterator[Tensor]:
+    before = torch.zeros(0)
     for metas in plan_buckets(parcel(tensors).metas, 1200):
         buffer = empty_bucket(metas, CPU)
         fill_bucket(buffer, metas, [tensors[meta.name] for meta in metas])
         yield buffer
-        buffer.zero_()  # what the sender does with a bucket afterwards is no longer the receiver's concern
+        before.zero_()  # what the sender does with a bucket once another was taken is not the receiver's concern
+        before = buffer
 
 
 class Ends:
@@ -142,6 +146,54 @@ def test_every_receiver_gets_the_same_bytes_transfer_after_transfer(
     assert not list(tmp_path.iterdir())
     if transport == "ipc":  # what nobody maps would never be freed
         assert len(exported) == 2 * receivers * len(list(buckets(weights(1))))
+
+
+class RecordedGroup:
+    """A process group whose broadcasts end when they are waited for."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self._begun = itertools.count()
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
+        number = next(self._begun)
+        self.events.append(f"begin {number}")
+        return SimpleNamespace(wait=lambda: self.events.append(f"end {number}"))
+
+
+def test_a_bucket_travels_while_the_next_is_filled_and_the_one_before_is_loaded() -> None:
+    group, transport = RecordedGroup(), Gloo()
+    transport._group, transport._device = group, CPU
+
+    def filled() -> Iterator[Tensor]:
+        for number in range(3):
+            group.events.append(f"fill {number}")
+            yield torch.zeros(8, dtype=torch.uint8)
+
+    transport.send(filled())
+    assert group.events == [
+        *("fill 0", "begin 0", "fill 1", "end 0", "begin 1"),
+        *("fill 2", "end 1", "begin 2", "end 2"),
+    ]
+    group = transport._group = RecordedGroup()
+    for number, buffer in enumerate(transport.receive([8, 16, 24])):
+        group.events.append(f"load {number}")
+        assert buffer.numel() == 8 * (number + 1)
+    assert group.events == [
+        *("begin 0", "begin 1", "end 0", "load 0"),
+        *("begin 2", "end 1", "load 1", "end 2", "load 2"),
+    ]
+
+
+def test_only_ends_that_send_read_their_buckets(exported: dict[str, Tensor]) -> None:
+    for transport, receivers, reading in (
+        ("gloo", 1, [True, False]),
+        ("ipc", 1, [True, False]),
+        ("ipc", 2, [True] * 2),
+    ):
+        ends = Ends(transport, 2, receivers)
+        assert [end.reads for end in ends.senders] == reading
+        ends.close()
 
 
 @pytest.mark.usefixtures("exported")

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -51,8 +52,8 @@ class TransferInfo(WeightTransferUpdateInfo):
 class BucketReceiver(WeightTransferEngine[LinkInfo, TransferInfo]):
     """Receives buckets, digests them, and loads them in checkpoint format through vLLM's layerwise reload.
 
-    For an adapter only the factors are sent; the base weights are read again from the model's folder, which needs no
-    memory between updates and is fast while its files are in the page cache.
+    For an adapter only the factors are sent. The base weights stay mapped from the model's files: the kernel may drop
+    their pages and read them again, so that they need no memory of their own.
     """
 
     init_info_cls = LinkInfo
@@ -63,6 +64,8 @@ class BucketReceiver(WeightTransferEngine[LinkInfo, TransferInfo]):
         end_with_parent()
         self.digest = ""
         self._channel: WeightChannel | None = None
+        self._base: tuple[Any, list[tuple[str, Tensor]]] | None = None
+        """Files and tensors of the base weights of an adapter."""
 
     def init_transfer_engine(self, init_info: LinkInfo) -> None:
         self.shutdown()
@@ -112,11 +115,15 @@ class BucketReceiver(WeightTransferEngine[LinkInfo, TransferInfo]):
         self._channel = None
 
     def _weights_of(self, model: str) -> Iterable[tuple[str, Tensor]]:
-        """Iterate over the names and tensors in a model's files."""
-        config = copy.copy(self.model_config)
-        config.model = model
-        loader = get_model_loader(replace(self.vllm_config.load_config, use_tqdm_on_load=False))
-        return loader.get_all_weights(config, self.model)
+        """Return the names and tensors in a model's files, which are mapped once, until they are replaced."""
+        found = [(file.name, file.stat()) for file in sorted(Path(model).glob("*.safetensors"))]
+        files = model, [(name, status.st_ino, status.st_mtime_ns, status.st_size) for name, status in found]
+        if self._base is None or self._base[0] != files:
+            config = copy.copy(self.model_config)
+            config.model = model
+            loader = get_model_loader(replace(self.vllm_config.load_config, use_tqdm_on_load=False))
+            self._base = files, list(loader.get_all_weights(config, self.model))
+        return self._base[1]
 
     def _forget_packed_experts(self) -> None:
         # On CPU vLLM packs experts when it builds their kernel, and otherwise hands it weights that are not packed: the

@@ -67,8 +67,8 @@ class ProcessPool:
     most ``answer_limit`` bytes, and an object is created within ``start_s``. ``warm_up`` is called once, before
     processes are forked, for imports that all need. They inherit few environment variables (`environment`), or all if
     ``inherit``, for code that no model drives. In an actor without GPUs they see no GPU. After a lease the object is
-    closed (``close()``, if there is one). If it
-    leaves threads or processes behind, its process is replaced; else another object is created in it.
+    closed (``close()``, if there is one). If it leaves threads or processes behind, its process is replaced; else
+    another object is created in it.
     """
 
     def __init__(

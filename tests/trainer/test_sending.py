@@ -1,0 +1,66 @@
+"""What a rank gathers and fills to send its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rayrft.config.trainer import TrainerConfig
+from rayrft.trainer.loading import Loader, load_policy
+from rayrft.trainer.model import named_weights
+from rayrft.trainer.rank import Rank
+from rayrft.weights.buckets import read_bucket
+from rayrft.weights.messages import Parcel, TensorMeta
+from tests.trainer.learners import CPU
+from tests.trainer.ranks import on_ranks
+
+
+class Gathered(TorchDispatchMode):
+    """Counts the bytes that are gathered from all ranks together."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_gather_into_tensor" in str(func):
+            self.nbytes += args[0].nbytes * dist.get_world_size()
+        return func(*args, **(kwargs or {}))
+
+
+def _sent(folder: str) -> list[tuple[int, int, int, list[Tensor]]]:
+    rank, index = object.__new__(Rank), dist.get_rank()
+    loader = Loader(
+        TrainerConfig(ranks=dist.get_world_size()),
+        init_device_mesh("cpu", (dist.get_world_size(),)),
+        CPU,
+        torch.bfloat16,
+        seed=0,
+    )
+    policy = loader.load(folder, lambda policy: policy)
+    rank.learner = SimpleNamespace(policy=policy)  # type: ignore[assignment]
+    rank._device, rank._channel = CPU, SimpleNamespace(reads=index == 0)  # type: ignore[assignment]
+    metas = [TensorMeta.of(name, tensor, torch.bfloat16) for name, tensor in named_weights(policy)]
+    parcel = Parcel(metas, 1 << 14, None)
+    with Gathered() as gathered:
+        buckets = list(rank._buckets(parcel))
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, (gathered.nbytes, sum(each.nbytes for each in buckets), parcel.nbytes, buckets))
+    return held
+
+
+def test_weights_are_gathered_once_as_they_are_sent_and_filled_by_the_rank_that_sends(tiny_model: Path) -> None:
+    first, second = on_ranks(2, _sent, str(tiny_model))
+    expected = {name: tensor.bfloat16() for name, tensor in named_weights(load_policy(str(tiny_model)))}
+    metas = [TensorMeta.of(name, tensor, torch.bfloat16) for name, tensor in expected.items()]
+    for gathered, _, sent, buckets in (first, second):
+        assert sent <= gathered <= 1.05 * sent  # uneven shards are padded
+        assert len(buckets) > 3
+    assert (first[1], second[1]) == (sum(meta.padded for meta in metas), 0)
+    found = dict(read_bucket(torch.cat(first[3]), metas))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
