@@ -7,6 +7,7 @@ import platform
 import threading
 from collections import deque
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,7 +38,7 @@ from rayrft.trainer.model import named_weights, save_hf
 from rayrft.trainer.result import PairRanking, StepResult
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from rayrft.trainer.value_model import Critic
-from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets
+from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets, two_buffers
 from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.messages import Adapter, Link, Parcel, Sent, TensorMeta
 
@@ -194,8 +195,10 @@ class Rank(RankApi):
         """Iterate over the buckets, filled with the gathered weights if this rank sends them. A collective."""
         assert self._channel is not None
         parameters, filled = named_weights(self.learner.policy), self._channel.reads
-        for bucket in plan_buckets(parcel.metas, parcel.bucket_bytes):
-            buffer = empty_bucket(bucket if filled else [], self._device)
+        buckets = plan_buckets(parcel.metas, parcel.bucket_bytes)
+        memory = cycle(two_buffers(buckets if filled else [], self._device))
+        for bucket in buckets:
+            buffer = empty_bucket(bucket if filled else [], next(memory))
             gathered = (self._gathered(meta, *each) for meta, each in zip(bucket, parameters, strict=False))
             if filled:
                 fill_bucket(buffer, bucket, gathered)

@@ -35,9 +35,20 @@ def bucket_bytes(metas: list[TensorMeta]) -> int:
     return sum(meta.padded for meta in metas)
 
 
-def empty_bucket(metas: list[TensorMeta], device: torch.device | str) -> Tensor:
-    """Allocate a buffer for a bucket, zeroed because padding is part of the digest."""
-    return torch.zeros(bucket_bytes(metas), dtype=torch.uint8, device=device)
+def empty_bucket(metas: list[TensorMeta], memory: Tensor) -> Tensor:
+    """Return the front of ``memory`` (bytes) as the buffer of a bucket. Its padding is zero: the digest includes it."""
+    end = 0
+    for meta in metas:
+        end += meta.padded
+        memory[end - meta.padded + meta.nbytes : end] = 0
+    return memory[:end]
+
+
+def two_buffers(buckets: list[list[TensorMeta]], device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Allocate memory for any two of the buckets: one travels while the next is filled."""
+    size = max(map(bucket_bytes, buckets), default=0)
+    first, second = torch.empty(2, size, dtype=torch.uint8, device=device)
+    return first, second
 
 
 def fill_bucket(buffer: Tensor, metas: list[TensorMeta], tensors: Iterable[Tensor]) -> None:
@@ -80,7 +91,8 @@ class Digest:
             self._state = self._state.to(buffer.device)
         for start in range(0, words.numel(), _CHUNK):
             part = words[start : start + _CHUNK]
-            total = (part * self._factors[: part.numel()]).sum()
+            factors = self._factors[: part.numel()]
+            total = torch.dot(part, factors) if part.device.type == "cpu" else (part * factors).sum()
             self._state = self._state * 1_000_003 + total + part.numel()  # int64 wraps
 
     @property

@@ -36,6 +36,7 @@ SMALLEST = {
     "bench_rewards": "--rounds 1 --seconds 0.5",
     "bench_sandbox": "--seconds 0.5 --rounds 1",
     "bench_scale": "--gpus 8 --steps 2 --rest 1",
+    "bench_sync": "--millions 1 --rounds 1",
     "bench_trainer": "--rounds 1 --hidden 64 --layers 2 --vocabulary 512 --rows 8",
     "bench_trl": "--rounds 1 --steps 4 --batches 4x4x8 --hidden 64 --layers 2 --threads 1 --engines 1 --ranks 1",
     "bench_turns": "--groups 2 --in-flight 2 --engines 1 --turns 2",

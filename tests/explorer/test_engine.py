@@ -40,7 +40,7 @@ from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import named_weights, write_hf
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.tiny import make_tiny_model
-from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets
+from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets, two_buffers
 from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
 from tests.algorithms.flat import token_logprobs
@@ -106,7 +106,7 @@ class EngineUnderTest:
 @torch.no_grad()
 def _buckets(parcel: Parcel, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
     for bucket in plan_buckets(parcel.metas, parcel.bucket_bytes):
-        buffer = empty_bucket(bucket, "cpu")
+        buffer = empty_bucket(bucket, two_buffers([bucket], "cpu")[0])
         fill_bucket(buffer, bucket, [tensors[meta.name] for meta in bucket])
         yield buffer
 

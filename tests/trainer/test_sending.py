@@ -48,7 +48,7 @@ def _sent(folder: str) -> list[tuple[int, int, int, list[Tensor]]]:
     metas = [TensorMeta.of(name, tensor, torch.bfloat16) for name, tensor in named_weights(policy)]
     parcel = Parcel(metas, 1 << 14, None)
     with Gathered() as gathered:
-        buckets = list(rank._buckets(parcel))
+        buckets = [bucket.clone() for bucket in rank._buckets(parcel)]
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, (gathered.nbytes, sum(each.nbytes for each in buckets), parcel.nbytes, buckets))
     return held

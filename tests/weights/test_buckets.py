@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_buckets, read_bucket
+from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_buckets, read_bucket, two_buffers
 from rayrft.weights.messages import TensorMeta
 
 TENSORS = {
@@ -23,7 +23,7 @@ METAS = [TensorMeta.of(name, tensor, tensor.dtype) for name, tensor in TENSORS.i
 def test_tensors_come_back_as_they_went_in_whatever_the_bucket_size(bucket_bytes: int) -> None:
     got: dict[str, torch.Tensor] = {}
     for bucket in plan_buckets(METAS, bucket_bytes):
-        buffer = empty_bucket(bucket, "cpu")
+        buffer = empty_bucket(bucket, two_buffers([bucket], "cpu")[0])
         fill_bucket(buffer, bucket, [TENSORS[meta.name] for meta in bucket])
         got |= dict(read_bucket(buffer, bucket))
     assert list(got) == list(TENSORS)
@@ -41,7 +41,7 @@ def test_buckets_keep_the_order_and_respect_their_size(sizes: list[int], limit: 
 
 def test_weights_are_cast_to_what_the_engine_computes_in() -> None:
     meta = TensorMeta.of("w", torch.zeros(3), torch.bfloat16)
-    buffer = empty_bucket([meta], "cpu")
+    buffer = empty_bucket([meta], two_buffers([[meta]], "cpu")[0])
     fill_bucket(buffer, [meta], [torch.tensor([1.0, 2.0, 3.14159])])
     [(_, tensor)] = read_bucket(buffer, [meta])
     assert tensor.dtype == torch.bfloat16 and tensor[0].item() == 1.0
@@ -49,7 +49,7 @@ def test_weights_are_cast_to_what_the_engine_computes_in() -> None:
 
 def test_a_shape_that_was_not_announced_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a has shape \(4,\), announced as \(5,\)"):
-        fill_bucket(empty_bucket(METAS[:1], "cpu"), METAS[:1], [torch.zeros(4)])
+        fill_bucket(empty_bucket(METAS[:1], two_buffers([METAS[:1]], "cpu")[0]), METAS[:1], [torch.zeros(4)])
 
 
 def digest(*buffers: torch.Tensor) -> str:

@@ -25,7 +25,7 @@ from rayrft.config import RunConfig, load_config
 from rayrft.errors import ConfigError, WeightSyncError
 from rayrft.weights import Endpoint, ipc, transports
 from rayrft.weights.broadcast import Gloo, Nccl
-from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_buckets
+from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_buckets, two_buffers
 from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
 from rayrft.weights.transport import SignedStore
@@ -59,7 +59,7 @@ def parcel(tensors: dict[str, Tensor]) -> Parcel:
 def buckets(tensors: dict[str, Tensor]) -> Iterator[Tensor]:
     before = torch.zeros(0)
     for metas in plan_buckets(parcel(tensors).metas, 1200):
-        buffer = empty_bucket(metas, CPU)
+        buffer = empty_bucket(metas, two_buffers([metas], CPU)[0])
         fill_bucket(buffer, metas, [tensors[meta.name] for meta in metas])
         yield buffer
         before.zero_()  # what the sender does with a bucket once another was taken is not the receiver's concern
