@@ -181,7 +181,7 @@ def export_checkpoint(
     trained = RewardClassifier(policy, padding_of(model)) if reward_model else policy
     load_weights(checkpoint, trained)
     if merged or reward_model:
-        write_hf(trained, trained.state_dict(), tokenizer, to)
+        write_hf(trained, trained.state_dict(), tokenizer, to, getattr(torch, config.model.dtype))
     else:
         write_adapter(policy, base, tokenizer, to)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.files import atomic_folder
@@ -26,35 +28,57 @@ def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
             yield checkpoint_name(name), parameter.detach()
 
 
-def save_hf(model: Policy | RewardClassifier, tokenizer: ChatTokenizer, folder: Path, *, writer: bool) -> None:
-    """Write a Hugging Face folder: weights (with an adapter merged), configuration, tokenizer.
+def save_hf(
+    model: Policy | RewardClassifier, tokenizer: ChatTokenizer, folder: Path, *, dtype: torch.dtype, writer: bool
+) -> None:
+    """Write a Hugging Face folder: weights in ``dtype`` (with an adapter merged), configuration, tokenizer.
 
-    A collective; only the ``writer`` rank writes.
+    A collective that gathers one tensor at a time; only the ``writer`` rank keeps and writes them.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: dict[str, Any] = get_model_state_dict(model, options=options)  # on the first rank alone
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if model.lora is None and tensor.is_floating_point():  # an adapter is merged first
+            tensor = tensor.to(dtype)
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if writer:
+            state[name] = whole.cpu()
     if writer:
-        write_hf(model, state, tokenizer, folder)
+        write_hf(model, state, tokenizer, folder, dtype)
 
 
 def write_hf(
-    model: Policy | RewardClassifier, state: dict[str, Tensor], tokenizer: ChatTokenizer, folder: Path
+    model: Policy | RewardClassifier,
+    state: dict[str, Tensor],
+    tokenizer: ChatTokenizer,
+    folder: Path,
+    dtype: torch.dtype,
 ) -> None:
-    """Write a Hugging Face folder from gathered parameters. An adapter is merged into the frozen weights as read from
-    their files, because the model's may be rounded to the compute dtype."""
+    """Write a Hugging Face folder from gathered parameters, in ``dtype``. An adapter is merged into the frozen weights
+    as read from their files, because the model's may be rounded to the compute dtype."""
     weights, target = model.named_as_in_files(state), model.transformer
     if model.lora is not None:
         frozen = load_policy(model.lora.base).model
         exact = (frozen if isinstance(model, Policy) else frozen.base_model).state_dict()
         exact = model.named_as_in_files({f"model.{name}": tensor for name, tensor in exact.items()})
         weights = model.lora.merged({name: exact.get(name, tensor) for name, tensor in weights.items()})
+    weights = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     with atomic_folder(folder) as temporary:
         if getattr(target, "generation_config", None) is not None:
             target.generation_config.eos_token_id = list(tokenizer.stop_ids)
         target.save_pretrained(temporary, state_dict=weights)
+        _name_dtype(temporary / "config.json", str(dtype).removeprefix("torch."))
         if model.images is not None:
             model.images.processor.save_pretrained(temporary)
         tokenizer.hf.save_pretrained(temporary)  # with the chat template that was trained with
+
+
+def _name_dtype(file: Path, dtype: str) -> None:
+    """Name the dtype of the files in a model's configuration, which says that of the model in memory."""
+    config = json.loads(file.read_text())
+    for section in (config, *(each for each in config.values() if isinstance(each, dict))):
+        if "dtype" in section:
+            section["dtype"] = dtype
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def write_adapter(policy: Policy, base: str, tokenizer: ChatTokenizer, folder: Path) -> None:

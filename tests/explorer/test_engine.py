@@ -500,11 +500,11 @@ def test_only_the_adapter_is_sent_and_the_engine_computes_with_all(engine: Engin
 
 def test_an_adapter_is_added_to_an_earlier_stage(engine: EngineUnderTest, policy: Policy, tmp_path: Any) -> None:
     stage = tmp_path / "stage"
-    write_hf(moved(policy, seed=1), policy.state_dict(), ChatTokenizer(engine.folder), stage)
+    write_hf(moved(policy, seed=1), policy.state_dict(), ChatTokenizer(engine.folder), stage, torch.float32)
     load_hf(policy, str(stage))
     adapted(engine, policy, 50)
     adapted(engine, moved(policy, seed=2), 51)
     again = moved(adapting(engine), seed=3)
-    write_hf(again, again.state_dict(), ChatTokenizer(engine.folder), stage)  # the stage was repeated
+    write_hf(again, again.state_dict(), ChatTokenizer(engine.folder), stage, torch.float32)  # the stage was repeated
     load_hf(policy, str(stage))
     adapted(engine, policy, 52)

@@ -1,4 +1,4 @@
-"""What a rank gathers and fills to send its weights."""
+"""What a rank gathers to send or save its weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayrft.config.trainer import TrainerConfig
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.trainer.loading import Loader, load_policy
-from rayrft.trainer.model import named_weights
+from rayrft.trainer.model import named_weights, save_hf
+from rayrft.trainer.policy import Policy
 from rayrft.trainer.rank import Rank
 from rayrft.weights.buckets import read_bucket
 from rayrft.weights.messages import Parcel, TensorMeta
@@ -33,16 +36,14 @@ class Gathered(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _policy(folder: str) -> Policy:
+    ranks = dist.get_world_size()
+    loader = Loader(TrainerConfig(ranks=ranks), init_device_mesh("cpu", (ranks,)), CPU, torch.bfloat16, seed=0)
+    return loader.load(folder, lambda policy: policy)
+
+
 def _sent(folder: str) -> list[tuple[int, int, int, list[Tensor]]]:
-    rank, index = object.__new__(Rank), dist.get_rank()
-    loader = Loader(
-        TrainerConfig(ranks=dist.get_world_size()),
-        init_device_mesh("cpu", (dist.get_world_size(),)),
-        CPU,
-        torch.bfloat16,
-        seed=0,
-    )
-    policy = loader.load(folder, lambda policy: policy)
+    rank, index, policy = object.__new__(Rank), dist.get_rank(), _policy(folder)
     rank.learner = SimpleNamespace(policy=policy)  # type: ignore[assignment]
     rank._device, rank._channel = CPU, SimpleNamespace(reads=index == 0)  # type: ignore[assignment]
     metas = [TensorMeta.of(name, tensor, torch.bfloat16) for name, tensor in named_weights(policy)]
@@ -64,3 +65,23 @@ def test_weights_are_gathered_once_as_they_are_sent_and_filled_by_the_rank_that_
     assert (first[1], second[1]) == (sum(meta.padded for meta in metas), 0)
     found = dict(read_bucket(torch.cat(first[3]), metas))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def _saved(model: str, folder: Path) -> tuple[int, int]:
+    policy = _policy(model)
+    with Gathered() as gathered:
+        save_hf(policy, ChatTokenizer(model), folder, dtype=torch.bfloat16, writer=dist.get_rank() == 0)
+    return gathered.nbytes, 2 * sum(tensor.numel() for tensor in policy.state_dict().values())
+
+
+def test_a_model_is_gathered_and_written_in_the_dtype_that_it_computes_in(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    gathered, expected = on_ranks(2, _saved, str(tiny_model), tmp_path / "saved")
+    assert expected <= gathered <= 1.05 * expected
+    files = load_file(tmp_path / "saved" / "model.safetensors")
+    trained = dict(named_weights(load_policy(str(tiny_model))))
+    assert files.keys() == trained.keys()
+    assert all(torch.equal(tensor, trained[name].bfloat16()) for name, tensor in files.items())
+    assert AutoConfig.from_pretrained(tmp_path / "saved").dtype == torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto").dtype == torch.bfloat16
