@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rayrft.config.explorer import EngineConfig
 from rayrft.explorer.engines.engine import RolloutEngine
@@ -27,16 +27,32 @@ SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, 
 ROWS = [[5, 40, 41, 42, 43, 3, 50, 51, 12], [2, 60, 3, 44], [7] * 20]
 
 
-def written(family: str, folder: Path, vision: Path) -> None:
+def written(family: str, folder: Path, vision: Path, seed: int) -> Path:
     """Write a random model of a family."""
+    torch.manual_seed(seed)
     if family == "qwen2-vl":
         shutil.copytree(vision, folder)
-        return
-    torch.manual_seed(0)
-    config = copy.deepcopy(FAMILIES[family.replace("untied", "tied")])
-    config.update(SHAPE)
-    config.tie_word_embeddings &= "untied" not in family
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        model = AutoModelForImageTextToText.from_pretrained(vision)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    else:
+        config = copy.deepcopy(FAMILIES[family.replace("untied", "tied")])
+        config.update(SHAPE)
+        config.tie_word_embeddings &= "untied" not in family
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def started(folder: Path) -> Any:
+    actor = ray.remote(RolloutEngine).options(num_cpus=0.5, max_concurrency=1000).remote()
+    ray.get(actor.start.remote(str(folder), EngineConfig(), max_length=32, dtype="float32", seed=0))
+    return actor
+
+
+def scores(actor: Any) -> np.ndarray:
+    return np.concatenate([ray.get(actor.score.remote(row)) for row in ROWS])
 
 
 @pytest.mark.slow
@@ -44,22 +60,15 @@ def written(family: str, folder: Path, vision: Path) -> None:
 def test_an_engine_that_received_weights_equals_one_that_was_started_with_them(
     family: str, ray_cluster: Any, tmp_path: Path, tiny_vision_model: Path
 ) -> None:
-    folder = tmp_path / "model"
-    written(family, folder, tiny_vision_model)
-    actor = ray.remote(RolloutEngine).options(num_cpus=0.5, max_concurrency=1000).remote()
-    ray.get(actor.start.remote(str(folder), EngineConfig(), max_length=32, dtype="float32", seed=0))
-    engine = EngineUnderTest(actor, folder, linked(actor, 1))
-
-    def scores() -> np.ndarray:
-        return np.concatenate([ray.get(actor.score.remote(row)) for row in ROWS])
-
-    fresh = scores()
-    own = {name: tensor.clone() for name, tensor in named_weights(load_policy(str(folder)))}
-    chance = torch.Generator().manual_seed(1)
-    other = {name: tensor + 0.1 * torch.randn(tensor.shape, generator=chance) for name, tensor in own.items()}
-    for version in (1, 3):
-        engine.update(other.items(), version)
-        assert np.abs(scores() - fresh).max() > 0.01, "the engine ignores what it receives"
-        engine.update(own.items(), version + 1)
-        assert np.abs(scores() - fresh).max() <= FRESH
+    first, second = (written(family, tmp_path / str(seed), tiny_vision_model, seed) for seed in (1, 2))
+    other = started(second)
+    expected = scores(other)
+    ray.kill(other)
+    actor = started(first)
+    fresh = scores(actor)
+    assert np.abs(expected - fresh).max() > 0.01
+    engine = EngineUnderTest(actor, first, linked(actor, 1))
+    for version, (folder, found) in enumerate([(second, expected), (first, fresh), (second, expected)], 1):
+        engine.update(named_weights(load_policy(str(folder))), version)
+        assert np.abs(scores(actor) - found).max() <= FRESH, version
     ray.kill(actor)
