@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import torch
@@ -60,8 +60,15 @@ def is_device_fault(error: BaseException) -> bool:
     return _is_out_of_memory(error)
 
 
-def device_failed(error: BaseException, rank: int, where: str, config: TrainerConfig) -> DeviceFailed | None:
-    """Return the typed error of a device fault on a rank; None for other errors. ``where`` is node and device."""
+def device_failed(
+    error: BaseException,
+    rank: int,
+    where: str,
+    config: TrainerConfig,
+    savings: Callable[[], list[tuple[str, float]]] = list,
+) -> DeviceFailed | None:
+    """Return the typed error of a device fault on a rank; None for other errors. ``where`` is node and device, and
+    ``savings`` returns changes of the config with the bytes that they save."""
     if not is_device_fault(error):
         return None
     problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -69,25 +76,25 @@ def device_failed(error: BaseException, rank: int, where: str, config: TrainerCo
         remedy = "check the device (nvidia-smi; Xid lines in dmesg), then resume the run, if need be on another node"
         return DeviceFailed(f"the device failed: {problem}", remedy, field=f"trainer rank {rank}", value=where)
     problem = f"out of memory in {_phase(error)}: {problem}{_memory()}"
-    half = f"lower trainer.micro_batch_tokens ({config.micro_batch_tokens}): half as many take half the activations"
-    remedies = [half]
-    remedies += (
-        []
-        if config.gradient_checkpointing
-        else ["set trainer.gradient_checkpointing: true, which keeps one state a layer"]
-    )
-    remedies += [f"raise trainer.ranks ({config.ranks}), which share weights and moments"]
+    remedies = [f"{text} ({saved / 2**30:.1f} GiB less)" for text, saved in savings()] or [
+        f"lower trainer.micro_batch_tokens ({config.micro_batch_tokens}): half as many take half the activations",
+        *["set trainer.gradient_checkpointing: true, which keeps one state a layer"]
+        * (not config.gradient_checkpointing),
+        f"raise trainer.ranks ({config.ranks}), which share weights and moments",
+    ]
     remedy = f"{'; '.join(remedies)}; then resume the run"
     return OutOfMemory(problem, remedy, field=f"trainer rank {rank}", value=where)
 
 
 def _phase(error: BaseException) -> str:
-    """Return the phase in which an error was raised, by the innermost frame that belongs to one."""
-    found, traceback = "a call", error.__traceback__
+    """Return the phase in which an error was raised, by the innermost frame that belongs to one, and its tokens."""
+    found, tokens, traceback = "a call", 0, error.__traceback__
     while traceback is not None:
-        module, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next
+        frame, traceback = traceback.tb_frame, traceback.tb_next
+        module, batch = frame.f_globals.get("__name__", ""), frame.f_locals.get("batch")
         found = next((phase for name, phase in _PHASES.items() if module.startswith(name)), found)
-    return found
+        tokens = batch.token_ids.numel() if isinstance(batch, MicroBatch) else tokens
+    return f"{found} of {tokens:,} tokens" if tokens else found
 
 
 def _memory() -> str:

@@ -92,6 +92,27 @@ def activation_bytes(path: str, field: str = "model.path") -> float:
     return (two - one) / _TOKENS
 
 
+def memory_savings(path: str, config: TrainerConfig, *, half: bool) -> list[tuple[str, float]]:
+    """Return changes of the config with the bytes by which each lowers the memory of a rank, the largest first; nothing
+    if the activations of the model cannot be counted."""
+    try:
+        shape, activation = shape_of(path), activation_bytes(path)
+    except ModelError:
+        return []
+    tokens, ranks = config.micro_batch_tokens // 2, 2 * config.ranks
+    changes: dict[str, dict[str, Any]] = {
+        "set trainer.gradient_checkpointing: true": {"gradient_checkpointing": True},
+        f"lower trainer.micro_batch_tokens to {tokens}": {"micro_batch_tokens": tokens},
+        f"raise trainer.ranks to {ranks}": {"ranks": ranks},
+    }
+
+    def total(change: dict[str, Any]) -> float:
+        return rank_memory(shape, config.model_copy(update=change), half=half, activation=activation).total
+
+    saved = [(text, total({}) - total(change)) for text, change in changes.items()]
+    return sorted((each for each in saved if each[1] > 0), key=lambda each: -each[1])
+
+
 def _kind(path: str, field: str) -> tuple[Any, Any]:
     """Return a model's config, and the auto class of transformers that makes it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText

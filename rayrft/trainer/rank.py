@@ -7,6 +7,7 @@ import platform
 import threading
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +35,7 @@ from rayrft.trainer.blame import device_failed, is_device_fault
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import Loader, load_hf
+from rayrft.trainer.memory import memory_savings
 from rayrft.trainer.model import named_weights, save_hf
 from rayrft.trainer.result import PairRanking, StepResult
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
@@ -69,7 +71,8 @@ def run_rank(options: dict[str, Any]) -> None:
         while (call := fetch(trainer.call(Mailbox.next_call, index, number, answer))) is not None:
             number, answer = number + 1, getattr(rank, call.method)(*call.args, **call.kwargs)
     except BaseException as error:
-        fetch(trainer.call(Mailbox.failed, index, device_failed(error, index, where, setup.config) or error))
+        savings = partial(memory_savings, setup.model, setup.config, half=setup.dtype != "float32")
+        fetch(trainer.call(Mailbox.failed, index, device_failed(error, index, where, setup.config, savings) or error))
         raise
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -14,7 +17,8 @@ from rayrft.config import load_config
 from rayrft.config.trainer import LoraConfig, TrainerConfig
 from rayrft.core.plan import check_memory, plan_memory
 from rayrft.errors import ConfigError, PlacementError
-from rayrft.trainer.memory import activation_bytes, rank_memory, shape_of
+from rayrft.trainer.blame import device_failed
+from rayrft.trainer.memory import activation_bytes, memory_savings, rank_memory, shape_of
 from tests.config.given import GRPO, base
 from tests.errors import about
 from tests.trainer.test_loading import SHAPES
@@ -67,6 +71,24 @@ def test_activations_of_a_layer_are_counted_by_a_run_without_memory(
     models: dict[str, str], name: str, kilobytes: float
 ) -> None:
     assert activation_bytes(models[name]) / 1000 == pytest.approx(kilobytes, rel=0.01)
+
+
+def test_an_error_for_want_of_memory_says_which_setting_saves_how_much(models: dict[str, str], tmp_path: Path) -> None:
+    trainer = config_of(models["qwen3 0.6B"], 2).trainer
+    savings = partial(memory_savings, models["qwen3 0.6B"], trainer, half=True)
+    failed = device_failed(torch.OutOfMemoryError("CUDA out of memory"), 0, "node", trainer, savings)
+    assert failed is not None
+    found = re.findall(r"([^;]+) \(([\d.]+) gib less\)", failed.remedy.lower())
+    assert [text.strip() for text, _ in found] == [
+        "set trainer.gradient_checkpointing: true",
+        "lower trainer.micro_batch_tokens to 8192",
+        "raise trainer.ranks to 4",
+    ]
+    # Of 33 GB of activations 2.1 are left, or half; 16 bytes of each of 0.6e9 parameters are shared by four, not two.
+    expected = [(33.0 - 2.1) * 1e9, 16.5e9, 16 / 4 * 0.6e9]
+    assert [float(gib) * 2**30 for _, gib in found] == pytest.approx(expected, rel=0.1)
+    nothing = memory_savings(str(tmp_path), trainer, half=True)
+    assert nothing == [], "a model that cannot be counted"
 
 
 def test_what_does_not_fit_is_said_with_the_setting_that_does(models: dict[str, str]) -> None:
