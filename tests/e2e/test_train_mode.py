@@ -162,14 +162,16 @@ def test_ranks_that_ran_out_of_memory_took_smaller_micro_batches_to_the_same_wei
     begin, end = (load_file(run.folder / each / "model.safetensors") for each in ("model", "checkpoints/imitate"))
     imitated = imitate(run)
     for name, weight in end.items():
-        torch.testing.assert_close(weight, imitated[name], atol=1e-5, rtol=0)
+        away = (weight - imitated[name]).abs()
+        # Adam turns rounding of a gradient near 0 into a step: a loop in float32 is up to 2.6e-5 away.
+        assert away.max() < 5e-5 and away.mean() < 2e-7
         assert (weight - begin[name]).abs().max() > 3e-3
 
 
 def imitate(run: rayrft.Run) -> dict[str, torch.Tensor]:
-    """The weights after the first stage, each of whose steps takes all chats, by a plain loop."""
+    """The weights after the first stage, each of whose steps takes all chats, by a plain loop in double precision."""
     stage = load_config(run.folder / "config.yaml").stages[0]
-    model = AutoModelForCausalLM.from_pretrained(run.folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float64)
     adam = stage.optimizer
     optimizer = torch.optim.AdamW(model.parameters(), adam.lr, adam.betas, weight_decay=adam.weight_decay)
     rows = [row for batch in Archive.of_run(run.folder).rows("expert/chats") for row in from_batch(batch)]
