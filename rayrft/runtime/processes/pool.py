@@ -55,9 +55,10 @@ def _hidden_gpus() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that model-driven code may see, and those that RAYRFT_PASS_ENV names."""
+    """Return the variables that model-driven code may see, and those that RAYRFT_PASS_ENV names; see `_hidden_gpus`."""
     asked = os.environ.get("RAYRFT_PASS_ENV", "").split(",")
-    return {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name) or name in asked}
+    passed = {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name) or name in asked}
+    return passed | _hidden_gpus()
 
 
 class ProcessPool:
@@ -83,7 +84,7 @@ class ProcessPool:
         warm_up: Callable[[], None] | None = None,
         inherit: bool = False,
     ) -> None:
-        self._environment = dict(os.environ) if inherit else environment()
+        self._environment = {**os.environ, **_hidden_gpus()} if inherit else environment()
         self._blueprint = Blueprint(tuple(plugins), cloudpickle.dumps((create, warm_up)))
         self._processes, self._spares = processes, min(spares, processes)
         self._answer_limit, self._start_s = answer_limit, start_s
@@ -224,7 +225,7 @@ class _Template:
                 pass_fds=(control.fileno(), fd),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **environment, **_hidden_gpus()},
+                env={"OMP_NUM_THREADS": "1", **environment},
             )
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ended = False
