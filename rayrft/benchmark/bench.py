@@ -20,7 +20,7 @@ from rayrft.config.tasks import TaskSourceConfig
 from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import check_gpus
-from rayrft.core.parts.engines import EngineGroup, serve_engines
+from rayrft.core.parts.engines import EngineGroup, policy_model, serve_engines
 from rayrft.core.parts.rewards import remote_models, remote_scoring, reward_service
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, fitting_nodes, show_plan
@@ -186,7 +186,7 @@ def _attempt(
     say: Callable[[str], None],
 ) -> None:
     """Attempt task sets with one model, on actors of its own: the next model may be of another kind."""
-    policy, stall_s = EngineGroup.policy(placement, config, model.path), config.monitor.stall_s
+    policy, stall_s = EngineGroup.policy(placement, policy_model(config, model.path)), config.monitor.stall_s
     worker = placement.actor(BenchWorker, "explorer", name="explorer").create(
         config, model.path, policy.pool, remote_scoring(config, placement, pools), pools
     )

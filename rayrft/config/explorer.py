@@ -24,7 +24,9 @@ class EngineConfig(Section):
     tensor_parallel: int = Field(1, ge=1)
     kv_cache_mib: int = Field(64, ge=8)
     """KV cache of a CPU engine."""
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """Share of a GPU's memory that an engine takes. By default 0.85 of ``gpus`` (of a whole GPU above 1); beside a
+    trainer rank what the rank leaves by the plan of its memory, see `rayrft plan`."""
     max_running: int = Field(256, ge=1)
     """Sequences an engine decodes at once; on GPUs by default 1,024."""
     enforce_eager: bool = True
@@ -40,6 +42,11 @@ class EngineConfig(Section):
     def _defaults(cls, given: Any) -> Any:
         gpus = given.get("gpus") if isinstance(given, dict) else None
         return {**_ON_GPUS, **given} if isinstance(gpus, int | float) and gpus > 0 else given
+
+    @property
+    def gpu_share(self) -> float:
+        """``gpu_memory_utilization``, or its default."""
+        return self.gpu_memory_utilization or 0.85 * min(self.gpus, 1.0)
 
     @section_rule
     def _gpus(self) -> None:

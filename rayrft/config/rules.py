@@ -229,7 +229,7 @@ def check_devices(config: RunConfig) -> None:
         if trainer.cpu_offload and not trainer.gpus:
             raise invalid("trainer.cpu_offload", "needs trainer.gpus above 0", "remove it, or give GPUs to the trainer")
         try:
-            colocated = config.mode == "both" and config.colocated
+            colocated = config.colocated
         except ConfigError as error:
             raise ValueError(error) from None
         if engine.sleep and (not colocated or config.max_staleness or config.explorer.over_sampling > 1):

@@ -164,8 +164,8 @@ class RunConfig(Section):
 
     @property
     def colocated(self) -> bool:
-        """Whether each engine shares a GPU with a trainer rank."""
-        return transports.get(self.sync_backend).colocated
+        """Whether each engine shares a GPU with a trainer rank. Raises ConfigError if no weight transport fits."""
+        return self.mode == "both" and self.rolls_out and transports.get(self.sync_backend).colocated
 
     @property
     def probe_bounds(self) -> ProbeBounds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from rayrft.core.placement import (
     show_plan,
     starting_runs,
 )
-from rayrft.core.plan import check_memory
+from rayrft.core.plan import check_memory, engine_share
 from rayrft.core.preflight import prepare
 from rayrft.core.run import ANSWER_S, Run
 from rayrft.core.run_folder import write_config
@@ -106,8 +107,10 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     parts = plan_placement(checked)
     say(show_plan(checked.name, parts))
     check_room(parts, checked.placement.wait_s, say)
+    share = None
     if (gpu_gb := check_gpus(parts)) is not None:
         check_memory(checked, gpu_gb)
+        share = engine_share(checked, gpu_gb)
     placement = Placement(checked.name, parts)
     try:
         # Reserves the name, too: starting another run of this name now fails.
@@ -117,6 +120,7 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
         earlier = began.records if checked.trains or not progress else len(read_records(checked.folder))
         resumed, models = progress is not None, task_engines(checked, say)
         prepared = prepare(checked, began.run_id, resumed=resumed, engines=models, say=say)
+        prepared = replace(prepared, engine_share=share)
         images = (image for task in (*prepared.tasks, *prepared.held_out) for image in task.images)
         nodes = fitting_nodes(parts)
         check_shared(checked.folder, named_files(checked, images), nodes)

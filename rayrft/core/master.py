@@ -21,7 +21,7 @@ from rayrft.core.parts.buffer import BufferPart
 from rayrft.core.parts.engines import EvaluationEngines, PolicyEngines
 from rayrft.core.parts.explorer import ExplorerPart
 from rayrft.core.parts.table import KINDS, plan_placement
-from rayrft.core.parts.trainer import TrainerPart, shares_bundles
+from rayrft.core.parts.trainer import TrainerPart
 from rayrft.core.placement import Placement, actor_name, draining_nodes
 from rayrft.core.preflight import Prepared
 from rayrft.core.restarts import Restarts, Rewound
@@ -152,7 +152,7 @@ class Master(Watched):
         key = "explorer.engine.count"
         config, parts = load_config(self._config, {key: engines}), self._parts
         group = parts[PolicyEngines].group if parts is not None else None
-        if group is None or self._status != "running" or shares_bundles(config):
+        if group is None or self._status != "running" or config.colocated:
             problem = "the run has no rollout engines, is not up yet, or has an engine beside each rank"
             raise ConfigError(problem, "resume it with another number", field=key, value=engines)
         async with self._scaling:
@@ -228,7 +228,7 @@ class Master(Watched):
             before = self._recorder.restarts() if taken_over else []
             self._restarts = Restarts(parts, self._config.restarts, self._note_restart, self._blame, self._note, before)
             self._loop = await self._make_loop(parts)
-            parts.admit = self._admit_replaced
+            parts.admit, parts.at_rest = self._admit_replaced, self._changing_weights
             self._stalls = StallMonitor(
                 self._waits,
                 self._heartbeats(parts),
@@ -268,7 +268,7 @@ class Master(Watched):
             await join_trainer(shared, config, prepared, progress.step)
         buffer, [trainer] = parts[BufferPart].actor, parts[TrainerPart].actors
         if self._sync is None and policy is not None:
-            self._sync = WeightSync(config, trainer, policy.pool, prepared.probe, self._waits)
+            self._sync = WeightSync(config, trainer, policy.pool, lambda: policy.alive, prepared.probe, self._waits)
         return TrainLoop(
             config,
             buffer,
@@ -345,6 +345,7 @@ class Master(Watched):
             if isinstance(loop, TrainLoop):
                 await loop.restore()
             if self._sync is not None:
+                await self._sync.wake_up()
                 self._sync.rewind(self._progress.step)
             await self._restarts.end_rewind()
         await loop.run()

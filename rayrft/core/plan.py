@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rayrft.config import RunConfig
 from rayrft.config.explorer import EngineConfig
 from rayrft.config.trainer import TrainerConfig
-from rayrft.errors import ConfigError, PlacementError
+from rayrft.errors import ConfigError, ModelError, PlacementError
 from rayrft.trainer.memory import RankMemory, Shape, activation_bytes, rank_memory, shape_of
 
 _GB = 1e9
@@ -18,6 +18,9 @@ _USABLE = 0.95
 
 _ENGINE_GB = 3.0
 """What an engine holds besides weights and KV cache: activations of its largest batch, CUDA graphs, NCCL's buffers."""
+
+_ASLEEP_GB = 1.0
+"""What is left of an engine that sleeps: its process's CUDA context."""
 
 _RANKS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256, 512)
 
@@ -60,17 +63,37 @@ def plan_memory(config: RunConfig, gpu_gb: float, *, activations: bool = True) -
     if config.model.path is None:
         raise ConfigError("the model is made when the run starts", "give model.path", field="model.path")
     shape, half = shape_of(str(config.model.path)), config.model.dtype != "float32"
-    found = []
-    if config.rolls_out and config.explorer.engine.gpus:
-        found.append(_engine("engine", shape, config.explorer.engine, half, config.model.max_length, gpu_gb))
+    rank, engine, helpers, settings = None, None, list[PartMemory](), config.explorer.engine
+    if config.rolls_out and settings.gpus:
+        engine = _engine("engine", shape, settings, half, config.model.max_length, settings.gpu_share * gpu_gb)
+    if config.trains and config.trainer.gpus:
+        counted, room = activation_bytes(str(config.model.path)) if activations else 0.0, _USABLE * gpu_gb
+        if engine and config.colocated:
+            room -= _ASLEEP_GB if settings.sleep else _given(config, gpu_gb) or engine.total
+        else:
+            room *= min(config.trainer.gpus, 1.0)
+        rank = _rank(config, shape, half, counted, room)
+        if engine and config.colocated:
+            engine = _beside(engine, rank, config, gpu_gb)
     for name, each in config.auxiliary.items():
         if each.engine.gpus:
             model, bits = shape_of(each.model, f"auxiliary.{name}.model"), each.dtype != "float32"
-            found.append(_engine(f"auxiliary-{name}", model, each.engine, bits, each.max_length, gpu_gb))
-    if config.trains and config.trainer.gpus:
-        counted = activation_bytes(str(config.model.path)) if activations else 0.0
-        found.append(_rank(config, shape, half, counted, gpu_gb))
-    return found
+            room = each.engine.gpu_share * gpu_gb
+            helpers.append(_engine(f"auxiliary-{name}", model, each.engine, bits, each.max_length, room))
+    return [each for each in (engine, *helpers, rank) if each]
+
+
+def engine_share(config: RunConfig, gpu_gb: float) -> float | None:
+    """Return the share of a GPU of so many GB that an engine beside a trainer rank takes; None if the config gives it,
+    if they share no GPU, or if the rank's memory cannot be counted. Raises PlacementError if it is too little."""
+    if not config.colocated or config.explorer.engine.gpu_memory_utilization or config.model.path is None:
+        return None
+    try:
+        engine, *_ = plan_memory(config, gpu_gb)
+    except ModelError:
+        return None
+    _check(engine)
+    return engine.room / gpu_gb
 
 
 def check_memory(config: RunConfig, gpu_gb: float) -> None:
@@ -79,14 +102,34 @@ def check_memory(config: RunConfig, gpu_gb: float) -> None:
         return
     for part in plan_memory(config, gpu_gb, activations=False):
         # Weights of auxiliary models may be quantised, and options may leave weights in the host's memory.
-        if not part.fits and (part.name == "rank" or (part.name == "engine" and not config.explorer.engine.options)):
-            problem = f"{part.name} needs {part.total:.1f} GB of a GPU, of which it may take {part.room:.0f}"
-            raise PlacementError(problem, part.remedy, field=f"{part.name}s")
+        if part.name == "rank" or (part.name == "engine" and not config.explorer.engine.options):
+            _check(part)
 
 
-def _engine(name: str, shape: Shape, config: EngineConfig, half: bool, length: int, gpu_gb: float) -> PartMemory:
+def _check(part: PartMemory) -> None:
+    if not part.fits:
+        problem = f"{part.name} needs {part.total:.1f} GB of a GPU, of which it may take {part.room:.0f}"
+        raise PlacementError(problem, part.remedy, field=f"{part.name}s")
+
+
+def _beside(engine: PartMemory, rank: PartMemory, config: RunConfig, gpu_gb: float) -> PartMemory:
+    """Return an engine with the room that the rank on its GPU leaves it."""
+    sleeps = config.explorer.engine.sleep
+    # While an engine that slept is awake, the rank keeps its models, scores probes, and sends weights in two buckets.
+    idle = {name: rank.parts[name] for name in ("states", "models", "gathered", "head")}
+    held = sum((idle if sleeps else rank.parts).values()) + 2 * config.bucket_bytes / _GB
+    remedy = "give engines and ranks whole GPUs" if sleeps else "explorer.engine.sleep: true lets them take turns"
+    return replace(engine, room=_given(config, gpu_gb) or _USABLE * gpu_gb - held, remedy=remedy)
+
+
+def _given(config: RunConfig, gpu_gb: float) -> float | None:
+    """Return the memory that the config gives a rollout engine, if it does."""
+    share = config.explorer.engine.gpu_memory_utilization
+    return share and share * gpu_gb
+
+
+def _engine(name: str, shape: Shape, config: EngineConfig, half: bool, length: int, room: float) -> PartMemory:
     number = 2 if half else 4
-    room = config.gpu_memory_utilization * min(config.gpus, 1.0) * gpu_gb
 
     def parts(parallel: int) -> dict[str, float]:
         tokens = number * shape.kv_numbers * length / _GB / parallel
@@ -98,7 +141,7 @@ def _engine(name: str, shape: Shape, config: EngineConfig, half: bool, length: i
     return PartMemory(name, config.count, parts(config.tensor_parallel), room, remedy)
 
 
-def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, gpu_gb: float) -> PartMemory:
+def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, room: float) -> PartMemory:
     trainer, needs = config.trainer, [stage.algorithm.build().needs for stage in config.stages]
     teachers = [shape_of(each.teacher, f"stages.{each.name}.teacher") for each in config.stages if each.teacher]
 
@@ -113,7 +156,7 @@ def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, gpu_gb
             teacher=max(teachers, key=lambda each: each.parameters, default=None),
         )
 
-    found, room = of(trainer), _USABLE * min(trainer.gpus, 1.0) * gpu_gb
+    found = of(trainer)
     parts = {name: size / _GB for name, size in vars(found).items()}
     host = found.states / _GB  # the copy that a checkpoint is written from
     fitting = next(

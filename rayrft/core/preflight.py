@@ -59,6 +59,8 @@ class Prepared:
     """Digests of the endpoint's API keys."""
     drop_equal: bool = False
     """Whether nothing can be learnt from a group of sessions with equal rewards."""
+    engine_share: float | None = None
+    """Share of its GPU that a rollout engine takes; None: see `EngineConfig.gpu_share`."""
 
     @property
     def limits(self) -> Limits:

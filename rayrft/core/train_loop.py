@@ -348,9 +348,9 @@ class TrainLoop:
                 continue
             if self.weight_sync is not None:
                 await changing.enter_async_context(self.weight_sync.weights)
-            async with self.weight_sync.asleep() if self.weight_sync is not None else contextlib.nullcontext():
-                self.trained_by = self.trainer.actor
-                results = await self._ranks.call(RankApi.train, processed.lease)
+                await changing.enter_async_context(self.weight_sync.asleep())
+            self.trained_by = self.trainer.actor
+            results = await self._ranks.call(RankApi.train, processed.lease)
             if trained := list(filter(None, results)):
                 return processed, trained, waited_s
             await changing.aclose()

@@ -12,7 +12,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from rayrft.errors import WeightSyncError
 from rayrft.experience import Experience
 from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
+from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, TrackedHandle
 from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import Waits, cancel
@@ -46,6 +47,8 @@ class WeightSync:
     config: RunConfig
     trainer: Handle[Trainer]
     pool: Handle[EnginePool]
+    engines: Callable[[], Engines]
+    """Returns all engines that have not died, as far as is known."""
     probe: list[Experience]
     """Rows to score: engine and trainer may differ within ``config.probe_bounds``."""
     waits: Waits
@@ -99,10 +102,8 @@ class WeightSync:
             self.caught_up.set()
 
     async def take_over(self, engines: Engines) -> None:
-        """Learn the newest version that engines hold, which another Master has sent; and wake them up."""
+        """Learn the newest version that engines hold, which another Master has sent."""
         self.newest = max(await asyncio.gather(*(engine.call(RolloutEngine.respond) for engine in engines)))
-        if self.config.explorer.engine.sleep:
-            await asyncio.gather(*(engine.call(RolloutEngine.wake_up) for engine in engines))
 
     def disconnect(self) -> None:
         """Make a new link for the next round: the ranks are new."""
@@ -127,14 +128,24 @@ class WeightSync:
 
     @contextlib.asynccontextmanager
     async def asleep(self) -> AsyncIterator[None]:
-        """Let the members free their GPU memory for the trainer inside, if ``explorer.engine.sleep`` is set."""
-        sleeps = self.config.explorer.engine.sleep
-        engines = self._tracked((await self._members()).engines) if sleeps else []
-        await asyncio.gather(*(engine.call(RolloutEngine.sleep) for engine in engines))
-        try:
-            yield
-        finally:
-            await asyncio.gather(*(engine.call(RolloutEngine.wake_up) for engine in engines))
+        """Let the engines free their GPU memory for the trainer inside, if ``explorer.engine.sleep`` is set. Those that
+        get weights inside wake up then, the others at the end; after a failure the ranks may still need the memory, and
+        `wake_up` is for the caller."""
+        await self._tell(RolloutEngine.sleep)
+        yield
+        await self._tell(RolloutEngine.wake_up)
+
+    async def wake_up(self) -> None:
+        """Wake up the engines, once the ranks have ended what a step or a Master that failed has left."""
+        await self._tell(RolloutEngine.wake_up)
+
+    async def _tell(self, method: Callable[[RolloutEngine], Awaitable[None]]) -> None:
+        """Make a call of all engines, if they sleep while the ranks train; also of those that are no members."""
+        if self.config.explorer.engine.sleep:
+            calls = (engine.call(method) for engine in self.engines())
+            for answer in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(answer, BaseException) and not isinstance(answer, ray_api.ACTOR_DEATHS):
+                    raise answer
 
     @contextlib.asynccontextmanager
     async def _round_of(self, trainer: Handle[Trainer]) -> AsyncIterator[None]:

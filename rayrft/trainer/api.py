@@ -107,3 +107,5 @@ class RankSetup:
     seed: int = 0
     template: TemplateConfig | None = None
     room_s: float = 0.0
+    shares_gpu: bool = False
+    """Whether an engine on the GPU needs the memory that torch would keep between two calls."""

@@ -67,9 +67,11 @@ def run_rank(options: dict[str, Any]) -> None:
         with _report_start(trainer, index):
             rank = Rank(setup, index, device)
         number, answer = 0, None
+        rank.release()
         fetch(trainer.call(Mailbox.ready, index, rank.warning))
         while (call := fetch(trainer.call(Mailbox.next_call, index, number, answer))) is not None:
             number, answer = number + 1, getattr(rank, call.method)(*call.args, **call.kwargs)
+            rank.release()
     except BaseException as error:
         savings = partial(memory_savings, setup.model, setup.config, half=setup.dtype != "float32")
         fetch(trainer.call(Mailbox.failed, index, device_failed(error, index, where, setup.config, savings) or error))
@@ -119,6 +121,11 @@ class Rank(RankApi):
         self._checkpointer = Checkpointer()
         self._channel: WeightChannel | None = None
         self._store: TCPStore | None = None
+
+    def release(self) -> None:
+        """Give GPU memory that torch keeps for later back to the driver, if an engine shares the GPU."""
+        if self._setup.shares_gpu and self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def open_stage(self, algorithm: Algorithm, stage: StageConfig, weights: Path | None) -> None:
         # Free first, then load: the models of two stages need not fit into memory together.

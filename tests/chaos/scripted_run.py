@@ -33,7 +33,7 @@ from rayrft.trainer.trainer import Trainer
 from rayrft.weights.messages import Link, Sent
 from tests.chaos.simulated import Life, Ref, World, sent
 
-_LOAD_S, _ANSWER_S, _TRAIN_S, _SEND_S, _WRITE_S = 0.2, 0.05, 0.03, 0.03, 0.05
+LOAD_S, _ANSWER_S, _TRAIN_S, _SEND_S, _WRITE_S = 0.2, 0.05, 0.03, 0.03, 0.05
 """Longest times of what engines and ranks do."""
 
 
@@ -54,6 +54,10 @@ class Cluster:
         """Rows that the Buffer has acknowledged, by group."""
         self.check: Callable[[RankSetup, Lease], None] = lambda setup, lease: None
         """Raises what a rank fails with on a batch."""
+        self.engine: type[Any] = ScriptedEngine
+        self.rank: type[ScriptedRank] = ScriptedRank
+        self.gpus: Any = None
+        """What such engines and ranks share beside."""
         world.on_end.append(self._ended)
         world.on_result.append(self._note)
 
@@ -143,7 +147,7 @@ class ScriptedEngine(Answering, Watched):
     async def start(
         self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int, structured: bool = False
     ) -> None:
-        await self._cluster.takes(_LOAD_S)
+        await self._cluster.takes(LOAD_S)
 
     async def capacity(self) -> Capacity:
         return Capacity(answers=8)
@@ -219,7 +223,7 @@ class ScriptedTrainer(Trainer):
         ranks = [
             world.create(
                 f"rank-{index}",
-                lambda life, index=index: ScriptedRank(self._cluster, life, index, group, setup),
+                lambda life, index=index: self._cluster.rank(self._cluster, life, index, group, setup),
                 owner=self._life,
             )
             for index in range(count)
@@ -244,16 +248,24 @@ class ScriptedRank:
     async def run(self, trainer: Handle[Mailbox]) -> None:
         self._trainer = trainer
         try:
-            await self._cluster.takes(_LOAD_S)
+            await self.load()
             number, answer = 0, None
+            self.release()
             await trainer.call(Mailbox.ready, self._index, None)
             while (call := await trainer.call(Mailbox.next_call, self._index, number, answer)) is not None:
                 self._cluster.happens(call.method)
                 number, answer = number + 1, await getattr(self, call.method)(*call.args, **call.kwargs)
+                self.release()
         except Exception as error:
             failed = device_failed(error, self._index, "the node", self._setup.config) or error
             await trainer.call(Mailbox.failed, self._index, failed)
             raise
+
+    async def load(self) -> None:
+        await self._cluster.takes(LOAD_S)
+
+    def release(self) -> None:
+        """A rank does so after each call."""
 
     async def open_stage(self, algorithm: Any, stage: Any, weights: Path | None) -> None:
         await self._all()
@@ -393,7 +405,7 @@ class Placed:
         return self.cluster.world.create(self.name, self._maker(arguments, keywords), restarts=self.restarts)
 
     def _maker(self, arguments: Any, keywords: Any) -> Callable[[Life], Any]:
-        scripted: dict[Any, Any] = {RolloutEngine: ScriptedEngine, Trainer: ScriptedTrainer}
+        scripted: dict[Any, Any] = {RolloutEngine: self.cluster.engine, Trainer: ScriptedTrainer}
         arguments, keywords = sent((arguments, keywords), None)
 
         def make(life: Life) -> Any:

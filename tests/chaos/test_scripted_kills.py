@@ -217,9 +217,11 @@ def simulate(
     say: Callable[[str], None] = lambda _: None,
     check: Check | None = None,
     user: Callable[[Master, Cluster], Coroutine[Any, Any, None]] | None = None,
+    machines: Callable[[Cluster], None] = lambda _: None,
     **changes: Any,
 ) -> Outcome:
-    """A run that is killed as the seed says, and whose ranks fail where ``check`` raises; ``user`` steers it."""
+    """A run that is killed as the seed says, and whose ranks fail where ``check`` raises; ``user`` steers it.
+    ``machines`` gives its cluster others."""
     max_staleness = (0, 2, 1)[seed % 3]
     config = make_config(folder, f"run-{seed}", max_staleness, seed // 3 % 2, **changes)
     config.folder.mkdir(parents=True)
@@ -229,6 +231,7 @@ def simulate(
     cluster = Cluster(world, max_staleness)
     outcome = Outcome(seed, cluster, config.folder, fails=check is not None)
     cluster.check = check or cluster.check
+    machines(cluster)
     loop.set_exception_handler(
         lambda _, context: outcome.log.append(f"{context['message']}: {context.get('exception')!r}")
     )

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rayrft.cli.main import app
 from rayrft.config import load_config
 from rayrft.config.trainer import LoraConfig, TrainerConfig
-from rayrft.core.plan import check_memory, plan_memory
+from rayrft.core.plan import check_memory, engine_share, plan_memory
 from rayrft.errors import ConfigError, PlacementError
 from rayrft.trainer.blame import device_failed
 from rayrft.trainer.memory import activation_bytes, memory_savings, rank_memory, shape_of
@@ -145,3 +145,22 @@ def test_the_command_says_what_fits(models: dict[str, str], tmp_path: Path) -> N
             and f"rank (2): 40.{result.output.split('rank (2): 40.')[1][0]} of" in result.output
         )
         assert said in result.output.splitlines()[-1]
+
+
+def test_an_engine_beside_a_rank_takes_what_the_rank_leaves(models: dict[str, str]) -> None:
+    def shared(sleep: bool, **changes: Any) -> Any:
+        gpus = {"explorer.engine.gpus": 0.45, "trainer.gpus": 0.5, "explorer.engine.sleep": sleep}
+        return load_config(config_of(models["qwen3 0.6B"], 2), {**gpus, "weight_sync.backend": "ipc", **changes})
+
+    for sleep, held in ((True, ("states", "models", "gathered", "head")), (False, None)):
+        engine, rank = plan_memory(shared(sleep), 80.0)
+        beside = sum(size for name, size in rank.parts.items() if held is None or name in held)
+        assert engine.room == pytest.approx(76 - beside - 2 * 0.537, abs=0.1)
+        assert engine_share(shared(sleep), 80.0) == engine.room / 80
+    assert rank.room == pytest.approx(76 - engine.total), "an engine that is awake keeps its memory"
+    assert engine_share(shared(True, **{"explorer.engine.gpu_memory_utilization": 0.3}), 80.0) is None
+    assert plan_memory(shared(True, **{"explorer.engine.gpu_memory_utilization": 0.3}), 80.0)[0].room == 24
+    assert engine_share(config_of(models["qwen3 0.6B"], 2), 80.0) is None
+    with pytest.raises(PlacementError, check=about("engines")) as error:
+        engine_share(shared(False), 48.0)
+    assert "explorer.engine.sleep: true" in error.value.remedy

@@ -100,7 +100,8 @@ class Subject:
         trainer = TrackedHandle(remote(self.trainer, "trainer"), waits)
         tokens = np.arange(TOKENS + 1)
         probe = Experience("p", "p", "p", tokens, 1, np.ones_like(tokens), np.zeros(len(tokens)))
-        self.sync = WeightSync(config, trainer, TrackedHandle(remote(self.pool, "engine_pool"), waits), [probe], waits)
+        pool = TrackedHandle(remote(self.pool, "engine_pool"), waits)
+        self.sync = WeightSync(config, trainer, pool, self.handles, [probe], waits)
         self.engines: dict[str, ScriptedEngine] = {}
 
     async def admit(self, *names: str, version: int = 0, **faults: Any) -> None:
@@ -109,6 +110,9 @@ class Subject:
             self.engines[name] = ScriptedEngine()
             vars(self.engines[name]).update(faults)
         await self.sync.admit([remote(self.engines[name], name) for name in names], version)
+
+    def handles(self) -> list[Handle[Any]]:
+        return [remote(engine, name) for name, engine in self.engines.items()]
 
     async def leave(self, name: str) -> None:
         [handle] = [member.handle for member in (await self.pool.members()).members if member.name == name]

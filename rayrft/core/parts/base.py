@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -124,6 +126,8 @@ class RunParts:
     """Whether another Master, which has died, has created the actors."""
     admit: Callable[[list[Handle[Any]]], Awaitable[Any]] | None = None
     """Sends the current weights to policy engines, and lets them take requests; None before the run is up."""
+    at_rest: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext
+    """Lets the ranks do nothing inside."""
 
     def __post_init__(self) -> None:
         self._parts = [kind(self) for kind in self.kinds]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +14,7 @@ from rayrft.config import RunConfig
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.explorer import EngineConfig
 from rayrft.core.parts.base import Part, has_explorers
-from rayrft.core.parts.trainer import ranks_bundles, shares_bundles
+from rayrft.core.parts.trainer import TrainerPart, ranks_bundles
 from rayrft.core.placement import Bundles, Placement
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member, Membership
@@ -57,9 +59,9 @@ class EngineGroup:
         """Evaluation engines with the weights that they were sent last."""
 
     @classmethod
-    def policy(cls, placement: Placement, config: RunConfig, path: str, waits: Waits | None = None) -> EngineGroup:
+    def policy(cls, placement: Placement, model: EngineModel, waits: Waits | None = None) -> EngineGroup:
         """Create the rollout engines of a policy."""
-        return cls(placement, _policy(config, path, config.seed), "engines", "engine", "engine_pool", waits)
+        return cls(placement, model, "engines", "engine", "engine_pool", waits)
 
     @classmethod
     def auxiliary(
@@ -162,11 +164,16 @@ def _bundles(name: str, count: int, engine: EngineConfig, note: str, beside: Bun
     return Bundles(name, count, engine.cpus, engine.gpus, engine.memory_gib, note, beside)
 
 
-def _policy(config: RunConfig, path: str, seed: int) -> EngineModel:
+def policy_model(config: RunConfig, path: str, *, seed: int = 0, share: float | None = None) -> EngineModel:
+    """Return how engines serve the policy in the folder or hub id ``path``; ``seed`` is added to the run's. Each takes
+    a ``share`` of its GPU if one is given, else that of the config."""
     # Clients of the endpoint, in a run or in an attempt, may ask for answers that follow a JSON schema.
     named = {config.explorer.workflow, *config.explorer.workflow_options}
     structured = config.endpoint is not None or not named.isdisjoint(_APPLICATIONS)
-    return EngineModel(path, config.explorer.engine, config.model.max_length, config.model.dtype, seed, structured)
+    engine = config.explorer.engine
+    if share is not None:
+        engine = engine.model_copy(update={"gpu_memory_utilization": share})
+    return EngineModel(path, engine, config.model.max_length, config.model.dtype, config.seed + seed, structured)
 
 
 def _tracked(actor: Handle[Any], waits: Waits | None) -> Handle[Any]:
@@ -205,8 +212,13 @@ class EngineRole(Part[Any]):
 
     async def replace(self, actor: Handle[Any]) -> None:
         group = self._group_of(actor)
-        await group.replace(actor)
+        async with self.room():
+            await group.replace(actor)
         await self.admit(group, [actor])
+
+    def room(self) -> AbstractAsyncContextManager[None]:
+        """Return a context in which there is memory for engines that start."""
+        return contextlib.nullcontext()
 
     async def admit(self, group: EngineGroup, engines: list[Handle[Any]]) -> None:
         """Let engines that have started take requests."""
@@ -221,7 +233,8 @@ class EngineRole(Part[Any]):
         return next(group for group in self.groups.values() if engine in group.engines)
 
     async def start(self) -> None:
-        await asyncio.gather(*(start for group in self.groups.values() for start in group.start()))
+        async with self.room():
+            await asyncio.gather(*(start for group in self.groups.values() for start in group.start()))
 
 
 class PolicyEngines(EngineRole):
@@ -237,11 +250,24 @@ class PolicyEngines(EngineRole):
         # In separate groups Ray may pack two engines on one GPU, or place them on another node than the ranks.
         ranks = ranks_bundles(config, "FSDP2 under Ray Train, each beside an engine")
         note = f"vLLM rollout engines, {weights if config.trains else 'fixed weights'}"
-        return [_bundles(cls.name, engine.count, engine, note, ranks if shares_bundles(config) else None)]
+        return [_bundles(cls.name, engine.count, engine, note, ranks if config.colocated else None)]
 
     def create_groups(self) -> dict[str, EngineGroup]:
         run = self.run
-        return {"": EngineGroup.policy(run.placement, run.config, run.prepared.model, run.waits)}
+        policy = policy_model(run.config, run.prepared.model, share=run.prepared.engine_share)
+        return {"": EngineGroup.policy(run.placement, policy, run.waits)}
+
+    @contextlib.asynccontextmanager
+    async def room(self) -> AsyncIterator[None]:
+        """Beside ranks an engine starts once they have loaded, and while they do nothing: it measures the free memory,
+        and those that sleep are awake at first."""
+        if not self.config.colocated:
+            yield
+            return
+        trainer = self.run[TrainerPart]
+        await trainer.up.wait()
+        async with self.run.at_rest(), trainer.loading:
+            yield
 
     async def admit(self, group: EngineGroup, engines: list[Handle[Any]]) -> None:
         assert self.run.admit is not None  # engines are replaced in a run that is up
@@ -259,8 +285,8 @@ class EvaluationEngines(EngineRole):
         return [_bundles(cls.name, count, config.explorer.engine, note)] if count else []
 
     def create_groups(self) -> dict[str, EngineGroup]:
-        run, seed = self.run, self.config.seed + self.config.explorer.engine.count
-        model = _policy(self.config, run.prepared.model, seed)
+        run = self.run
+        model = policy_model(self.config, run.prepared.model, seed=self.config.explorer.engine.count)
         return {"": EngineGroup(run.placement, model, self.name, self.name, "evaluation_pool", run.waits)}
 
     async def admit(self, group: EngineGroup, engines: list[Handle[Any]]) -> None: ...

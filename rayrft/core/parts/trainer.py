@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 from rayrft.config import RunConfig
 from rayrft.config.trainer import TrainerConfig
-from rayrft.core.parts.base import Part
+from rayrft.core.parts.base import Part, RunParts
 from rayrft.core.placement import Bundles
 from rayrft.errors import NotFinite, OutOfMemory, RayrftError
 from rayrft.runtime.handle import Handle
@@ -28,7 +29,7 @@ class TrainerPart(Part[Trainer]):
     def bundles(cls, config: RunConfig) -> list[Bundles]:
         if not config.trains:
             return []
-        ranks = [] if shares_bundles(config) else [ranks_bundles(config, "FSDP2 under Ray Train")]
+        ranks = [] if config.colocated else [ranks_bundles(config, "FSDP2 under Ray Train")]
         return [Bundles(cls.name, 1, 0.05, 0, 0.3, "commands the ranks"), *ranks]
 
     def create(self) -> list[Handle[Trainer]]:
@@ -52,7 +53,15 @@ class TrainerPart(Part[Trainer]):
             raise cause
         return None
 
+    def __init__(self, run: RunParts) -> None:
+        super().__init__(run)
+        self.up = asyncio.Event()
+        """Set while the ranks have loaded the model."""
+        self.loading = asyncio.Lock()
+        """Held while ranks load, and while engines beside them start."""
+
     async def replace(self, actor: Handle[Trainer]) -> None:
+        self.up.clear()
         actor.succeed(self._make())
         await self.start()
 
@@ -64,7 +73,7 @@ class TrainerPart(Part[Trainer]):
         return placed.create(self.settings, run.placement.ranks, batches)
 
     async def start(self) -> str | None:
-        config, model = self.config, self.config.model
+        config, model, warning = self.config, self.config.model, None
         for trainer in self.actors:
             setup = RankSetup(
                 trainer,
@@ -76,18 +85,15 @@ class TrainerPart(Part[Trainer]):
                 config.seed,
                 model.template,
                 config.monitor.stall_s / 2,
+                config.colocated,
             )
-            if warning := await trainer.call(Trainer.start, config.folder, setup):
-                return f"trainer: {warning}"
-        return None
+            async with self.loading:
+                warning = await trainer.call(Trainer.start, config.folder, setup)
+        self.up.set()
+        return warning and f"trainer: {warning}"
 
 
 def ranks_bundles(config: RunConfig, note: str) -> Bundles:
     """Return the placement group of the ranks."""
     trainer = config.trainer
     return Bundles("ranks", trainer.ranks, trainer.cpus, trainer.gpus, trainer.memory_gib, note)
-
-
-def shares_bundles(config: RunConfig) -> bool:
-    """Return whether each rank shares the bundle of an engine."""
-    return config.mode == "both" and config.rolls_out and config.colocated

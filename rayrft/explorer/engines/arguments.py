@@ -109,8 +109,7 @@ def engine_arguments(
         "disable_log_stats": True,
     }
     if config.gpus:
-        share = config.gpu_memory_utilization * min(config.gpus, 1.0)
-        arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": config.sleep}
+        arguments |= {"gpu_memory_utilization": config.gpu_share, "enable_sleep_mode": config.sleep}
         if dtype == "bfloat16":
             arguments["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer computes its logits
     else:

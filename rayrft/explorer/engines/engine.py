@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
     Scores = Sequence[dict[int, Logprob] | None] | None
 
+_MEMORY = ("weights", "kv_cache")
+"""vLLM's tags of the GPU memory that an engine frees while it sleeps, in the order in which it wakes up. CUDA graphs
+and work space wake up with the first."""
+
 
 @dataclass(frozen=True)
 class EngineWeights:
@@ -59,14 +63,16 @@ class RolloutEngine(Answering, Watched):
         self._kept = 0
         """Pauses in which the cache was kept: requests that have another number of them share no prefix."""
         self._version = 0
+        self._asleep: list[str] = []
+        """Which GPU memory, by vLLM's tags, is freed for the trainer."""
         self._pausing = asyncio.Lock()  # a resume must not overtake a pause that is not complete
 
     @once
     async def start(
         self, model: str, config: EngineConfig, *, max_length: int, dtype: str, seed: int, structured: bool = False
     ) -> None:
-        """Load the model from a Hugging Face folder or hub id; return when the engine can answer. ``structured``: its
-        answers may be asked to follow a JSON schema."""
+        """Load the model from a Hugging Face folder or hub id; return when the engine can answer, or sleeps until it
+        gets weights if ``config.sleep`` is set. ``structured``: its answers may be asked to follow a JSON schema."""
         _prepare_environment(config)
         self._images = await asyncio.to_thread(ImageReader, model) if takes_images(model) else None
         arguments = engine_arguments(
@@ -89,6 +95,8 @@ class RolloutEngine(Answering, Watched):
         await self._engine.update_weight_version("0")
         self._answers, self._loading = True, None
         self._watch_core()
+        if config.sleep:
+            await self.sleep()
         gc.collect()
         gc.freeze()  # vLLM's core does the same: what lives as long as the actor is not traversed again and again
 
@@ -191,13 +199,16 @@ class RolloutEngine(Answering, Watched):
             self._kept += keep_cache  # not before: what the old weights still compute must not look like the new ones'
 
     async def receive(self, number: int, version: int) -> EngineWeights:
-        """Receive transfer ``number`` of the link while paused, and label it ``version``; then resume.
+        """Receive transfer ``number`` of the link while paused, and label it ``version``; then resume. An engine that
+        sleeps wakes up: the memory of its weights before the transfer, that of its KV cache after it.
 
         Returns the version and digests received. If it fails, the engine may have weights of two versions: it stays
         paused until it has received another transfer.
         """
+        await self._wake("weights")
         with self._occupied():
             digests = await self._engine.collective_rpc("receive_weights", args=(number,))
+        await self.wake_up()
         await self._engine.update_weight_version(str(version))
         self._version = int(await self._engine.get_weight_version())
         weights = EngineWeights(self._version, tuple(digests))
@@ -213,11 +224,11 @@ class RolloutEngine(Answering, Watched):
         """Free the GPU memory of weights and cache for the trainer."""
         with self._occupied():
             await self._engine.sleep(level=1)
+        self._asleep = list(_MEMORY)
 
     async def wake_up(self) -> None:
-        """Allocate the GPU memory freed by `sleep` again."""
-        with self._occupied():
-            await self._engine.wake_up()
+        """Allocate the GPU memory again that `sleep` has freed."""
+        await self._wake(*_MEMORY)
 
     async def waiting(self) -> WaitReport | None:
         """Return the progress of the start; later answer once vLLM's core has answered: a core that hangs shows as an
@@ -240,6 +251,13 @@ class RolloutEngine(Answering, Watched):
         """
         await self._core_ended.wait()
         raise _core_ended()
+
+    async def _wake(self, *memory: str) -> None:
+        for tag in memory:
+            if tag in self._asleep:
+                with self._occupied():
+                    await self._engine.wake_up([tag])
+                self._asleep.remove(tag)
 
     def _create(self, arguments: dict[str, Any]) -> AsyncLLM:
         assert self._loading is not None
