@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.files import atomic_folder
@@ -20,6 +26,12 @@ from rayrft.trainer.policy import Policy
 if TYPE_CHECKING:
     from rayrft.trainer.reward_model import RewardClassifier
 
+_ONE_FILE = 5 << 30
+"""Bytes up to which the first rank writes a model's weights, as one file."""
+
+_LAYER = re.compile(r"(.*?\.\d+)\..*")
+"""A parameter and its layer. Those of a layer stay together: a tensor in a file may be made of several."""
+
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the weights sent to engines, by checkpoint name and still sharded: all, or only the adapter's."""
@@ -29,20 +41,33 @@ def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_hf(
-    model: Policy | RewardClassifier, tokenizer: ChatTokenizer, folder: Path, *, dtype: torch.dtype, writer: bool
+    model: Policy | RewardClassifier, tokenizer: ChatTokenizer, folder: Path, *, dtype: torch.dtype, index: int = 0
 ) -> None:
     """Write a Hugging Face folder: weights in ``dtype`` (with an adapter merged), configuration, tokenizer.
 
-    A collective that gathers one tensor at a time; only the ``writer`` rank keeps and writes them.
+    A collective that gathers one tensor at a time; ``index`` is that of this rank. The first rank keeps and writes
+    them all; of a large model every rank a part, as a file of its own.
     """
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if model.lora is None and tensor.is_floating_point():  # an adapter is merged first
-            tensor = tensor.to(dtype)
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if writer:
-            state[name] = whole.cpu()
-    if writer:
+    found = model.state_dict()
+    large = model.lora is None and sum(each.numel() for each in found.values()) * dtype.itemsize > _ONE_FILE
+    sizes, state = [0] * (dist.get_world_size() if large else 1), dict[str, Tensor]()
+    for _, layer in groupby(found.items(), lambda each: _LAYER.sub(r"\1", each[0])):
+        owner = sizes.index(min(sizes))
+        for name, tensor in layer:
+            sizes[owner] += tensor.numel()
+            if model.lora is None and tensor.is_floating_point():  # an adapter is merged first
+                tensor = tensor.to(dtype)
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if owner == index:
+                state[name] = whole.cpu()
+    if len(sizes) > 1:
+        parts = [folder.with_name(f".{folder.name}.part-{owner}") for owner in range(len(sizes))]
+        named = revert_weight_conversion(model.transformer, model.named_as_in_files(state))
+        save_file({name: tensor.contiguous() for name, tensor in named.items()}, parts[index], {"format": "pt"})
+        dist.barrier()
+        if index == 0:
+            write_hf(model, {}, tokenizer, folder, dtype, parts)
+    elif index == 0:
         write_hf(model, state, tokenizer, folder, dtype)
 
 
@@ -52,9 +77,11 @@ def write_hf(
     tokenizer: ChatTokenizer,
     folder: Path,
     dtype: torch.dtype,
+    parts: Sequence[Path] = (),
 ) -> None:
-    """Write a Hugging Face folder from gathered parameters, in ``dtype``. An adapter is merged into the frozen weights
-    as read from their files, because the model's may be rounded to the compute dtype."""
+    """Write a Hugging Face folder from gathered parameters, in ``dtype``, or with the files of ``parts``, which become
+    its own. An adapter is merged into the frozen weights as read from their files, because the model's may be rounded
+    to the compute dtype."""
     weights, target = model.named_as_in_files(state), model.transformer
     if model.lora is not None:
         frozen = load_policy(model.lora.base).model
@@ -66,10 +93,27 @@ def write_hf(
         if getattr(target, "generation_config", None) is not None:
             target.generation_config.eos_token_id = list(tokenizer.stop_ids)
         target.save_pretrained(temporary, state_dict=weights)
+        if parts:
+            _move(parts, temporary)
         _name_dtype(temporary / "config.json", str(dtype).removeprefix("torch."))
         if model.images is not None:
             model.images.processor.save_pretrained(temporary)
         tokenizer.hf.save_pretrained(temporary)  # with the chat template that was trained with
+
+
+def _move(parts: Sequence[Path], folder: Path) -> None:
+    """Make files that have a part of the weights each those of a Hugging Face folder."""
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    places, size = dict[str, str](), 0
+    for number, part in enumerate(parts, 1):
+        name = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        with safe_open(part, "pt") as weights:
+            places |= dict.fromkeys(weights.keys(), name)
+        with part.open("rb") as opened:
+            size += part.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+        part.rename(folder / name)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _name_dtype(file: Path, dtype: str) -> None:
@@ -83,8 +127,6 @@ def _name_dtype(file: Path, dtype: str) -> None:
 
 def write_adapter(policy: Policy, base: str, tokenizer: ChatTokenizer, folder: Path) -> None:
     """Write the adapter of an unsharded model as a peft folder, to be applied to the model ``base``."""
-    from safetensors.torch import save_file
-
     assert policy.lora is not None
     settings = policy.lora.peft_config
     settings.base_model_name_or_path = base

@@ -243,7 +243,7 @@ class Rank(RankApi):
         import ray.train
 
         tokenizer = ChatTokenizer(self._setup.model, template=self._setup.template)
-        save_hf(self.learner.trained, tokenizer, folder, dtype=self._compute, writer=self._index == 0)
+        save_hf(self.learner.trained, tokenizer, folder, dtype=self._compute, index=self._index)
         checkpoint = ray.train.Checkpoint.from_directory(str(folder)) if self._index == 0 else None
         ray.train.report({}, checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
 

@@ -74,7 +74,7 @@ def test_the_reference_is_the_model_without_its_adapter_and_no_copy_of_anything(
 def _save_and_load(model: str, folder: Path) -> Any:
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     policy = shard(move(adapt(load_policy(model), torch.float32, model), 0.3), mesh, torch.float32)
-    save_hf(policy, ChatTokenizer(model), folder, dtype=torch.float32, writer=dist.get_rank() == 0)
+    save_hf(policy, ChatTokenizer(model), folder, dtype=torch.float32, index=dist.get_rank())
     dist.barrier()
     moved = logprobs(policy)
     load_hf(policy, str(folder))
@@ -102,12 +102,12 @@ def test_frozen_weights_that_are_held_rounded_are_written_as_they_are(tiny_model
     model = str(tiny_model)
     for compute in (torch.bfloat16, torch.float32):
         policy = move(adapt(load_policy(model), compute, model), 0.3)
-        save_hf(policy, ChatTokenizer(model), tmp_path / str(compute), dtype=torch.float32, writer=True)
+        save_hf(policy, ChatTokenizer(model), tmp_path / str(compute), dtype=torch.float32)
     rounded, exact = (all_of(load_policy(str(tmp_path / str(compute)))) for compute in (torch.bfloat16, torch.float32))
     assert all(torch.equal(weight, rounded[name]) for name, weight in exact.items())
     assert not torch.equal(exact[QUERY], exact[QUERY].bfloat16().float()), "the test tells nothing"
     policy = move(adapt(load_policy(model), torch.bfloat16, model), 0.3)
-    save_hf(policy, ChatTokenizer(model), tmp_path / "half", dtype=torch.bfloat16, writer=True)
+    save_hf(policy, ChatTokenizer(model), tmp_path / "half", dtype=torch.bfloat16)
     half = all_of(load_policy(str(tmp_path / "half")))
     assert all(torch.equal(half[name], weight.bfloat16().float()) for name, weight in exact.items()), "rounded twice"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayrft.config.trainer import TrainerConfig
 from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.trainer import model as model_module
 from rayrft.trainer.loading import Loader, load_policy
 from rayrft.trainer.model import named_weights, save_hf
 from rayrft.trainer.policy import Policy
@@ -23,6 +26,7 @@ from rayrft.weights.buckets import read_bucket
 from rayrft.weights.messages import Parcel, TensorMeta
 from tests.trainer.learners import CPU
 from tests.trainer.ranks import on_ranks
+from tests.trainer.test_loading import FAMILIES
 
 
 class Gathered(TorchDispatchMode):
@@ -67,10 +71,53 @@ def test_weights_are_gathered_once_as_they_are_sent_and_filled_by_the_rank_that_
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+def _saved_in_parts(models: dict[str, Path], tokenizer: str, to: Path) -> list[dict[str, int]]:
+    """Save models whose size is above what one rank writes; give the bytes that each rank has written of each."""
+    held, write = dict[str, int](), model_module.save_file
+
+    def counted(state: dict[str, Tensor], *arguments: Any) -> None:
+        held[family] = sum(tensor.nbytes for tensor in state.values())
+        write(state, *arguments)
+
+    with mock.patch.object(model_module, "_ONE_FILE", 1000), mock.patch.object(model_module, "save_file", counted):
+        for family, folder in models.items():
+            policy = _policy(str(folder))
+            save_hf(policy, ChatTokenizer(tokenizer), to / family, dtype=torch.bfloat16, index=dist.get_rank())
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, held)
+    return found
+
+
+def test_every_rank_writes_its_part_of_a_large_model(tiny_model: Path, tiny_vision_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    models = {"vision": tiny_vision_model}
+    for family in ("qwen3, tied", "qwen3 moe"):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(tmp_path / "models" / family)
+        models[family] = tmp_path / "models" / family
+    first, second = on_ranks(2, _saved_in_parts, models, str(tiny_model), tmp_path)
+    for family, folder in models.items():
+        kind = AutoModelForImageTextToText if family == "vision" else AutoModelForCausalLM
+        assert 0.5 < first[family] / second[family] < 2
+        begun, found = kind.from_pretrained(folder).state_dict(), kind.from_pretrained(tmp_path / family)
+        assert all(torch.equal(begun[name].bfloat16(), tensor) for name, tensor in found.state_dict().items())
+        names = {file.name for file in (tmp_path / family).glob("*.safetensors")}
+        assert names == {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+        index = json.loads((tmp_path / family / "model.safetensors.index.json").read_text())
+        assert {*index["weight_map"].values()} == names
+        assert index["metadata"]["total_size"] == sum(each.nbytes for each in _read(tmp_path / family, names))
+    assert not list(tmp_path.glob(".*")), "parts are gone"
+
+
+def _read(folder: Path, names: set[str]) -> list[Tensor]:
+    return [tensor for name in names for tensor in load_file(folder / name).values()]
+
+
 def _saved(model: str, folder: Path) -> tuple[int, int]:
     policy = _policy(model)
     with Gathered() as gathered:
-        save_hf(policy, ChatTokenizer(model), folder, dtype=torch.bfloat16, writer=dist.get_rank() == 0)
+        save_hf(policy, ChatTokenizer(model), folder, dtype=torch.bfloat16, index=dist.get_rank())
     return gathered.nbytes, 2 * sum(tensor.numel() for tensor in policy.state_dict().values())
 
 
