@@ -9,7 +9,8 @@
 #            quickstart as shipped at more than twice the length, a resumed run with engines beside one without
 #            a fault, a run whose real engines and ranks are killed at their worst moments, a run of which every
 #            kind of actor dies, 20 random kills, two runs at once, a bench that is killed, operators of Data-Juicer,
-#            evaluation on engines beside training and settings of the Buffer, each in a real run, reloads of seven families,
+#            evaluation on engines beside training and settings of the Buffer, each in a real run, reloads of seven families, the
+#            check of GPUs on CPUs, shared GPUs under kills,
 #            the feedback page while its server is away, newest releases of ten integrations, lm-eval, inspect-ai, verifiers,
 #            every config in jobs/, the README's first commands, a cluster of two nodes, SLURM and the Containerfile
 #            (with slurm-wlm, munge and debootstrap), and every bench at its smallest

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from rayrft.algorithms import Algorithm
 from rayrft.buffer.leases import BatchShare, BlockRows, Lease
@@ -36,7 +35,7 @@ from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import Loader, load_hf
 from rayrft.trainer.memory import memory_savings
-from rayrft.trainer.model import named_weights, save_hf
+from rayrft.trainer.model import gather, named_weights, save_hf
 from rayrft.trainer.result import PairRanking, StepResult
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from rayrft.trainer.value_model import Critic
@@ -219,10 +218,7 @@ class Rank(RankApi):
     def _gathered(self, meta: TensorMeta, name: str, tensor: Tensor) -> Tensor:
         if name != meta.name:
             raise ValueError(f"parameter {name!r} came where {meta.name!r} was announced")
-        if not isinstance(tensor, DTensor):
-            return tensor
-        cast_first = cast(DTensor, tensor.to(getattr(torch, meta.dtype)))  # fewer bytes to gather
-        return cast_first.full_tensor()
+        return gather(tensor, getattr(torch, meta.dtype))
 
     def score(self, sequences: list[list[int]], images: list[tuple[str, ...]] | None = None) -> list[list[float]]:
         return self.learner.score(sequences, images)

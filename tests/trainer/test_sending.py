@@ -13,19 +13,20 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayrft.config.trainer import TrainerConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.trainer import model as model_module
 from rayrft.trainer.loading import Loader, load_policy
-from rayrft.trainer.model import named_weights, save_hf
+from rayrft.trainer.model import gather, named_weights, save_hf
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.rank import Rank
 from rayrft.weights.buckets import read_bucket
 from rayrft.weights.messages import Parcel, TensorMeta
 from tests.trainer.learners import CPU
-from tests.trainer.ranks import on_ranks
+from tests.trainer.ranks import as_rank, on_ranks
 from tests.trainer.test_loading import FAMILIES
 
 
@@ -69,6 +70,18 @@ def test_weights_are_gathered_once_as_they_are_sent_and_filled_by_the_rank_that_
     assert (first[1], second[1]) == (sum(meta.padded for meta in metas), 0)
     found = dict(read_bucket(torch.cat(first[3]), metas))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def _gathered_elsewhere() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    shards = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    mesh._device_type = "meta"
+    whole = gather(shards, torch.bfloat16)
+    assert (whole.device.type, whole.dtype, whole.shape) == ("meta", torch.bfloat16, (4, 4))
+
+
+def test_shards_in_the_hosts_memory_are_gathered_on_the_device_that_computes() -> None:
+    as_rank(0, 2, _gathered_elsewhere)
 
 
 def _saved_in_parts(models: dict[str, Path], tokenizer: str, to: Path) -> list[dict[str, int]]:
