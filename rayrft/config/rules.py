@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rayrft.config.base import invalid
+from rayrft.config.trainer import WeightFilesConfig
 from rayrft.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -222,6 +223,9 @@ def check_devices(config: RunConfig) -> None:
         if config.mode == "both" and (engine.gpus > 0) != (trainer.gpus > 0):
             problem = f"and trainer.gpus, {trainer.gpus:g}, must both be above 0, or neither"
             raise invalid("explorer.engine.gpus", problem, "give GPUs to both or to neither", value=engine.gpus)
+        if config.weight_sync.files != WeightFilesConfig() and config.weight_sync.backend != "files":
+            problem, remedy = "are only used with weight_sync.backend: files", "set it, or remove them"
+            raise invalid("weight_sync.files", problem, remedy)
         if trainer.gpus > 1:
             raise invalid(
                 "trainer.gpus", "must be at most 1: a rank uses one GPU", "use more ranks", value=trainer.gpus

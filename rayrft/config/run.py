@@ -157,6 +157,14 @@ class RunConfig(Section):
         return choose_transport(self.weight_sync.backend, layout)
 
     @property
+    def transport_options(self) -> dict[str, Any]:
+        """Options of the weight transport: where it writes files, if it does."""
+        if self.sync_backend != "files":
+            return {}
+        files = self.weight_sync.files
+        return {"address": files.address or str(self.folder / "weights"), "full_every": files.full_every}
+
+    @property
     def bucket_bytes(self) -> int:
         """Size of the pieces in which weights travel to the engines."""
         default = 512.0 if self.trainer.gpus else 4.0

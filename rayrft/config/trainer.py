@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from rayrft.config.base import Changeable, Section
+from rayrft.config.base import Changeable, Section, invalid
+
+STORAGES = "file", "s3", "gs", "gcs", "abfs", "abfss"
+"""Schemes of the addresses at which weights may be files."""
 
 
 class OptimizerConfig(Section):
@@ -75,11 +79,32 @@ class ProbeBounds:
     share: float
 
 
+class WeightFilesConfig(Section):
+    """Weights as files (``weight_sync.backend: files``), which engines of other clusters may read, too."""
+
+    address: str | None = None
+    """A folder that all nodes share, or that of an object store, such as s3://bucket/prefix, with the credentials of
+    the environment. No other run may write there. By default ``weights`` in the run's folder."""
+    full_every: int = Field(20, ge=1)
+    """Every n-th version is written in full, the others as what has changed."""
+
+    @field_validator("address")
+    @classmethod
+    def _storage(cls, address: str | None) -> str | None:
+        scheme, mark, _ = (address or "").partition("://")
+        if mark and scheme not in STORAGES:
+            remedy = f"give a folder, or an address that begins with {', '.join(f'{each}://' for each in STORAGES)}"
+            raise invalid("", "has an unknown scheme", remedy, value=address)
+        return address if mark or not address else str(Path(address).expanduser().absolute())
+
+
 class WeightSyncConfig(Section):
     """Transfer of new weights to the engines."""
 
     backend: str = "auto"
-    """gloo for CPU engines, nccl for whole GPUs, ipc for shared GPUs, or a plug-in's; auto: the first that fits."""
+    """gloo for CPU engines, nccl for whole GPUs, ipc for shared GPUs, files, or a plug-in's; auto: the first that fits,
+    but for files."""
+    files: WeightFilesConfig = WeightFilesConfig()
     bucket_mib: float | None = Field(None, gt=0)
     """Size of the pieces in which weights travel; by default 4 MiB, with GPUs 512."""
     kv_cache: Literal["recompute", "keep"] = "recompute"

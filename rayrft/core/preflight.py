@@ -30,6 +30,7 @@ from rayrft.pipelines.run.models import Engines
 from rayrft.pipelines.tasks import load_processed
 from rayrft.rewards.checks import check_rewards
 from rayrft.trainer.batch_pipeline import check_batches
+from rayrft.weights.files import VersionFolder
 
 _PROBES = [Task.create("probe", question, "12") for question in ("How much is 5 + 7?", "And 15 - 3?")]
 """The probe of a run without tasks."""
@@ -79,7 +80,7 @@ def prepare(
     """Load and check everything a run reads, and create its folder; the folder of a ``resumed`` run is kept.
 
     ``engines`` has the auxiliary models for operators on its tasks; ``say`` receives what these did. Raises DataError,
-    ModelError or ConfigError. Requires a running Ray only for tasks from files.
+    ModelError, ConfigError or StorageError. Requires a running Ray only for tasks from files.
     """
     check_auxiliary(config.auxiliary)
     precision = _check_engines(config)
@@ -108,6 +109,8 @@ def prepare(
         open_folder(config, splits)
         if config.buffer.name is None:
             check_log(config)
+    if config.trains and config.rolls_out and (options := config.transport_options):
+        VersionFolder(options["address"]).serials()  # raises if it is not accessible
 
     model = _model(config, tasks)
     tokenizer = ChatTokenizer(model, template=config.model.template)

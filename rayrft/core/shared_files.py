@@ -36,6 +36,7 @@ def named_files(config: RunConfig, images: Iterable[str] = ()) -> dict[str, list
     files: dict[str, Iterable[Any]] = {
         "model.path": [config.model.path],
         "plugins": config.plugins,
+        "weight_sync.files.address": [config.weight_sync.files.address],
         **{f"auxiliary.{name}.model": [each.model] for name, each in config.auxiliary.items()},
         **{f"stages.{each.name}.teacher": [each.teacher] for each in config.stages},
         "images of tasks": [*dict.fromkeys(images)][:_IMAGES],

@@ -216,6 +216,7 @@ class WeightSync:
                 timeout_s=deadline_s,
                 secret=secrets.token_hex(),
                 plugins=tuple(map(str, config.plugins)),
+                options=config.transport_options,
             )
             connecting = [
                 engine.call(RolloutEngine.connect, link, index * workers) for index, engine in enumerate(engines)
@@ -236,7 +237,8 @@ class WeightSync:
                 raise
             # After a transfer that failed the engines stay paused, as they may have weights of two versions.
             receiving = [engine.call(RolloutEngine.receive, self._rounds, version) for engine in engines]
-            [sent, *_], *held = await _all(self._ranks.call(RankApi.send, self._rounds, bucket_bytes), *receiving)
+            sending = self._ranks.call(RankApi.send, self._rounds, version, bucket_bytes)
+            [sent, *_], *held = await _all(sending, *receiving)
             _check_link(sent.problem)
         _verify(version, sent, {engine.name: weights for engine, weights in zip(engines, held, strict=True)})
         seconds = time.perf_counter() - started

@@ -43,9 +43,9 @@ class RankApi(Protocol):
         """Connect to the engines of a link, and close the link before; return why that failed, if it did: an engine
         that died must not end the ranks."""
 
-    def send(self, number: int, bucket_bytes: int) -> Sent:
-        """Send the weights to all engines of the link, as its transfer ``number``. If that fails, the link is closed,
-        which ends the transfer at the other engines, too."""
+    def send(self, number: int, version: int, bucket_bytes: int) -> Sent:
+        """Send the weights of a version to all engines of the link, as its transfer ``number``. If that fails, the link
+        is closed, which ends the transfer at the other engines, too."""
 
     def score(self, sequences: list[list[int]], images: list[tuple[str, ...]] | None = None) -> list[list[float]]:
         """Compute log-probs of sequences (with the image paths of each) under the present weights, at temperature 1."""

@@ -24,6 +24,7 @@ from rayrft.buffer.leases import BatchShare, BlockRows, Lease
 from rayrft.buffer.log.row_log import Ref
 from rayrft.config.stage import StageConfig
 from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import WeightSyncError
 from rayrft.files import Room
 from rayrft.registry import load_plugins
 from rayrft.runtime.handle import Handle, fetch
@@ -181,17 +182,17 @@ class Rank(RankApi):
             return _lost_engine(error)
         return None
 
-    def send(self, number: int, bucket_bytes: int) -> Sent:
+    def send(self, number: int, version: int, bucket_bytes: int) -> Sent:
         if self._channel is None:  # it failed, or was that of ranks which have died
             return Sent("", 0, "no link to the engines")
         policy, lora = self.learner.policy, self.learner.policy.lora
         # An adapter is small and engines merge it in float32, so it is not rounded.
         dtype = self._compute if lora is None else torch.float32
         metas = [TensorMeta.of(name, tensor, dtype) for name, tensor in named_weights(policy)]
-        parcel = Parcel(metas, bucket_bytes, Adapter(lora.base, lora.scale) if lora is not None else None)
+        parcel = Parcel(metas, bucket_bytes, Adapter(lora.base, lora.scale) if lora is not None else None, version)
         try:
             return Sent(self._channel.send(number, parcel, self._buckets(parcel)), parcel.nbytes)
-        except RuntimeError as error:  # of torch.distributed: an engine is gone
+        except (RuntimeError, WeightSyncError) as error:  # of torch.distributed, or of a transport: an engine is gone
             self._disconnect()
             return Sent("", parcel.nbytes, _lost_engine(error))
 
@@ -244,7 +245,7 @@ class Rank(RankApi):
         ray.train.report({}, checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
 
 
-def _lost_engine(error: RuntimeError) -> str:
+def _lost_engine(error: RuntimeError | WeightSyncError) -> str:
     """Return the error of a link to the engines as one line. Raises it if it is a fault of this rank's device."""
     if is_device_fault(error):
         raise error

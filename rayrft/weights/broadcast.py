@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrft.errors import ConfigError
 from rayrft.registry import Lazy
+from rayrft.weights.messages import Parcel
 from rayrft.weights.transport import FIELD, Endpoint, Layout, WeightTransport, register_transport
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Broadcast(WeightTransport):
             rank = 0 if end.sends else 1 + end.index
             self._group = self._form(end, rank, 1 + end.receivers, timedelta(seconds=end.timeout_s))
 
-    def send(self, buckets: Iterable[Tensor]) -> None:
+    def send(self, parcel: Parcel, buckets: Iterable[Tensor]) -> None:
         travelling: Any = None
         for buffer in buckets:
             if self.reads:
@@ -43,7 +44,7 @@ class Broadcast(WeightTransport):
                 travelling = self._broadcast(buffer)
         self._wait(travelling)
 
-    def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+    def receive(self, parcel: Parcel, sizes: Sequence[int]) -> Iterator[Tensor]:
         buffers = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
         arriving: deque[tuple[Tensor, Any]] = deque()
         for buffer in buffers:

@@ -78,7 +78,8 @@ class WeightChannel:
         self._transport = transports.get(link.transport)()
         ends, own = (link.senders, link.receivers), PrefixStore("transport", shared)
         address = address_towards(link.host, link.port)
-        self._transport.connect(Endpoint(sends, index, *ends, device, own, link.timeout_s, link.secret, address))
+        end = Endpoint(sends, index, *ends, device, own, link.timeout_s, link.secret, address, link.options)
+        self._transport.connect(end)
 
     @property
     def reads(self) -> bool:
@@ -96,7 +97,7 @@ class WeightChannel:
             buckets = _digested(buckets, digest)
         buckets = iter(buckets)
         try:
-            self._transport.send(buckets)
+            self._transport.send(parcel, buckets)
         except Exception:
             for _ in buckets:  # the other ranks take part in gathering each
                 pass
@@ -110,7 +111,7 @@ class WeightChannel:
     def receive(self, parcel: Parcel, digest: Digest) -> Iterator[list[tuple[str, Tensor]]]:
         """Iterate over the buckets as names and tensors, and add them to the digest."""
         buckets = plan_buckets(parcel.metas, parcel.bucket_bytes)
-        arriving = self._transport.receive([bucket_bytes(metas) for metas in buckets])
+        arriving = self._transport.receive(parcel, [bucket_bytes(metas) for metas in buckets])
         for metas, buffer in zip(buckets, arriving, strict=True):
             digest.update(buffer)
             yield list(read_bucket(buffer, metas))

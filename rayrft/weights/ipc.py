@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rayrft.errors import ConfigError
 from rayrft.registry import Lazy
+from rayrft.weights.messages import Parcel
 from rayrft.weights.transport import FIELD, Endpoint, Layout, SignedStore, WeightTransport, register_transport
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class CudaIpc(WeightTransport):
         if not end.sends and not self._beside:
             raise RuntimeError(f"no trainer rank shares GPU {self._gpu} with this engine; ranks are on {sorted(gpus)}")
 
-    def send(self, buckets: Iterable[Tensor]) -> None:
+    def send(self, parcel: Parcel, buckets: Iterable[Tensor]) -> None:
         for buffer in buckets:
             if not self._beside:  # an exported buffer that nobody maps is never freed
                 continue
@@ -72,7 +73,7 @@ class CudaIpc(WeightTransport):
             for used in (key, *copied):
                 self._store.delete_key(used)
 
-    def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+    def receive(self, parcel: Parcel, sizes: Sequence[int]) -> Iterator[Tensor]:
         for _ in sizes:
             key = f"{self._gpu}/{next(self._numbers)}"
             mapped = open_buffer(self._store.get(key), self._device)

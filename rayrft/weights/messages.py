@@ -9,7 +9,7 @@ import json
 import math
 import re
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,8 @@ class Link:
     secret: str = field(repr=False)
     """Signs what the ends write into the store, which other processes can reach. It travels by Ray alone."""
     plugins: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the transport."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Parcel:
     metas: list[TensorMeta]
     bucket_bytes: int
     adapter: Adapter | None = None
+    version: int = 0
+    """That of the weights: see `WeightSync`."""
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +90,7 @@ class Parcel:
         values = json.loads(text)
         metas = [TensorMeta(meta["name"], meta["dtype"], tuple(meta["shape"])) for meta in values["metas"]]
         adapter = Adapter(**values["adapter"]) if values["adapter"] else None
-        return cls(metas, values["bucket_bytes"], adapter)
+        return cls(metas, values["bucket_bytes"], adapter, values["version"])
 
 
 @dataclass(frozen=True)

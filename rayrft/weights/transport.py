@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from rayrft.weights.messages import Parcel
+
 FIELD = "weight_sync.backend"
 
 
@@ -49,6 +51,8 @@ class Endpoint:
     """The link's secret, which only its ends have."""
     address: str = "127.0.0.1"
     """This end's address in the network of the first sender."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Those of `Link.options`."""
 
 
 class SignedStore:
@@ -82,6 +86,8 @@ class WeightTransport(ABC):
     ``@register_transport("name")``, in a file that the config's ``plugins`` name.
     """
 
+    automatic: ClassVar[bool] = True
+    """Whether ``auto`` may choose it."""
     colocated: ClassVar[bool] = False
     """Whether each engine shares a GPU, and so a placement bundle, with a trainer rank."""
     reads: bool = True
@@ -97,16 +103,17 @@ class WeightTransport(ABC):
         """Connect this end; return when the others have connected, too, if a transfer needs that."""
 
     @abstractmethod
-    def send(self, buckets: Iterable[Tensor]) -> None:
-        """Send flat buffers of bytes (uint8, on the endpoint's device); return when all have arrived.
+    def send(self, parcel: Parcel, buckets: Iterable[Tensor]) -> None:
+        """Send the buckets of a parcel, flat buffers of bytes (uint8, on the endpoint's device); return when all have
+        arrived.
 
         Runs on every sender, which must take all buckets: making one is a collective of the senders. A bucket stays as
         it is until the next but one is taken.
         """
 
     @abstractmethod
-    def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Iterate over the buckets, of so many bytes. What is yielded belongs to the receiver."""
+    def receive(self, parcel: Parcel, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """Iterate over the buckets of a parcel, of so many bytes. What is yielded belongs to the receiver."""
 
     @abstractmethod
     def close(self) -> None:
@@ -118,7 +125,7 @@ register_transport = transports.register
 
 
 def choose_transport(name: str, layout: Layout) -> str:
-    """Return the name of the transport to use: ``name``, or if that is ``auto`` the first registered one that fits.
+    """Return the name of the transport to use: ``name``, or if that is ``auto`` the first automatic one that fits.
 
     Raises ConfigError, on ``weight_sync.backend``, if it is unknown or does not fit, or if none does.
     """
@@ -127,6 +134,8 @@ def choose_transport(name: str, layout: Layout) -> str:
         return name
     problems = []
     for candidate in transports:
+        if not transports.get(candidate).automatic:
+            continue
         try:
             transports.get(candidate).check(layout)
         except ConfigError as error:

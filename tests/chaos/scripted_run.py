@@ -309,7 +309,7 @@ class ScriptedRank:
         self._link = self._cluster.transfer(link)
         return await self._unless_broken(self._link.join(self._index, self._life, link.timeout_s))
 
-    async def send(self, number: int, bucket_bytes: int) -> Sent:
+    async def send(self, number: int, version: int, bucket_bytes: int) -> Sent:
         assert self._link is not None  # connect comes first
         digest = hashlib.sha1(json.dumps(self._weights).encode()).hexdigest()
         problem = await self._unless_broken(self._link.exchange(2 * number, self._index, digest))

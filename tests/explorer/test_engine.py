@@ -131,11 +131,12 @@ def engine(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     ray.kill(actor)
 
 
-def linked(actor: Any, number: int) -> WeightChannel:
+def linked(actor: Any, number: int, transport: str = "gloo", **options: Any) -> WeightChannel:
     """The trainer's end of a new link."""
     host = "127.0.0.1"
     store = open_store(60, host)
-    link = Link("gloo", host, store.port, number=number, senders=1, receivers=1, timeout_s=60, secret="s")
+    ends = {"senders": 1, "receivers": 1, "timeout_s": 60, "secret": "s"}
+    link = Link(transport, host, store.port, number=number, options=options, **ends)
     connecting = actor.connect.remote(link, 0)
     channel = WeightChannel(link, sends=True, index=0, device=torch.device("cpu"), store=store)
     ray.get(connecting)
@@ -368,6 +369,24 @@ def test_an_update_that_breaks_off_leaves_the_engine_paused_and_the_next_one_is_
     for completion in [*ray.get(waiting), *engine.generate()]:
         assert completion.versions == ((0, len(completion.token_ids), 41),), "no token has weights of two versions"
         assert completion.logprobs == pytest.approx(recomputed(new, completion), abs=1e-4)
+
+
+def test_it_computes_with_weights_that_come_as_files_in_full_and_as_differences(
+    engine: EngineUnderTest, tmp_path: Path
+) -> None:
+    engine.channel = linked(engine.actor, 20, "files", address=str(tmp_path), full_every=10)
+    model = engine.model(seed=11)
+    for version in (50, 51, 52):
+        engine.update(model.named_parameters(), version)
+        for completion in engine.generate():
+            assert completion.versions == ((0, len(completion.token_ids), version),)
+            assert completion.logprobs == pytest.approx(recomputed(model, completion), abs=1e-4)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.view(-1)[::50] += 0.3  # enough to be seen
+    written = [sum(file.stat().st_size for file in each.glob("*.bin")) for each in sorted(tmp_path.iterdir())]
+    assert len(written) == 3 and max(written[1:]) < 0.1 * written[0]
+    engine.channel = linked(engine.actor, 21)
 
 
 def test_it_says_what_its_cache_holds(engine: EngineUnderTest) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rayrft.weights import Endpoint, Layout, WeightTransport, register_transport
+from rayrft.weights import Endpoint, Layout, Parcel, WeightTransport, register_transport
 
 
 @register_transport("shared_file")
@@ -26,7 +26,7 @@ class SharedFile(WeightTransport):
     def connect(self, end: Endpoint) -> None:
         self._end, self._numbers = end, itertools.count()
 
-    def send(self, buckets: Iterable[Tensor]) -> None:
+    def send(self, parcel: Parcel, buckets: Iterable[Tensor]) -> None:
         for buffer in buckets:
             if self._end.index:  # the first sender has everything
                 continue
@@ -38,7 +38,7 @@ class SharedFile(WeightTransport):
             self._end.store.wait([f"copied/{number}/{index}" for index in range(self._end.receivers)])
             os.unlink(path)
 
-    def receive(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+    def receive(self, parcel: Parcel, sizes: Sequence[int]) -> Iterator[Tensor]:
         for size in sizes:
             number = next(self._numbers)
             path = self._end.store.get(f"path/{number}").decode()

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,9 @@ SHARED_FILE = ROOT / "tests" / "samples" / "shared_file.py"
 @pytest.fixture(autouse=True)
 def only_built_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What plugins and examples register is not there before and after a test."""
-    monkeypatch.setattr(transports, "_pieces", {name: transports.get(name) for name in ("gloo", "nccl", "ipc")})
+    monkeypatch.setattr(
+        transports, "_pieces", {name: transports.get(name) for name in ("gloo", "nccl", "ipc", "files")}
+    )
     yield
     for name in [name for name in sys.modules if name.startswith("rayrft_plugin_shared_file")]:
         del sys.modules[name]
@@ -69,9 +71,16 @@ def buckets(tensors: dict[str, Tensor]) -> Iterator[Tensor]:
 class Ends:
     """All ends of a link, each in a thread of its own."""
 
-    def __init__(self, transport: str, senders: int, receivers: int, plugins: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        transport: str,
+        senders: int,
+        receivers: int,
+        plugins: tuple[str, ...] = (),
+        options: dict[str, Any] | None = None,
+    ) -> None:
         store = open_store(30, HOST)
-        link = Link(transport, HOST, store.port, 1, senders, receivers, 30, "s", plugins)
+        link = Link(transport, HOST, store.port, 1, senders, receivers, 30, "s", plugins, options or {})
         self._pool = ThreadPoolExecutor(senders + receivers)
         ends = [(True, index) for index in range(senders)] + [(False, index) for index in range(receivers)]
 
@@ -86,6 +95,11 @@ class Ends:
 
     def transfer(self, number: int, tensors: dict[str, Tensor]) -> tuple[str, list[tuple[str, dict[str, Tensor]]]]:
         """Return the digest sent, and of every receiver the digest and tensors that it got."""
+        sent, *got = (future.result(60) for future in self.start(number, tensors))
+        return sent, got
+
+    def start(self, number: int, tensors: dict[str, Tensor]) -> list[Future[Any]]:
+        """Start a transfer; return the futures of the first sender and of the receivers."""
 
         def receive(channel: WeightChannel) -> tuple[str, dict[str, Tensor]]:
             digest = Digest()
@@ -94,8 +108,7 @@ class Ends:
 
         sending = [self._pool.submit(end.send, number, parcel(tensors), buckets(tensors)) for end in self.senders]
         receiving = [self._pool.submit(receive, end) for end in self.receivers]
-        got = [future.result(60) for future in receiving]
-        return next(future.result(60) for future in sending), got
+        return [sending[0], *receiving]
 
     def close(self) -> None:
         for channel in (*self.senders, *self.receivers):
@@ -170,13 +183,13 @@ def test_a_bucket_travels_while_the_next_is_filled_and_the_one_before_is_loaded(
             group.events.append(f"fill {number}")
             yield torch.zeros(8, dtype=torch.uint8)
 
-    transport.send(filled())
+    transport.send(parcel({}), filled())
     assert group.events == [
         *("fill 0", "begin 0", "fill 1", "end 0", "begin 1"),
         *("fill 2", "end 1", "begin 2", "end 2"),
     ]
     group = transport._group = RecordedGroup()
-    for number, buffer in enumerate(transport.receive([8, 16, 24])):
+    for number, buffer in enumerate(transport.receive(parcel({}), [8, 16, 24])):
         group.events.append(f"load {number}")
         assert buffer.numel() == 8 * (number + 1)
     assert group.events == [
@@ -225,7 +238,8 @@ def test_nccl_forms_its_group_of_the_first_rank_and_the_workers_on_their_devices
         transport.connect(end)
         if (sends, index) == (True, 1):  # gathers with the first, and sends nothing
             taken: list[Tensor] = []
-            transport.send(taken.append(buffer) or buffer for buffer in [torch.zeros(4)])  # type: ignore[func-returns-value]
+            buffers = (taken.append(buffer) or buffer for buffer in [torch.zeros(4)])  # type: ignore[func-returns-value]
+            transport.send(parcel({}), buffers)
             assert len(taken) == 1
     assert formed == [("store", 0, 3, 7.0), ("store", 1, 3, 7.0), ("store", 2, 3, 7.0)]
     assert [device.index for device in devices] == [0, 0, 1]
