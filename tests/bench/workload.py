@@ -62,9 +62,11 @@ def log_normal_lengths(rows: int, shortest: int, longest: int, seed: int = 0) ->
     return [int(length) for length in drawn.clip(shortest, longest).round()]
 
 
-def make_rows(lengths: Sequence[int], prompt: int, vocabulary: int, *, expert: bool = False) -> list[TrainRow]:
+def make_rows(
+    lengths: Sequence[int], prompt: int, vocabulary: int, *, expert: bool = False, seed: int = 1
+) -> list[TrainRow]:
     """Rows that begin with ``prompt`` tokens; the policy that sampled the others was about that of random weights."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
     rows = []
     for length in lengths:
         mask = np.arange(length) >= prompt
@@ -86,11 +88,19 @@ def join_alone(device: torch.device) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def make_learner(policy: Policy, algorithm: str, *, tokens: int, device: torch.device, compute: torch.dtype) -> Learner:
+def make_learner(
+    policy: Policy,
+    algorithm: str,
+    *,
+    tokens: int,
+    device: torch.device,
+    compute: torch.dtype,
+    optimizer: OptimizerConfig = OPTIMIZER,
+) -> Learner:
     """A learner as a rank of the Trainer builds it. Raises RuntimeError where the policy would not pack."""
     if remark := policy.enable_fast_paths(pack=True, compute=compute):
         raise RuntimeError(remark)
     sharded = shard(policy, init_device_mesh(device.type, (1,)), compute)
     learner = Learner(sharded, micro_batch_tokens=tokens, temperature=1.0, device=device)
-    learner.open_stage(build(algorithm), OPTIMIZER, steps=1_000_000)
+    learner.open_stage(build(algorithm), optimizer, steps=1_000_000)
     return learner
