@@ -93,6 +93,14 @@ def rewards(
 
 
 @serve.command()
+def weights(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Serve the policy of a run of another cluster, by the weights that it writes as files, until Ctrl-C."""
+    from rayrft.core.services import serve_weights
+
+    _until_interrupted(serve_weights(load_config(config, changes(overrides)), say), "policy")
+
+
+@serve.command()
 def feedback(
     run: RunName,
     overrides: Annotated[

@@ -1,4 +1,5 @@
-"""Services of a process that is not a run: a feedback page, rewards over HTTP, and engines of pipelines."""
+"""Services of a process that is not a run: a feedback page, rewards over HTTP, a policy that is trained elsewhere, and
+engines of pipelines."""
 
 from __future__ import annotations
 
@@ -15,15 +16,25 @@ from pathlib import Path
 
 from rayrft.config import PipelineConfig, RunConfig, load_config, load_run_config
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig, read_keys
+from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig, ServeConfig, read_keys
 from rayrft.core.cluster import connect
+from rayrft.core.follower import WeightFollower
 from rayrft.core.parts.buffer import BUFFER
-from rayrft.core.parts.engines import EngineGroup, auxiliary_bundles, pool_bundles, serve_engines
+from rayrft.core.parts.engines import (
+    EngineGroup,
+    auxiliary_bundles,
+    policy_bundles,
+    policy_model,
+    pool_bundles,
+    serve_engines,
+)
 from rayrft.core.parts.rewards import reward_replicas
 from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name, check_room, show_plan
 from rayrft.core.shared_buffer import shared_actor_name
-from rayrft.data.models import check_length
+from rayrft.data.models import check_length, find_model
 from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.endpoint.settings import EndpointSettings
+from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.feedback.journal import feedback_folder
@@ -31,7 +42,7 @@ from rayrft.pipelines import Context
 from rayrft.pipelines.run.models import AskedModel, Engines, OpenModels, open_models
 from rayrft.pipelines.tasks import load_processed
 from rayrft.rewards.checks import check_reward
-from rayrft.runtime.handle import Handle, Watched, end
+from rayrft.runtime.handle import Handle, Watched, answer, end
 from rayrft.runtime.serving import key_digest
 
 _START_S = 1800.0
@@ -87,6 +98,54 @@ def serve_rewards(config: RewardServiceConfig, say: Callable[[str], None] = prin
         anchor = closing.enter_context(rewards_open(service, owner, (http.host, http.port), http=True))
         closing.callback(delete_applications, name)
         return OpenService(f"{application.open()}/v1", anchor, closing.pop_all())
+
+
+def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> OpenService:
+    """Serve the policy of a run that trains on this or another cluster, with the weights that it writes as files; its
+    ``config`` gives model, engines, endpoint and the address. Nothing is recorded. ``say`` receives the placement plan.
+
+    Raises a RayrftError if config or cluster are unsuitable, or no version can be loaded within ``monitor.stall_s``.
+    """
+    if config.weight_sync.backend != "files" or config.trainer.lora is not None:
+        remedy = "follow a run with weight_sync.backend: files, and without trainer.lora"
+        problem = "must be files, with whole weights"
+        raise ConfigError(problem, remedy, field="weight_sync.backend", value=config.weight_sync.backend)
+    config = config.model_copy(update={"serve": config.serve or ServeConfig()})
+    assert config.endpoint is not None
+    http, model, name = config.endpoint, config.model, f"{config.name}-follower"
+    path = str(config.folder / "model") if model.tiny is not None else find_model(str(model.path), "model.path")
+    ChatTokenizer(path, template=model.template)  # raises if there is none, before anything starts
+    keys = read_keys(http)
+    connect()
+    from rayrft.endpoint.app import build_endpoint
+    from rayrft.runtime.serving.applications import HttpApplication, Owner, delete_applications
+
+    plan = [*policy_bundles(config, "weights as files"), pool_bundles(2), _http_bundles(http)]
+    workers, stall_s = config.explorer.engine.tensor_parallel, config.monitor.stall_s
+    say(show_plan(name, plan))
+    _prepare(plan, config.placement.wait_s, say)
+    placement = Placement(name, plan)
+    with contextlib.ExitStack() as closing:
+        closing.callback(placement.remove)
+        placement.reserve([each.name for each in plan if not each.served], config.placement.wait_s, say)
+        group = EngineGroup.policy(placement, policy_model(config, path))
+        closing.callback(lambda: end(group.actors))
+        serve_engines([group], stall_s)
+        address, keep = config.transport_options["address"], config.weight_sync.kv_cache == "keep"
+        placed = placement.actor(WeightFollower, "engine_pool", name="follower")
+        follower = placed.create(address, keep, group.pool, group.engines)
+        closing.callback(follower.kill)
+        say(f"waits for weights at {address}")
+        version = answer(follower.call(WeightFollower.start, workers), "follower", stall_s)
+        say(f"serves version {version}, and follows")
+        settings = EndpointSettings(
+            http, http.model_name or config.name, model.max_length, config.explorer.sampling, keys, model.template
+        )
+        owner, served = Owner(NAMESPACE, actor_name(name, "follower")), actor_name(name, "serve")
+        arguments = path, settings, Owner(NAMESPACE, actor_name(name, "engine_pool")), None
+        application = HttpApplication(served, config.name, http, owner, build_endpoint, arguments)
+        closing.callback(delete_applications, served)
+        return OpenService(f"{application.open()}/v1", follower, closing.pop_all())
 
 
 def serve_feedback(folder: Path, settings: FeedbackConfig) -> OpenService:

@@ -214,9 +214,12 @@ async def fence(actor: Handle[Watched]) -> None:
 
 
 def until_dead(actor: Handle[Watched]) -> None:
-    """Block until an actor has died; outside of event loops."""
-    with contextlib.suppress(*ray_api.ACTOR_ERRORS):
-        fetch_when_reachable(lambda: actor.call(Watched.watch))
+    """Block until an actor has died; outside of event loops. Raises the root cause if it fails."""
+    try:
+        with contextlib.suppress(*ray_api.ACTOR_ERRORS):
+            fetch_when_reachable(lambda: actor.call(Watched.watch))
+    except ray.exceptions.RayTaskError as error:
+        raise root_cause(error, actor.name) from None
 
 
 def fetch_when_reachable(call: Callable[[], Awaitable[R]]) -> R:

@@ -69,15 +69,18 @@ class WeightChannel:
         self, link: Link, *, sends: bool, index: int, device: torch.device, store: TCPStore | None = None
     ) -> None:
         load_plugins(Path(path) for path in link.plugins)
-        timeout = timedelta(seconds=link.timeout_s)
-        tcp = store or TCPStore(link.host, link.port, is_master=False, wait_for_workers=False, timeout=timeout)
         self._announces = sends and index == 0
         self._announced: list[str] = []
-        shared = PrefixStore(f"rayrft/{link.number}", tcp)
-        self._store = SignedStore(shared, link.secret)
         self._transport = transports.get(link.transport)()
-        ends, own = (link.senders, link.receivers), PrefixStore("transport", shared)
-        address = address_towards(link.host, link.port)
+        self._store: SignedStore | None = None
+        own, address = None, ""
+        if link.senders:
+            timeout = timedelta(seconds=link.timeout_s)
+            tcp = store or TCPStore(link.host, link.port, is_master=False, wait_for_workers=False, timeout=timeout)
+            shared = PrefixStore(f"rayrft/{link.number}", tcp)
+            self._store, own = SignedStore(shared, link.secret), PrefixStore("transport", shared)
+            address = address_towards(link.host, link.port)
+        ends = link.senders, link.receivers
         end = Endpoint(sends, index, *ends, device, own, link.timeout_s, link.secret, address, link.options)
         self._transport.connect(end)
 
@@ -90,6 +93,7 @@ class WeightChannel:
         """Send the buckets of a parcel as transfer ``number``; return their digest, on the first sender."""
         digest = Digest()
         if self._announces:
+            assert self._store is not None  # a sender has one
             for read in self._announced:  # by all receivers: the transfer before has ended everywhere
                 self._store.delete_key(read)
             self._announced = [f"parcel/{number}"]
@@ -106,6 +110,8 @@ class WeightChannel:
 
     def announced(self, number: int) -> Parcel:
         """Wait for the announcement of transfer ``number``."""
+        if self._store is None:
+            return self._transport.published(number)
         return Parcel.from_json(self._store.get(f"parcel/{number}"))
 
     def receive(self, parcel: Parcel, digest: Digest) -> Iterator[list[tuple[str, Tensor]]]:

@@ -98,7 +98,11 @@ class VersionFolder:
     def newest(self) -> Ref | None:
         """Return the newest complete version, None if there is none."""
         complete = [serial for serial, complete in self.serials().items() if complete]
-        return (complete[-1], hashlib.sha256(self.read(complete[-1], _MANIFEST)).hexdigest()) if complete else None
+        return self.ref(complete[-1]) if complete else None
+
+    def ref(self, serial: int) -> Ref:
+        """Return the reference of the version that has this number."""
+        return serial, hashlib.sha256(self.read(serial, _MANIFEST)).hexdigest()
 
     def manifest(self, ref: Ref) -> Manifest:
         """Return the manifest of a version. Raises WeightSyncError, as `read` does, and if it is none."""
@@ -269,10 +273,13 @@ class Files(WeightTransport):
         """Files reach every device."""
 
     def connect(self, end: Endpoint) -> None:
-        self._end, self._store, self._transfers = end, SignedStore(end.store, end.secret), itertools.count()
+        self._end, self._transfers = end, itertools.count()
+        if end.store is not None:
+            self._store = SignedStore(end.store, end.secret)
+        self._published: Ref | None = None
         self.reads = not end.sends or end.index == 0
         if self.reads:
-            folder = VersionFolder(end.options["address"])
+            self._folder = folder = VersionFolder(end.options["address"])
             self._versions = VersionWriter(folder, end.options["full_every"]) if end.sends else Versions(folder)
 
     def send(self, parcel: Parcel, buckets: Iterable[Tensor]) -> None:
@@ -296,7 +303,20 @@ class Files(WeightTransport):
             raise WeightSyncError(problem, field=_FIELD)
         writer.remove_old()
 
+    def published(self, number: int) -> Parcel:
+        self._published = self._folder.ref(number)
+        return self._folder.manifest(self._published).parcel
+
     def receive(self, parcel: Parcel, sizes: Sequence[int]) -> Iterator[Tensor]:
+        if self._published is None:
+            self._receive_offered()
+        else:
+            self._versions.read(self._published)
+        for bucket in self._versions.buckets:
+            yield bucket.to(self._end.device, copy=True)
+
+    def _receive_offered(self) -> None:
+        """Read the version that the sender offers; one whose difference cannot be read is offered again, in full."""
         transfer, is_full = next(self._transfers), False
         for attempt in itertools.count():
             serial, text, is_full = json.loads(self._store.get(f"{transfer}/{attempt}"))
@@ -312,8 +332,6 @@ class Files(WeightTransport):
                     raise
             finally:
                 self._store.set(f"{transfer}/{attempt}/{self._end.index}", problem)
-        for bucket in self._versions.buckets:
-            yield bucket.to(self._end.device, copy=True)
 
     def close(self) -> None:
         """The files stay, for engines elsewhere."""

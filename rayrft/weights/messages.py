@@ -28,6 +28,7 @@ class Link:
     number: int
     """Part of the keys in the store, so that the ends of an older link never join a newer one."""
     senders: int
+    """0 if receivers follow what is published elsewhere (`WeightTransport.published`); then there is no store."""
     receivers: int
     timeout_s: float
     secret: str = field(repr=False)

@@ -115,6 +115,11 @@ class WeightTransport(ABC):
     def receive(self, parcel: Parcel, sizes: Sequence[int]) -> Iterator[Tensor]:
         """Iterate over the buckets of a parcel, of so many bytes. What is yielded belongs to the receiver."""
 
+    def published(self, number: int) -> Parcel:
+        """Return the parcel that senders elsewhere have published as ``number``, which is received next. Only for
+        transports whose receivers meet no sender, and then have no store."""
+        raise NotImplementedError
+
     @abstractmethod
     def close(self) -> None:
         """Free what `connect` made."""

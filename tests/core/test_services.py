@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -13,20 +14,24 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from typer.testing import CliRunner
 
 from rayrft.cli.main import app
-from rayrft.config import PipelineConfig, load_config
+from rayrft.config import PipelineConfig, RunConfig, load_config
 from rayrft.config.serve import RewardServiceConfig
 from rayrft.core import services
 from rayrft.core.parts import engines
 from rayrft.core.placement import Bundles, check_room
 from rayrft.core.services import task_engines
-from rayrft.errors import ConfigError, OperatorFailed, PlacementError
+from rayrft.errors import ActorDied, ConfigError, OperatorFailed, PlacementError
 from rayrft.experience import Task
+from rayrft.explorer.engines.pool import EnginePool
 from rayrft.pipelines.tasks import load_processed
-from tests.config.given import GRPO
+from rayrft.runtime.handle import Handle, until_dead
+from rayrft.runtime.serving.applications import HttpApplication
+from tests.config.given import GRPO, base
 from tests.e2e.conftest import small_config
 from tests.errors import about
 from tests.pipelines.small import read, write
 from tests.scripted_engine import ScriptedEngine
+from tests.weights.test_files import Written
 
 ENGINE = {"count": 1, "memory_gib": 0.3}
 OPTIONS = {"model": "m", "least_words": 1, "max_pass_rate": 1.0, "tries": 2, "hinted_tries": 0}
@@ -86,6 +91,66 @@ def test_answers_outlive_an_engine_that_dies(tiny_model: Path, tmp_path: Path, m
     monkeypatch.setattr(engines, "RolloutEngine", ScriptedEngine)
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0 and len(read(tmp_path / "out.jsonl")) == 3
+
+
+def followed(tiny_model: Path, folder: Path, **more: Any) -> RunConfig:
+    """The config of a run that trains elsewhere and writes its weights to a folder."""
+    sections: dict[str, Any] = {
+        "name": "followed",
+        "storage": str(folder / "runs"),
+        "model": {"path": str(tiny_model), "max_length": 64},
+        "weight_sync": {"backend": "files", "files": {"address": str(folder / "weights")}},
+    }
+    return load_config({**base(), **sections}, {"explorer.engine.count": 2, "explorer.engine.memory_gib": 0.3, **more})
+
+
+async def test_engines_elsewhere_follow_the_weights_that_a_run_writes(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[HttpApplication] = []
+    monkeypatch.setattr(HttpApplication, "open", lambda self: opened.append(self) or "http://here/followed")
+    written, corrupt = Written(tmp_path / "weights"), False
+    write = written.folder.write
+
+    def damaged(serial: int, name: str, data: Any) -> str:
+        return write(serial, name, b"x") if corrupt and name == "0.bin" and serial == 3 else write(serial, name, data)
+
+    written.folder.write = damaged  # type: ignore[method-assign]
+    written.step()
+    service = await asyncio.to_thread(services.serve_weights, followed(tiny_model, tmp_path), lambda _: None)
+    try:
+        pool_name = opened[0].arguments[2]
+        pool: Handle[EnginePool] = Handle("pool", ray.get_actor(pool_name.name, namespace=pool_name.namespace))
+        seen = await pool.call(EnginePool.members)
+
+        async def until(versions: list[int]) -> None:
+            nonlocal seen
+            while [member.version for member in seen.members] != versions:
+                seen = await pool.call(EnginePool.members, seen.generation)
+
+        await until([1, 1])
+        written.step(1)
+        await until([2, 2])
+        corrupt = True
+        ref = written.step(2)
+        assert ref[0] == 3
+        await until([])
+        written.step(3, 2)  # a difference to what is damaged, and a full version
+        await until([5, 5])
+        for member in seen.members:
+            member.handle.kill()
+        with pytest.raises(ActorDied, check=about("engines")):
+            await asyncio.to_thread(until_dead, service.anchor)
+    finally:
+        await asyncio.to_thread(service.stop)
+    groups = [group for group in placement_group_table().values() if "followed-follower" in group["name"]]
+    assert groups and {group["state"] for group in groups} == {"REMOVED"}
+
+
+@pytest.mark.parametrize("more", [{"trainer.lora.rank": 4}, {"weight_sync.backend": "auto", "weight_sync.files": {}}])
+def test_a_run_that_cannot_be_followed_is_refused(tiny_model: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, check=about("weight_sync.backend")):
+        services.serve_weights(followed(tiny_model, tmp_path, **more))
 
 
 def test_what_does_not_fit_on_the_cluster_is_refused(tiny_model: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -211,12 +212,14 @@ class Written:
     def __init__(self, folder: Path) -> None:
         self.folder = VersionFolder(str(folder))
         self.writer = VersionWriter(self.folder, EVERY)
-        self.tensors = weights(0)
+        self.tensors, self.version = weights(0), 0
 
     def step(self, seed: int = 0, count: int = 1) -> Ref:
         for number in range(count):
             self.tensors = stepped(self.tensors, seed + number)
-            ref, _ = self.writer.write(parcel(self.tensors), buckets(self.tensors))
+            self.version += 1
+            sent = replace(parcel(self.tensors), version=self.version)
+            ref, _ = self.writer.write(sent, buckets(self.tensors))
             self.writer.remove_old()
         return ref
 

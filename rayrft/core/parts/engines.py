@@ -147,6 +147,12 @@ def serve_engines(groups: Collection[EngineGroup], start_s: float) -> None:
         answer(group.join(group.engines), group.pool.name, start_s)
 
 
+def policy_bundles(config: RunConfig, weights: str, beside: Bundles | None = None) -> list[Bundles]:
+    """Return the placement group of rollout engines."""
+    engine = config.explorer.engine
+    return [_bundles("engines", engine.count, engine, f"vLLM rollout engines, {weights}", beside)]
+
+
 def auxiliary_bundles(models: Mapping[str, AuxiliaryConfig]) -> list[Bundles]:
     """Return the placement groups of the engines of auxiliary models."""
     return [
@@ -246,11 +252,10 @@ class PolicyEngines(EngineRole):
     def bundles(cls, config: RunConfig) -> list[Bundles]:
         if not config.rolls_out:
             return []
-        engine, weights = config.explorer.engine, f"weights over {config.sync_backend}"
+        weights = f"weights over {config.sync_backend}" if config.trains else "fixed weights"
         # In separate groups Ray may pack two engines on one GPU, or place them on another node than the ranks.
         ranks = ranks_bundles(config, "FSDP2 under Ray Train, each beside an engine")
-        note = f"vLLM rollout engines, {weights if config.trains else 'fixed weights'}"
-        return [_bundles(cls.name, engine.count, engine, note, ranks if config.colocated else None)]
+        return policy_bundles(config, weights, ranks if config.colocated else None)
 
     def create_groups(self) -> dict[str, EngineGroup]:
         run = self.run

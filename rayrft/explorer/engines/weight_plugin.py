@@ -81,9 +81,9 @@ class BucketReceiver(WeightTransferEngine[LinkInfo, TransferInfo]):
         if self._channel is None:
             raise RuntimeError("no link to the trainer: init_transfer_engine comes first")
         digest = Digest()
-        parcel = self._channel.announced(update_info.number)
-        buckets = self._channel.receive(parcel, digest)
         try:
+            parcel = self._channel.announced(update_info.number)
+            buckets = self._channel.receive(parcel, digest)
             if parcel.adapter is None:
                 for tensors in buckets:
                     self.model.load_weights(tensors)
