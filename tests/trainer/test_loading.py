@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -23,11 +24,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rayrft.config.trainer import LoraConfig, TrainerConfig
+from rayrft.config.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from rayrft.errors import ModelError
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import FastPaths, Loader, load_policy, shard
+from rayrft.trainer.memory import RankMemory, rank_memory, shape_of
+from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, scored_batch
 from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic
@@ -233,6 +236,38 @@ def _shares() -> None:
         shard(policy, mesh(), torch.bfloat16)
         own = sum(each.to_local().numel() for each in policy.parameters())  # type: ignore[attr-defined]
         assert own <= 1.02 * numbers / dist.get_world_size(), name
+
+
+LARGE = [pytest.param(*each, marks=pytest.mark.slow) for each in (("qwen3 8B", 8), ("qwen3 32B", 12))]
+LARGE += [pytest.param("llama 70B", ranks, marks=pytest.mark.slow) for ranks in (32, 512)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3 0.6B", 2), *LARGE])
+def test_a_step_of_a_large_model_needs_the_memory_of_the_plan(name: str, ranks: int, tmp_path: Path) -> None:
+    SHAPES[name].save_pretrained(tmp_path)
+    planned = rank_memory(shape_of(str(tmp_path)), TrainerConfig(ranks=ranks, accumulate="sharded"), half=True)
+    as_rank(0, ranks, _bytes_of_a_step, name, planned)
+
+
+def _bytes_of_a_step(name: str, planned: RankMemory) -> None:
+    """What the first rank holds after it has loaded, after a micro-batch, and after a step; tensors have no data."""
+    batch = scored_batch([torch.arange(64)])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.device("meta"):
+            policy = Policy(AutoModelForCausalLM.from_config(SHAPES[name]))
+        policy.use(packs=False, chunks_head=True)
+        shard(policy, mesh(), torch.bfloat16).to_empty(device="cpu")
+        optimizer = Optimizer([*policy.parameters()], OptimizerConfig(), steps=1, updates_per_step=1)
+        weights = _held(policy.parameters())
+        policy.output(batch, temperature=1.0).logprobs.mean().backward()
+        gradients = _held(each.grad for each in policy.parameters())
+        optimizer.adam.step()
+        moments = _held(each for state in optimizer.adam.state.values() for each in state.values())
+    assert weights + moments <= 1.02 * planned.states and gradients <= 1.02 * planned.gradients
+
+
+def _held(tensors: Iterable[Any]) -> int:
+    return sum(each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in tensors)
 
 
 def _trained(folder: str, checkpoint: Path) -> dict[bool, list[Tensor]]:
