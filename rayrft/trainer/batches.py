@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby, islice
 from typing import Any, Self
 
@@ -15,12 +14,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import Algorithm, TokenBatch
+from rayrft.algorithms import Algorithm, TokenBatch, rows_by_pair
 from rayrft.buffer.leases import BatchShare, BlockRows, balance
 from rayrft.data.turns import group_advantages, turn_rewards
 from rayrft.experience import Experience, field_values, list_column, unpack
 from rayrft.runtime.ray_api import ray
-from rayrft.trainer.packing import Packing, common_prefix, shared_prefixes
+from rayrft.trainer.packing import Packing, common_prefix, on_device, shared_prefixes
 
 _SHARED = 16
 """Activation memory of a computed token over the key-value memory of a token whose state belongs to another row."""
@@ -76,6 +75,10 @@ class MicroBatch:
     lengths: tuple[int, ...]
     packing: Packing
     tokens: TokenBatch
+    predicted: Tensor
+    """``[A]``: indices of the action tokens that are not first in their row, so that a state predicts them."""
+    sampled: tuple[bool, ...]
+    """Whether each row was sampled by the policy: neither a demonstration nor in a pair."""
     candidates: Tensor | None = None
     """``[A, K]`` int64: further tokens to score at the position of each predicted token."""
     images: tuple[tuple[str, ...], ...] = ()
@@ -88,11 +91,6 @@ class MicroBatch:
     def annotated(self, **fields: Tensor) -> Self:
         """Return the micro-batch with these fields of its `TokenBatch`."""
         return replace(self, tokens=replace(self.tokens, **fields))
-
-    @cached_property
-    def predicted(self) -> Tensor:
-        """``[A]``: indices of the action tokens that are not first in their row, so that a state predicts them."""
-        return torch.nonzero(self.tokens.mask & (self.packing.positions > 0)).squeeze(-1)
 
 
 def fetch_mini_batches(share: BatchShare, algorithm: Algorithm) -> list[list[TrainRow]]:
@@ -284,44 +282,44 @@ def _balance(units: list[tuple[int, list[TrainRow]]], max_tokens: int) -> list[l
 
 
 def flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
-    """Return rows as one micro-batch."""
+    """Return rows as one micro-batch, laid out on the host: every wait for a GPU would keep it idle."""
 
     def by_row(values: Iterable[Any], dtype: torch.dtype | None = None) -> Tensor:
-        return torch.tensor(list(values), dtype=dtype, device=device)
+        return torch.tensor(list(values), dtype=dtype)
 
     def by_token(arrays: Iterable[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(list(arrays)))
 
     ids = [row.token_ids for row in rows]
     lengths = list(map(len, ids))
-    numbers = {
-        pair: number for number, pair in enumerate(dict.fromkeys(row.pair for row in rows if row.pair is not None))
-    }
-    turns = None
+    packing, turns = Packing.of(ids), None
     if any(row.turn_rewards is not None for row in rows):
         blank = [np.zeros(length, np.float32) for length in lengths]
         turns = by_token(row.turn_rewards if row.turn_rewards is not None else blank[i] for i, row in enumerate(rows))
     tokens = TokenBatch(
-        mask=by_token(row.mask for row in rows).bool().to(device),
-        sequence=torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device),
-        behaviour_logprobs=by_token(row.logprobs for row in rows).float().to(device),
-        advantages=by_token(row.advantages for row in rows).float().to(device),
+        mask=by_token(row.mask for row in rows).bool(),
+        sequence=torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)),
+        behaviour_logprobs=by_token(row.logprobs for row in rows).float(),
+        advantages=by_token(row.advantages for row in rows).float(),
         expert=by_row(row.expert for row in rows),
         weight=by_row((row.weight for row in rows), torch.float32),
         reward=by_row((row.reward or 0.0 for row in rows), torch.float32),
-        turn_rewards=None if turns is None else turns.to(device),
+        turn_rewards=turns,
         truncated=by_row(row.truncated for row in rows),
-        pair=by_row(-1 if row.pair is None else numbers[row.pair] for row in rows),
+        pairs=rows_by_pair([row.pair for row in rows], [row.chosen for row in rows]),
         chosen=by_row(row.chosen for row in rows),
         margin=by_row((row.margin for row in rows), torch.float32),
     )
     images = tuple(row.images for row in rows)
-    return MicroBatch(
-        by_token(ids).to(device, torch.int64),
+    batch = MicroBatch(
+        by_token(ids).long(),
         tuple(lengths),
-        Packing.of(ids, device),
+        packing,
         tokens,
+        predicted=torch.nonzero(tokens.mask & (packing.positions > 0)).squeeze(-1),
+        sampled=tuple(not row.expert and row.pair is None for row in rows),
         images=images if any(images) else (),
         groups=tuple(row.group for row in rows),
         experiences=tuple(row.experience for row in rows if row.experience),
     )
+    return on_device(batch, device)

@@ -230,7 +230,7 @@ class Learner:
     def _count_denominators(self, batches: Batches) -> list[Denominators]:
         """Count the global denominators of every mini-batch, before the first backward pass."""
         counts = torch.stack([count((micro.tokens for micro in batch), self._device) for batch in batches])
-        return [Denominators.of(row) for row in self._reduce(counts)]
+        return [Denominators.of(row) for row in self._reduce(counts).cpu()]
 
     def _compute_old_logprobs(self, batches: Batches, mini_batches: list[list[TrainRow]]) -> Batches:
         """Add old-policy, reference and teacher log-probs, values and advantages, each only if the loss uses it."""
@@ -298,8 +298,7 @@ class Learner:
             loss = self.algorithm.value_loss_of(critic(micro)[0], micro.tokens, over)
             return loss, loss
 
-        total = sum((each.cpu() for each in self._accumulate(critic, batch, share)), torch.zeros(()))
-        loss = float(self._reduce(total))
+        loss = float(self._reduce(torch.stack(self._accumulate(critic, batch, share)).sum()))
         return replace(update, value_loss=loss, value_grad_norm=self._apply_gradient(critic.optimizer, loss, "critic"))
 
     def _apply_gradient(self, optimizer: Optimizer, loss: float, model: str) -> float:
@@ -329,7 +328,8 @@ class Learner:
                 parts = self.algorithm.loss(output, micro.tokens, over, step=self._policy_step)
             return parts.loss, parts.stack()
 
-        return LossParts(*self._reduce(torch.stack(self._accumulate(self.trained, batch, share)).sum(0)))
+        reported = self._accumulate(self.trained, batch, share)
+        return LossParts(*self._reduce(torch.stack(reported).sum(0)).cpu())  # the host waits once
 
     def _accumulate(
         self, model: nn.Module, batch: list[MicroBatch], share: Callable[[MicroBatch], tuple[Tensor, Tensor]]

@@ -198,7 +198,7 @@ def _saved_bytes(config: Any, auto: Any, layers: int) -> int:
         model = auto.from_config(config, dtype=torch.bfloat16).base_model
         model.set_attn_implementation(packing.ATTENTION)
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
-    layout = packing.Packing.of([np.arange(_TOKENS)], torch.device("cpu")).to(_META)
+    layout = packing.on_device(packing.Packing.of([np.arange(_TOKENS)]), _META)
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     held: dict[int, Tensor] = {}
 

@@ -8,7 +8,7 @@ them; elsewhere rows of nearly the same length are batched for attention, which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -60,11 +60,11 @@ class Packing:
     """``[C]``: index of every computed state in the concatenated outputs of the buckets."""
 
     @classmethod
-    def of(cls, rows: list[np.ndarray], device: torch.device) -> Packing:
-        """Lay out rows of token ids, each of at least one."""
+    def of(cls, rows: list[np.ndarray]) -> Packing:
+        """Lay out rows of token ids, each of at least one, on the CPU."""
 
         def tensor(array: Any, dtype: Any = np.int64) -> Tensor:
-            return torch.from_numpy(np.asarray(array, dtype)).to(device)
+            return torch.from_numpy(np.asarray(array, dtype))
 
         sizes = np.array([len(row) for row in rows])
         ends = np.cumsum(sizes)
@@ -106,11 +106,17 @@ class Packing:
             index=tensor(places[chosen]),
         )
 
-    def to(self, device: torch.device) -> Packing:
-        """Return the layout on another device."""
-        moved: dict[str, Any] = {name: each.to(device) for name, each in vars(self).items() if isinstance(each, Tensor)}
-        buckets = tuple(Bucket(each.rows, each.gather.to(device), each.real.to(device)) for each in self.buckets)
-        return replace(self, **moved, buckets=buckets)
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return a tensor, or the dataclass or tuple of some, on the device. The host does not wait for a GPU."""
+    if isinstance(value, Tensor):
+        pinned = value.pin_memory() if device.type == "cuda" else value  # else the copy is not asynchronous
+        return pinned.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        return tuple(on_device(each, device) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: on_device(getattr(value, each.name), device) for each in fields(value)})
+    return value
 
 
 def shared_prefixes(rows: list[np.ndarray]) -> list[tuple[int, int, int]]:
@@ -133,11 +139,13 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def register() -> None:
-    """Register the attention with transformers under the name `ATTENTION`. Idempotent."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Register the attention with transformers under the name `ATTENTION`. Idempotent.
+
+    It has no function for masks, so that transformers makes none; else it reads the positions from the GPU first.
+    """
+    from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, packed_attention)
-    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
 
 
 def packed_attention(

@@ -164,7 +164,10 @@ class Policy(nn.Module):
         else:
             logits = run_model(self.model, inputs).logits.flatten(0, 1)[before]
             logprobs, entropy = chosen_logprobs(
-                logits, targets, temperature=temperatures[:, None], entropy_gradient=entropy_gradient
+                logits,
+                targets,
+                temperature=1.0 if temperatures is None else temperatures[:, None],
+                entropy_gradient=entropy_gradient,
             )
         if batch.candidates is None:
             return _scatter(batch, logprobs), _scatter(batch, entropy), None
@@ -181,7 +184,8 @@ class Policy(nn.Module):
                 logprobs, ids = head_top_logprobs(*self._head_inputs(inputs, before), temperatures, k, vocabulary)
             else:
                 logits = run_model(self.model, inputs).logits.flatten(0, 1)[before]
-                scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
+                scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                scaled = scaled if temperatures is None else scaled / temperatures[:, None]
                 logprobs, ids = scaled.log_softmax(-1)[:, :vocabulary].topk(k)
             return _scatter(batch, logprobs), ids
 
@@ -316,8 +320,10 @@ def model_inputs(
     return inputs, flat[at]
 
 
-def _temperatures(batch: MicroBatch, temperature: float) -> Tensor:
-    """Return the temperature of every predicted token, ``[A]``."""
+def _temperatures(batch: MicroBatch, temperature: float) -> Tensor | None:
+    """Return the temperature of every predicted token, ``[A]``; None if all are 1."""
+    if temperature == 1 or not any(batch.sampled):
+        return None
     tokens = batch.tokens
     own = tokens.spread(~tokens.expert & ~tokens.paired)[batch.predicted]
     return torch.where(own, temperature, 1.0)

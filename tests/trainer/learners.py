@@ -87,6 +87,7 @@ def make_learner(
     sharded: bool = False,
     compute: torch.dtype = torch.float32,
     skips: bool = False,
+    device: torch.device = CPU,
 ) -> Learner:
     """A learner of these algorithm and models, by default small ones, with all that the algorithm needs."""
     policy, valued, algorithm = policy or make_model(), valued or make_model(), build(name, pieces)
@@ -98,9 +99,12 @@ def make_learner(
         for model in (policy, teacher, critic, scorer):
             if model is not None:
                 shard(model, mesh, compute)
+    for model in (policy, teacher, critic, scorer):
+        if model is not None:
+            model.to(device)
     if critic is not None:
         critic.open_stage(OptimizerConfig(lr=1e-2), 10)
-    learner = Learner(policy, micro_batch_tokens=tokens, temperature=temperature, device=CPU)
+    learner = Learner(policy, micro_batch_tokens=tokens, temperature=temperature, device=device)
     learner.skips = skips
     learner.open_stage(algorithm, optimizer, 10, update, critic, teacher, scorer)
     return learner

@@ -47,7 +47,7 @@ def test_a_pair_that_is_in_a_batch_twice_counts_twice(cursor: int) -> None:
     assert len({int(each.token_ids[0]) for each in rows}) < len(rows), "no pair is there twice"
     assert [each.pair for each in rows] == [0, 0, 2, 2, 4, 4, 6, 6]
     [micro] = micro_batches(rows, 1000, CPU)
-    assert micro.tokens.pair is not None and micro.tokens.pair.bincount().tolist() == [2, 2, 2, 2]
+    assert micro.tokens.pairs is not None and micro.tokens.pairs.T.tolist() == [[n, n + 1] for n in (0, 2, 4, 6)]
     result = make_learner("dpo").step([rows])
     assert result.metrics.preference_loss == pytest.approx(np.log(2), abs=1e-6)
 
@@ -113,7 +113,7 @@ def test_the_rows_of_a_group_stay_together_as_far_as_they_fit(groups: list[tuple
 def test_the_sides_of_a_pair_stay_together(sizes: list[int], budget: int, padded: bool) -> None:
     rows = [row(n, pair=number, chosen=side) for number, n in enumerate(sizes) for side in (True, False)]
     for micro in micro_batches(rows, budget, CPU, padded=padded):
-        assert micro.tokens.pair is not None and set(micro.tokens.pair.bincount().tolist()) == {2}
+        assert micro.tokens.pairs is not None and 2 * micro.tokens.pairs.shape[1] == len(micro.lengths)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(9, 20))

@@ -141,7 +141,9 @@ def test_candidates_and_the_likeliest_tokens_are_those_of_the_model(chunked: boo
     policy.enable_fast_paths(pack=True)
     policy.chunks_head = chunked
     batch = scored_batch(rows())
-    batch = replace(batch, tokens=replace(batch.tokens, mask=batch.tokens.mask & (batch.packing.positions != 2)))
+    mask = batch.tokens.mask & (batch.packing.positions != 2)
+    predicted = batch.predicted[mask[batch.predicted]]
+    batch = replace(batch, tokens=replace(batch.tokens, mask=mask), predicted=predicted)
     logprobs, ids = policy.top_logprobs(batch, 0.7, 5, 40)
     candidates = policy.output(replace(batch, candidates=ids), temperature=0.7).candidates
     policy.model.set_attn_implementation("sdpa")
@@ -213,7 +215,7 @@ def by_buckets(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, 
 
 
 def leaking(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> Tensor:
-    whole = Packing.of([np.arange(len(query))], query.device)
+    whole = Packing.of([np.arange(len(query))])
     return by_buckets(query, key, value, whole, scaling, window)
 
 
