@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,16 @@ class Learner:
     """
 
     def __init__(
-        self, policy: Policy, *, micro_batch_tokens: int, temperature: float, device: torch.device, seed: int = 0
+        self,
+        policy: Policy,
+        *,
+        micro_batch_tokens: int,
+        temperature: float,
+        device: torch.device,
+        seed: int = 0,
+        attention: float = 0.0,
     ) -> None:
+        """``attention``: see `micro_batches`."""
         self.policy = policy
         self.rng = RngState(seed, device)
         self.skips = False
@@ -88,6 +97,7 @@ class Learner:
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
         self._device = device
+        self._attention = attention
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
 
     def open_stage(
@@ -222,7 +232,8 @@ class Learner:
         """Split mini-batches into micro-batches, with empty ones added so that all ranks have the same number."""
         models = [model for model in (self.trained, self.critic, self.teacher) if model is not None]
         padded = not all(model.packs for model in models)
-        batches = [micro_batches(rows, self._micro_batch_tokens, self._device, padded=padded) for rows in mini_batches]
+        split = partial(micro_batches, padded=padded, attention=self._attention)
+        batches = [split(rows, self._micro_batch_tokens, self._device) for rows in mini_batches]
         most = self._reduce(torch.tensor([len(batch) for batch in batches]), dist.ReduceOp.MAX).tolist()
         empty = empty_batch(self._device)
         return [batch + [empty] * (number - len(batch)) for batch, number in zip(batches, most, strict=True)]

@@ -24,6 +24,7 @@ from rayrft.algorithms import Algorithm
 from rayrft.buffer.leases import BatchShare, BlockRows, Lease
 from rayrft.buffer.log.row_log import Ref
 from rayrft.config.stage import StageConfig
+from rayrft.data.models import attention_cost
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.files import Room
 from rayrft.registry import load_plugins
@@ -114,6 +115,7 @@ class Rank(RankApi):
             temperature=setup.temperature,
             device=self._device,
             seed=setup.seed,
+            attention=attention_cost(setup.model),
         )
         self.learner.skips, self.learner.accumulate = setup.config.not_finite == "skip", setup.config.accumulate
         self._checkpointer = Checkpointer()

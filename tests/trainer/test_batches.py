@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -58,8 +59,8 @@ def test_pairs_are_numbered_on_from_where_their_part_of_the_share_begins() -> No
     assert [each.pair for each in rows] == [10, 10, 12, 12]
 
 
-def shapes(rows: list[TrainRow], budget: int, *, padded: bool) -> list[list[int]]:
-    return [sorted(each.lengths) for each in micro_batches(rows, budget, CPU, padded=padded)]
+def shapes(rows: list[TrainRow], budget: int, **how: Any) -> list[list[int]]:
+    return [sorted(each.lengths) for each in micro_batches(rows, budget, CPU, **how)]
 
 
 def test_a_long_row_stands_alone_and_the_others_keep_to_the_budget() -> None:
@@ -88,6 +89,25 @@ def test_micro_batches_keep_to_the_budget_and_hold_every_row_once(sizes: list[in
     for each in found:
         assert (len(each) * max(each) if padded else sum(each)) <= budget or len(each) == 1
     assert found == shapes([row(n) for n in sizes[::-1]], budget, padded=padded)
+
+
+@given(lengths, st.integers(1, 60), st.floats(0, 1))
+def test_no_cost_of_attention_lets_a_micro_batch_exceed_its_budget(sizes: list[int], budget: int, cost: float) -> None:
+    found = shapes([row(n) for n in sizes], budget, attention=cost)
+    assert sorted(n for each in found for n in each) == sorted(sizes)
+    assert all(sum(each) <= budget or len(each) == 1 for each in found)
+    costs = [sum(n + cost * n**2 for n in each) for each in found]
+    assert costs == sorted(costs, reverse=True), "ranks, which wait for each other, work on unequal ones"
+
+
+def test_micro_batches_are_of_equal_cost_and_tokens_that_rows_share_attend_once() -> None:
+    rows = [row(n) for n in (9, 3, 3, 3, 3, 3)]
+    assert shapes(rows, 20) == [[3, 9], [3, 3, 3, 3]]
+    # 9 + 81 / 2 = 49.5 costs more than five times 3 + 9 / 2 = 7.5.
+    assert shapes(rows, 20, attention=0.5) == [[9], [3, 3, 3, 3, 3]]
+    # Of 61 tokens 60 are shared: 61^2 + 7 (61^2 - 60^2) = 4568 is less than 90^2.
+    group = [replace(row(61), token_ids=np.repeat([0, n], [60, 1]).astype("int32"), group="a") for n in range(8)]
+    assert shapes([*group, row(90)], 120, attention=1.0) == [[90], [61] * 8]
 
 
 @given(
