@@ -46,6 +46,8 @@ class TrainerConfig(Section):
     """Seconds without progress after which a rank that loads the model ends the run."""
     micro_batch_tokens: int = Field(8192, ge=16)
     """Tokens in one forward pass, including padding if rows are padded; a longer row gets its own."""
+    head_chunk: int | None = Field(None, ge=16)
+    """Tokens whose logits exist at once; by default, on GPUs, as many as take a fortieth of the memory."""
     pack: bool = True
     """Pack rows into one sequence, without padding or attention between them, if the model supports it."""
     gradient_checkpointing: bool = False

@@ -111,6 +111,7 @@ def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, gpu_gb
             reference=any("reference" in each for each in needs),
             critic=any("critic" in each for each in needs),
             teacher=max(teachers, key=lambda each: each.parameters, default=None),
+            gpu_bytes=gpu_gb * _GB,
         )
 
     found, room = of(trainer), _USABLE * min(trainer.gpus, 1.0) * gpu_gb

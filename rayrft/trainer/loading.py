@@ -138,6 +138,7 @@ class Loader:
 
         def prepare(policy: Policy) -> None:
             policy.use(packs=paths.packs, chunks_head=paths.chunks_head)
+            policy.head_chunk = config.head_chunk
             if config.gradient_checkpointing and not frozen:
                 policy.checkpoint_layers()
             if lora is not None:

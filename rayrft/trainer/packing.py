@@ -9,6 +9,7 @@ them; elsewhere rows of nearly the same length are batched for attention, which 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rayrft.errors import ModelError, first_line
+
 ATTENTION = "rayrft_packed"
 """The name under which transformers knows this attention."""
+
+_HOPPER = 9
+"""Major compute capability of the GPUs that FlashAttention 3 is for."""
 
 _BUCKET_RATIO = 1.25
 _BUCKET_SLACK = 8
@@ -141,11 +147,22 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 def register() -> None:
     """Register the attention with transformers under the name `ATTENTION`. Idempotent.
 
-    It has no function for masks, so that transformers makes none; else it reads the positions from the GPU first.
+    It has no function for masks, so that transformers makes none; else it reads the positions from the GPU first. On
+    Hopper the kernels are those of FlashAttention 3 if its package ``flash_attn_interface`` is there, by which
+    transformers knows it, too; else torch's own, FlashAttention 2. Raises ModelError if the package cannot be used.
     """
+    from torch.nn import attention
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, packed_attention)
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == _HOPPER
+    if hopper and find_spec("flash_attn_interface") and attention.current_flash_attention_impl() is None:
+        try:
+            attention.activate_flash_attention_impl("FA3")
+        except (ImportError, OSError, RuntimeError) as error:
+            problem = f"FlashAttention 3 is installed, but has no kernels for this torch: {first_line(error)}"
+            remedy = "build it for this torch, or uninstall flash_attn_interface, which leaves FlashAttention 2"
+            raise ModelError(problem, remedy, field="trainer.pack") from None
 
 
 def packed_attention(

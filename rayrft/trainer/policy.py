@@ -38,7 +38,8 @@ class Policy(nn.Module):
     """A causal language model of transformers, as the submodule ``model``.
 
     ``packs``: rows of a micro-batch share one sequence (see `rayrft.trainer.packing`); else they are padded.
-    ``chunks_head``: logits are computed for a few tokens at a time (see `rayrft.trainer.head`).
+    ``chunks_head``: logits are computed for a few tokens at a time (see `rayrft.trainer.head`), for ``head_chunk`` if
+    that is not None.
     ``lora``: the adapter that is trained instead of the model's own weights, if any.
     ``images``: reads the images of rows, for a vision model.
     """
@@ -50,6 +51,7 @@ class Policy(nn.Module):
         self.model = model.eval()
         self.packs = False
         self.chunks_head = False
+        self.head_chunk: int | None = None
         self.lora: Lora | None = None
 
     def checkpoint_layers(self) -> None:
@@ -160,7 +162,8 @@ class Policy(nn.Module):
         chosen, temperatures = batch.token_ids[batch.predicted], _temperatures(batch, temperature)
         targets = chosen if batch.candidates is None else torch.cat([chosen[:, None], batch.candidates], 1)
         if self.chunks_head:
-            logprobs, entropy = head_logprobs(*self._head_inputs(inputs, before), targets, temperatures)
+            states = self._head_inputs(inputs, before)
+            logprobs, entropy = head_logprobs(*states, targets, temperatures, chunk=self.head_chunk)
         else:
             logits = run_model(self.model, inputs).logits.flatten(0, 1)[before]
             logprobs, entropy = chosen_logprobs(
@@ -181,7 +184,8 @@ class Policy(nn.Module):
             inputs, before = model_inputs(batch, packs=self.packs, images=self.images)
             temperatures = _temperatures(batch, temperature)
             if self.chunks_head:
-                logprobs, ids = head_top_logprobs(*self._head_inputs(inputs, before), temperatures, k, vocabulary)
+                states = self._head_inputs(inputs, before)
+                logprobs, ids = head_top_logprobs(*states, temperatures, k, vocabulary, chunk=self.head_chunk)
             else:
                 logits = run_model(self.model, inputs).logits.flatten(0, 1)[before]
                 scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -114,9 +114,9 @@ def _kinds(folder: str) -> None:
         for name, each in model.named_parameters():
             assert torch.equal(full(each), expected[name]) and each.requires_grad == trained(name), name
 
-    plain, adapting = loader(), loader(lora=LoraConfig(rank=2, targets=["q_proj"]))
+    plain, adapting = loader(head_chunk=100), loader(lora=LoraConfig(rank=2, targets=["q_proj"]))
     policy = plain.load(folder, lambda policy: policy)
-    assert policy.packs and policy.chunks_head
+    assert policy.packs and policy.chunks_head and policy.head_chunk == 100
     assert_weights(policy, exact, lambda name: True)
     teacher = adapting.load(folder, lambda policy: policy, field="teacher", frozen=True)
     assert_weights(teacher, rounded, lambda name: False)
