@@ -132,7 +132,7 @@ def _other_settings(config: TrainerConfig) -> Iterator[dict[str, Any]]:
     if checkpointing:
         yield checkpointing
     for ranks in _RANKS:
-        if ranks > config.ranks:
+        if ranks > config.ranks and ranks % config.replicas == 0:
             yield {"ranks": ranks, **checkpointing}
 
 

@@ -351,7 +351,9 @@ class Learner:
         reported, whole = [], accumulates_whole(self.accumulate, trained)
         for index, micro in enumerate(batch):
             if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(not whole or index == len(batch) - 1)
+                last = index == len(batch) - 1
+                model.set_requires_gradient_sync(not whole or last)
+                model.set_requires_all_reduce(last)  # between replicas
             with blaming(micro):
                 loss, numbers = share(micro)
                 # FSDP averages gradients over ranks, but the loss is already divided by global counts: scale to a sum.

@@ -134,10 +134,11 @@ def rank_memory(
     teacher: Shape | None = None,
     gpu_bytes: float = 80e9,
 ) -> RankMemory:
-    """Return the memory of a rank whose compute is in ``half`` precision, or in float32. Models are sharded over all
-    ranks; the run's parameters are trained, or an adapter of theirs. ``activation`` is that of `activation_bytes`.
-    On a GPU of ``gpu_bytes`` the head takes its share of them, unless the config has the tokens of a chunk."""
-    compute, ranks, tokens = 2 if half else 4, config.ranks, config.micro_batch_tokens
+    """Return the memory of a rank whose compute is in ``half`` precision, or in float32. Models are sharded over the
+    ranks of a replica; the run's parameters are trained, or an adapter of theirs. ``activation`` is that of
+    `activation_bytes`. On a GPU of ``gpu_bytes`` the head takes its share of them, unless the config has the tokens of
+    a chunk."""
+    compute, ranks, tokens = 2 if half else 4, config.shards, config.micro_batch_tokens
     adapter = 0 if config.lora is None else config.lora.rank * shape.linear
     trained = adapter or shape.parameters
     frozen = compute * shape.parameters if adapter else 0

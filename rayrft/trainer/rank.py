@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rayrft.algorithms import Algorithm
@@ -35,7 +34,7 @@ from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
 from rayrft.trainer.blame import device_failed, is_device_fault
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.loading import Loader, load_hf
+from rayrft.trainer.loading import Loader, load_hf, rank_mesh
 from rayrft.trainer.memory import memory_savings
 from rayrft.trainer.model import named_weights, save_hf
 from rayrft.trainer.result import PairRanking, StepResult
@@ -105,8 +104,8 @@ class Rank(RankApi):
         if self._device.type == "cpu":
             torch.set_num_threads(max(1, int(setup.config.cpus)))
         self._compute: torch.dtype = getattr(torch, setup.dtype)
-        self._mesh = init_device_mesh(self._device.type, (setup.config.ranks,))
-        self._loader = Loader(setup.config, self._mesh, device, self._compute, setup.seed)
+        mesh = rank_mesh(self._device.type, setup.config.ranks, setup.config.replicas)
+        self._loader = Loader(setup.config, mesh, device, self._compute, setup.seed)
         self.warning = self._loader.fast_paths(setup.model).warning
         """Which fast paths the model does not support, and why; None if it supports all."""
         self.learner = Learner(

@@ -133,6 +133,7 @@ def test_models_beside_the_policy_and_adapters_count(models: dict[str, str]) -> 
         plain.states + plain.gradients
     )
     assert rank_memory(shape, TrainerConfig(ranks=8), half=True, teacher=shape).models == 2 * shape.parameters / 8
+    assert rank_memory(shape, TrainerConfig(ranks=32, replicas=4), half=True) == plain
     adapted = rank_memory(shape, TrainerConfig(ranks=8, lora=LoraConfig(rank=16)), half=True, reference=True)
     assert adapted.models == 0 and 2 * shape.parameters < 8 * adapted.states < 2.2 * shape.parameters
     assert rank_memory(shape, TrainerConfig(ranks=8, cpu_offload=True), half=True).states == 0

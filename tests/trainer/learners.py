@@ -21,7 +21,7 @@ from rayrft.trainer.annotation import with_logprobs
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.loading import shard
+from rayrft.trainer.loading import rank_mesh, shard
 from rayrft.trainer.lora import Lora
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.reward_model import RewardClassifier
@@ -85,6 +85,7 @@ def make_learner(
     tokens: int = 60,
     temperature: float = 1.0,
     sharded: bool = False,
+    replicas: int = 1,
     compute: torch.dtype = torch.float32,
     skips: bool = False,
     device: torch.device = CPU,
@@ -95,7 +96,7 @@ def make_learner(
     critic = Critic(valued) if "critic" in algorithm.needs else None
     scorer = RewardClassifier(valued, padding=None) if algorithm.trains_reward_model else None
     if sharded:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = rank_mesh("cpu", dist.get_world_size(), replicas)
         for model in (policy, teacher, critic, scorer):
             if model is not None:
                 shard(model, mesh, compute)

@@ -27,7 +27,7 @@ from rayrft.config.trainer import LoraConfig, TrainerConfig
 from rayrft.errors import ModelError
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.loading import FastPaths, Loader, load_policy, shard
+from rayrft.trainer.loading import FastPaths, Loader, load_policy, rank_mesh, shard
 from rayrft.trainer.policy import Policy, scored_batch
 from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic
@@ -61,7 +61,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_vision_model: Path) -
 
 
 def mesh() -> Any:
-    return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    """Of four ranks two are replicas of the others."""
+    return rank_mesh("cpu", ranks := dist.get_world_size(), 2 if ranks == 4 else 1)
 
 
 def logprobs(policy: Policy) -> Tensor:
@@ -78,15 +79,21 @@ def _loaded(folder: str) -> Any:
     """The parts of a sharded model, put together, its buffers, gradients, and the class and config of the model."""
     policy = load_policy(folder, prepare=lambda policy: shard(policy, mesh(), torch.float32))
     assert all(isinstance(each, DTensor) and each.dtype == torch.float32 for each in policy.parameters())
-    size, ranks = sum(each.numel() for each in policy.parameters()), dist.get_world_size()
+    size, ranks = sum(each.numel() for each in policy.parameters()), mesh().size(-1)
     own = sum(each.to_local().numel() for each in policy.parameters())  # type: ignore[attr-defined]
     assert own < 1.6 * size / ranks, "about its part: four experts on three ranks are not alike"
     whole = {name: full(each) for name, each in policy.named_parameters()}
     return whole, dict(policy.named_buffers()), gradients(policy), type(policy.model), policy.model.config.to_dict()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen2-vl"])
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        *((family, ranks) for family in (*FAMILIES, "qwen2-vl") for ranks in (2, 3)),
+        ("qwen3, tied", 4),
+        ("qwen3 moe", 4),
+    ],
+)
 def test_the_parts_of_all_ranks_are_the_whole_model(folders: dict[str, Path], family: str, ranks: int) -> None:
     whole = load_policy(str(folders[family]))
     weights, buffers, found, kind, config = on_ranks(ranks, _loaded, str(folders[family]))
