@@ -19,7 +19,7 @@ from rayrft.algorithms.kl import kls
 from rayrft.algorithms.loss import Denominators, LossParts, aggregations, count
 from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from rayrft.algorithms.pieces import Fraction, NonNegative, Positive, Steps
-from rayrft.algorithms.preference import Pairs, preferences, reward_model_losses
+from rayrft.algorithms.preference import Pairs, preferences, reward_model_losses, rows_by_pair
 from rayrft.algorithms.presets import build, presets
 from rayrft.algorithms.ratios import TokenLoss, policy_losses, token_ratio
 from rayrft.algorithms.sft import mu_schedules, sft_losses
@@ -59,6 +59,7 @@ __all__ = [
     "presets",
     "reward_model_losses",
     "row_value_errors",
+    "rows_by_pair",
     "sft_losses",
     "sum_gains",
     "sum_moments",

@@ -25,7 +25,7 @@ _FIELDS: dict[Need, str] = {
     "reference": "reference_logprobs",
     "teacher_logprobs": "teacher_logprobs",
     "teacher_candidates": "teacher_candidates",
-    "pairs": "pair",
+    "pairs": "pairs",
     "labels": "chosen",
     "reference_kl": "reference_kl",
 }

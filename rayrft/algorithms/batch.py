@@ -17,9 +17,10 @@ class TokenBatch:
     and packed forward passes. ``mask`` is True on the tokens that the policy or the expert produced; elsewhere
     (prompts, observations, padding) the other per-token fields are undefined.
 
-    ``expert`` puts a row into the SFT stream, and ``pair`` >= 0 (with its partner in the same micro-batch) into the
-    preference stream; all others are usual rows, sampled by the policy. Log-probs are in nats. Fields that the
-    algorithm does not need are None.
+    ``expert`` puts a row into the SFT stream, and ``pairs`` puts it into the preference stream; all others are usual
+    rows, sampled by the policy. Log-probs are in nats. Fields that the algorithm does not need are None.
+
+    No loss waits for a GPU: shapes of results never depend on values.
     """
 
     mask: Tensor
@@ -38,8 +39,8 @@ class TokenBatch:
     """Rewards of turns, and of steps inside them, each on the last token of its turn or step, besides the row's own."""
     truncated: Tensor | None = None
     """``[N]`` bool: answers that were cut for their length."""
-    pair: Tensor | None = None
-    """``[N]`` int64: number of the preference pair, 0 to P - 1; -1 for a row in none."""
+    pairs: Tensor | None = None
+    """``[2, P]`` int64: the chosen and the rejected row of every preference pair; see `preference.rows_by_pair`."""
     chosen: Tensor | None = None
     """``[N]`` bool: the preferred row of its pair; of labelled rows, the good ones."""
     margin: Tensor | None = None
@@ -72,7 +73,8 @@ class TokenBatch:
     @property
     def paired(self) -> Tensor:
         """``[N]`` bool: rows of the preference stream."""
-        return torch.zeros_like(self.expert) if self.pair is None else self.pair >= 0
+        none = torch.zeros_like(self.expert)
+        return none if self.pairs is None else none.index_fill(0, self.pairs.flatten(), True)
 
     @property
     def lengths(self) -> Tensor:

@@ -12,7 +12,7 @@ them (`Pairs.nll`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -76,15 +76,22 @@ class Pairs:
 
 def by_pair(rows: Tensor, batch: TokenBatch) -> Tensor:
     """Arrange values of a batch's rows, ``[N]``, by its pairs, in their order: ``[2, P]``, those of chosen rows first.
-    Raises ValueError if it has no pairs, or if one is not one chosen and one rejected row."""
-    if batch.pair is None or batch.chosen is None:
+    Raises ValueError if it has no pairs."""
+    if batch.pairs is None:
         raise ValueError("a loss of pairs needs pairs")
-    paired = batch.paired
-    place = batch.pair[paired] * 2 + (~batch.chosen[paired]).long()
-    count = int(place.max()) // 2 + 1 if place.numel() else 0
-    if (torch.bincount(place, minlength=2 * count) != 1).any():
+    return rows[batch.pairs]
+
+
+def rows_by_pair(pairs: Sequence[int | None], chosen: Sequence[bool]) -> Tensor:
+    """Return the chosen and the rejected row of every pair, ``[2, P]`` int64 on the CPU, from the rows' pairs (None for
+    a row in none) and sides. Pairs are in the order of their first rows. Raises ValueError if one is not one chosen and
+    one rejected row."""
+    sides = [(pair, 0 if side else 1) for pair, side in zip(pairs, chosen, strict=True)]
+    rows = {side: row for row, side in enumerate(sides) if side[0] is not None}
+    numbers = dict.fromkeys(pair for pair in pairs if pair is not None)
+    if len(rows) != 2 * len(numbers) or len(rows) != sum(pair is not None for pair in pairs):
         raise ValueError("every pair must hold one chosen and one rejected row in the same micro-batch")
-    return rows.new_zeros(2 * count).index_add(0, place, rows[paired]).view(count, 2).T
+    return torch.tensor([[rows[pair, side] for pair in numbers] for side in (0, 1)], dtype=torch.int64)
 
 
 PreferenceLoss = Callable[[Pairs], Tensor]

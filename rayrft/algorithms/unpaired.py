@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from rayrft.algorithms.batch import TokenBatch
+from rayrft.algorithms.batch import TokenBatch, keep
 from rayrft.algorithms.pieces import NonNegative, Pieces, Positive
 
 
@@ -50,7 +50,7 @@ def sum_gains(batches: Iterable[TokenBatch], device: torch.device | None = None)
     for batch in batches:
         assert batch.proximal_logprobs is not None
         rows = Labelled.of(batch.proximal_logprobs, batch.demonstrated())
-        total += torch.stack([rows.gains[rows.present].sum(), rows.present.sum()])
+        total += torch.stack([keep(rows.gains, rows.present).sum(), rows.present.sum()])
     return total
 
 

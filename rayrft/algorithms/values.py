@@ -23,51 +23,46 @@ value_losses: Pieces[ValueLoss] = Pieces("value_loss")
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Indices of masked-in tokens in a left-aligned grid ``[N, L]``: N rows, L the largest number of tokens in a row.
+class ActionTokens:
+    """The masked-in tokens of a batch row after row, so that consecutive action tokens of a row are adjacent; those off
+    the mask come last. Prompts, observations and padding are skipped."""
 
-    Prompts, observations and padding are skipped, so that consecutive action tokens of a row are adjacent.
-    """
-
-    batch: TokenBatch
+    order: Tensor
+    """``[T]``: index of every such token in the batch."""
     row: Tensor
-    position: Tensor
-    """``row`` and ``position``: ``[tokens in the mask]``."""
-    width: int
+    """``[T]``: its row; N for those off the mask."""
+    present: Tensor
+    """``[T]`` bool: whether it is on the mask."""
 
     @classmethod
     def of(cls, batch: TokenBatch) -> Self:
-        row = batch.sequence[batch.mask]
-        order = row.argsort(stable=True)
-        counts = torch.bincount(row, minlength=batch.rows)
-        starts = counts.cumsum(0) - counts
-        position = torch.empty_like(row)
-        position[order] = torch.arange(row.numel(), device=row.device) - starts[row[order]]
-        return cls(batch, row, position, int(counts.max()) if row.numel() else 0)
+        row, order = torch.where(batch.mask, batch.sequence, batch.rows).sort(stable=True)
+        return cls(order, row, row < batch.rows)
 
-    def unflatten(self, values: Tensor) -> Tensor:
-        """Convert ``[T]`` to ``[N, L]``, zeros after the end of a row."""
-        zeros = values.new_zeros(self.batch.rows, self.width)
-        return zeros.index_put((self.row, self.position), values[self.batch.mask])
+    def gather(self, values: Tensor) -> Tensor:
+        """Arrange ``[T]`` values of the batch, with zeros for those off the mask."""
+        return keep(values[self.order], self.present)
 
-    def flatten(self, grid: Tensor) -> Tensor:
-        """Convert ``[N, L]`` to ``[T]``, zeros off the mask."""
-        values = grid.new_zeros(self.batch.mask.shape)
-        values[self.batch.mask] = grid[self.row, self.position]
+    def scatter(self, values: Tensor) -> Tensor:
+        """Arrange values as they are in the batch."""
+        return torch.empty_like(values).index_copy(0, self.order, values)
+
+    def after(self, values: Tensor, distance: int = 1) -> Tensor:
+        """Return for every token the value of the row's token at this ``distance`` after it; 0 if there is none."""
+        later, same = values[distance:], self.row[distance:] == self.row[:-distance]
+        return torch.nn.functional.pad(keep(later, same), (0, distance))
+
+    def to_go(self, values: Tensor, discount: float = 1.0) -> Tensor:
+        """Compute ``S_t = x_t + discount S_{t+1}`` of arranged values, the discounted sum to the row's end.
+
+        By doubling (Hillis and Steele 1986): after k rounds S_t holds the first 2^k terms. Values and lengths of other
+        rows do not change a bit of the result.
+        """
+        reach = 1
+        while reach < len(values):
+            values = values + discount**reach * self.after(values, reach)
+            reach *= 2
         return values
-
-
-def to_go(values: Tensor, discount: float = 1.0) -> Tensor:
-    """Compute ``S_t = x_t + discount S_{t+1}`` along the rows of ``[N, L]``, the discounted sum to the row's end.
-
-    By doubling (Hillis and Steele 1986): after k rounds S_t holds the first 2^k terms. Values and lengths of other rows
-    do not change a bit of the result.
-    """
-    total, reach = values.clone(), 1
-    while reach < values.shape[1]:
-        total[:, :-reach] += discount**reach * total[:, reach:]
-        reach *= 2
-    return total
 
 
 def token_rewards(batch: TokenBatch, penalty: Tensor | None = None) -> Tensor:
@@ -80,10 +75,8 @@ def token_rewards(batch: TokenBatch, penalty: Tensor | None = None) -> Tensor:
     if batch.reward is None:
         raise ValueError("token rewards need the rewards of the rows")
     index = torch.arange(batch.mask.numel(), device=batch.mask.device)
-    last = torch.full((batch.rows,), -1, dtype=index.dtype, device=index.device)
-    last = last.scatter_reduce(0, batch.sequence[batch.mask], index[batch.mask], "amax")
-    rewards = torch.zeros_like(batch.advantages)
-    rewards[last[last >= 0]] = batch.reward[last >= 0].to(rewards.dtype)
+    last = index.new_zeros(batch.rows).scatter_reduce(0, batch.sequence, keep(index, batch.mask), "amax")
+    rewards = keep(batch.spread(batch.reward.to(batch.advantages.dtype)), batch.mask & (batch.spread(last) == index))
     if batch.turn_rewards is not None:
         rewards = rewards + keep(batch.turn_rewards, batch.mask)
     return rewards if penalty is None else rewards - keep(penalty, batch.mask)
@@ -108,18 +101,17 @@ def gae(
     """
     if batch.values is None:
         raise ValueError("gae needs the critic's values")
-    grid = Grid.of(batch)
-    value = grid.unflatten(batch.values)
-    after = torch.nn.functional.pad(value, (0, 1))[:, 1:]
+    actions = ActionTokens.of(batch)
+    value = actions.gather(batch.values)
+    after = actions.after(value)
     if bootstrap_truncated:
         if batch.final_values is None:
             raise ValueError("bootstrapping needs the critic's values of the states in which answers were truncated")
-        ends = batch.lengths.long()[:, None]
-        after = torch.where(
-            torch.arange(1, after.shape[1] + 1, device=ends.device) == ends, batch.final_values[:, None], after
-        )
-    advantage = to_go(grid.unflatten(rewards) + gamma * after - value, gamma * lam)
-    return grid.flatten(advantage), grid.flatten(advantage + value)
+        continues = actions.after(actions.present)
+        final = torch.nn.functional.pad(batch.final_values, (0, 1))[actions.row]  # 0 off the mask
+        after = torch.where(continues, after, final)
+    advantage = actions.to_go(actions.gather(rewards) + gamma * after - value, gamma * lam)
+    return actions.scatter(advantage), actions.scatter(advantage + value)
 
 
 def with_penalty(batch: TokenBatch, penalty: Tensor) -> TokenBatch:
@@ -131,8 +123,9 @@ def with_penalty(batch: TokenBatch, penalty: Tensor) -> TokenBatch:
     groups are compared.)
     """
     usual = batch.usual()
-    grid = Grid.of(usual)
-    return replace(batch, advantages=batch.advantages - grid.flatten(to_go(grid.unflatten(penalty))))
+    actions = ActionTokens.of(usual)
+    to_go = actions.to_go(actions.gather(penalty))
+    return replace(batch, advantages=batch.advantages - actions.scatter(to_go))
 
 
 def row_value_errors(batch: TokenBatch) -> Tensor:

@@ -7,6 +7,7 @@ import contextlib
 import heapq
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -31,20 +32,33 @@ _PIECES = 4
 """A share consists of at least so many pieces of groups."""
 
 
-def balance(sizes: list[int], parts: int) -> list[list[int]]:
+def balance(
+    sizes: Sequence[float], parts: int, *, tokens: Sequence[int] | None = None, room: float = math.inf
+) -> list[list[int]]:
     """Partition items into ``parts`` lists of nearly equal total size: every item, largest first, goes to the smallest
-    part (longest processing time first, Graham 1969). Returns the ascending indices by part; deterministic.
+    part in which it fits (longest processing time first, Graham 1969). Returns the ascending indices by part, or
+    nothing if an item fits into no part; deterministic.
 
-    No part is empty if there are at least as many items as parts. Raises ValueError if ``parts`` < 1.
+    A part has ``room`` for so many ``tokens`` of its items. No part is empty if there are at least as many items as
+    parts. Raises ValueError if ``parts`` < 1.
     """
     if parts < 1:
         raise ValueError(f"parts must be at least 1, got {parts}")
-    heap = [(0, part) for part in range(parts)]
+    tokens = [0] * len(sizes) if tokens is None else tokens
+    heap, left = [(0.0, part) for part in range(parts)], [room] * parts
     result: list[list[int]] = [[] for _ in range(parts)]
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        full = []
+        while heap and left[heap[0][1]] < tokens[item]:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return []
         total, part = heap[0]
         result[part].append(item)
+        left[part] -= tokens[item]
         heapq.heapreplace(heap, (total + sizes[item], part))
+        for each in full:
+            heapq.heappush(heap, each)
     return [sorted(items) for items in result]
 
 
@@ -87,6 +101,8 @@ class Lease:
     rollouts: GroupReport
     """Sum over all rows sampled since the last lease, kept or dropped."""
     waited_s: float
+    attention: float = 0.0
+    """See `StagePlan`."""
 
     def for_rank(self, rank: int) -> Lease:
         """Return the lease with the share of this rank only; the others are empty."""
@@ -108,33 +124,38 @@ class Unit:
     group: tuple[int, int] = (0, 0)
     """First row and number of rows of its group in the block; no rows for demonstrations."""
 
+    def cost(self, attention: float) -> float:
+        """Return the cost of training it, in tokens; see `StagePlan.attention`."""
+        return self.tokens + attention * self.tokens**2 / self.rows
 
-def deal(batches: list[list[Unit]], world_size: int) -> tuple[BatchShare, ...]:
-    """Split the units of the mini-batches into shares of nearly equal tokens, keeping their order within a share.
+
+def deal(batches: list[list[Unit]], world_size: int, attention: float = 0.0) -> tuple[BatchShare, ...]:
+    """Split the units of the mini-batches into shares of nearly equal cost, keeping their order within a share.
 
     Every mini-batch is balanced separately. The rows of a group stay together as far as that keeps the shares even, for
     a rank computes the prompt of its rows once.
     """
     dealt: list[list[list[Unit]]] = [[] for _ in range(world_size)]
     for units in batches:
-        pieces = _pieces(units, world_size)
-        for rank, items in enumerate(balance([sum(unit.tokens for unit in piece) for piece in pieces], world_size)):
+        pieces = _pieces(units, world_size, attention)
+        parts = balance([sum(unit.cost(attention) for unit in piece) for piece in pieces], world_size)
+        for rank, items in enumerate(parts):
             dealt[rank].append([unit for item in items for unit in pieces[item]])
     return tuple(_share(rank) for rank in dealt)
 
 
-def _pieces(units: list[Unit], world_size: int) -> list[list[Unit]]:
-    """Cut the groups into pieces of at most 1 / `_PIECES` of a share's tokens, or one unit."""
-    most = sum(unit.tokens for unit in units) / (world_size * _PIECES)
+def _pieces(units: list[Unit], world_size: int, attention: float) -> list[list[Unit]]:
+    """Cut the groups into pieces of at most 1 / `_PIECES` of a share's cost, or one unit."""
+    most = sum(unit.cost(attention) for unit in units) / (world_size * _PIECES)
     pieces: list[list[Unit]] = []
     for (_, group), members in groupby(units, key=lambda unit: (unit.ref, unit.group)):
-        tokens = most
+        cost = most
         for unit in members:
-            if tokens + unit.tokens > most or not group[1]:
+            if cost + unit.cost(attention) > most or not group[1]:
                 pieces.append([])
-                tokens = 0
+                cost = 0
             pieces[-1].append(unit)
-            tokens += unit.tokens
+            cost += unit.cost(attention)
     return pieces if len(pieces) >= world_size else [[unit] for unit in units]
 
 
@@ -319,14 +340,17 @@ class Leasing:
                 tokens = int(expert.tokens[row : row + record.unit].sum())
                 parts.append([Unit(expert.ref, row, record.unit, tokens, alone=row in record.blamed_expert)])
         count = min(record.mini_batches, len(parts))
+        plan = self._store.state.stage.plan
+        attention = 0.0 if plan is None else plan.attention
         return Lease(
             record.step,
             record.draw,
             # Every count-th group or demonstration is in the same mini-batch.
-            deal([list(chain.from_iterable(parts[number::count])) for number in range(count)], world_size),
+            deal([list(chain.from_iterable(parts[number::count])) for number in range(count)], world_size, attention),
             usual_rows=usual_rows,
             expert_rows=len(record.expert),
             staleness=tuple(record.staleness),
             rollouts=record.rollouts,
             waited_s=waited_s,
+            attention=attention,
         )

@@ -58,6 +58,8 @@ class StagePlan:
     """Steps, at most ``max_staleness``, for which ready groups wait before training, so that people can judge them."""
     sampler: SamplerConfig | None = None
     """How groups are drawn; by default as the Buffer was created to do."""
+    attention: float = 0.0
+    """Ranks get shares of equal cost: a row of s tokens costs ``s + attention s^2`` (`data.models.attention_cost`)."""
 
     @property
     def kind(self) -> tuple[bool, bool]:

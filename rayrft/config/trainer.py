@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from rayrft.config.base import Changeable, Section, invalid
+from rayrft.config.base import Changeable, Section, invalid, section_rule
 
 STORAGES = "file", "s3", "gs", "gcs", "abfs", "abfss"
 """Schemes of the addresses at which weights may be files."""
@@ -41,6 +41,9 @@ class TrainerConfig(Section):
     """FSDP2 ranks driven by Ray Train."""
 
     ranks: int = Field(2, ge=1)
+    replicas: int = Field(1, ge=1)
+    """Copies of the sharded model (HSDP): the ranks of one, which follow each other, share its weights and moments, and
+    only gradients travel between copies, such as those of different nodes."""
     cpus: float = Field(0.35, gt=0)
     gpus: float = Field(0.0, ge=0)
     """GPUs of one rank; a fraction shares the GPU with an engine (weight_sync.backend: ipc)."""
@@ -50,6 +53,8 @@ class TrainerConfig(Section):
     """Seconds without progress after which a rank that loads the model ends the run."""
     micro_batch_tokens: int = Field(8192, ge=16)
     """Tokens in one forward pass, including padding if rows are padded; a longer row gets its own."""
+    head_chunk: int | None = Field(None, ge=16)
+    """Tokens whose logits exist at once; by default, on GPUs, as many as take a fortieth of the memory."""
     pack: bool = True
     """Pack rows into one sequence, without padding or attention between them, if the model supports it."""
     gradient_checkpointing: bool = False
@@ -67,6 +72,17 @@ class TrainerConfig(Section):
     ``restarts.per_hour``."""
     lora: LoraConfig | None = None
     """Train only an adapter. Every stage starts a new one, on its initial weights with their adapter merged."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the weights of a copy of the model."""
+        return self.ranks // self.replicas
+
+    @section_rule
+    def _copies(self) -> None:
+        if self.ranks % self.replicas:
+            problem = f"must divide ranks, {self.ranks}"
+            raise invalid("replicas", problem, "give the number of nodes, or 1", value=self.replicas)
 
 
 @dataclass(frozen=True)

@@ -282,6 +282,7 @@ class Master(Watched):
             parts[EvaluationEngines].group,
             self._steering,
             recorded=recorded,
+            attention=prepared.attention,
         )
 
     async def _run(self, parts: RunParts) -> None:

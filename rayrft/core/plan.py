@@ -72,7 +72,7 @@ def plan_memory(config: RunConfig, gpu_gb: float, *, activations: bool = True) -
             room -= _ASLEEP_GB if settings.sleep else _given(config, gpu_gb) or engine.total
         else:
             room *= min(config.trainer.gpus, 1.0)
-        rank = _rank(config, shape, half, counted, room)
+        rank = _rank(config, shape, half, counted, room, gpu_gb)
         if engine and config.colocated:
             engine = _beside(engine, rank, config, gpu_gb)
     for name, each in config.auxiliary.items():
@@ -141,7 +141,7 @@ def _engine(name: str, shape: Shape, config: EngineConfig, half: bool, length: i
     return PartMemory(name, config.count, parts(config.tensor_parallel), room, remedy)
 
 
-def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, room: float) -> PartMemory:
+def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, room: float, gpu_gb: float) -> PartMemory:
     trainer, needs = config.trainer, [stage.algorithm.build().needs for stage in config.stages]
     teachers = [shape_of(each.teacher, f"stages.{each.name}.teacher") for each in config.stages if each.teacher]
 
@@ -154,6 +154,7 @@ def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, room: 
             reference=any("reference" in each for each in needs),
             critic=any("critic" in each for each in needs),
             teacher=max(teachers, key=lambda each: each.parameters, default=None),
+            gpu_bytes=gpu_gb * _GB,
         )
 
     found = of(trainer)
@@ -174,7 +175,7 @@ def _other_settings(config: TrainerConfig) -> Iterator[dict[str, Any]]:
     if checkpointing:
         yield checkpointing
     for ranks in _RANKS:
-        if ranks > config.ranks:
+        if ranks > config.ranks and ranks % config.replicas == 0:
             yield {"ranks": ranks, **checkpointing}
 
 

@@ -16,7 +16,15 @@ from rayrft.config import RunConfig
 from rayrft.config.serve import read_keys
 from rayrft.core.run_folder import check_log, check_same_tasks, open_folder
 from rayrft.data.inputs import check_demonstrations, choose_probe, demonstrated_text, load_demonstrations, task_set_spec
-from rayrft.data.models import check_auxiliary, check_classifier, check_length, check_teacher, find_model, vocabulary_of
+from rayrft.data.models import (
+    attention_cost,
+    check_auxiliary,
+    check_classifier,
+    check_length,
+    check_teacher,
+    find_model,
+    vocabulary_of,
+)
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task
@@ -62,6 +70,8 @@ class Prepared:
     """Whether nothing can be learnt from a group of sessions with equal rewards."""
     engine_share: float | None = None
     """Share of its GPU that a rollout engine takes; None: see `EngineConfig.gpu_share`."""
+    attention: float = 0.0
+    """See `StagePlan`."""
 
     @property
     def limits(self) -> Limits:
@@ -142,6 +152,7 @@ def prepare(
         notices=(*precision, *notices, *skipped),
         key_digests=keys,
         drop_equal=config.explorer.drop_zero_variance and all(each.zero_advantage_is_noop for each in learns),
+        attention=attention_cost(model),
     )
 
 

@@ -71,6 +71,8 @@ class TrainLoop:
     """Version of the weights that the engines have."""
     recorded: Collection[RecordKey] = ()
     """Keys of the records of the steps that are repeated after a rewind. They are not written again."""
+    attention: float = 0.0
+    """See `StagePlan`."""
 
     def __post_init__(self) -> None:
         self.published = self.progress.step
@@ -261,6 +263,7 @@ class TrainLoop:
             parks=partly.old_tokens if partly else None,
             hold_steps=self.config.feedback.hold_steps,
             sampler=self.config.buffer.sampler,
+            attention=self.attention,
         )
 
     async def _step(self, stage: StageConfig, exploring: asyncio.Future[list[None]]) -> None:

@@ -75,10 +75,11 @@ def with_teacher(
 
 def value_errors(batches: Batches) -> dict[str, tuple[float, int]]:
     """Return the critic's errors by group id: their sum over this rank's rows of the group, and the number of rows."""
+    micros = list(chain.from_iterable(batches))
+    groups = chain.from_iterable(zip(micro.groups, micro.sampled, strict=True) for micro in micros)
+    errors = torch.cat([row_value_errors(micro.tokens) for micro in micros]).tolist()
     rows: dict[str, list[float]] = {}
-    for micro in chain.from_iterable(batches):
-        own = (~micro.tokens.expert & ~micro.tokens.paired).tolist()
-        for group, error, counts in zip(micro.groups, row_value_errors(micro.tokens).tolist(), own, strict=True):
-            if counts:
-                rows.setdefault(group, []).append(error)
-    return {group: (sum(errors), len(errors)) for group, errors in rows.items() if group}
+    for (group, counts), error in zip(groups, errors, strict=True):
+        if group and counts:
+            rows.setdefault(group, []).append(error)
+    return {group: (sum(errors), len(errors)) for group, errors in rows.items()}

@@ -115,7 +115,7 @@ class BatchPipeline:
         return ProcessedLease(
             replace(
                 lease,
-                shares=deal(units, len(lease.shares)),
+                shares=deal(units, len(lease.shares), lease.attention),
                 usual_rows=usual,
                 expert_rows=sum(unit.rows for units_ in units for unit in units_) - usual,
             ),

@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby, islice
 from typing import Any, Self
 
@@ -15,12 +14,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import Algorithm, TokenBatch
+from rayrft.algorithms import Algorithm, TokenBatch, rows_by_pair
 from rayrft.buffer.leases import BatchShare, BlockRows, balance
 from rayrft.data.turns import group_advantages, turn_rewards
 from rayrft.experience import Experience, field_values, list_column, unpack
 from rayrft.runtime.ray_api import ray
-from rayrft.trainer.packing import Packing, common_prefix, shared_prefixes
+from rayrft.trainer.packing import Packing, common_prefix, on_device, shared_prefixes
 
 _SHARED = 16
 """Activation memory of a computed token over the key-value memory of a token whose state belongs to another row."""
@@ -76,6 +75,10 @@ class MicroBatch:
     lengths: tuple[int, ...]
     packing: Packing
     tokens: TokenBatch
+    predicted: Tensor
+    """``[A]``: indices of the action tokens that are not first in their row, so that a state predicts them."""
+    sampled: tuple[bool, ...]
+    """Whether each row was sampled by the policy: neither a demonstration nor in a pair."""
     candidates: Tensor | None = None
     """``[A, K]`` int64: further tokens to score at the position of each predicted token."""
     images: tuple[tuple[str, ...], ...] = ()
@@ -88,11 +91,6 @@ class MicroBatch:
     def annotated(self, **fields: Tensor) -> Self:
         """Return the micro-batch with these fields of its `TokenBatch`."""
         return replace(self, tokens=replace(self.tokens, **fields))
-
-    @cached_property
-    def predicted(self) -> Tensor:
-        """``[A]``: indices of the action tokens that are not first in their row, so that a state predicts them."""
-        return torch.nonzero(self.tokens.mask & (self.packing.positions > 0)).squeeze(-1)
 
 
 def fetch_mini_batches(share: BatchShare, algorithm: Algorithm) -> list[list[TrainRow]]:
@@ -165,23 +163,43 @@ def _advantages(batch: pa.RecordBatch, groups: np.ndarray, algorithm: Algorithm)
     return found
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """Rows that stay together."""
+
+    rows: list[TrainRow]
+    tokens: int
+    """With padding, or those that rows share counted for less."""
+    squares: int = 0
+    """Twice the number of pairs of a computed token and one that it attends to, if rows are packed."""
+
+    @classmethod
+    def packed(cls, rows: list[TrainRow], shared: list[int]) -> Self:
+        """Return the unit of rows of which each shares so many tokens, at its beginning, with another one."""
+        sizes = [(len(row.token_ids), own) for row, own in zip(rows, shared, strict=True)]
+        return cls(rows, sum(_cost(*size) for size in sizes), sum(length**2 - own**2 for length, own in sizes))
+
+
 def micro_batches(
-    rows: list[TrainRow], max_tokens: int, device: torch.device, *, padded: bool = False
+    rows: list[TrainRow], max_tokens: int, device: torch.device, *, padded: bool = False, attention: float = 0.0
 ) -> list[MicroBatch]:
     """Split rows into micro-batches of at most ``max_tokens`` tokens; if ``padded``, padding counts too, else a token
     that is computed for another row counts 1 / `_SHARED`.
 
     A longer row, and one marked ``alone``, gets its own; the sides of a pair stay together, and so do packed rows of a
-    group as far as they fit. Packed micro-batches have nearly equal sizes, padded ones hold rows of nearly equal
-    length, and are the fewest. The result does not depend on the order of rows.
+    group as far as they fit. Packed micro-batches have nearly equal costs, a row of s tokens ``s + attention s^2``
+    (`data.models.attention_cost`); padded ones hold rows of nearly equal length, and are the fewest. Those that cost
+    most come first, so that ranks, which wait for each other, work on equal ones. The result does not depend on the
+    order of rows.
     """
-    units = [list(unit) for _, unit in groupby(rows, key=lambda row: (row.pair, id(row) if row.pair is None else 0))]
-    sized = [(_padded(unit), unit) for unit in units] if padded else _merge_groups(units, max_tokens)
-    sized.sort(key=lambda each: (-each[0], [_content(row) for row in each[1]]))
-    bins = [unit for tokens, unit in sized if tokens > max_tokens or unit[0].alone]
-    fit = [(tokens, unit) for tokens, unit in sized if tokens <= max_tokens and not unit[0].alone]
-    bins += _fill_in_order([unit for _, unit in fit], max_tokens) if padded else _balance(fit, max_tokens)
-    return [flatten(members, device) for members in bins]
+    groups = [list(unit) for _, unit in groupby(rows, key=lambda row: (row.pair, id(row) if row.pair is None else 0))]
+    units = [_Unit(unit, _padded(unit)) for unit in groups] if padded else _merge_groups(groups, max_tokens)
+    units.sort(key=lambda each: (-each.tokens, [_content(row) for row in each.rows]))
+    bins = [[unit] for unit in units if unit.tokens > max_tokens or unit.rows[0].alone]
+    fit = [unit for unit in units if unit.tokens <= max_tokens and not unit.rows[0].alone]
+    bins += _fill_in_order(fit, max_tokens) if padded else _balance(fit, max_tokens, attention)
+    bins.sort(key=lambda units: -sum(unit.tokens + attention * unit.squares for unit in units))
+    return [flatten([row for unit in units for row in unit.rows], device) for units in bins]
 
 
 def mismatched(rows: list[TrainRow], everywhere: list[TrainRow]) -> list[TrainRow]:
@@ -222,29 +240,29 @@ def empty_batch(device: torch.device) -> MicroBatch:
     return flatten([TrainRow(zeros.astype(np.int32), zeros, zeros, zeros, expert=False)], device)
 
 
-def _merge_groups(units: list[list[TrainRow]], max_tokens: int) -> list[tuple[int, list[TrainRow]]]:
-    """Merge the rows of a group, which begin alike, into units of at most ``max_tokens``. Returns the units with their
-    tokens, of which those that rows share count for less."""
-    merged: list[tuple[int, list[TrainRow]]] = []
+def _merge_groups(units: list[list[TrainRow]], max_tokens: int) -> list[_Unit]:
+    """Merge the rows of a group, which begin alike, into units of at most ``max_tokens``."""
+    merged: list[_Unit] = []
     groups: dict[str, list[TrainRow]] = {}
     for unit in units:
         if len(unit) > 1 or unit[0].alone or not unit[0].group:
-            ids = [row.token_ids for row in unit]
-            merged.append((sum(_cost(len(ids[row]), shared) for row, _, shared in shared_prefixes(ids)), unit))
+            found = sorted(shared_prefixes([row.token_ids for row in unit]))  # by row
+            merged.append(_Unit.packed(unit, [shared for *_, shared in found]))
         else:
             groups.setdefault(unit[0].group, []).append(unit[0])
     for rows in groups.values():
-        tokens, unit = 0, list[TrainRow]()
+        tokens, unit, shares = 0, list[TrainRow](), list[int]()
         rows.sort(key=_content)
         for before, row in zip([None, *rows], rows, strict=False):
             length = len(row.token_ids)
             shared = common_prefix(before.token_ids, row.token_ids) if before else 0
             if unit and tokens + _cost(length, shared) > max_tokens:
-                merged.append((tokens, unit))
-                tokens, unit, shared = 0, [], 0
+                merged.append(_Unit.packed(unit, shares))
+                tokens, unit, shares, shared = 0, [], [], 0
             unit.append(row)
+            shares.append(shared)
             tokens += _cost(length, shared)
-        merged.append((tokens, unit))
+        merged.append(_Unit.packed(unit, shares))
     return merged
 
 
@@ -260,68 +278,67 @@ def _padded(unit: list[TrainRow]) -> int:
     return len(unit) * max(len(row.token_ids) for row in unit)
 
 
-def _fill_in_order(units: list[list[TrainRow]], max_tokens: int) -> list[list[TrainRow]]:
+def _fill_in_order(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
     """Fill one bin after the other with the units, which come longest first. No other order needs fewer bins."""
-    bins: list[list[TrainRow]] = []
+    bins: list[list[_Unit]] = []
     for unit in units:
-        if not bins or _padded(bins[-1] + unit) > max_tokens:
+        if not bins or _padded([row for each in (*bins[-1], unit) for row in each.rows]) > max_tokens:
             bins.append([])
-        bins[-1] += unit
+        bins[-1].append(unit)
     return bins
 
 
-def _balance(units: list[tuple[int, list[TrainRow]]], max_tokens: int) -> list[list[TrainRow]]:
-    """Put every unit, with its tokens and largest first, into the emptiest bin (`balance`), with the smallest number of
-    bins for which none overflows."""
-    sizes = [tokens for tokens, _ in units]
-    count = -(-sum(sizes) // max_tokens)
+def _balance(units: list[_Unit], max_tokens: int, attention: float) -> list[list[_Unit]]:
+    """Put the units into bins of equal cost (`balance`), with the smallest number for which none overflows."""
+    tokens = [unit.tokens for unit in units]
+    costs = [unit.tokens + attention * unit.squares for unit in units]
+    count = -(-sum(tokens) // max_tokens)
     while units:
-        bins = balance(sizes, count)
-        if all(sum(sizes[item] for item in items) <= max_tokens for items in bins):
-            return [[row for item in items for row in units[item][1]] for items in bins]
+        if bins := balance(costs, count, tokens=tokens, room=max_tokens):
+            return [[units[item] for item in items] for items in bins]
         count += 1
     return []
 
 
 def flatten(rows: list[TrainRow], device: torch.device) -> MicroBatch:
-    """Return rows as one micro-batch."""
+    """Return rows as one micro-batch, laid out on the host: every wait for a GPU would keep it idle."""
 
     def by_row(values: Iterable[Any], dtype: torch.dtype | None = None) -> Tensor:
-        return torch.tensor(list(values), dtype=dtype, device=device)
+        return torch.tensor(list(values), dtype=dtype)
 
     def by_token(arrays: Iterable[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(list(arrays)))
 
     ids = [row.token_ids for row in rows]
     lengths = list(map(len, ids))
-    numbers = {
-        pair: number for number, pair in enumerate(dict.fromkeys(row.pair for row in rows if row.pair is not None))
-    }
-    turns = None
+    packing, turns = Packing.of(ids), None
     if any(row.turn_rewards is not None for row in rows):
         blank = [np.zeros(length, np.float32) for length in lengths]
         turns = by_token(row.turn_rewards if row.turn_rewards is not None else blank[i] for i, row in enumerate(rows))
     tokens = TokenBatch(
-        mask=by_token(row.mask for row in rows).bool().to(device),
-        sequence=torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)).to(device),
-        behaviour_logprobs=by_token(row.logprobs for row in rows).float().to(device),
-        advantages=by_token(row.advantages for row in rows).float().to(device),
+        mask=by_token(row.mask for row in rows).bool(),
+        sequence=torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths)),
+        behaviour_logprobs=by_token(row.logprobs for row in rows).float(),
+        advantages=by_token(row.advantages for row in rows).float(),
         expert=by_row(row.expert for row in rows),
         weight=by_row((row.weight for row in rows), torch.float32),
         reward=by_row((row.reward or 0.0 for row in rows), torch.float32),
-        turn_rewards=None if turns is None else turns.to(device),
+        turn_rewards=turns,
         truncated=by_row(row.truncated for row in rows),
-        pair=by_row(-1 if row.pair is None else numbers[row.pair] for row in rows),
+        pairs=rows_by_pair([row.pair for row in rows], [row.chosen for row in rows]),
         chosen=by_row(row.chosen for row in rows),
         margin=by_row((row.margin for row in rows), torch.float32),
     )
     images = tuple(row.images for row in rows)
-    return MicroBatch(
-        by_token(ids).to(device, torch.int64),
+    batch = MicroBatch(
+        by_token(ids).long(),
         tuple(lengths),
-        Packing.of(ids, device),
+        packing,
         tokens,
+        predicted=torch.nonzero(tokens.mask & (packing.positions > 0)).squeeze(-1),
+        sampled=tuple(not row.expert and row.pair is None for row in rows),
         images=images if any(images) else (),
         groups=tuple(row.group for row in rows),
         experiences=tuple(row.experience for row in rows if row.experience),
     )
+    return on_device(batch, device)

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from rayrft.algorithms.batch import MIN_LOGPROB
 
-CHUNK_CUDA = 1024
-"""Tokens of a chunk on GPUs."""
+LOGITS = 3
+"""Chunks of logits in float32 that exist at once: logits, their softmax, and a gradient."""
+
+_SHARE = 1 / 40
+"""Share of a GPU's memory for these. It is of all memory, not of what is free: that differs from step to step."""
 
 _CHUNK_CPU = 256
 _CHUNK_NUMBERS = 1 << 21
@@ -19,15 +22,15 @@ ones return to the system and are zeroed page by page every time."""
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, *, chunk: int | None = None
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | None, *, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute the targets' log-probabilities and the entropy (nats) under ``softmax(W h / T)``.
 
-    hidden: ``[T, H]``, the states that predict; weight: ``[V, H]``; temperature: ``[T]``; targets: ``[T]``, or
-    ``[T, M]`` for several tokens per position. Returns log-probs of the shape of the targets and ``[T]`` entropies,
-    float32 (float64 for such input), both with gradient. Logits are computed for ``chunk`` tokens at a time (by default
-    as many as are fast on the device) and recomputed in the backward pass, which costs one more product and saves
-    ``2 T V`` numbers.
+    hidden: ``[T, H]``, the states that predict; weight: ``[V, H]``; temperature: ``[T]``, or None for 1; targets:
+    ``[T]``, or ``[T, M]`` for several tokens per position. Returns log-probs of the shape of the targets and ``[T]``
+    entropies, float32 (float64 for such input), both with gradient. Logits are computed for ``chunk`` tokens at a time
+    (by default as many as suit the device) and recomputed in the backward pass, which costs one more product and
+    saves ``2 T V`` numbers.
 
     With p = softmax(z): ``d log p_y / dz = onehot(y) - p`` and ``dH / dz = -p (log p + H)``, computed only if needed.
     """
@@ -39,7 +42,7 @@ def head_logprobs(
 
 @torch.no_grad()
 def head_top_logprobs(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, k: int, vocabulary: int, *, chunk: int | None = None
+    hidden: Tensor, weight: Tensor, temperature: Tensor | None, k: int, vocabulary: int, *, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the ``k`` most likely of the first ``vocabulary`` tokens, most likely first.
 
@@ -49,7 +52,7 @@ def head_top_logprobs(
     logprobs = torch.empty(len(hidden), k, dtype=dtype, device=hidden.device)
     ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     for part in _chunks(len(hidden), chunk or _chunk(hidden, len(weight))):
-        logp = _logits(hidden[part], weight, temperature[part], dtype).log_softmax(-1, dtype=dtype)
+        logp = _logits(hidden[part], weight, _part(temperature, part), dtype).log_softmax(-1, dtype=dtype)
         logprobs[part], ids[part] = logp[:, :vocabulary].topk(k)
     return logprobs, ids
 
@@ -57,20 +60,19 @@ def head_top_logprobs(
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, chunk: int
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | None, chunk: int
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(targets.shape, dtype=dtype, device=hidden.device)
         entropy = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-        scale = temperature if (temperature != 1).any() else None
         for part in _chunks(len(hidden), chunk):
-            logp = _logits(hidden[part], weight, _part(scale, part), dtype).log_softmax(-1, dtype=dtype)
+            logp = _logits(hidden[part], weight, _part(temperature, part), dtype).log_softmax(-1, dtype=dtype)
             logprobs[part] = logp.gather(-1, targets[part])
             # nansum: p log p = 0 where p = 0. Any other NaN also shows in the log-prob.
             entropy[part] = -logp.exp().mul_(logp).nansum(-1)
         ctx.save_for_backward(hidden, weight, targets, temperature, entropy)
         ctx.set_materialize_grads(False)
-        ctx.scaled, ctx.chunk = scale is not None, chunk
+        ctx.chunk = chunk
         return logprobs, entropy
 
     @staticmethod
@@ -80,14 +82,15 @@ class _Head(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = entropy.new_zeros(targets.shape)
         # Gradients by logits before the temperature. Logit-sized tensors are traversed as rarely as possible.
-        by_logprobs = grad_logprobs / temperature[:, None]
+        by_logprobs = grad_logprobs if temperature is None else grad_logprobs / temperature[:, None]
         total = by_logprobs.sum(-1, keepdim=True)
-        by_entropy = None if grad_entropy is None else (grad_entropy / temperature)[:, None]
-        scale = temperature if ctx.scaled else None
+        by_entropy = None if grad_entropy is None else grad_entropy[:, None]
+        if by_entropy is not None and temperature is not None:
+            by_entropy = by_entropy / temperature[:, None]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         for part in _chunks(len(hidden), ctx.chunk):
-            logits = _logits(hidden[part], weight, _part(scale, part), dtype)
+            logits = _logits(hidden[part], weight, _part(temperature, part), dtype)
             if by_entropy is None:
                 slope = logits.softmax(-1, dtype=dtype).mul_(-total[part])
             else:
@@ -119,8 +122,17 @@ def _part(temperature: Tensor | None, part: slice) -> Tensor | None:
     return None if temperature is None else temperature[part]
 
 
+def chunk_tokens(vocabulary: int, gpu_bytes: float) -> int:
+    """Return the tokens of a chunk on a GPU with so much memory: a multiple of 128, at most 8,192. On 80 GB they are
+    1,024 for a vocabulary of 151,936."""
+    fitting = int(gpu_bytes * _SHARE / (LOGITS * 4 * vocabulary))
+    return min(max(fitting // 128, 1) * 128, 8192)
+
+
 def _chunk(hidden: Tensor, vocabulary: int) -> int:
-    return CHUNK_CUDA if hidden.is_cuda else max(_CHUNK_CPU, _CHUNK_NUMBERS // vocabulary)
+    if hidden.is_cuda:
+        return chunk_tokens(vocabulary, torch.cuda.get_device_properties(hidden.device).total_memory)
+    return max(_CHUNK_CPU, _CHUNK_NUMBERS // vocabulary)
 
 
 def _chunks(count: int, size: int) -> list[slice]:

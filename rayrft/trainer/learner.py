@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,16 @@ class Learner:
     """
 
     def __init__(
-        self, policy: Policy, *, micro_batch_tokens: int, temperature: float, device: torch.device, seed: int = 0
+        self,
+        policy: Policy,
+        *,
+        micro_batch_tokens: int,
+        temperature: float,
+        device: torch.device,
+        seed: int = 0,
+        attention: float = 0.0,
     ) -> None:
+        """``attention``: see `micro_batches`."""
         self.policy = policy
         self.rng = RngState(seed, device)
         self.skips = False
@@ -88,6 +97,7 @@ class Learner:
         self._micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
         self._device = device
+        self._attention = attention
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
 
     def open_stage(
@@ -222,7 +232,8 @@ class Learner:
         """Split mini-batches into micro-batches, with empty ones added so that all ranks have the same number."""
         models = [model for model in (self.trained, self.critic, self.teacher) if model is not None]
         padded = not all(model.packs for model in models)
-        batches = [micro_batches(rows, self._micro_batch_tokens, self._device, padded=padded) for rows in mini_batches]
+        split = partial(micro_batches, padded=padded, attention=self._attention)
+        batches = [split(rows, self._micro_batch_tokens, self._device) for rows in mini_batches]
         most = self._reduce(torch.tensor([len(batch) for batch in batches]), dist.ReduceOp.MAX).tolist()
         empty = empty_batch(self._device)
         return [batch + [empty] * (number - len(batch)) for batch, number in zip(batches, most, strict=True)]
@@ -230,7 +241,7 @@ class Learner:
     def _count_denominators(self, batches: Batches) -> list[Denominators]:
         """Count the global denominators of every mini-batch, before the first backward pass."""
         counts = torch.stack([count((micro.tokens for micro in batch), self._device) for batch in batches])
-        return [Denominators.of(row) for row in self._reduce(counts)]
+        return [Denominators.of(row) for row in self._reduce(counts).cpu()]
 
     def _compute_old_logprobs(self, batches: Batches, mini_batches: list[list[TrainRow]]) -> Batches:
         """Add old-policy, reference and teacher log-probs, values and advantages, each only if the loss uses it."""
@@ -298,8 +309,7 @@ class Learner:
             loss = self.algorithm.value_loss_of(critic(micro)[0], micro.tokens, over)
             return loss, loss
 
-        total = sum((each.cpu() for each in self._accumulate(critic, batch, share)), torch.zeros(()))
-        loss = float(self._reduce(total))
+        loss = float(self._reduce(torch.stack(self._accumulate(critic, batch, share)).sum()))
         return replace(update, value_loss=loss, value_grad_norm=self._apply_gradient(critic.optimizer, loss, "critic"))
 
     def _apply_gradient(self, optimizer: Optimizer, loss: float, model: str) -> float:
@@ -329,7 +339,8 @@ class Learner:
                 parts = self.algorithm.loss(output, micro.tokens, over, step=self._policy_step)
             return parts.loss, parts.stack()
 
-        return LossParts(*self._reduce(torch.stack(self._accumulate(self.trained, batch, share)).sum(0)))
+        reported = self._accumulate(self.trained, batch, share)
+        return LossParts(*self._reduce(torch.stack(reported).sum(0)).cpu())  # the host waits once
 
     def _accumulate(
         self, model: nn.Module, batch: list[MicroBatch], share: Callable[[MicroBatch], tuple[Tensor, Tensor]]
@@ -340,7 +351,9 @@ class Learner:
         reported, whole = [], accumulates_whole(self.accumulate, trained)
         for index, micro in enumerate(batch):
             if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(not whole or index == len(batch) - 1)
+                last = index == len(batch) - 1
+                model.set_requires_gradient_sync(not whole or last)
+                model.set_requires_all_reduce(last)  # between replicas
             with blaming(micro):
                 loss, numbers = share(micro)
                 # FSDP averages gradients over ranks, but the loss is already divided by global counts: scale to a sum.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rayrft.config.trainer import TrainerConfig
@@ -31,8 +31,16 @@ _CPU = torch.device("cpu")
 Sharded = TypeVar("Sharded", bound="Policy | ScalarHead")
 
 
+def rank_mesh(device: str, ranks: int, replicas: int) -> DeviceMesh:
+    """Return the mesh of all ranks, with a dimension for the ``replicas`` if there are several. A collective."""
+    if replicas == 1:
+        return init_device_mesh(device, (ranks,))
+    return init_device_mesh(device, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+
+
 def shard(policy: Sharded, mesh: DeviceMesh, compute: torch.dtype, *, cpu_offload: bool = False) -> Sharded:
-    """Shard by FSDP2: every decoder layer is a unit, the root holds the rest. Gradients are reduced in float32.
+    """Shard by FSDP2: every decoder layer is a unit, the root holds the rest. Gradients are reduced in float32, over
+    the last dimension of the mesh and then over the replicas of the first (HSDP), if it has two.
 
     ``cpu_offload``: parameters, gradients and optimiser state are kept in CPU memory while unused.
     """
@@ -138,6 +146,7 @@ class Loader:
 
         def prepare(policy: Policy) -> None:
             policy.use(packs=paths.packs, chunks_head=paths.chunks_head)
+            policy.head_chunk = config.head_chunk
             if config.gradient_checkpointing and not frozen:
                 policy.checkpoint_layers()
             if lora is not None:

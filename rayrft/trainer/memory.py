@@ -20,15 +20,12 @@ from rayrft.config.trainer import TrainerConfig
 from rayrft.data.images import takes_images
 from rayrft.errors import ModelError, first_line
 from rayrft.trainer import packing
-from rayrft.trainer.head import CHUNK_CUDA
+from rayrft.trainer.head import LOGITS, chunk_tokens
 from rayrft.trainer.learner import accumulates_whole
 
 _META = torch.device("meta")
 _STATE, _GRADIENT = 12, 4
 """Bytes of a trained parameter: its master weight and two moments; its gradient."""
-
-_CHUNKS = 3
-"""Chunks of logits in float32 that the head holds at once: logits, their softmax, and a gradient."""
 
 _TOKENS = 1024
 """Tokens with which activations are counted."""
@@ -135,10 +132,13 @@ def rank_memory(
     reference: bool = False,
     critic: bool = False,
     teacher: Shape | None = None,
+    gpu_bytes: float = 80e9,
 ) -> RankMemory:
-    """Return the memory of a rank whose compute is in ``half`` precision, or in float32. Models are sharded over all
-    ranks; the run's parameters are trained, or an adapter of theirs. ``activation`` is that of `activation_bytes`."""
-    compute, ranks, tokens = 2 if half else 4, config.ranks, config.micro_batch_tokens
+    """Return the memory of a rank whose compute is in ``half`` precision, or in float32. Models are sharded over the
+    ranks of a replica; the run's parameters are trained, or an adapter of theirs. ``activation`` is that of
+    `activation_bytes`. On a GPU of ``gpu_bytes`` the head takes its share of them, unless the config has the tokens of
+    a chunk."""
+    compute, ranks, tokens = 2 if half else 4, config.shards, config.micro_batch_tokens
     adapter = 0 if config.lora is None else config.lora.rank * shape.linear
     trained = adapter or shape.parameters
     frozen = compute * shape.parameters if adapter else 0
@@ -150,7 +150,7 @@ def rank_memory(
         compute * teacher.parameters if teacher else 0
     )
     models += (_STATE + _GRADIENT) * trained if critic else 0
-    logits = _CHUNKS * 4 * CHUNK_CUDA * shape.vocabulary
+    logits = LOGITS * 4 * (config.head_chunk or chunk_tokens(shape.vocabulary, gpu_bytes)) * shape.vocabulary
     on_gpu = 0 if config.cpu_offload else 1
     return RankMemory(
         states=on_gpu * (_STATE * trained + frozen) / ranks,
@@ -198,7 +198,7 @@ def _saved_bytes(config: Any, auto: Any, layers: int) -> int:
         model = auto.from_config(config, dtype=torch.bfloat16).base_model
         model.set_attn_implementation(packing.ATTENTION)
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
-    layout = packing.Packing.of([np.arange(_TOKENS)], torch.device("cpu")).to(_META)
+    layout = packing.on_device(packing.Packing.of([np.arange(_TOKENS)]), _META)
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     held: dict[int, Tensor] = {}
 

@@ -8,7 +8,8 @@ them; elsewhere rows of nearly the same length are batched for attention, which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rayrft.errors import ModelError, first_line
+
 ATTENTION = "rayrft_packed"
 """The name under which transformers knows this attention."""
+
+_HOPPER = 9
+"""Major compute capability of the GPUs that FlashAttention 3 is for."""
 
 _BUCKET_RATIO = 1.25
 _BUCKET_SLACK = 8
@@ -60,11 +66,11 @@ class Packing:
     """``[C]``: index of every computed state in the concatenated outputs of the buckets."""
 
     @classmethod
-    def of(cls, rows: list[np.ndarray], device: torch.device) -> Packing:
-        """Lay out rows of token ids, each of at least one."""
+    def of(cls, rows: list[np.ndarray]) -> Packing:
+        """Lay out rows of token ids, each of at least one, on the CPU."""
 
         def tensor(array: Any, dtype: Any = np.int64) -> Tensor:
-            return torch.from_numpy(np.asarray(array, dtype)).to(device)
+            return torch.from_numpy(np.asarray(array, dtype))
 
         sizes = np.array([len(row) for row in rows])
         ends = np.cumsum(sizes)
@@ -106,11 +112,17 @@ class Packing:
             index=tensor(places[chosen]),
         )
 
-    def to(self, device: torch.device) -> Packing:
-        """Return the layout on another device."""
-        moved: dict[str, Any] = {name: each.to(device) for name, each in vars(self).items() if isinstance(each, Tensor)}
-        buckets = tuple(Bucket(each.rows, each.gather.to(device), each.real.to(device)) for each in self.buckets)
-        return replace(self, **moved, buckets=buckets)
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return a tensor, or the dataclass or tuple of some, on the device. The host does not wait for a GPU."""
+    if isinstance(value, Tensor):
+        pinned = value.pin_memory() if device.type == "cuda" else value  # else the copy is not asynchronous
+        return pinned.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        return tuple(on_device(each, device) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: on_device(getattr(value, each.name), device) for each in fields(value)})
+    return value
 
 
 def shared_prefixes(rows: list[np.ndarray]) -> list[tuple[int, int, int]]:
@@ -133,11 +145,24 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def register() -> None:
-    """Register the attention with transformers under the name `ATTENTION`. Idempotent."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Register the attention with transformers under the name `ATTENTION`. Idempotent.
+
+    It has no function for masks, so that transformers makes none; else it reads the positions from the GPU first. On
+    Hopper the kernels are those of FlashAttention 3 if its package ``flash_attn_interface`` is there, by which
+    transformers knows it, too; else torch's own, FlashAttention 2. Raises ModelError if the package cannot be used.
+    """
+    from torch.nn import attention
+    from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, packed_attention)
-    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == _HOPPER
+    if hopper and find_spec("flash_attn_interface") and attention.current_flash_attention_impl() is None:
+        try:
+            attention.activate_flash_attention_impl("FA3")
+        except (ImportError, OSError, RuntimeError) as error:
+            problem = f"FlashAttention 3 is installed, but has no kernels for this torch: {first_line(error)}"
+            remedy = "build it for this torch, or uninstall flash_attn_interface, which leaves FlashAttention 2"
+            raise ModelError(problem, remedy, field="trainer.pack") from None
 
 
 def packed_attention(

@@ -38,7 +38,8 @@ class Policy(nn.Module):
     """A causal language model of transformers, as the submodule ``model``.
 
     ``packs``: rows of a micro-batch share one sequence (see `rayrft.trainer.packing`); else they are padded.
-    ``chunks_head``: logits are computed for a few tokens at a time (see `rayrft.trainer.head`).
+    ``chunks_head``: logits are computed for a few tokens at a time (see `rayrft.trainer.head`), for ``head_chunk`` if
+    that is not None.
     ``lora``: the adapter that is trained instead of the model's own weights, if any.
     ``images``: reads the images of rows, for a vision model.
     """
@@ -50,6 +51,7 @@ class Policy(nn.Module):
         self.model = model.eval()
         self.packs = False
         self.chunks_head = False
+        self.head_chunk: int | None = None
         self.lora: Lora | None = None
 
     def checkpoint_layers(self) -> None:
@@ -160,11 +162,15 @@ class Policy(nn.Module):
         chosen, temperatures = batch.token_ids[batch.predicted], _temperatures(batch, temperature)
         targets = chosen if batch.candidates is None else torch.cat([chosen[:, None], batch.candidates], 1)
         if self.chunks_head:
-            logprobs, entropy = head_logprobs(*self._head_inputs(inputs, before), targets, temperatures)
+            states = self._head_inputs(inputs, before)
+            logprobs, entropy = head_logprobs(*states, targets, temperatures, chunk=self.head_chunk)
         else:
             logits = run_model(self.model, inputs).logits.flatten(0, 1)[before]
             logprobs, entropy = chosen_logprobs(
-                logits, targets, temperature=temperatures[:, None], entropy_gradient=entropy_gradient
+                logits,
+                targets,
+                temperature=1.0 if temperatures is None else temperatures[:, None],
+                entropy_gradient=entropy_gradient,
             )
         if batch.candidates is None:
             return _scatter(batch, logprobs), _scatter(batch, entropy), None
@@ -178,10 +184,12 @@ class Policy(nn.Module):
             inputs, before = model_inputs(batch, packs=self.packs, images=self.images)
             temperatures = _temperatures(batch, temperature)
             if self.chunks_head:
-                logprobs, ids = head_top_logprobs(*self._head_inputs(inputs, before), temperatures, k, vocabulary)
+                states = self._head_inputs(inputs, before)
+                logprobs, ids = head_top_logprobs(*states, temperatures, k, vocabulary, chunk=self.head_chunk)
             else:
                 logits = run_model(self.model, inputs).logits.flatten(0, 1)[before]
-                scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
+                scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                scaled = scaled if temperatures is None else scaled / temperatures[:, None]
                 logprobs, ids = scaled.log_softmax(-1)[:, :vocabulary].topk(k)
             return _scatter(batch, logprobs), ids
 
@@ -316,8 +324,10 @@ def model_inputs(
     return inputs, flat[at]
 
 
-def _temperatures(batch: MicroBatch, temperature: float) -> Tensor:
-    """Return the temperature of every predicted token, ``[A]``."""
+def _temperatures(batch: MicroBatch, temperature: float) -> Tensor | None:
+    """Return the temperature of every predicted token, ``[A]``; None if all are 1."""
+    if temperature == 1 or not any(batch.sampled):
+        return None
     tokens = batch.tokens
     own = tokens.spread(~tokens.expert & ~tokens.paired)[batch.predicted]
     return torch.where(own, temperature, 1.0)

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
 
 from rayrft.algorithms import Algorithm
 from rayrft.buffer.leases import BatchShare, BlockRows, Lease
 from rayrft.buffer.log.row_log import Ref
 from rayrft.config.stage import StageConfig
+from rayrft.data.models import attention_cost
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import WeightSyncError
 from rayrft.files import Room
@@ -34,7 +34,7 @@ from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
 from rayrft.trainer.blame import device_failed, is_device_fault
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.loading import Loader, load_hf
+from rayrft.trainer.loading import Loader, load_hf, rank_mesh
 from rayrft.trainer.memory import memory_savings
 from rayrft.trainer.model import gather, named_weights, save_hf
 from rayrft.trainer.result import PairRanking, StepResult
@@ -106,8 +106,8 @@ class Rank(RankApi):
         if self._device.type == "cpu":
             torch.set_num_threads(max(1, int(setup.config.cpus)))
         self._compute: torch.dtype = getattr(torch, setup.dtype)
-        self._mesh = init_device_mesh(self._device.type, (setup.config.ranks,))
-        self._loader = Loader(setup.config, self._mesh, device, self._compute, setup.seed)
+        mesh = rank_mesh(self._device.type, setup.config.ranks, setup.config.replicas)
+        self._loader = Loader(setup.config, mesh, device, self._compute, setup.seed)
         self.warning = self._loader.fast_paths(setup.model).warning
         """Which fast paths the model does not support, and why; None if it supports all."""
         self.learner = Learner(
@@ -116,6 +116,7 @@ class Rank(RankApi):
             temperature=setup.temperature,
             device=self._device,
             seed=setup.seed,
+            attention=attention_cost(setup.model),
         )
         self.learner.skips, self.learner.accumulate = setup.config.not_finite == "skip", setup.config.accumulate
         self._checkpointer = Checkpointer()

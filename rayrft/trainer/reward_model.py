@@ -13,7 +13,7 @@ from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.loading import reshard
 from rayrft.trainer.lora import checkpoint_name
 from rayrft.trainer.policy import Policy
-from rayrft.trainer.value_model import ScalarHead
+from rayrft.trainer.value_model import ScalarHead, last_tokens
 
 
 class RewardClassifier(ScalarHead):
@@ -34,13 +34,7 @@ class RewardClassifier(ScalarHead):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Compute the score of every row, ``[N]``, with gradient."""
-        lengths = torch.tensor(batch.lengths, device=batch.token_ids.device)
-        ends = lengths.cumsum(0) - 1
-        if self._padding is not None:
-            real = torch.nonzero(batch.token_ids != self._padding).squeeze(-1)
-            starts = ends + 1 - lengths  # transformers takes the first token of a row of padding alone
-            ends = starts.scatter_reduce(0, batch.tokens.sequence[real], real, "amax")
-        return self.outputs(batch, ends)
+        return self.outputs(batch, last_tokens(batch, self._padding))
 
     @torch.no_grad()
     def copy_decoder(self, policy: Policy) -> None:

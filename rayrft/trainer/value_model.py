@@ -37,6 +37,14 @@ class ScalarHead(nn.Module):
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
+def last_tokens(batch: MicroBatch, padding: int | None = None) -> Tensor:
+    """Return the index of every row's last token that is not ``padding``, ``[N]``; its first one if all are."""
+    index = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
+    if padding is not None:
+        index = torch.where(batch.token_ids == padding, index - batch.packing.positions, index)
+    return index.new_zeros(len(batch.lengths)).scatter_reduce(0, batch.tokens.sequence, index, "amax")
+
+
 class Critic(ScalarHead):
     """Estimates state values, for algorithms with per-token advantages."""
 
@@ -49,6 +57,6 @@ class Critic(ScalarHead):
         the state after the last token of every row, ``[N]``, otherwise empty."""
         at = batch.predicted - 1
         if final:
-            at = torch.cat([at, torch.tensor(batch.lengths, device=at.device).cumsum(0) - 1])
+            at = torch.cat([at, last_tokens(batch)])
         before, ends = self.outputs(batch, at).tensor_split([len(batch.predicted)])
         return before.new_zeros(len(batch.token_ids)).index_copy(0, batch.predicted, before), ends

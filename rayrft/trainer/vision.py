@@ -51,7 +51,7 @@ def run_model(model: Any, inputs: dict[str, Any]) -> Any:
 @contextlib.contextmanager
 def _embedded(model: Any, where: Tensor | None, token: int) -> Iterator[None]:
     """Embed the positions ``where`` (``[N, W]`` bool) as ``token`` inside."""
-    if where is None or not where.any():
+    if where is None:
         yield
         return
 

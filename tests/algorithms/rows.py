@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import Algorithm, Denominators, PolicyOutput, TokenBatch, count
+from rayrft.algorithms import Algorithm, Denominators, PolicyOutput, TokenBatch, count, rows_by_pair
 from rayrft.algorithms.batch import PER_TOKEN
 
 OUTPUT = ("logprobs", "entropy", "candidates")
@@ -61,7 +61,6 @@ def make_rows(garbage: float = torch.nan, scale: float = 0.5, dtype: torch.dtype
 def collate(rows: list[Row], numbers: list[int], leaves: list[dict[str, Tensor]]) -> tuple[TokenBatch, PolicyOutput]:
     """These rows as one micro-batch; pairs are numbered anew."""
     picked = [rows[number] for number in numbers]
-    pairs = sorted({row.pair for row in picked if row.pair >= 0})
     batch = TokenBatch(
         mask=torch.cat([row.mask for row in picked]),
         sequence=torch.cat([torch.full((len(row.mask),), place) for place, row in enumerate(picked)]),
@@ -70,7 +69,7 @@ def collate(rows: list[Row], numbers: list[int], leaves: list[dict[str, Tensor]]
         reward=torch.tensor([float(row.chosen) for row in picked], dtype=picked[0].fields["values"].dtype),
         truncated=torch.tensor([row.weight == 3.0 for row in picked]),
         final_values=torch.tensor([row.weight - 1.0 for row in picked], dtype=picked[0].fields["values"].dtype),
-        pair=torch.tensor([pairs.index(row.pair) if row.pair >= 0 else -1 for row in picked]),
+        pairs=rows_by_pair([None if row.pair < 0 else row.pair for row in picked], [row.chosen for row in picked]),
         chosen=torch.tensor([row.chosen for row in picked]),
         reference_kl=torch.full((len(picked),), 0.3, dtype=picked[0].fields["values"].dtype),
         margin=torch.tensor([0.1 * row.pair for row in picked], dtype=picked[0].fields["values"].dtype),

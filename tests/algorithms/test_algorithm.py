@@ -158,7 +158,7 @@ def test_denominators_count_what_each_stream_holds_and_are_1_for_an_empty_one() 
     batch = make_batch(
         [[0.0, 0.0], [0.0], [], [0.0, 0.0, 0.0], [0.0], [0.0]],
         expert=[False, False, False, True, False, False],
-        pair=torch.tensor([-1, -1, -1, -1, 0, 0]),
+        pairs=torch.tensor([[4], [5]]),
         chosen=torch.tensor([False, False, False, False, True, False]),
     )
     over = Denominators.of(count([batch, batch]))

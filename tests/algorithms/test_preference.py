@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayrft.algorithms import Denominators, TokenBatch, build, count, sum_gains
+from rayrft.algorithms import Denominators, TokenBatch, build, count, rows_by_pair, sum_gains
 from rayrft.algorithms.preference import Pairs, bradley_terry, orpo, preferences, reward_model_losses
 from rayrft.algorithms.unpaired import Labelled, apo_zero_unpaired, kto
 from rayrft.errors import ConfigError
@@ -21,7 +21,8 @@ Two = tuple[float, float]
 
 
 def pairs(chosen: list[bool], pair: list[int], lengths: list[int], reference: float = -1.0, **more: Any) -> TokenBatch:
-    sides = {"pair": torch.tensor(pair), "chosen": torch.tensor(chosen)}
+    index = rows_by_pair([None if number < 0 else number for number in pair], chosen)
+    sides = {"pairs": index, "chosen": torch.tensor(chosen)}
     references = [[reference] * length for length in lengths]
     return make_batch([[0.0] * length for length in lengths], reference_logprobs=references, **sides, **more)
 
@@ -144,10 +145,13 @@ def test_the_loss_is_a_mean_over_the_pairs_of_the_step() -> None:
     assert grad.tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("chosen", "pair"), [([True, True], [0, 0]), ([True, False], [0, 1]), ([True, False], [1, 1])])
+@pytest.mark.parametrize(
+    ("chosen", "pair"),
+    [([True, True], [0, 0]), ([True, False], [0, 1]), ([True, False, False], [0, 0, 0])],
+)
 def test_a_pair_that_is_not_whole_is_refused(chosen: list[bool], pair: list[int]) -> None:
     with pytest.raises(ValueError, match="every pair must hold one chosen and one rejected row"):
-        build("dpo").loss(output(leaf([[-1.0], [-1.0]])), pairs(chosen, pair, [1, 1]), Denominators(pairs=1))
+        rows_by_pair(pair, chosen)
 
 
 def test_what_a_batch_lacks_is_named() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rayrft.algorithms import Denominators, TokenBatch, build, count
-from rayrft.algorithms.values import clipped, gae, row_value_errors, squared, to_go, token_rewards
+from rayrft.algorithms.values import ActionTokens, clipped, gae, row_value_errors, squared, token_rewards
 from tests.algorithms.flat import make_batch, on_mask, tokens, usual
 
 
@@ -105,7 +105,10 @@ def test_sums_to_go_are_those_of_the_recursion(width: int) -> None:
     expected = torch.zeros_like(values)
     for t in reversed(range(width)):
         total = expected[:, t] = values[:, t] + 0.97 * total
-    torch.testing.assert_close(to_go(values, 0.97), expected, atol=1e-12, rtol=0)
+    batch = make_batch(values.tolist())
+    actions = ActionTokens.of(batch)
+    found = actions.scatter(actions.to_go(actions.gather(batch.behaviour_logprobs), 0.97))
+    assert on_mask(found, batch) == pytest.approx(expected.flatten().tolist(), abs=1e-12)
 
 
 def test_value_losses_by_hand() -> None:

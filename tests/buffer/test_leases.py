@@ -214,6 +214,36 @@ def test_rows_of_uneven_groups_keep_many_ranks_busy_and_there_is_one_at_least() 
         balance([1], 0)
 
 
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 50)), min_size=1, max_size=40),
+    parts=st.integers(1, 6),
+    room=st.integers(40, 300),
+)
+def test_no_part_gets_more_tokens_than_it_has_room_for(sizes: list[tuple[int, int]], parts: int, room: int) -> None:
+    costs, tokens = zip(*sizes, strict=True)
+    dealt = balance(costs, parts, tokens=tokens, room=room)
+    if not dealt:
+        assert max(tokens) > room or sum(tokens) > parts * (room - max(tokens)), "there was a part for every item"
+        return
+    assert sorted(index for part in dealt for index in part) == list(range(len(sizes)))
+    assert all(sum(tokens[index] for index in part) <= room for part in dealt)
+
+
+@pytest.mark.parametrize("group", [1, 8])
+def test_ranks_get_equal_costs_where_attention_makes_long_rows_dearer(group: int) -> None:
+    # A long tail, as of reasoning: at 1e-4, about that of 0.6B, the longest rows cost four times their tokens.
+    lengths = np.random.default_rng(0).lognormal(8, 1.2, 256).clip(100, 32_000).astype(int).tolist()
+    units = group_rows([lengths[first : first + group] for first in range(0, 256, group)])
+
+    def spread(attention: float) -> float:
+        by_row = {unit.row: unit.cost(1e-4) for unit in units}
+        shares = deal([units], 16, attention)
+        costs = [sum(by_row[int(row)] for part in share.parts for row in part.rows) for share in shares]
+        return max(costs) / float(np.mean(costs)) - 1
+
+    assert spread(1e-4) < 0.02 < 0.1 < spread(0.0), (spread(0.0), spread(1e-4))
+
+
 def group_rows(rows: list[list[int]]) -> list[Unit]:
     return [
         Unit(None, 100 * number + row, 1, tokens, group=(100 * number, len(group)))  # type: ignore[arg-type]

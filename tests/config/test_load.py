@@ -192,6 +192,8 @@ TWO = {"gpus": 2, "tensor_parallel": 2}
         ({"auxiliary.user": {**HELPER, "engine": {"gpus": 4}}}, "auxiliary.user.engine.gpus", 4.0),
         ({"auxiliary.user": {**HELPER, "engine": {"gpus": 1, "sleep": True}}}, "auxiliary.user.engine.sleep", None),
         ({"trainer.ranks": 32, "stages.mix.expert_share": 0.2}, None, {"trainer.ranks": 32}),
+        ({"trainer.ranks": 6, "trainer.replicas": 4}, "trainer.replicas", 4),
+        ({"trainer.ranks": 8, "trainer.replicas": 4}, None, {"trainer.shards": 2}),
         ({"reward": SCORED}, "reward.options.device", "cuda"),
         ({"reward": {"parts": [{"name": "exact"}, {**SCORED, "label": "b"}]}}, "reward.parts.1.options.device", "cuda"),
         ({"reward": {"domains": {"math": SCORED}}}, "reward.domains.math.options.device", "cuda"),

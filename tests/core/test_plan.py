@@ -91,11 +91,21 @@ def test_an_error_for_want_of_memory_says_which_setting_saves_how_much(models: d
     assert nothing == [], "a model that cannot be counted"
 
 
+def test_the_head_takes_its_share_of_a_gpu_or_what_the_config_says(models: dict[str, str]) -> None:
+    def head(gpu_gb: float, **trainer: Any) -> float:
+        [*_, rank] = plan_memory(config_of(models["qwen3 0.6B"], 2, **trainer), gpu_gb)
+        return rank.parts["head"]
+
+    weight, logits = 4 * 151_936 * 1024 / 1e9, 3 * 4 * 151_936 / 1e9
+    assert head(80.0) == pytest.approx(weight + 1024 * logits) and head(141.0) > head(80.0) > head(24.0)
+    assert head(80.0, head_chunk=64) == pytest.approx(weight + 64 * logits)
+
+
 def test_what_does_not_fit_is_said_with_the_setting_that_does(models: dict[str, str]) -> None:
     engine, rank = plan_memory(config_of(models["qwen3 0.6B"], 2), 80.0)
     assert engine.fits and rank.fits and str(rank).endswith("fits") and "activations 33" in str(rank)
     [_, rank] = plan_memory(config_of(models["qwen3 0.6B"], 2), 40.0)
-    assert not rank.fits and rank.remedy.startswith("trainer.gradient_checkpointing: true takes 9.")
+    assert not rank.fits and rank.remedy.startswith("trainer.gradient_checkpointing: true takes 8.")
     engine, rank = plan_memory(config_of(models["qwen3 32B"], 8, gradient_checkpointing=True), 80.0)
     assert rank.remedy.startswith("trainer.ranks: 12 takes 7") and "tensor_parallel and gpus 2 fit" in str(engine)
     [_, rank] = plan_memory(config_of(models["qwen3 32B"], 12, gradient_checkpointing=True), 80.0)
@@ -123,6 +133,7 @@ def test_models_beside_the_policy_and_adapters_count(models: dict[str, str]) -> 
         plain.states + plain.gradients
     )
     assert rank_memory(shape, TrainerConfig(ranks=8), half=True, teacher=shape).models == 2 * shape.parameters / 8
+    assert rank_memory(shape, TrainerConfig(ranks=32, replicas=4), half=True) == plain
     adapted = rank_memory(shape, TrainerConfig(ranks=8, lora=LoraConfig(rank=16)), half=True, reference=True)
     assert adapted.models == 0 and 2 * shape.parameters < 8 * adapted.states < 2.2 * shape.parameters
     assert rank_memory(shape, TrainerConfig(ranks=8, cpu_offload=True), half=True).states == 0
@@ -138,12 +149,9 @@ def test_a_model_that_is_made_at_the_start_has_no_plan() -> None:
 def test_the_command_says_what_fits(models: dict[str, str], tmp_path: Path) -> None:
     raw = config_of(models["qwen3 0.6B"], 2).model_dump(mode="json", exclude_unset=True)
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(raw))
-    for gpu, code, said in ((80, 0, "fits"), (40, 1, "does not fit")):
+    for gpu, code, total, said in ((80, 0, "40", "fits"), (40, 1, "39", "does not fit")):
         result = CliRunner().invoke(app, ["plan", str(tmp_path / "my.yaml"), "--gpu-gb", str(gpu)])
-        assert (
-            result.exit_code == code
-            and f"rank (2): 40.{result.output.split('rank (2): 40.')[1][0]} of" in result.output
-        )
+        assert result.exit_code == code and re.search(rf"rank \(2\): {total}\.\d of", result.output)
         assert said in result.output.splitlines()[-1]
 
 

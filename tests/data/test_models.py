@@ -12,7 +12,7 @@ import pytest
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.model import TinyModelConfig
-from rayrft.data.models import check_auxiliary, check_length, check_teacher, find_model, vocabulary_of
+from rayrft.data.models import attention_cost, check_auxiliary, check_length, check_teacher, find_model, vocabulary_of
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError
 from rayrft.trainer.tiny import make_tiny_model
@@ -34,6 +34,29 @@ def with_config(model: Path, folder: Path, **changes: Any) -> Path:
 def with_vocabulary(change: int, model: Path, folder: Path) -> Path:
     """A copy of a model whose config claims a vocabulary that much larger."""
     return with_config(model, folder, vocab_size=vocabulary_of(str(model)) + change)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "cost"),
+    [
+        # Qwen3-0.6B: 28 layers of 16 x 128, over 1024 (28 (2 x 128 (16 + 8) + 3 x 3072) + 151936) weights
+        ("qwen3", {"intermediate_size": 3072}, 57344 / 595984384),
+        # Of 64 experts a token has four of 256; half of the layers attend to a window.
+        (
+            "qwen3_moe",
+            {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "max_window_layers": 14}
+            | {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"] * 14},
+            28672 / (1024 * (28 * (6144 + 3072) + 151936)),
+        ),
+    ],
+)
+def test_the_cost_of_attention_is_its_products_over_those_of_the_weights_of_a_token(
+    kind: str, changes: dict[str, Any], cost: float, tmp_path: Path
+) -> None:
+    shape = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    shape |= {"model_type": kind, "head_dim": 128, "vocab_size": 151936}
+    (tmp_path / "config.json").write_text(json.dumps(shape | changes))
+    assert attention_cost(str(tmp_path)) == pytest.approx(cost)
 
 
 def test_a_teacher_of_the_same_tokenizer_will_do_also_with_spare_tokens(tiny_model: Path, tmp_path: Path) -> None:

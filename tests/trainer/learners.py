@@ -21,7 +21,7 @@ from rayrft.trainer.annotation import with_logprobs
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.loading import shard
+from rayrft.trainer.loading import rank_mesh, shard
 from rayrft.trainer.lora import Lora
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.reward_model import RewardClassifier
@@ -85,8 +85,10 @@ def make_learner(
     tokens: int = 60,
     temperature: float = 1.0,
     sharded: bool = False,
+    replicas: int = 1,
     compute: torch.dtype = torch.float32,
     skips: bool = False,
+    device: torch.device = CPU,
 ) -> Learner:
     """A learner of these algorithm and models, by default small ones, with all that the algorithm needs."""
     policy, valued, algorithm = policy or make_model(), valued or make_model(), build(name, pieces)
@@ -94,13 +96,16 @@ def make_learner(
     critic = Critic(valued) if "critic" in algorithm.needs else None
     scorer = RewardClassifier(valued, padding=None) if algorithm.trains_reward_model else None
     if sharded:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = rank_mesh("cpu", dist.get_world_size(), replicas)
         for model in (policy, teacher, critic, scorer):
             if model is not None:
                 shard(model, mesh, compute)
+    for model in (policy, teacher, critic, scorer):
+        if model is not None:
+            model.to(device)
     if critic is not None:
         critic.open_stage(OptimizerConfig(lr=1e-2), 10)
-    learner = Learner(policy, micro_batch_tokens=tokens, temperature=temperature, device=CPU)
+    learner = Learner(policy, micro_batch_tokens=tokens, temperature=temperature, device=device)
     learner.skips = skips
     learner.open_stage(algorithm, optimizer, 10, update, critic, teacher, scorer)
     return learner

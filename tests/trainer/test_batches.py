@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -47,7 +48,7 @@ def test_a_pair_that_is_in_a_batch_twice_counts_twice(cursor: int) -> None:
     assert len({int(each.token_ids[0]) for each in rows}) < len(rows), "no pair is there twice"
     assert [each.pair for each in rows] == [0, 0, 2, 2, 4, 4, 6, 6]
     [micro] = micro_batches(rows, 1000, CPU)
-    assert micro.tokens.pair is not None and micro.tokens.pair.bincount().tolist() == [2, 2, 2, 2]
+    assert micro.tokens.pairs is not None and micro.tokens.pairs.T.tolist() == [[n, n + 1] for n in (0, 2, 4, 6)]
     result = make_learner("dpo").step([rows])
     assert result.metrics.preference_loss == pytest.approx(np.log(2), abs=1e-6)
 
@@ -58,8 +59,8 @@ def test_pairs_are_numbered_on_from_where_their_part_of_the_share_begins() -> No
     assert [each.pair for each in rows] == [10, 10, 12, 12]
 
 
-def shapes(rows: list[TrainRow], budget: int, *, padded: bool) -> list[list[int]]:
-    return [sorted(each.lengths) for each in micro_batches(rows, budget, CPU, padded=padded)]
+def shapes(rows: list[TrainRow], budget: int, **how: Any) -> list[list[int]]:
+    return [sorted(each.lengths) for each in micro_batches(rows, budget, CPU, **how)]
 
 
 def test_a_long_row_stands_alone_and_the_others_keep_to_the_budget() -> None:
@@ -90,6 +91,25 @@ def test_micro_batches_keep_to_the_budget_and_hold_every_row_once(sizes: list[in
     assert found == shapes([row(n) for n in sizes[::-1]], budget, padded=padded)
 
 
+@given(lengths, st.integers(1, 60), st.floats(0, 1))
+def test_no_cost_of_attention_lets_a_micro_batch_exceed_its_budget(sizes: list[int], budget: int, cost: float) -> None:
+    found = shapes([row(n) for n in sizes], budget, attention=cost)
+    assert sorted(n for each in found for n in each) == sorted(sizes)
+    assert all(sum(each) <= budget or len(each) == 1 for each in found)
+    costs = [sum(n + cost * n**2 for n in each) for each in found]
+    assert costs == sorted(costs, reverse=True), "ranks, which wait for each other, work on unequal ones"
+
+
+def test_micro_batches_are_of_equal_cost_and_tokens_that_rows_share_attend_once() -> None:
+    rows = [row(n) for n in (9, 3, 3, 3, 3, 3)]
+    assert shapes(rows, 20) == [[3, 9], [3, 3, 3, 3]]
+    # 9 + 81 / 2 = 49.5 costs more than five times 3 + 9 / 2 = 7.5.
+    assert shapes(rows, 20, attention=0.5) == [[9], [3, 3, 3, 3, 3]]
+    # Of 61 tokens 60 are shared: 61^2 + 7 (61^2 - 60^2) = 4568 is less than 90^2.
+    group = [replace(row(61), token_ids=np.repeat([0, n], [60, 1]).astype("int32"), group="a") for n in range(8)]
+    assert shapes([*group, row(90)], 120, attention=1.0) == [[90], [61] * 8]
+
+
 @given(
     groups=st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(1, 10), min_size=1, max_size=6)), max_size=6),
     budget=st.integers(8, 80),
@@ -113,7 +133,7 @@ def test_the_rows_of_a_group_stay_together_as_far_as_they_fit(groups: list[tuple
 def test_the_sides_of_a_pair_stay_together(sizes: list[int], budget: int, padded: bool) -> None:
     rows = [row(n, pair=number, chosen=side) for number, n in enumerate(sizes) for side in (True, False)]
     for micro in micro_batches(rows, budget, CPU, padded=padded):
-        assert micro.tokens.pair is not None and set(micro.tokens.pair.bincount().tolist()) == {2}
+        assert micro.tokens.pairs is not None and 2 * micro.tokens.pairs.shape[1] == len(micro.lengths)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(9, 20))

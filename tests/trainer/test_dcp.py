@@ -31,14 +31,15 @@ PIECES = {"kl": "k1", "kl_in": "reward", "kl_target": 1e-3, "kl_horizon": 50, "e
 SCHEDULE = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=2)
 
 
-def ready(kind: str = "ppo") -> Learner:
+def ready(kind: str = "ppo", replicas: int = 1) -> Learner:
     """PPO with a KL, which has everything: reference, critic, two optimisers, coefficients that change; the same with
     adapters; or a reward model."""
     if kind == "reward model":
-        return make_learner("reward_model", optimizer=SCHEDULE, sharded=True)
+        return make_learner("reward_model", optimizer=SCHEDULE, sharded=True, replicas=replicas)
     adapted = {name: adapt(make_model()) for name in ("policy", "valued") if kind == "adapters"}
     update = UpdateConfig(reference_refresh=None if adapted else 2)
-    return make_learner("ppo", PIECES, optimizer=SCHEDULE, update=update, sharded=True, **adapted)
+    how: dict[str, Any] = {"optimizer": SCHEDULE, "update": update, "sharded": True, "replicas": replicas}
+    return make_learner("ppo", PIECES, **how, **adapted)
 
 
 def rows_of(learner: Learner) -> list[TrainRow]:
@@ -52,7 +53,8 @@ def everything(learner: Learner) -> torch.Tensor:
 
 
 def _save_and_continue(kind: str, folder: Path) -> Any:
-    learner = ready(kind)
+    # Of four ranks two are replicas of the other two.
+    learner = ready(kind, replicas=dist.get_world_size() // 2 or 1)
     for _ in range(3):
         learner.step([rows_of(learner)])
     before = everything(learner)
@@ -77,6 +79,7 @@ def _load_and_continue(kind: str, folder: Path) -> Any:
         ("ppo", 2, 1),
         ("ppo", 1, 2),
         pytest.param("ppo", 2, 4, marks=pytest.mark.slow),
+        ("ppo", 4, 2),
         ("adapters", 2, 1),
         ("reward model", 2, 1),
     ],

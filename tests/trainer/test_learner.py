@@ -52,10 +52,10 @@ KINDS: dict[str, tuple[dict[str, Any], list[TrainRow]]] = {
 }
 
 
-def learner_of(kind: str, tokens: int, *, pack: bool = True, sharded: bool = False) -> Learner:
+def learner_of(kind: str, tokens: int, *, pack: bool = True, **how: Any) -> Learner:
     """A learner whose model has moved: a new one of a reward model has no gradient, and the KL of KTO is 0."""
     models = {"policy": make_model(pack=pack), "valued": make_model(pack=pack)}
-    learner = make_learner(kind, KINDS[kind][0], tokens=tokens, temperature=0.7, sharded=sharded, **models)
+    learner = make_learner(kind, KINDS[kind][0], tokens=tokens, temperature=0.7, **how, **models)
     move(learner.trained, 0.05)
     return learner
 
@@ -83,11 +83,11 @@ def test_split_order_and_padding_change_nothing(reference: Reference, kind: str,
     assert_alike(measure(learner_of(kind, tokens, pack=pack), KINDS[kind][1][::-1]), reference[kind])
 
 
-def _on_rank(kind: str, accumulate: Any) -> Measured:
+def _on_rank(kind: str, accumulate: Any, replicas: int) -> Measured:
     # An uneven deal, of pairs where there are any: one rank has most rows, and of four one has none.
     rows, rank, ranks = KINDS[kind][1], dist.get_rank(), dist.get_world_size()
     dealt = {1: [rows], 2: [rows[:2], rows[2:]], 4: [rows[:2], [], rows[2:4], rows[4:]]}
-    learner = learner_of(kind, 60, sharded=True)
+    learner = learner_of(kind, 60, sharded=True, replicas=replicas)
     learner.accumulate = accumulate
     with counted_reductions() as reductions:
         found = measure(learner, dealt[ranks][rank])
@@ -112,9 +112,11 @@ def counted_reductions() -> Iterator[Counter[int]]:
 
 @pytest.mark.parametrize("accumulate", ["sharded", "unsharded"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_number_of_ranks_changes_nothing(reference: Reference, kind: str, ranks: int, accumulate: str) -> None:
-    assert_alike(on_ranks(ranks, _on_rank, kind, accumulate), reference[kind])
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_the_number_of_ranks_and_of_replicas_changes_nothing(
+    reference: Reference, kind: str, ranks: int, replicas: int, accumulate: str
+) -> None:
+    assert_alike(on_ranks(ranks, _on_rank, kind, accumulate, replicas), reference[kind])
 
 
 def test_a_step_that_is_not_finite_stops_before_it_spoils_the_model() -> None:

@@ -28,7 +28,7 @@ from rayrft.config.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from rayrft.errors import ModelError
 from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.learner import Learner
-from rayrft.trainer.loading import FastPaths, Loader, load_policy, shard
+from rayrft.trainer.loading import FastPaths, Loader, load_policy, rank_mesh, shard
 from rayrft.trainer.memory import RankMemory, rank_memory, shape_of
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, scored_batch
@@ -64,7 +64,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_vision_model: Path) -
 
 
 def mesh() -> Any:
-    return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    """Of four ranks two are replicas of the others."""
+    return rank_mesh("cpu", ranks := dist.get_world_size(), 2 if ranks == 4 else 1)
 
 
 def logprobs(policy: Policy) -> Tensor:
@@ -81,15 +82,21 @@ def _loaded(folder: str) -> Any:
     """The parts of a sharded model, put together, its buffers, gradients, and the class and config of the model."""
     policy = load_policy(folder, prepare=lambda policy: shard(policy, mesh(), torch.float32))
     assert all(isinstance(each, DTensor) and each.dtype == torch.float32 for each in policy.parameters())
-    size, ranks = sum(each.numel() for each in policy.parameters()), dist.get_world_size()
+    size, ranks = sum(each.numel() for each in policy.parameters()), mesh().size(-1)
     own = sum(each.to_local().numel() for each in policy.parameters())  # type: ignore[attr-defined]
     assert own < 1.6 * size / ranks, "about its part: four experts on three ranks are not alike"
     whole = {name: full(each) for name, each in policy.named_parameters()}
     return whole, dict(policy.named_buffers()), gradients(policy), type(policy.model), policy.model.config.to_dict()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen2-vl"])
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        *((family, ranks) for family in (*FAMILIES, "qwen2-vl") for ranks in (2, 3)),
+        ("qwen3, tied", 4),
+        ("qwen3 moe", 4),
+    ],
+)
 def test_the_parts_of_all_ranks_are_the_whole_model(folders: dict[str, Path], family: str, ranks: int) -> None:
     whole = load_policy(str(folders[family]))
     weights, buffers, found, kind, config = on_ranks(ranks, _loaded, str(folders[family]))
@@ -117,9 +124,9 @@ def _kinds(folder: str) -> None:
         for name, each in model.named_parameters():
             assert torch.equal(full(each), expected[name]) and each.requires_grad == trained(name), name
 
-    plain, adapting = loader(), loader(lora=LoraConfig(rank=2, targets=["q_proj"]))
+    plain, adapting = loader(head_chunk=100), loader(lora=LoraConfig(rank=2, targets=["q_proj"]))
     policy = plain.load(folder, lambda policy: policy)
-    assert policy.packs and policy.chunks_head
+    assert policy.packs and policy.chunks_head and policy.head_chunk == 100
     assert_weights(policy, exact, lambda name: True)
     teacher = adapting.load(folder, lambda policy: policy, field="teacher", frozen=True)
     assert_weights(teacher, rounded, lambda name: False)

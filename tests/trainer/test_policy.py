@@ -4,7 +4,10 @@ head gives the numbers and the gradients of the plain one, in less memory."""
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -35,7 +38,7 @@ from transformers import (
 
 from rayrft.errors import ModelError
 from rayrft.trainer import packing
-from rayrft.trainer.head import _logits, head_logprobs, head_top_logprobs
+from rayrft.trainer.head import _logits, chunk_tokens, head_logprobs, head_top_logprobs
 from rayrft.trainer.packing import Packing
 from rayrft.trainer.policy import Policy, scored_batch
 from tests.algorithms.flat import token_logprobs
@@ -141,7 +144,9 @@ def test_candidates_and_the_likeliest_tokens_are_those_of_the_model(chunked: boo
     policy.enable_fast_paths(pack=True)
     policy.chunks_head = chunked
     batch = scored_batch(rows())
-    batch = replace(batch, tokens=replace(batch.tokens, mask=batch.tokens.mask & (batch.packing.positions != 2)))
+    mask = batch.tokens.mask & (batch.packing.positions != 2)
+    predicted = batch.predicted[mask[batch.predicted]]
+    batch = replace(batch, tokens=replace(batch.tokens, mask=mask), predicted=predicted)
     logprobs, ids = policy.top_logprobs(batch, 0.7, 5, 40)
     candidates = policy.output(replace(batch, candidates=ids), temperature=0.7).candidates
     policy.model.set_attn_implementation("sdpa")
@@ -206,6 +211,58 @@ def test_kernel_and_buckets_get_the_same_rows(of: Any, window: int | None, monke
     torch.testing.assert_close(found, by_buckets(query, key, value, layout, 0.3, window), atol=1e-5, rtol=1e-4)
 
 
+FA3 = """
+import torch
+library = torch.library.Library("flash_attn_3", "FRAGMENT")
+for name in ("fwd", "bwd"):
+    library.define(f"{name}() -> ()")
+"""
+
+
+@pytest.mark.parametrize(
+    ("capability", "module", "found"),
+    [((9, 0), "x = 1", "has no kernels"), ((8, 0), FA3, None), ((9, 0), None, None), ((9, 0), FA3, "FA3")],
+    ids=["a package without kernels", "an A100", "no package", "an H100"],
+)
+def test_on_hopper_attention_is_that_of_flash_attention_3_if_it_is_installed(
+    capability: tuple[int, int], module: str | None, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    if module is not None:
+        (tmp_path / "flash_attn_interface.py").write_text(module)
+    importlib.invalidate_caches()
+    try:
+        if found == "has no kernels":
+            with pytest.raises(ModelError, match="has no kernels for this torch"):
+                packing.register()
+        else:
+            packing.register()
+            assert torch.nn.attention.current_flash_attention_impl() == found
+    finally:
+        torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "gb", "tokens"), [(151_936, 80, 1024), (128_256, 80, 1280), (151_936, 24, 256), (1_000, 80, 8192)]
+)
+def test_the_logits_of_a_chunk_take_a_fortieth_of_a_gpu(vocabulary: int, gb: int, tokens: int) -> None:
+    assert chunk_tokens(vocabulary, gb * 1e9) == tokens
+    assert 3 * 4 * tokens * vocabulary <= gb * 1e9 / 40
+
+
+def test_logits_exist_for_as_many_tokens_as_the_policy_is_set_to() -> None:
+    policy, batch = make(PLAIN[2]), scored_batch(rows())
+    policy.enable_fast_paths(pack=True)
+    policy.head_chunk = 3
+    with mock.patch("rayrft.trainer.head._logits", wraps=_logits) as made:
+        policy.output(batch, temperature=1.0)
+        policy.top_logprobs(batch, 1.0, 2, 40)
+    assert {len(call.args[0]) for call in made.call_args_list[:-1]} <= {3, len(batch.predicted) % 3}
+
+
 def by_buckets(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> Tensor:
     """What the kernel of a GPU gives, in plain torch."""
     parts = [packing._bucket(query, key, value, each, scaling, window) for each in packed.buckets]
@@ -213,7 +270,7 @@ def by_buckets(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, 
 
 
 def leaking(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> Tensor:
-    whole = Packing.of([np.arange(len(query))], query.device)
+    whole = Packing.of([np.arange(len(query))])
     return by_buckets(query, key, value, whole, scaling, window)
 
 

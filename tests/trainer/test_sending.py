@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rayrft.config.trainer import TrainerConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.trainer import model as model_module
-from rayrft.trainer.loading import Loader, load_policy
+from rayrft.trainer.loading import Loader, load_policy, rank_mesh
 from rayrft.trainer.model import gather, named_weights, save_hf
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.rank import Rank
@@ -31,19 +32,19 @@ from tests.trainer.test_loading import FAMILIES
 
 
 class Gathered(TorchDispatchMode):
-    """Counts the bytes that are gathered from all ranks together."""
+    """Counts the bytes that are gathered from all ranks of a replica together."""
 
     nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "all_gather_into_tensor" in str(func):
-            self.nbytes += args[0].nbytes * dist.get_world_size()
+            self.nbytes += args[0].nbytes * args[1]
         return func(*args, **(kwargs or {}))
 
 
 def _policy(folder: str) -> Policy:
-    ranks = dist.get_world_size()
-    loader = Loader(TrainerConfig(ranks=ranks), init_device_mesh("cpu", (ranks,)), CPU, torch.bfloat16, seed=0)
+    config = TrainerConfig(ranks=dist.get_world_size(), replicas=2 if dist.get_world_size() == 4 else 1)
+    loader = Loader(config, rank_mesh("cpu", config.ranks, config.replicas), CPU, torch.bfloat16, seed=0)
     return loader.load(folder, lambda policy: policy)
 
 
@@ -60,14 +61,17 @@ def _sent(folder: str) -> list[tuple[int, int, int, list[Tensor]]]:
     return held
 
 
-def test_weights_are_gathered_once_as_they_are_sent_and_filled_by_the_rank_that_sends(tiny_model: Path) -> None:
-    first, second = on_ranks(2, _sent, str(tiny_model))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_weights_are_gathered_once_as_they_are_sent_and_filled_by_the_rank_that_sends(
+    tiny_model: Path, ranks: int
+) -> None:
+    first, *others = on_ranks(ranks, _sent, str(tiny_model))
     expected = {name: tensor.bfloat16() for name, tensor in named_weights(load_policy(str(tiny_model)))}
     metas = [TensorMeta.of(name, tensor, torch.bfloat16) for name, tensor in expected.items()]
-    for gathered, _, sent, buckets in (first, second):
+    for gathered, _, sent, buckets in (first, *others):
         assert sent <= gathered <= 1.05 * sent  # uneven shards are padded
         assert len(buckets) > 3
-    assert (first[1], second[1]) == (sum(meta.padded for meta in metas), 0)
+    assert first[1] == sum(meta.padded for meta in metas) and not any(other[1] for other in others)
     found = dict(read_bucket(torch.cat(first[3]), metas))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

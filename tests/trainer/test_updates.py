@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rayrft.algorithms import build, presets
+from rayrft.algorithms import Algorithm, build, corrections, presets
 from rayrft.config.stage import StageConfig, UpdateConfig
 from rayrft.config.trainer import OptimizerConfig, TrainerConfig
 from rayrft.errors import RayrftError
@@ -30,6 +32,8 @@ from tests.errors import about
 from tests.scripted import handle
 from tests.trainer.learners import CPU, adapt, make_learner, make_model, make_rows, on_policy, own_rows, pairs, weights
 from tests.trainer.ranks import on_ranks
+
+META = torch.device("meta")
 
 
 def test_the_first_step_has_ratio_one_and_no_kl_and_the_reference_stays_while_the_policy_moves() -> None:
@@ -288,14 +292,58 @@ def test_by_rewards_the_deviation_is_that_of_the_whole_batch() -> None:
     assert scaled.gradient(rows)[0].loss.item() == pytest.approx(plain.gradient(rows)[0].loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", presets)
-def test_two_steps_of_every_preset_move_the_policy_and_stay_finite(name: str) -> None:
-    algorithm, learner = build(name), make_learner(name)
-    rows: list[TrainRow] = pairs() if "pairs" in algorithm.needs else []
+def rows_for(algorithm: Algorithm, sampled: list[TrainRow]) -> list[TrainRow]:
+    rows = pairs() if "pairs" in algorithm.needs else []
     if "expert" in algorithm.needs:
         rows += [row for row in make_rows() if row.expert]
-    if "rollouts" in algorithm.needs:
-        rows += on_policy(learner, own_rows())
+    return rows + sampled if "rollouts" in algorithm.needs else rows
+
+
+class HostReads(TorchDispatchMode):
+    """Counts reads of a device from which nothing can be read, and answers them with zeros. Every operation whose
+    result has a shape that depends on values fails on this device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            self.count += 1
+            return torch.zeros((), dtype=args[0].dtype).item()
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta and kwargs.get("device", META) != META:
+            self.count += 1
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        return func(*args, **kwargs)
+
+
+PPO = {"gamma": 0.9, "bootstrap_truncated": True, "kl": "k1", "kl_in": "reward"}
+CORRECTED = {"correction": [name for name in corrections if name != "decoupled"], "normalise_advantages": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [("mix", CORRECTED), ("ppo", PPO), ("dpo", {}), ("kto", {}), ("reward_model", {}), ("jsd", {})],
+)
+def test_the_host_waits_for_the_device_as_often_as_if_a_step_had_one_micro_batch(
+    name: str, pieces: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = sys.modules["torch.optim.optimizer"]
+    monkeypatch.setattr(fused, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+    reads = dict[int, int]()
+    rows = rows_for(build(name, pieces), own_rows())[-4:]
+    for tokens in (1, 1000):
+        learner = make_learner(name, pieces, tokens=tokens, temperature=0.7, device=META)
+        with HostReads() as found:
+            learner.step([rows])
+        reads[len(micro_batches(rows, tokens, CPU))] = found.count
+    assert min(reads) == 1 and max(reads) > 1
+    assert len(set(reads.values())) == 1 and 0 < min(reads.values()) < 20, reads
+
+
+@pytest.mark.parametrize("name", presets)
+def test_two_steps_of_every_preset_move_the_policy_and_stay_finite(name: str) -> None:
+    learner = make_learner(name)
+    rows = rows_for(learner.algorithm, on_policy(learner, own_rows()))
     before = weights(learner)
     results = [learner.step([rows]).metrics for _ in range(2)]
     numbers = [value for result in results for value in asdict(result).values()]
