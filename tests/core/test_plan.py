@@ -170,5 +170,5 @@ def test_an_engine_beside_a_rank_takes_what_the_rank_leaves(models: dict[str, st
     assert plan_memory(shared(True, **{"explorer.engine.gpu_memory_utilization": 0.3}), 80.0)[0].room == 24
     assert engine_share(config_of(models["qwen3 0.6B"], 2), 80.0) is None
     with pytest.raises(PlacementError, check=about("engines")) as error:
-        engine_share(shared(False), 48.0)
+        engine_share(shared(False), 44.0)
     assert "explorer.engine.sleep: true" in error.value.remedy

@@ -258,12 +258,12 @@ def test_a_step_of_a_large_model_needs_the_memory_of_the_plan(name: str, ranks: 
 
 def _bytes_of_a_step(name: str, planned: RankMemory) -> None:
     """What the first rank holds after it has loaded, after a micro-batch, and after a step; tensors have no data."""
-    batch = scored_batch([torch.arange(64)])
+    batch, ranks = scored_batch([torch.arange(64)]), mesh()
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("meta"):
             policy = Policy(AutoModelForCausalLM.from_config(SHAPES[name]))
         policy.use(packs=False, chunks_head=True)
-        shard(policy, mesh(), torch.bfloat16).to_empty(device="cpu")
+        shard(policy, ranks, torch.bfloat16).to_empty(device="cpu")
         optimizer = Optimizer([*policy.parameters()], OptimizerConfig(), steps=1, updates_per_step=1)
         weights = _held(policy.parameters())
         policy.output(batch, temperature=1.0).logprobs.mean().backward()
