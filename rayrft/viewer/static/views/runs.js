@@ -1,0 +1,87 @@
+// All runs, and the chosen ones on one axis.
+
+import { make } from "../base.js";
+import { ago, chart, COLOURS, duration, ledger, number, pill, select, smoothed, sparkline, STATUS } from "../draw.js";
+import { go, link, query, state } from "../page.js";
+
+const AXES = [["step", "step"], ["samples", "samples"], ["tokens", "tokens"], ["hours", "hours"]];
+
+const last = (values) => values.filter((each) => each !== null).at(-1) ?? null;
+
+const card = (run, chosen, toggle) => {
+  const at = chosen.indexOf(run.run);
+  const box = make("input", { type: "checkbox", checked: at >= 0, "aria-label": `Compare ${run.run}`, onchange: toggle });
+  const name = link({ view: "run", run: run.run }, run.run);
+  if (at >= 0) box.classList.add(`c${at % COLOURS.length}`);
+  const accuracy = run.accuracy.at(-1)?.[1] ?? null;
+  const steps = run.steps_planned ? `${number(run.step)} / ${number(run.steps_planned)}` : number(run.step);
+  const curve = (label, value, values) =>
+    make("div", { className: "metric" }, make("span", { className: "soft", textContent: label }), make("b", { textContent: number(value) }), sparkline(values, { dots: true }));
+  return make(
+    "article",
+    { className: "run" },
+    make("div", { className: "title" }, box, name, pill(run.status, STATUS[run.status]), make("span", { className: "soft", textContent: ago(run.changed) })),
+    make(
+      "div",
+      { className: "facts" },
+      make("div", { className: "metric" }, make("span", { className: "soft", textContent: "step" }), make("b", { textContent: steps }), make("span", { className: "soft", textContent: run.stage ? `stage ${run.stage}` : "" })),
+      make("div", { className: "metric" }, make("span", { className: "soft", textContent: "weights" }), make("b", { textContent: `v${run.version}` }), make("span", { className: "soft", textContent: run.seconds ? duration(run.seconds) : "" })),
+      curve("reward", last(run.reward), run.reward),
+      curve("accuracy", accuracy, run.accuracy),
+      ledger(run.ledger),
+    ),
+    ...[run.error, ...run.problems].filter(Boolean).map((text) => make("p", { className: "problem", textContent: text })),
+    ...(run.verdict ? [make("p", { className: "verdict", textContent: run.verdict })] : []),
+  );
+};
+
+const comparison = async (asked, chosen) => {
+  const { axis = "step", metric = "reward" } = asked;
+  const weight = Number(asked.smooth ?? 0.6);
+  const found = await query("compare", { runs: chosen.join(","), metric, axis });
+  const xs = [...new Set(found.curves.flatMap(({ x }) => x))].sort((a, b) => a - b);
+  const series = found.curves.flatMap(({ run, x, y }) => {
+    const by = new Map(x.map((each, at) => [each, at]));
+    const spread = (values) => xs.map((each) => (by.has(each) ? values[by.get(each)] : undefined));
+    const at = chosen.indexOf(run);
+    const raw = { name: run, y: spread(y), colour: at, kind: weight ? "raw" : "points" };
+    return weight && metric !== "accuracy"
+      ? [raw, { name: run, y: spread(smoothed(y, weight)), colour: at }]
+      : [{ ...raw, kind: metric === "accuracy" ? "points" : "line" }];
+  });
+  const set = (values) => go({ ...state(), ...values }, { replace: true });
+  const smooth = make("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: weight, "aria-label": "smoothing", onchange: () => set({ smooth: smooth.value }) });
+  const controls = make(
+    "div",
+    { className: "controls" },
+    select("metric", metric, (found.metrics.length ? found.metrics : [metric]).map((each) => [each, each]), (value) => set({ metric: value })),
+    select("over", axis, AXES, (value) => set({ axis: value })),
+    make("label", { className: "field" }, make("span", { textContent: "smoothing" }), smooth),
+  );
+  const several = found.curves.find(({ mean_of: count }) => count > 1);
+  const note = several ? ` (points are means of ${several.mean_of} steps)` : "";
+  return make("section", { className: "compare" }, controls, chart(`${metric} over ${axis}${note}`, xs, series, { height: 300, xname: axis }));
+};
+
+export const show = async (asked, main, current) => {
+  const draw = async () => {
+    const now = state();
+    const found = await query("runs", {});
+    if (!current()) return;
+    const known = found.runs.filter(({ reward, accuracy }) => reward.length || accuracy.length).map(({ run }) => run);
+    const chosen = "compare" in now ? now.compare.split(",").filter((each) => known.includes(each)) : known.slice(0, 3);
+    const cards = found.runs.map((run) =>
+      card(run, chosen, () => {
+        const left = chosen.filter((each) => each !== run.run);
+        const next = left.length < chosen.length ? left : [...chosen, run.run];
+        go({ ...state(), compare: next.length ? next.join(",") : "," }, { replace: true });
+      }),
+    );
+    const compared = chosen.length ? await comparison(now, chosen) : "";
+    if (!current()) return;
+    const empty = make("p", { className: "empty", textContent: `There are no runs in ${found.storage}.` });
+    main.replaceChildren(compared, make("section", { className: "runs" }, ...(cards.length ? cards : [empty])));
+  };
+  await draw();
+  return draw;
+};

@@ -1,0 +1,88 @@
+"""Tasks: how often they are solved, and how that changes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rayrft.experience import ROUNDING
+from rayrft.viewer.folders import Runs
+from rayrft.viewer.views import UPDATE_S, Query, RunRequest, dicts
+
+_BINS = 40
+"""Most points of a curve over the run."""
+
+
+class TasksRequest(RunRequest):
+    """Parameters of ``tasks``. An answer passes with a reward of at least ``least``. Two checkpoints, ``before`` and
+    ``after``, are compared by answers of the ``span`` weight versions up to them."""
+
+    least: float = 1.0
+    which: Literal["all", "solved", "unsolved", "unlearned"] = "all"
+    before: int | None = Field(None, ge=0)
+    after: int | None = Field(None, ge=0)
+    span: int = Field(10, ge=1)
+    sort: Literal["tries", "rate", "-rate", "change", "-tries"] = "-tries"
+    text: str = Field("", max_length=400)
+    offset: int = Field(0, ge=0)
+    limit: int = Field(50, ge=1, le=200)
+
+
+_ORDERS = {"rate": "rate", "-rate": "rate desc", "tries": "tries", "-tries": "tries desc", "change": "change"}
+_WHICH = {
+    "all": "true",
+    "solved": "passed > 0",
+    "unsolved": "passed = 0",
+    "unlearned": "change < 0 and rate_before > 0",
+}
+
+
+def _tasks(runs: Runs, asked: TasksRequest) -> dict[str, Any]:
+    index = runs.get(asked.run).rows
+    index.update(UPDATE_S)
+    with index.cursor() as connection:
+        scored = "group_status <> 'demonstration' and reward is not null"
+        last = connection.execute(f"select min(version), max(version) from experiences where {scored}").fetchall()[0]
+        first_version, last_version = (int(value or 0) for value in last)
+        after = last_version if asked.after is None else asked.after
+        before = (
+            max(first_version, after - (last_version - first_version) // 2) if asked.before is None else asked.before
+        )
+        passes = f"(reward >= {asked.least - ROUNDING * abs(asked.least)!r})::int"
+        width = max(1, -(-(last_version - first_version + 1) // _BINS))
+        bin_of = f"({first_version} + (version - {first_version}) // {width} * {width})"
+
+        def rate_at(version: int) -> str:
+            return f"avg({passes}) filter (version <= {version} and version > {version - asked.span})"
+
+        table = f"""select task_id, any_value(question) as question, count(*) as tries, sum({passes}) as passed,
+            avg({passes}) as rate, {rate_at(before)} as rate_before, {rate_at(after)} as rate_after,
+            rate_after - rate_before as change, max(version) as newest, any_value(source) as source
+            from experiences where {scored} and contains(lower(question || ' ' || task_id), lower(?))
+            group by task_id"""
+        shares = ", ".join(f"count(*) filter ({condition})" for condition in _WHICH.values())
+        counts = connection.execute(f"select {shares} from ({table})", [asked.text]).fetchall()[0]
+        order = f"{_ORDERS[asked.sort]} nulls last, task_id limit {asked.limit} offset {asked.offset}"
+        page = f"select * from ({table}) where {_WHICH[asked.which]} order by {order}"
+        tasks = dicts(connection.execute(page, [asked.text]))
+        sql = f"""select task_id, {bin_of} as upto, avg({passes}) from experiences
+            where {scored} and task_id in (select unnest($1)) group by all order by upto"""
+        curves: dict[str, list[list[float]]] = {task["task_id"]: [] for task in tasks}
+        for task_id, at, rate in connection.execute(sql, [list(curves)]).fetchall():
+            curves[task_id].append([at, rate])
+        sql = f"""select source, {bin_of} as version, avg({passes}) as rate, count(distinct task_id) as tasks,
+            count(*) as tries
+            from experiences where {scored} group by all order by source, version"""
+        sources = dicts(connection.execute(sql))
+    return {
+        "counts": dict(zip(_WHICH, counts, strict=True)),
+        "tasks": [{**task, "curve": curves[task["task_id"]]} for task in tasks],
+        "sources": sources,
+        "before": before,
+        "after": after,
+        "log": index.about(),
+    }
+
+
+QUERIES: dict[str, Query] = {"tasks": (TasksRequest, _tasks)}
