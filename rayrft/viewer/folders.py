@@ -20,6 +20,8 @@ from rayrft.runtime.serving.http import ApiError
 from rayrft.viewer.index import RowIndex
 from rayrft.viewer.records import RecordTable
 
+_LEDGER_S = 0.2
+"""Seconds that the status of a running run waits for its log; without it the ledger is the one read before."""
 _SILENT_S = 600.0
 """A run without a summary that has written nothing for so long counts as silent: it was killed, or hangs."""
 
@@ -106,7 +108,9 @@ class RunFolder:
             "verdict": "",
             "problems": problems,
         }
-        if about["ledger"] is None and "rows" in self.__dict__:
+        if about["status"] == "running":
+            self.rows.update(_LEDGER_S)
+        if summary is None and "rows" in self.__dict__:
             about["ledger"] = self.rows.about()["ledger"]
         explores = config.get("mode", "both") == "both"
         try:

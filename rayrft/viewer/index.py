@@ -41,6 +41,8 @@ else:
 
 _VERSION = 1
 """Of the tables; files of others are deleted."""
+CHOICES = ("source", "status", "stop_reason", "group_status", "drop_reason")
+"""Columns of a few values, from which one is chosen."""
 _QUERY_S = 20.0
 _SHOWN = 200
 """Characters of a question and an answer that are kept, to be shown and searched."""
@@ -54,7 +56,7 @@ create table rows (place bigint, file varchar, row integer, experience_id varcha
     tokens integer, logprob double, version bigint, newest_version bigint, turns integer, images integer,
     question varchar, answer varchar, finished_at double, group_rows integer, group_reward double,
     group_deviation double);
-create view experiences as select rows.* exclude (place), reward - group_reward as advantage, group_status, step, uses,
+create view experiences as select rows.*, reward - group_reward as advantage, group_status, step, uses,
     drop_reason, step - 1 - version as staleness from rows join places using (place);
 """
 _READ = f"""
@@ -124,11 +126,11 @@ class RowIndex:
             self._told = True
 
     def about(self) -> dict[str, Any]:
-        """Return what is known of the log: ``ledger``, ``damaged`` files with their problems, ``rows``, whether the
-        table ``lags`` behind the log, and the ``problem`` if the log cannot be read."""
+        """Return what is known of the log: ``ledger``, ``damaged`` files with their problems, the values of `CHOICES`,
+        ``rows``, whether the table ``lags`` behind the log, and the ``problem`` if the log cannot be read."""
         about = self._read_about()
         lags = self._reading is not None and not self._reading.done()
-        shown = {name: about.get(name) for name in ("ledger", "damaged")}
+        shown = {name: about.get(name) for name in ("ledger", "damaged", "choices")}
         return {
             **shown,
             "rows": sum(rows for _, rows, *_ in about.get("extents", {}).values()),
@@ -218,6 +220,10 @@ class RowIndex:
             rows = _placed(state, extent, batch, name, before.rows if before else 0, name in experts)
             forgotten = [] if before else [name]
             self._write(about, "delete from rows where file in (select unnest($1))", forgotten, rows=rows)
+        with self.cursor() as connection:
+            sql = "select distinct {0} from experiences where {0} is not null order by 1 limit 50"
+            found = {name: connection.execute(sql.format(name)).fetchall() for name in CHOICES}
+        about["choices"] = {name: [value for (value,) in values] for name, values in found.items()}
         self._write({**about, "files": seen}, "", [])
 
     def _write(

@@ -112,10 +112,10 @@ export const chart = (title, x, series, { marks = [], bands = [], height = 190, 
       const at = Math.round(plot.valToPos(mark.x, "x", true));
       if (at < bbox.left || at > bbox.left + bbox.width) continue;
       ctx.strokeStyle = { restart: css("--bad"), change: css("--accent"), stage: ink }[mark.kind] ?? warn;
-      ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
+      ctx.setLineDash(mark.kind === "checkpoint" ? [] : [3 * devicePixelRatio, 3 * devicePixelRatio]);
       ctx.lineWidth = devicePixelRatio;
       ctx.beginPath();
-      ctx.moveTo(at, bbox.top);
+      ctx.moveTo(at, mark.kind === "checkpoint" ? bbox.top + bbox.height - 6 * devicePixelRatio : bbox.top);
       ctx.lineTo(at, bbox.top + bbox.height);
       ctx.stroke();
       if (mark.kind === "stage") {
@@ -131,7 +131,7 @@ export const chart = (title, x, series, { marks = [], bands = [], height = 190, 
     readout.textContent =
       at === null || at === undefined
         ? ""
-        : [`${xname} ${number(x[at])}`, ...named.filter(({ y }) => y[at] !== null).map(({ name, y }) => `${named.length > 1 ? `${name} ` : ""}${number(y[at])}`)].join(" · ");
+        : [`${xname} ${number(x[at])}`, ...named.filter(({ y }) => (y[at] ?? null) !== null).map(({ name, y, own }) => `${named.length > 1 ? `${name} ` : ""}${number((own ?? y)[at])}`)].join(" · ");
   };
   const lines = series.map(({ kind, colour: at }) => ({
     stroke: kind === "raw" ? `${colour(at)}55` : kind === "edge" ? "transparent" : colour(at),
@@ -148,7 +148,7 @@ export const chart = (title, x, series, { marks = [], bands = [], height = 190, 
     scales: { x: { time: false }, y: yrange ? { range: yrange } : {} },
     axes: [{ ...axis, space: 60, size: 28 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((each) => short(each)) }],
     series: [{}, ...lines],
-    bands: bands.map(([high, low, at]) => ({ series: [high + 1, low + 1], fill: `${colour(at)}22` })),
+    bands: bands.map(([high, low, at, alpha = "22"]) => ({ series: [high + 1, low + 1], fill: `${colour(at)}${alpha}` })),
     hooks: { draw: [drawMarks], setCursor: [tell] },
   };
   const plot = new uPlot(options, [x, ...series.map(({ y }) => y)], plotted);

@@ -15,6 +15,7 @@ from rayrft.errors import DataError
 from rayrft.experience import Experience, from_batch, rewards_by_token
 from rayrft.runtime.serving.http import ApiError
 from rayrft.viewer.folders import RunFolder, Runs
+from rayrft.viewer.index import CHOICES
 from rayrft.viewer.views import UPDATE_S, Query, RunRequest, dicts
 
 _TOKENS = 20_000
@@ -23,7 +24,7 @@ _LISTED = """experience_id, group_id, task_id, source, status, stop_reason, rewa
     logprob, version, staleness, group_status, step, uses, drop_reason, turns, images, question, answer, error"""
 _SORTS = ("finished_at", "reward", "tokens", "staleness", "version", "step", "logprob", "group_deviation")
 _RANGES = ("reward", "tokens", "staleness", "version", "step")
-_TEXTS = ("source", "status", "stop_reason", "group_status", "drop_reason", "task_id", "group_id")
+_TEXTS = (*CHOICES, "task_id", "group_id")
 
 Number = Annotated[float | None, BeforeValidator(lambda value: None if value == "" else value)]
 
@@ -89,13 +90,12 @@ def _rows(runs: Runs, asked: RowsRequest) -> dict[str, Any]:
         if asked.where:
             found = _chosen(connection, asked.where)
         met = f"from {found} where {' and '.join(conditions)}"
-        counts = f"select count(*), avg(reward), count(distinct group_id), avg(tokens), avg(staleness) {met}"
+        counts = f"select count(*), avg(reward), count(distinct place), avg(tokens), avg(staleness) {met}"
         count, reward, groups, tokens, staleness = connection.execute(counts, values).fetchall()[0]
         page = f"select {_LISTED} {met} order by {order} limit {asked.limit} offset {asked.offset}"
         listed = dicts(connection.execute(page, values))
-        choices = {name: _choices(connection, name) for name in _TEXTS[:5]}
     means = {"reward": reward, "groups": groups, "tokens": tokens, "staleness": staleness}
-    return {"count": count, "means": means, "rows": listed, "choices": choices, "log": index.about()}
+    return {"count": count, "means": means, "rows": listed, "log": index.about()}
 
 
 def _chosen(connection: Any, where: str) -> str:
@@ -110,11 +110,6 @@ def _chosen(connection: Any, where: str) -> str:
         remedy = "write DuckDB's SQL, such as reward > 0.5 and stop_reason = 'stop'"
         raise DataError(f"not a valid condition: {str(error).splitlines()[0]}", remedy, field="where") from None
     return "chosen_rows"
-
-
-def _choices(connection: Any, name: str) -> list[str]:
-    found = connection.execute(f"select distinct {name} from experiences where {name} is not null order by 1 limit 50")
-    return [value for (value,) in found.fetchall()]
 
 
 def _row(runs: Runs, asked: RowRequest) -> dict[str, Any]:

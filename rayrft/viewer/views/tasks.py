@@ -16,7 +16,8 @@ _BINS = 40
 
 class TasksRequest(RunRequest):
     """Parameters of ``tasks``. An answer passes with a reward of at least ``least``. Two checkpoints, ``before`` and
-    ``after``, are compared by answers of the ``span`` weight versions up to them."""
+    ``after``, are compared by answers of the ``span`` weight versions up to them: a task is unlearned if at least half
+    of its answers passed before, and fewer after."""
 
     least: float = 1.0
     which: Literal["all", "solved", "unsolved", "unlearned"] = "all"
@@ -34,7 +35,7 @@ _WHICH = {
     "all": "true",
     "solved": "passed > 0",
     "unsolved": "passed = 0",
-    "unlearned": "change < 0 and rate_before > 0",
+    "unlearned": "rate_before >= 0.5 and rate_after < 0.5",
 }
 
 

@@ -35,13 +35,13 @@ const filters = (now, choices) => {
     const input = make("input", { type: "search", value: now[name] ?? "", placeholder, "aria-label": label, onchange: () => set({ [name]: input.value.trim(), offset: "" }) });
     return make("label", { className: `field at-${name}` }, make("span", { textContent: label }), input);
   };
-  const one = ([name, label]) => select(label, now[name] ?? "", [["", "all"], ...choices[name].map((each) => [each, each])], (value) => set({ [name]: value, offset: "" }));
+  const one = ([name, label]) => select(label, now[name] ?? "", [["", "all"], ...(choices[name] ?? [now[name]]).map((each) => [each, each])], (value) => set({ [name]: value, offset: "" }));
   const sort = now.sort ?? "-finished_at";
   const orders = Object.entries(SORTS).flatMap(([name, label]) => [[`-${name}`, `${label} ↓`], [name, `${label} ↑`]]);
   const fields = [
     written("text", "text", "in question or answer"),
     select("sort", sort, orders, (value) => set({ sort: value, offset: "" })),
-    ...Object.entries(CHOICES).filter(([name]) => choices[name].length).map(one),
+    ...Object.entries(CHOICES).filter(([name]) => choices[name]?.length || now[name]).map(one),
     ...Object.entries(RANGES).map(([name, label]) => range(name, label)),
     written("task_id", "task", "id"),
     written("where", "condition in SQL", "reward > 0.5 and tokens < 100"),
@@ -251,13 +251,12 @@ export const show = async (asked, main, current) => {
       const mean = `${number(found.count)} rows in ${number(groups)} groups · mean reward ${number(reward)} · ${number(length)} tokens · staleness ${number(staleness)}`;
       // What is being typed stays.
       const writing = main.contains(document.activeElement) && document.activeElement.matches("input");
-      const [fields, chips] = filters(now, found.choices);
+      const [fields, chips] = filters(now, found.log.choices ?? {});
       const kept = writing ? main.querySelector("details.filters") : null;
       main.replaceChildren(...notices(found.log), kept ?? fields, chips, make("p", { className: "mean", textContent: mean }), ...table(found, now));
     } catch (error) {
       if (!current()) return;
-      const empty = Object.fromEntries(Object.keys(CHOICES).map((name) => [name, []]));
-      main.replaceChildren(make("p", { className: "problem", textContent: error.message }), ...filters(now, empty));
+      main.replaceChildren(make("p", { className: "problem", textContent: error.message }), ...filters(now, {}));
     }
     await shown;
   };

@@ -50,8 +50,9 @@ const timeChart = (columns, x, options) => {
   if (!parts.length) return null;
   const sums = [];
   parts.forEach(([, y], at) => sums.push(y.map((each, step) => (each ?? 0) + (at ? sums[at - 1][step] : 0))));
-  const stacked = parts.map(([name, y], at) => ({ name, y: sums[at], colour: at, kind: "area", own: y })).reverse();
-  return chart("Seconds of a step, stacked", x, stacked, options);
+  const stacked = parts.map(([name, y], at) => ({ name, y: sums[at], colour: at, kind: at ? "line" : "area", own: y })).reverse();
+  const bands = stacked.slice(1).map((_, at) => [at, at + 1, stacked[at].colour, "66"]);
+  return chart("Seconds of a step, stacked", x, stacked, { ...options, bands, yrange: (_, low, high) => [0, high * 1.05] });
 };
 
 const accuracyChart = (found, options) => {
@@ -96,7 +97,7 @@ const events = (run) => {
       "tr",
       {},
       make("td", {}, link({ view: "experiences", run: run.run, min_step: mark.step, max_step: mark.step }, String(mark.step))),
-      make("td", {}, pill(mark.kind, KINDS[mark.kind]), mark.stage ? ` ${mark.stage}` : ""),
+      make("td", { className: "num" }, pill(mark.kind, KINDS[mark.kind]), mark.stage ? ` ${mark.stage}` : ""),
       make("td", { textContent: mark.text }),
     ),
   );
@@ -112,8 +113,8 @@ const marksOf = (run, axis) => {
     return axis === "step" || place < 0 ? step : columns[axis][place];
   };
   const kindOf = ({ kind, text }) =>
-    kind !== "note" ? kind : text.startsWith("stage '") ? "stage" : /checkpoint/.test(text) ? "checkpoint" : null;
-  return run.marks
+    kind !== "note" ? kind : text.startsWith("stage '") ? "stage" : null;
+  return [...run.marks, ...run.checkpoints.map((step) => ({ kind: "checkpoint", step, text: "" }))]
     .map((mark) => ({ ...mark, kind: kindOf(mark), x: at(mark.step) }))
     .filter(({ kind }) => kind)
     .map((mark) => ({ ...mark, text: mark.kind === "stage" ? mark.stage : mark.text }));
