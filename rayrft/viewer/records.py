@@ -83,7 +83,7 @@ class RecordTable:
         """Return these columns, by default all, and those by which runs are compared beside ``step``: ``samples`` and
         ``tokens``, sampled so far, and ``hours``; float64 of one length, NaN where a step does not have the number."""
         with self._lock:
-            wanted = {"time", "sampled_rows", "sampled_tokens", *(names or self._columns)}
+            wanted = {"step", "time", "sampled_rows", "sampled_tokens", *(names or self._columns)}
             found = {name: np.full(self.steps, np.nan) for name in wanted}
             for name, into in found.items():
                 column = self._columns.get(name, array("d"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,18 @@ GROUPS, ROWS = 3, 4
 _BEGAN = time.time() - 7200
 
 
-class Inline(LocalBuffer):
-    """A Buffer that waits for no threads."""
+class ApartBuffer(LocalBuffer):
+    """A Buffer whose loop runs in another thread, so that tests with a loop of their own may call it."""
 
     make_loop = InlineLoop
+
+    def run(self, work: Awaitable[Any]) -> Any:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(super().run, work).result()
+
+    def kill(self) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(super().kill).result()
 
 
 class RecordedRun:
@@ -47,7 +57,7 @@ class RecordedRun:
         (self.folder / "config.yaml").write_text(dump_config(config))
         self._patch = pytest.MonkeyPatch()
         ObjectTable(self._patch)
-        self.buffer = Inline(self.folder / "buffer", config.buffer, run=name)
+        self.buffer = ApartBuffer(self.folder / "buffer", config.buffer, run=name)
         self._records, self._tokenizer, self._random = RecordFile(self.folder), tokenizer, random.Random(seed)
         self._groups = 0
         self.buffer.do("load", "gold", packed(expert_rows(3)))

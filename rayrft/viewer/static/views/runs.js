@@ -68,8 +68,9 @@ export const show = async (asked, main, current) => {
     const now = state();
     const found = await query("runs", {});
     if (!current()) return;
-    const known = found.runs.filter(({ reward, accuracy }) => reward.length || accuracy.length).map(({ run }) => run);
-    const chosen = "compare" in now ? now.compare.split(",").filter((each) => known.includes(each)) : known.slice(0, 3);
+    const names = found.runs.map(({ run }) => run);
+    const first = found.runs.filter(({ reward }) => reward.length).slice(0, 3).map(({ run }) => run);
+    const chosen = "compare" in now ? now.compare.split(",").filter((each) => names.includes(each)) : first;
     const cards = found.runs.map((run) =>
       card(run, chosen, () => {
         const left = chosen.filter((each) => each !== run.run);
