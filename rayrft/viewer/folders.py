@@ -142,7 +142,7 @@ class Runs:
             return list(self._known.values())
 
     def get(self, name: str) -> RunFolder:
-        """Return a run. Raises ApiError 404 if there is none of this name."""
+        """Return a run. Raises ApiError 404 for an unknown name."""
         runs = {run.name: run for run in self.all()}
         if name not in runs:
             hint = nearest(name, runs) if runs else f"there are none in {self.storage}"

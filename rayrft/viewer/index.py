@@ -126,7 +126,7 @@ class RowIndex:
             self._told = True
 
     def about(self) -> dict[str, Any]:
-        """Return what is known of the log: ``ledger``, ``damaged`` files with their problems, the values of `CHOICES`,
+        """Describe the log: ``ledger``, ``damaged`` files with their problems, the values of `CHOICES`,
         ``rows``, whether the table ``lags`` behind the log, and the ``problem`` if the log cannot be read."""
         about = self._read_about()
         lags = self._reading is not None and not self._reading.done()
@@ -298,7 +298,7 @@ def _expert_place(file: str) -> int:
 
 
 def _placed(state: State, extent: Extent, batch: pa.RecordBatch, file: str, first: int, is_expert: bool) -> pa.Table:
-    """Return what the table needs of rows of a file from row ``first`` on, without those that belong to no group."""
+    """Return the columns that `_READ` needs of the rows of a file from row ``first`` on that belong to a group."""
     numbers = np.arange(first, first + batch.num_rows)
     if is_expert:
         places = np.full(len(numbers), _expert_place(file))
@@ -311,7 +311,7 @@ def _placed(state: State, extent: Extent, batch: pa.RecordBatch, file: str, firs
         places = np.where((of_row >= 0) & (numbers < starts + counts), _place(np.int64(extent.segment), starts), -1)
     columns = {"place": places, "file": pa.repeat(pa.scalar(file), len(numbers)), "row": numbers.astype(np.int32)}
     table = pa.table({**columns, **{name: batch.column(name) for name in _MENTIONED}})
-    return table if is_expert else table.filter(pa.array(places >= 0))
+    return table.filter(pa.array(places >= 0)) if not is_expert and (places < 0).any() else table
 
 
 def _open(path: Path) -> duckdb.DuckDBPyConnection:

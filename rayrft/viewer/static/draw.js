@@ -35,7 +35,45 @@ export const select = (label, value, options, onchange) => {
   for (const [key, name] of options) {
     chosen.append(make("option", { value: key, textContent: name, selected: String(key) === String(value) }));
   }
-  return make("label", { className: "field" }, make("span", { textContent: label }), chosen);
+  return field(label, chosen);
+};
+
+export const metric = (label, value, ...more) => {
+  const parts = [make("span", { className: "soft", textContent: label }), make("b", { textContent: value })];
+  return make("div", { className: "metric" }, ...parts, ...more);
+};
+export const soft = (textContent) => make("span", { className: "soft", textContent });
+
+// A run at a glance: a line that names it, numbers, and what is wrong with it.
+export const summary = (run, title, ...metrics) =>
+  make(
+    "article",
+    { className: "run" },
+    make("div", { className: "title" }, ...title, pill(run.status, STATUS[run.status]), soft(ago(run.changed))),
+    make("div", { className: "facts" }, ...metrics, ledger(run.ledger)),
+    ...[run.error, ...run.problems].filter(Boolean).map((text) => make("p", { className: "problem", textContent: text })),
+    ...(run.verdict ? [make("p", { className: "verdict", textContent: run.verdict })] : []),
+  );
+export const steps = (run) => (run.steps_planned ? `${number(run.step)} / ${number(run.steps_planned)}` : number(run.step));
+
+// An input that gives its value when the person has left it.
+export const input = (label, value, onchange, more = {}) => {
+  const made = make("input", { value, defaultValue: value, "aria-label": label, onchange: () => onchange(made.value.trim()), ...more });
+  return made;
+};
+export const field = (label, ...inputs) => make("label", { className: "field" }, make("span", { textContent: label }), ...inputs);
+export const smoothing = (value, onchange) =>
+  field("smoothing", input("smoothing", value, onchange, { type: "range", min: 0, max: 0.98, step: 0.02, value }));
+
+// A table with its heads, and the pages around it.
+export const listing = (heads, lines) => {
+  const head = make("thead", {}, make("tr", {}, ...heads.map((textContent) => make("th", { textContent }))));
+  return make("div", { className: "scroll" }, make("table", { className: "rows" }, head, make("tbody", {}, ...lines)));
+};
+export const pages = (what, first, shown, total, size, turn) => {
+  const button = (to, textContent) => make("button", { type: "button", textContent, disabled: to <= -size || to >= total, onclick: () => turn(Math.max(to, 0) || "") });
+  const about = total ? `${number(first + 1)}–${number(first + shown)} of ${number(total)} ${what}` : `No such ${what.slice(0, -1)}.`;
+  return make("div", { className: "row pages" }, button(first - size, "Back"), soft(about), button(first + size, "More"));
 };
 
 const SVG = "http://www.w3.org/2000/svg";

@@ -84,13 +84,30 @@ const show = async () => {
   if (name !== "experiences") closeDrawer();
   $("main").setAttribute("aria-busy", "true");
   try {
-    const again = await VIEWS[name].show(asked, $("main"), () => mine === shown);
+    const again = await keepingFocus(() => VIEWS[name].show(asked, $("main"), () => mine === shown));
     if (mine !== shown) return;
-    redraw = again;
+    redraw = () => keepingFocus(again);
   } catch (error) {
     if (mine === shown) problem(error);
   }
   if (mine === shown) $("main").setAttribute("aria-busy", "false");
+};
+
+// What is drawn again has the focus where it was; while something is typed into a field, nothing is.
+const keepingFocus = async (draw) => {
+  const result = await draw();
+  const label = focused;
+  if (label && document.activeElement === document.body) {
+    $("main").querySelector(`[aria-label="${CSS.escape(label)}"]`)?.focus({ preventScroll: true });
+  }
+  return result;
+};
+let focused = null;
+addEventListener("focusin", ({ target }) => (focused = target.getAttribute("aria-label")));
+addEventListener("pointerdown", () => (focused = null));
+const isTyping = () => {
+  const at = document.activeElement;
+  return at.matches("input:not([type='checkbox'], [type='range'])") && at.value !== at.defaultValue;
 };
 
 const closeDrawer = () => {
@@ -124,7 +141,7 @@ const follow = async () => {
       if ((state().run ?? "") !== of) continue;
       const changed = found.seen !== seen;
       seen = found.seen;
-      if (changed && !first && redraw) await redraw();
+      if (changed && !first && redraw && !isTyping()) await redraw();
     } catch (error) {
       $("live").textContent = "not connected";
       $("live").className = "";

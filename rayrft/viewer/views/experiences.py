@@ -158,7 +158,7 @@ def _image(runs: Runs, asked: ImageRequest) -> Response:
 
 
 def _found(run: RunFolder, experience_id: str) -> tuple[dict[str, Any], list[Experience]]:
-    """Return where a row is, and the rows of its group. Raises ApiError 404 if there is none of this id."""
+    """Return where a row is, and the rows of its group. Raises ApiError 404 for an unknown id."""
     names = ["file", "row", "group_id", "group_rows", "first"]
     with run.rows.cursor() as connection:
         sql = "select r.file, r.row, group_id, group_rows, first, place < 0 from rows r join places using (place)"
@@ -173,7 +173,7 @@ def _found(run: RunFolder, experience_id: str) -> tuple[dict[str, Any], list[Exp
 
 
 def _answer(row: Experience) -> str:
-    """Return what the model said, turn by turn."""
+    """Return the turns of the model in a row, as one text."""
     return "\n\n".join(turn.get("content") or "" for turn in row.turns if turn.get("role") == "assistant")
 
 

@@ -1,7 +1,7 @@
 // Experiences: filtered and sorted, and one beside its group, with its turns and tokens. All of it is in the address.
 
 import { make, picture, text, turn } from "../base.js";
-import { colour, number, percent, pill, select } from "../draw.js";
+import { colour, field, input, listing, number, pages, percent, pill, select, soft } from "../draw.js";
 import { go, link, query, state } from "../page.js";
 
 const RANGES = { reward: "reward", tokens: "tokens", staleness: "staleness", version: "version", step: "trained in step" };
@@ -24,23 +24,22 @@ const rewardChip = (reward) => {
 };
 
 const filters = (now, choices) => {
+  const to = (name) => (value) => set({ [name]: value, offset: "" });
   const range = (name, label) => {
-    const end = (of) => {
-      const input = make("input", { type: "number", step: "any", value: now[`${of}_${name}`] ?? "", placeholder: of, "aria-label": `${of} ${label}`, onchange: () => set({ [`${of}_${name}`]: input.value, offset: "" }) });
-      return input;
-    };
+    const end = (of) => input(`${of} ${label}`, now[`${of}_${name}`] ?? "", to(`${of}_${name}`), { type: "number", step: "any", placeholder: of });
     return make("div", { className: "field" }, make("span", { textContent: label }), make("div", { className: "ends" }, end("min"), end("max")));
   };
   const written = (name, label, placeholder) => {
-    const input = make("input", { type: "search", value: now[name] ?? "", placeholder, "aria-label": label, onchange: () => set({ [name]: input.value.trim(), offset: "" }) });
-    return make("label", { className: `field at-${name}` }, make("span", { textContent: label }), input);
+    const made = field(label, input(label, now[name] ?? "", to(name), { type: "search", placeholder }));
+    made.classList.add(`at-${name}`);
+    return made;
   };
-  const one = ([name, label]) => select(label, now[name] ?? "", [["", "all"], ...(choices[name] ?? [now[name]]).map((each) => [each, each])], (value) => set({ [name]: value, offset: "" }));
+  const one = ([name, label]) => select(label, now[name] ?? "", [["", "all"], ...(choices[name] ?? [now[name]]).map((each) => [each, each])], to(name));
   const sort = now.sort ?? "-finished_at";
   const orders = Object.entries(SORTS).flatMap(([name, label]) => [[`-${name}`, `${label} ↓`], [name, `${label} ↑`]]);
   const fields = [
     written("text", "text", "in question or answer"),
-    select("sort", sort, orders, (value) => set({ sort: value, offset: "" })),
+    select("sort", sort, orders, to("sort")),
     ...Object.entries(CHOICES).filter(([name]) => choices[name]?.length || now[name]).map(one),
     ...Object.entries(RANGES).map(([name, label]) => range(name, label)),
     written("task_id", "task", "id"),
@@ -51,7 +50,7 @@ const filters = (now, choices) => {
   all.open = opened ?? (matchMedia("(min-width: 60rem)").matches && !now.id);
   all.firstChild.onclick = () => (opened = !all.open);
   const chips = active.map((name) =>
-    make("button", { type: "button", className: "filter", onclick: () => set({ [name]: "", offset: "" }), "aria-label": `Remove filter ${name}` }, `${name.replaceAll("_", " ")}: ${now[name]}`, make("b", { textContent: "×" })),
+    make("button", { type: "button", className: "filter", onclick: () => to(name)(""), "aria-label": `Remove filter ${name}` }, `${name.replaceAll("_", " ")}: ${now[name]}`, make("b", { textContent: "×" })),
   );
   return [all, make("div", { className: "row chips" }, ...chips)];
 };
@@ -88,17 +87,7 @@ const table = (found, now) => {
   const heads = ["reward", "group", "step", "tokens", "stale", "version", "question and answer"];
   const lines = found.rows.map((row) => listed(row, now));
   const first = Number(now.offset ?? 0);
-  const page = (by, name) => {
-    const to = first + by * PAGE;
-    const button = make("button", { type: "button", textContent: name, onclick: () => set({ offset: Math.max(0, to) || "" }) });
-    button.disabled = to < -PAGE + 1 || to >= found.count || (by < 0 && !first);
-    return button;
-  };
-  const about = found.count ? `${number(first + 1)}–${number(first + found.rows.length)} of ${number(found.count)} rows` : "No row meets the filters.";
-  return [
-    make("div", { className: "scroll" }, make("table", { className: "rows" }, make("thead", {}, make("tr", {}, ...heads.map((textContent) => make("th", { textContent })))), make("tbody", {}, ...lines))),
-    make("div", { className: "row pages" }, page(-1, "Newer"), make("span", { className: "soft", textContent: about }), page(1, "More")),
-  ];
+  return [listing(heads, lines), pages("rows", first, lines.length, found.count, PAGE, (to) => set({ offset: to }))];
 };
 
 // One row
@@ -197,7 +186,7 @@ const siblings = (row, now) => {
   if (row.group.length < 2) return "";
   const cards = row.group.map((each, at) => {
     const body = make("div", { className: "body" }, ...text(each.text));
-    const head = make("div", { className: "title" }, rewardChip(each.reward), make("span", { className: "soft", textContent: `#${at} · ${number(each.tokens)} tokens` }));
+    const head = make("div", { className: "title" }, rewardChip(each.reward), soft(`#${at} · ${number(each.tokens)} tokens`));
     const card = link({ ...now, id: each.experience_id }, head, body);
     card.className = each.experience_id === row.experience_id ? "sibling chosen" : "sibling";
     return card;
@@ -249,11 +238,7 @@ export const show = async (asked, main, current) => {
       if (!current()) return;
       const { reward, groups, tokens: length, staleness } = found.means;
       const mean = `${number(found.count)} rows in ${number(groups)} groups · mean reward ${number(reward)} · ${number(length)} tokens · staleness ${number(staleness)}`;
-      // What is being typed stays.
-      const writing = main.contains(document.activeElement) && document.activeElement.matches("input");
-      const [fields, chips] = filters(now, found.log.choices ?? {});
-      const kept = writing ? main.querySelector("details.filters") : null;
-      main.replaceChildren(...notices(found.log), kept ?? fields, chips, make("p", { className: "mean", textContent: mean }), ...table(found, now));
+      main.replaceChildren(...notices(found.log), ...filters(now, found.log.choices ?? {}), make("p", { className: "mean", textContent: mean }), ...table(found, now));
     } catch (error) {
       if (!current()) return;
       main.replaceChildren(make("p", { className: "problem", textContent: error.message }), ...filters(now, {}));

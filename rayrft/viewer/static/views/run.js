@@ -1,7 +1,7 @@
 // One run: its curves by group, with what happened as marks. A click at a step opens its rows.
 
 import { make } from "../base.js";
-import { ago, chart, duration, ledger, number, pill, select, smoothed, STATUS } from "../draw.js";
+import { chart, duration, metric, pill, select, smoothed, smoothing, soft, steps, summary } from "../draw.js";
 import { go, link, query, state } from "../page.js";
 
 // A chart: title, fields with their names, and how it is drawn.
@@ -77,17 +77,14 @@ const accuracyChart = (found, options) => {
 };
 
 const head = (run) => {
-  const fact = (name, value, more = "") =>
-    make("div", { className: "metric" }, make("span", { className: "soft", textContent: name }), make("b", { textContent: value }), make("span", { className: "soft", textContent: more }));
-  const step = run.steps_planned ? `${number(run.step)} / ${number(run.steps_planned)}` : number(run.step);
-  const stage = run.stages.length > 1 ? `${run.stages.indexOf(run.stage) + 1} of ${run.stages.length}` : "";
-  return make(
-    "section",
-    { className: "run" },
-    make("div", { className: "title" }, make("h1", { textContent: run.run }), pill(run.status, STATUS[run.status]), make("span", { className: "soft", textContent: ago(run.changed) })),
-    make("div", { className: "facts" }, fact("step", step), fact("stage", run.stage || "–", stage), fact("weights", `v${run.version}`), fact("time", run.seconds ? duration(run.seconds) : "–"), ledger(run.ledger)),
-    ...[run.error, ...run.problems].filter(Boolean).map((text) => make("p", { className: "problem", textContent: text })),
-    ...(run.verdict ? [make("p", { className: "verdict", textContent: run.verdict })] : []),
+  const place = run.stages.length > 1 ? `${run.stages.indexOf(run.stage) + 1} of ${run.stages.length}` : "";
+  return summary(
+    run,
+    [make("h1", { textContent: run.run })],
+    metric("step", steps(run)),
+    metric("stage", run.stage || "–", soft(place)),
+    metric("weights", `v${run.version}`),
+    metric("time", run.seconds ? duration(run.seconds) : "–"),
   );
 };
 
@@ -149,14 +146,13 @@ export const show = async (asked, main, current) => {
       return chart(title, x, drawn, options);
     }).filter(Boolean);
     const set = (values) => go({ ...state(), ...values }, { replace: true });
-    const smooth = make("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: weight, "aria-label": "smoothing", onchange: () => set({ smooth: smooth.value }) });
     const note = run.mean_of > 1 ? `Each point is the mean of ${run.mean_of} steps. ` : "";
     const controls = make(
       "div",
       { className: "controls" },
       select("over", axis, XS, (value) => set({ axis: value })),
       ...(run.stage_starts.length > 1 ? [select("stage", now.stage ?? "", [["", "all"], ...run.stage_starts.map(([name]) => [name, name])], (value) => set({ stage: value }))] : []),
-      make("label", { className: "field" }, make("span", { textContent: "smoothing" }), smooth),
+      smoothing(weight, (value) => set({ smooth: value })),
       make("p", { className: "soft", textContent: `${note}Click at a step to see its rows; drag to zoom, double-click to zoom out.` }),
     );
     const nothing = make("p", { className: "empty", textContent: "The run has not written a step yet." });

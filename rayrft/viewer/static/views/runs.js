@@ -1,7 +1,7 @@
 // All runs, and the chosen ones on one axis.
 
 import { make } from "../base.js";
-import { ago, chart, COLOURS, duration, ledger, number, pill, select, smoothed, sparkline, STATUS } from "../draw.js";
+import { chart, duration, metric, number, select, smoothed, smoothing, soft, sparkline, steps, summary } from "../draw.js";
 import { go, link, query, state } from "../page.js";
 
 const AXES = [["step", "step"], ["samples", "samples"], ["tokens", "tokens"], ["hours", "hours"]];
@@ -9,29 +9,14 @@ const AXES = [["step", "step"], ["samples", "samples"], ["tokens", "tokens"], ["
 const last = (values) => values.filter((each) => each !== null).at(-1) ?? null;
 
 const card = (run, chosen, toggle) => {
-  const at = chosen.indexOf(run.run);
-  const box = make("input", { type: "checkbox", checked: at >= 0, "aria-label": `Compare ${run.run}`, onchange: toggle });
-  const name = link({ view: "run", run: run.run }, run.run);
-  if (at >= 0) box.classList.add(`c${at % COLOURS.length}`);
-  const accuracy = run.accuracy.at(-1)?.[1] ?? null;
-  const steps = run.steps_planned ? `${number(run.step)} / ${number(run.steps_planned)}` : number(run.step);
-  const curve = (label, value, values) =>
-    make("div", { className: "metric" }, make("span", { className: "soft", textContent: label }), make("b", { textContent: number(value) }), sparkline(values, { dots: true }));
-  return make(
-    "article",
-    { className: "run" },
-    make("div", { className: "title" }, box, name, pill(run.status, STATUS[run.status]), make("span", { className: "soft", textContent: ago(run.changed) })),
-    make(
-      "div",
-      { className: "facts" },
-      make("div", { className: "metric" }, make("span", { className: "soft", textContent: "step" }), make("b", { textContent: steps }), make("span", { className: "soft", textContent: run.stage ? `stage ${run.stage}` : "" })),
-      make("div", { className: "metric" }, make("span", { className: "soft", textContent: "weights" }), make("b", { textContent: `v${run.version}` }), make("span", { className: "soft", textContent: run.seconds ? duration(run.seconds) : "" })),
-      curve("reward", last(run.reward), run.reward),
-      curve("accuracy", accuracy, run.accuracy),
-      ledger(run.ledger),
-    ),
-    ...[run.error, ...run.problems].filter(Boolean).map((text) => make("p", { className: "problem", textContent: text })),
-    ...(run.verdict ? [make("p", { className: "verdict", textContent: run.verdict })] : []),
+  const box = make("input", { type: "checkbox", checked: chosen.includes(run.run), "aria-label": `Compare ${run.run}`, onchange: toggle });
+  return summary(
+    run,
+    [box, link({ view: "run", run: run.run }, run.run)],
+    metric("step", steps(run), soft(run.stage ? `stage ${run.stage}` : "")),
+    metric("weights", `v${run.version}`, soft(run.seconds ? duration(run.seconds) : "")),
+    metric("reward", number(last(run.reward)), sparkline(run.reward, { dots: true })),
+    metric("accuracy", number(run.accuracy.at(-1)?.[1]), sparkline(run.accuracy, { dots: true })),
   );
 };
 
@@ -50,13 +35,12 @@ const comparison = async (asked, chosen) => {
       : [{ ...raw, kind: metric === "accuracy" ? "points" : "line" }];
   });
   const set = (values) => go({ ...state(), ...values }, { replace: true });
-  const smooth = make("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: weight, "aria-label": "smoothing", onchange: () => set({ smooth: smooth.value }) });
   const controls = make(
     "div",
     { className: "controls" },
     select("metric", metric, (found.metrics.length ? found.metrics : [metric]).map((each) => [each, each]), (value) => set({ metric: value })),
     select("over", axis, AXES, (value) => set({ axis: value })),
-    make("label", { className: "field" }, make("span", { textContent: "smoothing" }), smooth),
+    smoothing(weight, (value) => set({ smooth: value })),
   );
   const several = found.curves.find(({ mean_of: count }) => count > 1);
   const note = several ? ` (points are means of ${several.mean_of} steps)` : "";

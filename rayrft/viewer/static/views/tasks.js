@@ -1,7 +1,7 @@
 // Tasks: pass rates over the run, and which are solved, never solved or unlearned.
 
 import { make } from "../base.js";
-import { chart, number, percent, select, sparkline } from "../draw.js";
+import { chart, field, input, listing, number, pages, percent, select, soft, sparkline } from "../draw.js";
 import { go, link, query, state } from "../page.js";
 import { notices } from "./experiences.js";
 
@@ -18,18 +18,15 @@ const controls = (now, found) => {
     button.setAttribute("aria-pressed", String((now.which ?? "all") === name));
     return button;
   });
-  const amount = (name, label, value, step) => {
-    const input = make("input", { type: "number", step, value, "aria-label": label, onchange: () => set({ [name]: input.value, offset: "" }) });
-    return make("label", { className: "field" }, make("span", { textContent: label }), input);
-  };
-  const text = make("input", { type: "search", value: now.text ?? "", placeholder: "in question or id", "aria-label": "text", onchange: () => set({ text: text.value.trim(), offset: "" }) });
+  const to = (name) => (value) => set({ [name]: value, offset: "" });
+  const amount = (name, label, value, step) => field(label, input(label, value, to(name), { type: "number", step }));
   return [
     make("div", { className: "segments", role: "group", "aria-label": "Which tasks" }, ...tabs),
     make(
       "div",
       { className: "fields" },
-      make("label", { className: "field" }, make("span", { textContent: "text" }), text),
-      select("sort", now.sort ?? "-tries", SORTS, (value) => set({ sort: value, offset: "" })),
+      field("text", input("text", now.text ?? "", to("text"), { type: "search", placeholder: "in question or id" })),
+      select("sort", now.sort ?? "-tries", SORTS, to("sort")),
       amount("least", "passes from reward", now.least ?? 1, "any"),
       amount("before", "checkpoint before", found.before, 1),
       amount("after", "checkpoint after", found.after, 1),
@@ -56,7 +53,7 @@ const line = (task, now) =>
     make("td", {}, sparkline(task.curve, { low: 0, high: 1, dots: true })),
     make("td", { className: "num", textContent: number(task.tries) }),
     make("td", { className: `num ${task.change < 0 ? "fell" : task.change > 0 ? "rose" : ""}`, textContent: task.rate_before === null && task.rate_after === null ? "–" : `${percent(task.rate_before)} → ${percent(task.rate_after)}` }),
-    make("td", { className: "what" }, link({ view: "experiences", run: now.run, task_id: task.task_id }, make("span", { className: "asked", textContent: task.question ?? "" }), make("span", { className: "soft", textContent: task.task_id }))),
+    make("td", { className: "what" }, link({ view: "experiences", run: now.run, task_id: task.task_id }, make("span", { className: "asked", textContent: task.question ?? "" }), soft(task.task_id))),
   );
 
 export const show = async (asked, main, current) => {
@@ -67,22 +64,13 @@ export const show = async (asked, main, current) => {
     if (!current()) return;
     const heads = ["passes", "over versions", "tries", `v${found.before} → v${found.after}`, "task"];
     const first = Number(now.offset ?? 0);
-    const total = found.counts[now.which ?? "all"];
-    const page = (to, name) => {
-      const button = make("button", { type: "button", textContent: name, onclick: () => set({ offset: to || "" }) });
-      button.disabled = to < 0 || to >= total;
-      return button;
-    };
-    const about = total ? `${number(first + 1)}–${number(first + found.tasks.length)} of ${number(total)} tasks` : "No such task.";
-    const rows = make("table", { className: "rows" }, make("thead", {}, make("tr", {}, ...heads.map((textContent) => make("th", { textContent })))), make("tbody", {}, ...found.tasks.map((task) => line(task, now))));
-    const writing = main.contains(document.activeElement) && document.activeElement.matches("input");
-    if (writing && main.querySelector(".rows")) return main.querySelector("table.rows").replaceWith(rows);
+    const rows = listing(heads, found.tasks.map((task) => line(task, now)));
     main.replaceChildren(
       ...notices(found.log),
       curve(found),
       ...controls(now, found),
-      make("div", { className: "scroll" }, rows),
-      make("div", { className: "row pages" }, page(first - PAGE, "Back"), make("span", { className: "soft", textContent: about }), page(first + PAGE, "More")),
+      rows,
+      pages("tasks", first, found.tasks.length, found.counts[now.which ?? "all"], PAGE, (to) => set({ offset: to })),
     );
   };
   await draw();
