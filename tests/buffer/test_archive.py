@@ -346,7 +346,7 @@ def test_rows_are_read_from_an_earlier_extent_on_and_checked(tmp_path: Path, mon
 def test_the_reason_of_a_drop_is_kept_by_group(ended: Ended) -> None:
     def reasons(state: State) -> dict[int, str]:
         dropped, groups = list(state.contents.ledger.dropped), state.groups
-        slots = range(len(groups.status))
+        slots = groups.where(*(status for status in GroupStatus if status != GroupStatus.FREE))
         return {int(groups.status[slot]): dropped[groups.reason[slot]] for slot in slots if groups.reason[slot] >= 0}
 
     state = read_state(Storage(ended[0]), SamplerConfig(), 0).state
