@@ -39,16 +39,13 @@ if TYPE_CHECKING:
 else:
     duckdb = Lazy("duckdb")
 
-_VERSION = 1
-"""Of the tables; files of others are deleted."""
 CHOICES = ("source", "status", "stop_reason", "group_status", "drop_reason")
 """Columns of a few values, from which one is chosen."""
 _QUERY_S = 20.0
 _SHOWN = 200
 """Characters of a question and an answer that are kept, to be shown and searched."""
-_TABLES = f"""
-create table about (version integer, value varchar);
-insert into about values ({_VERSION}, '{{}}');
+_TABLES = """
+create table about (version varchar, value varchar);
 create table places (place bigint, file varchar, first integer, group_status varchar, step bigint, uses integer,
     drop_reason varchar);
 create table rows (place bigint, file varchar, row integer, experience_id varchar, group_id varchar, task_id varchar,
@@ -74,6 +71,8 @@ insert into rows select *, count(*) over of_group, avg(reward) over of_group, st
 from scalars window of_group as (partition by place, group_id)
 """
 _MENTIONED = [name for name in SCHEMA.names if re.search(rf"\b{name}\b", _READ)]
+_VERSION = json_digest([_TABLES, _READ])
+"""Of the tables; files with others are deleted."""
 
 
 def cache_folder() -> Path:
@@ -332,6 +331,7 @@ def _connect(path: str) -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect(path, config={"enable_external_access": False, "lock_configuration": True})
     if not connection.execute("select * from duckdb_tables()").fetchall():
         connection.execute(_TABLES)
+        connection.execute("insert into about values ($1, '{}')", [_VERSION])
     if connection.execute("select version from about").fetchall() != [(_VERSION,)]:
         connection.close()
         raise duckdb.InvalidInputException("tables of another version")

@@ -58,16 +58,16 @@ export const steps = (run) => (run.steps_planned ? `${number(run.step)} / ${numb
 
 // An input that gives its value when the person has left it.
 export const input = (label, value, onchange, more = {}) => {
-  const made = make("input", { value, defaultValue: value, "aria-label": label, onchange: () => onchange(made.value.trim()), ...more });
+  const made = make("input", { ...more, value, defaultValue: value, "aria-label": label, onchange: () => onchange(made.value.trim()) });
   return made;
 };
 export const field = (label, ...inputs) => make("label", { className: "field" }, make("span", { textContent: label }), ...inputs);
 export const smoothing = (value, onchange) =>
-  field("smoothing", input("smoothing", value, onchange, { type: "range", min: 0, max: 0.98, step: 0.02, value }));
+  field("smoothing", input("smoothing", value, onchange, { type: "range", min: 0, max: 0.98, step: 0.02 }));
 
 // A table with its heads, and the pages around it.
 export const listing = (heads, lines) => {
-  const head = make("thead", {}, make("tr", {}, ...heads.map((textContent) => make("th", { textContent }))));
+  const head = make("thead", {}, make("tr", {}, ...heads.map((textContent, at) => make("th", { textContent, className: at === heads.length - 1 ? "what" : "" }))));
   return make("div", { className: "scroll" }, make("table", { className: "rows" }, head, make("tbody", {}, ...lines)));
 };
 export const pages = (what, first, shown, total, size, turn) => {

@@ -108,7 +108,9 @@ def _chosen(connection: Any, where: str) -> str:
         chosen.create_view("chosen_rows")
     except duckdb.Error as error:
         remedy = "write DuckDB's SQL, such as reward > 0.5 and stop_reason = 'stop'"
-        raise DataError(f"not a valid condition: {str(error).splitlines()[0]}", remedy, field="where") from None
+        raise DataError(
+            f"not a valid condition: {str(error).splitlines()[0].rstrip('!')}", remedy, field="where"
+        ) from None
     return "chosen_rows"
 
 
@@ -164,7 +166,9 @@ def _found(run: RunFolder, experience_id: str) -> tuple[dict[str, Any], list[Exp
         sql = "select r.file, r.row, group_id, group_rows, first, place < 0 from rows r join places using (place)"
         found = connection.execute(f"{sql} where experience_id = ?", [experience_id]).fetchall()
     if not found:
-        problem = f"There is no row {experience_id!r} in the log: rows leave it when it reaches buffer.log_bytes."
+        lags = run.rows.about()["lags"]
+        why = "it is still being read" if lags else "rows leave it when it reaches buffer.log_bytes"
+        problem = f"There is no row {experience_id!r} in the log: {why}."
         raise ApiError(404, problem, code="row_not_found", param="id")
     *values, is_expert = found[-1]
     row = dict(zip(names, values, strict=True))
