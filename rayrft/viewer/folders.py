@@ -83,9 +83,10 @@ class RunFolder:
         summary: Summary | None = None
         try:
             records.update()
-            summary = read_summary(self.path)
         except RayrftError as error:
             problems.append(str(error))
+        try:
+            summary = read_summary(self.path)
         except ValidationError as error:
             problems.append(f"{self.path / 'summary.json'}: cannot be read: {error.errors()[0]['msg']}")
         config, changed = self.config, self._changed()

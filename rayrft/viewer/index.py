@@ -46,15 +46,13 @@ _SHOWN = 200
 """Characters of a question and an answer that are kept, to be shown and searched."""
 _TABLES = """
 create table about (version varchar, value varchar);
-create table places (place bigint, file varchar, first integer, group_status varchar, step bigint, uses integer,
-    drop_reason varchar);
+create table places (place bigint, first integer, group_status varchar, step bigint, uses integer, drop_reason varchar);
 create table rows (place bigint, file varchar, row integer, experience_id varchar, group_id varchar, task_id varchar,
     source varchar, status varchar, stop_reason varchar, error varchar, reward double, prompt_tokens integer,
     tokens integer, logprob double, version bigint, newest_version bigint, turns integer, images integer,
     question varchar, answer varchar, finished_at double, group_rows integer, group_reward double,
-    group_deviation double);
-create view experiences as select rows.*, reward - group_reward as advantage, group_status, step, uses,
-    drop_reason, step - 1 - version as staleness from rows join places using (place);
+    group_deviation double, group_status varchar, step bigint, uses integer, drop_reason varchar);
+create view experiences as select *, reward - group_reward as advantage, step - 1 - version as staleness from rows;
 """
 _READ = f"""
 with scalars as (select place, file, row, experience_id, group_id, task_id, source, status, stop_reason,
@@ -67,11 +65,21 @@ with scalars as (select place, file, row, experience_id, group_id, task_id, sour
     left(list_filter(turns, lambda turn: turn['role'] = 'user')[1]['content'], {_SHOWN}) as question,
     left(list_filter(turns, lambda turn: turn['role'] = 'assistant')[-1]['content'], {_SHOWN}) as answer,
     finished_at from new_rows)
-insert into rows select *, count(*) over of_group, avg(reward) over of_group, stddev_pop(reward) over of_group
-from scalars window of_group as (partition by place, group_id)
+insert into rows select scalars.*, count(*) over of_group, avg(reward) over of_group, stddev_pop(reward) over of_group,
+    group_status, step, uses, drop_reason
+from scalars join places using (place) window of_group as (partition by place, group_id)
 """
+_MOVE = """
+delete from rows where place in (select place from places except select place from new_places);
+update rows set group_status = changed.group_status, step = changed.step, uses = changed.uses,
+    drop_reason = changed.drop_reason from (select * from new_places except select * from places) as changed
+    where rows.place = changed.place;
+delete from places;
+insert into places select * from new_places
+"""
+"""Brings the places up to date, and what their rows have of them: little changes at a time."""
 _MENTIONED = [name for name in SCHEMA.names if re.search(rf"\b{name}\b", _READ)]
-_VERSION = json_digest([_TABLES, _READ])
+_VERSION = json_digest([_TABLES, _READ, _MOVE])
 """Of the tables; files with others are deleted."""
 
 
@@ -240,8 +248,7 @@ class RowIndex:
                 connection.execute(sql, [names])
             if places is not None:
                 connection.register("new_places", places)
-                connection.execute("delete from places")
-                connection.execute("insert into places select * from new_places")
+                connection.execute(_MOVE)
             if rows is not None:
                 connection.register("new_rows", rows)
                 connection.execute(_READ)
@@ -266,7 +273,6 @@ def _places(state: State, experts: dict[str, Extent]) -> pa.Table:
     usual = pa.table(
         {
             "place": _place(groups.segment[slots], groups.row[slots]),
-            "file": pa.array(map(segment_name, groups.segment[slots].tolist()), pa.string()),
             "first": groups.row[slots].astype(np.int32),
             "group_status": pa.array(statuses[groups.status[slots]], pa.string()),
             "step": pa.array(groups.last_step[slots] + 1, mask=uses == 0),
@@ -276,15 +282,7 @@ def _places(state: State, experts: dict[str, Extent]) -> pa.Table:
     )
     names = list(experts)
     nothing = [None] * len(names)
-    values = [
-        [*map(_expert_place, names)],
-        names,
-        [0] * len(names),
-        ["demonstration"] * len(names),
-        nothing,
-        nothing,
-        nothing,
-    ]
+    values = [[*map(_expert_place, names)], [0] * len(names), ["demonstration"] * len(names), *[nothing] * 3]
     return pa.concat_tables([usual, pa.table(values, schema=usual.schema)])
 
 
@@ -293,11 +291,11 @@ def _place(segment: Any, row: Any) -> Any:
 
 
 def _expert_place(file: str) -> int:
-    return -1 - zlib.crc32(file.encode())
+    return -2 - zlib.crc32(file.encode())
 
 
 def _placed(state: State, extent: Extent, batch: pa.RecordBatch, file: str, first: int, is_expert: bool) -> pa.Table:
-    """Return the columns that `_READ` needs of the rows of a file from row ``first`` on that belong to a group."""
+    """Return the columns that `_READ` needs of rows of a file from row ``first`` on. Those of no group get place -1."""
     numbers = np.arange(first, first + batch.num_rows)
     if is_expert:
         places = np.full(len(numbers), _expert_place(file))
@@ -309,8 +307,7 @@ def _placed(state: State, extent: Extent, batch: pa.RecordBatch, file: str, firs
         starts, counts = groups.row[slots][of_row], groups.rows[slots][of_row]
         places = np.where((of_row >= 0) & (numbers < starts + counts), _place(np.int64(extent.segment), starts), -1)
     columns = {"place": places, "file": pa.repeat(pa.scalar(file), len(numbers)), "row": numbers.astype(np.int32)}
-    table = pa.table({**columns, **{name: batch.column(name) for name in _MENTIONED}})
-    return table.filter(pa.array(places >= 0)) if not is_expert and (places < 0).any() else table
+    return pa.table({**columns, **{name: batch.column(name) for name in _MENTIONED}})
 
 
 def _open(path: Path) -> duckdb.DuckDBPyConnection:

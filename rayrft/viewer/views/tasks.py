@@ -57,28 +57,27 @@ def _tasks(runs: Runs, asked: TasksRequest) -> dict[str, Any]:
         def rate_at(version: int) -> str:
             return f"avg({passes}) filter (version <= {version} and version > {version - asked.span})"
 
-        table = f"""select task_id, any_value(question) as question, count(*) as tries, sum({passes}) as passed,
+        chosen = "contains(lower(question || ' ' || task_id), lower(?))" if asked.text else "? = ''"
+        table = f"""create temp table per_task as select task_id, count(*) as tries, sum({passes}) as passed,
             avg({passes}) as rate, {rate_at(before)} as rate_before, {rate_at(after)} as rate_after,
-            rate_after - rate_before as change, max(version) as newest, any_value(source) as source
-            from experiences where {scored} and contains(lower(question || ' ' || task_id), lower(?))
-            group by task_id"""
+            rate_after - rate_before as change from experiences where {scored} and {chosen} group by task_id"""
+        connection.execute(table, [asked.text])
         shares = ", ".join(f"count(*) filter ({condition})" for condition in _WHICH.values())
-        counts = connection.execute(f"select {shares} from ({table})", [asked.text]).fetchall()[0]
+        counts = connection.execute(f"select {shares} from per_task").fetchall()[0]
         order = f"{_ORDERS[asked.sort]} nulls last, task_id limit {asked.limit} offset {asked.offset}"
-        page = f"select * from ({table}) where {_WHICH[asked.which]} order by {order}"
-        tasks = dicts(connection.execute(page, [asked.text]))
-        sql = f"""select task_id, {bin_of} as upto, avg({passes}) from experiences
+        tasks = dicts(connection.execute(f"select * from per_task where {_WHICH[asked.which]} order by {order}"))
+        sql = f"""select task_id, {bin_of} as upto, avg({passes}), any_value(question) from experiences
             where {scored} and task_id in (select unnest($1)) group by all order by upto"""
-        curves: dict[str, list[list[float]]] = {task["task_id"]: [] for task in tasks}
-        for task_id, at, rate in connection.execute(sql, [list(curves)]).fetchall():
-            curves[task_id].append([at, rate])
-        sql = f"""select source, {bin_of} as version, avg({passes}) as rate, count(distinct task_id) as tasks,
-            count(*) as tries
-            from experiences where {scored} group by all order by source, version"""
+        shown: dict[str, dict[str, Any]] = {task["task_id"]: {**task, "curve": []} for task in tasks}
+        for task_id, upto, rate, question in connection.execute(sql, [list(shown)]).fetchall():
+            shown[task_id]["curve"].append([upto, rate])
+            shown[task_id]["question"] = question
+        sql = f"""select source, {bin_of} as version, avg({passes}) as rate from experiences where {scored}
+            group by all order by source, version"""
         sources = dicts(connection.execute(sql))
     return {
         "counts": dict(zip(_WHICH, counts, strict=True)),
-        "tasks": [{**task, "curve": curves[task["task_id"]]} for task in tasks],
+        "tasks": list(shown.values()),
         "sources": sources,
         "before": before,
         "after": after,
