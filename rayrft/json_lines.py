@@ -19,14 +19,15 @@ from rayrft.files import storage_errors, sync
 T = TypeVar("T")
 
 
-def read_lines(path: Path, parse: Callable[[bytes], T]) -> Iterator[tuple[int, T]]:
-    """Iterate over the parsed lines of a file, each with the offset of its end; the file may be missing or in use. The
-    last line is left out if it is torn, or if ``parse`` raises ValueError. Raises StorageError if ``parse`` raises it
-    for any other line."""
+def read_lines(path: Path, parse: Callable[[bytes], T], start: int = 0) -> Iterator[tuple[int, T]]:
+    """Iterate over the parsed lines of a file from the offset ``start`` of a line, each with the offset of its end; the
+    file may be missing or in use. The last line is left out if it is torn, or if ``parse`` raises ValueError. Raises
+    StorageError if ``parse`` raises it for any other line."""
     if not path.exists():
         return
-    end, damaged = 0, False
+    end, damaged = start, False
     with path.open("rb") as file:
+        file.seek(start)
         for line in file:
             if damaged:
                 problem = f"is damaged in the line at byte {end}"

@@ -32,6 +32,7 @@ ORDER = [
     ["endpoint"],
     ["feedback"],
     ["monitor"],
+    ["viewer"],
     ["core"],
     ["benchmark"],
     ["cli"],

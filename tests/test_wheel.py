@@ -1,4 +1,4 @@
-"""The wheel is whole: without the tree the package is imported, its command runs and its page opens."""
+"""The wheel is whole: without the tree the package is imported, its command runs and its pages open."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ from importlib.metadata import distributions
 from pathlib import Path
 import httpx
 import rayrft
-from rayrft.config.serve import FeedbackConfig
+from rayrft.config.serve import FeedbackConfig, ViewerConfig
 from rayrft.feedback.app import FeedbackPage
+from rayrft.viewer.app import Viewer
 
-async def get(path):
-    app = FeedbackPage("demo", FeedbackConfig(), (), None, Path()).app()
+feedback = FeedbackPage("demo", FeedbackConfig(), (), None, Path()).app()
+viewer = Viewer(Path(), ViewerConfig(), ()).app()
+
+async def get(app, path):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://page") as http:
         answer = await http.get(path)
         return answer.status_code, answer.headers["content-type"].partition(";")[0], len(answer.text) > 1000
 
 print(Path(rayrft.__file__).parent)
-for path in ("/", "/page.js", "/store.js", "/page.css"):
-    print(*asyncio.run(get(path)))
+for path in ("/", "/page.js", "/store.js", "/page.css", "/base.css"):
+    print(*asyncio.run(get(feedback, path)))
+for path in ("/", "/page.js", "/views/experiences.js", "/uplot/uPlot.iife.min.js", "/base.js"):
+    print(*asyncio.run(get(viewer, path)))
 [wheel] = distributions(name="rayrft", path=[str(Path(rayrft.__file__).parents[1])])
 sys.argv = ["rayrft", "--help"]
 wheel.entry_points["rayrft"].load()()
@@ -60,14 +65,15 @@ def test_every_file_but_the_guides_is_in_the_wheel(unpacked: Path) -> None:
     assert files(unpacked) == files(ROOT)
 
 
-def test_the_command_and_the_page_open_without_the_tree(unpacked: Path, tmp_path: Path) -> None:
+def test_the_command_and_the_pages_open_without_the_tree(unpacked: Path, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(unpacked)}
     opened = subprocess.run(
         [sys.executable, "-c", PAGE], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
     )
     assert opened.returncode == 0, opened.stderr
-    where, *pages = opened.stdout.splitlines()[:5]
+    where, *pages = opened.stdout.splitlines()[:11]
     assert where == str(unpacked / "rayrft")
-    kinds = ("text/html", "text/javascript", "text/javascript", "text/css")
+    kinds = ["text/html", "text/javascript", "text/javascript", "text/css", "text/css"]
+    kinds += ["text/html", *["text/javascript"] * 4]
     assert pages == [f"200 {kind} True" for kind in kinds]
     assert "Usage: rayrft" in opened.stdout

@@ -62,6 +62,7 @@ class GroupTable:
     uses: Annotated[np.ndarray, np.int16]
     pending: Annotated[np.ndarray, np.int16]  # leases that are not acknowledged
     last_step: Annotated[np.ndarray, np.int64]  # of its last lease, or -1
+    reason: Annotated[np.ndarray, np.int16]  # of its drop: the place of it among the ledger's reasons, or -1
 
     def __init__(self) -> None:
         for name, dtype in _COLUMNS.items():
@@ -98,7 +99,7 @@ class GroupTable:
         self.segment[slot] = segment
         for name, number in vars(group.stored).items():
             getattr(self, name)[slot] = number
-        self.uses[slot], self.pending[slot], self.last_step[slot] = 0, 0, -1
+        self.uses[slot], self.pending[slot], self.last_step[slot], self.reason[slot] = 0, 0, -1, -1
         self.set_status(slot, GroupStatus.READY)
         return slot
 

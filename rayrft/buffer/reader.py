@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rayrft.buffer.events import FeedbackNoted
 from rayrft.buffer.expert_rows import expert_file
 from rayrft.buffer.groups import GroupStatus, GroupTable, unknown_row
 from rayrft.buffer.ledger import ArchiveStats
-from rayrft.buffer.log.journal import EventJournal, Recovered
+from rayrft.buffer.log.journal import EventJournal, Position, Recovered
 from rayrft.buffer.log.segments import read_log_rows, segment_name, segment_sizes
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
@@ -44,27 +45,47 @@ def read_state(storage: Storage, sampler: SamplerConfig, seed: int, tasks: TaskS
 
     Raises StorageError if there is no log, it has another schema version, or its journal is damaged.
     """
-    recovered = _read_journal(storage)
-    state = State(sampler, seed, tasks)
-    if recovered.snapshot is not None:
-        state.restore(recovered.snapshot)
-    for event in recovered.events:
-        apply(state, event)
-    if not state.meta.run:
-        raise StorageError("no Buffer has written here", "give the folder of a started run", field=str(storage.folder))
-    committed = {number: extent.nbytes for number, extent in state.contents.extents.items()}
-    torn = sum(max(0, size - committed.get(number, 0)) for number, size in segment_sizes(storage).items())
-    return Reading(state, recovered.torn_bytes + torn)
+    return StateReader(storage, sampler, seed, tasks).read()
 
 
-def _read_journal(storage: Storage) -> Recovered:
-    """Read the journal; retry if a live Buffer starts a new one and deletes the old one meanwhile."""
+class StateReader:
+    """Reads a log's state again and again, each time only the events since; for the arguments see `read_state`."""
+
+    def __init__(self, storage: Storage, sampler: SamplerConfig, seed: int, tasks: TaskSet | None = None) -> None:
+        self._storage, self._new = storage, partial(State, sampler, seed, tasks)
+        self._state = self._new()
+        self._position = Position()
+        """End of the events that the state has."""
+
+    def read(self) -> Reading:
+        """Return the state as it is now, which the next call changes. Raises StorageError as `read_state`."""
+        recovered, position = _read_journal(self._storage, self._position)
+        if not recovered.start:
+            self._state = self._new()
+            if recovered.snapshot is not None:
+                self._state.restore(recovered.snapshot)
+        state, self._position = self._state, Position()  # read from the start again if an event cannot be applied
+        for event in recovered.events:
+            apply(state, event)
+        self._position = position
+        if not state.meta.run:
+            problem, remedy = "no Buffer has written here", "give the folder of a started run"
+            raise StorageError(problem, remedy, field=str(self._storage.folder))
+        committed = {number: extent.nbytes for number, extent in state.contents.extents.items()}
+        torn = sum(max(0, size - committed.get(number, 0)) for number, size in segment_sizes(self._storage).items())
+        return Reading(state, recovered.torn_bytes + torn)
+
+
+def _read_journal(storage: Storage, after: Position) -> tuple[Recovered, Position]:
+    """Read the journal, and return the end of its events, too; retry if a live Buffer starts a new one and deletes the
+    old one meanwhile."""
     for _ in range(_ATTEMPTS):
         before = _snapshots(storage)
         try:
-            recovered = EventJournal(storage).read()
+            journal = EventJournal(storage)
+            recovered = journal.read(after)
             if _snapshots(storage) == before:
-                return recovered
+                return recovered, journal.position
         except FileNotFoundError:
             pass
         except StorageError:

@@ -386,7 +386,9 @@ class State:
                 self.contents.ledger.trained += rows
                 self.groups.set_status(slot, GroupStatus.TRAINED)
             else:
-                self.contents.ledger.dropped[reason] += rows
+                dropped = self.contents.ledger.dropped
+                dropped[reason] += rows
+                self.groups.reason[slot] = list(dropped).index(reason)
                 self.groups.set_status(slot, GroupStatus.DROPPED)
 
     def discard_calls(self, sequence: int | None) -> None:

@@ -1,5 +1,5 @@
-"""The command line: ``rayrft run | bench | serve | resume | export | status | stop | watch | doctor | plan | data |
-buffer``, and ``pause | unpause | checkpoint | evaluate | scale | set | skip-stage`` of a running run."""
+"""The command line: ``rayrft run | bench | serve | resume | export | status | stop | watch | doctor | plan | view |
+data | buffer``, and ``pause | unpause | checkpoint | evaluate | scale | set | skip-stage`` of a running run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import typer
 from rayrft.cli import RUNS, ConfigFile, Overrides, Storage, changes, data, say
 from rayrft.cli import Run as RunName
 from rayrft.config import load_config, parse_override, read_config
-from rayrft.config.serve import FeedbackConfig, RewardServiceConfig
+from rayrft.config.serve import FeedbackConfig, RewardServiceConfig, ViewerConfig
 from rayrft.core import launch, publish
 from rayrft.core.checkpoints import export, find_folder
 from rayrft.core.cluster import connect
@@ -113,6 +113,17 @@ def feedback(
 
     settings = read_config(FeedbackConfig, {}, changes(overrides))
     _until_interrupted(serve_feedback(find_folder(run, storage), settings), "feedback page")
+
+
+@app.command()
+def view(
+    storage: Annotated[Path, typer.Argument(help="a folder of run folders, or a run folder")] = RUNS,
+    overrides: Annotated[list[str] | None, typer.Argument(help="port=8100 host=127.0.0.1 keys_file=… …")] = None,
+) -> None:
+    """Serve a page over runs and their rows, running and ended ones, until Ctrl-C. It needs no cluster."""
+    from rayrft.viewer.app import serve_viewer
+
+    serve_viewer(storage, read_config(ViewerConfig, {}, changes(overrides)), say)
 
 
 def _until_interrupted(service: OpenService, what: str) -> NoReturn:

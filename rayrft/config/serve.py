@@ -134,6 +134,13 @@ class FeedbackConfig(HttpConfig):
     """Most groups in the queue: groups that wait for training first, then the newest."""
 
 
+class ViewerConfig(HttpConfig):
+    """The viewer: the options of `rayrft view`. Without keys_file and keys_env a key is generated at each start."""
+
+    port: int = Field(8100, ge=1, le=65535)
+    """The viewer is a process of its own, and not on Ray Serve."""
+
+
 class RewardServiceConfig(Section):
     """Rewards served over HTTP, without a run: the file of `rayrft serve rewards`."""
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
@@ -43,7 +42,7 @@ from rayrft.pipelines.run.models import AskedModel, Engines, OpenModels, open_mo
 from rayrft.pipelines.tasks import load_processed
 from rayrft.rewards.checks import check_reward
 from rayrft.runtime.handle import Handle, Watched, answer, end
-from rayrft.runtime.serving import key_digest
+from rayrft.runtime.serving import key_digest, write_key
 
 _START_S = 1800.0
 """Seconds in which engines of pipelines load their models."""
@@ -173,7 +172,7 @@ def serve_feedback(folder: Path, settings: FeedbackConfig) -> OpenService:
         closing.callback(delete_applications, name)
         delete_applications(name)  # of an owner that was killed
         if key_file is not None:
-            _write_key(key_file, key)
+            write_key(key_file, key)
         return OpenService(f"{application.open()}/", anchor, closing.pop_all(), key_file)
 
 
@@ -191,14 +190,6 @@ def _prepare(plan: list[Bundles], wait_s: float = 0.0, say: Callable[[str], None
             room.reserve([each.name for each in plan], wait_s, say)
         finally:
             room.remove()
-
-
-def _write_key(path: Path, key: str) -> None:
-    """Write a key to a file that only its owner can read, in the place of an earlier one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(key + "\n")
 
 
 def pipeline_engines(

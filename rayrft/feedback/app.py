@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, RedirectResponse, Response
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rayrft.config import RunConfig
 from rayrft.config.serve import FeedbackConfig
-from rayrft.data.images import DATA_URL
+from rayrft.data.images import image_content
 from rayrft.errors import DataError, RayrftError
 from rayrft.feedback.agreement import measure_agreement
 from rayrft.feedback.delivery import Delivery
@@ -40,6 +38,7 @@ from rayrft.feedback.run_rows import RunRows
 from rayrft.json_lines import JsonLines
 from rayrft.registry import load_plugins
 from rayrft.runtime.serving.http import ApiError, Body, HttpService, Route, parse
+from rayrft.runtime.serving.pages import add_page
 
 _SETTLE_S = 0.5
 """Seconds that a response waits for the run to take a judgement. A later one tells what was late or refused."""
@@ -49,17 +48,6 @@ _EMPTY_S = 2.0
 """The same, when no item is left for that person."""
 _REFERENCES_S = 5.0
 """Seconds that the start waits for reference answers, which may be on a remote store."""
-_PAGE = {"index.html": "text/html", "page.js": "text/javascript", "store.js": "text/javascript", "page.css": "text/css"}
-_IMAGES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp", ".gif": "image/gif"}
-_HEADERS = {
-    # A model's text never runs: only the page's own scripts do, and none in the text of elements.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'; "
-    "require-trusted-types-for 'script'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 
 
 class PersonRequest(BaseModel):
@@ -150,9 +138,7 @@ class FeedbackPage(HttpService):
     def app(self) -> FastAPI:
         """Build the application; the page's files need no key."""
         app = super().app()
-        static = files("rayrft.feedback") / "static"
-        for file, kind in _PAGE.items():
-            self._add_file(app, "/" if file == "index.html" else f"/{file}", (static / file).read_bytes(), kind)
+        add_page(app, __package__)
         return app
 
     def start(self) -> asyncio.Task[None]:
@@ -238,23 +224,16 @@ class FeedbackPage(HttpService):
         return JSONResponse({})
 
     async def _image(self, request: Request) -> Response:
-        """Return an image of an item, by its number; files without an image's suffix are refused."""
+        """Return an image of an item, by its number."""
         await self.begin()
         asked = request.query_params
         item, number = self._queue.items.get(asked.get("item", "")), asked.get("number", "")
         images = item.answers[0].images if item is not None else ()
         path = images[int(number)] if number.isdecimal() and int(number) < len(images) else ""
-        url = DATA_URL.match(path)
-        kind = url[1] if url is not None else _IMAGES.get(Path(path).suffix.lower())
-        content = None
-        if url is not None:
-            content = base64.b64decode(path[url.end() :])
-        elif kind is not None:
-            with contextlib.suppress(OSError):
-                content = await asyncio.to_thread(Path(path).read_bytes)
-        if content is None:
+        found = await asyncio.to_thread(image_content, path)
+        if found is None:
             raise ApiError(404, "There is no such image.", code="image_not_found", param="number")
-        return Response(content, media_type=kind, headers={"X-Content-Type-Options": "nosniff"})
+        return Response(found[0], media_type=found[1], headers={"X-Content-Type-Options": "nosniff"})
 
     # Judgements.
 
@@ -379,14 +358,6 @@ class FeedbackPage(HttpService):
         if waiting := [each for each, state in states if state.outcome == "kept"]:
             self._unsettled[person] = waiting
         return [{"id": each.id, **asdict(state)} for each, state in states if state.outcome in ("late", "refused")]
-
-    def _add_file(self, app: FastAPI, path: str, content: bytes, kind: str) -> None:
-        async def serve(request: Request) -> Response:
-            if path == "/" and not request.url.path.endswith("/"):  # relative addresses would miss the page's files
-                return RedirectResponse(request.url.path + "/")
-            return Response(content, media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
-
-        app.add_api_route(path, serve, methods=["GET"])
 
 
 def build_page(

@@ -263,7 +263,7 @@ def record_key(record: Record) -> RecordKey:
 
 def read_records(folder: Path) -> list[Record]:
     """Read the records of a run folder; an incomplete last line, of a running or crashed run, is ignored."""
-    return [record for _, record in read_lines(folder / "metrics.jsonl", _from_json)]
+    return [record for _, record in read_lines(folder / "metrics.jsonl", record_from_json)]
 
 
 class RecordFile:
@@ -289,7 +289,7 @@ class RecordFile:
     def read(self, first: int = 0, end: int | None = None) -> Iterator[Record]:
         """Iterate over the records from number ``first`` to before ``end``, by default to the latest."""
         late = islice(self.late, max(first - len(self._file), 0), end and max(end - len(self._file), 0))
-        return map(_from_json, chain(self._file.lines(first, end), late))
+        return map(record_from_json, chain(self._file.lines(first, end), late))
 
     def cut(self, count: int, others: Iterable[Record]) -> RecordFile:
         """Replace the file by its first ``count`` records and ``others``; close this object and return the new one."""
@@ -316,7 +316,8 @@ def _to_line(record: Record) -> bytes:
     return json.dumps({"kind": record.kind, **flat(record)}).encode() + b"\n"
 
 
-def _from_json(line: bytes) -> Record:
+def record_from_json(line: bytes) -> Record:
+    """Return the record in a line of ``metrics.jsonl``. Raises ValueError if it is none."""
     values = json.loads(line)
     kind = values.pop("kind")
     for name, nested in _NESTED.items():

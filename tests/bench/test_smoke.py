@@ -40,6 +40,7 @@ SMALLEST = {
     "bench_sync": "--millions 1 --rounds 1",
     "bench_trainer": "--rounds 1 --hidden 64 --layers 2 --vocabulary 512 --rows 8",
     "bench_trl": "--rounds 1 --steps 4 --batches 4x4x8 --hidden 64 --layers 2 --threads 1 --engines 1 --ranks 1",
+    "bench_viewer": "--rows 2000 --steps 20 --rounds 2",
     "bench_turns": "--groups 2 --in-flight 2 --engines 1 --turns 2",
     "gpu": "--device cpu --tiny --steps 1",
     "gpu_check": "--dry",

@@ -11,10 +11,11 @@ import pyarrow as pa
 import pytest
 
 from rayrft.buffer import events as e
+from rayrft.buffer.groups import GroupStatus
 from rayrft.buffer.log.journal import EventJournal
-from rayrft.buffer.log.segments import segment_name
+from rayrft.buffer.log.segments import read_log_rows, segment_name
 from rayrft.buffer.log.storage import Storage
-from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive, read_state
+from rayrft.buffer.reader import ARCHIVE_SCHEMA, Archive, StateReader, read_state
 from rayrft.buffer.state import State
 from rayrft.buffer.transitions import apply
 from rayrft.config import dump_config, load_config
@@ -288,3 +289,74 @@ def test_groups_are_read_once_wherever_they_are_moved(opened: Callable[..., Loca
     assert {"7", "8", "15"} <= set(found)
     moved = {row["segment"] for row in after if row["group_id"] == "7"}
     assert moved and not moved & {segment_name(number) for number in (0, 1)}
+
+
+def test_a_log_is_read_from_where_it_was_read_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ObjectTable(monkeypatch)
+    buffer = LocalBuffer(tmp_path / "log", small())
+    history(buffer)
+    storage = Storage(buffer.folder)
+    reader, decoded = StateReader(storage, SamplerConfig(), 0), list[bytes]()
+
+    def counted(line: bytes) -> e.Event:
+        decoded.append(line)
+        return decode(line)
+
+    decode = e.decode
+    monkeypatch.setattr("rayrft.buffer.log.journal.decode", counted)
+
+    def read() -> int:
+        """Compare with a reader that begins at the start; return how many events were read before that."""
+        decoded.clear()
+        found = reader.read().state
+        events = len(decoded)
+        fresh = read_state(storage, SamplerConfig(), 0).state
+        assert found.to_snapshot().equals(fresh.to_snapshot()), "the state is the same"
+        return events
+
+    assert read() > 5
+    assert read() == 0
+    buffer.put_numbers(20, 21)
+    assert read() == 1
+    buffer.run(buffer.buffer._store.renew())
+    buffer.put_numbers(22)
+    assert read() == 1, "a snapshot stands for the events before it"
+    buffer.kill()
+
+
+def test_rows_are_read_from_an_earlier_extent_on_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ObjectTable(monkeypatch)
+    buffer = LocalBuffer(tmp_path / "log", small())
+    buffer.do("open_stage", plan(9, scheduled=False))
+    buffer.put_numbers(1, 2)
+    [before] = buffer.buffer._state.contents.extents.values()
+    buffer.put_numbers(3)
+    [after] = buffer.buffer._state.contents.extents.values()
+    buffer.kill()
+    storage, name = Storage(buffer.folder), segment_name(after.segment)
+    new = read_log_rows(storage, name, after, before)
+    assert new.equals(read_log_rows(storage, name, after).slice(before.rows))
+    data = bytearray((buffer.folder / name).read_bytes())
+    data[-9] ^= 0xFF
+    (buffer.folder / name).write_bytes(data)
+    with pytest.raises(StorageError, match="changed since it was written"):
+        read_log_rows(storage, name, after, before)
+
+
+def test_the_reason_of_a_drop_is_kept_by_group(ended: Ended) -> None:
+    def reasons(state: State) -> dict[int, str]:
+        dropped, groups = list(state.contents.ledger.dropped), state.groups
+        slots = groups.where(*(status for status in GroupStatus if status != GroupStatus.FREE))
+        return {int(groups.status[slot]): dropped[groups.reason[slot]] for slot in slots if groups.reason[slot] >= 0}
+
+    state = read_state(Storage(ended[0]), SamplerConfig(), 0).state
+    assert reasons(state) == {GroupStatus.DROPPED: "stage_ended"}
+    restored = State(SamplerConfig(), 0, None)
+    restored.restore(state.to_snapshot())
+    assert reasons(restored) == reasons(state)
+    earlier = pa.ipc.open_file(state.to_snapshot()).read_all().drop_columns(["reason"])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, earlier.schema) as writer:
+        writer.write_table(earlier)
+    restored.restore(sink.getvalue())
+    assert reasons(restored) == {}, "a snapshot of an earlier release does not say why"

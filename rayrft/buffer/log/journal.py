@@ -61,6 +61,8 @@ class Recovered:
     ends: list[int]
     """End offset of every event."""
     torn_bytes: int
+    start: int = 0
+    """Offset of the first event. Unless it is 0, the snapshot and the events before it were not read."""
 
 
 class EventJournal:
@@ -104,20 +106,23 @@ class EventJournal:
         self._file = self._storage.open(_JOURNAL.format(number), end)
         return Recovered(found.snapshot, found.events[:kept], found.ends[:kept], torn)
 
-    def read(self) -> Recovered:
-        """Read the journal without its torn tail; change no file."""
+    def read(self, after: Position = Position()) -> Recovered:
+        """Read the journal without its torn tail; change no file. If it is the one of ``after``, a position in it that
+        is not its start, read the events from there on, without the snapshot."""
         names = self._storage.files()
         snapshots = {int(m[1]): name for name in names if (m := _SNAPSHOT.match(name))}
         number = max(snapshots, default=0)
-        snapshot = self._storage.read(snapshots[number]) if snapshots else None
+        name = _JOURNAL.format(number)
+        start = after.nbytes if after.number == number and after.nbytes <= names.get(name, 0) else 0
+        snapshot = self._storage.read(snapshots[number]) if snapshots and not start else None
         if snapshot is not None and not snapshots[number].endswith(f"-{zlib.crc32(snapshot):08x}.arrow"):
             problem = "the snapshot was changed since it was written"
             raise StorageError(problem, _DAMAGED, field=snapshots[number])
-        name = _JOURNAL.format(number)
-        data = self._storage.read(name).to_pybytes() if name in names else b""
+        data = self._storage.read(name)[start:].to_pybytes() if name in names else b""
         events, ends = _parse(data, name)
-        self.position = Position(number, ends[-1] if ends else 0)
-        return Recovered(snapshot, events, ends, len(data) - self.position.nbytes)
+        self.position = Position(number, start + (ends[-1] if ends else 0))
+        torn = start + len(data) - self.position.nbytes
+        return Recovered(snapshot, events, [start + end for end in ends], torn, start)
 
     @property
     def is_long(self) -> bool:

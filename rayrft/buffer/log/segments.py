@@ -33,21 +33,22 @@ def with_schema(message: pa.Buffer) -> pa.Buffer:
     return pa.py_buffer(SCHEMA.serialize().to_pybytes() + message.to_pybytes())
 
 
-def read_log_rows(storage: Storage, name: str, extent: Extent) -> pa.RecordBatch:
-    """Return the rows of a file as one batch.
+def read_log_rows(storage: Storage, name: str, extent: Extent, after: Extent | None = None) -> pa.RecordBatch:
+    """Return the rows of a file as one batch, or those that were appended ``after`` an earlier extent.
 
     Raises StorageError if the file is missing, damaged, or of another schema version.
     """
-    where = str(storage.folder / name)
+    where, known = str(storage.folder / name), after or Extent(extent.segment)
     try:
         data = storage.read(name)
-        intact = len(data) >= extent.nbytes and zlib.crc32(data[: extent.nbytes]) == extent.crc
+        new = data[known.nbytes : extent.nbytes]
+        intact = len(data) >= extent.nbytes and zlib.crc32(new, known.crc) == extent.crc
     except FileNotFoundError:
         raise StorageError("the file is gone", "restore it from a backup", field=where) from None
     if not intact:
         remedy = "corrupted by a disk fault or a manual edit: restore it from a backup; other files are readable"
         raise StorageError("the file was changed since it was written", remedy, field=where)
-    with pa.ipc.open_stream(data[: extent.nbytes]) as stream:
+    with pa.ipc.open_stream(with_schema(new) if known.nbytes else new) as stream:
         if not stream.schema.equals(SCHEMA, check_metadata=True):
             version = (stream.schema.metadata or {}).get(b"rayrft.schema", b"none").decode()
             problem = f"the rows have schema version {version}; this rayrft reads {SCHEMA_VERSION}"

@@ -1,5 +1,6 @@
 // The page: shows one item at a time, and sends what a person says of it. Text of a model goes through textContent only.
 
+import { keycap, make, picture, text, turn } from "./base.js";
 import * as store from "./store.js";
 
 const $ = (id) => document.getElementById(id);
@@ -19,18 +20,6 @@ const news = []; // what the run did not take of what was said earlier
 
 // Elements
 
-const make = (tag, properties = {}, ...children) => {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties)) {
-    if (name.includes("-")) element.setAttribute(name, value);
-    else element[name] = value;
-  }
-  element.append(...children);
-  return element;
-};
-
-const key = (name) => make("kbd", { textContent: name });
-
 const thumb = () => {
   const [drawing, path] = ["svg", "path"].map((name) => document.createElementNS("http://www.w3.org/2000/svg", name));
   drawing.setAttribute("viewBox", "0 0 24 24");
@@ -38,30 +27,6 @@ const thumb = () => {
   path.setAttribute("d", "M7 10v11H3V10zm0 10h10.5a2 2 0 0 0 2-1.6l1.4-6.5a2 2 0 0 0-2-2.4H14l.9-4.6A2 2 0 0 0 13 2.5L7 10");
   drawing.append(path);
   return drawing;
-};
-
-const text = (content) => {
-  const parts = content.split(/```[^\n`]*\n([\s\S]*?)(?:```|$)/);
-  return parts
-    .map((part, at) => {
-      if (at % 2) return make("pre", {}, make("code", { textContent: part.replace(/\n$/, "") }));
-      const trimmed = part.replace(/^\n+|\n+$/g, "");
-      return trimmed ? make("p", { className: "text", textContent: trimmed }) : null;
-    })
-    .filter(Boolean);
-};
-
-const ROLES = { user: "Question", assistant: "Model", system: "Instructions", tool: "Tool" };
-
-const turn = ({ role, content }, named = true) => {
-  const body = make("div", { className: "body" }, ...text(content));
-  if (role === "system") {
-    return make("details", { className: "turn" }, make("summary", { textContent: ROLES.system }), body);
-  }
-  const element = make("div", { className: `turn ${role === "user" ? "user" : ""}` });
-  if (named) element.append(make("p", { className: "role", textContent: ROLES[role] ?? role }));
-  element.append(body);
-  return element;
 };
 
 const toast = (message, kind = "") => {
@@ -102,7 +67,7 @@ const show = (next, kept = null) => {
   fillVerdict();
   $("labels").replaceChildren(
     ...about.labels.map((label, at) => {
-      const button = make("button", { type: "button", onclick: () => toggleLabel(label) }, label, " ", key(`⇧${at + 1}`));
+      const button = make("button", { type: "button", onclick: () => toggleLabel(label) }, label, " ", keycap(`⇧${at + 1}`));
       button.dataset.label = label;
       return button;
     }),
@@ -116,15 +81,9 @@ const show = (next, kept = null) => {
 };
 
 const pictures = () =>
-  Array.from({ length: item.images }, (_, number) => {
-    const picture = make("img", { alt: `Image ${number + 1}` });
-    store.image(item.key, number).then(
-      (address) => (address ? (picture.src = address) : picture.replaceWith(`Image ${number + 1} is not there.`)),
-      () => picture.replaceWith(`Image ${number + 1} cannot be fetched.`),
-    );
-    picture.onload = () => URL.revokeObjectURL(picture.src);
-    return picture;
-  });
+  Array.from({ length: item.images }, (_, number) =>
+    picture(new URLSearchParams({ item: item.key, number }), `Image ${number + 1}`),
+  );
 
 const answerCard = (answer, at) => {
   const several = item.view !== "one";
@@ -172,7 +131,7 @@ const fillVerdict = () => {
 const fillChoices = () => {
   const button = (name, value, hint, className = "") => {
     const made = make("button", { type: "button", className, onclick: () => act[name](value) });
-    made.append(hint.label, ...(hint.key ? [" ", key(hint.key)] : []));
+    made.append(hint.label, ...(hint.key ? [" ", keycap(hint.key)] : []));
     if (hint.title) made.setAttribute("aria-label", hint.title);
     made.dataset.choice = `${name}:${value}`;
     return made;
@@ -576,7 +535,7 @@ const showHelp = () => {
   ];
   $("keys").replaceChildren(
     ...rows.flatMap(([keys, meaning]) => [
-      make("dt", {}, ...keys.split(" ").map((each) => (each === "…" ? " … " : key(each)))),
+      make("dt", {}, ...keys.split(" ").map((each) => (each === "…" ? " … " : keycap(each)))),
       make("dd", { textContent: meaning }),
     ]),
   );

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from pathlib import Path
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 """Names of this machine for itself."""
@@ -11,3 +13,11 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 def key_digest(key: str) -> str:
     """Return the digest by which an API key is known."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def write_key(path: Path, key: str) -> None:
+    """Write a key to a file that only its owner can read, in the place of an earlier one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(key + "\n")

@@ -1,0 +1,1 @@
+"""The viewer: a page over run folders, of running and ended runs."""

@@ -1,0 +1,150 @@
+"""The HTTP application of the viewer: its page, the queries of its views, and a wait for changes; and its server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic_core import to_json
+
+from rayrft.config.serve import ViewerConfig, read_keys
+from rayrft.errors import ConfigError
+from rayrft.runtime.serving import key_digest, write_key
+from rayrft.runtime.serving.http import ApiError, HttpService, Route, parse, unless_gone
+from rayrft.runtime.serving.pages import add_page
+from rayrft.viewer.folders import Runs
+from rayrft.viewer.index import cache_folder
+from rayrft.viewer.views import Query, StorageRequest, experiences, run, tasks
+from rayrft.viewer.views import runs as all_runs
+
+VIEWS = (all_runs, run, experiences, tasks)
+
+_LOOK_MS = 2000
+"""Milliseconds after which files are looked at without an event: mounted folders of other machines have none."""
+_WAIT_S = 25.0
+"""Longest wait of a request for a change."""
+
+
+class ChangesRequest(StorageRequest):
+    """Parameters of ``changes``: a run, or none for all, and the state of it that the page has seen."""
+
+    run: str = ""
+    seen: str = ""
+
+
+class Viewer(HttpService):
+    """The page over the run folders in a storage."""
+
+    def __init__(
+        self,
+        storage: Path,
+        config: ViewerConfig,
+        key_digests: tuple[str, ...],
+        count: Callable[[str], None] = lambda outcome: None,
+    ) -> None:
+        super().__init__(config, key_digests, count)
+        self._runs = Runs(storage)
+
+    def routes(self) -> Iterator[Route]:
+        """See `HttpService`."""
+        for view in VIEWS:
+            for name, query in view.QUERIES.items():
+                yield "GET", f"/v1/{name}", self._handler(query), True
+        yield "GET", "/v1/changes", self._changes, True
+
+    def app(self) -> FastAPI:
+        """Build the application; the page's files need no key."""
+        app = super().app()
+        add_page(app, __package__)
+        return app
+
+    def _handler(self, query: Query) -> Callable[[Request], Any]:
+        model, function = query
+
+        async def handle(request: Request) -> Response:
+            asked = _parameters(model, request)
+            try:
+                found = await unless_gone(request, asyncio.to_thread(function, self._runs, asked))
+            except ConfigError as error:  # of a run's folder
+                raise ApiError(409, str(error), code="unreadable_run", param="run") from None
+            return found if isinstance(found, Response) else _json(found)
+
+        return handle
+
+    async def _changes(self, request: Request) -> Response:
+        """Answer once a file of the run, or of any run, has changed since ``seen``, or after a while."""
+        from watchfiles import awatch
+
+        asked = _parameters(ChangesRequest, request)
+        runs = [self._runs.get(asked.run)] if asked.run else self._runs.all()
+        folders = {path for each in runs for path in each.watched} | ({self._runs.storage} if not asked.run else set())
+
+        async def change() -> str:
+            loop, stop = asyncio.get_running_loop(), asyncio.Event()
+            ends = loop.time() + _WAIT_S
+            try:
+                # Looked at for the first time once the folders are watched, so that no change is missed.
+                watch = awatch(
+                    *folders,
+                    recursive=False,
+                    stop_event=stop,
+                    debounce=300,
+                    rust_timeout=_LOOK_MS,
+                    yield_on_timeout=True,
+                )
+                async for _ in watch:
+                    seen = await asyncio.to_thread(lambda: "/".join(each.seen() for each in runs))
+                    if seen != asked.seen or loop.time() > ends:
+                        return seen
+            finally:
+                stop.set()
+            return asked.seen
+
+        first = "/".join(each.seen() for each in runs)
+        return _json({"seen": first if first != asked.seen else await unless_gone(request, change())})
+
+
+def _parameters(model: type[Any], request: Request) -> Any:
+    """Return the parameters of a request. Raises ApiError 400, which names one that is unknown or wrong."""
+    return parse(model, json.dumps(dict(request.query_params)).encode())
+
+
+def _json(value: Any) -> Response:
+    return Response(to_json(value, inf_nan_mode="null"), media_type="application/json")
+
+
+def serve_viewer(storage: Path, config: ViewerConfig, say: Callable[[str], None] = print) -> None:
+    """Serve the viewer in this process until SIGINT or SIGTERM.
+
+    Raises ConfigError if there is no such folder, the port is taken, or keys cannot be read.
+    """
+    import uvicorn
+
+    if not storage.is_dir():
+        remedy = "give the folder of run folders, or one of these"
+        raise ConfigError("there is no such folder", remedy, field="storage", value=str(storage))
+    digests, key = read_keys(config), secrets.token_urlsafe(24)
+    try:
+        listening = socket.create_server(
+            (config.host, config.port), family=socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        )
+    except OSError as error:
+        problem = f"the port cannot be used: {error.strerror}"
+        raise ConfigError(problem, "give another one: port=8101", field="port", value=config.port) from None
+    url, hint = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{config.port}/", ""
+    if not digests:
+        write_key(cache_folder() / "key", key)
+        # A terminal shows the key; logs and notebooks are kept.
+        hint = f"#key={key}" if sys.stdout.isatty() else f"; its key is in {cache_folder() / 'key'}"
+    viewer = Viewer(storage, config, digests or (key_digest(key),))
+    say(f"viewer at {url}{hint}")
+    settings = uvicorn.Config(viewer.app(), log_level="warning", timeout_graceful_shutdown=1)
+    uvicorn.Server(settings).run([listening])

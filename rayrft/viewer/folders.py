@@ -1,0 +1,151 @@
+"""The run folders in a storage, each with its records and its rows."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from rayrft.errors import RayrftError, nearest
+from rayrft.monitor.summary import Summary, read_summary
+from rayrft.runtime.serving.http import ApiError
+from rayrft.viewer.index import RowIndex
+from rayrft.viewer.records import RecordTable
+
+_LEDGER_S = 0.2
+"""Seconds that the status of a running run waits for its log; without it the ledger is the one read before."""
+_SILENT_S = 600.0
+"""A run without a summary that has written nothing for so long counts as silent: it was killed, or hangs."""
+
+
+def signature(paths: Iterable[Path]) -> str:
+    """Return a digest that differs once one of these files, or a file in one of these folders, has changed."""
+    found = []
+    for path in paths:
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            try:
+                about = file.stat()
+            except FileNotFoundError:
+                continue
+            found.append((file.name, about.st_ino, about.st_size, about.st_mtime_ns))
+    return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
+
+
+class RunFolder:
+    """One run. Its methods may be called in any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
+        self.table = RecordTable(path)
+        """The records as they were read last."""
+
+    @cached_property
+    def rows(self) -> RowIndex:
+        """The rows of the run's log."""
+        return RowIndex(self.path)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config as it is in the folder, unchecked: another release may have written it, with plug-ins."""
+        try:
+            loaded = yaml.safe_load((self.path / "config.yaml").read_text())
+        except (OSError, yaml.YAMLError):
+            return {}
+        return loaded if isinstance(loaded, dict) else {}
+
+    def records(self) -> RecordTable:
+        """Return the records as they are now. Raises StorageError if the file is damaged."""
+        self.table.update()
+        return self.table
+
+    def seen(self) -> str:
+        """Return the digest of the files that views are made of, and of the rows that were read of them."""
+        folders = [self.path / "metrics.jsonl", self.path / "summary.json", *self.watched[1:]]
+        return f"{signature(folders)}-{self.rows.generation if 'rows' in self.__dict__ else 0}"
+
+    @property
+    def watched(self) -> list[Path]:
+        """The folders whose files change while the run is running."""
+        log = self.rows.log if "rows" in self.__dict__ else None
+        return [self.path, *([log] if log is not None and log.is_dir() else [])]
+
+    def status(self) -> dict[str, Any]:
+        """Return the run's status as its files tell it, with ``problems`` of files that cannot be read."""
+        records, problems = self.table, list[str]()
+        summary: Summary | None = None
+        try:
+            records.update()
+        except RayrftError as error:
+            problems.append(str(error))
+        try:
+            summary = read_summary(self.path)
+        except ValidationError as error:
+            problems.append(f"{self.path / 'summary.json'}: cannot be read: {error.errors()[0]['msg']}")
+        config, changed = self.config, self._changed()
+        stages = [str(each.get("name")) for each in config.get("stages") or () if isinstance(each, dict)]
+        silent = time.time() - changed > _SILENT_S
+        about: dict[str, Any] = {
+            "run": self.name,
+            "status": summary.status if summary else "silent" if silent else "running",
+            "error": summary.error if summary else None,
+            "stage": records.stage,
+            "stages": stages,
+            "steps_planned": sum(
+                int(each.get("steps") or 0) for each in config.get("stages") or () if isinstance(each, dict)
+            ),
+            "step": int(records.latest("step") or 0),
+            "version": int(records.latest("version") or 0),
+            "changed": changed,
+            "seconds": summary.seconds.get("total") if summary else None,
+            "ledger": asdict(summary.ledger) if summary and summary.ledger else None,
+            "verdict": "",
+            "problems": problems,
+        }
+        if about["status"] == "running":
+            self.rows.update(_LEDGER_S)
+        if summary is None and "rows" in self.__dict__:
+            about["ledger"] = self.rows.about()["ledger"]
+        explores = config.get("mode", "both") == "both"
+        try:
+            about["verdict"] = records.verdict(int(config.get("max_staleness") or 0), explores=explores)
+        except (ValueError, TypeError):  # another release wrote the records
+            problems.append("metrics.jsonl: another release of rayrft wrote the records, so there is no verdict")
+        return about
+
+    def _changed(self) -> float:
+        files = (self.path / name for name in ("metrics.jsonl", "summary.json", "config.yaml"))
+        logs = (file for folder in self.watched[1:] for file in folder.iterdir())
+        return max((file.stat().st_mtime for file in [*files, *logs] if file.exists()), default=0.0)
+
+
+class Runs:
+    """The runs in a storage, or the one in a run folder."""
+
+    def __init__(self, storage: Path) -> None:
+        self.storage = storage
+        self._known: dict[Path, RunFolder] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> list[RunFolder]:
+        """Return the runs by name."""
+        single = (self.storage / "config.yaml").is_file()
+        found = [self.storage.resolve()] if single else [path.parent for path in self.storage.glob("*/config.yaml")]
+        with self._lock:
+            self._known = {path: self._known.get(path) or RunFolder(path) for path in sorted(found)}
+            return list(self._known.values())
+
+    def get(self, name: str) -> RunFolder:
+        """Return a run. Raises ApiError 404 for an unknown name."""
+        runs = {run.name: run for run in self.all()}
+        if name not in runs:
+            hint = nearest(name, runs) if runs else f"there are none in {self.storage}"
+            raise ApiError(404, f"There is no run {name!r}; {hint}", code="run_not_found", param="run")
+        return runs[name]

@@ -1,0 +1,335 @@
+"""The rows of a run's log as a table of DuckDB: what rows are filtered and sorted by, without tokens and texts.
+
+The table is in a file outside the run folder (`cache_folder`), is built once and extended with the log; its lists are
+read from the log for the rows that are shown. Reading the log checks its checksums, so a damaged file is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, astuple
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from rayrft.buffer.events import Extent
+from rayrft.buffer.expert_rows import expert_file
+from rayrft.buffer.groups import GroupStatus
+from rayrft.buffer.log.segments import read_log_rows, segment_name
+from rayrft.buffer.log.storage import Storage
+from rayrft.buffer.reader import StateReader, log_folder
+from rayrft.buffer.state import State
+from rayrft.config import load_run_config
+from rayrft.errors import RayrftError, StorageError
+from rayrft.experience import SCHEMA, json_digest
+from rayrft.registry import Lazy
+
+if TYPE_CHECKING:
+    import duckdb
+else:
+    duckdb = Lazy("duckdb")
+
+CHOICES = ("source", "status", "stop_reason", "group_status", "drop_reason")
+"""Columns of a few values, from which one is chosen."""
+_QUERY_S = 20.0
+_SHOWN = 200
+"""Characters of a question and an answer that are kept, to be shown and searched."""
+_TABLES = """
+create table about (version varchar, value varchar);
+create table places (place bigint, first integer, group_status varchar, step bigint, uses integer, drop_reason varchar);
+create table rows (place bigint, file varchar, row integer, experience_id varchar, group_id varchar, task_id varchar,
+    source varchar, status varchar, stop_reason varchar, error varchar, reward double, prompt_tokens integer,
+    tokens integer, logprob double, version bigint, newest_version bigint, turns integer, images integer,
+    question varchar, answer varchar, finished_at double, group_rows integer, group_reward double,
+    group_deviation double, group_status varchar, step bigint, uses integer, drop_reason varchar);
+create view experiences as select *, reward - group_reward as advantage, step - 1 - version as staleness from rows;
+"""
+_READ = f"""
+with scalars as (select place, file, row, experience_id, group_id, task_id, source, status, stop_reason,
+    left(error, {_SHOWN}) as error, reward::double as reward, prompt_length as prompt_tokens,
+    list_sum(action_mask)::integer as tokens,
+    list_sum(logprobs)::double / nullif(list_sum(action_mask), 0) as logprob,
+    list_min(list_transform(weight_versions, lambda span: span.version)) as version,
+    list_max(list_transform(weight_versions, lambda span: span.version)) as newest_version,
+    len(turns) as turns, coalesce(len(images), 0) as images,
+    left(list_filter(turns, lambda turn: turn['role'] = 'user')[1]['content'], {_SHOWN}) as question,
+    left(list_filter(turns, lambda turn: turn['role'] = 'assistant')[-1]['content'], {_SHOWN}) as answer,
+    finished_at from new_rows)
+insert into rows select scalars.*, count(*) over of_group, avg(reward) over of_group, stddev_pop(reward) over of_group,
+    group_status, step, uses, drop_reason
+from scalars join places using (place) window of_group as (partition by place, group_id)
+"""
+_MOVE = """
+delete from rows where place in (select place from places except select place from new_places);
+update rows set group_status = changed.group_status, step = changed.step, uses = changed.uses,
+    drop_reason = changed.drop_reason from (select * from new_places except select * from places) as changed
+    where rows.place = changed.place;
+delete from places;
+insert into places select * from new_places
+"""
+"""Brings the places up to date, and what their rows have of them: little changes at a time."""
+_MENTIONED = [name for name in SCHEMA.names if re.search(rf"\b{name}\b", _READ)]
+_VERSION = json_digest([_TABLES, _READ, _MOVE])
+"""Of the tables; files with others are deleted."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of this user's files of the viewer: ``$XDG_CACHE_HOME/rayrft/view``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rayrft" / "view"
+
+
+class RowIndex:
+    """The rows of the run in a folder. Its methods may be called in any thread."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self.generation = 0
+        """Number of changes by this process: of the tables, and of what a query was told of them."""
+        self.problem = ""
+        """Why the log cannot be read."""
+        self._told = False
+        self._lock = threading.Lock()
+        self._reading: Future[None] | None = None
+        self._extents: dict[str, Extent] = {}
+        """Extents of the log's files when its state was read last, without the damaged ones."""
+        self._thread = ThreadPoolExecutor(1, "index")
+
+    @cached_property
+    def _database(self) -> duckdb.DuckDBPyConnection:
+        return _open(cache_folder() / f"{json_digest(str(self._run.resolve()))}.duckdb")
+
+    @cached_property
+    def _log(self) -> tuple[Storage, StateReader]:
+        config = load_run_config(self._run)
+        storage = Storage(log_folder(self._run, config))
+        return storage, StateReader(storage, config.buffer.sampler, config.seed)
+
+    @property
+    def log(self) -> Path | None:
+        """The folder of the log; None if the run's config cannot be read."""
+        with contextlib.suppress(RayrftError):
+            return self._log[0].folder
+        return None
+
+    def update(self, wait_s: float) -> None:
+        """Read what was appended to the log, in a thread; wait at most so long for it."""
+        with self._lock:
+            if self._reading is None or self._reading.done():
+                self._reading = self._thread.submit(self._update)
+            reading = self._reading
+        try:
+            reading.result(wait_s)
+        except TimeoutError:
+            self._told = True
+
+    def about(self) -> dict[str, Any]:
+        """Describe the log: ``ledger``, ``damaged`` files with their problems, the values of `CHOICES`,
+        ``rows``, whether the table ``lags`` behind the log, and the ``problem`` if the log cannot be read."""
+        about = self._read_about()
+        lags = self._reading is not None and not self._reading.done()
+        shown = {name: about.get(name) for name in ("ledger", "damaged", "choices")}
+        return {
+            **shown,
+            "rows": sum(rows for _, rows, *_ in about.get("extents", {}).values()),
+            "lags": lags,
+            "problem": self.problem,
+        }
+
+    @contextlib.contextmanager
+    def cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """Give a connection for one thread. A query that takes longer than `_QUERY_S` is interrupted."""
+        with self._database.cursor() as connection:
+            timer = threading.Timer(_QUERY_S, connection.interrupt)
+            timer.start()
+            try:
+                yield connection
+            finally:
+                timer.cancel()
+
+    def read_group(self, file: str, first: int, count: int) -> pa.RecordBatch:
+        """Return rows of a file of the log, of `rayrft.experience.SCHEMA`. Raises StorageError if it is gone."""
+        storage, extent = self._log[0], self._read_about().get("extents", {}).get(file)
+        try:
+            data = storage.read(file)
+        except FileNotFoundError:
+            raise StorageError("the file is gone", "reload the page", field=str(storage.folder / file)) from None
+        found, before = list[pa.RecordBatch](), 0
+        try:
+            with pa.ipc.open_stream(data[: extent[2]] if extent else data) as stream:
+                for batch in stream:
+                    start = max(first - before, 0)
+                    if start < batch.num_rows:
+                        found.append(batch.slice(start, first + count - before - start))
+                    before += batch.num_rows
+                    if before >= first + count:
+                        break
+        except pa.ArrowInvalid:
+            remedy = "restore it from a backup"
+            raise StorageError("the file is damaged", remedy, field=str(storage.folder / file)) from None
+        return pa.concat_batches(found)
+
+    def late_feedback(self, experience_id: str) -> list[dict[str, Any]]:
+        """Return the feedback that came after a row was trained."""
+        notes = self._read_about().get("late", [])
+        return [note for note in notes if note["experience_id"] == experience_id]
+
+    # In the thread.
+
+    def _update(self) -> None:
+        try:
+            storage, reader = self._log
+            files = storage.files()
+            if (seen := [*map(list, files.items())]) != self._read_about().get("files"):
+                self._extend(storage, reader.read().state, seen)
+            self.problem = ""
+        except RayrftError as error:
+            self.problem = str(error)
+        if self._told:  # those who were told that the table lags shall ask again
+            self._told = False
+            self.generation += 1
+
+    def _extend(self, storage: Storage, state: State, seen: list[Any]) -> None:
+        about, contents = self._read_about(), state.contents
+        if about.get("run") != state.meta.run:
+            about = {"run": state.meta.run, "extents": {}}
+        extents = {segment_name(number): extent for number, extent in sorted(contents.extents.items(), reverse=True)}
+        experts = {expert_file(name, cursor.extent): cursor.extent for name, cursor in contents.experts.items()}
+        late = [asdict(note) for notes in contents.late_feedback.values() for note in notes]
+        about |= {"ledger": asdict(state.ledger(recount=True)), "late": late, "damaged": {}}
+        about["extents"] = {name: each for name, each in about["extents"].items() if name in {*extents, *experts}}
+        self._write(
+            about,
+            "delete from rows where file not in (select unnest($1))",
+            list(about["extents"]),
+            _places(state, experts),
+        )
+        for name, extent in {**extents, **experts}.items():
+            known = about["extents"].get(name)
+            before = Extent(*known) if known and known[2] <= extent.nbytes else None
+            if before == extent or not extent.rows:
+                continue
+            try:
+                batch = read_log_rows(storage, name, extent, before)
+            except StorageError as error:
+                about["damaged"][name] = str(error)
+                continue
+            about["extents"][name] = astuple(extent)
+            rows = _placed(state, extent, batch, name, before.rows if before else 0, name in experts)
+            forgotten = [] if before else [name]
+            self._write(about, "delete from rows where file in (select unnest($1))", forgotten, rows=rows)
+        with self.cursor() as connection:
+            sql = "select distinct {0} from experiences where {0} is not null order by 1 limit 50"
+            found = {name: connection.execute(sql.format(name)).fetchall() for name in CHOICES}
+        about["choices"] = {name: [value for (value,) in values] for name, values in found.items()}
+        self._write({**about, "files": seen}, "", [])
+
+    def _write(
+        self,
+        about: dict[str, Any],
+        sql: str,
+        names: list[str],
+        places: pa.Table | None = None,
+        rows: pa.Table | None = None,
+    ) -> None:
+        """Change the tables in one transaction."""
+        with self._database.cursor() as connection:
+            connection.begin()
+            if sql:
+                connection.execute(sql, [names])
+            if places is not None:
+                connection.register("new_places", places)
+                connection.execute(_MOVE)
+            if rows is not None:
+                connection.register("new_rows", rows)
+                connection.execute(_READ)
+            connection.execute("update about set value = $1", [json.dumps(about)])
+            connection.commit()
+        self.generation += 1
+
+    def _read_about(self) -> dict[str, Any]:
+        with self._database.cursor() as connection:
+            return json.loads(connection.execute("select value from about").fetchall()[0][0])
+
+
+def _places(state: State, experts: dict[str, Extent]) -> pa.Table:
+    """Return a row for each place of rows in the log: those of groups, by segment and first row, and of files of
+    demonstrations."""
+    groups = state.groups
+    slots = np.flatnonzero(groups.status != GroupStatus.FREE)
+    statuses = np.array([status.name.lower() for status in GroupStatus], object)
+    reasons = np.array([*state.contents.ledger.dropped, None], object)
+    dropped = np.where(groups.status[slots] == GroupStatus.DROPPED, groups.reason[slots], -1)
+    uses = groups.uses[slots].astype(np.int32)
+    usual = pa.table(
+        {
+            "place": _place(groups.segment[slots], groups.row[slots]),
+            "first": groups.row[slots].astype(np.int32),
+            "group_status": pa.array(statuses[groups.status[slots]], pa.string()),
+            "step": pa.array(groups.last_step[slots] + 1, mask=uses == 0),
+            "uses": uses,
+            "drop_reason": pa.array(reasons[dropped], pa.string()),
+        }
+    )
+    names = list(experts)
+    nothing = [None] * len(names)
+    values = [[*map(_expert_place, names)], [0] * len(names), ["demonstration"] * len(names), *[nothing] * 3]
+    return pa.concat_tables([usual, pa.table(values, schema=usual.schema)])
+
+
+def _place(segment: Any, row: Any) -> Any:
+    return np.int64(1 << 32) * segment + row
+
+
+def _expert_place(file: str) -> int:
+    return -2 - zlib.crc32(file.encode())
+
+
+def _placed(state: State, extent: Extent, batch: pa.RecordBatch, file: str, first: int, is_expert: bool) -> pa.Table:
+    """Return the columns that `_READ` needs of rows of a file from row ``first`` on. Those of no group get place -1."""
+    numbers = np.arange(first, first + batch.num_rows)
+    if is_expert:
+        places = np.full(len(numbers), _expert_place(file))
+    else:
+        groups = state.groups
+        slots = np.flatnonzero((groups.segment == extent.segment) & (groups.status != GroupStatus.FREE))
+        slots = slots[np.argsort(groups.row[slots])]
+        of_row = np.searchsorted(groups.row[slots], numbers, "right") - 1
+        starts, counts = groups.row[slots][of_row], groups.rows[slots][of_row]
+        places = np.where((of_row >= 0) & (numbers < starts + counts), _place(np.int64(extent.segment), starts), -1)
+    columns = {"place": places, "file": pa.repeat(pa.scalar(file), len(numbers)), "row": numbers.astype(np.int32)}
+    return pa.table({**columns, **{name: batch.column(name) for name in _MENTIONED}})
+
+
+def _open(path: Path) -> duckdb.DuckDBPyConnection:
+    """Open a database, or one in memory while another viewer has the file open."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        return _connect(str(path))
+    except duckdb.Error as error:
+        if "lock" in str(error):
+            return _connect(":memory:")
+    path.unlink()  # another release wrote it, or it is damaged
+    return _connect(str(path))
+
+
+def _connect(path: str) -> duckdb.DuckDBPyConnection:
+    """Open a database, and create its tables unless it has them. Raises duckdb.Error for tables of other versions."""
+    # No access to other files and to extensions.
+    connection = duckdb.connect(path, config={"enable_external_access": False, "lock_configuration": True})
+    if not connection.execute("select * from duckdb_tables()").fetchall():
+        connection.execute(_TABLES)
+        connection.execute("insert into about values ($1, '{}')", [_VERSION])
+    if connection.execute("select version from about").fetchall() != [(_VERSION,)]:
+        connection.close()
+        raise duckdb.InvalidInputException("tables of another version")
+    return connection

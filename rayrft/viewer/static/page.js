@@ -1,0 +1,164 @@
+// The page: its address says which view is shown of what, so that every link can be sent. Views are modules with
+// `show(state, main)`, which draws, and may return a function that draws again after a change of files.
+
+import { ask, make, me, Refused, setMe, takeKey } from "./base.js";
+import * as experiences from "./views/experiences.js";
+import * as run from "./views/run.js";
+import * as runs from "./views/runs.js";
+import * as tasks from "./views/tasks.js";
+
+const VIEWS = { runs, run, experiences, tasks };
+const NAMES = { runs: "Runs", run: "Curves", experiences: "Experiences", tasks: "Tasks" };
+const $ = (id) => document.getElementById(id);
+
+let shown = 0; // the latest view that was asked for
+let redraw = null;
+
+// The state in the address
+
+export const state = () => Object.fromEntries(new URLSearchParams(location.search));
+export const address = (values) => {
+  const given = Object.entries(values).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  return `?${new URLSearchParams(given)}`;
+};
+export const go = (values, { replace = false } = {}) => {
+  history[replace ? "replaceState" : "pushState"](null, "", address(values));
+  show();
+};
+export const link = (values, ...children) => make("a", { href: address(values) }, ...children);
+
+// Requests
+
+let loggingIn = null;
+const login = (problem) => {
+  loggingIn ??= new Promise((done) => {
+    $("login-key").value = "";
+    $("login-problem").textContent = problem;
+    $("login").oncancel = (event) => event.preventDefault();
+    $("login").onsubmit = () => {
+      setMe({ ...me(), key: $("login-key").value.trim() });
+      loggingIn = null;
+      done();
+    };
+    $("login").showModal();
+  });
+  return loggingIn;
+};
+
+export const query = async (name, values, options) => {
+  for (;;) {
+    try {
+      const found = await ask(`${name}${address(values)}`, undefined, options);
+      $("offline").hidden = true;
+      return found;
+    } catch (error) {
+      if (!(error instanceof Refused) || error.status !== 401) throw error;
+      await login(me().key ? error.message : "");
+    }
+  }
+};
+
+// Views
+
+const show = async () => {
+  const mine = ++shown;
+  const asked = state();
+  const name = asked.view in VIEWS ? asked.view : "runs";
+  document.title = asked.run ? `${asked.run} · rayrft` : "rayrft";
+  $("views").replaceChildren(
+    ...Object.entries(NAMES)
+      .filter(([each]) => each === "runs" || asked.run)
+      .map(([each, label]) => {
+        const entry = link(each === "runs" ? {} : { view: each, run: asked.run }, label);
+        if (each === name) entry.setAttribute("aria-current", "page");
+        return entry;
+      }),
+  );
+  $("run").textContent = asked.run ?? "";
+  if ($("main").dataset.view !== `${name} ${asked.run}`) {
+    $("main").dataset.view = `${name} ${asked.run}`;
+    $("main").replaceChildren();
+    scrollTo(0, 0);
+  }
+  redraw = null;
+  if (name !== "experiences") closeDrawer();
+  $("main").setAttribute("aria-busy", "true");
+  try {
+    const again = await keepingFocus(() => VIEWS[name].show(asked, $("main"), () => mine === shown));
+    if (mine !== shown) return;
+    redraw = () => keepingFocus(again);
+  } catch (error) {
+    if (mine === shown) problem(error);
+  }
+  if (mine === shown) $("main").setAttribute("aria-busy", "false");
+};
+
+// What is drawn again has the focus where it was; while something is typed into a field, nothing is.
+const keepingFocus = async (draw) => {
+  const result = await draw();
+  const label = focused;
+  if (label && document.activeElement === document.body) {
+    $("main").querySelector(`[aria-label="${CSS.escape(label)}"]`)?.focus({ preventScroll: true });
+  }
+  return result;
+};
+let focused = null;
+addEventListener("focusin", ({ target }) => (focused = target.getAttribute("aria-label")));
+addEventListener("pointerdown", () => (focused = null));
+const isTyping = () => {
+  const at = document.activeElement;
+  return at.matches("input:not([type='checkbox'], [type='range'])") && at.value !== at.defaultValue;
+};
+
+const closeDrawer = () => {
+  $("drawer").hidden = true;
+  $("drawer").replaceChildren();
+  document.body.classList.remove("with-drawer");
+};
+
+const problem = (error) => {
+  $("offline").hidden = false;
+  $("offline").textContent = error.message;
+};
+
+// Changes: a request waits at the server until files have changed.
+
+const WAIT_MS = 60_000;
+const pause = (ms) => new Promise((done) => setTimeout(done, ms));
+
+const follow = async () => {
+  let of = null;
+  let seen = "";
+  for (;;) {
+    if (document.hidden) await new Promise((done) => addEventListener("visibilitychange", done, { once: true }));
+    const { run: about = "" } = state();
+    const first = about !== of;
+    if (first) [of, seen] = [about, ""];
+    try {
+      const found = await query("changes", { run: about, seen }, { signal: AbortSignal.timeout(WAIT_MS) });
+      $("live").textContent = "live";
+      $("live").className = "on";
+      if ((state().run ?? "") !== of) continue;
+      const changed = found.seen !== seen;
+      seen = found.seen;
+      if (changed && !first && redraw && !isTyping()) await redraw();
+    } catch (error) {
+      $("live").textContent = "not connected";
+      $("live").className = "";
+      if (!(error instanceof Refused)) problem({ message: `The server does not answer: ${error.message}` });
+      await pause(2000);
+    }
+  }
+};
+
+addEventListener("popstate", show);
+addEventListener("click", (event) => {
+  const anchor = event.target.closest?.("a[href^='?']");
+  if (!anchor || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
+  event.preventDefault();
+  history.pushState(null, "", anchor.getAttribute("href"));
+  show();
+});
+takeKey();
+show();
+follow();

@@ -1,0 +1,72 @@
+// All runs, and the chosen ones on one axis.
+
+import { make } from "../base.js";
+import { chart, duration, metric, number, select, smoothed, smoothing, soft, sparkline, steps, summary } from "../draw.js";
+import { go, link, query, state } from "../page.js";
+
+const AXES = [["step", "step"], ["samples", "samples"], ["tokens", "tokens"], ["hours", "hours"]];
+
+const last = (values) => values.filter((each) => each !== null).at(-1) ?? null;
+
+const card = (run, chosen, toggle) => {
+  const box = make("input", { type: "checkbox", checked: chosen.includes(run.run), "aria-label": `Compare ${run.run}`, onchange: toggle });
+  return summary(
+    run,
+    [box, link({ view: "run", run: run.run }, run.run)],
+    metric("step", steps(run), soft(run.stage ? `stage ${run.stage}` : "")),
+    metric("weights", `v${run.version}`, soft(run.seconds ? duration(run.seconds) : "")),
+    metric("reward", number(last(run.reward)), sparkline(run.reward, { dots: true })),
+    metric("accuracy", number(run.accuracy.at(-1)?.[1]), sparkline(run.accuracy, { dots: true })),
+  );
+};
+
+const comparison = async (asked, chosen) => {
+  const { axis = "step", metric = "reward" } = asked;
+  const weight = Number(asked.smooth ?? 0.6);
+  const found = await query("compare", { runs: chosen.join(","), metric, axis });
+  const xs = [...new Set(found.curves.flatMap(({ x }) => x))].sort((a, b) => a - b);
+  const series = found.curves.flatMap(({ run, x, y }) => {
+    const by = new Map(x.map((each, at) => [each, at]));
+    const spread = (values) => xs.map((each) => (by.has(each) ? values[by.get(each)] : undefined));
+    const at = chosen.indexOf(run);
+    const raw = { name: run, y: spread(y), colour: at, kind: weight ? "raw" : "points" };
+    return weight && metric !== "accuracy"
+      ? [raw, { name: run, y: spread(smoothed(y, weight)), colour: at }]
+      : [{ ...raw, kind: metric === "accuracy" ? "points" : "line" }];
+  });
+  const set = (values) => go({ ...state(), ...values }, { replace: true });
+  const controls = make(
+    "div",
+    { className: "controls" },
+    select("metric", metric, (found.metrics.length ? found.metrics : [metric]).map((each) => [each, each]), (value) => set({ metric: value })),
+    select("over", axis, AXES, (value) => set({ axis: value })),
+    smoothing(weight, (value) => set({ smooth: value })),
+  );
+  const several = found.curves.find(({ mean_of: count }) => count > 1);
+  const note = several ? ` (points are means of ${several.mean_of} steps)` : "";
+  return make("section", { className: "compare" }, controls, chart(`${metric} over ${axis}${note}`, xs, series, { height: 300, xname: axis }));
+};
+
+export const show = async (asked, main, current) => {
+  const draw = async () => {
+    const now = state();
+    const found = await query("runs", {});
+    if (!current()) return;
+    const names = found.runs.map(({ run }) => run);
+    const first = found.runs.filter(({ reward }) => reward.length).slice(0, 3).map(({ run }) => run);
+    const chosen = "compare" in now ? now.compare.split(",").filter((each) => names.includes(each)) : first;
+    const cards = found.runs.map((run) =>
+      card(run, chosen, () => {
+        const left = chosen.filter((each) => each !== run.run);
+        const next = left.length < chosen.length ? left : [...chosen, run.run];
+        go({ ...state(), compare: next.length ? next.join(",") : "," }, { replace: true });
+      }),
+    );
+    const compared = chosen.length ? await comparison(now, chosen) : "";
+    if (!current()) return;
+    const empty = make("p", { className: "empty", textContent: `There are no runs in ${found.storage}.` });
+    main.replaceChildren(compared, make("section", { className: "runs" }, ...(cards.length ? cards : [empty])));
+  };
+  await draw();
+  return draw;
+};

@@ -1,0 +1,207 @@
+"""Experiences: filtered and sorted, by group, and one with its tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi.responses import Response
+from pydantic import BeforeValidator, Field
+
+from rayrft.data.images import image_content
+from rayrft.errors import DataError
+from rayrft.experience import Experience, from_batch, rewards_by_token
+from rayrft.runtime.serving.http import ApiError
+from rayrft.viewer.folders import RunFolder, Runs
+from rayrft.viewer.index import CHOICES
+from rayrft.viewer.views import UPDATE_S, Query, RunRequest, dicts
+
+_TOKENS = 20_000
+"""Most tokens of a row that are shown."""
+_LISTED = """experience_id, group_id, task_id, source, status, stop_reason, reward, advantage, tokens, prompt_tokens,
+    logprob, version, staleness, group_status, step, uses, drop_reason, turns, images, question, answer, error"""
+_SORTS = ("finished_at", "reward", "tokens", "staleness", "version", "step", "logprob", "group_deviation")
+_RANGES = ("reward", "tokens", "staleness", "version", "step")
+_TEXTS = (*CHOICES, "task_id", "group_id")
+
+Number = Annotated[float | None, BeforeValidator(lambda value: None if value == "" else value)]
+
+
+class RowsRequest(RunRequest):
+    """Parameters of ``rows``: ranges with both ends, values, a text in question or answer, and a condition in SQL."""
+
+    min_reward: Number = None
+    max_reward: Number = None
+    min_tokens: Number = None
+    max_tokens: Number = None
+    min_staleness: Number = None
+    max_staleness: Number = None
+    min_version: Number = None
+    max_version: Number = None
+    min_step: Number = None
+    max_step: Number = None
+    source: str = ""
+    status: str = ""
+    stop_reason: str = ""
+    group_status: str = ""
+    drop_reason: str = ""
+    task_id: str = ""
+    group_id: str = ""
+    text: str = Field("", max_length=400)
+    where: str = Field("", max_length=2000)
+    sort: str = Field("-finished_at", pattern=f"^-?({'|'.join(_SORTS)})$")
+    offset: int = Field(0, ge=0)
+    limit: int = Field(50, ge=1, le=200)
+
+
+class RowRequest(RunRequest):
+    """Parameters of ``row``: an experience id."""
+
+    id: str
+
+
+class ImageRequest(RowRequest):
+    """Parameters of ``image``: the number of an image of a row, from 0."""
+
+    number: int = Field(ge=0)
+
+
+def _rows(runs: Runs, asked: RowsRequest) -> dict[str, Any]:
+    index = runs.get(asked.run).rows
+    index.update(UPDATE_S)
+    conditions, values = ["true"], list[Any]()
+    for name in _RANGES:
+        for end, sign in (("min", ">="), ("max", "<=")):
+            if (bound := getattr(asked, f"{end}_{name}")) is not None:
+                conditions.append(f"{name} {sign} ?")
+                values.append(bound)
+    for name in _TEXTS:
+        if value := getattr(asked, name):
+            conditions.append(f"{name} = ?")
+            values.append(value)
+    if asked.text:
+        conditions.append("(contains(lower(answer), lower(?)) or contains(lower(question), lower(?)))")
+        values += [asked.text] * 2
+    order = f"{asked.sort.lstrip('-')} {'desc' if asked.sort.startswith('-') else 'asc'} nulls last, experience_id"
+    with index.cursor() as connection:
+        found = "experiences"
+        if asked.where:
+            found = _chosen(connection, asked.where)
+        met = f"from {found} where {' and '.join(conditions)}"
+        counts = f"select count(*), avg(reward), count(distinct place), avg(tokens), avg(staleness) {met}"
+        count, reward, groups, tokens, staleness = connection.execute(counts, values).fetchall()[0]
+        page = f"select {_LISTED} {met} order by {order} limit {asked.limit} offset {asked.offset}"
+        listed = dicts(connection.execute(page, values))
+    means = {"reward": reward, "groups": groups, "tokens": tokens, "staleness": staleness}
+    return {"count": count, "means": means, "rows": listed, "log": index.about()}
+
+
+def _chosen(connection: Any, where: str) -> str:
+    """Make a view of the rows that meet a condition, and return its name. Raises DataError for an invalid condition."""
+    import duckdb
+
+    try:  # an expression alone: neither a second statement nor a file
+        chosen = connection.table("experiences").filter(duckdb.SQLExpression(where))
+        chosen.limit(1).fetchall()
+        chosen.create_view("chosen_rows")
+    except duckdb.Error as error:
+        remedy = "write DuckDB's SQL, such as reward > 0.5 and stop_reason = 'stop'"
+        raise DataError(
+            f"not a valid condition: {str(error).splitlines()[0].rstrip('!')}", remedy, field="where"
+        ) from None
+    return "chosen_rows"
+
+
+def _row(runs: Runs, asked: RowRequest) -> dict[str, Any]:
+    run = runs.get(asked.run)
+    run.rows.update(UPDATE_S)
+    row, group = _found(run, asked.id)
+    [shown] = [each for each in group if each.experience_id == asked.id]
+    tokens = shown.token_ids[:_TOKENS].tolist()
+    texts = _decoder(run.path, str((run.config.get("model") or {}).get("path") or ""))
+    with run.rows.cursor() as connection:
+        sql = f"select {_LISTED} from experiences where group_id = ? order by row"
+        facts = {each["experience_id"]: each for each in dicts(connection.execute(sql, [row["group_id"]]))}
+    return {
+        **facts[asked.id],
+        "turns": list(shown.turns),
+        "components": shown.reward_components,
+        "metrics": shown.metrics,
+        "labels": shown.labels,
+        "late_feedback": run.rows.late_feedback(asked.id),
+        "greedy_reward": shown.greedy_reward,
+        "error": shown.error,
+        "times": [shown.created_at, shown.finished_at],
+        "image_count": len(shown.images),
+        "group": [
+            {**facts[each.experience_id], "text": _answer(each)} for each in group if each.experience_id in facts
+        ],
+        "token_texts": [texts(token) for token in tokens] if texts else None,
+        "token_ids": tokens,
+        "token_count": len(shown.token_ids),
+        "mask": shown.action_mask[:_TOKENS].tolist(),
+        "logprobs": shown.logprobs[:_TOKENS].tolist(),
+        "teacher_logprobs": shown.teacher_logprobs[:_TOKENS].tolist() if shown.teacher_logprobs is not None else None,
+        "versions": [[span.start, span.end, span.version] for span in shown.weight_versions],
+        "token_rewards": rewards_by_token(shown.metrics),
+        "log": run.rows.about(),
+    }
+
+
+def _image(runs: Runs, asked: ImageRequest) -> Response:
+    _, group = _found(runs.get(asked.run), asked.id)
+    images = [path for each in group if each.experience_id == asked.id for path in each.images]
+    found = image_content(images[asked.number]) if asked.number < len(images) else None
+    if found is None:
+        raise ApiError(404, "There is no such image.", code="image_not_found", param="number")
+    return Response(found[0], media_type=found[1], headers={"X-Content-Type-Options": "nosniff"})
+
+
+def _found(run: RunFolder, experience_id: str) -> tuple[dict[str, Any], list[Experience]]:
+    """Return where a row is, and the rows of its group. Raises ApiError 404 for an unknown id."""
+    names = ["file", "row", "group_id", "group_rows", "first"]
+    with run.rows.cursor() as connection:
+        sql = "select r.file, r.row, group_id, group_rows, first, place < 0 from rows r join places using (place)"
+        found = connection.execute(f"{sql} where experience_id = ?", [experience_id]).fetchall()
+    if not found:
+        lags = run.rows.about()["lags"]
+        why = "it is still being read" if lags else "rows leave it when it reaches buffer.log_bytes"
+        problem = f"There is no row {experience_id!r} in the log: {why}."
+        raise ApiError(404, problem, code="row_not_found", param="id")
+    *values, is_expert = found[-1]
+    row = dict(zip(names, values, strict=True))
+    span = (row["row"], 1) if is_expert else (row["first"], row["group_rows"])
+    return row, from_batch(run.rows.read_group(row["file"], *span))
+
+
+def _answer(row: Experience) -> str:
+    """Return the turns of the model in a row, as one text."""
+    return "\n\n".join(turn.get("content") or "" for turn in row.turns if turn.get("role") == "assistant")
+
+
+@lru_cache(maxsize=8)
+def _decoder(folder: Path, model: str) -> Any:
+    """Return a function from a token id to its text; None if the model's tokenizer is not on this machine."""
+    from tokenizers import Tokenizer
+
+    files = [folder / "model" / "tokenizer.json", Path(model or ".") / "tokenizer.json"]
+    if not any(file.is_file() for file in files):
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        with contextlib.suppress(HFValidationError):  # it is a path
+            files.append(Path(str(try_to_load_from_cache(model, "tokenizer.json"))))
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+    return lru_cache(maxsize=1 << 16)(lambda token: tokenizer.decode([token], skip_special_tokens=False))
+
+
+QUERIES: dict[str, Query] = {
+    "rows": (RowsRequest, _rows),
+    "row": (RowRequest, _row),
+    "image": (ImageRequest, _image),
+}

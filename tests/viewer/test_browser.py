@@ -1,0 +1,298 @@
+"""The viewer in a real browser: every view and filter, what a model wrote, links, keys, and a run that is running."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from rayrft.config.serve import ViewerConfig
+from rayrft.runtime.serving import key_digest
+from rayrft.viewer.app import Viewer
+from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun
+from tests.viewer.test_queries import FILTERS, KEY
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra 'test'")
+expect = playwright.expect
+expect.set_options(timeout=30_000)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium: apt-get install chromium, which tests/run.sh does where it may"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        yield started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+
+@contextmanager
+def served(storage: Path) -> Iterator[str]:
+    """The address of a viewer over a storage, in a thread."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    app = Viewer(storage, ViewerConfig(), (key_digest(KEY),)).app()
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def url(storage: Path) -> Iterator[str]:
+    with served(storage) as address:
+        yield address
+
+
+class Window:
+    """A window of the page, opened by a link with the key."""
+
+    def __init__(self, browser: Any, url: str, query: str = "", *, key: str = KEY, **context: Any) -> None:
+        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **context})
+        self.context.set_default_timeout(30_000)
+        self.page, self.url = self.context.new_page(), url
+        self.errors: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        self.page.goto(f"{url}{query}#key={key}")
+
+    def open(self, query: str) -> None:
+        self.page.goto(f"{self.url}{query}")
+        self.ready()
+
+    def ready(self) -> None:
+        expect(self.page.locator("#main")).to_have_attribute("aria-busy", "false")
+
+    def see(self, selector: str) -> Any:
+        return expect(self.page.locator(selector))
+
+    def click(self, selector: str) -> None:
+        self.page.click(selector)
+
+    @property
+    def overflow(self) -> int:
+        """By how many pixels the page is wider than the window."""
+        return int(self.page.evaluate("document.documentElement.scrollWidth - innerWidth"))
+
+
+Open = Callable[..., Window]
+
+
+@pytest.fixture
+def opened(browser: Any, url: str) -> Iterator[Open]:
+    windows: list[Window] = []
+
+    def come(query: str = "", **how: Any) -> Window:
+        windows.append(Window(browser, how.pop("url", url), query, **how))
+        return windows[-1]
+
+    yield come
+    for window in windows:
+        window.context.close()
+        assert window.errors == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_view_opens_from_the_one_before_and_fits(width: int, scheme: str, opened: Open) -> None:
+    window = opened(viewport={"width": width, "height": 844}, color_scheme=scheme)
+    window.see("article.run").to_have_count(3)
+    window.see(".run:has-text('words') .pill >> nth=0").to_have_text("finished")
+    window.see(".run:has-text('words') .ledger").to_contain_text("144 trained")
+    window.see(".compare canvas").to_have_count(1)
+    assert window.overflow <= 0
+    window.click("article.run a:text-is('words')")
+    window.see("h1").to_have_text("words")
+    expect(window.page.locator(".charts figure").nth(11)).to_be_visible()
+    window.see(".events").to_contain_text("engine-0 restarted after 4.2 s: its process died")
+    assert window.overflow <= 0
+    window.click("nav a:text-is('Experiences')")
+    window.see("table.rows tbody tr").to_have_count(50)
+    assert window.overflow <= 0
+    window.click("table.rows tbody tr:nth-child(2) a")
+    window.see("#drawer .tokens span.own >> nth=0").to_be_visible()
+    window.see("#drawer .sibling").to_have_count(ROWS)
+    assert window.overflow <= 0
+    window.click("#drawer button[aria-label=Close]")
+    window.see("#drawer").to_be_hidden()
+    window.click("nav a:text-is('Tasks')")
+    window.see("table.rows tbody tr").to_have_count(7)
+    assert window.overflow <= 0
+    window.page.go_back()
+    window.see("nav a[aria-current]").to_have_text("Experiences")
+
+
+def test_runs_are_compared_as_they_are_chosen(opened: Open) -> None:
+    window = opened()
+    window.see(".compare .legend span").to_have_text(["other", "words"])
+    window.page.uncheck("input[aria-label='Compare other']")
+    window.see(".compare .legend span").to_have_count(0)
+    window.page.select_option("select[aria-label=metric]", "entropy")
+    window.page.select_option("select[aria-label=over]", "tokens")
+    window.see(".compare figcaption b").to_have_text("entropy over tokens")
+    for part in ("metric=entropy", "axis=tokens", "compare=words"):
+        assert part in window.page.url
+    again = opened(window.page.url.removeprefix(window.url))
+    again.see(".compare figcaption b").to_have_text("entropy over tokens")
+
+
+def test_a_click_at_a_step_opens_its_rows(opened: Open) -> None:
+    window = opened("?view=run&run=words")
+    plot = window.page.locator(".charts .u-over >> nth=0")
+    box = plot.bounding_box()
+    window.page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 40)
+    window.see(".charts .readout >> nth=0").to_contain_text("step 12")
+    window.page.mouse.click(box["x"] + box["width"] - 2, box["y"] + 40)
+    window.see("table.rows tbody tr").to_have_count(GROUPS * ROWS)
+    assert "min_step=12&max_step=12" in window.page.url
+
+
+def test_every_filter_is_set_and_taken_back_by_its_field(opened: Open) -> None:
+    window = opened("?view=experiences&run=words&source=usual")
+    window.see(".mean").to_contain_text("152 rows in 38 groups")
+    labels = {"group_status": "group", "stop_reason": "ended by", "status": "status", "drop_reason": "dropped for"}
+    labels |= {"source": "source", "text": "text", "task_id": "task", "where": "condition in SQL"}
+    for name, (value, _) in FILTERS.items():
+        if name in ("source", "group_id"):  # the one is set already, the other is set by links
+            continue
+        end, _, of = name.partition("_")
+        label = labels.get(name) or f"{end} {'trained in step' if of == 'step' else of}"
+        field = window.page.locator(f"details.filters [aria-label='{label}']")
+        if name in ("group_status", "stop_reason", "status", "drop_reason"):
+            field.select_option(str(value))
+        else:
+            field.fill(str(value))
+            field.press("Enter")
+        taken = window.page.locator(f"button[aria-label='Remove filter {name}']")
+        expect(taken).to_contain_text(str(value))
+        taken.click()
+        expect(taken).to_have_count(0)
+        window.see(".mean").to_contain_text("152 rows in 38 groups")
+    window.page.select_option("select[aria-label=sort]", "-tokens")
+    window.ready()
+    lengths = [int(each) for each in window.page.locator("table.rows tbody td:nth-child(4)").all_text_contents()]
+    assert lengths == sorted(lengths, reverse=True)
+    window.click("button:text-is('More')")
+    window.see(".pages").to_contain_text("51–100 of 152")
+    window.page.fill("[aria-label='condition in SQL']", "rewrd > 1")
+    window.page.press("[aria-label='condition in SQL']", "Enter")
+    window.see("main .problem").to_contain_text('Referenced column "rewrd" not found')
+    assert [error for error in window.errors if "400" not in error] == []
+    window.errors.clear()  # the browser's own line on the refused request
+
+
+def test_what_a_model_wrote_stays_text(opened: Open) -> None:
+    window = opened("?view=experiences&run=words&id=words/mix/0/task00/0")
+    window.see("#drawer .turns .text >> nth=-1").to_have_text(SCRIPT)
+    window.see("#drawer .sibling >> nth=0").to_contain_text("<script>")
+    window.see("#drawer .tokens").to_contain_text("<script>")
+    window.page.fill("[aria-label=text]", "<script>") if window.page.is_visible("[aria-label=text]") else None
+    window.open("?view=experiences&run=words&text=<script>")
+    window.see("table.rows .said").to_have_text([SCRIPT])
+    window.open("?view=tasks&run=words&text=<script>alert(1)</script>")
+    window.see(".pages").to_contain_text("No such task.")
+    assert window.page.title() == "words · rayrft"
+    assert window.page.locator("main script, #drawer script, main img").count() == 0
+
+
+def test_a_row_is_shown_with_its_turns_tokens_image_and_fate(opened: Open) -> None:
+    window = opened("?view=experiences&run=words&id=words/mix/3/task03/0")
+    window.see("#drawer .turns .role").to_have_text(["Question", "Model", "Tool", "Model"])
+    window.see("#drawer .turns img").to_have_js_property("naturalWidth", 160)
+    window.see("#drawer dl").to_contain_text("trained in step 2")
+    window.see("#drawer dl").to_contain_text("v1")
+    token = window.page.locator("#drawer .tokens .own >> nth=3")
+    token.hover()
+    window.see("#drawer .readout").to_contain_text("log-prob")
+    for colouring in ("advantage", "gap", "version", "mask", "logprob"):
+        window.page.select_option("select[aria-label=colour]", colouring)
+        expect(window.page.locator("#drawer select[aria-label=colour]")).to_have_value(colouring)
+        assert f"colour={colouring}" in window.page.url
+    window.click("#drawer .sibling >> nth=1")
+    window.see("#drawer h1").to_have_text("words/mix/3/task03/1")
+    window.click("#drawer dl a >> nth=0")
+    window.see("table.rows tbody tr").to_have_count(GROUPS * ROWS)
+    window.open("?view=experiences&run=words&id=words/mix/99/none/0")
+    window.see("#drawer .problem").to_contain_text("There is no row 'words/mix/99/none/0'")
+    window.errors.clear()  # the browser's own line on the refused request
+
+
+def test_tasks_are_chosen_by_what_became_of_them(opened: Open) -> None:
+    window = opened("?view=tasks&run=words&least=2")
+    window.see(".segments button").to_contain_text(["All7", "Solved0", "Never solved7", "Unlearned0"])
+    window.click(".segments button:has-text('Solved') >> nth=0")
+    window.see(".pages").to_contain_text("No such task.")
+    window.page.fill("[aria-label='passes from reward']", "1")
+    window.page.press("[aria-label='passes from reward']", "Enter")
+    window.see("table.rows tbody tr >> nth=0").to_be_visible()
+    window.page.select_option("select[aria-label=sort]", "rate")
+    window.ready()
+    rates = [float(each.split()[0]) for each in window.page.locator("table.rows td:first-child").all_text_contents()]
+    assert rates == sorted(rates)
+    window.page.fill("[aria-label=text]", "task03")
+    window.page.press("[aria-label=text]", "Enter")
+    window.see("table.rows tbody tr").to_have_count(1)
+    window.click("table.rows a")
+    window.see("nav a[aria-current]").to_have_text("Experiences")
+    window.see(".chips").to_contain_text("task id: task03")
+
+
+def test_a_wrong_key_is_asked_for_again(opened: Open) -> None:
+    window = opened(key="sk-wrong")
+    window.see("#login").to_be_visible()
+    window.see("#login-problem").to_have_text("Incorrect API key provided.")
+    assert "key=" not in window.page.url, "the link's key is not left in the address"
+    window.page.fill("#login-key", KEY)
+    window.page.press("#login-key", "Enter")
+    window.see("article.run").to_have_count(3)
+    window.errors.clear()  # the browser's own lines on the refused requests
+
+
+def test_the_page_of_a_running_run_updates_itself(opened: Open, tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path, "live")
+    run.train(2)
+    with served(tmp_path) as url:
+        curves = opened("?view=run&run=live", url=url)
+        rows = opened("?view=experiences&run=live&group_status=trained", url=url)
+        runs = opened(url=url)
+        curves.see(".facts").to_contain_text("2 / 40")
+        rows.see(".mean").to_contain_text(f"{2 * GROUPS * ROWS} rows")
+        runs.see(".facts").to_contain_text("2 / 40")
+        for window in (curves, rows, runs):
+            window.see("#live").to_have_text("live")
+        run.train(2)
+        run.restart("killed by the test")
+        curves.see(".facts").to_contain_text("4 / 40")
+        curves.see(".events").to_contain_text("killed by the test")
+        rows.see(".mean").to_contain_text(f"{4 * GROUPS * ROWS} rows")
+        runs.see(".facts").to_contain_text("4 / 40")
+        run.finish()
+        curves.see(".pill >> nth=0").to_have_text("finished")
+        runs.see(".pill >> nth=0").to_have_text("finished")
+        run.close()
+        for window in (curves, rows, runs):  # before the server ends, whose absence the page tells
+            window.context.close()
+
+
+def test_a_damaged_log_is_named_on_the_page(opened: Open, storage: Path, tmp_path: Path) -> None:
+    shutil.copytree(storage / "words", tmp_path / "words", symlinks=True)
+    segment = tmp_path / "words" / "buffer" / "segment-00000000.arrow"
+    segment.write_bytes(segment.read_bytes()[:-100])
+    with (tmp_path / "words" / "metrics.jsonl").open("r+b") as records:
+        records.seek(2)
+        records.write(b"\x00")
+    with served(tmp_path) as url:
+        window = opened("?view=experiences&run=words", url=url)
+        window.see("main .problem").to_contain_text("the file was changed since it was written")
+        window.open("?view=run&run=words")
+        window.see("main .problem").to_contain_text("is damaged in the line at byte 0")
+        window.context.close()

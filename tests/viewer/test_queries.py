@@ -1,0 +1,381 @@
+"""The viewer over HTTP: what it says of runs and rows, what it refuses, and files that are broken or grow."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rayrft.buffer.reader import Archive
+from rayrft.config.serve import ViewerConfig
+from rayrft.monitor.records import read_records
+from rayrft.runtime.serving import key_digest
+from rayrft.viewer.app import VIEWS, Viewer
+from rayrft.viewer.index import read_log_rows
+from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun
+
+KEY = "sk-right"
+
+
+class Client:
+    """A page's requests to a viewer over a storage."""
+
+    def __init__(self, storage: Path, key: str = KEY, **settings: Any) -> None:
+        app = Viewer(storage, ViewerConfig(**settings), (key_digest(KEY),)).app()
+        headers = {"Authorization": f"Bearer {key}"}
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://page", headers=headers)
+
+    async def ask(self, query: str, expected: int = 200, **asked: Any) -> dict[str, Any]:
+        response = await self.http.get(f"/v1/{query}", params=asked, timeout=60)
+        assert response.status_code == expected, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    async def rows(self, **asked: Any) -> dict[str, Any]:
+        """The rows of a run once its whole log is read."""
+        while (found := await self.ask("rows", **{"run": "words", **asked}))["log"]["lags"]:
+            pass
+        return found
+
+    async def refused(self, query: str, expected: int = 400, **asked: Any) -> tuple[str, str]:
+        """The parameter and the message of an error."""
+        error = (await self.ask(query, expected, **asked))["error"]
+        return error["param"], error["message"]
+
+
+@pytest.fixture
+async def client(storage: Path) -> AsyncIterator[Client]:
+    client = Client(storage)
+    yield client
+    await client.http.aclose()
+
+
+@pytest.fixture
+def copied(storage: Path, tmp_path: Path) -> Path:
+    """A storage with a copy of `words`, to be changed."""
+    shutil.copytree(storage / "words", tmp_path / "words", symlinks=True)
+    return tmp_path
+
+
+def every_row(storage: Path) -> list[dict[str, Any]]:
+    """The usual rows of `words`, as the log's own reader gives them."""
+    archive = Archive.of_run(storage / "words")
+    return [row for batch in archive.rows() for row in batch.to_pylist(maps_as_pydicts="strict")]
+
+
+def short_run(storage: Path, steps: int, **settings: Any) -> None:
+    run = RecordedRun(storage, **settings)
+    run.train(steps)
+    run.close()
+
+
+async def test_runs_are_told_with_their_end_ledger_curves_and_verdict(client: Client) -> None:
+    runs = {run["run"]: run for run in (await client.ask("runs"))["runs"]}
+    words = runs["words"]
+    assert (words["status"], words["step"], words["version"], words["stage"]) == ("finished", 12, 12, "mix")
+    assert len(words["reward"]) == 12 and [step for step, _ in words["accuracy"]] == [0, 10]
+    ledger = words["ledger"]
+    assert ledger["trained"] == 12 * GROUPS * ROWS and ledger["dropped"]["late"] == 2 * ROWS
+    assert ledger["sampled"] == ledger["trained"] + sum(ledger["dropped"].values()) + ledger["held"]
+    assert words["verdict"].startswith("trainer waited") and words["problems"] == []
+    assert (runs["other"]["status"], runs["other"]["error"]) == ("failed", "trainer rank 0: out of memory")
+    assert (runs["fresh"]["status"], runs["fresh"]["step"], runs["fresh"]["reward"]) == ("running", 0, [])
+
+
+@pytest.mark.parametrize("axis", ["step", "samples", "tokens", "hours"])
+async def test_runs_are_compared_on_one_axis(axis: str, client: Client) -> None:
+    found = await client.ask("compare", runs="words,other,fresh", axis=axis)
+    words, other = found["curves"]  # the third has no steps
+    assert [len(each["y"]) for each in (words, other)] == [12, 4]
+    last = {"step": 12, "samples": 12 * GROUPS * ROWS, "hours": 0.2}.get(axis)
+    assert words["x"] == sorted(words["x"]) and (last is None or words["x"][-1] == pytest.approx(last))
+    assert "accuracy" in found["metrics"] and "grad_norm" in found["metrics"]
+    accuracy = await client.ask("compare", runs="words", metric="accuracy", axis=axis)
+    assert len(accuracy["curves"][0]["y"]) == 2
+
+
+async def test_a_run_has_its_numbers_by_step_and_what_happened(client: Client, storage: Path) -> None:
+    run = await client.ask("run", run="words")
+    steps = [record for record in read_records(storage / "words") if record.kind == "step"]
+    assert run["columns"]["reward"] == [pytest.approx(record.reward) for record in steps]
+    assert run["columns"]["entropy"] == [pytest.approx(record.metrics.entropy) for record in steps]
+    assert [(mark["kind"], mark["step"]) for mark in run["marks"]] == [("note", 0), ("change", 7), ("restart", 7)]
+    assert run["marks"][2]["text"] == "engine-0 restarted after 4.2 s: its process died"
+    assert run["stage_starts"] == [["mix", 1]]
+
+
+async def test_a_long_run_is_told_by_means_of_several_steps(tmp_path: Path) -> None:
+    short_run(tmp_path, 1)
+    [line] = [each for each in (tmp_path / "words/metrics.jsonl").read_text().splitlines() if '"kind": "step"' in each]
+    many = [json.dumps({**json.loads(line), "step": step, "reward": step % 2}) for step in range(1, 4001)]
+    (tmp_path / "words" / "metrics.jsonl").write_text("\n".join(many) + "\n")
+    found = await Client(tmp_path).ask("run", run="words")
+    assert found["mean_of"] == 3 and found["step"] == 4000
+    assert found["columns"]["step"][:2] == [2, 5] and found["columns"]["reward"][0] == pytest.approx(2 / 3)
+
+
+FILTERS = {
+    "min_reward": (1, lambda row: row["reward"] >= 1),
+    "max_reward": (0.5, lambda row: row["reward"] <= 0.5),
+    "min_tokens": (150, lambda row: sum(row["action_mask"]) >= 150),
+    "max_tokens": (150, lambda row: sum(row["action_mask"]) <= 150),
+    "min_staleness": (0, lambda row: row["uses"] > 0),
+    "max_staleness": (-1, lambda row: False),
+    "min_version": (6, lambda row: min(span["version"] for span in row["weight_versions"]) >= 6),
+    "max_version": (1, lambda row: min(span["version"] for span in row["weight_versions"]) <= 1),
+    "min_step": (12, lambda row: row["uses"] and row["trained_step"] == 11),
+    "max_step": (1, lambda row: row["uses"] and row["trained_step"] == 0),
+    "source": ("usual", lambda row: True),
+    "status": ("finished", lambda row: True),
+    "stop_reason": ("length", lambda row: row["stop_reason"] == "length"),
+    "group_status": ("trained", lambda row: row["group_status"] == "trained"),
+    "drop_reason": ("late", lambda row: row["group_status"] == "dropped"),
+    "task_id": ("task03", lambda row: row["task_id"] == "task03"),
+    "group_id": ("words/mix/4/task04", lambda row: row["group_id"] == "words/mix/4/task04"),
+    "text": ("DOCUMENT.TITLE", lambda row: row["experience_id"] == "words/mix/0/task00/0"),
+    "where": (
+        "stop_reason = 'length' and reward < 1",
+        lambda row: row["stop_reason"] == "length" and row["reward"] < 1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+async def test_every_filter_leaves_the_rows_that_the_log_has_of_it(name: str, client: Client, storage: Path) -> None:
+    value, meets = FILTERS[name]
+    found = await client.rows(**{name: value, "where": value if name == "where" else "source = 'usual'", "limit": 200})
+    assert {row["experience_id"] for row in found["rows"]} == {
+        row["experience_id"] for row in every_row(storage) if meets(row)
+    }
+    assert found["count"] == len(found["rows"])
+
+
+def test_no_filter_is_left_out() -> None:
+    [(model, _)] = [query for view in VIEWS for name, query in view.QUERIES.items() if name == "rows"]
+    assert model.model_fields.keys() - {"run", "sort", "offset", "limit"} == FILTERS.keys()
+
+
+async def test_rows_come_in_the_order_and_the_pages_that_are_asked_for(client: Client) -> None:
+    async def page(**asked: Any) -> list[dict[str, Any]]:
+        return (await client.rows(group_status="trained", **asked))["rows"]
+
+    for sort in ("reward", "tokens", "staleness", "version", "step", "logprob", "finished_at", "group_deviation"):
+        up, down = await page(sort=sort, limit=200), await page(sort=f"-{sort}", limit=200)
+        assert len(up) == 12 * GROUPS * ROWS and {row["experience_id"] for row in up} == {
+            row["experience_id"] for row in down
+        }
+        if sort in up[0]:
+            assert [row[sort] for row in up] == sorted(row[sort] for row in up)
+            assert [row[sort] for row in down] == sorted((row[sort] for row in down), reverse=True)
+    pages = [await page(sort="tokens", limit=100), await page(sort="tokens", limit=100, offset=100)]
+    assert [row["experience_id"] for part in pages for row in part] == [
+        row["experience_id"] for row in await page(sort="tokens", limit=200)
+    ]
+
+
+async def test_a_row_comes_with_its_group_tokens_and_fate(client: Client, storage: Path) -> None:
+    await client.rows()
+    found = await client.ask("row", run="words", id="words/mix/0/task00/0")
+    [row] = [each for each in every_row(storage) if each["experience_id"] == "words/mix/0/task00/0"]
+    assert (found["step"], found["uses"], found["group_status"]) == (1, 1, "trained")
+    assert [turn["role"] for turn in found["turns"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert found["turns"][-1]["content"] == SCRIPT
+    assert found["token_ids"] == row["token_ids"] and found["mask"] == row["action_mask"]
+    assert found["logprobs"] == [pytest.approx(each) for each in row["logprobs"]]
+    assert "".join(found["token_texts"]).startswith("Use the calculator")
+    assert [each["experience_id"] for each in found["group"]] == [f"words/mix/0/task00/{at}" for at in range(ROWS)]
+    assert found["advantage"] == pytest.approx(found["reward"] - sum(each["reward"] for each in found["group"]) / ROWS)
+    assert found["components"]["form"] == 1.0
+    sibling = await client.ask("row", run="words", id="words/mix/0/task00/1")
+    assert [(note["reward"], note["labels"]) for note in sibling["late_feedback"]] == [(1.0, {"quality": "good"})]
+    late = (await client.rows(drop_reason="late"))["rows"][0]
+    dropped = await client.ask("row", run="words", id=late["experience_id"])
+    assert (dropped["group_status"], dropped["step"], dropped["drop_reason"]) == ("dropped", None, "late")
+    demonstration = (await client.rows(source="expert"))["rows"][0]
+    assert (await client.ask("row", run="words", id=demonstration["experience_id"]))["group_status"] == "demonstration"
+
+
+async def test_images_of_rows_are_shown_and_no_other_files(client: Client) -> None:
+    await client.rows()
+    pictured = (await client.rows(where="images > 0"))["rows"][0]["experience_id"]
+    image = await client.http.get("/v1/image", params={"run": "words", "id": pictured, "number": 0})
+    assert image.headers["content-type"] == "image/png" and image.content.startswith(b"\x89PNG")
+    assert (await client.refused("image", 404, run="words", id=pictured, number=1))[0] == "number"
+    assert (await client.refused("image", 400, run="words", id=pictured, number=-1))[0] == "number"
+
+
+async def test_tasks_are_counted_by_what_they_were_solved(client: Client, storage: Path) -> None:
+    await client.rows()
+    found = await client.ask("tasks", run="words")
+    rows = every_row(storage)
+    rates = {task["task_id"]: (task["tries"], task["passed"]) for task in found["tasks"]}
+    for name in {row["task_id"] for row in rows}:
+        rewards = [row["reward"] for row in rows if row["task_id"] == name]
+        assert rates[name] == (len(rewards), sum(reward >= 1 for reward in rewards))
+    assert found["counts"]["solved"] + found["counts"]["unsolved"] == found["counts"]["all"] == len(rates)
+    assert {point["source"] for point in found["sources"]} == {"usual"}
+    everything = await client.ask("tasks", run="words", least=2)
+    assert everything["counts"]["unsolved"] == len(rates) and everything["counts"]["solved"] == 0
+
+
+async def test_a_task_that_was_solved_before_and_is_no_more_is_unlearned(tmp_path: Path) -> None:
+    def rewarded(good: set[str]) -> None:
+        rows = [run._group() for _ in range(GROUPS)]
+        run.buffer.put(
+            [([row.with_fields(reward=float(row.task_id in good)) for row in group], None) for group in rows]
+        )
+        run.buffer.trained(run.steps, advance=True)
+        run.steps += 1
+
+    run = RecordedRun(tmp_path)
+    for solved in ({"task01", "task02"}, {"task02", "task03"}):
+        for _ in range(5):  # the seven tasks come twice
+            rewarded(solved)
+    run.close()
+    client = Client(tmp_path)
+    await client.rows()
+    found = await client.ask("tasks", run="words", which="unlearned", before=4, after=9, span=5)
+    assert [(task["task_id"], task["rate_before"], task["rate_after"]) for task in found["tasks"]] == [
+        ("task01", 1.0, 0.0)
+    ]
+
+
+async def test_what_is_not_known_is_refused_by_its_name(client: Client) -> None:
+    assert await client.refused("rows", run="words", min_rewrd=1) == (
+        "min_rewrd",
+        "min_rewrd: Extra inputs are not permitted.",
+    )
+    assert (await client.refused("rows", run="words", min_reward="x"))[0] == "min_reward"
+    assert (await client.refused("rows", run="words", sort="tokens; drop table rows"))[0] == "sort"
+    assert (await client.refused("rows", run="words", limit=10**6))[0] == "limit"
+    assert (await client.refused("rows"))[0] == "run"
+    param, message = await client.refused("run", 404, run="word")
+    assert param == "run" and "did you mean 'words'?" in message
+    assert (await client.refused("run", 404, run="../words"))[0] == "run"
+    assert (await client.refused("row", 404, run="words", id="words/mix/0"))[0] == "id"
+    assert (await client.refused("compare", runs="words", axis="weeks"))[0] == "axis"
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "reward > ",
+        "rewrd > 1",
+        "sum(reward) > 1",
+        "true; drop table rows",
+        "true) or (true",
+        "(select count(*) from read_text('/etc/passwd')) > 0",
+        "(select count(*) from read_csv('/etc/passwd')) > 0",
+    ],
+)
+async def test_a_condition_is_an_expression_over_rows_and_nothing_else(where: str, client: Client) -> None:
+    param, message = await client.refused("rows", run="words", where=where)
+    assert param == "where" and message.startswith("where: not a valid condition")
+    assert (await client.rows(where="true"))["count"] > 0
+
+
+async def test_without_the_key_nothing_is_told(storage: Path) -> None:
+    for key in ("", "sk-wrong"):
+        client = Client(storage, key)
+        for view in VIEWS:
+            for name in view.QUERIES:
+                assert (await client.refused(name, 401, run="words"))[1] == "Incorrect API key provided."
+        assert (await client.refused("changes", 401))[0] is None
+        page = await client.http.get("/")
+        policy = page.headers["content-security-policy"]
+        assert page.status_code == 200 and "script-src 'self'" in policy and "default-src 'none'" in policy
+
+
+async def test_a_line_that_is_half_written_is_not_read_and_a_damaged_one_is_named(copied: Path) -> None:
+    records = copied / "words" / "metrics.jsonl"
+    whole = records.read_bytes()
+    records.write_bytes(whole[:-20])
+    assert (await Client(copied).ask("run", run="words"))["problems"] == []
+    lines = whole.splitlines(keepends=True)
+    records.write_bytes(b"".join([*lines[:5], b'{"kind": "st\n', *lines[6:]]))
+    client = Client(copied)
+    found = await client.ask("run", run="words")
+    assert str(records) in found["problems"][0] and "damaged in the line at byte" in found["problems"][0]
+    assert found["step"] == 2, "what stands before it is shown"
+    (copied / "words" / "summary.json").write_text('{"name": ')
+    assert any("summary.json" in problem for problem in (await client.ask("run", run="words"))["problems"])
+
+
+@pytest.mark.parametrize("what", ["changed", "gone"])
+async def test_a_segment_that_is_damaged_is_named(what: str, copied: Path) -> None:
+    segment = copied / "words" / "buffer" / "segment-00000000.arrow"
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    segment.write_bytes(data) if what == "changed" else segment.unlink()
+    found = await Client(copied).rows()
+    [problem] = found["log"]["damaged"].values()
+    assert problem.startswith(str(segment)) and "a backup" in problem
+    assert {row["source"] for row in found["rows"]} == {"expert"}
+
+
+async def test_a_journal_that_is_damaged_and_a_config_that_cannot_be_read_are_named(copied: Path) -> None:
+    journal = copied / "words" / "buffer" / "journal-00000000.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join([lines[0], b"x" + lines[1], *lines[2:]]))
+    client = Client(copied)
+    assert "journal-00000000.jsonl, line 2" in (await client.rows())["log"]["problem"]
+    journal.write_bytes(b"".join(lines))
+    assert (await client.rows())["log"]["problem"] == "" and (await client.rows())["count"] > 100
+    (copied / "words" / "config.yaml").write_text("modle: 1\n")
+    assert "modle" in (await Client(copied).rows())["log"]["problem"]
+
+
+async def test_what_a_running_run_adds_is_told_at_once_and_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecordedRun(tmp_path)
+    run.train(2)
+    client = Client(tmp_path)
+    first = await client.rows(group_status="trained")
+    seen = (await client.ask("changes", run="words"))["seen"]
+    waiting = asyncio.create_task(client.ask("changes", run="words", seen=seen))
+    read: list[int] = []
+
+    def counted(storage: Any, name: str, extent: Any, after: Any = None) -> Any:
+        batch = read_log_rows(storage, name, extent, after)
+        read.append(batch.num_rows)
+        return batch
+
+    monkeypatch.setattr("rayrft.viewer.index.read_log_rows", counted)
+    run.train()
+    assert (await waiting)["seen"] != seen
+    found = await client.rows(group_status="trained")
+    assert found["count"] == first["count"] + GROUPS * ROWS and sum(read) == GROUPS * ROWS
+    assert (await client.ask("run", run="words"))["step"] == 3
+    again = Client(tmp_path)
+    assert (await again.rows(group_status="trained"))["count"] == found["count"] and sum(read) == GROUPS * ROWS
+    run.close()
+
+
+async def test_a_new_run_of_the_same_name_does_not_have_the_rows_of_the_old_one(copied: Path) -> None:
+    client = Client(copied)
+    old = await client.rows(source="usual")
+    (copied / "words").rename(copied / "words-before")
+    short_run(copied, 1, seed=5)
+    for each in (client, Client(copied)):
+        found = await each.rows(source="usual")
+        assert found["count"] == GROUPS * ROWS < old["count"]
+
+
+async def test_a_run_that_was_resumed_is_told_as_its_file_is_now(copied: Path) -> None:
+    client, records = Client(copied), copied / "words" / "metrics.jsonl"
+    assert (await client.ask("run", run="words"))["step"] == 12
+    lines = records.read_bytes().splitlines(keepends=True)
+    records.unlink()
+    records.write_bytes(b"".join(lines[:5]))
+    assert (await client.ask("run", run="words"))["step"] < 5
+
+
+async def test_a_run_folder_is_a_storage_of_one_run(storage: Path) -> None:
+    assert [run["run"] for run in (await Client(storage / "words").ask("runs"))["runs"]] == ["words"]
