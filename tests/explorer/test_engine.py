@@ -28,7 +28,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, RequestRefused
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.client import EngineClient
-from rayrft.explorer.engines.engine import RolloutEngine
+from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.exchange import INTERRUPTED, Capacity, Chunk, Completion, Request, Sampling, Session
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.pipelines.run.models import AskedModel
@@ -42,6 +42,7 @@ from rayrft.trainer.policy import Policy
 from rayrft.trainer.tiny import make_tiny_model
 from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets, two_buffers
 from rayrft.weights.channel import WeightChannel, open_store
+from rayrft.weights.files import VersionFolder
 from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
 from tests.algorithms.flat import token_logprobs
 from tests.errors import about
@@ -386,6 +387,21 @@ def test_it_computes_with_weights_that_come_as_files_in_full_and_as_differences(
                 parameter.view(-1)[::50] += 0.3  # enough to be seen
     written = [sum(file.stat().st_size for file in each.glob("*.bin")) for each in sorted(tmp_path.iterdir())]
     assert len(written) == 3 and max(written[1:]) < 0.1 * written[0]
+
+    # As an engine elsewhere, which meets no trainer and knows the numbers of versions alone.
+    options = {"address": str(tmp_path)}
+    link = Link("files", "", 0, 0, senders=0, receivers=1, timeout_s=0, secret="", options=options)
+    ray.get([engine.actor.connect.remote(link, 0), engine.actor.pause.remote(False)])
+    with pytest.raises(RayTaskError, match="is missing"):
+        ray.get(engine.actor.receive.remote(4, 53))
+    held = ray.get(engine.actor.receive.remote(3, 54))
+    folder = VersionFolder(str(tmp_path))
+    assert held == EngineWeights(54, (folder.manifest(folder.ref(3)).digest,))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[::50] -= 0.3  # as it was sent
+    for completion in engine.generate():
+        assert completion.logprobs == pytest.approx(recomputed(model, completion), abs=1e-4)
     engine.channel = linked(engine.actor, 21)
 
 
