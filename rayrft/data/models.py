@@ -37,8 +37,8 @@ def vocabulary_of(model: str) -> int:
 
 
 def attention_cost(model: str) -> float:
-    """Return what attention adds to the cost of training a row: with s tokens it costs as much as
-    ``s + attention_cost s^2`` tokens alone.
+    """Return the cost of attention to one token: training a row of s tokens costs as much as ``s + attention_cost s^2``
+    tokens alone.
 
     A token's products with W weights, those of its experts and of the head included, take ``2 W`` operations forward,
     and causal attention ``2 A s^2`` for a row, with A the widths of all heads that attend to the whole row. Backward is
