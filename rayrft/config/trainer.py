@@ -59,6 +59,9 @@ class TrainerConfig(Section):
     """Pack rows into one sequence, without padding or attention between them, if the model supports it."""
     gradient_checkpointing: bool = False
     """Keep one state per layer for the backward pass and recompute the others: a third more time, less memory."""
+    compile: Literal["off", "layers"] = "off"
+    """``layers``: compile every decoder layer (`torch.compile`), which takes minutes at the first step, and needs a C
+    compiler on every node. Attention on CPUs is not compiled."""
     accumulate: Accumulate = "auto"
     """Gradients of a step's micro-batches add up ``sharded``, reduced after each, or ``unsharded``, reduced once: less
     communication, and 4 more bytes a parameter on every rank; auto: unsharded if that is at most 1 GiB."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rayrft.config.trainer import TrainerConfig
-from rayrft.errors import DeviceFailed, OutOfMemory, RowsFailed
+from rayrft.errors import DeviceFailed, ModelError, OutOfMemory, RowsFailed, first_line
 from rayrft.trainer.batches import MicroBatch
 
 _PHASES = {
@@ -38,6 +38,10 @@ def blaming(batch: MicroBatch) -> Iterator[None]:
     except RowsFailed:
         raise
     except Exception as error:  # a model, a loss or an image reader may raise anything
+        if any(kind.__module__ == "torch._dynamo.exc" for kind in type(error).__mro__):  # whose import takes seconds
+            problem = f"the layers of the model cannot be compiled: {type(error).__name__}: {first_line(error)}"
+            remedy = "set it to off, or install a C compiler if that is what is missing (rayrft doctor)"
+            raise ModelError(problem, remedy, field="trainer.compile") from error
         if not batch.experiences or is_device_fault(error) or _is_peer_failure(error.__traceback__):
             raise
         rank = dist.get_rank() if dist.is_initialized() else 0

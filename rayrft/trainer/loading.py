@@ -149,6 +149,8 @@ class Loader:
             policy.head_chunk = config.head_chunk
             if config.gradient_checkpointing and not frozen:
                 policy.checkpoint_layers()
+            if config.compile == "layers":
+                policy.compile_layers()
             if lora is not None:
                 policy.lora = Lora(policy.model, lora, origin=path, compute=self._compute, seed=self._seed)
             if frozen:

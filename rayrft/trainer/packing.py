@@ -188,8 +188,7 @@ def packed_attention(
     if uses_kernel(query.device, query.dtype):
         out = _kernel(query, key, value, packing, scaling, sliding_window)
     else:
-        out = torch.cat([_bucket(query, key, value, bucket, scaling, sliding_window) for bucket in packing.buckets])
-        out = out[packing.index]
+        out = _buckets(query, key, value, packing, scaling, sliding_window)
     return out[None], None
 
 
@@ -221,6 +220,15 @@ def _kernel(
     )
     assert isinstance(out, Tensor)  # a tuple only if auxiliary outputs are requested
     return out
+
+
+@torch.compiler.disable  # else a layer would be compiled again for every number of buckets
+def _buckets(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    """Compute the attention of the computed tokens, ``[C, heads, D]``."""
+    out = [_bucket(query, key, value, bucket, scaling, window) for bucket in packing.buckets]
+    return torch.cat(out)[packing.index]
 
 
 def _bucket(

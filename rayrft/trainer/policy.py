@@ -69,6 +69,17 @@ class Policy(nn.Module):
         for layer in layers:
             layer.training = True  # only the layer itself, not its submodules: else it does not checkpoint
 
+    def compile_layers(self) -> None:
+        """Compile every decoder layer at its first call, for micro-batches of any size. Call it before the model is
+        sharded. Raises ModelError if the model names no class of layers."""
+        names = set(self.model._no_split_modules or ())
+        layers = [module for module in self.model.modules() if type(module).__name__ in names]
+        if not layers:
+            problem, remedy = "the model names no layers that could be compiled", "set it to off"
+            raise ModelError(problem, remedy, field="trainer.compile", value=type(self.model).__name__)
+        for layer in layers:
+            layer.compile(dynamic=True)
+
     def use(self, *, packs: bool, chunks_head: bool) -> None:
         """Use the fast paths that `enable_fast_paths` has found for this model."""
         if packs:

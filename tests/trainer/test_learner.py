@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig, TrainerConfig
-from rayrft.errors import NotFinite, OutOfMemory, RowsFailed
+from rayrft.errors import ModelError, NotFinite, OutOfMemory, RowsFailed
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.blame import device_failed, is_device_fault
 from rayrft.trainer.learner import Learner
@@ -52,9 +52,12 @@ KINDS: dict[str, tuple[dict[str, Any], list[TrainRow]]] = {
 }
 
 
-def learner_of(kind: str, tokens: int, *, pack: bool = True, **how: Any) -> Learner:
+def learner_of(
+    kind: str, tokens: int, *, pack: bool = True, prepare: Callable[[Policy], None] = lambda policy: None, **how: Any
+) -> Learner:
     """A learner whose model has moved: a new one of a reward model has no gradient, and the KL of KTO is 0."""
     models = {"policy": make_model(pack=pack), "valued": make_model(pack=pack)}
+    prepare(models["policy"])
     learner = make_learner(kind, KINDS[kind][0], tokens=tokens, temperature=0.7, **how, **models)
     move(learner.trained, 0.05)
     return learner
@@ -117,6 +120,31 @@ def test_the_number_of_ranks_and_of_replicas_changes_nothing(
     reference: Reference, kind: str, ranks: int, replicas: int, accumulate: str
 ) -> None:
     assert_alike(on_ranks(ranks, _on_rank, kind, accumulate, replicas), reference[kind])
+
+
+def _compiled(kind: str) -> Measured:
+    import torch._dynamo
+
+    learner = learner_of(kind, 60, sharded=True, prepare=Policy.compile_layers)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        return measure(learner, KINDS[kind][1])
+
+
+@pytest.mark.slow  # the C compiler takes minutes
+def test_compiled_layers_change_nothing_and_are_compiled_once_for_micro_batches_of_any_size(
+    reference: Reference,
+) -> None:
+    assert_alike(on_ranks(1, _compiled, "mix"), reference["mix"])
+
+
+def test_no_row_is_blamed_for_a_layer_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.exc import InternalTorchDynamoError
+
+    fault = InternalTorchDynamoError("no C compiler was found")
+    monkeypatch.setattr("rayrft.trainer.policy.run_model", mock.Mock(side_effect=fault))
+    with pytest.raises(ModelError, check=about("trainer.compile")) as error:
+        make_learner("grpo").step([[replace(row, experience="row") for row in own_rows()]])
+    assert "no C compiler was found" in str(error.value) and "set it to off" in error.value.remedy
 
 
 def test_a_step_that_is_not_finite_stops_before_it_spoils_the_model() -> None:

@@ -124,9 +124,11 @@ def _kinds(folder: str) -> None:
         for name, each in model.named_parameters():
             assert torch.equal(full(each), expected[name]) and each.requires_grad == trained(name), name
 
-    plain, adapting = loader(head_chunk=100), loader(lora=LoraConfig(rank=2, targets=["q_proj"]))
+    plain, adapting = loader(head_chunk=100, compile="layers"), loader(lora=LoraConfig(rank=2, targets=["q_proj"]))
     policy = plain.load(folder, lambda policy: policy)
     assert policy.packs and policy.chunks_head and policy.head_chunk == 100
+    compiled = [name for name, each in policy.named_modules() if each._compiled_call_impl is not None]
+    assert compiled == [f"model.model.layers.{layer}" for layer in range(3)]
     assert_weights(policy, exact, lambda name: True)
     teacher = adapting.load(folder, lambda policy: policy, field="teacher", frozen=True)
     assert_weights(teacher, rounded, lambda name: False)

@@ -253,6 +253,13 @@ def test_the_logits_of_a_chunk_take_a_fortieth_of_a_gpu(vocabulary: int, gb: int
     assert 3 * 4 * tokens * vocabulary <= gb * 1e9 / 40
 
 
+def test_a_model_that_names_no_layers_is_not_compiled() -> None:
+    policy = make(PLAIN[2])
+    policy.model._no_split_modules = None
+    with pytest.raises(ModelError, check=about("trainer.compile", "Qwen3ForCausalLM")):
+        policy.compile_layers()
+
+
 def test_logits_exist_for_as_many_tokens_as_the_policy_is_set_to() -> None:
     policy, batch = make(PLAIN[2]), scored_batch(rows())
     policy.enable_fast_paths(pack=True)
