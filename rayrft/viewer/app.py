@@ -20,8 +20,8 @@ from rayrft.errors import ConfigError
 from rayrft.runtime.serving import key_digest, write_key
 from rayrft.runtime.serving.http import ApiError, HttpService, Route, parse, unless_gone
 from rayrft.runtime.serving.pages import add_page
-from rayrft.viewer.folders import Runs
-from rayrft.viewer.index import cache_folder
+from rayrft.viewer.folders import RunFolder, Runs
+from rayrft.viewer.index import cache_folder, remove_unused
 from rayrft.viewer.views import Query, StorageRequest, experiences, run, tasks
 from rayrft.viewer.views import runs as all_runs
 
@@ -101,15 +101,19 @@ class Viewer(HttpService):
                     yield_on_timeout=True,
                 )
                 async for _ in watch:
-                    seen = await asyncio.to_thread(lambda: "/".join(each.seen() for each in runs))
+                    seen = await asyncio.to_thread(_seen, runs)
                     if seen != asked.seen or loop.time() > ends:
                         return seen
             finally:
                 stop.set()
             return asked.seen
 
-        first = "/".join(each.seen() for each in runs)
+        first = await asyncio.to_thread(_seen, runs)
         return _json({"seen": first if first != asked.seen else await unless_gone(request, change())})
+
+
+def _seen(runs: list[RunFolder]) -> str:
+    return "/".join(each.seen() for each in runs)
 
 
 def _parameters(model: type[Any], request: Request) -> Any:
@@ -141,9 +145,10 @@ def serve_viewer(storage: Path, config: ViewerConfig, say: Callable[[str], None]
         raise ConfigError(problem, "give another one: port=8101", field="port", value=config.port) from None
     url, hint = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{config.port}/", ""
     if not digests:
-        write_key(cache_folder() / "key", key)
+        write_key(key_file := cache_folder() / f"key-{config.port}", key)
         # A terminal shows the key; logs and notebooks are kept.
-        hint = f"#key={key}" if sys.stdout.isatty() else f"; its key is in {cache_folder() / 'key'}"
+        hint = f"#key={key}" if sys.stdout.isatty() else f"; its key is in {key_file}"
+    remove_unused()
     viewer = Viewer(storage, config, digests or (key_digest(key),))
     say(f"viewer at {url}{hint}")
     settings = uvicorn.Config(viewer.app(), log_level="warning", timeout_graceful_shutdown=1)

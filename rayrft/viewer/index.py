@@ -11,6 +11,7 @@ import json
 import os
 import re
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +43,7 @@ else:
 CHOICES = ("source", "status", "stop_reason", "group_status", "drop_reason")
 """Columns of a few values, from which one is chosen."""
 _QUERY_S = 20.0
+_UNUSED_DAYS = 60
 _SHOWN = 200
 """Characters of a question and an answer that are kept, to be shown and searched."""
 _TABLES = """
@@ -88,6 +90,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rayrft" / "view"
 
 
+def remove_unused() -> None:
+    """Delete the tables of runs that nobody has looked at for `_UNUSED_DAYS`."""
+    for path in cache_folder().glob("*.duckdb"):
+        if path.stat().st_mtime < time.time() - 86_400 * _UNUSED_DAYS:
+            path.unlink()
+
+
 class RowIndex:
     """The rows of the run in a folder. Its methods may be called in any thread."""
 
@@ -98,15 +107,20 @@ class RowIndex:
         self.problem = ""
         """Why the log cannot be read."""
         self._told = False
+        self._opened: duckdb.DuckDBPyConnection | None = None
+        self._opening = threading.Lock()
         self._lock = threading.Lock()
         self._reading: Future[None] | None = None
-        self._extents: dict[str, Extent] = {}
-        """Extents of the log's files when its state was read last, without the damaged ones."""
         self._thread = ThreadPoolExecutor(1, "index")
 
-    @cached_property
+    @property
     def _database(self) -> duckdb.DuckDBPyConnection:
-        return _open(cache_folder() / f"{json_digest(str(self._run.resolve()))}.duckdb")
+        with self._opening:
+            if self._opened is None:
+                path = cache_folder() / f"{json_digest(str(self._run.resolve()))}.duckdb"
+                self._opened = _open(path)
+                path.touch()
+            return self._opened
 
     @cached_property
     def _log(self) -> tuple[Storage, StateReader]:
@@ -199,20 +213,16 @@ class RowIndex:
             self.generation += 1
 
     def _extend(self, storage: Storage, state: State, seen: list[Any]) -> None:
-        about, contents = self._read_about(), state.contents
-        if about.get("run") != state.meta.run:
-            about = {"run": state.meta.run, "extents": {}}
+        old, contents = self._read_about(), state.contents
+        kept = old.get("extents", {}) if old.get("run") == state.meta.run else {}
         extents = {segment_name(number): extent for number, extent in sorted(contents.extents.items(), reverse=True)}
         experts = {expert_file(name, cursor.extent): cursor.extent for name, cursor in contents.experts.items()}
+        kept = {name: each for name, each in kept.items() if name in {*extents, *experts}}
         late = [asdict(note) for notes in contents.late_feedback.values() for note in notes]
-        about |= {"ledger": asdict(state.ledger(recount=True)), "late": late, "damaged": {}}
-        about["extents"] = {name: each for name, each in about["extents"].items() if name in {*extents, *experts}}
-        self._write(
-            about,
-            "delete from rows where file not in (select unnest($1))",
-            list(about["extents"]),
-            _places(state, experts),
-        )
+        ledger = asdict(state.ledger(recount=True))
+        about: dict[str, Any] = {"run": state.meta.run, "extents": kept, "ledger": ledger, "late": late, "damaged": {}}
+        about["choices"] = old.get("choices")
+        self._write(about, old.get("extents", {}).keys() - kept.keys(), places=_places(state, experts))
         for name, extent in {**extents, **experts}.items():
             known = about["extents"].get(name)
             before = Extent(*known) if known and known[2] <= extent.nbytes else None
@@ -225,27 +235,21 @@ class RowIndex:
                 continue
             about["extents"][name] = astuple(extent)
             rows = _placed(state, extent, batch, name, before.rows if before else 0, name in experts)
-            forgotten = [] if before else [name]
-            self._write(about, "delete from rows where file in (select unnest($1))", forgotten, rows=rows)
+            self._write(about, set() if before else {name}, rows=rows)
         with self.cursor() as connection:
             sql = "select distinct {0} from experiences where {0} is not null order by 1 limit 50"
             found = {name: connection.execute(sql.format(name)).fetchall() for name in CHOICES}
         about["choices"] = {name: [value for (value,) in values] for name, values in found.items()}
-        self._write({**about, "files": seen}, "", [])
+        self._write({**about, "files": seen}, set())
 
     def _write(
-        self,
-        about: dict[str, Any],
-        sql: str,
-        names: list[str],
-        places: pa.Table | None = None,
-        rows: pa.Table | None = None,
+        self, about: dict[str, Any], stale: set[str], places: pa.Table | None = None, rows: pa.Table | None = None
     ) -> None:
-        """Change the tables in one transaction."""
+        """Change the tables in one transaction: without the rows of ``stale`` files, and with new places and rows."""
         with self._database.cursor() as connection:
             connection.begin()
-            if sql:
-                connection.execute(sql, [names])
+            if stale:
+                connection.execute("delete from rows where file in (select unnest($1))", [list(stale)])
             if places is not None:
                 connection.register("new_places", places)
                 connection.execute(_MOVE)

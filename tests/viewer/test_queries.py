@@ -360,12 +360,12 @@ async def test_what_a_running_run_adds_is_told_at_once_and_read_once(
 
 async def test_a_new_run_of_the_same_name_does_not_have_the_rows_of_the_old_one(copied: Path) -> None:
     client = Client(copied)
-    old = await client.rows(source="usual")
+    assert (await client.rows(group_status="trained"))["count"] == 12 * GROUPS * ROWS
     (copied / "words").rename(copied / "words-before")
-    short_run(copied, 1, seed=5)
+    short_run(copied, 14, seed=5)  # its files are longer than those of the old one
     for each in (client, Client(copied)):
-        found = await each.rows(source="usual")
-        assert found["count"] == GROUPS * ROWS < old["count"]
+        found = await each.rows(group_status="trained")
+        assert found["count"] == 14 * GROUPS * ROWS and not found["log"]["damaged"]
 
 
 async def test_a_run_that_was_resumed_is_told_as_its_file_is_now(copied: Path) -> None:
