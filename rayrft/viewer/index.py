@@ -52,7 +52,8 @@ create table places (place bigint, first integer, group_status varchar, step big
 create table rows (place bigint, file varchar, row integer, experience_id varchar, group_id varchar, task_id varchar,
     source varchar, status varchar, stop_reason varchar, error varchar, reward double, prompt_tokens integer,
     tokens integer, logprob double, version bigint, newest_version bigint, turns integer, images integer,
-    question varchar, answer varchar, finished_at double, group_rows integer, group_reward double,
+    question varchar, answer varchar, components map(varchar, float), metrics map(varchar, float),
+    finished_at double, group_rows integer, group_reward double,
     group_deviation double, group_status varchar, step bigint, uses integer, drop_reason varchar);
 create view experiences as select *, reward - group_reward as advantage, step - 1 - version as staleness from rows;
 """
@@ -66,7 +67,7 @@ with scalars as (select place, file, row, experience_id, group_id, task_id, sour
     len(turns) as turns, coalesce(len(images), 0) as images,
     left(list_filter(turns, lambda turn: turn['role'] = 'user')[1]['content'], {_SHOWN}) as question,
     left(list_filter(turns, lambda turn: turn['role'] = 'assistant')[-1]['content'], {_SHOWN}) as answer,
-    finished_at from new_rows)
+    reward_components as components, metrics, finished_at from new_rows)
 insert into rows select scalars.*, count(*) over of_group, avg(reward) over of_group, stddev_pop(reward) over of_group,
     group_status, step, uses, drop_reason
 from scalars join places using (place) window of_group as (partition by place, group_id)

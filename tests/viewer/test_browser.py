@@ -127,8 +127,11 @@ def test_every_view_opens_from_the_one_before_and_fits(width: int, scheme: str, 
     window.click("nav a:text-is('Tasks')")
     window.see("table.rows tbody tr").to_have_count(7)
     assert window.overflow <= 0
+    window.click("nav a:text-is('Advice')")
+    window.see("main .empty").to_contain_text("Nothing stands out")
+    assert window.overflow <= 0
     window.page.go_back()
-    window.see("nav a[aria-current]").to_have_text("Experiences")
+    window.see("nav a[aria-current]").to_have_text("Tasks")
 
 
 def test_runs_are_compared_as_they_are_chosen(opened: Open) -> None:

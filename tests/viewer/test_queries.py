@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -379,3 +380,14 @@ async def test_a_run_that_was_resumed_is_told_as_its_file_is_now(copied: Path) -
 
 async def test_a_run_folder_is_a_storage_of_one_run(storage: Path) -> None:
     assert [run["run"] for run in (await Client(storage / "words").ask("runs"))["runs"]] == ["words"]
+
+
+async def test_advice_on_a_sick_run_leads_to_its_rows(copied: Path) -> None:
+    records = copied / "words" / "metrics.jsonl"
+    records.write_text(re.sub('"skipped_updates": [^,]*', '"skipped_updates": 1', records.read_text()))
+    client = Client(copied)
+    await client.rows()
+    found = await client.ask("advice", run="words")
+    assert [each["name"] for each in found["advisories"]] == ["Updates are skipped"] and found["steps"] == 12
+    assert (await client.rows(where=found["advisories"][0]["where"]))["count"] > 0
+    await client.http.aclose()

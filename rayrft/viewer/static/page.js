@@ -2,13 +2,14 @@
 // `show(state, main)`, which draws, and may return a function that draws again after a change of files.
 
 import { ask, make, me, Refused, setMe, takeKey } from "./base.js";
+import * as advice from "./views/advice.js";
 import * as experiences from "./views/experiences.js";
 import * as run from "./views/run.js";
 import * as runs from "./views/runs.js";
 import * as tasks from "./views/tasks.js";
 
-const VIEWS = { runs, run, experiences, tasks };
-const NAMES = { runs: "Runs", run: "Curves", experiences: "Experiences", tasks: "Tasks" };
+const VIEWS = { runs, run, experiences, tasks, advice };
+const NAMES = { runs: "Runs", run: "Curves", experiences: "Experiences", tasks: "Tasks", advice: "Advice" };
 const $ = (id) => document.getElementById(id);
 
 let shown = 0; // the latest view that was asked for
