@@ -59,7 +59,10 @@ class StateReader:
 
     def read(self) -> Reading:
         """Return the state as it is now, which the next call changes. Raises StorageError as `read_state`."""
-        recovered, position = _read_journal(self._storage, self._position)
+        try:
+            recovered, position = _read_journal(self._storage, self._position)
+        except StorageError:  # the log of a new run may be in its place
+            recovered, position = _read_journal(self._storage, Position())
         if not recovered.start:
             self._state = self._new()
             if recovered.snapshot is not None:

@@ -57,7 +57,7 @@ class RecordedRun:
         (self.folder / "config.yaml").write_text(dump_config(config))
         self._patch = pytest.MonkeyPatch()
         ObjectTable(self._patch)
-        self.buffer = ApartBuffer(self.folder / "buffer", config.buffer, run=name)
+        self.buffer = ApartBuffer(self.folder / "buffer", config.buffer, run=f"{name}-{seed}")
         self._records, self._tokenizer, self._random = RecordFile(self.folder), tokenizer, random.Random(seed)
         self._groups = 0
         self.buffer.do("load", "gold", packed(expert_rows(3)))
