@@ -269,7 +269,7 @@ def gsm8k(options: argparse.Namespace) -> Iterator[str]:
         return
     count = min(2, gpus() // 2)
     sizes = {"stages.grpo.steps": 10, "explorer.engine.count": count, "trainer.ranks": count}
-    yield from measured(str(ROOT / "jobs" / "gsm8k_grpo.yaml"), options, "gsm8k", sizes, kill=True)
+    yield from measured(str(ROOT / "jobs" / "gsm8k_grpo.yaml"), sizes, kill=True)
 
 
 @section("An adapter")
@@ -299,7 +299,7 @@ def vision(options: argparse.Namespace) -> Iterator[str]:
     from tests.e2e.test_vision import vision_config
 
     storage = Path(tempfile.mkdtemp())
-    yield from measured(vision_config(storage, "vision"), options, "vision", on_gpu(options))
+    yield from measured(vision_config(storage, "vision"), on_gpu(options))
 
 
 def on_gpu(options: argparse.Namespace) -> dict[str, Any]:
@@ -317,12 +317,10 @@ def small_run(name: str, options: argparse.Namespace, changes: dict[str, Any], *
     config = small_config(Path(tempfile.mkdtemp()), name)
     warmup, mix = config["stages"]
     config["stages"] = [{**warmup, "steps": 1}, {**mix, "steps": 4 if kill else 2}]
-    yield from measured(config, options, name, on_gpu(options) | changes, kill=kill)
+    yield from measured(config, on_gpu(options) | changes, kill=kill)
 
 
-def measured(
-    config: Any, options: argparse.Namespace, name: str, changes: dict[str, Any], *, kill: bool = False
-) -> Iterator[str]:
+def measured(config: Any, changes: dict[str, Any], *, kill: bool = False) -> Iterator[str]:
     """A run's steps; with ``kill`` an engine dies after the first step that sampled."""
     import rayrft
     from rayrft.core.placement import actor_name
@@ -338,7 +336,7 @@ def measured(
         if isinstance(record, StepRecord) and record.usual_rows:
             steps.append(record)
             if not killed:
-                ray.kill(ray.get_actor(actor_name(name, "engine-0"), namespace="rayrft"))
+                ray.kill(ray.get_actor(actor_name(run.name, "engine-0"), namespace="rayrft"))
                 killed = True
     summary = run.result()
     gaps = ", ".join(f"{step.probe_gap:.2g}" for step in steps if step.probe_gap is not None)
