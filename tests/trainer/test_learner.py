@@ -251,8 +251,8 @@ def test_no_row_is_blamed_for_a_device(fault: Exception, remedy: str | None, mon
 @pytest.mark.parametrize(
     ("place", "phase"),
     [
-        ("rayrft.trainer.policy.head_logprobs", "the forward pass of 53 tokens"),
-        ("rayrft.trainer.head._logits", "the head of 53 tokens"),
+        ("rayrft.trainer.policy.head_logprobs", "the forward pass of 54 tokens"),
+        ("rayrft.trainer.head._logits", "the head of 54 tokens"),
         ("torch.autograd._engine_run_backward", "the backward pass"),
         ("torch.optim.AdamW.step", "the optimiser's step"),
     ],
