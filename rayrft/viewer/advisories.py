@@ -275,7 +275,7 @@ def _conflict(run: Evidence) -> tuple[str, str, str, str] | None:
     if not run.is_flat or not worst < -0.5:
         return None
     found_text = f"{pair[0]} and {pair[1]} are correlated by {worst:.2f}: what raises one lowers the other"
-    remedy = "weigh them anew, or let one bound the other instead of adding them"
+    remedy = "weigh them differently, or let one bound the other instead of adding them"
     return found_text, remedy, run.recent, "reward"
 
 

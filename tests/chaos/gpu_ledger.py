@@ -160,9 +160,9 @@ class LedgerRank(ScriptedRank):
         with self._using("gradients", "gathered", "head", "activations"):
             return await super().train(lease)
 
-    async def send(self, number: int, bucket_bytes: int) -> Sent:
+    async def send(self, number: int, version: int, bucket_bytes: int) -> Sent:
         with self._using("gathered", beside=self._cluster.gpus.buckets):
-            return await super().send(number, bucket_bytes)
+            return await super().send(number, version, bucket_bytes)
 
     async def score(self, sequences: list[list[int]], images: Any = None) -> list[list[float]]:
         with self._using("gathered", "head"):
