@@ -48,6 +48,12 @@ class EngineConfig(Section):
         """``gpu_memory_utilization``, or its default."""
         return self.gpu_memory_utilization or 0.85 * min(self.gpus, 1.0)
 
+    def check_share(self, section: str) -> None:
+        """Raise `invalid` if an engine takes more memory than its part of a GPU that engines share."""
+        if 0 < self.gpus < self.gpu_share:
+            problem, field = f"is a share of a whole GPU, of which gpus gives {self.gpus:g}", "gpu_memory_utilization"
+            raise invalid(f"{section}.{field}", problem, "lower it, or remove it", value=self.gpu_memory_utilization)
+
     @section_rule
     def _gpus(self) -> None:
         if self.gpus > 1 and self.gpus % 1:

@@ -219,6 +219,8 @@ def check_feedback(config: RunConfig) -> None:
 def check_devices(config: RunConfig) -> None:
     """Check the GPUs of engines and trainer, and options that depend on how they share them."""
     engine, trainer = config.explorer.engine, config.trainer
+    if config.mode != "both":  # else no weight transport fits
+        engine.check_share("explorer.engine")
     if config.mode != "bench":  # else nothing is trained
         if config.mode == "both" and (engine.gpus > 0) != (trainer.gpus > 0):
             problem = f"and trainer.gpus, {trainer.gpus:g}, must both be above 0, or neither"

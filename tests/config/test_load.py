@@ -12,7 +12,7 @@ import yaml
 from rayrft.config import dump_config, load_config, load_run_config, parse_override, rules
 from rayrft.config.trainer import ProbeBounds
 from rayrft.errors import ConfigError
-from tests.config.given import SPELL, base
+from tests.config.given import SPELL, base, bench
 from tests.errors import about
 
 
@@ -166,6 +166,7 @@ SCORED = {"name": "model", "options": {"model": "a-reward-model", "device": "cud
 SERVED = {"placement": "serve", "replicas": {"gpus": 1}}
 PLACED = {"name": "embedding_novelty", "device": "cuda:1"}
 TWO = {"gpus": 2, "tensor_parallel": 2}
+HALF = {"gpus": 0.5, "count": 2, "gpu_memory_utilization": 0.8}
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,12 @@ TWO = {"gpus": 2, "tensor_parallel": 2}
         ({"auxiliary.user": {**HELPER, "engine": {"tensor_parallel": 2}}}, "auxiliary.user.engine.tensor_parallel", 2),
         ({"auxiliary.user": {**HELPER, "engine": {"gpus": 4}}}, "auxiliary.user.engine.gpus", 4.0),
         ({"auxiliary.user": {**HELPER, "engine": {"gpus": 1, "sleep": True}}}, "auxiliary.user.engine.sleep", None),
+        ({"auxiliary.user": {**HELPER, "engine": HALF}}, "auxiliary.user.engine.gpu_memory_utilization", 0.8),
+        (
+            {"explorer.engine": HALF | {"count": 1}, "trainer.gpus": 0.5, "trainer.ranks": 1, "evaluation.engines": 0},
+            None,
+            {"explorer.engine.gpu_share": 0.8},
+        ),
         ({"trainer.ranks": 32, "stages.mix.expert_share": 0.2}, None, {"trainer.ranks": 32}),
         ({"trainer.ranks": 6, "trainer.replicas": 4}, "trainer.replicas", 4),
         ({"trainer.ranks": 8, "trainer.replicas": 4}, None, {"trainer.shards": 2}),
@@ -219,6 +226,15 @@ def test_gpus_are_used_whole_and_with_defaults_of_their_own(override: Any, field
 
 def _part(section: Any, key: str) -> Any:
     return section[key] if isinstance(section, dict) else getattr(section, key)
+
+
+def test_engines_that_share_a_gpu_take_their_part_of_it() -> None:
+    half = {"gpus": 0.5, "count": 2}
+    with pytest.raises(ConfigError, check=about("explorer.engine.gpu_memory_utilization", 0.8)):
+        load_config(bench(), {"explorer.engine": HALF})
+    config = load_config(bench(), {"explorer.engine": {**half, "gpu_memory_utilization": 0.4}})
+    assert config.explorer.engine.gpu_share == 0.4
+    assert load_config(bench(), {"explorer.engine": half}).explorer.engine.gpu_share == 0.425
 
 
 def test_no_rule_is_forgotten() -> None:

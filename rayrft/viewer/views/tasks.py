@@ -19,7 +19,7 @@ class TasksRequest(RunRequest):
     ``after``, are compared by answers of the ``span`` weight versions up to them: a task is unlearned if at least half
     of its answers passed before, and fewer after."""
 
-    least: float = 1.0
+    least: float = Field(1.0, allow_inf_nan=False)
     which: Literal["all", "solved", "unsolved", "unlearned"] = "all"
     before: int | None = Field(None, ge=0)
     after: int | None = Field(None, ge=0)
