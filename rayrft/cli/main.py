@@ -1,5 +1,5 @@
 """The command line: ``rayrft run | bench | serve | resume | export | status | stop | watch | doctor | plan | view |
-data | buffer``, and ``pause | unpause | checkpoint | evaluate | scale | set | skip-stage`` of a running run."""
+trace | data | buffer``, and ``pause | unpause | checkpoint | evaluate | scale | set | skip-stage`` of a running run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rayrft.core.placement import running_runs, starting_runs
 from rayrft.core.plan import plan_memory
 from rayrft.core.run import Run
 from rayrft.core.shared_buffer import buffer_status, buffers, stop_buffer
-from rayrft.errors import ActorDied, ClusterError, RayrftError, RunFinished
+from rayrft.errors import ActorDied, ClusterError, ConfigError, RayrftError, RunFinished
 from rayrft.runtime.handle import root_cause, until_dead
 
 if TYPE_CHECKING:
@@ -124,6 +124,22 @@ def view(
     from rayrft.viewer.app import serve_viewer
 
     serve_viewer(storage, read_config(ViewerConfig, {}, changes(overrides)), say)
+
+
+@app.command("trace")
+def write_trace(
+    run: _RunFolder,
+    to: Annotated[Path, typer.Option(help="the file to write")] = Path("trace.json.gz"),
+    steps: Annotated[str, typer.Option(metavar="FIRST:LAST", help="steps, such as 10:20, 10: or :20")] = ":",
+) -> None:
+    """Write who was busy when as a trace for https://ui.perfetto.dev, with the critical path of every step."""
+    from rayrft.viewer.timeline import write_perfetto
+
+    first, colon, last = steps.partition(":")
+    if not colon or not all(each.isdecimal() or not each for each in (first, last)):
+        raise ConfigError("must be FIRST:LAST", "give numbers of steps, such as 10:20", field="--steps", value=steps)
+    count = write_perfetto(find_folder(run), to, int(first or 0), int(last) if last else None)
+    print(f"{count} events written to {to}; open it in https://ui.perfetto.dev")
 
 
 def _until_interrupted(service: OpenService, what: str) -> NoReturn:

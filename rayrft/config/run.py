@@ -75,6 +75,11 @@ class RunConfig(Section):
         return self.storage / self.name
 
     @property
+    def trace_folder(self) -> Path | None:
+        """The run folder, if its actors write traces."""
+        return self.folder if self.monitor.trace else None
+
+    @property
     def buffer_folder(self) -> Path:
         """The folder of the Buffer's log."""
         if self.buffer.name is not None:

@@ -199,8 +199,10 @@ class EvaluationConfig(Section):
 
 
 class MonitorConfig(Section):
-    """Metric sinks besides ``metrics.jsonl`` and Ray's metrics, and limits on waits."""
+    """Metric sinks besides ``metrics.jsonl`` and Ray's metrics, the trace, and limits on waits."""
 
+    trace: bool = True
+    """Whether actors record what they worked on or waited for, for the viewer's timeline and ``rayrft trace``."""
     sinks: tuple[str, ...] = ()
     """Such as ``wandb``, ``tensorboard``, ``mlflow`` and ``trackio``."""
     project: str = "rayrft"

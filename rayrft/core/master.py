@@ -43,6 +43,7 @@ from rayrft.registry import load_plugins
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, is_restarted, root_cause
 from rayrft.runtime.stacks import find_stack
+from rayrft.runtime.trace import Trace
 from rayrft.runtime.waits import WaitReport, Waits
 from rayrft.trainer.trainer import Trainer
 from rayrft.weights.messages import SyncReport
@@ -78,7 +79,7 @@ class Master(Watched):
         self._restarts: Restarts
         self._loop: TrainLoop | ExploreLoop | None = None
         self._sync: WeightSync | None = None
-        self._waits, self._scaling = Waits("master"), asyncio.Lock()
+        self._waits, self._scaling = Waits("master", Trace(config.trace_folder, "master")), asyncio.Lock()
         self._stalls: StallMonitor | None = None
         self._summary: Summary | None = None
         self._drained, self._replaced = set[str](), set[str]()

@@ -48,7 +48,7 @@ class TaskActor(Watched):
         return Evaluator(self._config, self._runner.beside(engines, max_tokens))
 
     async def _reward(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
-        with self._waits.on(f"reward of domain {task.domain!r}", task.id):
+        with self._waits.on(f"reward of domain {task.domain!r}", task.id, name="score"):
             return await self._rewards.score(task, transcripts)
 
 

@@ -25,6 +25,7 @@ from rayrft.pipelines.run.groups import LocalOperators, Operators
 from rayrft.pipelines.run.models import open_models, running_engines
 from rayrft.rewards.scorer import DomainStats, ScoringBackend
 from rayrft.runtime.handle import Handle, TrackedHandle, once
+from rayrft.runtime.trace import Trace
 from rayrft.runtime.waits import WaitReport, Waits
 
 
@@ -76,11 +77,14 @@ class Explorer(TaskActor):
         auxiliary: Mapping[str, Handle[EnginePool]] | None = None,
         evaluation_pool: Handle[EnginePool] | None = None,
         operators: Callable[[], Operators] | None = None,
+        name: str = "explorer",
     ) -> None:
         """``tokenizer`` loads the model's; ``operators`` makes remote operators on experiences, unless the Explorer
         runs them. ``feed`` is that of an explore job, whose Buffer belongs to no run; for others see `TaskActor`."""
         share, loaded = 1 / config.explorer.count, tokenizer()
-        super().__init__(config, loaded, engine_pool, scoring, auxiliary or {}, Waits("explorer"), share)
+        super().__init__(
+            config, loaded, engine_pool, scoring, auxiliary or {}, Waits(name, Trace(config.trace_folder, name)), share
+        )
         self._buffer = TrackedHandle(buffer, self._waits, endless=[Buffer.admit, Buffer.closed, Buffer.leased])
         self._feed = feed
         self._tasks = {task.id: task for task in tasks}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -79,12 +80,13 @@ class GroupFlow:
         Raises ActorDied if an engine has died, OperatorFailed if ``pipelines.on_error`` is ``stop``, and RayrftError if
         too many consecutive groups fail or leave no row.
         """
-        number = self._started
+        number, began = self._started, time.perf_counter()
         self._started += 1
         task = await self.task(ticket)
         if (rolled := await self._roll_out(stage, algorithm, ticket, task)) is None:
             return
         rollout, *greedy = rolled
+        rolled_s = time.perf_counter() - began - rollout.scored_s
         if rollout.parked:
             return await self.writer.park(to_batch(rollout.parked), ticket)
         if not rollout.rows:
@@ -97,8 +99,10 @@ class GroupFlow:
         group = score(rollout.rows, rollout.results)
         for baseline in greedy:
             group = scoring.with_baseline(group, score(baseline.rows, baseline.results))
-        verified = await self._verify(task, group_id(self.config, stage, ticket), group)
+        name = group_id(self.config, stage, ticket)
+        verified = await self._verify(task, name, group)
         group = scoring.with_failures(self._filter(verified, algorithm, ticket), rollout.failed)
+        verified_s = time.perf_counter() - began
         if group.rows:
             try:
                 await self.writer.put(group.rows, group.report, ticket=ticket, dropped=dict(group.dropped))
@@ -108,6 +112,9 @@ class GroupFlow:
                 return self._count_failure(number, f"workflow {workflow!r} on task {task.id}: {root_cause(error)}")
         else:
             await self._buffer.call(Buffer.drop, ticket, dict(group.dropped), group.report)
+        parts = {"rollout": rolled_s, "reward": rollout.scored_s}
+        parts |= {"operators": verified_s - sum(parts.values()), "store": time.perf_counter() - began - verified_s}
+        self._waits.trace.add("groups", name if group.rows else f"{name} dropped", began, parts)
         if group.unknown and not group.rewards:
             self._count_failure(number, f"the reward is unknown: {group.unknown}")
         elif group.problem and not verified.rows:
@@ -132,7 +139,7 @@ class GroupFlow:
         name, parking = group_id(self.config, stage, ticket), await self._parking(ticket)
         temperature = self.config.explorer.sampling.temperature
         workflow = task.workflow or self.config.explorer.workflow
-        with self._waits.on(f"workflow {workflow!r}", name, internal=True):
+        with self._waits.on(f"workflow {workflow!r}", name, internal=True, name="groups"):
             rolling = [self._runner.run(task, name, stage.group_size, temperature, parking)]
             if "greedy_baseline" in algorithm.needs:
                 rolling.append(self._runner.run(task, name, 1, 0.0))
@@ -156,7 +163,7 @@ class GroupFlow:
         Buffer when this returns, so that they are not lost with the group."""
         if self.pipeline is None or not group.rows:
             return group
-        with self._waits.on("operators", name), self.verifying:
+        with self._waits.on("operators", name, name="groups"), self.verifying:
             verified = await self.pipeline.process(task, group.rows)
         if verified.made is not None:
             made = self.config.pipelines.made

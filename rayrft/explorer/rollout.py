@@ -44,6 +44,8 @@ class Rollout:
     """The last error of a workflow or environment, in one line."""
     parked: list[Experience] = field(default_factory=list)
     """The calls of the group, if it was parked: it has no rows then."""
+    scored_s: float = 0.0
+    """Seconds from the end of the last attempt to the last reward."""
 
 
 @dataclass(slots=True)
@@ -149,7 +151,8 @@ class Runner:
         calls = GroupCalls(self._engines, n, common, parking)
         group = GroupDeadline(self._config.explorer.group_deadline_s)
         inline, create_task = self._scores_inline(task), asyncio.get_running_loop().create_task
-        attempts = [create_task(self._scored(task, repeat, calls, group, name, inline)) for repeat in range(n)]
+        ended = list[float]()
+        attempts = [create_task(self._scored(task, repeat, calls, group, name, inline, ended)) for repeat in range(n)]
         made, failed, problem = list[_BuiltRow](), Counter[str](), None
         if parking is not None:
             self._parkable[name] = calls
@@ -176,7 +179,8 @@ class Runner:
                 outcome.clear()  # the attempt's task and its trajectories would keep each other
         if inline:
             await self._score_rows(task, made)
-        return Rollout([each.row for each in made], [each.result for each in made if each.result], failed, problem)
+        results, scored_s = [each.result for each in made if each.result], time.perf_counter() - max(ended)
+        return Rollout([each.row for each in made], results, failed, problem, scored_s=scored_s)
 
     def park(self, name: str) -> None:
         """Park the group of that id, which runs with ``parking``; nothing happens if it is not running."""
@@ -184,11 +188,20 @@ class Runner:
             self._parkable[name].park()
 
     async def _scored(
-        self, task: Task, repeat: int, calls: GroupCalls, group: GroupDeadline, name: str, inline: bool
+        self,
+        task: Task,
+        repeat: int,
+        calls: GroupCalls,
+        group: GroupDeadline,
+        name: str,
+        inline: bool,
+        ended: list[float],
     ) -> list[_BuiltRow] | _Failure:
-        """Make an attempt and, unless rewards are ``inline``, score its rows while other attempts run."""
+        """Make an attempt, whose end is added to ``ended``, and, unless rewards are ``inline``, score its rows while
+        other attempts run."""
         with self.rolling:
             made = await self._attempt(task, repeat, calls, group, name)
+        ended.append(time.perf_counter())
         if not inline and not isinstance(made, _Failure):
             await self._score_rows(task, made)
         return made

@@ -115,7 +115,8 @@ class Handle(Generic[T_co]):
 class TrackedHandle(Handle[T_co]):
     """A handle whose calls are recorded as ``waits`` of the caller, for use in its event loop. Sent to another process
     it becomes a plain handle. ``endless`` calls, which last as long as the run or block while there is no work, are not
-    recorded. ``labels`` name a call from its arguments where the method's name is not enough.
+    recorded. ``labels`` name a call from its arguments where the method's name is not enough. The trace has calls by
+    these names, but not those that are ``untraced``.
     """
 
     def __init__(
@@ -125,10 +126,11 @@ class TrackedHandle(Handle[T_co]):
         *,
         endless: Collection[Callable[Concatenate[T_co, ...], Any]] = (),
         labels: Mapping[Callable[Concatenate[T_co, ...], Any], Callable[..., str]] | None = None,
+        untraced: Collection[Callable[Concatenate[T_co, ...], Any]] = (),
     ) -> None:
         super().__init__(handle.name, handle.actor)
         self._waits = waits
-        self._endless = endless
+        self._endless, self._untraced = endless, untraced
         self._labels = labels or {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -139,10 +141,10 @@ class TrackedHandle(Handle[T_co]):
         if method in self._endless:
             return answer
         label = self._labels[method](*args, **kwargs) if method in self._labels else method.__name__
-        return asyncio.ensure_future(self._wait(label, answer))
+        return asyncio.ensure_future(self._wait(label, answer, "" if method in self._untraced else label))
 
-    async def _wait(self, what: str, answer: Awaitable[Any]) -> Any:
-        with self._waits.on(self.name, what):
+    async def _wait(self, what: str, answer: Awaitable[Any], name: str) -> Any:
+        with self._waits.on(self.name, what, name=name):
             return await answer
 
 

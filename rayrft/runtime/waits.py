@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rayrft.files import Room
+from rayrft.runtime.trace import Trace
 
 R = TypeVar("R")
 ROOM = "room on its disk"
@@ -76,18 +77,22 @@ class _Target:
 
 
 class Waits:
-    """The waits of the actor named ``waiter``, for use in its event loop, and those for ``rooms``: see `Room`."""
+    """The waits of the actor named ``waiter``, for use in its event loop, and those for ``rooms``: see `Room`. Its
+    ``trace`` has those that have a name there."""
 
-    def __init__(self, waiter: str, *, rooms: bool = True) -> None:
+    def __init__(self, waiter: str, trace: Trace | None = None, *, rooms: bool = True) -> None:
+        self.trace = trace or Trace()
         self._waiter, self._rooms = waiter, rooms
         self._targets: dict[str, _Target] = {}
         self._number = 0
         self._progressed = time.monotonic()
 
-    def on(self, target: str, what: str | Callable[[], str], *, internal: bool = False) -> AbstractContextManager[None]:
+    def on(
+        self, target: str, what: str | Callable[[], str], *, internal: bool = False, name: str = ""
+    ) -> AbstractContextManager[None]:
         """Record a wait for ``what`` of ``target`` inside. ``internal``: the target is work of this actor, which waits
-        in turn, so that anything the actor receives counts as progress."""
-        return _OpenWait(self, target, what, internal)
+        in turn, so that anything the actor receives counts as progress. ``name``: that of the activity in the trace."""
+        return _OpenWait(self, target, what, internal, name)
 
     def begin(self, target: str, what: str | Callable[[], str], *, internal: bool = False) -> int:
         """Begin a wait; return its number, for `end`."""
@@ -126,14 +131,19 @@ class Waits:
 class _OpenWait(AbstractContextManager[None]):
     """The context of a wait: a class, which costs less than a generator, as every group has dozens."""
 
-    def __init__(self, waits: Waits, target: str, what: str | Callable[[], str], internal: bool) -> None:
+    def __init__(self, waits: Waits, target: str, what: str | Callable[[], str], internal: bool, name: str) -> None:
         self._waits = waits
+        self._name = name
         self._target = target
         self._what = what
         self._internal = internal
 
     def __enter__(self) -> None:
         self._number = self._waits.begin(self._target, self._what, internal=self._internal)
+        if self._name:
+            self._waits.trace.begin(self._target, self._name)
 
     def __exit__(self, *_: object) -> None:
         self._waits.end(self._target, self._number)
+        if self._name:
+            self._waits.trace.end(self._target, self._name)

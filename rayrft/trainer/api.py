@@ -109,3 +109,5 @@ class RankSetup:
     room_s: float = 0.0
     shares_gpu: bool = False
     """Whether an engine on the GPU needs the memory that torch would keep between two calls."""
+    trace: Path | None = None
+    """The run folder, if ranks write traces."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from rayrft.config.stage import StageConfig, UpdateConfig
 from rayrft.config.trainer import Accumulate, OptimizerConfig
 from rayrft.errors import NotFinite
+from rayrft.runtime.trace import Trace
 from rayrft.trainer.annotation import Batches, each_micro, value_errors, with_logprobs, with_teacher, with_values
 from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches, mismatched
 from rayrft.trainer.blame import blaming
@@ -86,9 +88,11 @@ class Learner:
         device: torch.device,
         seed: int = 0,
         attention: float = 0.0,
+        trace: Trace | None = None,
     ) -> None:
-        """``attention``: see `micro_batches`."""
-        self.policy = policy
+        """``attention``: see `micro_batches`. ``trace``: of the phases of steps, as the host sees them: it waits for a
+        GPU only where it needs a number."""
+        self.policy, self._trace = policy, trace or Trace()
         self.rng = RngState(seed, device)
         self.skips = False
         """Whether an update whose loss or gradient is not finite is skipped, instead of an error."""
@@ -142,9 +146,11 @@ class Learner:
 
         Raises NotFinite for such a loss or gradient, unless such updates are skipped.
         """
-        batches = self._make_micro_batches(mini_batches)
-        over = self._count_denominators(batches)
-        batches = self._compute_old_logprobs(batches, mini_batches)
+        with self.phase("micro-batches"):
+            batches = self._make_micro_batches(mini_batches)
+            over = self._count_denominators(batches)
+        with self.phase("old log-probs"):
+            batches = self._compute_old_logprobs(batches, mini_batches)
         epochs = self._update_config.epochs
         updates = [self._update(*each) for _ in range(epochs) for each in zip(batches, over, strict=True)]
         # Coefficients adapt only if own rows have weight in the loss (else KL and entropy are unknown) and the policy
@@ -162,6 +168,10 @@ class Learner:
             kl=result.metrics.kl, entropy=result.metrics.entropy, sequences=sequences
         )
         return result
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Record a phase of this rank in its trace."""
+        return self._trace.on(self._trace.actor, name)
 
     @property
     def trained(self) -> Policy | RewardClassifier:
@@ -314,10 +324,11 @@ class Learner:
 
     def _apply_gradient(self, optimizer: Optimizer, loss: float, model: str) -> float:
         """Apply the accumulated gradient; return its norm before clipping. Raises NotFinite, or skips the update."""
-        grad_norm = optimizer.clip()
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            optimizer.step()
-            return grad_norm
+        with self.phase("optimizer"):
+            grad_norm = optimizer.clip()
+            if math.isfinite(loss) and math.isfinite(grad_norm):
+                optimizer.step()
+                return grad_norm
         optimizer.adam.zero_grad()
         optimizer.updates += 1
         if not self.skips:
@@ -339,8 +350,9 @@ class Learner:
                 parts = self.algorithm.loss(output, micro.tokens, over, step=self._policy_step)
             return parts.loss, parts.stack()
 
-        reported = self._accumulate(self.trained, batch, share)
-        return LossParts(*self._reduce(torch.stack(reported).sum(0)).cpu())  # the host waits once
+        with self.phase("forward and backward"):
+            reported = self._accumulate(self.trained, batch, share)
+            return LossParts(*self._reduce(torch.stack(reported).sum(0)).cpu())  # the host waits once
 
     def _accumulate(
         self, model: nn.Module, batch: list[MicroBatch], share: Callable[[MicroBatch], tuple[Tensor, Tensor]]

@@ -29,6 +29,7 @@ from rayrft.files import Room
 from rayrft.registry import load_plugins
 from rayrft.runtime.handle import Handle, fetch
 from rayrft.runtime.loading import LoadProgress
+from rayrft.runtime.trace import Trace
 from rayrft.trainer.api import Mailbox, RankApi, RankSetup
 from rayrft.trainer.batches import TrainRow, fetch_mini_batches, fetch_rows
 from rayrft.trainer.blame import device_failed, is_device_fault
@@ -117,6 +118,7 @@ class Rank(RankApi):
             device=self._device,
             seed=setup.seed,
             attention=attention_cost(setup.model),
+            trace=Trace(setup.trace, f"rank-{index}"),
         )
         self.learner.skips, self.learner.accumulate = setup.config.not_finite == "skip", setup.config.accumulate
         self._checkpointer = Checkpointer()
@@ -155,7 +157,8 @@ class Rank(RankApi):
         mini_batches: list[list[TrainRow]] = []
         lost = torch.zeros(1)
         try:
-            mini_batches = fetch_mini_batches(lease.shares[self._index], self.learner.algorithm)
+            with self.learner.phase("rows"):
+                mini_batches = fetch_mini_batches(lease.shares[self._index], self.learner.algorithm)
         except ObjectLostError:
             lost += 1
         dist.all_reduce(lost)  # a rank alone would wait for the others in the step
@@ -192,7 +195,8 @@ class Rank(RankApi):
         metas = [TensorMeta.of(name, tensor, dtype) for name, tensor in named_weights(policy)]
         parcel = Parcel(metas, bucket_bytes, Adapter(lora.base, lora.scale) if lora is not None else None, version)
         try:
-            return Sent(self._channel.send(number, parcel, self._buckets(parcel)), parcel.nbytes)
+            with self.learner.phase("send"):
+                return Sent(self._channel.send(number, parcel, self._buckets(parcel)), parcel.nbytes)
         except (RuntimeError, WeightSyncError) as error:  # of torch.distributed, or of a transport: an engine is gone
             self._disconnect()
             return Sent("", parcel.nbytes, _lost_engine(error))

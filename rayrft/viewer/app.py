@@ -22,10 +22,10 @@ from rayrft.runtime.serving.http import ApiError, HttpService, Route, parse, unl
 from rayrft.runtime.serving.pages import add_page
 from rayrft.viewer.folders import RunFolder, Runs
 from rayrft.viewer.index import cache_folder, remove_unused
-from rayrft.viewer.views import Query, StorageRequest, advice, experiences, run, tasks
+from rayrft.viewer.views import Query, StorageRequest, advice, experiences, run, tasks, timeline
 from rayrft.viewer.views import runs as all_runs
 
-VIEWS = (all_runs, run, experiences, tasks, advice)
+VIEWS = (all_runs, run, experiences, tasks, timeline, advice)
 
 _LOOK_MS = 2000
 """Milliseconds after which files are looked at without an event: mounted folders of other machines have none."""

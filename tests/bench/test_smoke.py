@@ -38,6 +38,7 @@ SMALLEST = {
     "bench_sandbox": "--seconds 0.5 --rounds 1",
     "bench_scale": "--gpus 8 --steps 2 --rest 1",
     "bench_sync": "--millions 1 --rounds 1",
+    "bench_trace": "--groups 20 --rounds 1",
     "bench_trainer": "--rounds 1 --hidden 64 --layers 2 --vocabulary 512 --rows 8",
     "bench_trl": "--rounds 1 --steps 4 --batches 4x4x8 --hidden 64 --layers 2 --threads 1 --engines 1 --ranks 1",
     "bench_viewer": "--rows 2000 --steps 20 --rounds 2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Awaitable
@@ -28,6 +29,13 @@ SCRIPT = "<script>document.title = 'taken'</script><img src=x onerror=\"document
 WORDS = ("the", "sum", "is", "then", "divided", "by", "three", "which", "gives", "what", "was", "asked", "in", "total")
 GROUPS, ROWS = 3, 4
 _BEGAN = time.time() - 7200
+
+
+def write_spans(run: Path, actor: str, lines: list[list[Any]]) -> None:
+    """Append lines to the trace of an actor, as `rayrft.runtime.trace` describes them."""
+    (run / "trace").mkdir(exist_ok=True)
+    with (run / "trace" / f"{actor}.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 class ApartBuffer(LocalBuffer):
@@ -170,6 +178,13 @@ class RecordedRun:
         reward = sum(row.reward or 0.0 for row in rows) / len(rows)
         tokens = int(sum(row.action_mask.sum() for row in rows))
         done = self.steps / 40
+        at = self._now - 10.0
+        write_spans(
+            self.folder, "master", [[at + 5.2, 5.2, "buffer", "lease", 1.0], [at + 9, 3.6, "trainer", "train", 1.0]]
+        )
+        parts = {"rollout": 4.0, "reward": 0.8, "store": 0.1}
+        spans = [[at + 4.1, 4.0, "engine-0", "generate", 12.0], [at + 5, 4.9, "groups", rows[-1].group_id, 1.0, parts]]
+        write_spans(self.folder, "explorer-0", [*spans, [at + 4.9, 0.8, "reward of domain 'own'", "score", 3.0]])
         self._records.append(
             step(
                 step=self.steps,
@@ -184,8 +199,8 @@ class RecordedRun:
                 staleness_mean=0.5,
                 staleness_max=1,
                 tokens_per_s=1100 + noise(0, 90),
-                step_s=10.0 + noise(0, 0.6),
-                wait_s=5.2 + noise(0, 0.5),
+                step_s=10.0,
+                wait_s=5.2,
                 train_s=3.6,
                 sync_s=0.7,
                 policy_loss=noise(0, 0.02),

@@ -249,6 +249,35 @@ def test_tasks_are_chosen_by_what_became_of_them(opened: Open) -> None:
     window.see(".chips").to_contain_text("task id: task03")
 
 
+def test_the_timeline_tells_what_steps_waited_for(opened: Open) -> None:
+    window = opened("?view=timeline&run=words&first=3&last=4")
+    window.see("table.rows >> nth=0").to_contain_text("rollout 4 s")
+    window.see("main > .legend").to_contain_text("rollout")
+    window.see(".timeline .legend span").to_have_text(["train", "generate", "score", "lease"])
+    canvas = window.page.locator("canvas")
+    box = canvas.bounding_box()
+    y = box["y"] + 5 * 44 - 12  # the fourth lane is the engine's
+    window.page.mouse.move(box["x"] + box["width"] * 0.03, y - 44)
+    window.see(".readout").to_contain_text("generate 4 s, 12 at once (explorer-0)")
+    window.page.mouse.move(box["x"] + 10, y)
+    window.page.mouse.down()
+    window.page.mouse.move(box["x"] + box["width"] / 4, y)
+    window.page.mouse.up()
+    window.see("figcaption b").to_contain_text("16.")
+    window.click("[aria-label='Zoom out']")
+    window.see("figcaption b").to_contain_text("33.")
+    window.click("text=Lanes as numbers")
+    window.see("details.busy tbody tr").to_have_count(4)
+    window.click("[aria-label='The latest steps']")
+    window.see("table.rows >> nth=0 >> tbody >> tr").to_have_count(5)
+    window.click("[aria-label='Steps before']")
+    window.see("[aria-label='last step']").to_have_value("7")
+    window.click("td.what a >> nth=0")
+    window.see("table.rows tbody tr").to_have_count(ROWS)
+    window.open("?view=timeline&run=fresh")
+    window.see("main .empty").to_contain_text("writes no traces")
+
+
 def test_a_wrong_key_is_asked_for_again(opened: Open) -> None:
     window = opened(key="sk-wrong")
     window.see("#login").to_be_visible()

@@ -56,7 +56,8 @@ class ExplorerPart(Part[Explorer]):
         prepared, placement, pools = run.prepared, run.placement, run[AuxiliaryEngines].pools
         policy, evaluation = run[PolicyEngines].group, run[EvaluationEngines].group
         assert policy is not None  # there is one where groups are sampled
-        return placement.actor(Explorer, self.name, name=f"explorer-{index}", bundle=index).create(
+        name = f"explorer-{index}"
+        return placement.actor(Explorer, self.name, name=name, bundle=index).create(
             config,
             prepared.tokenizer,
             policy.pool,
@@ -67,6 +68,7 @@ class ExplorerPart(Part[Explorer]):
             pools,
             evaluation.pool if evaluation is not None else None,
             remote_operators(config, prepared.model, placement, pools),
+            name,
         )
 
     async def start(self) -> None:

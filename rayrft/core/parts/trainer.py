@@ -86,6 +86,7 @@ class TrainerPart(Part[Trainer]):
                 model.template,
                 config.monitor.stall_s / 2,
                 config.colocated,
+                config.trace_folder,
             )
             async with self.loading:
                 warning = await trainer.call(Trainer.start, config.folder, setup)

@@ -245,7 +245,8 @@ class EngineClient:
         for session in sessions:
             session.engine = engine.name
         try:
-            completions = await engine.requester.ask(request, sessions[0] if sessions else None, stream)
+            with self._waits.trace.on(engine.name, "generate", request.n):
+                completions = await engine.requester.ask(request, sessions[0] if sessions else None, stream)
             self._lengths[request.n].add([len(completion.token_ids) for completion in completions])
             return completions
         except (RayError, ActorDied) as error:
@@ -341,7 +342,7 @@ class EngineClient:
 
     async def _engine(self, member: Member) -> _Engine | None:
         """Return the record of a member, or None if it has died."""
-        handle = TrackedHandle(member.handle, self._waits)
+        handle = TrackedHandle(member.handle, self._waits, untraced=[Answering.exchange])
         engine = self._engines.get(member.name)
         if engine is None or engine.handle.actor != member.handle.actor:  # a successor has the name of its predecessor
             try:

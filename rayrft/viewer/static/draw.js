@@ -2,7 +2,7 @@
 
 import { make } from "./base.js";
 
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+export const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 export const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
 export const colour = (at) => css(COLOURS[at % COLOURS.length]);
 

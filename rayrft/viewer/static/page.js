@@ -7,9 +7,10 @@ import * as experiences from "./views/experiences.js";
 import * as run from "./views/run.js";
 import * as runs from "./views/runs.js";
 import * as tasks from "./views/tasks.js";
+import * as timeline from "./views/timeline.js";
 
-const VIEWS = { runs, run, experiences, tasks, advice };
-const NAMES = { runs: "Runs", run: "Curves", experiences: "Experiences", tasks: "Tasks", advice: "Advice" };
+const VIEWS = { runs, run, experiences, tasks, timeline, advice };
+const NAMES = { runs: "Runs", run: "Curves", experiences: "Experiences", tasks: "Tasks", timeline: "Timeline", advice: "Advice" };
 const $ = (id) => document.getElementById(id);
 
 let shown = 0; // the latest view that was asked for
