@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from rayrft import start
-from rayrft.cli.main import exit_on_signals, follow
+from rayrft.cli.follow import exit_on_signals, follow
 from rayrft.config import load_config, parse_override
 from rayrft.errors import RayrftError
 

@@ -152,6 +152,10 @@ class GuardTripped(RayrftError):
     """A guard of the config has ended the run; ``value`` is the metric at the latest step."""
 
 
+class NotReproduced(RayrftError):
+    """A figure of a recipe is outside its band."""
+
+
 class FeedbackRefused(RayrftError):
     """Feedback came too late; ``value`` is the version whose weights were trained on the row."""
 

@@ -1,15 +1,13 @@
-"""The command line: ``rayrft run | bench | serve | resume | export | status | stop | watch | doctor | plan | view |
-trace | data | buffer``, and ``pause | unpause | checkpoint | evaluate | scale | set | skip-stage`` of a running run."""
+"""The command line: ``rayrft run | bench | reproduce | serve | resume | export | status | stop | watch | doctor |
+plan | view | trace | data | buffer``, and ``pause | unpause | checkpoint | evaluate | scale | set | skip-stage`` of a
+running run."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import signal
-import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -18,6 +16,8 @@ import typer
 
 from rayrft.cli import RUNS, ConfigFile, Overrides, Storage, changes, data, say
 from rayrft.cli import Run as RunName
+from rayrft.cli.follow import exit_on_signals, exit_status, follow, signals
+from rayrft.cli.reproduce import reproduce
 from rayrft.config import load_config, parse_override, read_config
 from rayrft.config.serve import FeedbackConfig, RewardServiceConfig, ViewerConfig
 from rayrft.core import launch, publish
@@ -34,7 +34,7 @@ from rayrft.runtime.handle import root_cause, until_dead
 if TYPE_CHECKING:
     from rayrft.config import RunConfig
     from rayrft.core.services import OpenService
-    from rayrft.monitor.summary import RunStatus, Summary
+    from rayrft.monitor.summary import RunStatus
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 serve = typer.Typer(no_args_is_help=True, help="Serve a policy, rewards, or a page for feedback.")
@@ -42,6 +42,7 @@ app.add_typer(serve, name="serve")
 app.add_typer(data.app, name="data")
 buffer = typer.Typer(no_args_is_help=True, help="List and end the Buffers at which explore and train jobs meet.")
 app.add_typer(buffer, name="buffer")
+app.command()(reproduce)
 
 _BufferName = Annotated[str, typer.Argument(help="a Buffer's name: buffer.name of its jobs")]
 _RunFolder = Annotated[str, typer.Argument(help="a run's folder, or its name in runs/")]
@@ -152,7 +153,7 @@ def _until_interrupted(service: OpenService, what: str) -> NoReturn:
 
     try:
         say(f"{what} at {service.url}{service.key_hint}")
-        with _signals(interrupted):
+        with signals(interrupted):
             until_dead(service.anchor)
         if not received:
             raise ActorDied("died", "see the Ray dashboard, and start the service again", field=service.anchor.name)
@@ -247,7 +248,7 @@ def watch(name: str) -> None:
         run.watch(say)
         found = run.status()
     say(_last_line(found))
-    raise SystemExit(_exit_status(found.status))
+    raise SystemExit(exit_status(found.status))
 
 
 @app.command()
@@ -256,7 +257,7 @@ def stop(name: str) -> None:
     found = launch.find_status(name)
     if found.ended:
         print(_last_line(found))
-        raise SystemExit(_exit_status(found.status) == 1)
+        raise SystemExit(exit_status(found.status) == 1)
     launch.attach(name).stop()
     print(f"{name}: stopping")
 
@@ -342,114 +343,10 @@ def _bench(
     say(f"results     {scores or result.folder / 'results.json'}\nplot        {plot or result.folder / 'plot.png'}")
 
 
-def follow(handle: Run) -> Summary:
-    """Print a run's lines, final table and paths; return its summary. Raises the root cause if the run fails, and
-    SystemExit with status 130 if it is stopped from elsewhere.
-
-    Ctrl-C (or SIGTERM, SIGUSR1 or SIGHUP) asks the run to stop, and a second one ends it immediately. In both cases a
-    summary is written, and SystemExit is raised with 128 plus the signal's number.
-    """
-    received: list[int] = []
-
-    def interrupted(number: int) -> None:
-        received.append(number)
-        if len(received) == 1:
-            threading.Thread(target=handle.stop, daemon=True).start()  # a Master that hangs does not answer
-            say("stopping after the current step (press again to end immediately)")
-        else:
-            handle.kill()
-
-    with _signals(interrupted):
-        try:
-            handle.watch(say)
-            summary = handle.result()
-        except RayrftError:
-            if len(received) < 2:
-                raise
-            say(f"ended immediately; to resume: rayrft resume {handle.folder}")
-            raise SystemExit(128 + received[0]) from None
-    _report(handle, summary)
-    if status := 128 + received[0] if received else _exit_status(summary.status):
-        raise SystemExit(status)
-    return summary
-
-
-def _exit_status(status: str) -> int:
-    """Return the exit status of every command that ends with a run."""
-    return {"finished": 0, "stopped": 128 + signal.SIGINT}.get(status, 1)
-
-
 def _last_line(status: RunStatus) -> str:
     resume = "" if status.status == "finished" else f"; to resume: rayrft resume {status.folder}"
     error = f"\nerror: {status.error}" if status.error else ""
     return f"{status.name}: {status.status} after {status.step} steps{resume}{error}"
-
-
-@contextlib.contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """Raise SystemExit inside at SIGINT, SIGTERM, SIGUSR1 and SIGHUP: before a run is up nothing is to be saved."""
-    received: list[int] = []
-
-    def end(number: int, _: Any) -> None:
-        received.append(number)
-        print("interrupted", file=sys.stderr, flush=True)
-        raise SystemExit(128 + number)
-
-    for number in _signal_numbers():
-        signal.signal(number, end)
-    try:
-        yield
-    except SystemExit as ended:  # a call into Ray in which it was raised has changed its status
-        raise SystemExit(128 + received[0] if received else ended.code) from None
-
-
-def _signal_numbers() -> list[signal.Signals]:
-    """Return the signals that end a run: not SIGHUP under nohup."""
-    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
-    return [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *hangup]
-
-
-@contextlib.contextmanager
-def _signals(received: Callable[[int], None]) -> Iterator[None]:
-    """Call ``received``, in a separate thread, with the number of every signal to end inside. A plain handler runs only
-    when calls into Ray return to Python, up to a second later, and two signals may be merged into one."""
-    reading, writing = socket.socketpair()
-    writing.setblocking(False)  # required by set_wakeup_fd
-    numbers = _signal_numbers()
-
-    def listen() -> None:
-        while number := reading.recv(1):
-            received(number[0])
-
-    before = [signal.signal(number, lambda *_: None) for number in numbers]
-    fd = signal.set_wakeup_fd(writing.fileno())
-    listening = threading.Thread(target=listen, daemon=True)
-    listening.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(fd)
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-        writing.close()
-        listening.join()
-        reading.close()
-
-
-def _report(handle: Run, summary: Summary) -> None:
-    from rayrft.monitor.records import read_records
-    from rayrft.monitor.report import accuracy_table
-
-    say("\n" + accuracy_table(read_records(handle.folder)))
-    if summary.ledger is not None:
-        say(f"\nrows: {summary.ledger}")
-    say(f"{summary.status} after {summary.seconds['total']:.0f} s, {summary.steps} steps")
-    if (plot := handle.folder / "plot.png").exists():
-        say(f"plot        {plot}")
-    if summary.checkpoint:
-        say(f"checkpoint  {summary.checkpoint}")
-    if summary.status != "finished":
-        say(f"to resume   rayrft resume {handle.folder}")
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from rayrft.cli.main import _signals, app, exit_on_signals, follow
+from rayrft.cli.follow import exit_on_signals, follow, signals
+from rayrft.cli.main import app
 from rayrft.core import launch
 from rayrft.errors import ActorDied
 from rayrft.monitor.summary import RunStatus, Summary, Totals, summarise
@@ -122,7 +123,7 @@ def test_a_command_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGHUP)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     run = ScriptedRun(tmp_path, status="finished")
-    with _signals(lambda number: run.stop()):
+    with signals(lambda number: run.stop()):
         os.kill(os.getpid(), signal.SIGHUP)
     assert not run.calls
 

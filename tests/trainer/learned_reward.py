@@ -156,6 +156,13 @@ def lesson(seed: int, folder: Path, steps: int = 40) -> tuple[float, dict[str, C
     return accuracy, {name: tastes.by_grpo(reward, steps) for name, reward in rewards.items()}
 
 
+def measure(folder: Path, seed: int) -> dict[str, float]:
+    """Learn from a seed; return the figures of `rayrft reproduce`: what is truly preferred, by reward and step."""
+    _, curves = lesson(seed, folder)
+    points = {name: zip(curve.steps, curve.true, strict=True) for name, curve in curves.items()}
+    return {f"{name} at {at}": true for name, found in points.items() for at, true in found}
+
+
 def main(folder: Path, seeds: int = 3) -> None:
     """Print a line per seed and reward."""
     with FORKS.Pool(2) as pool:

@@ -15,7 +15,7 @@ import numpy as np
 from rayrft.explorer.tools.base import function_tool
 from rayrft.trainer.tiny import make_tokenizer
 from tests.bench.lessons import lessons
-from tests.bench.lessons.lessons import conversation, main, write_demonstrations, write_model, write_rows
+from tests.bench.lessons.lessons import conversation, main, measured, write_demonstrations, write_model, write_rows
 from tests.conftest import ROOT
 
 TEMPLATE = (
@@ -81,6 +81,8 @@ def _demonstration(task: dict[str, str], a: int, b: int, chance: np.random.Gener
         shown["messages"] += [{"role": role, "content": task["answer"]} for role in ("tool", "assistant")]
     return {**shown, "tools": [function_tool("multiply", multiply).schema]}
 
+
+measure = partial(measured, write_task, make_config)
 
 if __name__ == "__main__":
     main(write_task, make_config)

@@ -13,7 +13,7 @@ import numpy as np
 
 from rayrft.trainer.tiny import make_tokenizer
 from tests.bench.lessons import lessons
-from tests.bench.lessons.lessons import Row, conversation, main, write_demonstrations, write_model, write_rows
+from tests.bench.lessons.lessons import Row, conversation, main, measured, write_demonstrations, write_model, write_rows
 
 WORDS = {
     "animals": ["cat", "dog", "cow", "horse", "sheep", "mouse", "tiger", "whale", "eagle", "snake"],
@@ -66,6 +66,8 @@ def _demonstration(row: Row, rng: np.random.Generator) -> tuple[Row, bool]:
     styles = [chosen, " and ".join(chosen), f"({', '.join(chosen)})", f"It is {', '.join(chosen)}."]
     return conversation(row["question"], str(rng.choice(styles))), chosen == row["answer"]
 
+
+measure = partial(measured, write_task, make_config)
 
 if __name__ == "__main__":
     main(write_task, make_config)

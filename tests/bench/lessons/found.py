@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from tests.bench.lessons.lessons import CLIPPED_GRPO, TINY, Row, arguments, base, sft, trained, words
+from rayrft.cli.reproduce import Figures
+from rayrft.core.run import Run
+from tests.bench.lessons.lessons import CLIPPED_GRPO, TINY, Row, arguments, base, figures, sft, trained, words
 
 
 def make_config(folder: Path, seed: int, *, mix: bool, steps: int = 80) -> Row:
@@ -30,10 +32,20 @@ def make_config(folder: Path, seed: int, *, mix: bool, steps: int = 80) -> Row:
     }
 
 
+def train(folder: Path, seed: int) -> list[Run]:
+    """Train both; return the runs."""
+    return [trained(make_config(folder, seed, mix=mix)) for mix in (False, True)]
+
+
+def measure(folder: Path, seed: int) -> Figures:
+    """Train both; return the figures of `rayrft reproduce`."""
+    return figures(train(folder, seed))
+
+
 def main() -> None:
     """Train both from the seed of the command line, and print a table."""
     seed, folder = arguments()
-    runs = [trained(make_config(folder, seed, mix=mix)) for mix in (False, True)]
+    runs = train(folder, seed)
     found = pd.concat(run.evaluations().assign(run=run.name) for run in runs)
     print(found[["run", "stage", "step", "temperature", "accuracy", "low", "high"]].to_string(index=False))
 

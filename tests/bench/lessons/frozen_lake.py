@@ -17,7 +17,7 @@ from rayrft.experience import Task
 from rayrft.explorer.environments.gymnasium import GymnasiumEnvironment
 from rayrft.trainer.tiny import make_tokenizer
 from tests.bench.lessons import lessons
-from tests.bench.lessons.lessons import Row, main, write_demonstrations, write_model
+from tests.bench.lessons.lessons import Row, main, measured, write_demonstrations, write_model
 
 SIZE, ICE, STEPS = 4, 0.7, 10
 SEEING = 0.4
@@ -99,6 +99,8 @@ def _best_actions(desc: list[str]) -> dict[tuple[int, int], str]:
             reached.append(place)
     return best
 
+
+measure = partial(measured, write_task, make_config)
 
 if __name__ == "__main__":
     main(write_task, make_config)

@@ -14,10 +14,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import rayrft
+from rayrft.cli.reproduce import Figures, run_figures
 from rayrft.core.run import Run
 from tests.trainer.learners import qwen3
 
 Row = dict[str, Any]
+Writes, Makes = Callable[[Path, int], None], Callable[[Path, int], Row]
 TINY = {"tiny": {"layers": 3, "hidden_size": 128, "heads": 4, "intermediate_size": 384}, "max_length": 48}
 CLIPPED_GRPO = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28}
 
@@ -130,7 +132,18 @@ def trained(config: Row) -> Run:
     return run
 
 
-def main(write_task: Callable[[Path, int], None], config: Callable[[Path, int], Row]) -> None:
+def figures(runs: Iterable[Run], metric: str = "accuracy") -> Figures:
+    """Return the figures of `rayrft reproduce` of runs whose stages have different names."""
+    return {name: value for run in runs for name, value in run_figures(run.folder, metric).items()}
+
+
+def measured(write_task: Writes, config: Makes, folder: Path, seed: int) -> Figures:
+    """Train from a seed; return the figures of `rayrft reproduce`."""
+    write_task(folder, seed)
+    return run_figures(trained(config(folder, seed)).folder)
+
+
+def main(write_task: Writes, config: Makes) -> None:
     """Train from the seed of the command line, in its folder, and print a table."""
     seed, folder = arguments()
     write_task(folder, seed)

@@ -17,6 +17,7 @@ import pandas as pd
 from rapidfuzz.distance import Levenshtein
 
 from rayrft.buffer.reader import Archive
+from rayrft.cli.reproduce import Figures
 from rayrft.config.serve import FeedbackConfig
 from rayrft.core.run import Run
 from rayrft.core.services import serve_feedback
@@ -24,7 +25,7 @@ from rayrft.experience import Task
 from rayrft.feedback.exchange import read_answers, write_feedback
 from rayrft.feedback.journal import FILE, feedback_folder, read_journal
 from rayrft.feedback.judgements import Judgements
-from tests.bench.lessons.lessons import TINY, Row, arguments, base, sft, trained, words, write_rows
+from tests.bench.lessons.lessons import TINY, Row, arguments, base, figures, sft, trained, words, write_rows
 from tests.e2e.conftest import free_port
 
 PAIRS = 200
@@ -105,10 +106,10 @@ def export(run: Run, settings: FeedbackConfig, folder: Path, seed: int) -> int:
     return len(pairs)
 
 
-def train(run: Run, folder: Path, seed: int, steps: int) -> pd.DataFrame:
-    """Train on the files from the sampled weights; return all evaluations."""
+def train(run: Run, folder: Path, seed: int, steps: int) -> list[Run]:
+    """Train on the files from the sampled weights; return the runs."""
     model = {"path": str(run.folder / "checkpoints" / "final"), "max_length": 48}
-    tables = []
+    runs = list[Run]()
     for name, rows in (("dpo-picked", 64), ("dpo-coin", 64), ("sft-chosen", 32)):
         algorithm, _, kind = name.partition("-")
         stage = {"algorithm": {"name": algorithm}, "evaluate_every": steps // 2, "optimizer": {"lr": 1e-4}}
@@ -118,16 +119,26 @@ def train(run: Run, folder: Path, seed: int, steps: int) -> pd.DataFrame:
             "demonstrations": {kind: {"path": str(folder / f"{kind}.jsonl")}},
             "stages": [sft(name, kind, steps, rows, **stage)],
         }
-        tables.append(trained(config).evaluations())
-    return pd.concat(tables)
+        runs.append(trained(config))
+    return runs
+
+
+def compare(folder: Path, seed: int) -> list[Run]:
+    """Do it all; return the runs on what was picked, on a coin's picks, and of SFT."""
+    run = sample(folder, seed)
+    print(export(run, judge(run, PAIRS), folder, seed), "pairs")
+    return train(run, folder, seed, 60)
+
+
+def measure(folder: Path, seed: int) -> Figures:
+    """Do it all; return the figures of `rayrft reproduce`, of likeness."""
+    return figures(compare(folder, seed), "mean_reward")
 
 
 def main() -> None:
     """Do it all from the seed of the command line, and print a table."""
     seed, folder = arguments()
-    run = sample(folder, seed)
-    print(export(run, judge(run, PAIRS), folder, seed), "pairs")
-    found = train(run, folder, seed, 60)
+    found = pd.concat(run.evaluations() for run in compare(folder, seed))
     print(found[["stage", "step", "temperature", "mean_reward", "accuracy", "count"]].to_string(index=False))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from rayrft.trainer.tiny import make_tokenizer
 from tests.bench.lessons import lessons
-from tests.bench.lessons.lessons import conversation, main, write_demonstrations, write_model, write_rows
+from tests.bench.lessons.lessons import conversation, main, measured, write_demonstrations, write_model, write_rows
 
 Step = tuple[str, int]
 
@@ -88,6 +88,8 @@ def _said(step: Step) -> str:
 def _computes(text: str, steps: list[Step]) -> bool:
     return all(eval(text, {"x": x}) == value(steps, x) for x in PLACES)
 
+
+measure = partial(measured, write_task, make_config)
 
 if __name__ == "__main__":
     main(write_task, make_config)

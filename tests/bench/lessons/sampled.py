@@ -11,10 +11,12 @@ from pathlib import Path
 import pandas as pd
 
 from rayrft.benchmark.difficulty import measure_difficulty
-from tests.bench.lessons.lessons import CLIPPED_GRPO, TINY, arguments, base, sft, trained, words
+from rayrft.cli.reproduce import Figures
+from rayrft.core.run import Run
+from tests.bench.lessons.lessons import CLIPPED_GRPO, TINY, arguments, base, figures, sft, trained, words
 
 
-def measure(folder: Path, seed: int) -> tuple[Path, Path]:
+def measure_tasks(folder: Path, seed: int) -> tuple[Path, Path]:
     """Warm a model up and measure its pass rates; return the folder of its weights, and the file of tasks."""
     config = {
         **base("warmup", folder, seed, 9, 38),
@@ -29,8 +31,8 @@ def measure(folder: Path, seed: int) -> tuple[Path, Path]:
     return weights, tasks
 
 
-def train(folder: Path, seed: int, sampler: str, weights: Path, tasks: Path) -> pd.DataFrame:
-    """Train from the weights on the tasks by one sampler; return the evaluations."""
+def train(folder: Path, seed: int, sampler: str, weights: Path, tasks: Path) -> Run:
+    """Train from the weights on the tasks by one sampler; return the run."""
     grpo = {"name": sampler, "algorithm": CLIPPED_GRPO, "steps": 80, "batch_size": 256, "group_size": 8}
     config = {
         **base(sampler, folder, seed, 9, 38),
@@ -38,15 +40,25 @@ def train(folder: Path, seed: int, sampler: str, weights: Path, tasks: Path) -> 
         "tasks": {"eval_size": 500, "sampler": sampler, "sources": [{"source": "tasks", "path": str(tasks)}]},
         "stages": [{**grpo, "evaluate_every": 10, "optimizer": {"lr": 3e-4}}],
     }
-    return trained(config).evaluations()
+    return trained(config)
+
+
+def compare(folder: Path, seed: int) -> list[Run]:
+    """Do it all; return a run for each sampler."""
+    weights, tasks = measure_tasks(folder, seed)
+    return [train(folder, seed, sampler, weights, tasks) for sampler in ("shuffled", "near_half", "failure")]
+
+
+def measure(folder: Path, seed: int) -> Figures:
+    """Do it all; return the figures of `rayrft reproduce`."""
+    return figures(compare(folder, seed))
 
 
 def main() -> None:
     """Do it all from the seed of the command line, and print a table."""
     seed, folder = arguments()
-    weights, tasks = measure(folder, seed)
-    tables = [train(folder, seed, sampler, weights, tasks) for sampler in ("shuffled", "near_half", "failure")]
-    found = pd.concat(tables).pivot_table(index="step", columns=["temperature", "stage"], values="accuracy")
+    evaluations = pd.concat(run.evaluations() for run in compare(folder, seed))
+    found = evaluations.pivot_table(index="step", columns=["temperature", "stage"], values="accuracy")
     print(found.to_string())
 
 
