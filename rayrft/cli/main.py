@@ -116,6 +116,18 @@ def feedback(
     _until_interrupted(serve_feedback(find_folder(run, storage), settings), "feedback page")
 
 
+@serve.command("view")
+def view_on_cluster(
+    storage: Annotated[Path, typer.Argument(help="a folder of run folders that the head node can read")] = RUNS,
+    overrides: Overrides = None,
+) -> None:
+    """Serve the page of `rayrft view` on a cluster's Ray Serve, at /viewer, until Ctrl-C."""
+    from rayrft.core.services import deploy_viewer
+
+    settings = read_config(ViewerConfig, {"port": 8000}, changes(overrides))
+    _until_interrupted(deploy_viewer(storage, settings), "viewer")
+
+
 @app.command()
 def view(
     storage: Annotated[Path, typer.Argument(help="a folder of run folders, or a run folder")] = RUNS,

@@ -138,7 +138,9 @@ class ViewerConfig(HttpConfig):
     """The viewer: the options of `rayrft view`. Without keys_file and keys_env a key is generated at each start."""
 
     port: int = Field(8100, ge=1, le=65535)
-    """The viewer is a process of its own, and not on Ray Serve."""
+    """Of ``rayrft view``, which is a process of its own; on Ray Serve it is 8000."""
+    replicas: int = Field(1, ge=1, le=1)
+    """One, because it holds the tables of rows and the journals of feedback pages."""
 
 
 class RewardServiceConfig(Section):

@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rayrft.config import PipelineConfig, RunConfig, load_config, load_run_config
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig, ServeConfig, read_keys
+from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig, ServeConfig, ViewerConfig, read_keys
 from rayrft.core.cluster import connect
 from rayrft.core.follower import WeightFollower
 from rayrft.core.parts.buffer import BUFFER
@@ -43,6 +44,7 @@ from rayrft.pipelines.tasks import load_processed
 from rayrft.rewards.checks import check_reward
 from rayrft.runtime.handle import Handle, Watched, answer, end
 from rayrft.runtime.serving import key_digest, write_key
+from rayrft.runtime.serving.http import HttpService
 
 _START_S = 1800.0
 """Seconds in which engines of pipelines load their models."""
@@ -152,28 +154,61 @@ def serve_feedback(folder: Path, settings: FeedbackConfig) -> OpenService:
     cannot be read, if the run has a page already, and as `HttpApplication.open`; PlacementError without room."""
     folder = folder.absolute()
     config = load_run_config(folder)
-    digests, key = read_keys(settings), secrets.token_urlsafe(24)
-    key_file = None if digests else feedback_folder(folder) / "key"
-    connect()
     from rayrft.feedback.app import build_page
+
+    def arguments(digests: tuple[str, ...]) -> tuple[Any, ...]:
+        return config, folder, settings, digests, *_buffer_of(config)
+
+    # Not one of the run's actors, which end with it: people continue with its log.
+    route, key_file = f"feedback/{config.name}", feedback_folder(folder) / "key"
+    return _open_page(f"{config.name}:feedback", route, settings, build_page, arguments, key_file)
+
+
+def deploy_viewer(storage: Path, settings: ViewerConfig) -> OpenService:
+    """Serve the viewer on Ray Serve, over run folders that the cluster's head node can read. Raises ConfigError as
+    `serve_feedback`, and if there is no such folder; PlacementError without room."""
+    from rayrft.viewer.app import build_viewer, check_storage_folder
+    from rayrft.viewer.index import cache_folder
+
+    check_storage_folder(storage)
+
+    def arguments(digests: tuple[str, ...]) -> tuple[Any, ...]:
+        return storage.absolute(), settings, digests, _buffer_of
+
+    return _open_page("viewer", "viewer", settings, build_viewer, arguments, cache_folder() / "key-cluster")
+
+
+def _buffer_of(config: RunConfig) -> tuple[str, str]:
+    """Return the namespace and the name of the actor of a run's Buffer."""
+    shared = config.buffer.name
+    return NAMESPACE, shared_actor_name(shared) if shared is not None else actor_name(config.name, BUFFER.name)
+
+
+def _open_page(
+    name: str,
+    route: str,
+    settings: HttpConfig,
+    build: Callable[..., HttpService],
+    arguments: Callable[[tuple[str, ...]], tuple[Any, ...]],
+    key_file: Path,
+) -> OpenService:
+    """Deploy a page on Ray Serve. Its ``arguments`` are made of the digests of keys: those of its settings, or of one
+    that is written to ``key_file``."""
+    digests, key = read_keys(settings), secrets.token_urlsafe(24)
+    connect()
     from rayrft.runtime.serving.applications import HttpApplication, Owner, create_anchor, delete_applications
 
     _prepare([_http_bundles(settings)])
-    shared = config.buffer.name
-    buffer = shared_actor_name(shared) if shared is not None else actor_name(config.name, BUFFER.name)
-    # Not one of the run's actors, which end with it: people continue with its log.
-    owner = Owner(NAMESPACE, f"feedback/{config.name}")
-    name = f"{config.name}:feedback"
-    arguments = (config, folder, settings, digests or (key_digest(key),), NAMESPACE, buffer)
-    application = HttpApplication(name, f"feedback/{config.name}", settings, owner, build_page, arguments)
+    owner = Owner(NAMESPACE, route)
+    application = HttpApplication(name, route, settings, owner, build, arguments(digests or (key_digest(key),)))
     with contextlib.ExitStack() as closing:
         anchor = create_anchor(owner)
         closing.callback(anchor.kill)
         closing.callback(delete_applications, name)
         delete_applications(name)  # of an owner that was killed
-        if key_file is not None:
+        if not digests:
             write_key(key_file, key)
-        return OpenService(f"{application.open()}/", anchor, closing.pop_all(), key_file)
+        return OpenService(f"{application.open()}/", anchor, closing.pop_all(), None if digests else key_file)
 
 
 def _http_bundles(http: HttpConfig) -> Bundles:

@@ -26,10 +26,10 @@ from rayrft.runtime.handle import Handle, answer, named_actor
 
 class RunRows:
     """The rows of a run in a folder, of which at most ``most`` groups are shown. ``buffer`` is the name of its Buffer's
-    actor in ``namespace``. The methods block, and are called in threads."""
+    actor in ``namespace``; None where no cluster can be reached. The methods block, and are called in threads."""
 
     def __init__(
-        self, folder: Path, config: RunConfig, namespace: str, buffer: str, most: int, demonstrations: str
+        self, folder: Path, config: RunConfig, namespace: str, buffer: str | None, most: int, demonstrations: str
     ) -> None:
         self._folder, self._config = folder, config
         self._namespace, self._buffer = namespace, buffer
@@ -114,7 +114,8 @@ class RunRows:
             raise
 
     def _find_buffer(self) -> Handle[Buffer]:
-        if not (self._folder / "summary.json").exists():  # an ending run kills its actors one by one
+        # An ending run kills its actors one by one.
+        if self._buffer is not None and not (self._folder / "summary.json").exists():
             self._handle = self._handle or named_actor(self._buffer, self._namespace)
             if self._handle is not None:
                 return self._handle

@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic_core import to_json
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rayrft.config.serve import ViewerConfig, read_keys
-from rayrft.errors import ConfigError
+from rayrft.config import RunConfig, load_run_config
+from rayrft.config.serve import FeedbackConfig, ViewerConfig, read_keys
+from rayrft.errors import ConfigError, RayrftError
+from rayrft.feedback.app import FeedbackPage
+from rayrft.feedback.journal import feedback_folder
+from rayrft.feedback.run_rows import RunRows
 from rayrft.runtime.serving import key_digest, write_key
 from rayrft.runtime.serving.http import ApiError, HttpService, Route, parse, unless_gone
 from rayrft.runtime.serving.pages import add_page
@@ -41,7 +46,8 @@ class ChangesRequest(StorageRequest):
 
 
 class Viewer(HttpService):
-    """The page over the run folders in a storage."""
+    """The page over the run folders in a storage, with the feedback page of each run. ``buffers`` returns the namespace
+    and the name of the actor of a run's Buffer, to which judgements go; None where no cluster can be reached."""
 
     def __init__(
         self,
@@ -49,9 +55,12 @@ class Viewer(HttpService):
         config: ViewerConfig,
         key_digests: tuple[str, ...],
         count: Callable[[str], None] = lambda outcome: None,
+        buffers: Callable[[RunConfig], tuple[str, str | None]] = lambda run: ("", None),
     ) -> None:
         super().__init__(config, key_digests, count)
-        self._runs = Runs(storage)
+        self._runs, self._buffers = Runs(storage), buffers
+        self._feedback: dict[Path, FastAPI] = {}
+        """The applications of feedback pages by run folder; each reads its journal at the first request with a key."""
 
     def routes(self) -> Iterator[Route]:
         """See `HttpService`."""
@@ -64,7 +73,27 @@ class Viewer(HttpService):
         """Build the application; the page's files need no key."""
         app = super().app()
         add_page(app, __package__)
+        app.mount("/feedback/{run}", self._feedback_of_run)
         return app
+
+    async def _feedback_of_run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request to the feedback page of a run. Plug-ins of its folder are not run."""
+        try:
+            app: ASGIApp = await asyncio.to_thread(self._feedback_page, str(scope["path_params"]["run"]))
+        except ApiError as error:
+            app = JSONResponse(error.body, error.status)
+        except RayrftError as error:  # of a run's folder
+            app = PlainTextResponse(str(error), 409)
+        await app(scope, receive, send)
+
+    def _feedback_page(self, name: str) -> FastAPI:
+        folder = self._runs.get(name).path
+        if folder not in self._feedback:
+            run, settings = load_run_config(folder), FeedbackConfig()
+            rows = RunRows(folder, run, *self._buffers(run), settings.max_groups, settings.demonstrations)
+            page = FeedbackPage(name, settings, self._key_digests, rows, feedback_folder(folder), self._count)
+            self._feedback.setdefault(folder, page.app())
+        return self._feedback[folder]
 
     def _handler(self, query: Query) -> Callable[[Request], Any]:
         model, function = query
@@ -125,6 +154,24 @@ def _json(value: Any) -> Response:
     return Response(to_json(value, inf_nan_mode="null"), media_type="application/json")
 
 
+def build_viewer(
+    count: Callable[[str], None],
+    storage: Path,
+    config: ViewerConfig,
+    key_digests: tuple[str, ...],
+    buffers: Callable[[RunConfig], tuple[str, str | None]],
+) -> Viewer:
+    """Build the viewer on Ray Serve."""
+    return Viewer(storage, config, key_digests, count, buffers)
+
+
+def check_storage_folder(storage: Path) -> None:
+    """Raise ConfigError if there is no such folder."""
+    if not storage.is_dir():
+        remedy = "give the folder of run folders, or one of these"
+        raise ConfigError("there is no such folder", remedy, field="storage", value=str(storage))
+
+
 def serve_viewer(storage: Path, config: ViewerConfig, say: Callable[[str], None] = print) -> None:
     """Serve the viewer in this process until SIGINT or SIGTERM.
 
@@ -132,9 +179,7 @@ def serve_viewer(storage: Path, config: ViewerConfig, say: Callable[[str], None]
     """
     import uvicorn
 
-    if not storage.is_dir():
-        remedy = "give the folder of run folders, or one of these"
-        raise ConfigError("there is no such folder", remedy, field="storage", value=str(storage))
+    check_storage_folder(storage)
     digests, key = read_keys(config), secrets.token_urlsafe(24)
     try:
         listening = socket.create_server(

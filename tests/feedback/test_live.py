@@ -20,8 +20,8 @@ import rayrft
 from rayrft.buffer.reader import Archive
 from rayrft.cli.main import app
 from rayrft.config import dump_config, load_config
-from rayrft.config.serve import FeedbackConfig
-from rayrft.core.services import OpenService, serve_feedback
+from rayrft.config.serve import FeedbackConfig, ViewerConfig
+from rayrft.core.services import OpenService, deploy_viewer, serve_feedback
 from rayrft.errors import ConfigError
 from rayrft.experience import Experience
 from rayrft.feedback.journal import FILE, read_journal
@@ -229,4 +229,29 @@ def test_the_command_serves_until_it_is_interrupted(setting: Setting, monkeypatc
     assert (result.exit_code, answered) == (130, [200]), result.output
     assert f"feedback page at http://127.0.0.1:{PORT}/feedback/judged/; its key is in {setting.folder}" in result.output
     assert "judged:feedback" not in serve.status().applications
+    setting.page = setting.open()
+
+
+def test_the_viewer_on_ray_serve_has_the_page_and_gives_the_run_its_judgements(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    setting.page.stop()  # a run has one page at a time
+    viewer = deploy_viewer(setting.folder.parent, ViewerConfig(port=PORT))
+    try:
+        url, key = access(viewer)
+        headers = {"Authorization": f"Bearer {key}"}
+        assert url.endswith("/viewer/") and "page.js" in httpx.get(url).text
+        runs = httpx.get(f"{url}v1/runs", headers=headers, timeout=60)
+        assert [run["run"] for run in runs.json()["runs"]] == ["judged"], runs.text
+        page = f"{url}feedback/judged/"
+        assert "store.js" in httpx.get(f"{page}page.js").text
+        body = {"person": "Eve", "id": "of-the-viewer", "item": "one:7/1", "rows": ["7/1"], "score": 1}
+        assert httpx.post(f"{page}v1/judge", json=body, timeout=60).status_code == 401
+        said = httpx.post(f"{page}v1/judge", json=body, headers=headers, timeout=60)
+        assert said.status_code == 200 and said.json()["outcome"] in ("applied", "kept"), said.text
+        wait_for(lambda: setting.found("7/1").experience.reward == 0.0)
+        assert httpx.get(f"{url}feedback/none/", headers=headers).status_code == 404
+    finally:
+        viewer.stop()
     setting.page = setting.open()

@@ -278,6 +278,23 @@ def test_the_timeline_tells_what_steps_waited_for(opened: Open) -> None:
     window.see("main .empty").to_contain_text("writes no traces")
 
 
+def test_answers_are_judged_on_the_feedback_page_of_a_run(opened: Open, storage: Path, tmp_path: Path) -> None:
+    shutil.copytree(storage / "words", tmp_path / "words", symlinks=True)
+    (tmp_path / "words" / "plugin.py").write_text("raise RuntimeError('it was run')")
+    config = tmp_path / "words" / "config.yaml"
+    config.write_text(config.read_text().replace("plugins: []", f"plugins: [{tmp_path}/words/plugin.py]"))
+    assert "plugin.py" in config.read_text()
+    with served(tmp_path) as url:
+        window = opened("?view=run&run=words", url=url)
+        window.click("nav a:has-text('Feedback')")
+        window.see("body").to_contain_text("Your name")
+        assert "/feedback/words/" in window.page.url and "key=" not in window.page.url
+        window.page.fill("input >> nth=0", "Ann")
+        window.page.press("input >> nth=0", "Enter")
+        window.see("body").to_contain_text("Question")
+        window.context.close()
+
+
 def test_a_wrong_key_is_asked_for_again(opened: Open) -> None:
     window = opened(key="sk-wrong")
     window.see("#login").to_be_visible()
