@@ -105,6 +105,8 @@ def names_reference() -> str:
 
 
 _CHANGES = [
+    "0.1.0: names of Ray's metrics end in their unit, or in `_total` for counters, and have `domain`, `operator` and "
+    "`temperature` as tags; there are no histograms.",
     "0.1.0: `enforce_eager`, `max_running`, `bucket_mib` and `max_tokens` have other defaults with GPUs.",
     "0.1.0: `images` of a row may hold data URLs: those in requests of the endpoint, which had no images.",
     "0.1.0: `monitor.sinks: [wandb, tensorboard]` in a config, where `monitor.wandb` and `monitor.tensorboard` were.",

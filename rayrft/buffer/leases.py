@@ -8,7 +8,7 @@ import heapq
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
 
@@ -18,6 +18,7 @@ from rayrft.buffer import events as e
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.expert_rows import ExpertBlocks
 from rayrft.buffer.groups import group_key
+from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.log.row_log import Ref
 from rayrft.buffer.samplers import draw, samplers
 from rayrft.buffer.schedule import Draw, StagePlan
@@ -103,6 +104,8 @@ class Lease:
     waited_s: float
     attention: float = 0.0
     """See `StagePlan`."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """Of all rows, with those of the batch as held."""
 
     def for_rank(self, rank: int) -> Lease:
         """Return the lease with the share of this rank only; the others are empty."""
@@ -353,4 +356,5 @@ class Leasing:
             rollouts=record.rollouts,
             waited_s=waited_s,
             attention=attention,
+            ledger=self._store.state.ledger(),
         )

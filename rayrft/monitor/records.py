@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self, get_args
 from pydantic import TypeAdapter
 
 from rayrft.buffer.leases import Lease
+from rayrft.buffer.ledger import Ledger
 from rayrft.explorer.evaluation import Evaluation, wilson_interval
 from rayrft.explorer.explorer import Timings
 from rayrft.files import Room, atomic_file
@@ -55,6 +56,8 @@ class StepRecord:
     """Since the previous step, operators on the step's batch included."""
     train_s: float
     sync_s: float
+    ledger: Ledger | None = None
+    """When the step's batch was leased, which it counts as held. None in records of earlier releases."""
 
     @classmethod
     def of(
@@ -101,6 +104,7 @@ class StepRecord:
             timings=timings,
             train_s=train_s,
             sync_s=report.seconds if report else 0.0,
+            ledger=lease.ledger,
         )
 
     @property

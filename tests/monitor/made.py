@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from typing import Any
 
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import Lease
+from rayrft.buffer.ledger import Ledger
 from rayrft.explorer.evaluation import wilson_interval
 from rayrft.explorer.explorer import Timings
-from rayrft.monitor.records import EvaluationRecord, StepRecord
-from rayrft.trainer.result import FirstUpdate, StepMetrics, StepResult
+from rayrft.monitor.records import (
+    EvaluationRecord,
+    NoteRecord,
+    PairsRecord,
+    Record,
+    RestartRecord,
+    RolloutRecord,
+    StepRecord,
+)
+from rayrft.pipelines.report import OperatorStats
+from rayrft.rewards.scorer import DomainStats
+from rayrft.trainer.result import FirstUpdate, PairRanking, StepMetrics, StepResult
 
 
 def _made(kind: type, changes: dict[str, Any], **values: Any) -> Any:
@@ -23,7 +36,15 @@ def step(**changes: Any) -> StepRecord:
         "metrics": _made(StepMetrics, changes),
         "timings": _made(Timings, changes, rewards={}, operators={}),
     }
-    values = {"stage": "mix", "step": 3, "usual_rows": 8, "reward": 0.5, "staleness_mean": 0.0, "step_s": 10.0}
+    values = {
+        "stage": "mix",
+        "step": 3,
+        "usual_rows": 8,
+        "reward": 0.5,
+        "staleness_mean": 0.0,
+        "step_s": 10.0,
+        "ledger": None,
+    }
     record: StepRecord = _made(StepRecord, changes, lost={}, **nested, **values)
     return record
 
@@ -42,3 +63,26 @@ def result(first_update: FirstUpdate | None = None, **changes: Any) -> StepResul
 
 def lease(*staleness: int, rollouts: GroupReport | None = None) -> Lease:
     return Lease(0, 0, (), 8, 0, staleness, rollouts or GroupReport(), 0.0)
+
+
+def every_record() -> list[Record]:
+    """A record of every kind in which no number is 0, after a step whose loss is not a number."""
+    numbers = [each for kind in (StepRecord, StepMetrics, Timings, RolloutRecord) for each in dataclasses.fields(kind)]
+    ones = {each.name: 1 for each in numbers if each.type in ("int", "float", "int | None", "float | None")}
+    stats = {"rewards": {"math": DomainStats(*[1] * 7)}, "operators": {"longest": OperatorStats(*[1] * 6)}}
+    changes = {
+        **ones,
+        **stats,
+        "time": time.time(),
+        "ledger": Ledger(20, 8, {"stale": 3, "late": 1}, 8, {"too long": 1}),
+    }
+    explored = _made(RolloutRecord, changes, stage="fill", lost={}, timings=_made(Timings, changes))
+    return [
+        step(**{**changes, "loss": math.nan}),
+        step(**changes),
+        explored,
+        evaluation("mix", 2, 50),
+        PairsRecord.of("prefer", 3, 3, PairRanking(10, 8, 0.5), 1.0),
+        RestartRecord("mix", 3, time.time(), "explorer", "run:explorer", "its process died", 2.0),
+        NoteRecord("mix", 3, time.time(), "max_staleness: 0 -> 3", {"key": "max_staleness", "old": 0, "new": 3}),
+    ]

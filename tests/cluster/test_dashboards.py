@@ -1,0 +1,314 @@
+"""The dashboard and the alerts: Grafana's model, names that runs publish, and answers of a real Prometheus that scrapes
+a real Ray. Grafana is in no package index: how it draws the panels is untested."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import yaml
+
+from rayrft.monitor.sinks import RayMetrics
+from tests.conftest import ROOT
+from tests.core.given import run_folder
+from tests.e2e.conftest import free_port
+from tests.monitor.made import every_record
+from tests.monitor.test_ray_metrics import documented
+
+GRAFANA, PROMETHEUS = ROOT / "cluster" / "grafana", ROOT / "cluster" / "prometheus"
+SCRIPT = runpy.run_path(str(GRAFANA / "dashboard.py"))
+DASHBOARD = json.loads((GRAFANA / "rayrft.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = {f"{panel['title']} {each['refId']}": each["expr"] for panel in PANELS for each in panel["targets"]}
+ALERTS = [
+    rule for group in yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"] for rule in group["rules"]
+]
+
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None or shutil.which("promtool") is None,
+    reason="Prometheus is missing: apt-get install prometheus",
+)
+
+_SOURCE = {
+    "type": "object",
+    "properties": {"type": {"const": "prometheus"}, "uid": {"const": "${datasource}"}},
+    "required": ["type", "uid"],
+    "additionalProperties": False,
+}
+_PLACE = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer", "minimum": 0, "maximum": 23},
+        "y": {"type": "integer", "minimum": 0},
+        "w": {"type": "integer", "minimum": 1, "maximum": 24},
+        "h": {"type": "integer", "minimum": 1},
+    },
+    "required": ["x", "y", "w", "h"],
+    "additionalProperties": False,
+}
+_TARGET = {
+    "type": "object",
+    "properties": {
+        "refId": {"type": "string", "pattern": "^[A-Z]$"},
+        "datasource": _SOURCE,
+        "expr": {"type": "string", "minLength": 1},
+        "legendFormat": {"type": "string", "minLength": 1},
+    },
+    "required": ["refId", "datasource", "expr", "legendFormat"],
+    "additionalProperties": False,
+}
+_FIELDS = {
+    "type": "object",
+    "properties": {
+        "defaults": {
+            "type": "object",
+            "properties": {
+                "unit": {"enum": ["none", "percentunit", "s"]},
+                "custom": {
+                    "type": "object",
+                    "properties": {
+                        "showPoints": {"enum": ["auto", "never", "always"]},
+                        "fillOpacity": {"type": "integer", "minimum": 0, "maximum": 100},
+                        "stacking": {
+                            "type": "object",
+                            "properties": {
+                                "mode": {"enum": ["none", "normal", "percent"]},
+                                "group": {"type": "string"},
+                            },
+                            "required": ["mode", "group"],
+                            "additionalProperties": False,
+                        },
+                    },
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["unit"],
+            "additionalProperties": False,
+        },
+        "overrides": {"type": "array", "maxItems": 0},
+    },
+    "required": ["defaults", "overrides"],
+    "additionalProperties": False,
+}
+_CURVES = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "minimum": 1},
+        "type": {"const": "timeseries"},
+        "title": {"type": "string", "minLength": 1},
+        "description": {"type": "string"},
+        "datasource": _SOURCE,
+        "gridPos": _PLACE,
+        "fieldConfig": _FIELDS,
+        "options": {"type": "object", "required": ["legend", "tooltip"]},
+        "targets": {"type": "array", "items": _TARGET, "minItems": 1},
+    },
+    "required": ["id", "type", "title", "datasource", "gridPos", "fieldConfig", "options", "targets"],
+    "additionalProperties": False,
+}
+_ROW = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "minimum": 1},
+        "type": {"const": "row"},
+        "title": {"type": "string", "minLength": 1},
+        "collapsed": {"type": "boolean"},
+        "gridPos": _PLACE,
+        "panels": {"type": "array", "items": _CURVES},
+    },
+    "required": ["id", "type", "title", "collapsed", "gridPos", "panels"],
+    "additionalProperties": False,
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "uid": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,40}$"},
+        "title": {"type": "string", "minLength": 1},
+        "schemaVersion": {"type": "integer", "minimum": 36},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "editable": {"type": "boolean"},
+        "graphTooltip": {"enum": [0, 1, 2]},
+        "refresh": {"type": "string"},
+        "time": {"type": "object", "required": ["from", "to"]},
+        "annotations": {"type": "object", "required": ["list"]},
+        "templating": {
+            "type": "object",
+            "properties": {
+                "list": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"name": {"type": "string"}, "type": {"enum": ["datasource", "query"]}},
+                        "required": ["name", "type", "query"],
+                    },
+                }
+            },
+            "required": ["list"],
+        },
+        "panels": {"type": "array", "items": {"anyOf": [_CURVES, _ROW]}, "minItems": 1},
+    },
+    "required": ["uid", "title", "schemaVersion", "time", "templating", "panels"],
+    "additionalProperties": False,
+}
+"""Of Grafana's dashboard model (https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model),
+what this dashboard uses: a key that it does not know is an error here, whereas Grafana would ignore it."""
+
+
+def overlapping(panels: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The titles of panels that lie on each other."""
+
+    def apart(one: dict[str, int], other: dict[str, int]) -> bool:
+        return any(
+            one[at] + one[size] <= other[at] or other[at] + other[size] <= one[at]
+            for at, size in (("x", "w"), ("y", "h"))
+        )
+
+    pairs = combinations(panels, 2)
+    return [(one["title"], other["title"]) for one, other in pairs if not apart(one["gridPos"], other["gridPos"])]
+
+
+def all_panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    return [inner for panel in dashboard["panels"] for inner in (panel, *panel.get("panels", ()))]
+
+
+def test_the_dashboard_is_that_of_the_script_in_the_model_of_grafana() -> None:
+    assert SCRIPT["dashboard"]() == DASHBOARD, "stale: run `python cluster/grafana/dashboard.py`"
+    jsonschema.validate(DASHBOARD, SCHEMA)
+    assert overlapping(DASHBOARD["panels"]) == []
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in DASHBOARD["panels"])
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in PANELS:
+        letters = [target["refId"] for target in panel["targets"]]
+        assert len(set(letters)) == len(letters), panel["title"]
+    assert all('run=~"$run"' in query for query in QUERIES.values())
+    variables = {each["name"] for each in DASHBOARD["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) - {"__all"} <= variables
+
+
+def test_panels_and_alerts_name_only_metrics_that_runs_publish() -> None:
+    text = json.dumps(DASHBOARD) + json.dumps(ALERTS)
+    found = set(re.findall(r"\bray_(rayrft_\w+)", text))
+    assert len(found) > 40 and found <= documented(), found - documented()
+    assert set(re.findall(r'"(rayrft_\w+)\\"', text)) <= documented()
+
+
+def test_rays_own_dashboards_get_the_panels_once_and_keep_theirs(tmp_path: Path) -> None:
+    from ray.dashboard.modules.metrics.grafana_dashboard_factory import generate_default_grafana_dashboard
+
+    text, _ = generate_default_grafana_dashboard()
+    core, own = tmp_path / "default_grafana_dashboard.json", json.loads(text)
+    missing = subprocess.run([sys.executable, GRAFANA / "dashboard.py", tmp_path], capture_output=True, text=True)
+    assert missing.returncode == 1 and "start Ray with its dashboard" in missing.stderr
+    core.write_text(text)
+    for _ in range(2):
+        subprocess.run([sys.executable, GRAFANA / "dashboard.py", tmp_path], check=True)
+    assert json.loads((tmp_path / "rayrft.json").read_text()) == DASHBOARD
+    changed = json.loads(core.read_text())
+    row, *rest = changed["panels"]
+    jsonschema.validate(row, _ROW)
+    assert [panel["title"] for panel in row["panels"]] == [panel["title"] for panel in PANELS]
+    assert overlapping(changed["panels"]) == [] and row["gridPos"]["y"] == 0
+    ids = [panel["id"] for panel in all_panels(changed)]
+    assert len(set(ids)) == len(ids)
+    for panel in all_panels({"panels": rest}):
+        panel["gridPos"]["y"] -= 1
+    variables = changed["templating"]["list"]
+    assert [each["name"] for each in variables].count("run") == 1
+    theirs = {**changed, "panels": rest, "templating": {"list": variables[:-1]}}
+    assert theirs == own
+
+
+@needs_prometheus
+def test_alerts_fire_and_are_silent_as_promtool_plays_them() -> None:
+    for arguments in (["check", "config", PROMETHEUS / "prometheus.yml"], ["test", "rules", "alerts_test.yml"]):
+        done = subprocess.run(["promtool", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    tested = set(re.findall("alertname: (Rayrft\\w+)\n", (Path(__file__).parent / "alerts_test.yml").read_text()))
+    assert tested == {rule["alert"] for rule in ALERTS}  # each with an alert that fires
+
+
+class Prometheus:
+    """A real one that scrapes a cluster as cluster/prometheus says, only more often."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=f"{url}/api/v1", timeout=60, trust_env=False)
+
+    def series(self, query: str) -> list[dict[str, Any]]:
+        found = self._http.get("/query", params={"query": query})
+        assert found.status_code == 200, found.text
+        return list(found.json()["data"]["result"])
+
+    def alerts(self) -> dict[str, str]:
+        found = self._http.get("/rules").json()["data"]["groups"]
+        return {rule["name"]: rule["health"] for group in found for rule in group["rules"]}
+
+    def empty(self, run: str) -> list[str]:
+        """The queries of panels that have no data of a run."""
+        return [name for name, query in QUERIES.items() if not self.series(query.replace("$run", run))]
+
+
+@contextmanager
+def prometheus(cluster: Any, folder: Path) -> Iterator[Prometheus]:
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(PROMETHEUS / "alerts.yml")]
+    [scraped] = config["scrape_configs"]
+    [found] = scraped["file_sd_configs"]
+    [listed] = found["files"]
+    found["files"] = [listed.replace("/tmp/ray/session_latest", cluster.address_info["session_dir"])]
+    assert Path(found["files"][0]).is_file()
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    port = free_port()
+    arguments = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    process = subprocess.Popen(
+        ["prometheus", *arguments, f"--web.listen-address=127.0.0.1:{port}"], stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        assert any("Server is ready" in line for line in process.stderr), "it does not start"
+        yield Prometheus(f"http://127.0.0.1:{port}")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until_complete(source: Prometheus, run: str, limit_s: float) -> list[str]:
+    """Wait for data of all panels; Ray's agents export on a schedule of their own. Return what has none."""
+    deadline = time.monotonic() + limit_s
+    while (empty := source.empty(run)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return empty
+
+
+@needs_prometheus
+def test_every_query_of_every_panel_has_data_of_what_ray_exports(ray_cluster: Any, tmp_path: Path) -> None:
+    sink = RayMetrics(run_folder(tmp_path, "published"))
+    with prometheus(ray_cluster, tmp_path) as source:
+        try:
+            for record in every_record():
+                sink.write(record)
+            assert until_complete(source, "published", 90) == []
+            assert set(source.alerts().values()) == {"ok"} and len(source.alerts()) == len(ALERTS)
+            exported = {
+                each["metric"]["__name__"] for each in source.series('{__name__=~"ray_rayrft_.+",run="published"}')
+            }
+            assert {f"ray_{name}" for name in documented()} == exported
+            [steps] = source.series('ray_rayrft_train_steps_total{run="published"}')
+            assert float(steps["value"][1]) == sum(record.kind == "step" for record in every_record())
+        finally:
+            sink.close()
