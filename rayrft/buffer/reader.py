@@ -134,16 +134,15 @@ def log_folder(folder: Path, config: RunConfig) -> Path:
 
 
 class Archive:
-    """The contents of the log in ``folder`` when this was created; nothing in it is changed or locked.
+    """The contents of the log in ``folder`` at the latest `refresh`; nothing in it is changed or locked.
 
     ``sampler`` and ``seed`` are those in the run's config. Raises StorageError as `read_state` does.
     """
 
     def __init__(self, folder: Path, sampler: SamplerConfig, seed: int = 0) -> None:
         self._storage = Storage(folder)
-        self._sampler = sampler
-        self._seed = seed
-        self._reading = read_state(self._storage, sampler, seed)
+        self._reader = StateReader(self._storage, sampler, seed)
+        self.refresh()
         self.damaged: dict[str, int] = {}
         """Number of rows skipped in unreadable files, by file."""
 
@@ -152,6 +151,10 @@ class Archive:
         """Open the log of the run in this folder, which may have been moved. Raises ConfigError, too."""
         config = load_run_config(folder)
         return cls(log_folder(folder, config), config.buffer.sampler, config.seed)
+
+    def refresh(self) -> None:
+        """Read the events that were written meanwhile. Raises StorageError as `read_state` does."""
+        self._reading = self._reader.read()
 
     @property
     def stores(self) -> list[str]:
@@ -233,7 +236,7 @@ class Archive:
                 try:
                     batch = self._segment(state, segment, slots)
                 except StorageError as error:
-                    self._read_again()
+                    self.refresh()
                     if segment not in self._state.contents.extents:
                         break  # deleted by a live Buffer, which has moved the groups it kept
                     self._pass_over(error, int(state.groups.rows[slots].sum()), skip_damaged)
@@ -261,7 +264,7 @@ class Archive:
             try:
                 batch = read_log_rows(self._storage, expert_file(name, extent), extent)
             except StorageError as error:
-                self._read_again()
+                self.refresh()
                 if self._state.contents.experts[name].extent != extent:
                     continue  # replaced by a later load
                 self._pass_over(error, extent.rows, skip_damaged)
@@ -285,9 +288,6 @@ class Archive:
         if not skip:
             raise error
         self.damaged[error.field] = rows
-
-    def _read_again(self) -> None:
-        self._reading = read_state(self._storage, self._sampler, self._seed)
 
 
 def _older(groups: GroupTable, newest: int) -> set[int]:

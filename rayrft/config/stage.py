@@ -207,6 +207,9 @@ class MonitorConfig(Section):
     """Such as ``wandb``, ``tensorboard``, ``mlflow`` and ``trackio``."""
     project: str = "rayrft"
     """The project, or MLflow's experiment, that the run is part of."""
+    sample_rows: int = Field(16, ge=0)
+    """Rows in a table of the newest answers that wandb and MLflow get every ``samples_every`` steps; 0 for none."""
+    samples_every: int = Field(50, ge=1)
     stall_s: Changeable[float] = Field(1800.0, gt=0)
     """Seconds without progress after which a wait ends the run. It must exceed ``explorer.deadline_s``. A write waits
     for half as long if the disk is full or read-only, and the end of a run this long for its sinks."""

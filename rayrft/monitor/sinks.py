@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import math
 import os
@@ -9,12 +11,16 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from rayrft.buffer.export import GLANCE, glance
+from rayrft.buffer.reader import Archive
 from rayrft.config import RunConfig
-from rayrft.errors import ConfigError, first_line
+from rayrft.errors import ConfigError, StorageError, first_line
+from rayrft.experience import Experience, from_batch
 from rayrft.files import atomic_file
 from rayrft.monitor.records import (
     EvaluationRecord,
@@ -32,6 +38,8 @@ log = logging.getLogger(__name__)
 
 _OPTIONAL = "mlflow", "trackio"
 """Sinks whose packages, of the same name, rayrft does not require."""
+_MOST_WAITING = 10_000
+"""Records that wait for a sink at most: one that does not answer must not fill the memory of the Master."""
 
 
 class Sink(Protocol):
@@ -55,19 +63,26 @@ def check_sinks(config: RunConfig) -> None:
             check_installed(name, f"run: .venv/bin/pip install {name}", ConfigError, "monitor.sinks", name)
 
 
+@runtime_checkable
+class RowSink(Sink, Protocol):
+    """A sink that takes the newest rows, too: ``columns`` are `GLANCE`, ``rows`` have their values."""
+
+    def write_rows(self, step: int, columns: list[str], rows: list[list[Any]]) -> None: ...
+
+
 class Sinks:
-    """The sinks of a run: Ray's metrics, and those of the config. One that fails gets no further records."""
+    """The sinks of a run: Ray's metrics, and those of the config. One that fails, or hangs, gets no further records."""
 
     def __init__(self, config: RunConfig) -> None:
         """Open the sinks. Raises ConfigError for a sink that cannot be opened."""
+        self._config = config
         self._failures: list[str] = []
-        self._at = ""
-        self._thread = ThreadPoolExecutor(1, "sinks")
-        self._open: dict[str, Sink] = {"Ray's metrics": RayMetrics(config)}
+        self._open: list[_SinkThread] = [_SinkThread("Ray's metrics", RayMetrics, config, self._failures)]
+        self._rows = _NewestRows(config)
         for name in config.monitor.sinks:
             make = sinks.get(name, "monitor.sinks")
             try:
-                self._open[name] = self._thread.submit(make, config).result()
+                self._open.append(_SinkThread(name, make, config, self._failures))
             except Exception as error:  # of another library, which may raise anything
                 problem = f"cannot be opened: {type(error).__name__}: {first_line(error)}"
                 remedy = "check its server and its key, or leave it out"
@@ -75,33 +90,89 @@ class Sinks:
 
     def write(self, record: Record) -> None:
         """Start to write a record; after ``close`` do nothing."""
-        if self._open:
-            self._thread.submit(self._each, lambda sink: sink.write(record))
+        monitor = self._config.monitor
+        samples = isinstance(record, StepRecord) and record.usual_rows and record.step % monitor.samples_every == 0
+        for each in self._open:
+            each.start(lambda sink: sink.write(record))
+            if samples and monitor.sample_rows and isinstance(each.sink, RowSink):
+                each.start(partial(_write_rows, record.step, self._rows))
 
     def failures(self) -> list[str]:
         """Return the sinks that have failed since the last call, with the reasons."""
-        found, self._failures = self._failures, []
+        found = self._failures.copy()
+        del self._failures[: len(found)]
         return found
 
     def close(self, timeout_s: float) -> None:
-        """Close the sinks once they have all records; one that takes longer than this has failed."""
-        closing = self._thread.submit(self._each, lambda sink: sink.close())
-        self._thread.shutdown(wait=False)
-        try:
-            closing.result(timeout_s)
-        except TimeoutError:
-            self._failures.append(f"{self._at}: it did not return within {timeout_s:g} s")
-        self._open = {}
+        """Close the sinks once they have all records; those that take longer than this have failed."""
+        closing = [each.start(lambda sink: sink.close(), last=True) for each in self._open]
+        wait(filter(None, closing), timeout_s)
+        for each, done in zip(self._open, closing, strict=True):
+            if done is not None and not done.done():
+                self._failures.append(f"{each.name}: it did not return within {timeout_s:g} s")
+        self._open = []
 
-    def _each(self, call: Callable[[Sink], None]) -> None:
-        for name, sink in list(self._open.items()):
-            self._at = name
-            try:
-                call(sink)
-            except Exception as error:  # a sink must not end the run
-                self._open.pop(name, None)
-                log.exception("the sink %s failed", name)
-                self._failures.append(f"{name}: {type(error).__name__}: {first_line(error)}")
+
+class _NewestRows:
+    """Reads a row of each of the newest groups in a run's log, in any thread."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._lock = config, threading.Lock()
+        self._archive: Archive | None = None
+
+    def read(self) -> list[list[Any]]:
+        """Return the values of `GLANCE` of each row, the newest last. Raises StorageError."""
+        config, rows = self._config, dict[str, Experience]()
+        with self._lock:
+            if self._archive is None:
+                self._archive = Archive(config.buffer_folder, config.buffer.sampler, config.seed)
+            self._archive.refresh()
+            for batch in self._archive.rows(newest=config.monitor.sample_rows):
+                rows |= {row.group_id: row for row in from_batch(batch)}
+        return [
+            [json.dumps(each) if isinstance(each, list | dict) else each for each in glance(row).values()]
+            for row in rows.values()
+        ]
+
+
+def _write_rows(step: int, rows: _NewestRows, sink: RowSink) -> None:
+    with contextlib.suppress(StorageError):  # of a damaged file: the table is left out, and the run will name the file
+        sink.write_rows(step, GLANCE, rows.read())
+
+
+class _SinkThread:
+    """A sink and the thread in which it is called."""
+
+    def __init__(self, name: str, make: Callable[[RunConfig], Sink], config: RunConfig, failures: list[str]) -> None:
+        self.name, self._failures, self._waiting, self._failed = name, failures, 0, False
+        self._thread = ThreadPoolExecutor(1, name)
+        self.sink: Any = self._thread.submit(make, config).result()
+
+    def start(self, call: Callable[[Any], None], *, last: bool = False) -> Future[None] | None:
+        """Start a call, unless the sink has failed. One that falls behind without end has."""
+        if self._waiting >= _MOST_WAITING and not self._failed:
+            self._fail(f"it did not take {_MOST_WAITING} records")
+        if self._failed:
+            return None
+        self._waiting += 1
+        calling = self._thread.submit(self._call, call)
+        if last:
+            self._thread.shutdown(wait=False)
+        return calling
+
+    def _call(self, call: Callable[[Any], None]) -> None:
+        try:
+            if not self._failed:
+                call(self.sink)
+        except Exception as error:  # a sink must not end the run
+            log.exception("the sink %s failed", self.name)
+            self._fail(f"{type(error).__name__}: {first_line(error)}")
+        finally:
+            self._waiting -= 1
+
+    def _fail(self, why: str) -> None:
+        self._failed = True
+        self._failures.append(f"{self.name}: {why}")
 
 
 _COUNTS = ("errors", "retried", "slowest_s", "pending")
@@ -268,6 +339,11 @@ class Wandb:
             part = next(iter(values)).partition("/")[0]
             self._run.log({**values, f"{part}/step": record.step})
 
+    def write_rows(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        import wandb
+
+        self._run.log({"train/rows": wandb.Table(columns, rows), "train/step": step})
+
     def close(self) -> None:
         self._run.finish()
 
@@ -302,6 +378,10 @@ class Mlflow:
         values = [self._metric(name, value, when, record.step) for name, value in named.items()]
         if values:
             self._client.log_batch(self._run, metrics=values)
+
+    def write_rows(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        table = {"step": [step] * len(rows), **dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))}
+        self._client.log_table(self._run, table, "rows.json")
 
     def close(self) -> None:
         self._client.set_terminated(self._run)

@@ -17,14 +17,18 @@ import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from rayrft.errors import ConfigError
+from rayrft.monitor import sinks
 from rayrft.monitor.recorder import Recorder
 from rayrft.monitor.records import NoteRecord
 from rayrft.monitor.records import Record as RunRecord
 from rayrft.monitor.sinks import Mlflow, Trackio, Wandb, check_sinks, register_sink
 from rayrft.monitor.summary import Summary
+from tests.buffer.in_process import ObjectTable
+from tests.buffer.rows import group, plan
 from tests.core.given import run_folder
 from tests.errors import about
 from tests.monitor.made import evaluation, step
+from tests.viewer.recorded import ApartBuffer
 
 _BLOCK, _WHOLE, _LAST = 1 << 15, 1, 4
 """Of LevelDB's log: size of a block, and the types of chunks that end a record."""
@@ -48,10 +52,13 @@ def test_an_evaluation_that_ends_after_later_steps_arrives_and_a_resumed_run_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    config = run_folder(tmp_path, "run")
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    judge = {"judge": {"url": "http://judge/v1", "model": "m", "api_key": "env:JUDGE_KEY"}}
+    config = run_folder(tmp_path, "run", reward={"name": "judge", "options": judge})
     sink = Wandb(config)
     for record in (step(step=1), step(step=5), evaluation("mix", 2, 50, step=2), step(step=6)):
         sink.write(record)
+    sink.write_rows(6, ["id", "reward"], [["0/1", 0.5], ["0/2", None]])
     sink.close()
     wandb.teardown()  # its process writes the rest of the file
     [file] = config.folder.glob("wandb/offline-run-*/*.wandb")
@@ -60,7 +67,11 @@ def test_an_evaluation_that_ends_after_later_steps_arrives_and_a_resumed_run_is_
         for record in records(file)
         if record.HasField("history")
     ]
-    assert [each["train/step"] for each in logged if "train/step" in each] == [1, 5, 6]
+    assert [each["train/step"] for each in logged if "train/step" in each] == [1, 5, 6, 6]
+    tables = [value for each in logged for key, value in each.items() if key.startswith("train/rows")]
+    assert "table-file" in str(tables) and [*config.folder.glob("wandb/offline-run-*/files/media/table/train/rows_*")]
+    assert "env:JUDGE_KEY" in file.read_bytes().decode(errors="ignore")
+    assert "sk-secret" not in file.read_bytes().decode(errors="ignore")
     assert [(each["eval/step"], each["eval/accuracy_t0"]) for each in logged if "eval/step" in each] == [(2, 0.5)]
     axes = {record.metric.glob_name: record.metric.step_metric for record in records(file) if record.HasField("metric")}
     assert axes["eval/*"] == "eval/step" and axes["train/*"] == "train/step"
@@ -99,6 +110,16 @@ class Raises(Listed):
             raise OSError("no route to host\nand more")
 
 
+@register_sink("tabled")
+class Tabled(Listed):
+    """Keeps the tables of rows that it gets."""
+
+    tables: ClassVar[list[tuple[int, list[str], list[list[Any]]]]] = []
+
+    def write_rows(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        self.tables.append((step, columns, rows))
+
+
 class Blocks(Listed):
     """Waits for a server at every record."""
 
@@ -107,6 +128,16 @@ class Blocks(Listed):
     def write(self, record: RunRecord) -> None:
         assert self.answers.wait(60)
         super().write(record)
+
+
+class NeverTakes(Blocks):
+    answers = threading.Event()
+
+    def __init__(self, config: Any) -> None:
+        pass
+
+    def write(self, record: RunRecord) -> None:
+        self.answers.wait(60)
 
 
 class CannotEnd(Listed):
@@ -141,10 +172,60 @@ async def test_a_sink_that_fails_is_named_once_and_the_others_get_every_record(t
     await recorder.add(step(step=5))
     await recorder.close(ENDED)
     *got, last = Listed.got
-    notes = [record.text for record in got if isinstance(record, NoteRecord)]
+    notes = [record.text for record in await recorder.after(0) if isinstance(record, NoteRecord)]
     assert [record.step for record in got if not isinstance(record, NoteRecord)] == [1, 2, 3, 4, 5]
     assert notes == [f"a sink failed and gets no more records: {__name__}:Raises: OSError: no route to host"]
     assert last == "closed" and len(await recorder.after(0)) == 6
+
+
+async def test_a_sink_that_hangs_keeps_no_record_from_the_others_and_fails_once_too_many_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "_MOST_WAITING", 5)
+    sampling = {"max_tokens": 16, "max_prompt_tokens": 32}
+    monitor = {"sinks": [f"{__name__}:NeverTakes", "listed"], "stall_s": 0.1}
+    config = run_folder(tmp_path, "run", monitor=monitor, explorer={"deadline_s": 0.05, "sampling": sampling})
+    NeverTakes.answers.clear()
+    recorder = Recorder(config)
+    try:
+        for number in range(8):
+            await recorder.add(step(step=number))
+            async with asyncio.timeout(20):
+                while Listed.got[-1:] == [] or Listed.got[-1].step < number:  # noqa: ASYNC110 - written by a thread
+                    await asyncio.sleep(0.001)
+        await recorder.close(ENDED)
+    finally:
+        NeverTakes.answers.set()
+    notes = [record.text for record in await recorder.after(0) if isinstance(record, NoteRecord)]
+    assert notes == [f"a sink failed and gets no more records: {__name__}:NeverTakes: it did not take 5 records"]
+
+
+async def test_rows_come_every_so_many_steps_and_a_damaged_log_costs_a_table(tmp_path: Path) -> None:
+    monitor = {"sinks": ["tabled"], "samples_every": 2, "sample_rows": 3}
+    config = run_folder(tmp_path, "run", monitor=monitor)
+    Tabled.tables.clear()
+    recorder, patch = Recorder(config), pytest.MonkeyPatch()
+    ObjectTable(patch)
+    buffer = ApartBuffer(config.buffer_folder, config.buffer, run="run")
+    try:
+        buffer.do("open_stage", plan(1, scheduled=False))
+        buffer.put([(group(number, rows=2), None) for number in range(5)])
+        for number in (1, 2, 3):
+            await recorder.add(step(step=number))
+        async with asyncio.timeout(20):
+            while not Tabled.tables:  # noqa: ASYNC110 - it is written by a thread
+                await asyncio.sleep(0.001)
+        [segment] = config.buffer_folder.glob("segment-*.arrow")
+        segment.write_bytes(b"damaged")
+        await recorder.add(step(step=4))
+        await recorder.close(ENDED)
+    finally:
+        buffer.kill()
+        patch.undo()
+    [(at, columns, rows)] = Tabled.tables
+    assert at == 2 and columns[:2] == ["id", "reward"] and [row[0] for row in rows] == ["2/1", "3/1", "4/1"]
+    assert all(isinstance(value, str | float | None) for row in rows for value in row)
+    assert not [record for record in await recorder.after(0) if isinstance(record, NoteRecord)]
 
 
 async def test_a_sink_that_blocks_delays_no_record_and_gets_all_in_order(tmp_path: Path) -> None:
@@ -211,6 +292,7 @@ def test_mlflow_has_every_number_at_its_step_and_a_resumed_run_is_the_same_one(
         for number in numbers:
             sink.write(step(step=number, reward=number / 4))
         sink.write(evaluation("mix", 2, 50, step=2))
+        sink.write_rows(numbers[-1], ["id", "reward"], [["0/1", 0.5], ["0/2", None]])
         sink.close()
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{config.folder}/mlflow.db")
     experiment = client.get_experiment_by_name("rayrft")
@@ -219,6 +301,8 @@ def test_mlflow_has_every_number_at_its_step_and_a_resumed_run_is_the_same_one(
     rewards = client.get_metric_history(run.info.run_id, "train/reward")
     assert [(each.step, each.value) for each in rewards] == [(1, 0.25), (5, 1.25), (6, 1.5)]
     assert run.data.metrics["eval/accuracy_t0"] == 0.5
+    table = client.load_table(experiment.experiment_id, "rows.json", [run.info.run_id])
+    assert table["step"].tolist() == [5, 5, 6, 6] and table["id"].tolist() == ["0/1", "0/2"] * 2
     assert run.data.params["model.max_length"] == str(config.model.max_length)
 
 
