@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayrft.benchmark.bench import bench
     from rayrft.config import RunConfig
+    from rayrft.core.doctor import doctor
     from rayrft.core.launch import attach, resume, start
+    from rayrft.core.plan import plan
     from rayrft.core.run import Run
     from rayrft.errors import RayrftError
     from rayrft.experience import Experience, Task
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "rayrft.benchmark.bench": ("bench",),
     "rayrft.config": ("RunConfig",),
+    "rayrft.core.doctor": ("doctor",),
     "rayrft.core.launch": ("attach", "resume", "start"),
+    "rayrft.core.plan": ("plan",),
     "rayrft.core.run": ("Run",),
     "rayrft.errors": ("RayrftError",),
     "rayrft.experience": ("Experience", "Task"),
@@ -58,6 +62,8 @@ __all__ = [
     "Workflow",
     "attach",
     "bench",
+    "doctor",
+    "plan",
     "register_environment",
     "register_operator",
     "register_reward",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
@@ -19,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.errors import DataError, first_line
+from rayrft.markup import Markup, block, element, facts, picture
 
 Source = Literal["usual", "expert", "human", "synthetic"]
 SOURCES: tuple[str, ...] = ("usual", "expert", "human", "synthetic")
@@ -185,6 +187,61 @@ class Experience:
     def repeat(self) -> str:
         """The trajectory that it belongs to: ids ``<group_id>/<repeat>`` and ``<group_id>/<repeat>/…`` are one."""
         return self.experience_id.removeprefix(self.group_id).strip("/").partition("/")[0]
+
+    def __repr__(self) -> str:
+        return f"<Experience {self.experience_id}: reward {self.reward}, {len(self.token_ids)} tokens, {self.status}>"
+
+    def _repr_html_(self) -> str:
+        return ExperienceGroup(self.group_id, (self,))._repr_html_()
+
+
+_MOST_TOKENS, _MOST_ROWS = 1000, 16
+"""Tokens of a row and rows of a group that are shown."""
+
+
+@dataclass(frozen=True)
+class ExperienceGroup:
+    """The rows of a group, which a notebook shows side by side under their question."""
+
+    group_id: str
+    rows: tuple[Experience, ...]
+    text_of: Callable[[int], str] | None = field(default=None, repr=False, compare=False)
+    """Decodes a token; None if the tokenizer is not known."""
+
+    def _repr_html_(self) -> str:
+        roles = [turn.get("role") for turn in self.rows[0].turns]
+        asked = roles.index("assistant") if "assistant" in roles else 0
+        cards = [element("div", *self._card(row, asked), style=_CARD) for row in self.rows[:_MOST_ROWS]]
+        side_by_side = element("div", *cards, style="display:flex;flex-wrap:wrap;gap:16px")
+        title = element("b", f"{len(self.rows)} rows of {self.group_id}")
+        return element("div", title, *_blocks(self.rows[0].turns[:asked]), side_by_side)
+
+    def _card(self, row: Experience, asked: int) -> list[Markup]:
+        versions = sorted({span.version for span in row.weight_versions})
+        told: dict[str, object] = {"id": row.experience_id, "reward": "unknown" if row.reward is None else row.reward}
+        told |= {**row.reward_components, **row.labels, "versions": versions, "status": row.status}
+        told |= {"stop reason": row.stop_reason, "error": row.error, "tokens": self._tokens(row)}
+        return [*_blocks(row.turns[asked:]), *map(picture, row.images), facts(told)]
+
+    def _tokens(self, row: Experience) -> Markup | None:
+        """Return the tokens after the prompt: those of the model the redder the less probable, up to 0.1 %."""
+        if self.text_of is None:
+            return None
+        part, shown = slice(row.prompt_length, row.prompt_length + _MOST_TOKENS), list[Markup]()
+        columns = (each[part].tolist() for each in (row.token_ids, row.action_mask, row.logprobs))
+        for token, sampled, logprob in zip(*columns, strict=True):
+            style = f"background:rgba(230,70,40,{min(-logprob / 7, 1) * 0.6:.2f})" if sampled else "opacity:.6"
+            hint = f"log-prob {logprob:.3f}, {math.exp(logprob):.1%}" if sampled else "not sampled"
+            shown.append(element("span", self.text_of(token), style=style, title=hint))
+        rest = len(row.token_ids) - part.stop
+        return block("by log-prob", *shown, *([f" … {rest:,} more"] if rest > 0 else []))
+
+
+_CARD = "flex:1 1 14em;max-width:32em;min-width:0"
+
+
+def _blocks(turns: Sequence[Mapping[str, str]]) -> list[Markup]:
+    return [block(turn.get("role") or "no role", turn.get("content") or "") for turn in turns]
 
 
 _SPAN = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int64())])

@@ -18,7 +18,7 @@ SOURCES = sorted((ROOT / "rayrft").rglob("*.py"))
 # Bottom to top: a package imports only from those before it. `rayrft/explorer` and `rayrft/trainer` stand side by side.
 ORDER = [
     ["errors"],
-    ["files", "registry"],
+    ["files", "markup", "registry"],
     ["json_lines"],
     ["experience"],
     ["runtime"],

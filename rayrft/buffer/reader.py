@@ -223,6 +223,14 @@ class Archive:
                     return Found(from_batch(one)[0], store, group_status, step, segment, late)
         raise unknown_row(experience_id)
 
+    def group(self, row_id: str) -> list[Experience]:
+        """Return the rows of the group of usual rows that has this id, or a row with it. Raises DataError if there is
+        none, StorageError as `rows` does."""
+        for slot in self._state.groups.of_row(row_id):
+            batch = self._segment(self._state, int(self._state.groups.segment[slot]), np.array([slot]))
+            return from_batch(batch)
+        raise unknown_row(row_id)
+
     @property
     def _state(self) -> State:
         return self._reading.state

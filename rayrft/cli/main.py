@@ -23,12 +23,12 @@ from rayrft.config.serve import FeedbackConfig, RewardServiceConfig, ViewerConfi
 from rayrft.core import launch, publish
 from rayrft.core.checkpoints import export, find_folder
 from rayrft.core.cluster import connect
-from rayrft.core.doctor import examine
+from rayrft.core.doctor import doctor as examine
 from rayrft.core.placement import running_runs, starting_runs
-from rayrft.core.plan import plan_memory
+from rayrft.core.plan import plan as plan_memory
 from rayrft.core.run import Run
 from rayrft.core.shared_buffer import buffer_status, buffers, stop_buffer
-from rayrft.errors import ActorDied, ClusterError, ConfigError, RayrftError, RunFinished
+from rayrft.errors import ActorDied, ConfigError, RayrftError, RunFinished
 from rayrft.runtime.handle import root_cause, until_dead
 
 if TYPE_CHECKING:
@@ -225,12 +225,8 @@ def doctor(
     overrides: Overrides = None,
 ) -> None:
     """Examine the nodes of the cluster, or this machine: one line each, with a remedy. Status 1 if one has a fault."""
-    checked = load_config(config, changes(overrides)) if config is not None else None
-    with contextlib.suppress(ClusterError):  # there is none: this machine alone
-        connect(start=False)
-    findings = examine(checked)
-    for finding in findings:
-        print(finding)
+    findings = examine(config, **changes(overrides))
+    print(findings)
     if any(finding.state == "fault" for finding in findings):
         raise typer.Exit(1)
 
@@ -242,11 +238,8 @@ def plan(
     gpu_gb: Annotated[float, typer.Option(help="memory of a GPU, in GB of 1e9 bytes")] = 80.0,
 ) -> None:
     """Print what engines and ranks need of the GPUs' memory, and what fits. Status 1 if they do not fit."""
-    parts = plan_memory(load_config(config, changes(overrides)), gpu_gb)
-    for part in parts:
-        print(part)
-    if not parts:
-        print("nothing runs on GPUs: set explorer.engine.gpus and trainer.gpus")
+    parts = plan_memory(config, gpu_gb=gpu_gb, **changes(overrides))
+    print(parts if parts else "nothing runs on GPUs: set explorer.engine.gpus and trainer.gpus")
     if not all(part.fits for part in parts):
         raise typer.Exit(1)
 

@@ -12,15 +12,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
-from rayrft.config import RunConfig
+from rayrft.config import RunConfig, load_config
+from rayrft.core.cluster import connect
 from rayrft.core.placement import Bundles, cluster_nodes, fitting_nodes
 from rayrft.core.shared_files import ask_nodes
 from rayrft.data.models import find_model
 from rayrft.errors import ClusterError, ModelError
+from rayrft.markup import Report
 from rayrft.runtime import ray_api
 from rayrft.runtime.ray_api import ray
 
@@ -86,17 +88,20 @@ class Finding:
         return f"{self.state:5}  {self.subject}: {self.found}" + (f". {self.remedy}" if self.remedy else "")
 
 
-def examine(config: RunConfig | None = None) -> list[Finding]:
-    """Examine the nodes of the cluster that this process is connected to, or else this machine, and what a config
-    names: its models, and the folder of its runs."""
+def doctor(config: str | Path | dict[str, Any] | RunConfig | None = None, **overrides: Any) -> Report[Finding]:
+    """Examine the nodes of the cluster, or this machine if there is none, and what a config names: its models, and the
+    folder of its runs. ``overrides`` are dotted keys. Raises ConfigError for an invalid config."""
+    checked = load_config(config, overrides) if config is not None else None
+    with contextlib.suppress(ClusterError):
+        connect(start=False)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
     machines = [*ask_nodes(nodes, look).values()] if nodes else [look()]
-    if config is None:
-        return judge(machines)
-    expected = config.explorer.engine.gpus > 0 or config.trainer.gpus > 0
+    if checked is None:
+        return Report(judge(machines))
+    expected = checked.explorer.engine.gpus > 0 or checked.trainer.gpus > 0
     with_gpus = [machine for machine in machines if machine.gpus]
     findings = judge(with_gpus if expected and with_gpus else machines, gpus=expected)
-    return [*findings, *_judge_files(config)]
+    return Report([*findings, *_judge_files(checked)])
 
 
 def _judge_files(config: RunConfig) -> Iterator[Finding]:

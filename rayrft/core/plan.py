@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from rayrft.config import RunConfig
+from rayrft.config import RunConfig, load_config
 from rayrft.config.explorer import EngineConfig
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ConfigError, ModelError, PlacementError
+from rayrft.markup import Report
 from rayrft.trainer.memory import RankMemory, Shape, activation_bytes, rank_memory, shape_of
 
 _GB = 1e9
@@ -52,6 +54,16 @@ class PartMemory:
         host = f"; {self.host:.1f} GB of the host" if self.host >= 0.05 else ""
         verdict = "fits" if self.fits else f"does not fit: {self.remedy}"
         return f"{self.name} ({self.count}): {self.total:.1f} of {self.room:.0f} GB = {parts}{host}. {verdict}"
+
+    @property
+    def cells(self) -> dict[str, object]:
+        return {**vars(self), "GB each": self.total, "fits": self.fits}
+
+
+def plan(config: str | Path | dict[str, Any] | RunConfig, gpu_gb: float = 80.0, **overrides: Any) -> Report[PartMemory]:
+    """Return what engines and ranks need of the memory of GPUs of so many GB, and what fits. ``overrides`` are dotted
+    keys. Raises ConfigError for an invalid config, and as `plan_memory`."""
+    return Report(plan_memory(load_config(config, overrides), gpu_gb))
 
 
 def plan_memory(config: RunConfig, gpu_gb: float, *, activations: bool = True) -> list[PartMemory]:

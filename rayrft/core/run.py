@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import shlex
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.config import load_config
+from rayrft.config import load_config, load_run_config
 from rayrft.core.master import Master
 from rayrft.core.placement import actor_name, clear_run, find_actor
 from rayrft.core.shared_buffer import find_buffer
 from rayrft.errors import ActorDied, ActorUnreachable, ConfigError, RayrftError, RunFinished, RunNotFound, StorageError
+from rayrft.markup import element, facts, line_chart
 from rayrft.monitor.console import format_record
-from rayrft.monitor.records import EvaluationRecord, Record, StepRecord, flat, read_records
+from rayrft.monitor.records import EvaluationRecord, Record, RolloutRecord, StepRecord, flat, read_records
 from rayrft.monitor.summary import (
     RunStatus,
     Summary,
@@ -38,12 +40,17 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
     from rayrft.core.services import OpenService
-    from rayrft.experience import Experience, Task
+    from rayrft.experience import Experience, ExperienceGroup, Task
+    from rayrft.monitor.plot import RunPlot
     from rayrft.pipelines.tasks import AddedTasks
 
 
 ANSWER_S = 60.0
 """Deadline of calls that the Master answers at once; others have none, since the Master ends a run that has stalled."""
+
+
+_REDRAW_S = 1.0
+"""Shortest time between two drawings of a live plot."""
 
 
 class Run:
@@ -81,6 +88,19 @@ class Run:
         from rayrft.buffer.export import GLANCE, glance
 
         return pd.DataFrame([glance(row) for row in newest(self._buffer(), n)], columns=GLANCE)
+
+    def group(self, row_id: str) -> ExperienceGroup:
+        """Return the usual rows of the group that has this id, or a row with it, from the log, also after the end.
+        Raises DataError if there is none."""
+        from rayrft.buffer.reader import Archive
+        from rayrft.data.tokenizer import ChatTokenizer
+        from rayrft.experience import ExperienceGroup
+
+        rows, model = Archive.of_run(self.folder).group(row_id), load_run_config(self.folder).model
+        text_of = None
+        with contextlib.suppress(RayrftError):  # it is not on this machine
+            text_of = ChatTokenizer(self.folder / "model" if model.tiny is not None else str(model.path)).hf.decode
+        return ExperienceGroup(rows[0].group_id, tuple(rows), text_of)
 
     def feedback(self, experience_id: str, reward: float | None = None, labels: dict[str, str] | None = None) -> None:
         """Change the reward and labels of a row before it is trained; see `Buffer.feedback` for the errors."""
@@ -200,6 +220,40 @@ class Run:
             if not quick or time.monotonic() - last >= 0.5:
                 last = time.monotonic() if quick else last
                 say(format_record(record))
+
+    @overload
+    def plot(self) -> RunPlot: ...
+    @overload
+    def plot(self, *, live: Literal[True]) -> None: ...
+    def plot(self, *, live: bool = False) -> RunPlot | None:
+        """Return a figure of reward, accuracy and seconds by step so far. With ``live``, show it in the output of the
+        notebook's cell, and draw it there again, at most once a second, until the run ends or the cell is interrupted.
+        Raises ConfigError if there is no notebook, and then as `records`."""
+        from rayrft.monitor.plot import RunPlot
+
+        plot = RunPlot(records := read_records(self.folder), self.name)
+        if not live:
+            return plot
+        from IPython.display import display
+
+        if (output := display(plot, display_id=True)) is None:  # type: ignore[no-untyped-call]
+            raise ConfigError("live needs a notebook", "call plot() and save the figure", field="live", value=live)
+        with contextlib.suppress(KeyboardInterrupt):
+            for number, _ in enumerate(self.records(len(records)), len(records)):
+                if number >= len(records):
+                    output.update(RunPlot(records := read_records(self.folder), self.name))
+                    time.sleep(_REDRAW_S)
+        return None
+
+    def __repr__(self) -> str:
+        return f"<Run {self.name} in {self.folder}>"
+
+    def _repr_html_(self) -> str:
+        records = read_records(self.folder)
+        rewards = [r.reward for r in records if isinstance(r, StepRecord | RolloutRecord) if r.reward is not None]
+        stage = next((record.stage for record in reversed(records) if record.stage), "")
+        view = element("code", f"rayrft view {shlex.quote(str(self.folder))}")
+        return facts({**vars(self.status()), "stage": stage, "reward": line_chart(rewards), "rows and curves": view})
 
     def metrics(self) -> pd.DataFrame:
         """Return one row per optimiser step so far."""

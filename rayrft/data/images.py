@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from rayrft.errors import DataError, ModelError, first_line
 from rayrft.files import atomic_file
+from rayrft.markup import DATA_URL
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 
 IMAGE_MARK = "<image>"
 """Marks the position of an image in a text."""
-DATA_URL = re.compile(r"data:(image/(?:png|jpeg|webp|gif));base64,")
-"""How an image begins that is not in a file."""
-_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp", ".gif": "image/gif"}
-
 Picture = Union[str, Path, bytes, "Image"]
 """The path of an image, the bytes of its file, or what PIL has of it."""
 
@@ -128,18 +125,6 @@ class ImageReader:
         output = self.processor.image_processor(images=[picture], return_tensors="pt")
         grid = output["image_grid_thw"][0]
         return Patches(output["pixel_values"].float(), grid, int(grid.prod()) // self.merge**2)
-
-
-def image_content(path: str) -> tuple[bytes, str] | None:
-    """Return the bytes and the media type of a row's image, to be shown; None if there is no such image, or the file
-    does not have an image's suffix."""
-    if url := DATA_URL.match(path):
-        return base64.b64decode(path[url.end() :]), url[1]
-    kind = _TYPES.get(Path(path).suffix.lower())
-    if kind is not None:
-        with contextlib.suppress(OSError):
-            return Path(path).read_bytes(), kind
-    return None
 
 
 def keep_image(image: Picture, folder: Path) -> str:

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rayrft.data.images import DATA_URL, IMAGE_MARK
+from rayrft.data.images import IMAGE_MARK
 from rayrft.data.reasoning import ReasoningSplit
 from rayrft.explorer.tools.call_formats import CallFormat, as_response
+from rayrft.markup import DATA_URL
 from rayrft.runtime.serving.http import UnsupportedParameter
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rayrft.config import RunConfig
 from rayrft.config.serve import FeedbackConfig
-from rayrft.data.images import image_content
 from rayrft.errors import DataError, RayrftError
 from rayrft.feedback.agreement import measure_agreement
 from rayrft.feedback.delivery import Delivery
@@ -36,6 +35,7 @@ from rayrft.feedback.judgements import (
 )
 from rayrft.feedback.run_rows import RunRows
 from rayrft.json_lines import JsonLines
+from rayrft.markup import image_content
 from rayrft.registry import load_plugins
 from rayrft.runtime.serving.http import ApiError, Body, HttpService, Route, parse
 from rayrft.runtime.serving.pages import add_page

@@ -257,6 +257,10 @@ _NESTED: dict[str, type[StepMetrics | Timings]] = {"metrics": StepMetrics, "timi
 """Fields of records whose own fields are written beside the others."""
 
 
+def accuracy_text(record: EvaluationRecord | PairsRecord) -> str:
+    return f"{record.accuracy:.3f} ({record.right}/{record.count}, {record.low:.3f}-{record.high:.3f})"
+
+
 RecordKey = tuple[str, str, int]
 """Kind, stage and step of a record."""
 

@@ -18,6 +18,7 @@ from rayrft.buffer.reader import Archive
 from rayrft.config import load_run_config
 from rayrft.errors import RayrftError
 from rayrft.files import atomic_file, storage_errors
+from rayrft.markup import facts
 from rayrft.monitor.records import (
     EvaluationRecord,
     NoteRecord,
@@ -25,6 +26,7 @@ from rayrft.monitor.records import (
     Record,
     RestartRecord,
     StepRecord,
+    accuracy_text,
     read_records,
 )
 
@@ -35,6 +37,9 @@ class AccuracyChange:
 
     before: EvaluationRecord
     after: EvaluationRecord
+
+    def __str__(self) -> str:
+        return f"{accuracy_text(self.before)} → {accuracy_text(self.after)}"
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,10 @@ class Summary:
     restarts: dict[str, RestartCount] = field(default_factory=dict)
     """By kind of actor."""
 
+    def _repr_html_(self) -> str:
+        pairs = {stage: accuracy_text(record) for stage, record in self.pairs.items()}
+        return facts({**vars(self), "pairs": pairs})
+
 
 @dataclass(frozen=True)
 class RunStatus:
@@ -91,6 +100,9 @@ class RunStatus:
     @property
     def ended(self) -> bool:
         return self.status not in ("starting", "running", "paused")
+
+    def _repr_html_(self) -> str:
+        return facts(vars(self))
 
     def to_json(self) -> str:
         """Format the status as ``rayrft status`` prints it, with the ledger's entries beside the others."""

@@ -67,10 +67,10 @@ def device_of(options: argparse.Namespace) -> Any:
 @section("Machine")
 def machine(options: argparse.Namespace) -> Iterator[str]:
     """What `rayrft doctor` finds."""
-    from rayrft.core.doctor import examine
+    from rayrft.core.doctor import doctor
 
     yield "```"
-    yield from map(str, examine())
+    yield from map(str, doctor())
     yield "```"
 
 

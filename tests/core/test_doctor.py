@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import rayrft
 from rayrft.cli.main import app
-from rayrft.core.doctor import Gpu, Machine, check_gpus, examine, judge, look
+from rayrft.core.doctor import Gpu, Machine, check_gpus, doctor, judge, look
 from rayrft.core.placement import Bundles, named_actors
 from rayrft.errors import ClusterError
 from tests.config.given import base
@@ -128,4 +128,4 @@ def test_gpus_that_ray_counts_and_torch_has_not_end_a_run_before_any_actor(tmp_p
     with pytest.raises(ClusterError, match="no NVIDIA driver answers"):
         rayrft.start({**base(), "storage": str(tmp_path), "name": "no-gpus"}, **gpus)
     assert named_actors("no-gpus:") == [] and not (tmp_path / "no-gpus").exists()
-    assert any("no GPU" in each.found for each in examine())
+    assert any("no GPU" in each.found for each in doctor())

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from fastapi.responses import Response
 from pydantic import BeforeValidator, Field
 
-from rayrft.data.images import image_content
 from rayrft.errors import DataError
 from rayrft.experience import Experience, from_batch, rewards_by_token
+from rayrft.markup import image_content
 from rayrft.runtime.serving.http import ApiError
 from rayrft.viewer.folders import RunFolder, Runs
 from rayrft.viewer.index import CHOICES
