@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -102,4 +103,6 @@ class Report(list[Row]):
 
     def _repr_html_(self) -> str:
         rows = [getattr(each, "cells", vars(each)) for each in self]
-        return table([[*rows[0]], *([*row.values()] for row in rows)]) if rows else "an empty report"
+        kinds = [(names, list(of_kind)) for names, of_kind in groupby(rows, key=lambda row: [*row])]
+        tables = (table([names, *([*row.values()] for row in of_kind)]) for names, of_kind in kinds)
+        return "".join(tables) or "an empty report"

@@ -4,7 +4,6 @@ running run."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from rayrft.core.checkpoints import export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import doctor as examine
 from rayrft.core.placement import running_runs, starting_runs
+from rayrft.core.plan import PartMemory
 from rayrft.core.plan import plan as plan_memory
 from rayrft.core.run import Run
 from rayrft.core.shared_buffer import buffer_status, buffers, stop_buffer
@@ -236,10 +236,13 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu_gb: Annotated[float, typer.Option(help="memory of a GPU, in GB of 1e9 bytes")] = 80.0,
+    step_s: Annotated[float, typer.Option(help="seconds of a step, for what a day writes")] = 60.0,
 ) -> None:
-    """Print what engines and ranks need of the GPUs' memory, and what fits. Status 1 if they do not fit."""
-    parts = plan_memory(config, gpu_gb=gpu_gb, **changes(overrides))
-    print(parts if parts else "nothing runs on GPUs: set explorer.engine.gpus and trainer.gpus")
+    """Print what engines and ranks need of the GPUs' memory, and what fits, and what a step writes. Status 1 if they do
+    not fit."""
+    found = plan_memory(config, gpu_gb=gpu_gb, step_s=step_s, **changes(overrides))
+    parts = [part for part in found if isinstance(part, PartMemory)]
+    print(found if parts else f"nothing runs on GPUs: set explorer.engine.gpus and trainer.gpus\n{found}".rstrip())
     if not all(part.fits for part in parts):
         raise typer.Exit(1)
 

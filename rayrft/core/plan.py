@@ -60,10 +60,47 @@ class PartMemory:
         return {**vars(self), "GB each": self.total, "fits": self.fits}
 
 
-def plan(config: str | Path | dict[str, Any] | RunConfig, gpu_gb: float = 80.0, **overrides: Any) -> Report[PartMemory]:
-    """Return what engines and ranks need of the memory of GPUs of so many GB, and what fits. ``overrides`` are dotted
-    keys. Raises ConfigError for an invalid config, and as `plan_memory`."""
-    return Report(plan_memory(load_config(config, overrides), gpu_gb))
+_ROW_BYTES, _TOKEN_BYTES = 550, 13
+"""About what the Buffer's log has of a row, and of each of its tokens with its text."""
+
+
+@dataclass(frozen=True)
+class StepVolume:
+    """What a step of a stage trains on and writes, at most: an answer may be shorter than it may be."""
+
+    stage: str
+    rows: int
+    tokens: int
+    log_mb: float
+    """MB (1e6 bytes) of the Buffer's log."""
+    day_gb: float
+    """GB of it in a day of steps of so many seconds; of this the log keeps ``buffer.log_bytes``."""
+    step_s: float
+
+    def __str__(self) -> str:
+        step = f"{self.rows:,} rows and {self.tokens:,} tokens a step at most, {self.log_mb:.3g} MB of log"
+        return f"stage {self.stage}: {step}; {self.day_gb:.3g} GB a day at {self.step_s:g} s a step"
+
+
+def plan(
+    config: str | Path | dict[str, Any] | RunConfig, gpu_gb: float = 80.0, step_s: float = 60.0, **overrides: Any
+) -> Report[PartMemory | StepVolume]:
+    """Return what engines and ranks need of the memory of GPUs of so many GB, and what fits; and what steps of so many
+    seconds write. ``overrides`` are dotted keys. Raises ConfigError for an invalid config, and as `plan_memory`."""
+    checked = load_config(config, overrides)
+    return Report([*plan_memory(checked, gpu_gb), *plan_steps(checked, step_s)])
+
+
+def plan_steps(config: RunConfig, step_s: float) -> list[StepVolume]:
+    """Return the volume of a step of each stage that samples answers."""
+    sampling, volumes = config.explorer.sampling, list[StepVolume]()
+    longest = min(sampling.max_prompt_tokens + sampling.max_tokens, config.model.max_length)
+    for stage in config.stages:
+        if rows := stage.groups * stage.group_size:
+            size = rows * (_ROW_BYTES + _TOKEN_BYTES * longest)
+            day_gb = size / 1e9 * 86_400 / step_s
+            volumes.append(StepVolume(stage.name, rows, rows * longest, size / 1e6, day_gb, step_s))
+    return volumes
 
 
 def plan_memory(config: RunConfig, gpu_gb: float, *, activations: bool = True) -> list[PartMemory]:
@@ -73,6 +110,8 @@ def plan_memory(config: RunConfig, gpu_gb: float, *, activations: bool = True) -
     Raises ConfigError for a model that is made when the run starts, and ModelError for one that there is not.
     """
     if config.model.path is None:
+        if not (config.explorer.engine.gpus or config.trainer.gpus):
+            return []
         raise ConfigError("the model is made when the run starts", "give model.path", field="model.path")
     shape, half = shape_of(str(config.model.path)), config.model.dtype != "float32"
     rank, engine, helpers, settings = None, None, list[PartMemory](), config.explorer.engine

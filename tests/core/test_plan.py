@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rayrft.cli.main import app
 from rayrft.config import load_config
 from rayrft.config.trainer import LoraConfig, TrainerConfig
-from rayrft.core.plan import check_memory, engine_share, plan_memory
+from rayrft.core.plan import StepVolume, check_memory, engine_share, plan, plan_memory
 from rayrft.errors import ConfigError, PlacementError
 from rayrft.trainer.blame import device_failed
 from rayrft.trainer.memory import activation_bytes, memory_savings, rank_memory, shape_of
@@ -141,9 +141,12 @@ def test_models_beside_the_policy_and_adapters_count(models: dict[str, str]) -> 
     assert whole.gradients == 4 * shape.parameters
 
 
-def test_a_model_that_is_made_at_the_start_has_no_plan() -> None:
+def test_a_model_that_is_made_at_the_start_has_a_plan_on_cpus_alone() -> None:
+    [volume] = plan({**base(), "demonstrations": {}, "stages": [GRPO]}, step_s=86.4)
+    assert isinstance(volume, StepVolume) and volume.tokens > 0
+    assert volume.day_gb == pytest.approx(volume.log_mb) and f"{volume.rows} rows" in str(volume)
     with pytest.raises(ConfigError, check=about("model.path")):
-        plan_memory(load_config(base()), 80.0)
+        plan(base(), **{"trainer.gpus": 1, "explorer.engine.gpus": 1})
 
 
 def test_the_command_says_what_fits(models: dict[str, str], tmp_path: Path) -> None:
@@ -152,7 +155,8 @@ def test_the_command_says_what_fits(models: dict[str, str], tmp_path: Path) -> N
     for gpu, code, total, said in ((80, 0, "40", "fits"), (40, 1, "39", "does not fit")):
         result = CliRunner().invoke(app, ["plan", str(tmp_path / "my.yaml"), "--gpu-gb", str(gpu)])
         assert result.exit_code == code and re.search(rf"rank \(2\): {total}\.\d of", result.output)
-        assert said in result.output.splitlines()[-1]
+        *_, rank, step = result.output.splitlines()
+        assert said in rank and step.startswith("stage ") and "1,024 rows and 1,572,864 tokens a step" in step
 
 
 def test_an_engine_beside_a_rank_takes_what_the_rank_leaves(models: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ import yaml
 import rayrft
 from rayrft.buffer.reader import Archive
 from rayrft.config import dump_config, load_run_config
+from rayrft.core.plan import StepVolume
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
 from rayrft.monitor.summary import read_summary
 from tests.conftest import ROOT
@@ -68,6 +69,17 @@ def test_the_summary_closes_its_ledger_and_says_how_it_went(finished: Any) -> No
             assert getattr(summary.accuracy[temperature], when).count == 40
     assert summary.seconds["train"] > 0 and summary.seconds["sync"] > 0
     assert [*summary.stages] == ["warmup", "mix"]
+
+
+def test_the_plan_said_what_its_steps_write(finished: Any) -> None:
+    run, _, _ = finished
+    [volume] = [each for each in rayrft.plan(run.folder / "config.yaml", step_s=1.0) if isinstance(each, StepVolume)]
+    rows = list(Archive.of_run(run.folder).rows())
+    count, tokens = sum(batch.num_rows for batch in rows), sum(len(row) for batch in rows for row in batch["token_ids"])
+    size = sum(file.stat().st_size for file in (run.folder / "buffer").glob("*"))
+    assert (volume.stage, volume.rows) == ("mix", 16) and volume.tokens / volume.rows >= tokens / count
+    expected = volume.log_mb * 1e6 / volume.rows - 13 * (volume.tokens / volume.rows - tokens / count)
+    assert 0.5 < size / count / expected < 2, (size, count, expected)
 
 
 def test_every_step_is_recorded_with_what_it_was_made_of(finished: Any) -> None:
