@@ -11,7 +11,7 @@
 #            kind of actor dies, 20 random kills, two runs at once, a bench that is killed, operators of Data-Juicer,
 #            evaluation on engines beside training and settings of the Buffer, each in a real run, reloads of seven families, the
 #            check of GPUs on CPUs, shared GPUs under kills,
-#            the feedback page while its server is away, newest releases of ten integrations, lm-eval, inspect-ai, verifiers,
+#            the feedback page while its server is away, a real Prometheus beside a run, newest releases of ten integrations, lm-eval, inspect-ai, verifiers,
 #            every config in jobs/, the README's first commands, a cluster of two nodes, SLURM and the Containerfile
 #            (with slurm-wlm, munge and debootstrap), and every bench at its smallest
 #
@@ -34,6 +34,11 @@ bash cluster/setup.sh test gymnasium openenv
 if ! command -v chromium >/dev/null 2>&1 && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
   printf 'tests: installing chromium\n' >&2
   { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 || true
+fi
+# What reads the alerts and asks the dashboard's queries, likewise.
+if ! command -v promtool >/dev/null 2>&1 && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+  printf 'tests: installing prometheus\n' >&2
+  { apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus; } >/dev/null 2>&1 || true
 fi
 
 # Nothing that lies on a machine by chance may help: an empty home, and so empty caches.

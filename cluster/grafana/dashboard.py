@@ -42,6 +42,9 @@ def rate(name: str, by: str = "run") -> str:
     return f'sum by ({by}) (rate(ray_rayrft_{name}_total{{run=~"$run"}}[5m]))'
 
 
+TAKEN, SCORED = rate("reward_seconds", "run, domain"), rate("reward_scored", "run, domain")
+"""Seconds are 0 of a reward whose calls are not timed, and a counter has no series before it increases."""
+
 Panel = tuple[str, str, str, dict[str, str]]
 """Title, unit, description and queries by legend."""
 
@@ -152,7 +155,7 @@ ROWS: dict[str, list[Panel]] = {
             "Seconds per reward",
             "s",
             "Mean over five minutes, by domain.",
-            {"{{run}} {{domain}}": f"{rate('reward_seconds', 'run, domain')} / {rate('reward_scored', 'run, domain')}"},
+            {"{{run}} {{domain}}": f"({TAKEN} or 0 * {SCORED}) / {SCORED}"},
         ),
         (
             "Unknown rewards",

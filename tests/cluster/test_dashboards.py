@@ -252,6 +252,11 @@ class Prometheus:
         assert found.status_code == 200, found.text
         return list(found.json()["data"]["result"])
 
+    def errors(self) -> list[str]:
+        """The errors of the latest scrapes."""
+        found = self._http.get("/targets").json()["data"]["activeTargets"]
+        return [f"{each['scrapeUrl']}: {each['lastError']}" for each in found if each["lastError"]]
+
     def alerts(self) -> dict[str, str]:
         found = self._http.get("/rules").json()["data"]["groups"]
         return {rule["name"]: rule["health"] for group in found for rule in group["rules"]}
@@ -264,7 +269,7 @@ class Prometheus:
 @contextmanager
 def prometheus(cluster: Any, folder: Path) -> Iterator[Prometheus]:
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["global"] = {"scrape_interval": "5s", "scrape_timeout": "5s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(PROMETHEUS / "alerts.yml")]
     [scraped] = config["scrape_configs"]
     [found] = scraped["file_sd_configs"]
@@ -288,11 +293,12 @@ def prometheus(cluster: Any, folder: Path) -> Iterator[Prometheus]:
 
 
 def until_complete(source: Prometheus, run: str, limit_s: float) -> list[str]:
-    """Wait for data of all panels; Ray's agents export on a schedule of their own. Return what has none."""
+    """Wait for data of all panels; Ray's agents export on a schedule of their own. Return the errors of scrapes and the
+    queries that have none."""
     deadline = time.monotonic() + limit_s
     while (empty := source.empty(run)) and time.monotonic() < deadline:
         time.sleep(0.5)
-    return empty
+    return [*source.errors(), *empty] if empty else []
 
 
 @needs_prometheus
