@@ -1,0 +1,145 @@
+"""What the guides promise: keys, names, messages, files and links that exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import typing
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, TypeAdapter
+
+from rayrft.algorithms import Algorithm, presets
+from rayrft.algorithms.registries import REGISTRIES
+from rayrft.config import RunConfig, load_config
+from rayrft.config.stage import AlgorithmConfig
+from rayrft.explorer.workflows.base import workflows
+from rayrft.rewards.base import rewards
+from rayrft.viewer.advisories import CHECKS
+from tests.config.given import base
+from tests.conftest import ROOT
+
+CONFIG, CORE, TRAINER = (ROOT / "rayrft" / room / "README.md" for room in ("config", "core", "trainer"))
+CLUSTER, TESTS = ROOT / "cluster" / "README.md", ROOT / "tests" / "README.md"
+GUIDES = [CONFIG, CORE, TRAINER, CLUSTER, TESTS]
+SPAN = re.compile(r"`([^`]+)`")
+KEY = re.compile(r"[a-z_]+(?:\[\]|\.<\w+>)?(?:\.(?:\w+|<\w+>)(?:\[\])?)*")
+
+
+def section(page: Path, title: str) -> str:
+    """The text below a heading, up to the next of the same level."""
+    level, _, name = title.partition(" ")
+    [_, text] = re.split(rf"^{level} {re.escape(name)}$", page.read_text(), flags=re.MULTILINE)
+    return re.split(rf"^{level} ", text, flags=re.MULTILINE)[0]
+
+
+def tables(text: str) -> Iterator[list[list[str]]]:
+    """The tables of a text, as rows of cells with the header first."""
+    for block in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
+        rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block.splitlines()]
+        yield [rows[0], *rows[2:]]
+
+
+def inside(annotation: Any, kind: type) -> Any:
+    """The type inside a list or mapping, or the section that an annotation names; None without one."""
+    for each in (annotation, *typing.get_args(annotation)):
+        if inspect.isclass(each) and issubclass(each, BaseModel) and kind is BaseModel:
+            return each
+        if typing.get_origin(each) is kind:
+            return typing.get_args(each)[-1]
+    return None
+
+
+@cache
+def coefficients() -> set[str]:
+    pieces = [registry.get(name) for registries in REGISTRIES.values() for registry in registries for name in registry]
+    return {key for piece in pieces for key in piece.coefficients}
+
+
+def check(span: str) -> None:
+    """Check that a key exists, and with ``key: value`` that it takes the value."""
+    key, _, value = span.partition(": ")
+    at: Any = RunConfig
+    for part in re.sub(r"\[\]", ".0", key).split("."):
+        if (entry := inside(at, dict)) is not None or (entry := inside(at, list)) is not None:
+            at = entry
+            continue
+        model = inside(at, BaseModel)
+        if model is None and at in (dict[str, Any], Any):
+            return  # options of what is named beside them
+        assert model is not None, f"{key}: {part} is below a value"
+        if model is AlgorithmConfig and part != "name":
+            assert part in coefficients() | {field.name for field in fields(Algorithm)}, key
+            if value and part in REGISTRIES:
+                assert any(value in registry for registry in REGISTRIES[part]), span
+            return
+        assert part in model.model_fields, f"{key}: {part} is not a key of {model.__name__}"
+        at = model.model_fields[part].annotation
+    if value:
+        TypeAdapter(at).validate_python(yaml.safe_load(value))
+        names = {"explorer.workflow": workflows, "reward.name": rewards, "stages[].algorithm.name": presets}
+        assert key not in names or value in names[key], span
+
+
+def keys(text: str) -> Iterator[str]:
+    """Spans that look like dotted keys of a run's config."""
+    for span in SPAN.findall(text):
+        key = span.partition(": ")[0]
+        if KEY.fullmatch(key) and re.split(r"[.\[]", key)[0] in RunConfig.model_fields and set(key) & {".", "["}:
+            if not key.endswith((".py", ".yaml", ".md", ".json", ".jsonl")):
+                yield span
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.parent.name)
+def test_keys_in_a_guide_exist_and_take_the_values_beside_them(page: Path) -> None:
+    text = page.read_text()
+    for table in tables(text):
+        if "rayrft key" in table[0]:  # other columns have keys of other systems
+            column = table[0].index("rayrft key")
+            for row in table[1:]:
+                text = text.replace(f"| {row[0]} |", "|", 1)
+                last = ""
+                for span in SPAN.findall(row[column]):
+                    known = KEY.match(span)
+                    named = known is not None and re.split(r"[.\[]", known[0])[0] in RunConfig.model_fields
+                    span = span if named or not last else f"{last}: {span}"
+                    check(span)
+                    last = span.partition(": ")[0]
+    for span in keys(text):
+        check(span)
+
+
+def test_keys_that_do_not_exist_are_found() -> None:
+    for span in ("tasks.sampling", "stages[].algorithm.clip", "stages[].algorithm.kl: k9", "model.dtype: int8"):
+        with pytest.raises((AssertionError, ValueError)):
+            check(span)
+
+
+def test_the_defaults_of_other_systems_are_a_config() -> None:
+    [block] = re.findall(r"```yaml\n(.*?)```", section(CONFIG, "## Migration"), re.DOTALL)
+    given = {**base(), **yaml.safe_load(block), "demonstrations": {}}
+    given["explorer"] = {**base()["explorer"], **given["explorer"]}
+    assert [stage.groups for stage in load_config(given).stages] == [32, 32, 32]
+
+
+def test_names_of_trl_are_those_of_the_installed_release() -> None:
+    def names(package: str, file: str) -> set[str]:
+        found = importlib.util.find_spec(package)
+        assert found is not None and found.origin is not None
+        tree = ast.parse(Path(found.origin).parent.joinpath(file).read_text())
+        return {n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+
+    shared = names("transformers", "training_args.py") | names("trl", "trainer/base_config.py")
+    for table in tables(section(CONFIG, "### From TRL")):
+        own = names("trl", {"`GRPOConfig`": "trainer/grpo_config.py", "`DPOConfig`": "trainer/dpo_config.py"}[table[0][0]])
+        for [field, *_] in table[1:]:
+            for name in SPAN.findall(field.split(": ")[0].split(" of ")[0]):
+                assert name in shared | own, name
