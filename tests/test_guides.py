@@ -143,3 +143,13 @@ def test_names_of_trl_are_those_of_the_installed_release() -> None:
         for [field, *_] in table[1:]:
             for name in SPAN.findall(field.split(": ")[0].split(" of ")[0]):
                 assert name in shared | own, name
+
+
+def test_the_tuning_guide_has_every_verdict_and_every_advice_in_its_order() -> None:
+    verdicts, advice = tables(section(TRAINER, "## Tuning"))
+    source = (ROOT / "rayrft" / "monitor" / "verdict.py").read_text()
+    named = {*re.findall(r"\w+-bound", source), "short of groups"}
+    named |= {found for found in ("engine and trainer disagree", "the loss clips the ratio", "the KL to the reference")}
+    assert all(name in source for name in named)
+    assert {row[0] for row in verdicts[1:]} - {""} == named
+    assert [row[0] for row in advice[1:]] == [name for name, *_ in CHECKS]
