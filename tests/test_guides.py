@@ -153,3 +153,23 @@ def test_the_tuning_guide_has_every_verdict_and_every_advice_in_its_order() -> N
     assert all(name in source for name in named)
     assert {row[0] for row in verdicts[1:]} - {""} == named
     assert [row[0] for row in advice[1:]] == [name for name, *_ in CHECKS]
+
+
+def messages() -> str:
+    """All texts of the source, one a line, with "…" for what is filled in."""
+    texts = []
+    for path in (ROOT / "rayrft").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                texts.append("".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values))
+    return "\n".join(" ".join(text.split()) for text in texts)
+
+
+def test_the_messages_of_the_troubleshooting_guide_are_those_of_the_source() -> None:
+    [table] = tables(section(CORE, "## Troubleshooting by message"))
+    quoted = [span for row in table[1:] for span in SPAN.findall(row[0])]
+    source = messages()
+    missing = [each for each in quoted if not re.search(".*".join(map(re.escape, each.split(" … "))), source)]
+    assert len(quoted) >= 25 and not missing, missing
