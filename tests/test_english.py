@@ -28,7 +28,7 @@ PAGES = sorted(
     for path in (ROOT / folder).rglob("*")
     if path.suffix in {".py", ".md", ".yaml", ".ipynb", ".sh", ".js", ".html"}
 )
-PAGES += [ROOT / "README.md", ROOT / "tests" / "bench" / "README.md"]
+PAGES += [ROOT / "README.md", ROOT / "tests" / "README.md", ROOT / "tests" / "bench" / "README.md"]
 COMMANDS = {"main"}
 """Entry points of programs, which share the name that such functions have everywhere."""
 

@@ -91,11 +91,11 @@ def check(span: str) -> None:
 
 def keys(text: str) -> Iterator[str]:
     """Spans that look like dotted keys of a run's config."""
-    for span in SPAN.findall(text):
+    for span in SPAN.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
         key = span.partition(": ")[0]
-        if KEY.fullmatch(key) and re.split(r"[.\[]", key)[0] in RunConfig.model_fields and set(key) & {".", "["}:
-            if not key.endswith((".py", ".yaml", ".md", ".json", ".jsonl")):
-                yield span
+        dotted = KEY.fullmatch(key) and set(key) & {".", "["} and not key.endswith((".py", ".yaml", ".md", ".json"))
+        if dotted and re.split(r"[.\[]", key)[0] in RunConfig.model_fields:
+            yield span
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.parent.name)
@@ -138,8 +138,9 @@ def test_names_of_trl_are_those_of_the_installed_release() -> None:
         return {n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
 
     shared = names("transformers", "training_args.py") | names("trl", "trainer/base_config.py")
+    files = {"`GRPOConfig`": "trainer/grpo_config.py", "`DPOConfig`": "trainer/dpo_config.py"}
     for table in tables(section(CONFIG, "### From TRL")):
-        own = names("trl", {"`GRPOConfig`": "trainer/grpo_config.py", "`DPOConfig`": "trainer/dpo_config.py"}[table[0][0]])
+        own = names("trl", files[table[0][0]])
         for [field, *_] in table[1:]:
             for name in SPAN.findall(field.split(": ")[0].split(" of ")[0]):
                 assert name in shared | own, name
@@ -173,3 +174,24 @@ def test_the_messages_of_the_troubleshooting_guide_are_those_of_the_source() -> 
     source = messages()
     missing = [each for each in quoted if not re.search(".*".join(map(re.escape, each.split(" … "))), source)]
     assert len(quoted) >= 25 and not missing, missing
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.parent.name)
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    for file, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        target = page.parent / file if file else page
+        assert "://" in file or target.exists(), file
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, anchor
+
+
+def test_files_and_registrations_that_contributors_are_sent_to_exist() -> None:
+    for span in SPAN.findall(re.sub(r"```.*?```", "", TESTS.read_text(), flags=re.DOTALL)):
+        path, _, test = span.removeprefix("python -m pytest -q ").partition("::")
+        if re.fullmatch(r"(?:rayrft|tests|jobs/recipes|\.ci)/[\w./]+", path) and "NAME" not in path:
+            assert (ROOT / path).exists(), path
+            assert not test or f"def {test}(" in (ROOT / path).read_text(), span
+    for row in next(t for t in tables(section(TESTS, "## Where a piece goes")) if t[0][0] == "piece")[1:]:
+        registered = re.findall(r"`@?(\w+)(?:\(\"name\"\))?` (?:and `\w+` )?in `([^`]+\.\w+)`", " ".join(row[1:3]))
+        assert all(name in (ROOT / path).read_text() for name, path in registered), row
