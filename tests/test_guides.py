@@ -20,7 +20,7 @@ from pydantic import BaseModel, TypeAdapter
 from rayrft.algorithms import Algorithm, presets
 from rayrft.algorithms.registries import REGISTRIES
 from rayrft.config import RunConfig, load_config
-from rayrft.config.stage import AlgorithmConfig
+from rayrft.config.stage import AlgorithmConfig, StageConfig
 from rayrft.explorer.workflows.base import workflows
 from rayrft.rewards.base import rewards
 from rayrft.viewer.advisories import CHECKS
@@ -115,6 +115,18 @@ def test_keys_in_a_guide_exist_and_take_the_values_beside_them(page: Path) -> No
                     last = span.partition(": ")[0]
     for span in keys(text):
         check(span)
+
+
+@pytest.mark.parametrize("file", ["viewer/advisories.py", "monitor/verdict.py", "trainer/memory.py", "core/plan.py"])
+def test_keys_in_the_advice_of_the_software_exist(file: str) -> None:
+    """Those of a stage are named from it on, such as ``optimizer.lr``."""
+    text = (ROOT / "rayrft" / file).read_text()
+    constants = [each.value for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Constant)]
+    texts = [each for each in constants if isinstance(each, str)]
+    roots = {**dict.fromkeys(StageConfig.model_fields, "stages[]."), **dict.fromkeys(RunConfig.model_fields, "")}
+    for key in re.findall(r"(?<![\w./])[a-z_]+(?:\.[a-z_]+)+(?![\w/(])", " ".join(texts)):
+        if (root := roots.get(key.partition(".")[0])) is not None:
+            check(f"{root}{key}")
 
 
 def test_keys_that_do_not_exist_are_found() -> None:
