@@ -134,9 +134,10 @@ def view(
     overrides: Annotated[list[str] | None, typer.Argument(help="port=8100 host=127.0.0.1 keys_file=… …")] = None,
 ) -> None:
     """Serve a page over runs and their rows, running and ended ones, until Ctrl-C. It needs no cluster."""
+    from rayrft.core.services import REPORTS
     from rayrft.viewer.app import serve_viewer
 
-    serve_viewer(storage, read_config(ViewerConfig, {}, changes(overrides)), say)
+    serve_viewer(storage, read_config(ViewerConfig, {}, changes(overrides)), say, REPORTS)
 
 
 @app.command("trace")

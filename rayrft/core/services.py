@@ -8,7 +8,7 @@ import contextlib
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from rayrft.config import PipelineConfig, RunConfig, load_config, load_run_confi
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig, ServeConfig, ViewerConfig, read_keys
 from rayrft.core.cluster import connect
+from rayrft.core.doctor import doctor
 from rayrft.core.follower import WeightFollower
 from rayrft.core.parts.buffer import BUFFER
 from rayrft.core.parts.engines import (
@@ -30,6 +31,7 @@ from rayrft.core.parts.engines import (
 )
 from rayrft.core.parts.rewards import reward_replicas
 from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name, check_room, show_plan
+from rayrft.core.plan import plan
 from rayrft.core.shared_buffer import shared_actor_name
 from rayrft.data.models import check_length, find_model
 from rayrft.data.tokenizer import ChatTokenizer
@@ -164,6 +166,10 @@ def serve_feedback(folder: Path, settings: FeedbackConfig) -> OpenService:
     return _open_page(f"{config.name}:feedback", route, settings, build_page, arguments, key_file)
 
 
+REPORTS: dict[str, Callable[[RunConfig], Sequence[Any]]] = {"plan": plan, "doctor": doctor}
+"""What the viewer tells of a config before a run."""
+
+
 def deploy_viewer(storage: Path, settings: ViewerConfig) -> OpenService:
     """Serve the viewer on Ray Serve, over run folders that the cluster's head node can read. Raises ConfigError as
     `serve_feedback`, and if there is no such folder; PlacementError without room."""
@@ -173,7 +179,7 @@ def deploy_viewer(storage: Path, settings: ViewerConfig) -> OpenService:
     check_storage_folder(storage)
 
     def arguments(digests: tuple[str, ...]) -> tuple[Any, ...]:
-        return storage.absolute(), settings, digests, _buffer_of
+        return storage.absolute(), settings, digests, _buffer_of, REPORTS
 
     return _open_page("viewer", "viewer", settings, build_viewer, arguments, cache_folder() / "key-cluster")
 

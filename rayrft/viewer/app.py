@@ -25,12 +25,12 @@ from rayrft.feedback.run_rows import RunRows
 from rayrft.runtime.serving import key_digest, write_key
 from rayrft.runtime.serving.http import ApiError, HttpService, Route, parse, unless_gone
 from rayrft.runtime.serving.pages import add_page
-from rayrft.viewer.folders import RunFolder, Runs
+from rayrft.viewer.folders import Reports, RunFolder, Runs
 from rayrft.viewer.index import cache_folder, remove_unused
-from rayrft.viewer.views import Query, StorageRequest, advice, experiences, run, tasks, timeline
+from rayrft.viewer.views import Query, StorageRequest, advice, before, experiences, run, tasks, timeline
 from rayrft.viewer.views import runs as all_runs
 
-VIEWS = (all_runs, run, experiences, tasks, timeline, advice)
+VIEWS = (all_runs, run, experiences, tasks, timeline, advice, before)
 
 _LOOK_MS = 2000
 """Milliseconds after which files are looked at without an event: mounted folders of other machines have none."""
@@ -56,9 +56,10 @@ class Viewer(HttpService):
         key_digests: tuple[str, ...],
         count: Callable[[str], None] = lambda outcome: None,
         buffers: Callable[[RunConfig], tuple[str, str | None]] = lambda run: ("", None),
+        reports: Reports | None = None,
     ) -> None:
         super().__init__(config, key_digests, count)
-        self._runs, self._buffers = Runs(storage), buffers
+        self._runs, self._buffers = Runs(storage, reports), buffers
         self._feedback: dict[Path, FastAPI] = {}
         """The applications of feedback pages by run folder; each reads its journal at the first request with a key."""
 
@@ -160,9 +161,10 @@ def build_viewer(
     config: ViewerConfig,
     key_digests: tuple[str, ...],
     buffers: Callable[[RunConfig], tuple[str, str | None]],
+    reports: Reports,
 ) -> Viewer:
     """Build the viewer on Ray Serve."""
-    return Viewer(storage, config, key_digests, count, buffers)
+    return Viewer(storage, config, key_digests, count, buffers, reports)
 
 
 def check_storage_folder(storage: Path) -> None:
@@ -172,7 +174,9 @@ def check_storage_folder(storage: Path) -> None:
         raise ConfigError("there is no such folder", remedy, field="storage", value=str(storage))
 
 
-def serve_viewer(storage: Path, config: ViewerConfig, say: Callable[[str], None] = print) -> None:
+def serve_viewer(
+    storage: Path, config: ViewerConfig, say: Callable[[str], None] = print, reports: Reports | None = None
+) -> None:
     """Serve the viewer in this process until SIGINT or SIGTERM.
 
     Raises ConfigError if there is no such folder, the port is taken, or keys cannot be read.
@@ -194,7 +198,7 @@ def serve_viewer(storage: Path, config: ViewerConfig, say: Callable[[str], None]
         # A terminal shows the key; logs and notebooks are kept.
         hint = f"#key={key}" if sys.stdout.isatty() else f"; its key is in {key_file}"
     remove_unused()
-    viewer = Viewer(storage, config, digests or (key_digest(key),))
+    viewer = Viewer(storage, config, digests or (key_digest(key),), reports=reports)
     say(f"viewer at {url}{hint}")
     settings = uvicorn.Config(viewer.app(), log_level="warning", timeout_graceful_shutdown=1)
     uvicorn.Server(settings).run([listening])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +14,14 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from rayrft.config import RunConfig
 from rayrft.errors import RayrftError, nearest
 from rayrft.monitor.summary import Summary, read_summary
 from rayrft.runtime.serving.http import ApiError
 from rayrft.viewer.index import RowIndex
 from rayrft.viewer.records import RecordTable
+
+Reports = Mapping[str, Callable[[RunConfig], Sequence[Any]]]
 
 _LEDGER_S = 0.2
 """Seconds that the status of a running run waits for its log; without it the ledger is the one read before."""
@@ -127,10 +130,10 @@ class RunFolder:
 
 
 class Runs:
-    """The runs in a storage, or the one in a run folder."""
+    """The runs in a storage, or the one in a run folder; ``reports`` on a config, by name."""
 
-    def __init__(self, storage: Path) -> None:
-        self.storage = storage
+    def __init__(self, storage: Path, reports: Reports | None = None) -> None:
+        self.storage, self.reports = storage, reports or {}
         self._known: dict[Path, RunFolder] = {}
         self._lock = threading.Lock()
 

@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 import uvicorn
 
+from rayrft.config import RunConfig
 from rayrft.config.serve import ViewerConfig
+from rayrft.core.plan import PartMemory, StepVolume
+from rayrft.errors import ModelError
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import Viewer
+from rayrft.viewer.folders import Reports
 from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun
 from tests.viewer.test_queries import FILTERS, KEY
 
@@ -35,10 +39,10 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def served(storage: Path) -> Iterator[str]:
+def served(storage: Path, reports: Reports | None = None) -> Iterator[str]:
     """The address of a viewer over a storage, in a thread."""
     listening = socket.create_server(("127.0.0.1", 0))
-    app = Viewer(storage, ViewerConfig(), (key_digest(KEY),)).app()
+    app = Viewer(storage, ViewerConfig(), (key_digest(KEY),), reports=reports).app()
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
@@ -276,6 +280,24 @@ def test_the_timeline_tells_what_steps_waited_for(opened: Open) -> None:
     window.see("table.rows tbody tr").to_have_count(ROWS)
     window.open("?view=timeline&run=fresh")
     window.see("main .empty").to_contain_text("writes no traces")
+
+
+def test_the_plan_of_a_run_and_the_doctors_findings_are_tables(opened: Open, storage: Path) -> None:
+    def plan(config: RunConfig) -> list[Any]:
+        [stage] = config.stages
+        return [PartMemory("rank", 2, {"states": 1.5}, 80.0), StepVolume(stage.name, 16, 768, 0.02, 1.8, 60.0)]
+
+    def doctor(config: RunConfig) -> list[Any]:
+        raise ModelError("no model", "give a folder", field="model.path")
+
+    with served(storage, {"plan": plan, "doctor": doctor}) as url:
+        window = opened("?view=before&run=words", url=url)
+        window.see("table.rows").to_have_count(2)
+        window.see("table.rows >> nth=0").to_contain_text("states 1.5")
+        window.see("table.rows >> nth=1 >> td >> nth=0").to_have_text("mix")
+        window.click("button:has-text('Examine')")
+        window.see("section .problem").to_contain_text("no model")
+        window.context.close()
 
 
 def test_answers_are_judged_on_the_feedback_page_of_a_run(opened: Open, storage: Path, tmp_path: Path) -> None:

@@ -3,14 +3,15 @@
 
 import { ask, make, me, Refused, setMe, takeKey } from "./base.js";
 import * as advice from "./views/advice.js";
+import * as before from "./views/before.js";
 import * as experiences from "./views/experiences.js";
 import * as run from "./views/run.js";
 import * as runs from "./views/runs.js";
 import * as tasks from "./views/tasks.js";
 import * as timeline from "./views/timeline.js";
 
-const VIEWS = { runs, run, experiences, tasks, timeline, advice };
-const NAMES = { runs: "Runs", run: "Curves", experiences: "Experiences", tasks: "Tasks", timeline: "Timeline", advice: "Advice" };
+const VIEWS = { runs, run, experiences, tasks, timeline, advice, before };
+const NAMES = { runs: "Runs", run: "Curves", experiences: "Experiences", tasks: "Tasks", timeline: "Timeline", advice: "Advice", before: "Plan" };
 const $ = (id) => document.getElementById(id);
 
 let shown = 0; // the latest view that was asked for
