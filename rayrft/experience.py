@@ -211,16 +211,20 @@ class ExperienceGroup:
     def _repr_html_(self) -> str:
         roles = [turn.get("role") for turn in self.rows[0].turns]
         asked = roles.index("assistant") if "assistant" in roles else 0
-        cards = [element("div", *self._card(row, asked), style=_CARD) for row in self.rows[:_MOST_ROWS]]
+        style = "flex:1 1 14em;max-width:32em;min-width:0"
+        cards = [element("div", *self._card(row, asked), style=style) for row in self.rows[:_MOST_ROWS]]
         side_by_side = element("div", *cards, style="display:flex;flex-wrap:wrap;gap:16px")
-        title = element("b", f"{len(self.rows)} rows of {self.group_id}")
-        return element("div", title, *_blocks(self.rows[0].turns[:asked]), side_by_side)
+        title = f"{len(self.rows)} rows of {self.group_id}" if self.rows[1:] else self.rows[0].experience_id
+        return element("div", element("b", title), *_blocks(self.rows[0].turns[:asked]), side_by_side)
 
     def _card(self, row: Experience, asked: int) -> list[Markup]:
         versions = sorted({span.version for span in row.weight_versions})
-        told: dict[str, object] = {"id": row.experience_id, "reward": "unknown" if row.reward is None else row.reward}
-        told |= {**row.reward_components, **row.labels, "versions": versions, "status": row.status}
-        told |= {"stop reason": row.stop_reason, "error": row.error, "tokens": self._tokens(row)}
+        told: dict[str, Any] = {
+            "reward": "unknown" if row.reward is None else row.reward,
+            "parts": row.reward_components,
+        }
+        told |= {"labels": row.labels, "versions": versions, "status": row.status, "stopped by": row.stop_reason}
+        told |= {"error": row.error, "tokens": self._tokens(row), "row": row.experience_id.removeprefix(self.group_id)}
         return [*_blocks(row.turns[asked:]), *map(picture, row.images), facts(told)]
 
     def _tokens(self, row: Experience) -> Markup | None:
@@ -235,9 +239,6 @@ class ExperienceGroup:
             shown.append(element("span", self.text_of(token), style=style, title=hint))
         rest = len(row.token_ids) - part.stop
         return block("by log-prob", *shown, *([f" … {rest:,} more"] if rest > 0 else []))
-
-
-_CARD = "flex:1 1 14em;max-width:32em;min-width:0"
 
 
 def _blocks(turns: Sequence[Mapping[str, str]]) -> list[Markup]:

@@ -19,6 +19,7 @@ _TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".we
 Row = TypeVar("Row")
 
 _FAINT = "rgba(128,128,128,.35)"
+_WRAP = "white-space:pre-wrap;overflow-wrap:anywhere"
 _LONGEST = 20_000
 """Characters of a text that are shown."""
 
@@ -29,18 +30,19 @@ class Markup(str):
 
 def element(tag: str, *contents: object, **attributes: object) -> Markup:
     """Return an HTML element with escaped attributes, and with escaped contents unless they are `Markup`."""
-    inner = "".join(each if isinstance(each, Markup) else escape(cell_text(each)) for each in contents)
+    inner = "".join(each if isinstance(each, Markup) else escape(short_text(each)) for each in contents)
     written = "".join(f' {name.replace("_", "-")}="{escape(str(value))}"' for name, value in attributes.items())
     return Markup(f"<{tag}{written}>{inner}</{tag}>")
 
 
 def table(rows: Sequence[Sequence[object]]) -> Markup:
     """Return a table of rows of cells, the first of which are its head."""
-    style = f"text-align:left;vertical-align:top;padding:2px 12px 2px 0;border-bottom:1px solid {_FAINT}"
-    lines = (
-        element("tr", *(element("td" if number else "th", cell, style=style) for cell in row), style="background:none")
-        for number, row in enumerate(rows)
-    )
+    style = f"text-align:left;vertical-align:top;padding:2px 12px 2px 0;border-bottom:1px solid {_FAINT};"
+    name, value = style + "white-space:nowrap", style + f"min-width:4em;{_WRAP}"
+    lines = [element("tr", *(element("th", each, style=name) for each in rows[0]))]
+    for first, *rest in rows[1:]:
+        cells = [element("td", first, style=name), *(element("td", each, style=value) for each in rest)]
+        lines.append(element("tr", *cells, style="background:none"))
     return element("table", *lines, style="border-collapse:collapse;color:inherit;margin:4px 0")
 
 
@@ -61,16 +63,16 @@ def line_chart(values: Sequence[float]) -> Markup:
 
 def block(title: str, *contents: object) -> Markup:
     """Return contents under a small title, with a line at their left; line breaks are kept."""
-    style = f"border-left:3px solid {_FAINT};padding-left:8px;margin:4px 0;white-space:pre-wrap;overflow-wrap:anywhere"
+    style = f"border-left:3px solid {_FAINT};padding-left:8px;margin:4px 0;{_WRAP}"
     return element("div", element("div", title, style="font-size:85%;opacity:.75"), *contents, style=style)
 
 
-def cell_text(value: object) -> str:
+def short_text(value: object) -> str:
     """Return a value as a short text: entries of a dictionary and of a list one after another."""
     if isinstance(value, dict):
-        value = ", ".join(f"{name} {cell_text(each)}" for name, each in value.items())
+        value = ", ".join(f"{name} {short_text(each)}" for name, each in value.items())
     elif isinstance(value, list):
-        value = ", ".join(map(cell_text, value))
+        value = ", ".join(map(short_text, value))
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… {len(text) - _LONGEST:,} more characters"
 
@@ -95,7 +97,7 @@ def image_content(path: str) -> tuple[bytes, str] | None:
     return None
 
 
-class ReportTable(list[Row]):
+class ReportRows(list[Row]):
     """A list that a notebook shows as a table of its entries' fields (or ``cells``), and a terminal as lines."""
 
     def __repr__(self) -> str:

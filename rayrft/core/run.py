@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rayrft.buffer.buffer import Buffer
+from rayrft.buffer.reader import Archive
 from rayrft.config import load_config, load_run_config
 from rayrft.core.master import Master
 from rayrft.core.placement import actor_name, clear_run, find_actor
 from rayrft.core.shared_buffer import find_buffer
 from rayrft.errors import ActorDied, ActorUnreachable, ConfigError, RayrftError, RunFinished, RunNotFound, StorageError
+from rayrft.experience import ExperienceGroup
 from rayrft.markup import element, facts, line_chart
 from rayrft.monitor.console import format_record
 from rayrft.monitor.records import EvaluationRecord, Record, RolloutRecord, StepRecord, flat, read_records
@@ -40,17 +42,13 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
     from rayrft.core.services import OpenService
-    from rayrft.experience import Experience, ExperienceGroup, Task
+    from rayrft.experience import Experience, Task
     from rayrft.monitor.plot import RunPlot
     from rayrft.pipelines.tasks import AddedTasks
 
 
 ANSWER_S = 60.0
 """Deadline of calls that the Master answers at once; others have none, since the Master ends a run that has stalled."""
-
-
-_REDRAW_S = 1.0
-"""Shortest time between two drawings of a live plot."""
 
 
 class Run:
@@ -92,12 +90,10 @@ class Run:
     def group(self, row_id: str) -> ExperienceGroup:
         """Return the usual rows of the group that has this id, or a row with it, from the log, also after the end.
         Raises DataError if there is none."""
-        from rayrft.buffer.reader import Archive
         from rayrft.data.tokenizer import ChatTokenizer
-        from rayrft.experience import ExperienceGroup
 
         rows, model = Archive.of_run(self.folder).group(row_id), load_run_config(self.folder).model
-        text_of = None
+        text_of: Callable[[int], str] | None = None
         with contextlib.suppress(RayrftError):  # it is not on this machine
             text_of = ChatTokenizer(self.folder / "model" if model.tiny is not None else str(model.path)).hf.decode
         return ExperienceGroup(rows[0].group_id, tuple(rows), text_of)
@@ -242,7 +238,7 @@ class Run:
             for number, _ in enumerate(self.records(len(records)), len(records)):
                 if number >= len(records):
                     output.update(RunPlot(records := read_records(self.folder), self.name))
-                    time.sleep(_REDRAW_S)
+                    time.sleep(1.0)
         return None
 
     def __repr__(self) -> str:
@@ -253,7 +249,9 @@ class Run:
         rewards = [r.reward for r in records if isinstance(r, StepRecord | RolloutRecord) if r.reward is not None]
         stage = next((record.stage for record in reversed(records) if record.stage), "")
         view = element("code", f"rayrft view {shlex.quote(str(self.folder))}")
-        return facts({**vars(self.status()), "stage": stage, "reward": line_chart(rewards), "rows and curves": view})
+        summary = read_summary(self.folder)
+        status = self.status() if summary is None else status_at_end(summary, self.folder)
+        return facts({**vars(status), "stage": stage, "reward": line_chart(rewards), "rows and curves": view})
 
     def metrics(self) -> pd.DataFrame:
         """Return one row per optimiser step so far."""

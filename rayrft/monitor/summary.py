@@ -38,9 +38,6 @@ class AccuracyChange:
     before: EvaluationRecord
     after: EvaluationRecord
 
-    def __str__(self) -> str:
-        return f"{accuracy_text(self.before)} → {accuracy_text(self.after)}"
-
 
 @dataclass(frozen=True)
 class RestartCount:
@@ -77,8 +74,12 @@ class Summary:
     """By kind of actor."""
 
     def _repr_html_(self) -> str:
+        accuracy = {
+            f"at temperature {name}:": f"{accuracy_text(change.before)} → {accuracy_text(change.after)}"
+            for name, change in self.accuracy.items()
+        }
         pairs = {stage: accuracy_text(record) for stage, record in self.pairs.items()}
-        return facts({**vars(self), "pairs": pairs})
+        return facts({**vars(self), "accuracy": accuracy, "pairs": pairs, "expert": None})
 
 
 @dataclass(frozen=True)
