@@ -30,7 +30,7 @@ class Markup(str):
 
 def element(tag: str, *contents: object, **attributes: object) -> Markup:
     """Return an HTML element with escaped attributes, and with escaped contents unless they are `Markup`."""
-    inner = "".join(each if isinstance(each, Markup) else escape(short_text(each)) for each in contents)
+    inner = "".join(each if isinstance(each, Markup) else escape(cell_text(each)) for each in contents)
     written = "".join(f' {name.replace("_", "-")}="{escape(str(value))}"' for name, value in attributes.items())
     return Markup(f"<{tag}{written}>{inner}</{tag}>")
 
@@ -67,12 +67,12 @@ def block(title: str, *contents: object) -> Markup:
     return element("div", element("div", title, style="font-size:85%;opacity:.75"), *contents, style=style)
 
 
-def short_text(value: object) -> str:
+def cell_text(value: object) -> str:
     """Return a value as a short text: entries of a dictionary and of a list one after another."""
     if isinstance(value, dict):
-        value = ", ".join(f"{name} {short_text(each)}" for name, each in value.items())
+        value = ", ".join(f"{name} {cell_text(each)}" for name, each in value.items())
     elif isinstance(value, list):
-        value = ", ".join(map(short_text, value))
+        value = ", ".join(map(cell_text, value))
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… {len(text) - _LONGEST:,} more characters"
 
@@ -97,7 +97,7 @@ def image_content(path: str) -> tuple[bytes, str] | None:
     return None
 
 
-class ReportRows(list[Row]):
+class ReportTable(list[Row]):
     """A list that a notebook shows as a table of its entries' fields (or ``cells``), and a terminal as lines."""
 
     def __repr__(self) -> str:

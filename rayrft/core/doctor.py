@@ -22,7 +22,7 @@ from rayrft.core.placement import Bundles, cluster_nodes, fitting_nodes
 from rayrft.core.shared_files import ask_nodes
 from rayrft.data.models import find_model
 from rayrft.errors import ClusterError, ModelError
-from rayrft.markup import ReportRows
+from rayrft.markup import ReportTable
 from rayrft.runtime import ray_api
 from rayrft.runtime.ray_api import ray
 
@@ -88,7 +88,7 @@ class Finding:
         return f"{self.state:5}  {self.subject}: {self.found}" + (f". {self.remedy}" if self.remedy else "")
 
 
-def doctor(config: str | Path | dict[str, Any] | RunConfig | None = None, **overrides: Any) -> ReportRows[Finding]:
+def doctor(config: str | Path | dict[str, Any] | RunConfig | None = None, **overrides: Any) -> ReportTable[Finding]:
     """Examine the nodes of the cluster, or this machine if there is none, and what a config names: its models, and the
     folder of its runs. ``overrides`` are dotted keys. Raises ConfigError for an invalid config."""
     checked = load_config(config, overrides) if config is not None else None
@@ -100,11 +100,11 @@ def doctor(config: str | Path | dict[str, Any] | RunConfig | None = None, **over
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
         machines = [*ask_nodes(nodes, look).values()] if nodes else [look()]
     if checked is None:
-        return ReportRows(judge(machines))
+        return ReportTable(judge(machines))
     expected = checked.explorer.engine.gpus > 0 or checked.trainer.gpus > 0
     with_gpus = [machine for machine in machines if machine.gpus]
     findings = judge(with_gpus if expected and with_gpus else machines, gpus=expected)
-    return ReportRows([*findings, *_judge_files(checked)])
+    return ReportTable([*findings, *_judge_files(checked)])
 
 
 def _judge_files(config: RunConfig) -> Iterator[Finding]:

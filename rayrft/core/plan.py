@@ -11,7 +11,7 @@ from rayrft.config import RunConfig, load_config
 from rayrft.config.explorer import EngineConfig
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ConfigError, ModelError, PlacementError
-from rayrft.markup import ReportRows
+from rayrft.markup import ReportTable
 from rayrft.trainer.memory import RankMemory, Shape, activation_bytes, rank_memory, shape_of
 
 _GB = 1e9
@@ -84,12 +84,12 @@ class StepVolume:
 
 def plan(
     config: str | Path | dict[str, Any] | RunConfig, gpu_gb: float = 80.0, step_s: float = 60.0, **overrides: Any
-) -> ReportRows[PartMemory | StepVolume]:
+) -> ReportTable[PartMemory | StepVolume]:
     """Return the memory that engines and ranks need on GPUs of so many GB, with settings that fit, and the volume of
     steps of so many seconds. ``overrides`` are dotted keys. Raises ConfigError for an invalid config, and as
     `plan_memory`."""
     checked = load_config(config, overrides)
-    return ReportRows([*plan_memory(checked, gpu_gb), *plan_steps(checked, step_s)])
+    return ReportTable([*plan_memory(checked, gpu_gb), *plan_steps(checked, step_s)])
 
 
 def plan_steps(config: RunConfig, step_s: float) -> list[StepVolume]:

@@ -17,7 +17,7 @@ from rayrft.core.plan import PartMemory
 from rayrft.core.run import Run
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Experience, ExperienceGroup
-from rayrft.markup import ReportRows
+from rayrft.markup import ReportTable
 from rayrft.monitor.records import RecordFile, StepRecord
 from rayrft.monitor.summary import RunStatus, read_summary
 from tests.buffer.rows import group
@@ -144,14 +144,14 @@ def test_a_summary_shows_accuracies_with_counts(run: Callable[[str], Run]) -> No
 
 
 def test_reports_are_tables_and_lines() -> None:
-    findings = ReportRows([Finding("ok", "here", "fine"), Finding("fault", "<b>", "no GPU", "Add one")])
+    findings = ReportTable([Finding("ok", "here", "fine"), Finding("fault", "<b>", "no GPU", "Add one")])
     page = shown(findings)
     assert [tag for tag, _ in page.elements].count("tr") == 3 and "<b>" in page.text
     assert repr(findings).splitlines()[1] == "fault  <b>: no GPU. Add one"
-    parts = ReportRows([PartMemory("engine", 2, {"weights": 3.25}, 2.0, "give it more")])
+    parts = ReportTable([PartMemory("engine", 2, {"weights": 3.25}, 2.0, "give it more")])
     said = shown(parts).text
     assert "weights 3.25" in said and "give it more" in said and "False" in said
-    assert "empty" in ReportRows[Finding]([])._repr_html_() and repr(ReportRows[Finding]([])) == ""
+    assert "empty" in ReportTable[Finding]([])._repr_html_() and repr(ReportTable[Finding]([])) == ""
 
 
 def test_a_plot_shows_rewards_of_any_size_pairs_and_seconds(run: Callable[[str], Run], tmp_path: Path) -> None:
