@@ -81,6 +81,11 @@ class StepVolume:
         step = f"{self.rows:,} rows and {self.tokens:,} tokens a step at most, {self.log_mb:.3g} MB of log"
         return f"stage {self.stage}: {step}; {self.day_gb:.3g} GB a day at {self.step_s:g} s a step"
 
+    @property
+    def cells(self) -> dict[str, object]:
+        names = "stage", "rows", "tokens, at most", "MB of log", "GB a day", "seconds of a step"
+        return dict(zip(names, vars(self).values(), strict=True))
+
 
 def plan(
     config: str | Path | dict[str, Any] | RunConfig, gpu_gb: float = 80.0, step_s: float = 60.0, **overrides: Any

@@ -17,7 +17,7 @@ const cell = (value) => {
 const tables = (rows) => {
   const kinds = new Map();
   for (const row of rows) kinds.set(Object.keys(row).join(), [...(kinds.get(Object.keys(row).join()) ?? []), row]);
-  return [...kinds.values()].map((of) => listing(Object.keys(of[0]).map((name) => name.replaceAll("_", " ")), of.map((row) => make("tr", {}, ...Object.values(row).map((value) => make("td", {}, cell(value)))))));
+  return [...kinds.values()].map((of) => listing(Object.keys(of[0]).map((name) => name.replaceAll("_", " ")), of.map((row) => make("tr", {}, ...Object.values(row).map((value) => make("td", { className: typeof value === "number" ? "num" : "" }, cell(value)))))));
 };
 
 const report = async (run, name, options) => {
