@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Trace:
         self._file = folder / FOLDER / f"{actor}.jsonl" if folder is not None and folder.is_dir() else None
         self._lock = threading.Lock()
         self._activities: dict[tuple[str, str], _Activity] = {}
-        self._lines = list[str]()
+        self._spans = list[tuple[Any, ...]]()
         self._left_out = 0
         self._writes = False
         """Whether a write is scheduled, or running."""
@@ -98,11 +99,10 @@ class Trace:
     def _append(
         self, end: float, seconds: float, lane: str, name: str, load: float, *parts: Mapping[str, float]
     ) -> None:
-        if len(self._lines) >= _MOST:
+        if len(self._spans) >= _MOST:
             self._left_out += 1
-            return
-        wall = time.time() - (time.perf_counter() - end)  # the clock of this moment: it may have been set since
-        self._lines.append(json.dumps([round(wall, 4), round(seconds, 4), lane, name, round(load, 2), *parts]))
+        else:
+            self._spans.append((end, seconds, lane, name, load, *parts))
 
     def _schedule(self) -> None:
         if not self._writes:
@@ -126,9 +126,14 @@ class Trace:
                     if seconds >= LONGEST_S or (changed and seconds >= WRITE_S):
                         self._emit(lane, name, activity)
                         activity.began, activity.area = now, 0.0
-            lines, self._lines, left_out, self._left_out = self._lines, [], self._left_out, 0
+            spans, self._spans, left_out, self._left_out = self._spans, [], self._left_out, 0
         if left_out:
-            lines.append(json.dumps([round(time.time(), 4), 0.0, "trace", "spans left out", left_out]))
+            spans.append((now, 0.0, "trace", "spans left out", left_out))
+        ahead = time.time() - time.perf_counter()  # by the clock of this moment: it may have been set since
+        lines = [
+            json.dumps([round(end + ahead, 4), round(seconds, 4), lane, name, round(load, 2), *parts])
+            for end, seconds, lane, name, load, *parts in spans
+        ]
         try:
             if lines and self._file is not None:
                 self._file.parent.mkdir(exist_ok=True)
@@ -139,7 +144,7 @@ class Trace:
             self._file = None
         with self._lock:
             self._writes = False
-            if self._file is not None and (self._activities or self._lines):
+            if self._file is not None and (self._activities or self._spans):
                 self._schedule()
 
 
