@@ -237,8 +237,9 @@ class Run:
         with contextlib.suppress(KeyboardInterrupt):
             for number, _ in enumerate(self.records(len(records)), len(records)):
                 if number >= len(records):
+                    began = time.monotonic()
                     output.update(RunPlot(records := read_records(self.folder), self.name))
-                    time.sleep(1.0)
+                    time.sleep(max(1.0, 4 * (time.monotonic() - began)))  # a small machine has better things to do
         return None
 
     def __repr__(self) -> str:

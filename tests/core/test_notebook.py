@@ -204,7 +204,7 @@ def test_a_live_plot_is_drawn_again_at_most_once_a_second(
     assert Run("mine", tmp_path, handle(None)).plot(live=True) is None  # type: ignore[func-returns-value]
     pauses = [each for each in cell if isinstance(each, float)]
     drawn = [len(each.axes[0].lines[0].get_xdata()) for each in cell if not isinstance(each, float)]
-    assert drawn == [1, 4, 6] and pauses == [1.0, 1.0]
+    assert drawn == [1, 4, 6] and len(pauses) == 2 and min(pauses) >= 1
 
 
 def test_interrupting_the_cell_of_a_live_plot_ends_the_plot_alone(
