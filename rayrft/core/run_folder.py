@@ -21,10 +21,15 @@ _TASKS = "tasks.json"
 
 
 def open_folder(config: RunConfig, splits: TaskSplits | None = None) -> None:
-    """Create the run folder with its config and tasks; an older run's folder of that name is renamed by its date."""
+    """Create the run folder with its config and tasks; an older run's folder of that name is renamed by its date.
+    Raises ConfigError if the folder of that name is not a run's."""
     folder = config.folder
     with _writing(folder):
         if folder.exists():
+            names = {path.name for path in folder.iterdir()}
+            if names and not names & {"config.yaml", _TASKS}:
+                problem, remedy = "a folder that is not a run's has this name", "choose another name or storage"
+                raise ConfigError(problem, remedy, field="name", value=str(folder))
             ended = datetime.datetime.fromtimestamp(folder.stat().st_mtime)
             folder.rename(folder.with_name(f"{folder.name}-{ended:%Y%m%d-%H%M%S}"))
         (folder / "checkpoints").mkdir(parents=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from pydantic_core import to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -78,13 +78,12 @@ class Viewer(HttpService):
         return app
 
     async def _feedback_of_run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request to the feedback page of a run. Plug-ins of its folder are not run."""
+        """Answer a request to the feedback page of a run. Plug-ins of its folder are not run, and as the page's files
+        need no key, an error does not say which runs there are."""
         try:
             app: ASGIApp = await asyncio.to_thread(self._feedback_page, str(scope["path_params"]["run"]))
-        except ApiError as error:
-            app = JSONResponse(error.body, error.status)
-        except RayrftError as error:  # of a run's folder
-            app = PlainTextResponse(str(error), 409)
+        except (ApiError, RayrftError):  # no such run, or its config cannot be read
+            app = PlainTextResponse("There is no such page.", 404)
         await app(scope, receive, send)
 
     def _feedback_page(self, name: str) -> FastAPI:

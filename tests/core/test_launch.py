@@ -11,9 +11,12 @@ from rayrft.config import RunConfig, load_config
 from rayrft.core import launch
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.placement import Bundles, check_room
+from rayrft.core.run_folder import open_folder
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RayrftError, RunFinished, RunNotFound, StorageError
 from rayrft.monitor.summary import Totals, summarise, write_summary
+from tests.config.given import base
 from tests.core.given import run_folder, write
+from tests.errors import about
 
 
 @pytest.fixture
@@ -141,3 +144,22 @@ def test_a_run_that_waits_for_nodes_says_what_it_lacks(monkeypatch: pytest.Monke
     check_room([PART], wait_s=600, say=said.append)
     [line] = said
     assert line.startswith("waiting up to 600 s for nodes: the run needs 2 CPU and the cluster has 1 free: n 1 CPU")
+
+
+@pytest.mark.parametrize("of_run", [None, "tasks.json", "config.yaml"])
+def test_only_the_folder_of_a_run_is_moved_out_of_the_way(of_run: str | None, tmp_path: Path) -> None:
+    config = load_config({**base(), "storage": str(tmp_path)})
+    config.folder.mkdir()
+    open_folder(config)  # an empty folder holds nothing
+    own = load_config(config, {"name": "own-data"})
+    own.folder.mkdir()
+    for name in filter(None, ("rows.jsonl", of_run)):
+        (own.folder / name).write_text("kept")
+    if of_run is None:
+        with pytest.raises(ConfigError, check=about("name")):
+            open_folder(own)
+        assert [path.name for path in own.folder.iterdir()] == ["rows.jsonl"]
+    else:
+        open_folder(own)
+        [moved] = tmp_path.glob("own-data-*")
+        assert (moved / "rows.jsonl").read_text() == "kept" and not (own.folder / "rows.jsonl").exists()

@@ -289,6 +289,8 @@ async def test_without_the_key_nothing_is_told(storage: Path) -> None:
             for name in view.QUERIES:
                 assert (await client.refused(name, 401, run="words"))[1] == "Incorrect API key provided."
         assert (await client.refused("changes", 401))[0] is None
+        missing = await client.http.get("/feedback/word/")
+        assert missing.status_code == 404 and "words" not in missing.text
         page = await client.http.get("/")
         policy = page.headers["content-security-policy"]
         assert page.status_code == 200 and "script-src 'self'" in policy and "default-src 'none'" in policy
