@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import socket
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,7 +175,8 @@ def train_when_rank_1_lost_its_blocks() -> Any:
 
     rank = object.__new__(Rank)
     rank._index = dist.get_rank()
-    rank.learner = SimpleNamespace(algorithm=None, step=lambda batches: "a step")  # type: ignore[assignment]
+    learner = SimpleNamespace(algorithm=None, phase=nullcontext, step=lambda batches: "a step")
+    rank.learner = learner  # type: ignore[assignment]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rayrft.trainer.rank.fetch_mini_batches", fetch)
         return rank.train(SimpleNamespace(shares=(0, 1)))  # type: ignore[arg-type]
