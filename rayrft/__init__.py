@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rayrft.core.launch import attach, resume, start
     from rayrft.core.plan import plan
     from rayrft.core.run import Run
+    from rayrft.core.run_files import RunFiles, read_run
     from rayrft.errors import RayrftError
     from rayrft.experience import Experience, Task
     from rayrft.explorer.environments import Environment, Pictured, Step, register_environment
@@ -34,6 +35,7 @@ _MODULES = {
     "rayrft.core.launch": ("attach", "resume", "start"),
     "rayrft.core.plan": ("plan",),
     "rayrft.core.run": ("Run",),
+    "rayrft.core.run_files": ("RunFiles", "read_run"),
     "rayrft.errors": ("RayrftError",),
     "rayrft.experience": ("Experience", "Task"),
     "rayrft.explorer.environments": ("Environment", "Pictured", "Step", "register_environment"),
@@ -53,6 +55,7 @@ __all__ = [
     "RewardResult",
     "Run",
     "RunConfig",
+    "RunFiles",
     "Step",
     "StepReward",
     "Task",
@@ -64,6 +67,7 @@ __all__ = [
     "bench",
     "doctor",
     "plan",
+    "read_run",
     "register_environment",
     "register_operator",
     "register_reward",

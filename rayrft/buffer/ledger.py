@@ -23,7 +23,8 @@ class Ledger:
         return self.sampled == self.trained + sum(self.dropped.values()) + self.held
 
     def __str__(self) -> str:
-        dropped = f"{sum(self.dropped.values())} {self.dropped}"
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped.items() if count)
+        dropped = f"{sum(self.dropped.values())}{reasons and f' ({reasons})'}"
         return f"sampled {self.sampled} = trained {self.trained} + dropped {dropped} + held {self.held}"
 
     def lost_since(self, before: Ledger) -> dict[str, int]:

@@ -224,12 +224,12 @@ class Archive:
         raise unknown_row(experience_id)
 
     def group(self, row_id: str) -> list[Experience]:
-        """Return the rows of the group of usual rows that has this id, or a row with it. Raises DataError if there is
-        none, StorageError as `rows` does."""
+        """Return the rows of the group of usual rows that has this id, or a row with it, or the one demonstration of
+        this id. Raises DataError if there is none, StorageError as `rows` does."""
         for slot in self._state.groups.of_row(row_id):
             batch = self._segment(self._state, int(self._state.groups.segment[slot]), np.array([slot]))
             return from_batch(batch)
-        raise unknown_row(row_id)
+        return [self.find(row_id).experience]
 
     @property
     def _state(self) -> State:

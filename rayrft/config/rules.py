@@ -47,8 +47,9 @@ def check_mode(config: RunConfig) -> None:
         raise invalid("guards", f"need optimiser steps, and mode {mode!r} takes none", "remove them")
     sampled = [stage.name for stage in config.stages if stage.groups]
     for stage in config.stages:
-        if mode not in ("both", "bench") and stage.evaluate_every:
-            raise invalid(f"stages.{stage.name}.evaluate_every", "is only valid in mode 'both'", "remove it")
+        if mode not in ("both", "bench") and stage.evaluate_every and not config.holds_out(stage):
+            problem = "is only valid in mode 'both', and for pairs that are held out"
+            raise invalid(f"stages.{stage.name}.evaluate_every", problem, "remove it, or set held_out of the pairs")
     if mode == "explore" and len(sampled) != 1:
         problem = "must contain exactly one stage that trains on usual rows in mode 'explore'"
         raise invalid("stages", problem, "remove the other stages", value=sampled)
@@ -223,7 +224,7 @@ def check_devices(config: RunConfig) -> None:
         engine.check_share("explorer.engine")
     if config.mode != "bench":  # else nothing is trained
         if config.mode == "both" and (engine.gpus > 0) != (trainer.gpus > 0):
-            problem = f"and trainer.gpus, {trainer.gpus:g}, must both be above 0, or neither"
+            problem = f"must be above 0 exactly if trainer.gpus, {trainer.gpus:g}, is"
             raise invalid("explorer.engine.gpus", problem, "give GPUs to both or to neither", value=engine.gpus)
         if config.weight_sync.files != WeightFilesConfig() and config.weight_sync.backend != "files":
             problem, remedy = "are only used with weight_sync.backend: files", "set it, or remove them"

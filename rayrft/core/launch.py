@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config import RunConfig, load_config, load_run_config
-from rayrft.core.checkpoints import Checkpoints, Progress, find_folder
+from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.cluster import connect, warn_of_short_stop
 from rayrft.core.doctor import check_gpus
 from rayrft.core.janitor import hire_janitor
@@ -29,13 +29,14 @@ from rayrft.core.placement import (
 from rayrft.core.plan import check_memory, engine_share
 from rayrft.core.preflight import prepare
 from rayrft.core.run import ANSWER_S, Run
+from rayrft.core.run_files import read_run
 from rayrft.core.run_folder import write_config
 from rayrft.core.services import task_engines
 from rayrft.core.shared_files import check_shared, check_storage, named_files
 from rayrft.core.steering import latest_config
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RunFinished, RunNotFound, nearest
 from rayrft.monitor.records import read_records
-from rayrft.monitor.summary import RunStatus, read_summary, remove_summary, status_at_end, summarise_from_folder
+from rayrft.monitor.summary import RunStatus, read_summary, remove_summary
 from rayrft.runtime.handle import Handle, fetch
 from rayrft.runtime.ray_api import ray
 
@@ -166,11 +167,9 @@ def find_status(run: str) -> RunStatus:
         if isinstance(error, RunNotFound) and run in starting_runs():
             return RunStatus(run, "starting", None, 0, 0, None, [], None)
         try:
-            folder = find_folder(run)
+            return read_run(run).status()
         except RunNotFound:
             raise error from None
-    unknown = "it left no summary: it was killed, or is running on another cluster"
-    return status_at_end(read_summary(folder) or summarise_from_folder(folder, "killed", unknown), folder)
 
 
 def _check_name(name: str) -> None:

@@ -454,7 +454,8 @@ class Master(Watched):
 
     def _adopt(self, config: RunConfig) -> None:
         """Continue with a config in which changeable keys differ."""
-        self._config = config
+        self._config = self._recorder.config = config
+        Room.limit_s = config.monitor.stall_s / 2
         if self._parts is not None:
             self._parts.config = config
         if self._stalls is not None:

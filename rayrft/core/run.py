@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import shlex
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
@@ -12,16 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rayrft.buffer.buffer import Buffer
-from rayrft.buffer.reader import Archive
-from rayrft.config import load_config, load_run_config
+from rayrft.config import load_config
 from rayrft.core.master import Master
 from rayrft.core.placement import actor_name, clear_run, find_actor
+from rayrft.core.run_files import RunFiles
 from rayrft.core.shared_buffer import find_buffer
 from rayrft.errors import ActorDied, ActorUnreachable, ConfigError, RayrftError, RunFinished, RunNotFound, StorageError
-from rayrft.experience import ExperienceGroup
-from rayrft.markup import element, facts, line_chart
 from rayrft.monitor.console import format_record
-from rayrft.monitor.records import EvaluationRecord, Record, RolloutRecord, StepRecord, flat, read_records
+from rayrft.monitor.records import EvaluationRecord, Record, StepRecord, read_records
 from rayrft.monitor.summary import (
     RunStatus,
     Summary,
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from ray.data import Dataset
 
-    from rayrft.core.services import OpenService
     from rayrft.experience import Experience, Task
     from rayrft.monitor.plot import RunPlot
     from rayrft.pipelines.tasks import AddedTasks
@@ -51,7 +47,7 @@ ANSWER_S = 60.0
 """Deadline of calls that the Master answers at once; others have none, since the Master ends a run that has stalled."""
 
 
-class Run:
+class Run(RunFiles):
     """A running or ended run. Methods on its Buffer raise RunNotFound once it has ended."""
 
     def __init__(
@@ -63,8 +59,7 @@ class Run:
         earlier: int = 0,
     ) -> None:
         """``earlier`` is the number of records of earlier attempts."""
-        self.name = name
-        self.folder = folder
+        super().__init__(folder, name)
         self._master = master
         self._master_name = actor_name(name, "master")
         self._outcome = outcome
@@ -86,17 +81,6 @@ class Run:
         from rayrft.buffer.export import GLANCE, glance
 
         return pd.DataFrame([glance(row) for row in newest(self._buffer(), n)], columns=GLANCE)
-
-    def group(self, row_id: str) -> ExperienceGroup:
-        """Return the usual rows of the group that has this id, or a row with it, from the log, also after the end.
-        Raises DataError if there is none."""
-        from rayrft.data.tokenizer import ChatTokenizer
-
-        rows, model = Archive.of_run(self.folder).group(row_id), load_run_config(self.folder).model
-        text_of: Callable[[int], str] | None = None
-        with contextlib.suppress(RayrftError):  # it is not on this machine
-            text_of = ChatTokenizer(self.folder / "model" if model.tiny is not None else str(model.path)).hf.decode
-        return ExperienceGroup(rows[0].group_id, tuple(rows), text_of)
 
     def feedback(self, experience_id: str, reward: float | None = None, labels: dict[str, str] | None = None) -> None:
         """Change the reward and labels of a row before it is trained; see `Buffer.feedback` for the errors."""
@@ -227,11 +211,11 @@ class Run:
         Raises ConfigError if there is no notebook, and then as `records`."""
         from rayrft.monitor.plot import RunPlot
 
-        plot = RunPlot(records := read_records(self.folder), self.name)
         if not live:
-            return plot
+            return super().plot()
         from IPython.display import display
 
+        plot = RunPlot(records := read_records(self.folder), self.name)
         if (output := display(plot, display_id=True)) is None:  # type: ignore[no-untyped-call]
             raise ConfigError("live needs a notebook", "call plot() and save the figure", field="live", value=live)
         with contextlib.suppress(KeyboardInterrupt):
@@ -241,31 +225,6 @@ class Run:
                     output.update(RunPlot(records := read_records(self.folder), self.name))
                     time.sleep(max(1.0, 4 * (time.monotonic() - began)))  # a small machine has better things to do
         return None
-
-    def __repr__(self) -> str:
-        return f"<Run {self.name} in {self.folder}>"
-
-    def _repr_html_(self) -> str:
-        records = read_records(self.folder)
-        rewards = [r.reward for r in records if isinstance(r, StepRecord | RolloutRecord) if r.reward is not None]
-        stage = next((record.stage for record in reversed(records) if record.stage), "")
-        view = element("code", f"rayrft view {shlex.quote(str(self.folder))}")
-        summary = read_summary(self.folder)
-        status = self.status() if summary is None else status_at_end(summary, self.folder)
-        return facts({**vars(status), "stage": stage, "reward": line_chart(rewards), "rows and curves": view})
-
-    def metrics(self) -> pd.DataFrame:
-        """Return one row per optimiser step so far."""
-        return self._frame("step")
-
-    def evaluations(self) -> pd.DataFrame:
-        """Return one row per evaluation so far."""
-        return self._frame("evaluation")
-
-    def _frame(self, kind: str) -> pd.DataFrame:
-        import pandas as pd
-
-        return pd.DataFrame([flat(record) for record in read_records(self.folder) if record.kind == kind])
 
     def result(self) -> Summary:
         """Wait for the end, free the run's resources, and return the summary; for the process that started the run
@@ -354,15 +313,6 @@ class Run:
     def pids(self) -> dict[str, int]:
         """Return the process ids of the Master and of the actors that it supervises, as `Master.pids`."""
         return fetch(self._master.call(Master.pids), self._master_name, ANSWER_S)
-
-    def serve_feedback(self, **settings: Any) -> OpenService:
-        """Serve a page where people judge and edit the run's answers, also after its end, until `OpenService.stop` or
-        the end of this process; ``settings`` are those of `FeedbackConfig`."""
-        from rayrft.config import read_config
-        from rayrft.config.serve import FeedbackConfig
-        from rayrft.core.services import serve_feedback
-
-        return serve_feedback(self.folder, read_config(FeedbackConfig, {}, settings))
 
     def _end(self, cause: RayrftError | None = None) -> Summary:
         """Kill the actors of the run and return its summary, written here if the Master did not. ``cause`` is why the

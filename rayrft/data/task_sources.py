@@ -236,7 +236,11 @@ def _to_task(row: dict[str, Any], layout: RowLayout, rows: NumberedRows, config:
         system=as_text(system, "system") if system is not None else config.system,
         tries=int(tries or 0),
         pass_rate=rate,
-        metadata={name: value for name, value in row.items() if name not in (names["question"], config.images)},
+        metadata={
+            name: value
+            for name, value in row.items()
+            if name not in (names["question"], config.images) and not name.startswith("__index_level_")  # of pandas
+        },
     )
 
 

@@ -33,7 +33,7 @@ class Recorder:
     the steps after ``step``, keeps its first ``kept`` records (None: all) and later evaluations of earlier steps."""
 
     def __init__(self, config: RunConfig, kept: int | None = 0, step: int = 0) -> None:
-        self._config = config
+        self.config = config
         self._file = RecordFile(config.folder)
         kept = len(self._file) if kept is None else kept
         rest = self._file.read(kept)
@@ -102,7 +102,7 @@ class Recorder:
         followers. Raises StorageError if the summary cannot be written."""
         try:
             await self.save(summary)
-            await asyncio.to_thread(self._sinks.close, self._config.monitor.stall_s)
+            await asyncio.to_thread(self._sinks.close, self.config.monitor.stall_s)
             await self._note_failed_sinks(step=self.totals.step)
             self._file.append()  # what is late
         finally:
@@ -113,11 +113,11 @@ class Recorder:
     async def save(self, summary: Summary) -> None:
         """Write ``summary.json`` and the plot. Raises StorageError if the summary cannot be written."""
         async with self._saving:
-            write_summary(self._config.folder, summary)
+            write_summary(self.config.folder, summary)
             if self.totals.step or self.totals.accuracy:
-                plot = self._config.folder / "plot.png"
+                plot = self.config.folder / "plot.png"
                 with contextlib.suppress(OSError):  # full disk: the plot can be drawn again from the records
-                    await asyncio.to_thread(save_plot, self._file.read(), plot, self._config.name)
+                    await asyncio.to_thread(save_plot, self._file.read(), plot, self.config.name)
 
     @property
     def seconds(self) -> float:

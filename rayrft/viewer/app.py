@@ -60,8 +60,9 @@ class Viewer(HttpService):
     ) -> None:
         super().__init__(config, key_digests, count)
         self._runs, self._buffers = Runs(storage, reports), buffers
-        self._feedback: dict[Path, FastAPI] = {}
-        """The applications of feedback pages by run folder; each reads its journal at the first request with a key."""
+        self._feedback: dict[tuple[Path, int], FastAPI] = {}
+        """The applications of feedback pages by run folder and its inode, as another run may take the name; each reads
+        its journal at the first request with a key."""
 
     def routes(self) -> Iterator[Route]:
         """See `HttpService`."""
@@ -88,12 +89,13 @@ class Viewer(HttpService):
 
     def _feedback_page(self, name: str) -> FastAPI:
         folder = self._runs.get(name).path
-        if folder not in self._feedback:
+        known = folder, folder.stat().st_ino
+        if known not in self._feedback:
             run, settings = load_run_config(folder), FeedbackConfig()
             rows = RunRows(folder, run, *self._buffers(run), settings.max_groups, settings.demonstrations)
             page = FeedbackPage(name, settings, self._key_digests, rows, feedback_folder(folder), self._count)
-            self._feedback.setdefault(folder, page.app())
-        return self._feedback[folder]
+            self._feedback.setdefault(known, page.app())
+        return self._feedback[known]
 
     def _handler(self, query: Query) -> Callable[[Request], Any]:
         model, function = query

@@ -159,6 +159,14 @@ def test_what_cannot_be_is_said(stages: list[dict[str, Any]], overrides: dict[st
         config(*stages, **overrides)
 
 
+def test_pairs_are_ranked_during_a_stage_without_an_explorer() -> None:
+    prefer = {**RM, "algorithm": {"name": "dpo"}, "evaluate_every": 1}
+    given = {**base(), "mode": "train", "stages": [prefer], "demonstrations": {"pairs": {"path": "pairs.jsonl"}}}
+    with pytest.raises(ConfigError, check=about("stages.rm.evaluate_every")):
+        load_config(given)
+    load_config(given, {"demonstrations.pairs.held_out": 0.25})
+
+
 def test_a_reward_model_is_evaluated_on_held_out_pairs_alone() -> None:
     found = config(SFT, {**RM, "evaluate_every": 1}, GRPO, **{"demonstrations.pairs.held_out": 0.25})
     assert [found.holds_out(stage) for stage in found.stages] == [False, True, False]

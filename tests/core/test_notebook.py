@@ -15,12 +15,14 @@ import pytest
 from rayrft.core.doctor import Finding
 from rayrft.core.plan import PartMemory
 from rayrft.core.run import Run
-from rayrft.errors import ConfigError, DataError
+from rayrft.core.run_files import read_run
+from rayrft.errors import ConfigError, DataError, RunNotFound
 from rayrft.experience import Experience, ExperienceGroup
 from rayrft.markup import ReportTable
 from rayrft.monitor.records import RecordFile, StepRecord
 from rayrft.monitor.summary import RunStatus, read_summary
 from tests.buffer.rows import group
+from tests.errors import about
 from tests.monitor.made import evaluation, step
 from tests.scripted import handle
 from tests.viewer.recorded import SCRIPT, RecordedRun
@@ -132,6 +134,19 @@ def test_a_run_shows_its_state_and_its_end(run: Callable[[str], Run], monkeypatc
     monkeypatch.setattr(Run, "status", lambda self: status)
     assert "trainer waits for <rows>" in shown(run("fresh")).text and "running" in shown(status).text
     assert repr(run("fresh")).startswith("<Run fresh in /")
+
+
+def test_an_ended_run_is_read_from_its_folder_without_a_cluster(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(recorded)
+    words, fresh = read_run(recorded / "words"), read_run("fresh")
+    assert repr(words) == f"<RunFiles words in {recorded / 'words'}>" and fresh.folder == recorded / "fresh"
+    assert words.status().status == "finished" and "finished" in shown(words).text and len(words.metrics()) == 3
+    assert "it left no summary" in str(fresh.status().error)
+    assert [row.source for row in words.group("90/0").rows] == ["expert"]
+    with pytest.raises(RunNotFound, check=about("run", "word")):
+        read_run("word")
 
 
 def test_a_summary_shows_accuracies_with_counts(run: Callable[[str], Run]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -153,6 +154,13 @@ def test_what_stands_in_csv_is_read_as_it_is_written(tmp_path: Path) -> None:
     found = [(task.question, task.answer) for task in tasks]
     assert found == [("Two,\nlines?", "007"), ("How many?", "42"), ("Which?", "1e5")]
     assert [task.metadata["level"] for task in tasks] == [1.5, None, 3]
+
+
+def test_row_numbers_of_pandas_are_not_metadata(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"question": ["a?", "b?", "c?", "d?"], "answer": ["1", "2", "3", "4"]})
+    frame.iloc[[0, 1, 3]].to_parquet(tmp_path / "tasks.parquet")
+    assert "__index_level_0__" in pq.read_schema(tmp_path / "tasks.parquet").names
+    assert [[*task.metadata] for task in read(source="file", path=tmp_path / "tasks.parquet")] == [["answer"]] * 3
 
 
 def test_the_answer_is_what_stands_after_the_last_mark(tmp_path: Path) -> None:

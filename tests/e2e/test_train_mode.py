@@ -19,7 +19,7 @@ from rayrft.buffer.reader import Archive
 from rayrft.config import load_config
 from rayrft.errors import ConfigError
 from rayrft.experience import from_batch
-from rayrft.monitor.records import NoteRecord, RestartRecord, StepRecord, read_records
+from rayrft.monitor.records import NoteRecord, PairsRecord, RestartRecord, StepRecord, read_records
 from tests.conftest import ROOT
 from tests.errors import about
 
@@ -58,16 +58,22 @@ run.finish()
 def make_config(folder: Path, **overrides: Any) -> dict[str, Any]:
     words = ["red", "green", "blue", "black", "white", "grey", "pink", "brown"]
     chats = [{"prompt": f"Spell {word}.", "response": " ".join(word)} for word in words]
-    pairs = [{"prompt": f"Spell {word}.", "chosen": " ".join(word), "rejected": word} for word in words]
+    pairs = [
+        {"prompt": f"Spell {word}.", "chosen": " ".join(word), "rejected": word} for word in [*words, "gold", "teal"]
+    ]
     for name, rows in (("chats", chats), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dpo = {"name": "prefer", "algorithm": {"name": "dpo", "beta": 0.5}, "demonstrations": "pairs", "batch_size": 8}
+    dpo |= {"steps": 12, "evaluate_every": 6}
     return {
         "name": "offline",
         "storage": str(folder / "runs"),
         "mode": "train",
         "model": {"tiny": {"layers": 2, "hidden_size": 64, "heads": 2}, "max_length": 64},
-        "demonstrations": {name: {"path": str(folder / f"{name}.jsonl")} for name in ("chats", "pairs")},
+        "demonstrations": {
+            "chats": {"path": str(folder / "chats.jsonl")},
+            "pairs": {"path": str(folder / "pairs.jsonl"), "held_out": 2},
+        },
         "trainer": {"ranks": 2},
         "stages": [
             {
@@ -78,7 +84,7 @@ def make_config(folder: Path, **overrides: Any) -> dict[str, Any]:
                 "batch_size": 8,
                 "optimizer": {"lr": 1e-3},
             },
-            {**dpo, "steps": 12, "optimizer": {"lr": 1e-3}},
+            {**dpo, "optimizer": {"lr": 1e-3}},
             {"name": "live", "algorithm": {"name": "grpo"}, "steps": 10, "batch_size": 8, "group_size": 4},
         ],
         **overrides,
@@ -113,6 +119,8 @@ def test_chats_are_imitated_and_pairs_preferred(finished: tuple[rayrft.Run, dict
     assert sft[-1].metrics.sft_loss < sft[0].metrics.sft_loss
     assert dpo[0].metrics.preference_loss == pytest.approx(0.6931, abs=1e-4) and dpo[-1].metrics.preference_loss < 0.3
     assert dpo[0].expert_rows == 8 and dpo[0].usual_rows == 0
+    ranked = [record for record in read_records(run.folder) if isinstance(record, PairsRecord)]
+    assert [(record.stage_step, record.count) for record in ranked] == [(6, 2), (12, 2)]
 
 
 def test_groups_of_another_job_are_trained_once_each_until_it_has_no_more(

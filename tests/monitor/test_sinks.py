@@ -16,6 +16,7 @@ import pytest
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
+from rayrft.config import load_config
 from rayrft.errors import ConfigError
 from rayrft.monitor import sinks
 from rayrft.monitor.recorder import Recorder
@@ -250,7 +251,8 @@ async def test_a_sink_that_fails_as_it_is_closed_is_named_and_does_not_hold_the_
     sampling = {"max_tokens": 16, "max_prompt_tokens": 32}
     monitor = {"sinks": [f"{__name__}:{name}"], "stall_s": 0.1}
     config = run_folder(tmp_path, "run", monitor=monitor, explorer={"deadline_s": 0.05, "sampling": sampling})
-    recorder = Recorder(config)
+    recorder = Recorder(load_config(config, {"monitor.stall_s": 600.0}))
+    recorder.config = config  # as it was changed while the run was running
     NeverEnds.answers.clear()
     await recorder.add(step(step=3))
     try:
