@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,10 @@ FAULTS = sorted(path.stem for path in (ROOT / "tests" / "planted").glob("[a-z]*.
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_a_planted_fault_leaves_the_band(fault: str | None, other_process: Call, tmp_path: Path) -> None:
-    """One seed with the fault, and one without. Checks that would end a run with the fault before are off. A run that
-    unlearns all that it knew ends by itself: no group has rows to train on."""
+    """One seed with the fault, and one without. Checks that would end a run with the fault before are off."""
     planted = [] if fault is None else [f"plugins=[{ROOT}/tests/planted/{fault}.py]", "weight_sync.tolerance=1e9"]
     storage = ["--seeds", "0", "--storage", str(tmp_path)]
     result = other_process("reproduce", str(ROOT / "jobs" / "recipes" / "spelling.yaml"), *storage, *planted)
     told = result.stdout[-3000:] + result.stderr[-3000:]
     assert (result.returncode == 0) == (fault is None), told
-    assert fault is None or re.search("in the mean, not|so nothing is learned", result.stderr), told
+    assert fault is None or "in the mean, not" in result.stderr, told

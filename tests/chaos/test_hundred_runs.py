@@ -1,0 +1,85 @@
+"""A hundred runs in a row on one cluster, each cancelled at another moment, leave nothing behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+import rayrft
+from rayrft.monitor.records import StepRecord
+from tests.chaos.processes import at_work, own_raylet
+from tests.core.test_endings import alive, free, groups, until_free
+from tests.e2e.conftest import WITHOUT_VLLM, small_config
+
+RUNS, WARM = 100, 20
+
+
+def at_once(run: rayrft.Run) -> None:
+    run.kill()
+
+
+def while_it_starts(run: rayrft.Run) -> None:
+    next(run.records())
+    run.kill()
+
+
+def after_a_step(run: rayrft.Run) -> None:
+    next(record for record in run.records() if isinstance(record, StepRecord))
+    run.kill()
+
+
+def with_its_weights(run: rayrft.Run) -> None:
+    next(record for record in run.records() if isinstance(record, StepRecord))
+    run.stop()
+    assert run.result().status == "stopped"
+
+
+def daemons() -> Iterator[psutil.Process]:
+    """What lives as long as the cluster: this process and Ray's own."""
+    raylet = own_raylet()
+    yield from (psutil.Process(), raylet)
+    yield from (each for each in raylet.parent().children() if each.name() == "gcs_server")  # type: ignore[union-attr]
+
+
+def held() -> dict[str, int]:
+    """Files that the daemons have open, and bytes in the object store and in other shared memory."""
+    store = round(ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"])
+    files = {each.name(): each.num_fds() for each in daemons()}
+    return {**files, "objects": store, "shared": psutil.virtual_memory().shared}
+
+
+def until_ended(known: set[psutil.Process]) -> None:
+    """Return when no process of a run is left."""
+    raylet, deadline = own_raylet(), time.monotonic() + 20
+    while left := at_work(raylet) - known:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_hundred_cancelled_runs_leave_no_process_no_file_and_no_shared_memory(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "cancelled", evaluation={"enabled": False})
+    config["stages"][1]["steps"] = 10_000
+    living, room, reserved, working = alive(), free(), groups(), at_work(own_raylet())
+    counted = list[dict[str, int]]()
+    ways = islice(cycle([at_once, while_it_starts, after_a_step, with_its_weights]), RUNS)
+    for number, cancel in enumerate(ways):
+        scripted: dict[str, Any] = {} if number % 10 == 7 else WITHOUT_VLLM
+        cancel(rayrft.start({**config, **scripted}, say=lambda _: None))
+        until_free(living, room)
+        until_ended(working)
+        assert groups() <= reserved, number
+        counted.append(held())
+        print(number, cancel.__name__, counted[-1], flush=True)
+    for name in counted[0]:
+        early, late = (median(each[name] for each in part) for part in (counted[WARM : 2 * WARM], counted[-WARM:]))
+        assert late <= early * 1.05 + 2, (name, [each[name] for each in counted])
