@@ -22,6 +22,7 @@ from rayrft.explorer.engines.client import EngineClient
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.serving.applications import Owner
 from rayrft.runtime.serving.http import ApiError, EventStream, Handler, HttpService, Route, key_of, parse
+from rayrft.runtime.trace import Trace
 from rayrft.runtime.waits import Waits
 
 PRIVATE = "private-"
@@ -143,8 +144,9 @@ def build_endpoint(
     def handle(name: str) -> Handle[Any]:
         return Handle(name.rpartition(":")[2], ray.get_actor(name, namespace=pool.namespace))
 
+    waits = Waits("endpoint", Trace(settings.trace, f"endpoint-{ray.get_runtime_context().get_worker_id()[:8]}"))
     responder = Responder(
-        EngineClient(handle(pool.name), Waits("endpoint"), 1 / settings.config.replicas),
+        EngineClient(handle(pool.name), waits, 1 / settings.config.replicas),
         RemoteSessions(handle(keeper)) if keeper is not None else None,
         ChatTokenizer(model, template=settings.template),
         settings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rayrft.config.explorer import SamplingConfig
 from rayrft.config.model import TemplateConfig
@@ -22,3 +23,5 @@ class EndpointSettings:
     template: TemplateConfig | None = None
     any_model: bool = False
     """Whether requests may name any model."""
+    trace: Path | None = None
+    """The run folder, if replicas record when engines work for them."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import re
 import resource
@@ -32,6 +33,7 @@ import rayrft
 from rayrft.errors import ConfigError, DataError, FeedbackRefused
 from rayrft.monitor.records import NoteRecord, RestartRecord, StepRecord
 from rayrft.monitor.summary import read_summary
+from rayrft.viewer.timeline import read_spans
 from tests.bench.lessons import calculator
 from tests.bench.lessons.multiplier import converse
 from tests.conftest import ROOT
@@ -159,6 +161,8 @@ def test_an_application_is_served_and_trained_on_until_ctrl_c_saves_the_weights(
     assert summary.status == "stopped" and summary.steps == 2
     assert summary.ledger.closes and summary.ledger.trained == 16, summary.ledger
     assert summary.ledger.dropped["run_ended"] >= 1
+    spans = [span for span in read_spans(run.folder, 0, math.inf) if span.actor.startswith("endpoint-")]
+    assert ("engine-0", "generate") in {(span.lane, span.name) for span in spans}
     # Its weights have another name than those of a finished run.
     assert [summary.checkpoint] == [str(each) for each in (run.folder / "checkpoints").glob("stopped-*")]
     assert (Path(summary.checkpoint) / "model.safetensors").is_file()

@@ -68,6 +68,7 @@ class KeeperPart(Part[SessionKeeper]):
             config.explorer.sampling,
             prepared.key_digests,
             model.template,
+            trace=config.trace_folder,
         )
         pool = Owner(NAMESPACE, actor_name(config.name, "engine_pool"))
         keeper = actor_name(config.name, self.name) if self.actors else None
