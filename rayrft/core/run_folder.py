@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import json
 from collections.abc import Iterator
-from itertools import chain, zip_longest
+from itertools import chain, count, zip_longest
 from pathlib import Path
 
 from rayrft.buffer.log.storage import Storage
@@ -31,7 +31,9 @@ def open_folder(config: RunConfig, splits: TaskSplits | None = None) -> None:
                 problem, remedy = "a folder that is not a run's has this name", "choose another name or storage"
                 raise ConfigError(problem, remedy, field="name", value=str(folder))
             ended = datetime.datetime.fromtimestamp(folder.stat().st_mtime)
-            folder.rename(folder.with_name(f"{folder.name}-{ended:%Y%m%d-%H%M%S}"))
+            dated = folder.with_name(f"{folder.name}-{ended:%Y%m%d-%H%M%S}")
+            same_second = (dated.with_name(f"{dated.name}-{number}") for number in count(2))
+            folder.rename(next(name for name in chain([dated], same_second) if not name.exists()))
         (folder / "checkpoints").mkdir(parents=True)
         (folder / _TASKS).write_text(json.dumps(_task_ids(splits) if splits is not None else {}))
     write_config(config)

@@ -44,6 +44,8 @@ CHOICES = ("source", "status", "stop_reason", "group_status", "drop_reason")
 """Columns of a few values, from which one is chosen."""
 _QUERY_S = 20.0
 _UNUSED_DAYS = 60
+_PIECE = 4096
+"""Rows that a thread of DuckDB reads at a time."""
 _SHOWN = 200
 """Characters of a question and an answer that are kept, to be shown and searched."""
 _TABLES = """
@@ -312,7 +314,8 @@ def _placed(state: State, extent: Extent, batch: pa.RecordBatch, file: str, firs
         starts, counts = groups.row[slots][of_row], groups.rows[slots][of_row]
         places = np.where((of_row >= 0) & (numbers < starts + counts), _place(np.int64(extent.segment), starts), -1)
     columns = {"place": places, "file": pa.repeat(pa.scalar(file), len(numbers)), "row": numbers.astype(np.int32)}
-    return pa.table({**columns, **{name: batch.column(name) for name in _MENTIONED}})
+    table = pa.table({**columns, **{name: batch.column(name) for name in _MENTIONED}})
+    return pa.Table.from_batches(table.to_batches(_PIECE))  # else DuckDB reads them with one thread
 
 
 def _open(path: Path) -> duckdb.DuckDBPyConnection:

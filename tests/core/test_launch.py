@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -163,3 +165,14 @@ def test_only_the_folder_of_a_run_is_moved_out_of_the_way(of_run: str | None, tm
         open_folder(own)
         [moved] = tmp_path.glob("own-data-*")
         assert (moved / "rows.jsonl").read_text() == "kept" and not (own.folder / "rows.jsonl").exists()
+
+
+def test_runs_that_ended_in_the_same_second_are_all_kept(tmp_path: Path) -> None:
+    config = load_config({**base(), "storage": str(tmp_path)})
+    for number in range(4):
+        open_folder(config)
+        (config.folder / "mine").write_text(str(number))
+        os.utime(config.folder, (1e9, 1e9))
+    found = {path.name: (path / "mine").read_text() for path in tmp_path.iterdir()}
+    dated = f"{config.name}-{datetime.datetime.fromtimestamp(1e9):%Y%m%d-%H%M%S}"
+    assert found == {dated: "0", f"{dated}-2": "1", f"{dated}-3": "2", config.name: "3"}
