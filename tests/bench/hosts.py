@@ -214,7 +214,7 @@ class ScriptedRank:
 
     async def connect(self, link: Any) -> None: ...
 
-    async def send(self, number: int, bucket_bytes: int) -> Sent:
+    async def send(self, number: int, version: int, bucket_bytes: int) -> Sent:
         return Sent("digest", 0)
 
     async def score(self, sequences: list[list[int]], images: Any = None) -> list[list[float]]:

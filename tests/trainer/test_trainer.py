@@ -18,12 +18,16 @@ from ray.exceptions import ObjectLostError
 from rayrft.buffer.leases import BatchShare
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ActorDied
+from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.trainer.api import Mailbox, RankApi
 from rayrft.trainer.rank import Rank
 from rayrft.trainer.trainer import Ranks, Trainer
+from tests.bench import hosts
+from tests.chaos import scripted_run
 from tests.chaos.simulated import VirtualLoop
 from tests.monitor import made
 from tests.scripted import remote
+from tests.scripted_engine import ScriptedEngine
 from tests.trainer.ranks import on_ranks
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
@@ -81,6 +85,24 @@ def test_every_method_of_an_interface_has_its_signature(interface: type, actor: 
     methods = {name: method for name, method in vars(interface).items() if not name.startswith("_")}
     for name, method in methods.items():
         assert signature(vars(actor)[name]) == signature(method), name
+
+
+STAND_INS = [
+    *((stand_in, RankApi) for stand_in in (hosts.ScriptedRank, scripted_run.ScriptedRank)),
+    *((stand_in, RolloutEngine) for stand_in in (hosts.ScriptedEngine, scripted_run.ScriptedEngine, ScriptedEngine)),
+]
+
+
+@pytest.mark.parametrize(("stand_in", "actor"), STAND_INS)
+def test_what_stands_for_an_actor_takes_what_it_takes(stand_in: type, actor: type) -> None:
+    methods = {name: method for each in reversed(stand_in.mro()) for name, method in vars(each).items()}
+    taken = {name for name, method in methods.items() if inspect.isfunction(method) and hasattr(actor, name)}
+    for name in {name for name in taken if not name.startswith("_")}:
+        parameters = inspect.signature(getattr(actor, name)).parameters.values()
+        given = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        named = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
+        inspect.signature(methods[name]).bind(*given, **named)
+    assert len(taken) > 5
 
 
 async def test_ranks_that_have_not_answered_are_named(tmp_path: Path) -> None:
