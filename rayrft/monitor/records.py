@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from itertools import chain, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args
 
@@ -19,7 +20,7 @@ from rayrft.explorer.evaluation import Evaluation, wilson_interval
 from rayrft.explorer.explorer import Timings
 from rayrft.files import Room, atomic_file
 from rayrft.json_lines import open_lines, read_lines
-from rayrft.trainer.result import PairRanking, StepMetrics, StepResult
+from rayrft.trainer.result import PairRanking, RowGap, StepMetrics, StepResult
 from rayrft.weights.messages import SyncReport
 
 
@@ -58,6 +59,8 @@ class StepRecord:
     sync_s: float
     ledger: Ledger | None = None
     """When the step's batch was leased, which it counts as held. None in records of earlier releases."""
+    widest_gap: RowGap | None = None
+    """None if the step has no sampled rows, or nothing differs."""
 
     @classmethod
     def of(
@@ -105,6 +108,7 @@ class StepRecord:
             train_s=train_s,
             sync_s=report.seconds if report else 0.0,
             ledger=lease.ledger,
+            widest_gap=max(filter(None, (each.widest_gap for each in results)), key=attrgetter("mean"), default=None),
         )
 
     @property

@@ -24,10 +24,11 @@ from rayrft.runtime.trace import Trace
 from rayrft.trainer.annotation import Batches, each_micro, value_errors, with_logprobs, with_teacher, with_values
 from rayrft.trainer.batches import MicroBatch, TrainRow, empty_batch, micro_batches, mismatched
 from rayrft.trainer.blame import blaming
+from rayrft.trainer.gaps import widest_gap
 from rayrft.trainer.loading import reshard
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, Reference, scored_batch
-from rayrft.trainer.result import PairRanking, StepResult, Update
+from rayrft.trainer.result import PairRanking, RowGap, StepResult, Update
 from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic
 
@@ -102,6 +103,8 @@ class Learner:
         self._temperature = temperature
         self._device = device
         self._attention = attention
+        self._widest_gap: RowGap | None = None
+        self._has_looked = False
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
 
     def open_stage(
@@ -151,7 +154,7 @@ class Learner:
             over = self._count_denominators(batches)
         with self.phase("old log-probs"):
             batches = self._compute_old_logprobs(batches, mini_batches)
-        epochs = self._update_config.epochs
+        epochs, self._widest_gap, self._has_looked = self._update_config.epochs, None, False
         updates = [self._update(*each) for _ in range(epochs) for each in zip(batches, over, strict=True)]
         # Coefficients adapt only if own rows have weight in the loss (else KL and entropy are unknown) and the policy
         # is trained (not during the critic's warm-up, nor by an update that is skipped).
@@ -163,7 +166,7 @@ class Learner:
         errors = {} if self.critic is None or skipped else value_errors(batches)
         own = [row for rows in mini_batches for row in rows if not row.expert]
         rewards = [row.reward for row in own if row.reward is not None]
-        result = StepResult.of(updates, self.algorithm, epochs, errors, rewards)
+        result = StepResult.of(updates, self.algorithm, epochs, errors, rewards, self._widest_gap)
         self._coefficients = self._coefficients.update(
             kl=result.metrics.kl, entropy=result.metrics.entropy, sequences=sequences
         )
@@ -339,7 +342,9 @@ class Learner:
         return grad_norm
 
     def _backward(self, batch: list[MicroBatch], over: Denominators) -> LossParts:
-        """Accumulate the gradient of a mini-batch, if gradients are enabled; return its loss parts over all ranks."""
+        """Accumulate the gradient of a mini-batch, if gradients are enabled; return its loss parts over all ranks. The
+        first one of a step that has own rows shows where engine and trainer differ most."""
+        seen = list[tuple[MicroBatch, Tensor]]()
 
         def share(micro: MicroBatch) -> tuple[Tensor, Tensor]:
             if self.reward_model is not None:
@@ -348,11 +353,15 @@ class Learner:
                 differentiable = "entropy" in self.algorithm.terms
                 output = self.policy.output(micro, temperature=self._temperature, entropy_gradient=differentiable)
                 parts = self.algorithm.loss(output, micro.tokens, over, step=self._policy_step)
+                seen.append((micro, output.logprobs.detach()))
             return parts.loss, parts.stack()
 
         with self.phase("forward and backward"):
             reported = self._accumulate(self.trained, batch, share)
-            return LossParts(*self._reduce(torch.stack(reported).sum(0)).cpu())  # the host waits once
+            parts = LossParts(*self._reduce(torch.stack(reported).sum(0)).cpu())  # the host waits once
+        if over.policy_tokens and not self._has_looked:
+            self._widest_gap, self._has_looked = widest_gap(seen), True
+        return parts
 
     def _accumulate(
         self, model: nn.Module, batch: list[MicroBatch], share: Callable[[MicroBatch], tuple[Tensor, Tensor]]

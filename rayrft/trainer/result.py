@@ -88,6 +88,16 @@ class StepMetrics:
 
 
 @dataclass(frozen=True)
+class RowGap:
+    """The row of a step whose log-probs of engine and trainer differ most: its id, the mean difference by token in
+    nats, and the tokens of the largest differences, by index, with trainer minus engine."""
+
+    row: str
+    mean: float
+    tokens: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class StepResult:
     """A rank's report of one step. ``first_update`` is the first one that has own rows.
 
@@ -100,6 +110,8 @@ class StepResult:
     value_errors: dict[str, tuple[float, int]]
     reward_sum: float = 0.0
     scored: int = 0
+    widest_gap: RowGap | None = None
+    """In the first update that has own rows, of this rank's."""
 
     @classmethod
     def of(
@@ -109,6 +121,7 @@ class StepResult:
         epochs: int,
         value_errors: dict[str, tuple[float, int]],
         rewards: list[float],
+        widest_gap: RowGap | None,
     ) -> Self:
         """Combine the updates of one step of ``epochs`` passes over the batch."""
         from rayrft.algorithms.pieces import NONE
@@ -159,7 +172,7 @@ class StepResult:
             skipped_updates=sum(not update.is_finite for update in updates),
         )
         first_update = FirstUpdate(kl(first), per_token("clipped", first))
-        return cls(metrics, first_update, value_errors, sum(rewards), len(rewards))
+        return cls(metrics, first_update, value_errors, sum(rewards), len(rewards), widest_gap)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ class Evidence:
     marks: Sequence[Mapping[str, Any]]
     rows: Any
     """A connection to the table ``experiences`` (`RowIndex.cursor`)."""
+    widest_gaps: Sequence[str] = ()
+    """Rows whose log-probs of engine and trainer differ most."""
 
     @property
     def steps(self) -> int:
@@ -146,7 +148,8 @@ def _gap(run: Evidence) -> tuple[str, str, str, str] | None:
         return None
     found = f"log-probs of one token differ by {gap:.2g} nats in the mean: the trainer learns from another policy"
     remedy = "set weight_sync.probe_every: 1, which stops the run where they part; compare model.dtype and templates"
-    return found, remedy, "", "logprob_gap"
+    named = ", ".join("'" + row.replace("'", "''") + "'" for row in run.widest_gaps)
+    return found, remedy, f"experience_id in ({named})" if named else "", "logprob_gap"
 
 
 @_cause("Updates are skipped", "run")

@@ -18,6 +18,8 @@ from rayrft.monitor.verdict import Bottleneck
 
 _JUDGED = 50
 """Latest steps of which the verdict is made."""
+_GAPS = 1000
+"""Latest rows with a widest gap that are kept."""
 
 
 class RecordTable:
@@ -39,6 +41,8 @@ class RecordTable:
         self.evaluations: list[dict[str, Any]] = []
         self.marks: list[dict[str, Any]] = []
         """Notes, restarts and changed keys, in order: ``kind``, ``step``, ``stage``, ``time`` and ``text``."""
+        self.gaps: dict[str, dict[str, Any]] = {}
+        """Rows with the widest gap of a step, which is ``step``: see `RowGap`."""
 
     def update(self) -> None:
         """Read the lines that were appended since the last call; all, if the run was resumed and wrote the file again.
@@ -69,6 +73,11 @@ class RecordTable:
                 column.extend([math.nan] * (self.steps - len(column)))
                 column.append(value)
             self.steps += 1
+            if gap := values.get("widest_gap"):
+                self.gaps.pop(gap["row"], None)
+                self.gaps[gap["row"]] = {**gap, "step": values["step"]}
+                if len(self.gaps) > _GAPS:
+                    del self.gaps[next(iter(self.gaps))]
         elif kind in ("evaluation", "pairs"):
             self.evaluations.append(values)
         else:
@@ -93,6 +102,10 @@ class RecordTable:
             axis: np.nancumsum(found[f"sampled_{name}"]) for axis, name in (("samples", "rows"), ("tokens", "tokens"))
         }
         return {**found, **sums, "hours": (found["time"] - min(times, default=0.0)) / 3600}
+
+    def widest(self, count: int, last: int = _JUDGED) -> list[dict[str, Any]]:
+        """Return the widest of the ``last`` gaps, as in `gaps`."""
+        return sorted([*self.gaps.values()][-last:], key=lambda gap: -gap["mean"])[:count]
 
     @property
     def stage(self) -> str:

@@ -44,6 +44,7 @@ def step(**changes: Any) -> StepRecord:
         "staleness_mean": 0.0,
         "step_s": 10.0,
         "ledger": None,
+        "widest_gap": None,
     }
     record: StepRecord = _made(StepRecord, changes, lost={}, **nested, **values)
     return record

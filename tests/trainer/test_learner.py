@@ -345,6 +345,28 @@ def test_own_rows_are_seen_at_the_samplers_temperature_and_expert_rows_at_1() ->
     assert (parts.ratio / len(now)).item() == pytest.approx(1.0), "to the proximal policy, at the same temperature"
 
 
+@pytest.mark.parametrize("update", [UpdateConfig(), UpdateConfig(epochs=2, mini_batches=2)])
+def test_the_row_with_the_widest_gap_is_told_with_its_tokens(update: UpdateConfig) -> None:
+    learner, rows = make_learner("mix", update=update, temperature=TEMPERATURE), make_rows()
+    rows = [replace(row, experience=f"row {number}") for number, row in enumerate(rows)]
+    first = rows[:6] if update.mini_batches == 2 else rows
+    own = [row for row in first if not row.expert]
+    now = [each.numpy() for each in plain_logprobs(learner.policy, own, TEMPERATURE)]
+    gaps = [here - row.logprobs[row.mask > 0] for row, here in zip(own, now, strict=True)]
+    widest = max(range(len(own)), key=lambda place: np.abs(gaps[place]).mean())
+    found = learner.step([first] if update.mini_batches == 1 else [first, rows[6:]]).widest_gap
+    assert found is not None and found.row == own[widest].experience
+    assert found.mean == pytest.approx(np.abs(gaps[widest]).mean(), abs=1e-5)
+    tokens = dict(zip(np.flatnonzero(own[widest].mask), gaps[widest], strict=True))
+    assert dict(found.tokens) == {token: pytest.approx(gap, abs=1e-3) for token, gap in tokens.items()}
+    assert [abs(gap) for _, gap in found.tokens] == sorted((abs(gap) for _, gap in found.tokens), reverse=True)
+
+
+def test_without_sampled_rows_there_is_no_widest_gap() -> None:
+    rows = [replace(row, experience="expert", expert=True) for row in make_rows()]
+    assert make_learner("sft").step([rows]).widest_gap is None
+
+
 def test_a_penalty_in_the_reward_is_of_the_proximal_policy_also_where_a_batch_has_one_update() -> None:
     learner, reference = moved("rloo", {"kl": "k1", "kl_in": "reward", "kl_coef": 0.5, "correction": "decoupled"})
     rows = [replace(row, expert=False, weight=1.0) for row in make_rows()]

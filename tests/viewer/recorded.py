@@ -19,6 +19,7 @@ from rayrft.data.images import keep_image
 from rayrft.experience import Experience, VersionSpan
 from rayrft.monitor.records import NoteRecord, RecordFile, RestartRecord
 from rayrft.monitor.summary import Totals, summarise, write_summary
+from rayrft.trainer.result import RowGap
 from tests.buffer.in_process import InlineLoop, LocalBuffer, ObjectTable
 from tests.buffer.rows import expert_rows, packed, plan
 from tests.e2e.conftest import small_config
@@ -185,11 +186,14 @@ class RecordedRun:
         parts = {"rollout": 4.0, "reward": 0.8, "store": 0.1}
         spans = [[at + 4.1, 4.0, "engine-0", "generate", 12.0], [at + 5, 4.9, "groups", rows[-1].group_id, 1.0, parts]]
         write_spans(self.folder, "explorer-0", [*spans, [at + 4.9, 0.8, "reward of domain 'own'", "score", 3.0]])
+        last = rows[-1]
+        gap = RowGap(last.experience_id, 0.1 + self.steps / 100, ((len(last.token_ids) - 1, -0.75),))
         self._records.append(
             step(
                 step=self.steps,
                 version=self.steps,
                 time=self._now,
+                widest_gap=gap,
                 reward=reward,
                 usual_rows=len(rows),
                 expert_rows=2,

@@ -21,7 +21,13 @@ _MAP = pa.map_(pa.string(), pa.float32())
 SCHEMA = pa.schema(
     {"source": pa.string(), "version": pa.int64(), "group_id": pa.string(), "group_rows": pa.int32()}
     | {"group_deviation": pa.float64(), "reward": pa.float64(), "tokens": pa.int32(), "turns": pa.int32()}
-    | {"stop_reason": pa.string(), "drop_reason": pa.string(), "components": _MAP, "metrics": _MAP}
+    | {
+        "experience_id": pa.string(),
+        "stop_reason": pa.string(),
+        "drop_reason": pa.string(),
+        "components": _MAP,
+        "metrics": _MAP,
+    }
 )
 Steps = Callable[[float], dict[str, Any]]
 Row = Callable[[float, int], dict[str, Any]]
@@ -42,7 +48,11 @@ def planted(
             for number in range(ROWS):
                 right = float(chance.random() < 0.2 + 0.6 * done)
                 plain = {"reward": right, "tokens": 50, "turns": 5, "stop_reason": "stop", "drop_reason": None}
-                parts = {"components": {"right": right}, "metrics": {}}
+                parts = {
+                    "components": {"right": right},
+                    "metrics": {},
+                    "experience_id": f"it's {step}/{group}/{number}",
+                }
                 made.append({**plain, **parts, **row(done, number)})
             of_group = {"source": "usual", "version": step, "group_id": f"{step}/{group}", "group_rows": ROWS}
             of_group["group_deviation"] = float(np.std([each["reward"] for each in made]))
@@ -62,6 +72,7 @@ def planted(
         [{"accuracy": held_out(number / 4)} for number in range(5)],
         [{"kind": "restart", "text": "engine-0 restarted", "step": step} for step in deaths],
         connection,
+        [rows[0]["experience_id"]],
     )
 
 

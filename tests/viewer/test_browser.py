@@ -163,6 +163,14 @@ def test_a_click_at_a_step_opens_its_rows(opened: Open) -> None:
     assert "min_step=12&max_step=12" in window.page.url
 
 
+def test_the_widest_gap_of_engine_and_trainer_leads_to_its_tokens(opened: Open) -> None:
+    window = opened("?view=run&run=words")
+    window.click(".metric:has-text('widest gap') a")
+    window.see("#drawer select[aria-label=colour]").to_have_value("trainer")
+    window.page.locator("#drawer .tokens span.own >> nth=-1").hover()
+    window.see("#drawer .readout").to_contain_text("trainer -0.75")
+
+
 def test_every_filter_is_set_and_taken_back_by_its_field(opened: Open) -> None:
     window = opened("?view=experiences&run=words&source=usual")
     window.see(".mean").to_contain_text("152 rows in 38 groups")

@@ -193,6 +193,11 @@ async def test_a_row_comes_with_its_group_tokens_and_fate(client: Client, storag
     assert [each["experience_id"] for each in found["group"]] == [f"words/mix/0/task00/{at}" for at in range(ROWS)]
     assert found["advantage"] == pytest.approx(found["reward"] - sum(each["reward"] for each in found["group"]) / ROWS)
     assert found["components"]["form"] == 1.0
+    assert found["trainer_gaps"] == {}
+    run = await client.ask("run", run="words")
+    widest = await client.ask("row", run="words", id=run["widest_gap"]["row"])
+    assert run["widest_gap"]["step"] == widest["step"] == run["step"]
+    assert widest["trainer_gaps"] == {str(widest["token_count"] - 1): -0.75}
     sibling = await client.ask("row", run="words", id="words/mix/0/task00/1")
     assert [(note["reward"], note["labels"]) for note in sibling["late_feedback"]] == [(1.0, {"quality": "good"})]
     late = (await client.rows(drop_reason="late"))["rows"][0]

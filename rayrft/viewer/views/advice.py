@@ -26,6 +26,7 @@ def _advice(runs: Runs, asked: RunRequest) -> dict[str, Any]:
             [each for each in greedy(records) if each["step"] >= first],
             records.marks,
             connection,
+            [gap["row"] for gap in records.widest(3)],
         )
         found = advise(evidence)
     return {"advisories": [asdict(each) for each in found], "steps": len(own), "log": run.rows.about()}

@@ -144,6 +144,7 @@ def _row(runs: Runs, asked: RowRequest) -> dict[str, Any]:
         "mask": shown.action_mask[:_TOKENS].tolist(),
         "logprobs": shown.logprobs[:_TOKENS].tolist(),
         "teacher_logprobs": shown.teacher_logprobs[:_TOKENS].tolist() if shown.teacher_logprobs is not None else None,
+        "trainer_gaps": dict(run.records().gaps.get(asked.id, {}).get("tokens", [])),
         "versions": [[span.start, span.end, span.version] for span in shown.weight_versions],
         "token_rewards": rewards_by_token(shown.metrics),
         "log": run.rows.about(),

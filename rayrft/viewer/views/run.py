@@ -19,6 +19,7 @@ def _curves(runs: Runs, asked: RunRequest) -> dict[str, Any]:
         "columns": {name: column.tolist() for name, column in columns.items()},
         "evaluations": records.evaluations,
         "marks": records.marks,
+        "widest_gap": next(iter(records.widest(1)), None),
         "checkpoints": sorted(int(path.name[5:]) for path in (run.path / "checkpoints").glob("step-[0-9]*")),
         "stage_starts": records.stage_starts,
     }

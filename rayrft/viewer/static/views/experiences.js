@@ -10,7 +10,7 @@ const SORTS = { finished_at: "time", reward: "reward", tokens: "length", stalene
 const PAGE = 50;
 const FILTERS = [...Object.keys(RANGES).flatMap((name) => [`min_${name}`, `max_${name}`]), ...Object.keys(CHOICES), "task_id", "group_id", "text", "where", "sort", "offset"];
 const STATUS = { trained: "good", dropped: "drop", ready: "calm", leased: "calm", parked: "warn", demonstration: "accent" };
-const COLOURINGS = { logprob: "log-prob", advantage: "reward − group mean", gap: "teacher − engine", version: "version", mask: "who wrote it" };
+const COLOURINGS = { logprob: "log-prob", advantage: "reward − group mean", gap: "teacher − engine", trainer: "trainer − engine", version: "version", mask: "who wrote it" };
 
 let opened = null; // whether the person has opened or closed the filters
 
@@ -145,6 +145,7 @@ const tokens = (row, now) => {
     logprob: [(at) => row.logprobs[at], (at) => shade(row.logprobs[at] / Math.max(-least, 1) + 1, 0, 1.999)],
     advantage: [(at) => row.advantage ?? null, () => shade(row.advantage, -1, 1)],
     gap: [(at) => gaps?.[at] ?? null, (at) => shade(gaps?.[at], -1, 1)],
+    trainer: [(at) => row.trainer_gaps[at] ?? null, (at) => shade(row.trainer_gaps[at], -1, 1)],
     version: [(at) => versions[at], (at) => (versions[at] === null ? "" : `${colour(known.indexOf(versions[at]))}44`)],
     mask: [(at) => (row.mask[at] ? "model" : "given"), (at) => (row.mask[at] ? "var(--accent-soft)" : "")],
   };
@@ -165,14 +166,15 @@ const tokens = (row, now) => {
     const parts = [`token ${at}: id ${row.token_ids[at]}`];
     if (row.mask[at]) parts.push(`log-prob ${number(row.logprobs[at])} (p ${percent(Math.exp(row.logprobs[at]))})`);
     if (versions[at] !== null) parts.push(`v${versions[at]}`);
-    if (mode === "gap") parts.push(`teacher ${number(value(at))}`);
+    if (mode === "gap" || mode === "trainer") parts.push(`${mode === "gap" ? "teacher" : "trainer"} ${number(value(at))}`);
     if (reward(at) !== undefined) parts.push(`reward ${number(reward(at))}`);
     readout.textContent = parts.join(" · ");
   });
-  const names = Object.entries(COLOURINGS).filter(([name]) => name !== "gap" || gaps);
+  const measured = Object.keys(row.trainer_gaps).length > 0;
+  const names = Object.entries(COLOURINGS).filter(([name]) => (name !== "gap" || gaps) && (name !== "trainer" || measured));
   const more = row.token_count > row.token_ids.length ? `, the first ${number(row.token_ids.length)} of ${number(row.token_count)}` : "";
   const none = row.token_texts ? "" : " The model's tokenizer is not on this machine, so ids are shown.";
-  const notice = gaps ? "" : " The log has the gap of engine and trainer by step, not by token.";
+  const notice = measured ? "" : " The gap of engine and trainer is known by token for the row of each step in which it is widest.";
   return make(
     "section",
     { className: "strip" },

@@ -1,7 +1,7 @@
 // One run: its curves by group, with what happened as marks. A click at a step opens its rows.
 
 import { make } from "../base.js";
-import { chart, duration, metric, pill, select, smoothed, smoothing, soft, steps, summary } from "../draw.js";
+import { chart, duration, metric, number, pill, select, smoothed, smoothing, soft, steps, summary } from "../draw.js";
 import { go, link, query, state } from "../page.js";
 
 // A chart: title, fields with their names, and how it is drawn.
@@ -77,6 +77,7 @@ const accuracyChart = (found, options) => {
 };
 
 const head = (run) => {
+  const gap = run.widest_gap;
   const place = run.stages.length > 1 ? `${run.stages.indexOf(run.stage) + 1} of ${run.stages.length}` : "";
   return summary(
     run,
@@ -85,6 +86,7 @@ const head = (run) => {
     metric("stage", run.stage || "–", soft(place)),
     metric("weights", `v${run.version}`),
     metric("time", run.seconds ? duration(run.seconds) : "–"),
+    ...(gap ? [metric("widest gap", number(gap.mean), link({ view: "experiences", run: run.run, id: gap.row, colour: "trainer" }, `step ${gap.step}`))] : []),
   );
 };
 
