@@ -12,12 +12,9 @@ from pathlib import Path
 from rayrft.buffer.log.storage import Storage
 from rayrft.config import RunConfig, dump_config
 from rayrft.config.load import plugin_copy
-from rayrft.data.task_splits import TaskSplits
+from rayrft.data.task_splits import COUNTS, TASKS_FILE, TaskSplits
 from rayrft.errors import ConfigError, DataError
 from rayrft.files import atomic_file
-
-_TASKS = "tasks.json"
-"""The ids of a run's tasks in their order."""
 
 
 def open_folder(config: RunConfig, splits: TaskSplits | None = None) -> None:
@@ -27,7 +24,7 @@ def open_folder(config: RunConfig, splits: TaskSplits | None = None) -> None:
     with _writing(folder):
         if folder.exists():
             names = {path.name for path in folder.iterdir()}
-            if names and not names & {"config.yaml", _TASKS}:
+            if names and not names & {"config.yaml", TASKS_FILE}:
                 problem, remedy = "a folder that is not a run's has this name", "choose another name or storage"
                 raise ConfigError(problem, remedy, field="name", value=str(folder))
             ended = datetime.datetime.fromtimestamp(folder.stat().st_mtime)
@@ -35,7 +32,7 @@ def open_folder(config: RunConfig, splits: TaskSplits | None = None) -> None:
             same_second = (dated.with_name(f"{dated.name}-{number}") for number in count(2))
             folder.rename(next(name for name in chain([dated], same_second) if not name.exists()))
         (folder / "checkpoints").mkdir(parents=True)
-        (folder / _TASKS).write_text(json.dumps(_task_ids(splits) if splits is not None else {}))
+        (folder / TASKS_FILE).write_text(json.dumps(splits.ids if splits is not None else {}))
     write_config(config)
 
 
@@ -65,12 +62,14 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def check_same_tasks(config: RunConfig, splits: TaskSplits) -> None:
     """Raise DataError at the first task that differs from the run's start: draws and statistics go by position."""
-    file = config.folder / _TASKS
+    file = config.folder / TASKS_FILE
     try:
         before = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read: {error}", "start a new run", field="run", value=str(file)) from None
-    now, questions = _task_ids(splits), {task.id: task.question[:60] for task in splits.all}
+    now, questions = splits.ids, {task.id: task.question[:60] for task in splits.all}
+    for counts in (before, now):  # which follow from the tasks, and earlier releases did not write
+        counts.pop(COUNTS, None)
     for name in [*before, *now]:
         for number, (old, new) in enumerate(zip_longest(before.get(name, []), now.get(name, [])), start=1):
             if old != new:
@@ -79,11 +78,6 @@ def check_same_tasks(config: RunConfig, splits: TaskSplits) -> None:
                 found = f"{name} task {number} was {old} and is {new} ({questions.get(new)!r})"
                 remedy = "give the tasks that the run was started with, in their order, or start a new run"
                 raise DataError(f"{change} than at the run's start: {found}", remedy, field="tasks.sources")
-
-
-def _task_ids(splits: TaskSplits) -> dict[str, list[str]]:
-    parts = {"training": splits.train, "held-out": splits.evaluation, **splits.demonstrated}
-    return {name: [task.id for task in tasks] for name, tasks in parts.items()}
 
 
 def check_log(config: RunConfig) -> None:

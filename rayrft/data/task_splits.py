@@ -17,6 +17,9 @@ from rayrft.data.task_sources import Note, RowsRead, read_held_out, read_source
 from rayrft.errors import DataError
 from rayrft.experience import Task
 
+TASKS_FILE = "tasks.json"
+"""In a run folder: the ids of the run's tasks in their order (`TaskSplits.ids`)."""
+COUNTS = "training tasks by source"
 _SHOWN = "shows a held-out task"
 
 
@@ -37,6 +40,16 @@ class TaskSplits:
     def all(self) -> list[Task]:
         """Training, evaluation and demonstrated tasks."""
         return [*self.train, *self.evaluation, *chain.from_iterable(self.demonstrated.values())]
+
+    @property
+    def ids(self) -> dict[str, list[str]]:
+        """The ids of the tasks, by what they are for, and the numbers of training tasks of the sources."""
+        parts = {"training": self.train, "held-out": self.evaluation, **self.demonstrated}
+        counts = Counter(self.sources)
+        return {
+            **{name: [task.id for task in tasks] for name, tasks in parts.items()},
+            COUNTS: [str(counts[number]) for number in range(max(counts, default=-1) + 1)],
+        }
 
 
 Process = Callable[[list[list[Task]]], list[list[Task]]]

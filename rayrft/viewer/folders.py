@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from rayrft.config import RunConfig
+from rayrft.data.task_splits import COUNTS, TASKS_FILE
 from rayrft.errors import RayrftError, nearest
 from rayrft.monitor.summary import Summary, read_summary
 from rayrft.runtime.serving.http import ApiError
@@ -63,6 +65,21 @@ class RunFolder:
         except (OSError, yaml.YAMLError):
             return {}
         return loaded if isinstance(loaded, dict) else {}
+
+    def task_sources(self) -> dict[str, str]:
+        """Return the name of its source by the id of a training task; empty if there is one source alone."""
+        sources = (self.config.get("tasks") or {}).get("sources") or []
+        try:
+            ids = json.loads((self.path / TASKS_FILE).read_text())
+            counts = [int(count) for count in ids[COUNTS]]
+        except (OSError, ValueError, KeyError):
+            return {}
+        names = [
+            str(each.get("name") or each.get("dataset") or each.get("path") or number)
+            for number, each in enumerate(sources)
+        ]
+        of_task = [name for name, count in zip(names, counts, strict=False) for _ in range(count)]
+        return dict(zip(ids["training"], of_task, strict=False)) if len(names) > 1 else {}
 
     def records(self) -> RecordTable:
         """Return the records as they are now. Raises StorageError if the file is damaged."""

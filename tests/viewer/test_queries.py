@@ -12,9 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from rayrft.buffer.reader import Archive
 from rayrft.config.serve import ViewerConfig
+from rayrft.data.task_splits import COUNTS, TASKS_FILE
 from rayrft.monitor.records import read_records
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import VIEWS, Viewer
@@ -229,6 +231,23 @@ async def test_tasks_are_counted_by_what_they_were_solved(client: Client, storag
     assert (await client.refused("tasks", run="words", least="nan"))[0] == "least"
     everything = await client.ask("tasks", run="words", least=2)
     assert everything["counts"]["unsolved"] == len(rates) and everything["counts"]["solved"] == 0
+
+
+async def test_pass_rates_are_told_by_source_if_a_run_has_several(copied: Path) -> None:
+    config = yaml.safe_load((copied / "words" / "config.yaml").read_text())
+    [source] = config["tasks"]["sources"]
+    config["tasks"]["sources"] = [{**source, "name": "short"}, source]
+    (copied / "words" / "config.yaml").write_text(yaml.safe_dump(config))
+    ids = {"training": [f"task{number:02d}" for number in range(6)], COUNTS: ["2", "4"]}
+    (copied / "words" / TASKS_FILE).write_text(json.dumps(ids))
+    client = Client(copied)
+    await client.rows()
+    found = await client.ask("tasks", run="words")
+    added = "usual"  # task06 came later
+    assert {each["source"] for each in found["sources"]} == {"short", source["dataset"], added}
+    rows = [row for row in every_row(copied) if row["task_id"] < "task02" and row["reward"] is not None]
+    of_version = {min(span["version"] for span in row["weight_versions"]) for row in rows}
+    assert sum(each["source"] == "short" for each in found["sources"]) == len(of_version)
 
 
 async def test_a_task_that_was_solved_before_and_is_no_more_is_unlearned(tmp_path: Path) -> None:

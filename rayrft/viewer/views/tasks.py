@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import pyarrow as pa
 from pydantic import Field
 
 from rayrft.experience import ROUNDING
@@ -40,7 +41,8 @@ _WHICH = {
 
 
 def _tasks(runs: Runs, asked: TasksRequest) -> dict[str, Any]:
-    index = runs.get(asked.run).rows
+    run = runs.get(asked.run)
+    index, named = run.rows, run.task_sources()
     index.update(UPDATE_S)
     with index.cursor() as connection:
         scored = "group_status <> 'demonstration' and reward is not null"
@@ -72,8 +74,10 @@ def _tasks(runs: Runs, asked: TasksRequest) -> dict[str, Any]:
         for task_id, upto, rate, question in connection.execute(sql, [list(shown)]).fetchall():
             shown[task_id]["curve"].append([upto, rate])
             shown[task_id]["question"] = question
-        sql = f"""select source, {bin_of} as version, avg({passes}) as rate from experiences where {scored}
-            group by all order by source, version"""
+        names = [pa.array([*part], pa.string()) for part in (named, named.values())]
+        connection.register("named", pa.table(names, ["task_id", "name"]))
+        sql = f"""select coalesce(name, source) as source, {bin_of} as version, avg({passes}) as rate
+            from experiences left join named using (task_id) where {scored} group by all order by source, version"""
         sources = dicts(connection.execute(sql))
     return {
         "counts": dict(zip(_WHICH, counts, strict=True)),
