@@ -48,6 +48,14 @@ def at_work(raylet: psutil.Process) -> set[psutil.Process]:
     return found
 
 
+def until_ended(found: Callable[[], set[psutil.Process]]) -> None:
+    """Return once none of these processes is left: they end a moment after their actors."""
+    deadline = time.monotonic() + 20
+    while left := found():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
 def ranks(run: rayrft.Run) -> list[int]:
     """Those on the node of the Trainer, which has no other run."""
     return [each.pid for each in raylet_above(run.pids()["trainer"]).children() if "RayTrainWor" in each.name()]

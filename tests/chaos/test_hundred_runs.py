@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
@@ -16,7 +15,7 @@ import ray
 
 import rayrft
 from rayrft.monitor.records import StepRecord
-from tests.chaos.processes import at_work, own_raylet
+from tests.chaos.processes import at_work, own_raylet, until_ended
 from tests.core.test_endings import alive, free, groups, until_free
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
@@ -57,14 +56,6 @@ def held() -> dict[str, int]:
     return {**files, "objects": store, "shared": len(os.listdir("/dev/shm"))}
 
 
-def until_ended(known: set[psutil.Process]) -> None:
-    """Return when no process of a run is left."""
-    raylet, deadline = own_raylet(), time.monotonic() + 20
-    while left := at_work(raylet) - known:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_hundred_cancelled_runs_leave_no_process_no_file_and_no_shared_memory(tmp_path: Path) -> None:
@@ -77,7 +68,7 @@ def test_a_hundred_cancelled_runs_leave_no_process_no_file_and_no_shared_memory(
         scripted: dict[str, Any] = {} if number % 10 == 7 else WITHOUT_VLLM
         cancel(rayrft.start({**config, **scripted}, say=lambda _: None))
         until_free(living, room)
-        until_ended(working)
+        until_ended(lambda: at_work(own_raylet()) - working)
         assert groups() <= reserved, number
         counted.append(held())
         print(number, cancel.__name__, counted[-1], flush=True)
