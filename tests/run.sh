@@ -8,7 +8,7 @@
 #            share a Buffer, several Explorers, rewards on Ray Serve, PPO and DPO from three seeds instead of one, the
 #            quickstart as shipped at more than twice the length, a resumed run with engines beside one without
 #            a fault, a run whose real engines and ranks are killed at their worst moments, a run of which every
-#            kind of actor dies, 20 random kills, two runs at once, a bench that is killed, operators of Data-Juicer,
+#            kind of actor dies, 20 random kills, two runs at once, a hundred cancelled ones, a bench that is killed, operators of Data-Juicer,
 #            evaluation on engines beside training and settings of the Buffer, each in a real run, reloads of seven families, the
 #            check of GPUs on CPUs, shared GPUs under kills,
 #            the feedback page while its server is away, a real Prometheus beside a run, newest releases of ten integrations, lm-eval, inspect-ai, verifiers,
