@@ -19,8 +19,6 @@ from tests.core.test_endings import alive, free, groups, until_free
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 RUNS, WARM = 100, 20
-MORE = {"gcs_server": RUNS}
-"""Ray's GCS keeps, for a while, a closed socket of each actor that has created actors and has ended by itself."""
 
 
 def at_once(run: rayrft.Run) -> None:
@@ -74,6 +72,6 @@ def test_a_hundred_cancelled_runs_leave_no_process_no_file_and_no_shared_memory(
         counted.append(held())
         print(number, cancel.__name__, counted[-1], flush=True)
     for name in counted[0]:
-        # The fewest: what a run has held may be reported a moment longer.
+        # The fewest: what a run has held may be reported a moment longer, and Ray's GCS keeps closed sockets for a while.
         early, late = (min(each[name] for each in part) for part in (counted[WARM : 2 * WARM], counted[-WARM:]))
-        assert late <= early + MORE.get(name, 2), (name, [each[name] for each in counted])
+        assert late <= early * 1.1 + 2, (name, [each[name] for each in counted])
