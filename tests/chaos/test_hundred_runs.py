@@ -72,6 +72,6 @@ def test_a_hundred_cancelled_runs_leave_no_process_no_file_and_no_shared_memory(
         counted.append(held())
         print(number, cancel.__name__, counted[-1], flush=True)
     for name in counted[0]:
-        # The fewest: what a run has held may be reported a moment longer, and Ray's GCS keeps closed sockets for a while.
+        # The fewest: Ray reports a moment longer what a run has held, and its GCS keeps closed sockets for a while.
         early, late = (min(each[name] for each in part) for part in (counted[WARM : 2 * WARM], counted[-WARM:]))
         assert late <= early * 1.1 + 2, (name, [each[name] for each in counted])
