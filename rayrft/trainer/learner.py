@@ -344,7 +344,7 @@ class Learner:
     def _backward(self, batch: list[MicroBatch], over: Denominators) -> LossParts:
         """Accumulate the gradient of a mini-batch, if gradients are enabled; return its loss parts over all ranks. The
         first one of a step that has own rows shows where engine and trainer differ most."""
-        seen = list[tuple[MicroBatch, Tensor]]()
+        looks, seen = over.policy_tokens > 0 and not self._has_looked, list[tuple[MicroBatch, Tensor]]()
 
         def share(micro: MicroBatch) -> tuple[Tensor, Tensor]:
             if self.reward_model is not None:
@@ -353,13 +353,14 @@ class Learner:
                 differentiable = "entropy" in self.algorithm.terms
                 output = self.policy.output(micro, temperature=self._temperature, entropy_gradient=differentiable)
                 parts = self.algorithm.loss(output, micro.tokens, over, step=self._policy_step)
-                seen.append((micro, output.logprobs.detach()))
+                if looks:
+                    seen.append((micro, output.logprobs.detach()))
             return parts.loss, parts.stack()
 
         with self.phase("forward and backward"):
             reported = self._accumulate(self.trained, batch, share)
             parts = LossParts(*self._reduce(torch.stack(reported).sum(0)).cpu())  # the host waits once
-        if over.policy_tokens and not self._has_looked:
+        if looks:
             self._widest_gap, self._has_looked = widest_gap(seen), True
         return parts
 

@@ -68,18 +68,21 @@ class RunFolder:
 
     def task_sources(self) -> dict[str, str]:
         """Return the name of its source by the id of a training task; empty if there is one source alone."""
-        sources = (self.config.get("tasks") or {}).get("sources") or []
+        tasks = self.config.get("tasks")
+        sources = tasks.get("sources") if isinstance(tasks, dict) else None
+        if not isinstance(sources, list) or len(sources) < 2 or not all(isinstance(each, dict) for each in sources):
+            return {}
         try:
             ids = json.loads((self.path / TASKS_FILE).read_text())
             counts = [int(count) for count in ids[COUNTS]]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):  # another release wrote it
             return {}
         names = [
             str(each.get("name") or each.get("dataset") or each.get("path") or number)
             for number, each in enumerate(sources)
         ]
         of_task = [name for name, count in zip(names, counts, strict=False) for _ in range(count)]
-        return dict(zip(ids["training"], of_task, strict=False)) if len(names) > 1 else {}
+        return dict(zip(ids["training"], of_task, strict=False))
 
     def records(self) -> RecordTable:
         """Return the records as they are now. Raises StorageError if the file is damaged."""

@@ -32,8 +32,7 @@ SERVICES = ("IDLE", "RuntimeEnvAgent", "DashboardAgent", "_AutoscalingCoordinato
 
 
 def works(process: psutil.Process) -> bool:
-    """Whether the process is alive, and is an actor, a task, or what one of these has started. One that has ended may
-    wait for whoever inherited it."""
+    """Whether the process is alive, and is an actor, a task, or what one of these has started. A zombie has ended."""
     try:
         ended = not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
         return not ended and not process.name().removeprefix("ray::").startswith(SERVICES)
