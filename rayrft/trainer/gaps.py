@@ -33,5 +33,5 @@ def widest_gap(batch: Sequence[tuple[MicroBatch, Tensor]]) -> RowGap | None:
     own = torch.cat(gaps)[sum(lengths[:row]) :][: lengths[row]]
     tokens = own.abs().topk(min(_MOST, lengths[row])).indices
     index, gap = torch.stack([tokens.double(), own[tokens].double()]).tolist()
-    found = zip(map(int, index), (round(each, 4) for each in gap), strict=True)
-    return RowGap(names[row], widest, tuple((token, each) for token, each in found if each))
+    found = zip(index, gap, strict=True)
+    return RowGap(names[row], widest, tuple((int(token), float(f"{each:.4g}")) for token, each in found if each))

@@ -358,8 +358,16 @@ def test_the_row_with_the_widest_gap_is_told_with_its_tokens(update: UpdateConfi
     assert found is not None and found.row == own[widest].experience
     assert found.mean == pytest.approx(np.abs(gaps[widest]).mean(), abs=1e-5)
     tokens = dict(zip(np.flatnonzero(own[widest].mask), gaps[widest], strict=True))
-    assert dict(found.tokens) == {token: pytest.approx(gap, abs=1e-3) for token, gap in tokens.items()}
+    assert dict(found.tokens) == {token: pytest.approx(gap, rel=1e-3) for token, gap in tokens.items()}
     assert [abs(gap) for _, gap in found.tokens] == sorted((abs(gap) for _, gap in found.tokens), reverse=True)
+
+
+def test_a_gap_of_rounding_alone_has_its_tokens_too() -> None:
+    learner, [row] = make_learner("grpo", temperature=TEMPERATURE), [replace(make_rows(2)[1], experience="row")]
+    exact = np.zeros(len(row.token_ids), np.float32)
+    exact[row.mask > 0] = plain_logprobs(learner.policy, [row], TEMPERATURE)[0].numpy()
+    found = learner.step([[replace(row, logprobs=exact)]]).widest_gap
+    assert found is not None and 0 < found.mean < 1e-6 and found.tokens
 
 
 def test_without_sampled_rows_there_is_no_widest_gap() -> None:
