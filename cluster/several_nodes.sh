@@ -53,7 +53,7 @@ node() {
   ip link set eth0 up
   # The head gives a node up after so many health checks of 13 s.
   export RAY_health_check_failure_threshold=4
-  export RAY_AUTH_TOKEN_PATH=$state/token RAY_raylet_start_wait_time_s=120 RAY_AUTH_MODE RAY_JOB_STOP_WAIT_TIME_S=600
+  export RAY_AUTH_TOKEN_PATH=$state/token RAY_raylet_start_wait_time_s=120 RAY_AUTH_MODE
   RAY_AUTH_MODE=$(cat "$state/mode")
   local common=(--node-ip-address "$network.$node" --num-cpus "${RAYRFT_NODE_CPUS:-2}" --disable-usage-stats --block
     --object-store-memory "${RAYRFT_NODE_STORE:-100000000}" --labels "node=$node")

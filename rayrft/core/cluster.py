@@ -12,7 +12,6 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 else:
     grpc = Lazy("grpc")
 
-_SAVE_S = 60.0
-"""Time that a stopped run may need to finish its step and save its weights."""
 _CONNECT_TIMEOUT_S = 5.0
 """Time for a cluster to answer; Ray itself tries for two minutes."""
 _BUSY_S = 30.0
@@ -176,16 +173,6 @@ def _on_this_machine(*, any_one: bool) -> str:
     if len(found) > 1:
         raise ClusterError("several Ray clusters run on this machine", "set RAY_ADDRESS to one", value=found)
     return found[0] if found else ""
-
-
-def warn_of_short_stop(say: Callable[[str], None]) -> None:
-    """Say it if this process is the driver of a job that Ray kills too soon after `ray job stop`."""
-    seconds = float(os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", 3))
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and seconds < _SAVE_S:
-        say(
-            f"`ray job stop` kills this run after {seconds:g} s, in the middle of a step: use `rayrft stop`, or set "
-            "RAY_JOB_STOP_WAIT_TIME_S=600 where Ray is started, or in the job's runtime environment"
-        )
 
 
 def ensure_token() -> None:

@@ -1,30 +1,54 @@
-"""The janitor of a run. The actors outlive their Master, because Ray restarts it: the janitor ends them once the Master
-is dead for good, as when the process that started the run has died."""
+"""The janitor of a run. The run's actors outlive the process that starts it, and its Master, which Ray restarts: the
+janitor ends them once the Master is dead for good. If the starting process dies, the run saves its weights before."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable
 
-from rayrft.core.placement import JANITOR, NAMESPACE, actor_name, clear_run
+from rayrft.core.placement import JANITOR, NAMESPACE, actor_name, clear_run, find_actor
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, until_failed
 from rayrft.runtime.ray_api import ray
 
 
 class Janitor(Watched):
-    """The actor."""
+    """The actor. Both of its tasks end with the run's actors, and its own process."""
 
-    async def guard(self, run: str, master: Handle[Watched]) -> None:
-        """Wait until the Master is dead and Ray will not restart it; then kill the run's actors, and exit."""
+    async def guard(self, run: str, started_by: list[Awaitable[None]], deadline_s: float) -> None:
+        """Wait until the process that starts the run has died: ``started_by`` holds a call of that process, which never
+        returns. Let the run save its weights and end, within the deadline."""
+        with contextlib.suppress(ray.exceptions.OwnerDiedError):
+            await started_by[0]
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # such as the error with which the run fails
+            await asyncio.wait_for(self._stop(run), deadline_s)
+        await self._clear(run)
+
+    async def attend(self, run: str, master: Handle[Watched]) -> None:
+        """Wait until the Master is dead and Ray will not restart it."""
         with contextlib.suppress(*ray_api.ACTOR_DEATHS):
             await until_failed(master)
+        await self._clear(run)
+
+    async def _stop(self, run: str) -> None:
+        """Ask the run to end, and wait for it, if it has a Master."""
+        from rayrft.core.master import Master  # imports what few janitors need
+
+        if (master := await asyncio.to_thread(find_actor, actor_name(run, "master"))) is not None:
+            await master.call(Master.stop)
+            await master.call(Master.run, [])
+
+    async def _clear(self, run: str) -> None:
         await asyncio.to_thread(clear_run, run, spare=actor_name(run, JANITOR))
         ray.actor.exit_actor()
 
 
-def hire_janitor(run: str, master: Handle[Watched]) -> None:
-    """Create the janitor of a run, which this process has started."""
+def start_janitor(run: str, deadline_s: float) -> Handle[Janitor]:
+    """Create the janitor of a run that this process starts. ``deadline_s`` is the time that the run has to end if this
+    process dies."""
     options = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
     actor = ray.remote(Janitor).options(name=actor_name(run, JANITOR), **options).remote()
-    Handle[Janitor](JANITOR, actor).call(Janitor.guard, run, master)
+    janitor = Handle[Janitor](JANITOR, actor)
+    janitor.call(Janitor.guard, run, [janitor.call(Watched.watch)], deadline_s)
+    return janitor

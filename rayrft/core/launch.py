@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,18 +11,20 @@ from typing import Any
 
 from rayrft.config import RunConfig, load_config, load_run_config
 from rayrft.core.checkpoints import Checkpoints, Progress
-from rayrft.core.cluster import connect, warn_of_short_stop
+from rayrft.core.cluster import connect
 from rayrft.core.doctor import check_gpus
-from rayrft.core.janitor import hire_janitor
+from rayrft.core.janitor import Janitor, start_janitor
 from rayrft.core.master import Master
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import (
+    JANITOR,
     Placement,
     actor_name,
     check_room,
+    clear_run,
     find_actor,
     fitting_nodes,
-    remove_leftovers,
+    reserve_name,
     running_runs,
     show_plan,
     starting_runs,
@@ -34,7 +37,7 @@ from rayrft.core.run_folder import write_config
 from rayrft.core.services import task_engines
 from rayrft.core.shared_files import check_shared, check_storage, named_files
 from rayrft.core.steering import latest_config
-from rayrft.errors import ClusterError, ConfigError, PlacementError, RunFinished, RunNotFound, nearest
+from rayrft.errors import ClusterError, ConfigError, PlacementError, RayrftError, RunFinished, RunNotFound, nearest
 from rayrft.monitor.records import read_records
 from rayrft.monitor.summary import RunStatus, read_summary, remove_summary
 from rayrft.runtime.handle import Handle, fetch
@@ -51,6 +54,7 @@ def start(
     checked = load_config(config, overrides)
     if checked.mode == "bench":
         raise ConfigError("a bench is not a run", "use rayrft.bench, or: rayrft bench", field="mode", value="bench")
+    _until_ended(checked, say)
     if checked.on_existing == "rename" or not (checked.folder / "config.yaml").exists():
         return _start(checked, None, say)
     if checked.on_existing == "refuse":
@@ -73,10 +77,23 @@ def resume(folder: str | Path, *, say: Callable[[str], None] = print, **override
     config = load_run_config(folder, overrides, trusted=True)
     if config.folder != folder.absolute():  # it was moved, or the storage is mounted elsewhere
         config = load_config(config, {"storage": str(folder.absolute().parent), "name": folder.name})
+    _until_ended(config, say)
     progress = _find_progress(config)
     if progress is None:
         raise ConfigError("the run was never started", "start it instead", field="run", value=str(folder))
     return _start(config, progress, say)
+
+
+def _until_ended(config: RunConfig, say: Callable[[str], None]) -> None:
+    """Wait for the end of a run in this folder that saves its weights: it was stopped, or who started it has died."""
+    summary = read_summary(config.folder)
+    if summary is None or summary.status != "killed":  # see `Master.stop`
+        return
+    connect()
+    if (master := find_actor(actor_name(config.name, "master"))) is not None:
+        say("the run of this name saves its weights: waiting for its end")
+        with contextlib.suppress(RayrftError):  # why it failed is in its summary
+            Run(config.name, config.folder, master, master.call(Master.run, [])).result()
 
 
 def _find_progress(config: RunConfig) -> Progress | None:
@@ -102,9 +119,17 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     """Start a run, or resume one from ``progress``."""
     check_storage(checked)
     connect()
-    warn_of_short_stop(say)
     _check_name(checked.name)
-    remove_leftovers(checked.name)
+    reserve_name(checked.name)
+    try:
+        return _place(checked, progress, say)
+    except BaseException:
+        clear_run(checked.name)
+        raise
+
+
+def _place(checked: RunConfig, progress: Progress | None, say: Callable[[str], None]) -> Run:
+    """Check that the cluster suits the run, prepare it, and start its Master, which outlives this process."""
     parts = plan_placement(checked)
     say(show_plan(checked.name, parts))
     check_room(parts, checked.placement.wait_s, say)
@@ -112,34 +137,33 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     if (gpu_gb := check_gpus(parts)) is not None:
         check_memory(checked, gpu_gb)
         share = engine_share(checked, gpu_gb)
-    placement = Placement(checked.name, parts)
-    try:
-        # Reserves the name, too: starting another run of this name now fails.
-        placement.reserve(["master"], checked.placement.wait_s, say)
-        began = progress or Progress(uuid.uuid4().hex)
-        # The Master keeps as many: see `Recorder`.
-        earlier = began.records if checked.trains or not progress else len(read_records(checked.folder))
-        resumed, models = progress is not None, task_engines(checked, say)
-        prepared = prepare(checked, began.run_id, resumed=resumed, engines=models, say=say)
-        prepared = replace(prepared, engine_share=share)
-        images = (image for task in (*prepared.tasks, *prepared.held_out) for image in task.images)
-        nodes = fitting_nodes(parts)
-        check_shared(checked.folder, named_files(checked, images), nodes)
-        if len(nodes) > 1:
-            say(f"files: {len(nodes)} nodes share {checked.folder}; the Buffer's log is in {checked.buffer_folder}")
-        if progress is None:
-            Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
-        else:
-            write_config(checked)  # the overrides apply to later resumes, too
-            remove_summary(checked.folder)
+    placement, janitor = (
+        Placement(checked.name, parts, detached=True),
+        start_janitor(checked.name, checked.monitor.stall_s),
+    )
+    placement.reserve(["master"], checked.placement.wait_s, say)
+    began = progress or Progress(uuid.uuid4().hex)
+    # The Master keeps as many: see `Recorder`.
+    earlier = began.records if checked.trains or not progress else len(read_records(checked.folder))
+    resumed, models = progress is not None, task_engines(checked, say)
+    prepared = prepare(checked, began.run_id, resumed=resumed, engines=models, say=say)
+    prepared = replace(prepared, engine_share=share)
+    images = (image for task in (*prepared.tasks, *prepared.held_out) for image in task.images)
+    nodes = fitting_nodes(parts)
+    check_shared(checked.folder, named_files(checked, images), nodes)
+    if len(nodes) > 1:
+        say(f"files: {len(nodes)} nodes share {checked.folder}; the Buffer's log is in {checked.buffer_folder}")
+    if progress is None:
+        Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
+    else:
+        write_config(checked)  # the overrides apply to later resumes, too
+        remove_summary(checked.folder)
 
-        placed = placement.actor(Master, "master", name="master", restarts=checked.restarts.per_hour)
-        master = placed.create(checked, began)
-        hire_janitor(checked.name, master)
-        outcome = master.call(Master.run, [ray.put(prepared)])
-    except BaseException:
-        placement.remove()
-        raise
+    fetch(janitor.call(Janitor.pid), actor_name(checked.name, JANITOR))  # it is on guard before there is a Master
+    placed = placement.actor(Master, "master", name="master", restarts=checked.restarts.per_hour)
+    master = placed.create(checked, began)
+    janitor.call(Janitor.attend, checked.name, master)
+    outcome = master.call(Master.run, [ray.put(prepared)])
     return Run(checked.name, checked.folder, master, outcome, earlier)
 
 

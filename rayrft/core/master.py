@@ -41,7 +41,7 @@ from rayrft.monitor.records import Record, RecordKey, RestartRecord
 from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_end, summarise
 from rayrft.registry import load_plugins
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, Watched, is_restarted, root_cause
+from rayrft.runtime.handle import Handle, Watched, is_restarted, once, root_cause
 from rayrft.runtime.stacks import find_stack
 from rayrft.runtime.trace import Trace
 from rayrft.runtime.waits import WaitReport, Waits
@@ -84,10 +84,12 @@ class Master(Watched):
         self._summary: Summary | None = None
         self._drained, self._replaced = set[str](), set[str]()
 
+    @once
     async def run(self, prepared_refs: list[Any]) -> Summary:
         """Run all stages; return the summary. Raises the root cause if the run fails, after writing the summary.
 
-        ``prepared_refs`` holds one reference to a `Prepared`, inside a list so that it is fetched here.
+        ``prepared_refs`` holds one reference to a `Prepared`, inside a list so that it is fetched here. A later call
+        waits for the run of the first.
         """
         prepared: Prepared = await prepared_refs[0]
         placement = Placement(self._config.name, plan_placement(self._config), detached=True)
@@ -181,10 +183,8 @@ class Master(Watched):
             return before
 
     async def stop(self) -> None:
-        """Ask the run to end after its current operation, saving its weights.
-
-        If the process that asks is killed soon, as by `ray job stop`, so is this actor: a summary is written at once.
-        """
+        """Ask the run to end after its current operation, saving its weights. A summary is written at once, in case all
+        is killed before."""
         self._stop.set()
         if self._summary is None:
             field = actor_name(self._config.name, "master")

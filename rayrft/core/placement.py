@@ -21,6 +21,8 @@ T = TypeVar("T")
 NAMESPACE = "rayrft"
 JANITOR = "janitor"
 """Name of the actor that clears a run: see `rayrft.core.janitor`."""
+_NAME = "name"
+"""Name of the placement group that reserves the name of a run for the process that starts it."""
 _GIB = 1 << 30
 _REPORTING_S = 3.0
 _READY_S = 30.0
@@ -184,9 +186,9 @@ def running_runs() -> list[str]:
 
 def starting_runs() -> list[str]:
     """Return the names of the runs that have reserved their name and whose Master does not exist yet."""
-    runs = {name.rpartition(":")[0]: name for name in sorted(group["name"] for group in _groups())}
-    alone = [run for run, last in runs.items() if last == actor_name(run, "master")]
-    return sorted({*alone} - {*running_runs()})
+    suffix = actor_name("", _NAME)
+    reserved = {group["name"].removesuffix(suffix) for group in _groups() if group["name"].endswith(suffix)}
+    return sorted(reserved - {*running_runs()})
 
 
 @dataclass(frozen=True)
@@ -328,11 +330,25 @@ def remove_groups(run: str) -> None:
         ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group["placement_group_id"])))
 
 
-def remove_leftovers(run: str) -> None:
-    """Clear a run without a Master; one that has only the Master's group is starting now."""
-    left = any(group["name"] != actor_name(run, "master") for group in _groups(actor_name(run, "")))
+def reserve_name(run: str) -> None:
+    """Reserve the name of a run for this process, until the run is cleared or the process ends; clear what a run of
+    this name without a Master has left. Raises PlacementError if another process has reserved it."""
+    own = _reserve_name(run)
+    left = any(group["name"] != own for group in _groups(actor_name(run, "")))
     if left or find_actor(actor_name(run, JANITOR)) is not None:
         clear_run(run)
+        _reserve_name(run)
+
+
+def _reserve_name(run: str) -> str:
+    """Create the group that reserves a name, of a byte of memory; return the group's name."""
+    name = actor_name(run, _NAME)
+    try:
+        ray.util.placement_group([{"memory": 1}], name=name)
+    except ray.exceptions.RaySystemError:
+        remedy = "choose another name (name=…), or wait until it has ended"
+        raise PlacementError("a run of this name is starting", remedy, field="name", value=run) from None
+    return name
 
 
 def _groups(prefix: str = "") -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from ray.core.generated import gcs_service_pb2_grpc as grpc_service
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.core.generated.gcs_service_pb2 import CheckAliveReply, GetAllNodeInfoReply
 
-from rayrft.core.cluster import connect, ensure_token, use_token, warn_of_short_stop
+from rayrft.core.cluster import connect, ensure_token, use_token
 from rayrft.errors import ClusterError
 from tests.errors import about
 
@@ -298,22 +298,6 @@ def test_looking_starts_no_cluster(joined: Joined, head: Head, closed: str, monk
     on_this_machine(monkeypatch, only, head())
     with pytest.raises(ClusterError, match="RAY_ADDRESS"):
         connect(start=False)
-
-
-@pytest.mark.parametrize(("seconds", "warned"), [(None, True), ("10", True), ("600", False)])
-def test_a_job_that_ray_would_kill_before_it_has_saved_says_so(
-    monkeypatch: pytest.MonkeyPatch, seconds: str | None, warned: bool
-) -> None:
-    said: list[str] = []
-    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
-    warn_of_short_stop(said.append)
-    assert said == [], "it is no job"
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    monkeypatch.delenv("RAY_JOB_STOP_WAIT_TIME_S", raising=False)
-    if seconds is not None:
-        monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", seconds)
-    warn_of_short_stop(said.append)
-    assert [f"kills this run after {seconds or 3} s" in line for line in said] == [True] * warned
 
 
 def test_a_token_is_made_where_there_is_none_and_ray_finds_it(home: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import rayrft
 from rayrft.cli.main import app
 from rayrft.core.launch import find_status
-from rayrft.errors import ActorDied
+from rayrft.errors import ActorDied, PlacementError
 from rayrft.monitor.records import StepRecord
 from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
@@ -46,10 +46,10 @@ def free() -> dict[str, float]:
 
 
 def until_free(living: set[str], room: dict[str, float]) -> None:
-    """Return when no other actors live than these, and all else is free: processes end, and Ray reports what they held,
-    a moment later."""
+    """Return when no other actors live than these, and as much is free: processes end, and Ray reports what they held,
+    a moment later, also that of a run before."""
     deadline = time.monotonic() + 20
-    while not (alive() <= living and free() == room):
+    while not (alive() <= living and all(free()[key] >= amount for key, amount in room.items())):
         assert time.monotonic() < deadline, (alive() - living, free(), room)
         time.sleep(0.1)
 
@@ -105,11 +105,13 @@ def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(
             run = rayrft.resume(run.folder, say=lambda _: None, **enough)
 
 
-def test_a_run_whose_driver_is_killed_gives_everything_back(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_run_whose_driver_is_killed_saves_its_weights_and_gives_everything_back(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
     config = small_config(tmp_path, "orphaned", evaluation={"enabled": False}, **WITHOUT_VLLM)
     config["stages"] = [{**config["stages"][0], "steps": 1_000_000}]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    held, living, room = groups(), alive(), free()
+    folder, held, living, room = Path(config["storage"]) / "orphaned", groups(), alive(), free()
     environment = {**os.environ, "RAY_ADDRESS": ray_cluster.address_info["gcs_address"]}
     command = [sys.executable, "-m", "rayrft", "run", str(tmp_path / "config.yaml")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as driver:
@@ -117,6 +119,15 @@ def test_a_run_whose_driver_is_killed_gives_everything_back(ray_cluster: Any, tm
         assert any("]  sft" in line for line in driver.stdout), "it takes steps"
         assert alive() > living
         driver.kill()
+    deadline = time.monotonic() + 60
+    while not (folder / "summary.json").exists():  # it is told to stop once the death is noticed
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    with pytest.raises(PlacementError, match="1000"):  # after the end: who goes on with it waits for its weights
+        rayrft.resume(folder, say=lambda _: None, **{"trainer.cpus": 1000})
+    status = find_status(str(folder))
+    assert status.status == "stopped" and status.step > 0
+    assert (folder / "checkpoints" / f"stopped-{status.step}" / "model.safetensors").exists()
     until_free(living, room)
     assert groups() <= held
 

@@ -14,13 +14,11 @@ from unittest import mock
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table
 
 from rayrft.buffer.ledger import Ledger, RowStats
-from rayrft.config import load_config
 from rayrft.core.launch import attach, find_status, running_runs, start, starting_runs
-from rayrft.core.parts.table import plan_placement
-from rayrft.core.placement import Placement
+from rayrft.core.placement import clear_run, reserve_name
 from rayrft.core.run import Run
 from rayrft.errors import ActorDied, DataError, PlacementError, RunNotFound
 from rayrft.monitor.records import NoteRecord, RecordFile, read_records
@@ -135,16 +133,18 @@ def test_a_run_that_was_resumed_is_watched_from_there(run: Run) -> None:
 
 
 def test_a_run_is_starting_from_its_plan_to_its_master(tmp_path: Path) -> None:
-    group = placement_group([{"CPU": 0.01}], name="early:master")
-    ray.get(group.ready())
+    reserve_name("early")
     assert "early" in starting_runs() and "early" not in running_runs()
     with pytest.raises(RunNotFound, match="the run is starting"):
         attach("early")
     assert find_status("early").status == "starting"
     with pytest.raises(PlacementError, match="is starting"):
         start(small_config(tmp_path, "early"), say=lambda _: None)
-    remove_placement_group(group)
-    assert "early" not in starting_runs()
+    with pytest.raises(PlacementError, match="is starting") as error:
+        reserve_name("early")
+    assert (error.value.field, error.value.value) == ("name", "early")
+    clear_run("early")
+    assert "early" not in starting_runs() and not groups_of("early:")
 
 
 def test_a_dead_master_is_told_with_why_it_died_by_whoever_asks(run: Run) -> None:
@@ -178,13 +178,6 @@ def test_a_handle_of_a_run_that_ended_leaves_the_next_of_its_name_alone(run: Run
     assert run.status().status == "killed"
     assert following.status().status == "running" and not read_summary(run.folder)
     following.kill()
-
-
-def test_a_name_is_taken_as_soon_as_a_run_begins(run: Run) -> None:
-    parts = plan_placement(load_config(run.folder / "config.yaml"))
-    with pytest.raises(PlacementError) as error:
-        Placement("scripted", parts).reserve(["master"])
-    assert (error.value.field, error.value.value) == ("name", "scripted")
 
 
 def test_a_start_removes_the_groups_of_a_dead_run_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
