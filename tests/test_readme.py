@@ -41,6 +41,25 @@ def test_the_references_are_those_of_the_models_and_registries(tmp_path: Path) -
         assert (ROOT / page).read_text() == (tmp_path / page).read_text(), "stale: run `python -m tests.reference`"
 
 
+@pytest.mark.parametrize("readme", sorted((ROOT / "rayrft").glob("*/README.md")), ids=lambda path: path.parent.name)
+def test_a_room_says_what_can_be_done_then_how_to_add_to_it_then_what_is_there_and_how_it_works(readme: Path) -> None:
+    text = readme.read_text()
+    assert "\n| I want to" in text[: text.index("\n## ", 500)], "a table comes first"
+    order = [
+        "Bring your own|Write your own|of your own|Add a key",
+        "Reference|All operators",
+        "How it works|How the engines",
+        "Files$",
+    ]
+    found = [
+        kind
+        for head in re.findall(r"^## (.+)", text, re.M)
+        for kind, names in enumerate(order)
+        if re.search(names, head)
+    ]
+    assert found == sorted(found) and found.count(3) == 1
+
+
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(readme: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", readme.read_text()):
