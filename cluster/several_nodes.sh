@@ -16,12 +16,16 @@
 # are shared. Needs root, or unprivileged user namespaces.
 #
 # RAYRFT_NODES is the folder of the cluster's state (/tmp/rayrft-nodes); RAYRFT_NODE_CPUS the CPUs of a node (2);
-# RAYRFT_NODE_STORE the bytes of its object store (100 MB); RAYRFT_NODE_SECRETLESS=1 starts it without a token.
+# RAYRFT_NODE_STORE the bytes of its object store (100 MB); RAYRFT_NODE_SECRETLESS=1 starts it without a token;
+# RAYRFT_NODE_ROOTLESS=1 takes a user namespace for root, too.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 state=${RAYRFT_NODES:-/tmp/rayrft-nodes}
 ray=$here/../.venv/bin/ray
 network=10.77.0
+export PATH=$here/../.venv/bin:$PATH
+# All processes ask again for answers that a cut link has lost, after 50 s instead of 7 minutes.
+export RAY_grpc_client_keepalive_time_ms=30000 RAY_grpc_client_keepalive_timeout_ms=20000
 
 fail() {
   printf 'several_nodes: %s\n' "$1" >&2
@@ -131,7 +135,7 @@ if [ -s "$state/user" ] && [ -z "${RAYRFT_NODE_USER:-}" ]; then
 fi
 case ${1:-} in
   --node) node "$2" ;;
-  --exec) via=exec enter "${@:2}" ;;
+  --exec) via='exec' enter "${@:2}" ;;
   --join)
     start "$2"
     ;;
@@ -149,7 +153,7 @@ case ${1:-} in
       command -v "$tool" >/dev/null || fail "$tool is missing: install iproute2 and util-linux" 77
     done
     [ -x "$ray" ] || fail "there is no .venv: run bash cluster/setup.sh"
-    if [ "$(id -u)" != 0 ]; then
+    if [ "$(id -u)" != 0 ] || [ -n "${RAYRFT_NODE_ROOTLESS:-}" ] && [ -z "${RAYRFT_NODE_USER:-}" ]; then
       unshare --user --map-root-user --net true 2>/dev/null ||
         fail "needs root, or unprivileged user namespaces, which this machine does not allow" 77
       RAYRFT_NODE_USER=1 exec unshare --user --map-root-user bash "$0" "$@"

@@ -11,7 +11,7 @@ import yaml
 from rayrft import start
 from rayrft.cli.follow import exit_on_signals, follow
 from rayrft.config import load_config, parse_override
-from rayrft.errors import RayrftError
+from rayrft.errors import RayrftError, RunFinished
 
 HERE = Path(__file__).resolve().parent
 
@@ -27,6 +27,8 @@ def main(arguments: list[str]) -> int:
         overrides = dict(parse_override(each) for each in arguments if each != "--controls")
         with exit_on_signals():
             follow(start(load_config(raw, overrides)))
+    except RunFinished as finished:  # with on_existing=resume, as in `rayrft run`
+        print(finished.problem, flush=True)
     except RayrftError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1

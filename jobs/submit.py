@@ -1,6 +1,7 @@
 """Submit a script of this folder to the dashboard at RAY_ADDRESS, follow its log, and exit as it did.
 
-``RAY_ADDRESS=http://head:8265 python jobs/submit.py SCRIPT [ARGUMENT …]``; Ctrl-C stops the job.
+``RAY_ADDRESS=http://head:8265 python jobs/submit.py SCRIPT [ARGUMENT …]``; Ctrl-C stops the job. The folder is sent
+along; a script given by an absolute path elsewhere must be at that path on the cluster.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayrft.core.cluster import use_token
 from rayrft.errors import ClusterError, RayrftError
@@ -26,13 +27,24 @@ HERE = Path(__file__).resolve().parent
 
 def main(script: str, arguments: list[str]) -> int:
     """Exit status: 0 where the job succeeded, 130 where it was interrupted or its run stopped, else 1."""
-    command = shlex.join([sys.executable, str(HERE / script), *arguments])
+    command, files = entrypoint(script, arguments)
     try:
         client = reach(os.environ["RAY_ADDRESS"])
-        return asyncio.run(follow(client, command, f"{Path(script).stem}-{int(time.time())}-{os.getpid()}"))
+        return asyncio.run(follow(client, command, files, f"{Path(script).stem}-{int(time.time())}-{os.getpid()}"))
     except RayrftError as error:
         say(str(error))
         return 1
+
+
+def entrypoint(script: str, arguments: list[str]) -> tuple[str, dict[str, Any]]:
+    """Return the job's command, and the part of its runtime environment that sends this folder. This process' Python
+    runs the script where the cluster has it at the same path, else `python`."""
+    path = HERE / script
+    if not path.is_relative_to(HERE):
+        return shlex.join([sys.executable, str(path), *arguments]), {}
+    choose = '[ -x "$0" ] || exec python "$@"; exec "$0" "$@"'
+    command = ["sh", "-c", choose, sys.executable, str(path.relative_to(HERE)), *arguments]
+    return shlex.join(command), {"working_dir": str(HERE), "excludes": ["runs"]}
 
 
 def reach(address: str) -> JobSubmissionClient:
@@ -56,7 +68,7 @@ def reach(address: str) -> JobSubmissionClient:
         ) from None
 
 
-async def follow(client: JobSubmissionClient, command: str, job: str) -> int:
+async def follow(client: JobSubmissionClient, command: str, files: dict[str, Any], job: str) -> int:
     """Submit and print the log to its end. Ctrl-C stops the job, a second one leaves it at once."""
     from ray.job_submission import JobStatus
 
@@ -77,7 +89,7 @@ async def follow(client: JobSubmissionClient, command: str, job: str) -> int:
             print(lines, end="", flush=True)
 
     # Ray would kill the job 3 s after it is stopped, in the middle of a step.
-    environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "600"}}
+    environment = {**files, "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "600"}}
     client.submit_job(entrypoint=command, submission_id=job, runtime_env=environment)
     log = asyncio.create_task(print_log())
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -120,6 +120,10 @@ class StorageError(RayrftError):
     """The Buffer's log cannot be written or read; ``field`` names the file. Earlier data stays readable."""
 
 
+class NoLocks(StorageError):
+    """The file system has no file locks."""
+
+
 class NoRoom(StorageError):
     """The same because a disk is full or read-only: the write succeeds once there is room."""
 

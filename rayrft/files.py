@@ -1,10 +1,12 @@
-"""Atomic writing of files and folders, the error of files that cannot be written, and waits for room on a disk."""
+"""Local paths, atomic writing of files and folders, locks, errors of files, and waits for room on a disk."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import re
 import secrets
 import shutil
 import time
@@ -13,7 +15,7 @@ from functools import wraps
 from pathlib import Path
 from typing import ClassVar, ParamSpec, TypeVar
 
-from rayrft.errors import NoRoom, StorageError
+from rayrft.errors import ConfigError, NoLocks, NoRoom, StorageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,6 +54,27 @@ def held(write: Callable[P, R]) -> Callable[P, R]:
             Room.waits.pop(file, None)
 
     return call
+
+
+def local_path(path: str | Path, field: str = "path") -> Path:
+    """Return a path. Raises ConfigError for an address such as s3://bucket/x: `Path` makes a folder ``s3:`` of it."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(path)):
+        problem = "must be a path, not an address: object stores have no appends, renames and locks of files"
+        remedy = "give a path that is local or mounted on every node, such as /mnt/runs, and copy from or to the store"
+        raise ConfigError(problem, remedy, field=field, value=str(path))
+    return Path(path)
+
+
+def lock_file(descriptor: int, path: Path, *, wait: bool = True) -> None:
+    """Lock an open file against other processes until it is closed. Raises NoLocks, and BlockingIOError if another
+    process has the lock and it is not to ``wait``."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        remedy = "the file system has no file locks (Lustre: mount it with flock): choose a folder on another one"
+        raise NoLocks(f"cannot be locked: {error.strerror}", remedy, field=str(path)) from None
 
 
 @contextlib.contextmanager

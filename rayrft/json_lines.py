@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 from array import array
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rayrft.errors import StorageError
-from rayrft.files import storage_errors, sync
+from rayrft.files import lock_file, storage_errors, sync
 
 T = TypeVar("T")
 
@@ -129,7 +128,7 @@ def open_lines(
         file = closing.enter_context(FileIO(path, "a+", opener=lambda name, flags: os.open(name, flags, mode)))
         if locked:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                lock_file(file.fileno(), path, wait=wait)
             except BlockingIOError:
                 problem, end = "another process is writing the file", "end that process, and try again"
                 raise StorageError(problem, end, field=str(path)) from None

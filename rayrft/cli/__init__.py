@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from rayrft.config import parse_override
+from rayrft.files import local_path
 
 Run = Annotated[str, typer.Argument(help="a run's folder, or its name in --storage")]
-Storage = Annotated[Path, typer.Option(help="the folder of run folders")]
+Storage = Annotated[Path, typer.Option(parser=local_path, help="the folder of run folders")]
 ConfigFile = Annotated[str, typer.Argument(help="YAML file")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.sub=value …")]
 RUNS = Path("runs")

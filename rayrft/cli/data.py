@@ -29,6 +29,7 @@ from rayrft.data.selection import Selection
 from rayrft.data.tables import RowSource, open_table, write_table
 from rayrft.errors import DataError, RunNotFound
 from rayrft.experience import from_batch
+from rayrft.files import local_path
 
 if TYPE_CHECKING:
     from rayrft.benchmark.difficulty import MeasuredTasks
@@ -92,7 +93,7 @@ def show(run: RunName, experience_id: Annotated[str, typer.Argument(metavar="ID"
 @app.command("export")
 def export_rows(
     run: RunName,
-    out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
+    out: Annotated[Path, typer.Argument(parser=local_path, help="a file to write: .jsonl or .parquet")],
     store: _Store = "usual",
     where: _Where = None,
     columns: Annotated[str | None, typer.Option(help="comma-separated names; all by default")] = None,
@@ -114,7 +115,7 @@ def export_rows(
 @app.command("import")
 def import_rows(
     run: RunName,
-    file: Annotated[Path, typer.Argument(help="a file written by `data export`, with all columns")],
+    file: Annotated[Path, typer.Argument(parser=local_path, help="a file written by `data export`, with all columns")],
     name: Annotated[str, typer.Option(help="the store of demonstrations to create or replace")],
     where: _Where = None,
     add: Annotated[
@@ -140,7 +141,8 @@ def forget(
     ] = None,
     days: Annotated[float | None, typer.Option(min=0, help="sessions that were finished so many days ago")] = None,
     files: Annotated[
-        list[Path] | None, typer.Option("--file", help="a file of `data export` that is to lose them, too")
+        list[Path] | None,
+        typer.Option("--file", parser=local_path, help="a file of `data export` that is to lose them, too"),
     ] = None,
     storage: Storage = RUNS,
 ) -> None:
@@ -186,9 +188,13 @@ def process_rows(
         ),
     ] = None,
     *,
-    out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
-    pipeline: Annotated[Path, typer.Option(help="YAML: operators: [{name: …}, …], rows: [{dataset: …}, …]")],
-    left_out: Annotated[Path | None, typer.Option(help="a JSONL file for the rows left out, with the reasons")] = None,
+    out: Annotated[Path, typer.Argument(parser=local_path, help="a file to write: .jsonl or .parquet")],
+    pipeline: Annotated[
+        Path, typer.Option(parser=local_path, help="YAML: operators: [{name: …}, …], rows: [{dataset: …}, …]")
+    ],
+    left_out: Annotated[
+        Path | None, typer.Option(parser=local_path, help="a JSONL file for the rows left out, with the reasons")
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(
@@ -244,7 +250,10 @@ def difficulty(
     config: Annotated[str, typer.Argument(help="YAML file of a run")],
     overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option(help="a file to write: .jsonl or .parquet [STORAGE/NAME-difficulty/tasks.parquet]")
+        Path | None,
+        typer.Option(
+            parser=local_path, help="a file to write: .jsonl or .parquet [STORAGE/NAME-difficulty/tasks.parquet]"
+        ),
     ] = None,
     tries: Annotated[int, typer.Option(min=1, help="answers to each task")] = 8,
     model: Annotated[str | None, typer.Option(help="a folder, an id on the hub, RUN or RUN@WHICH [model.path]")] = None,
@@ -261,7 +270,7 @@ def difficulty(
 @app.command()
 def tasks(
     run: RunName,
-    out: Annotated[Path, typer.Argument(help="a file to write: .jsonl or .parquet")],
+    out: Annotated[Path, typer.Argument(parser=local_path, help="a file to write: .jsonl or .parquet")],
     storage: Storage = RUNS,
 ) -> None:
     """Write a run's tasks with the tries and pass rate that it came to: a source of tasks for another run."""
@@ -301,7 +310,7 @@ _Settings = Annotated[list[str] | None, typer.Argument(help="those of the page: 
 @feedback.command("export")
 def export_feedback(
     run: RunName,
-    out: Annotated[Path, typer.Argument(help="a JSONL file to write")],
+    out: Annotated[Path, typer.Argument(parser=local_path, help="a JSONL file to write")],
     settings: _Settings = None,
     form: _Form = "pairs",
     storage: Storage = RUNS,
@@ -325,7 +334,7 @@ def export_feedback(
 @feedback.command("import")
 def import_feedback(
     run: RunName,
-    file: Annotated[Path, typer.Argument(help="JSONL, or one JSON list")],
+    file: Annotated[Path, typer.Argument(parser=local_path, help="JSONL, or one JSON list")],
     settings: _Settings = None,
     form: _Form = "argilla",
     storage: Storage = RUNS,
@@ -347,9 +356,9 @@ def import_feedback(
 
 def _sources(name: str, storage: Path) -> list[RowSource]:
     """Return the rows of a file or folder, or of a run's log: its usual rows, and then each of its demonstrations."""
-    path, is_run = Path(name), any((folder / "config.yaml").is_file() for folder in (Path(name), storage / name))
-    if not is_run and (path.exists() or row_kind(path) in ROW_SUFFIXES):
-        return [open_table(path)]
+    file, is_run = local_path(name), any((folder / "config.yaml").is_file() for folder in (Path(name), storage / name))
+    if not is_run and (file.exists() or row_kind(file) in ROW_SUFFIXES):
+        return [open_table(file)]
     archive = _archive(name, storage)
 
     def source(store: str) -> RowSource:

@@ -29,6 +29,7 @@ from rayrft.core.plan import plan as plan_memory
 from rayrft.core.run import Run
 from rayrft.core.shared_buffer import buffer_status, buffers, stop_buffer
 from rayrft.errors import ActorDied, ConfigError, RayrftError, RunFinished
+from rayrft.files import local_path
 from rayrft.runtime.handle import root_cause, until_dead
 
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ def run_bench(
     overrides: Overrides = None,
     model: Annotated[list[str] | None, typer.Option(help="NAME=MODEL, besides those of bench.models")] = None,
     scores: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="a file to write the scores to as well")
+        Path | None, typer.Option("--json", parser=local_path, help="a file to write the scores to as well")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="a file to write the plot to as well")] = None,
+    plot: Annotated[Path | None, typer.Option(parser=local_path, help="a file to write the plot to as well")] = None,
 ) -> None:
     """Evaluate models on task sets. An interrupted evaluation continues when it is run again."""
     models = {name: str(path) for name, path in map(parse_override, model or [])}
@@ -118,7 +119,9 @@ def feedback(
 
 @serve.command("view")
 def view_on_cluster(
-    storage: Annotated[Path, typer.Argument(help="a folder of run folders that the head node can read")] = RUNS,
+    storage: Annotated[
+        Path, typer.Argument(parser=local_path, help="a folder of run folders that the head node can read")
+    ] = RUNS,
     overrides: Overrides = None,
 ) -> None:
     """Serve the page of `rayrft view` on a cluster's Ray Serve, at /viewer, until Ctrl-C."""
@@ -130,7 +133,7 @@ def view_on_cluster(
 
 @app.command()
 def view(
-    storage: Annotated[Path, typer.Argument(help="a folder of run folders, or a run folder")] = RUNS,
+    storage: Annotated[Path, typer.Argument(parser=local_path, help="a folder of run folders, or a run folder")] = RUNS,
     overrides: Annotated[list[str] | None, typer.Argument(help="port=8100 host=127.0.0.1 keys_file=… …")] = None,
 ) -> None:
     """Serve a page over runs and their rows, running and ended ones, until Ctrl-C. It needs no cluster."""
@@ -143,7 +146,7 @@ def view(
 @app.command("trace")
 def write_trace(
     run: _RunFolder,
-    to: Annotated[Path, typer.Option(help="the file to write")] = Path("trace.json.gz"),
+    to: Annotated[Path, typer.Option(parser=local_path, help="the file to write")] = Path("trace.json.gz"),
     steps: Annotated[str, typer.Option(metavar="FIRST:LAST", help="steps, such as 10:20, 10: or :20")] = ":",
 ) -> None:
     """Write who was busy when as a trace for https://ui.perfetto.dev, with the critical path of every step."""
@@ -185,7 +188,7 @@ def resume_run(run: _RunFolder, overrides: Overrides = None) -> None:
 @app.command("export")
 def export_checkpoint(
     run: _RunFolder,
-    to: Annotated[Path, typer.Option(help="the folder to write, in Hugging Face format")],
+    to: Annotated[Path, typer.Option(parser=local_path, help="the folder to write, in Hugging Face format")],
     step: Annotated[int | None, typer.Option(help="step of the checkpoint; the latest by default")] = None,
     merge: Annotated[bool, typer.Option(help="LoRA: merge the adapter, or write it alone, for peft")] = True,
     push: Annotated[

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rayrft.errors import ConfigError
+from rayrft.files import local_path
 
 REFERENCE = re.compile(r"env:[A-Za-z_]\w*")
 """A reference to an environment variable."""
@@ -66,16 +67,14 @@ def resolved(value: Any) -> Any:
     return secret
 
 
-def _local_folder(value: Any) -> Any:
-    """Return the absolute path of a folder; refuse a URI."""
-    if isinstance(value, str | Path) and "://" in str(value):
-        remedy = "give a folder, local or mounted on every node, such as /mnt/runs"
-        raise invalid("", "must be a folder, not a URI", remedy, value=value)
-    return _absolute(Path(value)) if isinstance(value, str | Path) else value
-
-
-def _absolute(path: Path) -> Path:
-    return path.expanduser().absolute()
+def _absolute(value: Any) -> Any:
+    """Make a path absolute; refuse an address."""
+    if not isinstance(value, str | Path):
+        return value
+    try:
+        return local_path(value, "").expanduser().absolute()
+    except ConfigError as error:
+        raise ValueError(error) from None
 
 
 def _local_model(model: str) -> str:
@@ -88,7 +87,6 @@ Name = Annotated[str, Field(pattern=NAME)]
 """A name that becomes a part of the names of folders, actors and URLs."""
 
 # Paths are made absolute: actors do not share the driver's working directory.
-Folder = Annotated[Path, BeforeValidator(_local_folder)]
-LocalPath = Annotated[Path, AfterValidator(_absolute)]
+LocalPath = Annotated[Path, BeforeValidator(_absolute)]
 ModelPath = Annotated[str, AfterValidator(_local_model)]
 """A Hugging Face folder or hub id."""

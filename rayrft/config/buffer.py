@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rayrft.config.base import Changeable, Folder, Name, Section, invalid, section_rule
+from rayrft.config.base import Changeable, LocalPath, Name, Section, invalid, section_rule
 
 
 class SamplerConfig(Section):
@@ -51,7 +51,7 @@ class BufferConfig(Section):
     name: Name | None = None
     """Name of a Buffer that jobs of modes ``explore`` and ``train`` share, with the same ``buffer`` section and model.
     The first job starts it, and ``rayrft buffer stop NAME`` ends it."""
-    storage: Folder | None = None
+    storage: LocalPath | None = None
     """A folder, local or mounted, with the log: ``<storage>/<run>``, by default in the run's folder. The log of a
     Buffer with a ``name`` is ``<storage>/buffer.<name>``, by default in the run's ``storage``."""
     max_age: int | None = Field(None, ge=0)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from rayrft.config.base import REFERENCE
 from rayrft.config.run import RunConfig
 from rayrft.errors import ConfigError, nearest
+from rayrft.files import local_path
 from rayrft.registry import load_plugins, loaded_plugins
 
 Loaded = TypeVar("Loaded", bound=BaseModel)
@@ -67,7 +68,7 @@ def read_config(model: type[Loaded], source: _Source | Loaded, overrides: dict[s
     _refuse_secrets(raw, [], raw)
     # Plugins first: validation looks up their names. Anything but a list of paths is left to it.
     if isinstance(paths := raw.get("plugins"), list) and all(isinstance(path, str) for path in paths):
-        load_plugins(Path(path).expanduser().absolute() for path in paths)
+        load_plugins(local_path(path, "plugins").expanduser().absolute() for path in paths)
     try:
         return model.model_validate(raw)
     except ValidationError as error:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rayrft.config.auxiliary import AuxiliaryConfig
-from rayrft.config.base import Changeable, Folder, LocalPath, Name, Section, section_rule
+from rayrft.config.base import Changeable, LocalPath, Name, Section, section_rule
 from rayrft.config.buffer import BufferConfig
 from rayrft.config.demonstrations import DemonstrationsConfig
 from rayrft.config.explorer import ExplorerConfig, SamplingConfig
@@ -35,7 +35,7 @@ class RunConfig(Section):
     trainer; the stage with groups defines the groups that are sampled for the Buffer ``buffer.name``, with fixed
     weights. ``serve``: no tasks; stages train on the sessions of applications that call the endpoint. ``bench``: only
     engines; models are evaluated, and nothing is trained."""
-    storage: Folder = Path("runs")
+    storage: LocalPath = Path("runs")
     """The run folder is ``<storage>/<name>``."""
     on_existing: Literal["rename", "resume", "refuse"] = "rename"
     """What a run does with the folder of an earlier run of its name: rename it by its date, resume that run (one

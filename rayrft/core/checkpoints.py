@@ -17,7 +17,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.config import RunConfig, load_run_config
 from rayrft.config.stage import CheckpointConfig
 from rayrft.errors import ConfigError, RunNotFound, StorageError, nearest
-from rayrft.files import atomic_file, held, replace_folder, storage_errors, sync
+from rayrft.files import atomic_file, held, local_path, replace_folder, storage_errors, sync
 from rayrft.runtime.handle import Handle
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.trainer import Ranks, Trainer
@@ -280,12 +280,12 @@ def export(run_folder: Path, to: Path, step: int | None = None, *, merged: bool 
     A stage that trains a reward model gives a sequence classifier. An adapter is ``merged`` into the model's weights,
     or written in peft format. Works in this process, on the CPU, without Ray; the run need not be running.
 
-    Raises RunNotFound if there is no such checkpoint, and ConfigError if ``to`` is not empty, or if ``merged`` is False
-    for a full model or a reward model.
+    Raises RunNotFound if there is no such checkpoint, and ConfigError if ``to`` is an address or not empty, or if
+    ``merged`` is False for a full model or a reward model.
     """
     from rayrft.trainer.dcp import export_checkpoint
 
-    config = load_run_config(run_folder)
+    config, to = load_run_config(run_folder), local_path(to, "to")
     if not merged and config.trainer.lora is None:
         raise ConfigError("the run trains a full model without an adapter", "omit it", field="merge", value=merged)
     checkpoints = Checkpoints(run_folder, config.checkpoint)

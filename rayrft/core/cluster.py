@@ -112,20 +112,29 @@ def _mode_of(address: str) -> str:
         problem = "the cluster rejects our token" if token else "the cluster requires a token, and we send none"
         remedy = "put its token into RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, and leave RAY_AUTH_MODE unset"
         if answer != grpc.StatusCode.UNAUTHENTICATED:
-            problem, remedy = f"the cluster does not answer in time ({answer.name})", "try again: it may be busy"
+            raise _busy(address, answer)
     raise ClusterError(problem, remedy, field="RAY_ADDRESS", value=address)
 
 
 def _check_raylet(address: str, mode: str) -> None:
     """Raise ClusterError unless this machine is a node of the cluster: without a raylet, Ray aborts the process."""
-    request = ray_api.GetAllNodeInfoRequest()
-    with contextlib.suppress(grpc.RpcError):
-        nodes = _ask(address, _find_token() if mode == "token" else "", "GetAllNodeInfo", request).node_info_list
-        if not any(_listens(node.raylet_socket_name) for node in nodes):
-            problem = "this machine is not a node of the cluster"
-            head = address.rpartition(":")[0]
-            remedy = f"run it on the cluster: RAY_ADDRESS=http://{head}:8265 ray job submit -- rayrft run my.yaml"
-            raise ClusterError(problem, remedy, field="RAY_ADDRESS", value=address)
+    request, token = ray_api.GetAllNodeInfoRequest(), _find_token() if mode == "token" else ""
+    try:
+        nodes = _ask(address, token, "GetAllNodeInfo", request, _BUSY_S).node_info_list
+    except grpc.RpcError as error:
+        if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+            return
+        raise _busy(address, error.code()) from None
+    if not any(_listens(node.raylet_socket_name) for node in nodes):
+        problem = "this machine is not a node of the cluster"
+        head = address.rpartition(":")[0]
+        remedy = f"run it on the cluster: RAY_ADDRESS=http://{head}:8265 ray job submit -- rayrft run my.yaml"
+        raise ClusterError(problem, remedy, field="RAY_ADDRESS", value=address)
+
+
+def _busy(address: str, answer: grpc.StatusCode) -> ClusterError:
+    problem = f"the cluster does not answer in time ({answer.name})"
+    return ClusterError(problem, "try again: it may be busy", field="RAY_ADDRESS", value=address)
 
 
 def _listens(path: str) -> bool:

@@ -137,22 +137,17 @@ def _place(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     if (gpu_gb := check_gpus(parts)) is not None:
         check_memory(checked, gpu_gb)
         share = engine_share(checked, gpu_gb)
-    placement, janitor = (
-        Placement(checked.name, parts, detached=True),
-        start_janitor(checked.name, checked.monitor.stall_s),
-    )
+    janitor = start_janitor(checked.name, checked.monitor.stall_s)
+    placement = Placement(checked.name, parts, detached=True)
     placement.reserve(["master"], checked.placement.wait_s, say)
     began = progress or Progress(uuid.uuid4().hex)
     # The Master keeps as many: see `Recorder`.
     earlier = began.records if checked.trains or not progress else len(read_records(checked.folder))
-    resumed, models = progress is not None, task_engines(checked, say)
+    resumed, models, nodes = progress is not None, task_engines(checked, say), fitting_nodes(parts)
+    check_shared(checked.folder if resumed else checked.storage, named_files(checked), nodes)
     prepared = prepare(checked, began.run_id, resumed=resumed, engines=models, say=say)
     prepared = replace(prepared, engine_share=share)
-    images = (image for task in (*prepared.tasks, *prepared.held_out) for image in task.images)
-    nodes = fitting_nodes(parts)
-    check_shared(checked.folder, named_files(checked, images), nodes)
-    if len(nodes) > 1:
-        say(f"files: {len(nodes)} nodes share {checked.folder}; the Buffer's log is in {checked.buffer_folder}")
+    check_shared(checked.folder, named_files(checked, prepared.images), nodes)
     if progress is None:
         Checkpoints(checked.folder, checked.checkpoint).mark_beginning(began)
     else:

@@ -27,7 +27,7 @@ from rayrft.core.preflight import Prepared
 from rayrft.core.restarts import Restarts, Rewound
 from rayrft.core.run_folder import write_config
 from rayrft.core.shared_buffer import join_feed, join_trainer, open_shared_buffer
-from rayrft.core.shared_files import check_shared, named_files
+from rayrft.core.shared_files import check_shared, locate_files, named_files
 from rayrft.core.steering import Steering
 from rayrft.core.supervision import StallMonitor, Stopped, supervise, unless_stopped
 from rayrft.core.train_loop import TrainLoop
@@ -218,8 +218,10 @@ class Master(Watched):
 
             await unless_stopped(self._stop, asyncio.to_thread(placement.reserve, groups, wait_s, say))
             if wait_s:  # the nodes that were there at the start have been looked at
-                files = named_files(self._config)
+                files = named_files(self._config, prepared.images)
                 await asyncio.to_thread(lambda: check_shared(self._config.folder, files, placement.nodes))
+            if not self._taken_over:
+                await self._note(await asyncio.to_thread(locate_files, self._config, placement))
             shared = await asyncio.to_thread(open_shared_buffer, self._config) if self._config.buffer.name else None
             logged, monitor = self._progress.logged, self._config.monitor
             waits, taken_over = self._waits, self._taken_over

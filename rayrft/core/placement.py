@@ -303,8 +303,12 @@ class Placement:
     @property
     def nodes(self) -> set[str]:
         """The ids of the nodes of the reserved groups."""
-        tables = map(ray.util.placement_group_table, self._groups.values())
-        return {node for table in tables for node in table["bundles_to_node_id"].values()}
+        return {node for name in self._groups for node in self.nodes_of(name)}
+
+    def nodes_of(self, name: str) -> set[str]:
+        """Return the ids of the nodes of a group; none if it is not reserved."""
+        table = ray.util.placement_group_table(self._groups[name]) if name in self._groups else {}
+        return {*table.get("bundles_to_node_id", {}).values()}
 
     def remove(self) -> None:
         """Remove the placement groups; Ray kills the actors in them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -72,6 +72,11 @@ class Prepared:
     """Share of its GPU that a rollout engine takes; None: see `EngineConfig.gpu_share`."""
     attention: float = 0.0
     """See `StagePlan`."""
+
+    @property
+    def images(self) -> Iterator[str]:
+        """Paths of the images of all tasks."""
+        return (image for task in (*self.tasks, *self.held_out) for image in task.images)
 
     @property
     def limits(self) -> Limits:

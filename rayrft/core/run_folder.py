@@ -21,7 +21,7 @@ def open_folder(config: RunConfig, splits: TaskSplits | None = None) -> None:
     """Create the run folder with its config and tasks; an older run's folder of that name is renamed by its date.
     Raises ConfigError if the folder of that name is not a run's."""
     folder = config.folder
-    with _writing(folder):
+    with writing(folder):
         if folder.exists():
             names = {path.name for path in folder.iterdir()}
             if names and not names & {"config.yaml", TASKS_FILE}:
@@ -39,7 +39,7 @@ def open_folder(config: RunConfig, splits: TaskSplits | None = None) -> None:
 def write_config(config: RunConfig) -> None:
     """Write ``config.yaml`` atomically, and copies of the plug-ins for `read_config` to find if they are moved."""
     kept = config.folder / "plugins"
-    with _writing(config.folder):
+    with writing(config.folder):
         with atomic_file(config.folder / "config.yaml") as draft:
             draft.write_text(dump_config(config))
         copies = {plugin_copy(kept, number, path): path.read_bytes() for number, path in enumerate(config.plugins)}
@@ -51,7 +51,7 @@ def write_config(config: RunConfig) -> None:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
     """Raise an OSError inside a ``with`` as a ConfigError."""
     try:
         yield

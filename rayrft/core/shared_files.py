@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rayrft.config import RunConfig
-from rayrft.core.placement import cluster_nodes
+from rayrft.core.parts.buffer import BUFFER
+from rayrft.core.placement import Placement, cluster_nodes
+from rayrft.core.run_folder import writing
 from rayrft.errors import ClusterError, ConfigError
 from rayrft.runtime import ray_api
 from rayrft.runtime.ray_api import ray
@@ -46,21 +50,56 @@ def named_files(config: RunConfig, images: Iterable[str] = ()) -> dict[str, list
 
 
 def check_shared(folder: Path, files: Mapping[str, list[str]], nodes: Iterable[str]) -> None:
-    """Raise ConfigError unless every node, by id, writes into this process' ``folder`` and sees the ``files``; and
-    ClusterError if a node cannot look."""
+    """Raise ConfigError unless every node, by id, writes into this process' ``folder`` (created if missing) and sees
+    the ``files``; and ClusterError if a node cannot look."""
     others = {*nodes} - {ray.get_runtime_context().get_node_id()}
     if not others:
         return
     marker = folder / f".seen-{uuid.uuid4().hex}"
-    marker.touch()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    unseen = defaultdict[tuple[str, str], list[str]](list)
     try:
         for node, missing in ask_nodes(others, find_missing, marker, files).items():
-            for field, path in missing:
-                remedy = "use a path that all nodes share, or keep the run off the node: placement.labels"
-                problem = f"node {node} does not see it, as the node that starts the run does"
-                raise ConfigError(problem, remedy, field=field, value=path)
+            for each in missing:
+                unseen[each].append(node)
     finally:
         marker.unlink()
+    for (field, path), names in unseen.items():
+        more = f"; nor are {len(unseen) - 1} other paths" if len(unseen) > 1 else ""
+        problem = f"is not visible on {', '.join(sorted(names))}, as it is on the node that starts the run{more}"
+        remedy = "use a path that all nodes share, or keep the run off those nodes: placement.labels"
+        raise ConfigError(problem, remedy, field=field, value=path)
+
+
+def locate_files(config: RunConfig, placement: Placement) -> str:
+    """Return on which nodes the folders of a run are. Its groups are reserved, and `check_shared` has passed."""
+    names = {node.id: node.name for node in cluster_nodes(ray_api.total_resources_per_node())}
+    nodes = {*placement.nodes, ray.get_runtime_context().get_node_id()} & names.keys()
+    log, owner = config.buffer_folder, placement.nodes_of(BUFFER.name) & names.keys()
+    holders = {names[node] for node in nodes}
+    lines = [f"files: run folder and checkpoints in {config.folder}, {_on(holders)}"]
+    if owner:  # else the Buffer is not the run's
+        if len(nodes) > 1 and not log.is_relative_to(config.folder):
+            marker = log / f".seen-{uuid.uuid4().hex}"
+            ask_nodes(owner, _mark, marker)
+            seen = ask_nodes(nodes - owner, Path.exists, marker)
+            ask_nodes(owner, Path.unlink, marker, True)
+            holders = {*(names[node] for node in owner), *(name for name in seen if seen[name])}
+        lines.append(f"log in {log}, {_on(holders)}")
+    return "; ".join(lines)
+
+
+def _mark(marker: Path) -> None:
+    with contextlib.suppress(OSError):  # the Buffer raises it, as a StorageError
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+
+
+def _on(names: set[str]) -> str:
+    first, *others = sorted(names)
+    return f"shared by {len(names)} nodes: {', '.join(sorted(names))}" if others else f"only on {first}"
 
 
 def ask_nodes(nodes: Iterable[str], function: Callable[..., T], *arguments: Any) -> dict[str, T]:

@@ -29,7 +29,6 @@ nothing; the reward is unknown if tests of a class compare them or pass them on.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -45,8 +44,9 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any, Literal
 
-from rayrft.errors import ConfigError, DataError, SandboxFailed
+from rayrft.errors import ConfigError, DataError, NoLocks, SandboxFailed
 from rayrft.experience import Task
+from rayrft.files import lock_file
 from rayrft.rewards import code_runner
 from rayrft.rewards.base import RewardResult, register_reward
 from rayrft.rewards.code_values import literal, same_text, same_value
@@ -425,13 +425,16 @@ def compiler() -> str:
 @lru_cache
 def headers() -> tuple[str, ...]:
     """Return the folder of a precompiled <bits/stdc++.h>, which cuts compile time to a third; none if the compiler
-    lacks it. It is built once for a compiler, in seconds, and has 100 MB."""
+    lacks it, or the home folder has no file locks. It is built once for a compiler, in seconds, and has 100 MB."""
     digest = hashlib.blake2b(subprocess.run([compiler(), "-v"], capture_output=True).stderr + repr(_CPP).encode())
     folder = Path.home() / ".cache" / "rayrft" / f"cpp-{digest.hexdigest()[:16]}"
     header = folder / "bits" / "stdc++.h"
     header.parent.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            lock_file(lock.fileno(), folder / "lock")
+        except NoLocks:
+            return ()
         if not (made := header.with_name("stdc++.h.gch")).exists():
             header.write_text("#include_next <bits/stdc++.h>\n")
             command = [compiler(), *_CPP, "-x", "c++-header", str(header), "-o", str(new := made.with_suffix(".new"))]

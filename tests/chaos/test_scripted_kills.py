@@ -266,6 +266,7 @@ def simulate(
     with (
         mock.patch.object(time, "monotonic", loop.time),
         mock.patch.object(module, "Placement", lambda _, parts, detached: ScriptedPlacement(cluster, parts)),
+        mock.patch.object(module, "locate_files", lambda *_: "files: nowhere"),
         mock.patch.object(module, "find_stack", mock.AsyncMock(return_value="")),
         mock.patch.object(module, "is_restarted", lambda: world.begun["master"] > 1),
         mock.patch.object(sinks.RayMetrics, "write", lambda *_: None),

@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 from rayrft.cli.follow import exit_on_signals, follow, signals
 from rayrft.cli.main import app
 from rayrft.core import launch
-from rayrft.errors import ActorDied
+from rayrft.errors import ActorDied, ConfigError
 from rayrft.monitor.summary import RunStatus, Summary, Totals, summarise
+from tests.errors import about
 
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGHUP, 129)]
 
@@ -97,6 +98,39 @@ def test_commands_for_a_run_elsewhere_tell_how_it_ended(
     stopped = CliRunner().invoke(app, ["stop", "r"])
     assert stopped.exit_code == (not running and code == 1)
     assert stopped.output.startswith("r: stopping" if running else f"r: {status} after 7 steps")
+
+
+ADDRESS = "s3://bucket/out.jsonl"
+WITH_PATHS = [
+    ["export", "run", "--to", ADDRESS],
+    ["trace", "run", "--to", ADDRESS],
+    ["bench", "config.yaml", "--json", ADDRESS],
+    ["bench", "config.yaml", "--plot", ADDRESS],
+    ["view", ADDRESS],
+    ["serve", "view", ADDRESS],
+    ["data", "export", "run", ADDRESS],
+    ["data", "import", "run", ADDRESS, "--name", "gold"],
+    ["data", "forget", "run", "--file", ADDRESS],
+    ["data", "process", "rows.jsonl", ADDRESS, "--pipeline", "pipeline.yaml"],
+    ["data", "process", "rows.jsonl", "out.jsonl", "--pipeline", ADDRESS],
+    ["data", "process", "rows.jsonl", "out.jsonl", "--pipeline", "pipeline.yaml", "--left-out", ADDRESS],
+    ["data", "difficulty", "config.yaml", "--out", ADDRESS],
+    ["data", "tasks", "run", ADDRESS],
+    ["data", "lineage", "1", ADDRESS],
+    ["data", "feedback", "export", "run", ADDRESS],
+    ["data", "feedback", "import", "run", ADDRESS],
+    ["data", "stats", "run", "--storage", ADDRESS],
+]
+
+
+@pytest.mark.parametrize("command", WITH_PATHS, ids=" ".join)
+def test_an_address_where_a_path_is_meant_is_refused_before_anything_is_read_or_written(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, command)
+    assert isinstance(done.exception, ConfigError) and about("path", ADDRESS)(done.exception)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(("number", "status"), SIGNALS)

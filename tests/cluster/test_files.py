@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +18,21 @@ from pydantic import ValidationError
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from rayrft.config import load_config
+from rayrft.config import load_config, parse_override
+from rayrft.core.parts.table import plan_placement
+from rayrft.core.placement import ClusterNode, check_placement
 from tests.cluster.kuberay import KINDS
 from tests.conftest import ROOT
 
 CLUSTER = ROOT / "cluster"
+CLOUDS = [CLUSTER / f"ray_up_{cloud}.yaml" for cloud in ("aws", "gcp")]
 MANIFESTS = sorted((CLUSTER / "kuberay").glob("*.yaml"))
 SCRIPTS = [*sorted(CLUSTER.glob("*.sh")), CLUSTER / "slurm.sbatch"]
 
 
-@pytest.mark.parametrize("cloud", ["aws", "gcp"])
-def test_ray_up_accepts_its_files_and_workers_start_on_demand(cloud: str) -> None:
-    config = prepare_config(yaml.safe_load((CLUSTER / f"ray_up_{cloud}.yaml").read_text()))
+@pytest.mark.parametrize("file", CLOUDS, ids=lambda path: path.stem)
+def test_ray_up_accepts_its_files_and_workers_start_on_demand(file: Path) -> None:
+    config = prepare_config(yaml.safe_load(file.read_text()))
     validate_config(config)
     workers = {name: kind for name, kind in config["available_node_types"].items() if name != config["head_node_type"]}
     assert workers and all(kind["min_workers"] == 0 < kind["max_workers"] for kind in workers.values())
@@ -110,6 +117,44 @@ def test_jobs_run_configs_that_exist_and_resume_after_a_loss() -> None:
                 assert checked.on_existing == "resume" and checked.storage == Path("/shared/runs")
 
 
+@pytest.mark.parametrize("file", [CLUSTER / "kuberay" / "cluster.yaml", *CLOUDS], ids=lambda path: path.stem)
+def test_the_job_in_the_head_of_a_cluster_fits_its_nodes_and_waits_for_them(file: Path) -> None:
+    """The file starts none of them before the job is there."""
+    [line] = re.findall(r"^#   ray job submit --working-dir jobs -- (.*)$", file.read_text(), re.MULTILINE)
+    command, mode, config, *overrides = shlex.split(line)
+    assert (command, mode) == ("rayrft", "run")
+    job = load_config(ROOT / "jobs" / config, dict(map(parse_override, overrides)))
+    if file in CLOUDS:
+        types = prepare_config(yaml.safe_load(file.read_text()))["available_node_types"]
+    else:
+        types = _derive_autoscaling_config_from_ray_cr(ray_clusters(file)[0])["available_node_types"]
+    memory = {"memory": 128 << 30}  # a machine of a cloud says it by itself
+    nodes = [
+        ClusterNode(name, memory | kind["resources"])
+        for name, kind in types.items()
+        for _ in range(kind["max_workers"])
+    ]
+    check_placement(plan_placement(job), nodes)
+    assert job.placement.wait_s >= 300 and job.trainer.gpus and job.explorer.engine.gpus
+    assert job.storage == Path("/shared/runs")
+
+
+def test_a_job_for_a_cluster_elsewhere_waits_for_its_nodes() -> None:
+    commands = re.findall(r"`RAY_ADDRESS=.*jobs/submit.py (.*)`", (CLUSTER / "README.md").read_text())
+    assert commands and all("placement.wait_s=600" in command.split() for command in commands)
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
+def test_pods_without_gpus_have_an_image_without_cuda(manifest: Path) -> None:
+    [spec] = [each["spec"] for each in ray_clusters(manifest)]
+    groups = [spec["headGroupSpec"], *spec.get("workerGroupSpecs", [])]
+    containers = [each for group in groups for each in group["template"]["spec"]["containers"]]
+    with_gpus = any("nvidia.com/gpu" in each["resources"]["requests"] for each in containers)
+    made = re.search(r"--build-arg DEVICE=cpu.*-t (\S+) \.$", manifest.read_text(), re.MULTILINE | re.DOTALL)
+    assert {each["image"] for each in containers} == {"registry.example.com/rayrft" if made is None else made[1]}
+    assert (made is None) is with_gpus
+
+
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
 def test_kubernetes_accepts_pods_and_volumes(manifest: Path) -> None:
     kubernetes = pytest.importorskip("kubernetes_validate")
@@ -135,9 +180,10 @@ LINTERS = [
 
 @pytest.mark.parametrize("command", LINTERS, ids=lambda command: command[0])
 def test_linters_find_nothing(command: list[str]) -> None:
-    if shutil.which(command[0]) is None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    if shutil.which(command[0], path=path) is None:
         pytest.skip(f"{command[0]} is not installed")
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, env={**os.environ, "PATH": path})
 
 
 def test_nodes_in_namespaces_are_refused_by_name_without_arguments() -> None:

@@ -78,7 +78,7 @@ def test_a_signal_saves_the_run_and_the_requeued_job_ends_it(on_slurm: Start, tm
     status, shown = submit(on_slurm, log, "[mix    3]", "USR1", *arguments)
     text = log.read_text()
     assert status == 0 and "Restarts=1" in shown, text
-    assert "files: 2 nodes share" in text and "resumes after" in text and text.count("finished after") == 1
+    assert "shared by 2 nodes" in text and "resumes after" in text and text.count("finished after") == 1
     summary = read_summary(storage / "quickstart")
     assert summary is not None and summary.ledger is not None
     assert summary.status == "finished" and summary.ledger.closes

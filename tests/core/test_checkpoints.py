@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 
 from rayrft.config.stage import CheckpointConfig
-from rayrft.core.checkpoints import Checkpoints, Progress
-from rayrft.errors import StorageError
-from tests.core.given import write
+from rayrft.core.checkpoints import Checkpoints, Progress, export
+from rayrft.errors import ConfigError, StorageError
+from tests.core.given import run_folder, write
 from tests.errors import about
 
 
@@ -130,6 +130,11 @@ def test_a_run_can_resume_from_the_oldest_of_the_last(tmp_path: Path) -> None:
     assert [each.step for each in checkpoints.all()] == [3, 1_000_000, 1_000_050]
     assert checkpoints.fallback() == 1_000_000
     assert (latest := checkpoints.latest()) and latest.step == 1_000_050
+
+
+def test_a_checkpoint_is_not_exported_to_an_address(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, check=about("to", "s3:/bucket/model")):
+        export(run_folder(tmp_path, "run").folder, Path("s3://bucket/model"))
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

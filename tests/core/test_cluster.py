@@ -73,7 +73,7 @@ def head() -> Iterator[Head]:
         token: str | None = None,
         seen: list[str | None] | None = None,
         sockets: Sequence[Path] = (),
-        busy: bool = False,
+        busy: str = "",
     ) -> str:
         class Gcs(grpc_service.NodeInfoGcsServiceServicer):
             def CheckAlive(self, request: Any, context: Any) -> Any:
@@ -82,11 +82,13 @@ def head() -> Iterator[Head]:
                     seen.append(sent)
                 if token is not None and sent != f"Bearer {token}":
                     context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
-                if busy:
+                if busy == "CheckAlive":
                     context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too many calls")
                 return CheckAliveReply()
 
             def GetAllNodeInfo(self, request: Any, context: Any) -> Any:
+                if busy == "GetAllNodeInfo" or context.time_remaining() < 20:  # the answer may take as long
+                    context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too many calls")
                 if not sockets:
                     context.abort(grpc.StatusCode.UNIMPLEMENTED, "not asked")
                 return GetAllNodeInfoReply(
@@ -203,11 +205,12 @@ def test_authentication_follows_the_cluster_that_is_joined(
         assert seen == [None], "a token goes to no cluster that works without one"
 
 
-def test_a_cluster_that_is_too_busy_to_answer_is_not_said_to_reject_the_token(
-    joined: Joined, head: Head, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("question", ["CheckAlive", "GetAllNodeInfo"])
+def test_a_cluster_that_is_too_busy_to_answer_is_not_joined_and_not_said_to_reject_the_token(
+    joined: Joined, head: Head, monkeypatch: pytest.MonkeyPatch, question: str
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-    monkeypatch.setenv("RAY_ADDRESS", head(token="secret", busy=True))
+    monkeypatch.setenv("RAY_ADDRESS", head(token="secret", busy=question))
     with pytest.raises(ClusterError, match=r"does not answer in time \(DEADLINE_EXCEEDED\).*[Tt]ry again"):
         connect()
     assert joined == []

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import datetime
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from rayrft.config import RunConfig, load_config
-from rayrft.core import launch
+from rayrft.core import launch, shared_files
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.placement import Bundles, check_room
 from rayrft.core.run_folder import open_folder
 from rayrft.errors import ClusterError, ConfigError, PlacementError, RayrftError, RunFinished, RunNotFound, StorageError
+from rayrft.experience import Task
 from rayrft.monitor.summary import Totals, summarise, write_summary
 from tests.config.given import base
 from tests.core.given import run_folder, write
+from tests.core.test_master import PREPARED
+from tests.e2e.conftest import small_config
 from tests.errors import about
 
 
@@ -146,6 +151,29 @@ def test_a_run_that_waits_for_nodes_says_what_it_lacks(monkeypatch: pytest.Monke
     check_room([PART], wait_s=600, say=said.append)
     [line] = said
     assert line.startswith("waiting up to 600 s for nodes: the run needs 2 CPU and the cluster has 1 free: n 1 CPU")
+
+
+@pytest.mark.parametrize("field", ["storage", "plugins", "images of tasks"])
+def test_nodes_are_asked_for_files_before_inputs_are_prepared_and_for_images_after(
+    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """Operators on tasks start engines: a run that cannot work takes none."""
+    (plugin := tmp_path / "plugin.py").touch()
+    config = load_config(small_config(tmp_path / "runs", f"unseen-{os.getpid()}", plugins=[str(plugin)]))
+    task = Task.create("pictures", "what is it?", "a square", images=[str(plugin)])
+    prepare = mock.Mock(return_value=replace(PREPARED, tasks=[task]))
+
+    def ask(nodes: set[str], look: Any, marker: Path, files: dict[str, list[str]]) -> dict[str, Any]:
+        assert nodes == {"elsewhere"} and marker.exists()
+        return {"node-2": [(field, "path")] if field in ("storage", *files) else []}
+
+    monkeypatch.setattr(launch, "fitting_nodes", lambda parts: {"elsewhere"})
+    monkeypatch.setattr(shared_files, "ask_nodes", ask)
+    monkeypatch.setattr(launch, "prepare", prepare)
+    with pytest.raises(ConfigError, check=about(field, "path")):
+        launch.start(config, say=lambda _: None)
+    assert prepare.called is (field == "images of tasks")
+    assert config.name not in launch.starting_runs()
 
 
 @pytest.mark.parametrize("of_run", [None, "tasks.json", "config.yaml"])

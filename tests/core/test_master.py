@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from ray.exceptions import ActorDiedError
 
 from rayrft.buffer.events import ModelTerms
 from rayrft.buffer.ledger import Ledger, RowStats
+from rayrft.config import load_config
 from rayrft.core import master as module
 from rayrft.core.checkpoints import Progress
 from rayrft.core.master import Master
@@ -22,7 +24,8 @@ from rayrft.core.parts.engines import EvaluationEngines, PolicyEngines
 from rayrft.core.parts.explorer import ExplorerPart
 from rayrft.core.parts.trainer import TrainerPart
 from rayrft.core.preflight import Prepared
-from rayrft.errors import ActorDied, DataError, RayrftError, StorageError
+from rayrft.errors import ActorDied, ConfigError, DataError, RayrftError, StorageError
+from rayrft.experience import Task
 from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord, RecordFile, read_records
 from rayrft.monitor.summary import Summary, read_summary
@@ -83,14 +86,15 @@ def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
         without.append(type(kind.__name__, (kind,), {"exists": False}))
     monkeypatch.setattr(module, "KINDS", [*without, ScriptedBuffer, ScriptedTrainer])
     monkeypatch.setattr(module, "Placement", mock.Mock())  # its groups are there at once
+    monkeypatch.setattr(module, "locate_files", lambda config, _: f"files: {config.folder}")
     monkeypatch.setattr(Handle, "kill", lambda self: None)
     monkeypatch.setattr(sinks.RayMetrics, "write", lambda *_: None)
     return Master(config, Progress("id")), trainer
 
 
-async def run(master: Master) -> Summary:
+async def run(master: Master, inputs: Prepared = PREPARED) -> Summary:
     prepared = asyncio.get_running_loop().create_future()
-    prepared.set_result(PREPARED)
+    prepared.set_result(inputs)
     return await asyncio.wait_for(master.run([prepared]), 30)
 
 
@@ -110,6 +114,21 @@ async def test_a_run_is_stopped_while_its_engines_start(master: Made) -> None:
     assert read_summary(folder) == summary
     assert summary.ledger == LEDGER
     assert (await subject.status()).status == "stopped"
+
+
+async def test_nodes_that_were_waited_for_must_see_the_files_that_the_others_do(
+    master: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    subject, _ = master
+    subject._adopt(load_config(subject._config, {"placement.wait_s": 60}))
+    (image := tmp_path / "image.png").touch()
+    tasks = [Task.create("held out", "what is it?", "a square", images=[str(image)])]
+    refuse = mock.Mock(side_effect=ConfigError("is not visible", field="images of tasks"))
+    monkeypatch.setattr(module, "check_shared", refuse)
+    with pytest.raises(ConfigError, check=about("images of tasks")):
+        await run(subject, replace(PREPARED, held_out=tasks))
+    folder, files, _ = refuse.call_args.args
+    assert (folder, files["images of tasks"]) == (subject._config.folder, [str(image)])
 
 
 async def test_a_ledger_that_does_not_close_fails_the_run(master: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import errno
 import fcntl
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rayrft.buffer.log.storage import Storage
 from rayrft.config import load_config
-from rayrft.core.shared_files import check_storage, find_missing, named_files
-from rayrft.errors import ConfigError, StorageError
+from rayrft.core import shared_files
+from rayrft.core.placement import ClusterNode
+from rayrft.core.shared_files import check_shared, check_storage, find_missing, locate_files, named_files
+from rayrft.errors import ConfigError, NoLocks
+from rayrft.json_lines import open_lines
 from tests.config.given import base
+from tests.errors import about
+
+Nodes = dict[str, Callable[[Path], bool]]
 
 
 @pytest.mark.parametrize("key", ["storage", "buffer.storage"])
@@ -46,13 +54,89 @@ def test_a_node_names_what_it_does_not_see_and_leaves_nothing(tmp_path: Path) ->
     assert find_missing(Path("/proc/.seen-1"), {}) == [("storage", "/proc")], "a folder that takes no files"
 
 
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    """Other nodes than this one, which is ``node-1``, each with the paths that it sees."""
+    nodes: Nodes = {"node-1": Path.exists}
+
+    def ask(asked: set[str], function: Any, path: Path, *arguments: Any) -> dict[str, Any]:
+        if function is find_missing:
+            [files] = arguments
+            named = [("storage", str(path.parent)), *((field, each) for field in files for each in files[field])]
+            return {node: [each for each in named if not nodes[node](Path(each[1]))] for node in asked}
+        if function is Path.exists:
+            return {node: nodes[node](path) and path.exists() for node in asked}
+        return {node: function(path, *arguments) for node in asked}
+
+    here = SimpleNamespace(get_node_id=lambda: "node-1")
+    monkeypatch.setattr(shared_files, "ray", SimpleNamespace(get_runtime_context=lambda: here))
+    monkeypatch.setattr(shared_files, "ray_api", SimpleNamespace(total_resources_per_node=dict))
+    monkeypatch.setattr(shared_files, "cluster_nodes", lambda _: [ClusterNode(name, {}, id=name) for name in nodes])
+    monkeypatch.setattr(shared_files, "ask_nodes", ask)
+    return nodes
+
+
+@pytest.mark.parametrize("field", ["storage", "model.path", "plugins", "images of tasks"])
+def test_a_path_that_nodes_do_not_see_is_refused_with_the_names_of_all_of_them(
+    tmp_path: Path, nodes: Nodes, field: str
+) -> None:
+    paths = {name: tmp_path / f"{name}.d" for name in ("storage", "model.path", "plugins", "images of tasks")}
+    for name, path in paths.items():
+        path.touch() if name == "plugins" else path.mkdir()
+    changes = {
+        "storage": paths["storage"],
+        "model": {"path": str(paths["model.path"])},
+        "plugins": [str(paths["plugins"])],
+    }
+    config = load_config({**base(), **changes})
+    files = named_files(config, [str(paths["images of tasks"])])
+    nodes |= dict.fromkeys(("node-2", "node-3"), lambda path: path != paths[field])
+    nodes["node-4"] = Path.exists
+    with pytest.raises(ConfigError, check=about(field, str(paths[field]))) as error:
+        check_shared(config.storage, files, [*nodes])
+    assert "node-2, node-3" in error.value.problem and "node-4" not in error.value.problem
+    assert not [*config.storage.iterdir()]
+    check_shared(config.storage / "new", files, ["node-1", "node-4"])
+    assert not [*(config.storage / "new").iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("others", "storage", "where"),
+    [
+        ({}, None, "only on node-1; log in {log}, only on node-1"),
+        ({"node-2": True}, None, "shared by 2 nodes: node-1, node-2; log in {log}, shared by 2 nodes: node-1, node-2"),
+        (
+            {"node-2": True},
+            "logs",
+            "shared by 2 nodes: node-1, node-2; log in {log}, shared by 2 nodes: node-1, node-2",
+        ),
+        ({"node-2": False}, "logs", "shared by 2 nodes: node-1, node-2; log in {log}, only on node-2"),
+    ],
+)
+def test_the_nodes_of_a_runs_folders_are_said(
+    tmp_path: Path, nodes: Nodes, others: dict[str, bool], storage: str | None, where: str
+) -> None:
+    """The Buffer is on the last node."""
+    for name, shares in others.items():
+        nodes["node-1"] = lambda path, shares=shares: shares
+        nodes[name] = Path.exists
+    config = load_config({**base(), "storage": tmp_path, "buffer": {"storage": storage and tmp_path / storage}})
+    placement: Any = SimpleNamespace(nodes={*nodes}, nodes_of=lambda group: {[*nodes][-1]} & {*nodes})
+    said = locate_files(config, placement)
+    folders = f"files: run folder and checkpoints in {config.folder}, "
+    assert said == folders + where.format(log=config.buffer_folder)
+    assert not [path for path in tmp_path.rglob(".*")]
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+@pytest.mark.parametrize("name", ["lock", "lines.jsonl"])
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
+) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(number, "refused")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(
-        StorageError, match=r"lock: cannot be written or read: refused. The file system has no file locks"
-    ):
-        Storage(tmp_path).lock()
+    with pytest.raises(NoLocks, check=about(name)) as error:
+        Storage(tmp_path).lock() if name == "lock" else open_lines(tmp_path / name, bytes, locked=True)
+    assert "file system has no file locks" in error.value.remedy

@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rayrft.monitor.summary import Summary, read_summary
+from rayrft.config import load_config
+from rayrft.core.checkpoints import Checkpoints, Progress
+from rayrft.core.run_folder import write_config
+from rayrft.monitor.summary import Summary, Totals, read_summary, summarise, write_summary
 from tests.conftest import ROOT
+from tests.core.given import write
 from tests.e2e.conftest import Call
 
 JOBS = sorted(path.stem for path in (ROOT / "jobs").glob("*.yaml") if path.stem != "quickstart_controls")
@@ -39,6 +43,24 @@ def test_every_job_is_loaded_and_planned() -> None:
         assert len([line for line in text.splitlines() if line.startswith("#")]) >= 2 and f"jobs/{file.name}" in text
     done = subprocess.run([sys.executable, "-c", PLAN, *files], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_finished_quickstart_that_is_resumed_ends_with_status_0(tmp_path: Path) -> None:
+    """As `rayrft run` does: one command starts and resumes."""
+    config = load_config(ROOT / "jobs" / "quickstart.yaml", {"storage": tmp_path})
+    config.folder.mkdir()
+    write_config(config)
+    warmup, mix = config.stages
+    progress = Progress("id", step=warmup.steps + mix.steps, stage=1, stage_step=mix.steps)
+    progress.end(mix.name, asked=mix.steps)
+    write(Checkpoints(config.folder, config.checkpoint), progress)
+    ended = summarise(config.name, "finished", None, Totals(), None, 0.0, step=progress.step)
+    write_summary(config.folder, ended)
+    for existing, status in {"resume": 0, "refuse": 1}.items():
+        script = [str(ROOT / "jobs" / "quickstart.py"), f"storage={tmp_path}", f"on_existing={existing}"]
+        done = subprocess.run([sys.executable, *script], capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert ("the run is finished after 370 steps" in done.stdout) is (status == 0)
 
 
 def run(command: Call, name: str, storage: Path, model: Path, *more: str) -> Summary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from rayrft import json_lines
 from rayrft.errors import StorageError
 from rayrft.feedback.journal import FILE, entry_line, forget_judgements, open_journal, read_journal
 from rayrft.feedback.judgements import EditSent, Entry, Judgement, JudgementAdded, JudgementUndone, RowSent
@@ -62,14 +62,14 @@ def test_what_was_said_of_a_row_is_erased_with_it_but_not_while_the_page_is_open
 
 
 def test_a_page_that_waited_for_a_journal_has_its_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, asked, lock = written(tmp_path), threading.Event(), json_lines.fcntl.flock
+    path, asked, lock = written(tmp_path), threading.Event(), fcntl.flock
 
     def flock(*given: Any) -> None:
         asked.set()
         lock(*given)
 
     first, _ = open_journal(tmp_path)
-    monkeypatch.setattr(json_lines.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with ThreadPoolExecutor(1) as page:
         waiting = page.submit(open_journal, tmp_path)
         assert asked.wait(30)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import errno
+import fcntl
 import json
 import os
 import re
@@ -170,6 +172,18 @@ def test_the_header_of_everything_is_compiled_once_for_all_solutions(isolation: 
     made = [path.stat().st_mtime_ns for path in Path(headers()[0]).rglob("*.gch")]
     headers.cache_clear()
     assert [path.stat().st_mtime_ns for path in Path(headers()[0]).rglob("*.gch")] == made != []
+
+
+def test_a_home_without_file_locks_costs_the_compiled_header_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(module, "compiler", lambda: "true")
+    assert headers.__wrapped__() == ()
 
 
 def test_a_solution_continues_its_prompt_or_uses_it() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from rayrft.errors import StorageError
-from rayrft.files import held, storage_error
+from rayrft.files import held, lock_file, storage_error
 
 _REMEDY = {
     errno.ENOSPC: "free disk space and start again: nothing that was acknowledged is lost",
@@ -20,10 +19,6 @@ _REMEDY = {
     errno.EFBIG: "raise the limit on the size of files and start again: nothing that was acknowledged is lost",
     errno.EACCES: "make the folder writable for this user, or choose another buffer.storage",
     errno.EPERM: "make the folder writable for this user, or choose another buffer.storage",
-    **dict.fromkeys(
-        (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP),
-        "the file system has no file locks (Lustre: mount it with flock): choose another buffer.storage",
-    ),
     errno.EROFS: "the file system is read-only: choose another buffer.storage",
 }
 
@@ -46,7 +41,7 @@ class Storage:
             descriptor = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
             closing.callback(os.close, descriptor)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(descriptor, self.folder / "lock", wait=False)
             except BlockingIOError:
                 remedy = "end the run that uses it, or choose another name or buffer.storage"
                 raise StorageError("another process writes here", remedy, field=str(self.folder)) from None
