@@ -153,9 +153,9 @@ def engine_share(config: RunConfig, gpu_gb: float) -> float | None:
     return engine.room / gpu_gb
 
 
-def check_memory(config: RunConfig, gpu_gb: float) -> None:
+def check_memory(config: RunConfig, gpu_gb: float | None) -> None:
     """Raise PlacementError if engines, or ranks with the smallest micro-batches, cannot fit GPUs of so many GB."""
-    if config.model.path is None or not (config.trainer.gpus or config.explorer.engine.gpus):
+    if gpu_gb is None or config.model.path is None or not (config.trainer.gpus or config.explorer.engine.gpus):
         return
     for part in plan_memory(config, gpu_gb, activations=False):
         # Weights of auxiliary models may be quantised, and options may leave weights in the host's memory.
