@@ -138,7 +138,7 @@ def attempt_all(
         folder.mkdir(parents=True, exist_ok=True)
         images = (image for tasks, _ in tasksets.values() for task in tasks for image in task.images)
         named = named_files(config, images)
-        named["bench.models"] = [model.path for model in models if Path(model.path).exists()]
+        named["bench.models"] = [model.path for model in models]
         check_shared(folder, named, fitting_nodes(plan))
         placement, groups = Placement(run, plan), dict[str, EngineGroup]()
         budget, pause_s = budget or Budget(config.restarts), -1.0
