@@ -172,6 +172,37 @@ def test_models_beside_the_policy_and_adapters_count(models: dict[str, str]) -> 
     assert whole.gradients == 4 * shape.parameters
 
 
+def test_what_stays_in_the_hosts_memory_counts_and_is_compared_with_what_is_reserved(models: dict[str, str]) -> None:
+    def host(**changes: Any) -> list[float]:
+        config = load_config(config_of(models["qwen3 0.6B"], 2), changes)
+        return [part.host * 1e9 / shape.parameters for part in plan_memory(config, 80.0)]
+
+    shape = shape_of(models["qwen3 0.6B"])
+    assert host() == [0.0, 12 / 2], "the copy that a checkpoint is written from"
+    assert host(**{"trainer.cpu_offload": True}) == pytest.approx([0.0, (12 + 12 + 4) / 2])
+    assert host(**{"weight_sync.backend": "files"}) == [2.0, 12 / 2 + 2]
+    shared = {"explorer.engine.gpus": 0.45, "trainer.gpus": 0.5, "weight_sync.backend": "ipc"}
+    assert host(**shared, **{"explorer.engine.sleep": True}) == [2.0, 12 / 2]
+
+    [_, rank] = plan_memory(config_of(models["qwen3 0.6B"], 2), 80.0)
+    assert "of the host, of which memory_gib reserves 1.3" in str(rank)
+    [_, rank] = plan_memory(config_of(models["qwen3 0.6B"], 2, memory_gib=16), 80.0)
+    assert "GB of the host. fits" in str(rank)
+
+
+def test_an_engine_has_its_buckets_and_room_for_so_many_tokens(models: dict[str, str]) -> None:
+    config = config_of(models["qwen3 0.6B"], 2)
+    engine, _ = plan_memory(config, 80.0)
+    assert engine.parts["buckets"] == pytest.approx(2 * (512 << 20) / 1e9)
+    token = 2 * shape_of(models["qwen3 0.6B"]).kv_numbers
+    others = sum(size for name, size in engine.parts.items() if "KV" not in name)
+    assert engine.cached_tokens == pytest.approx((0.85 * 80 - others) * 1e9 / token, rel=1e-6)
+    rows = engine.cached_tokens // 2048
+    assert rows > 200 and f"KV cache of {engine.cached_tokens:,} tokens, {rows:,} of the longest rows" in str(engine)
+    explores = config.model_copy(update={"mode": "explore"})
+    assert "buckets" not in plan_memory(explores, 80.0)[0].parts, "its weights do not change"
+
+
 def test_a_model_that_is_made_at_the_start_has_a_plan_on_cpus_alone() -> None:
     [volume] = plan({**base(), "demonstrations": {}, "stages": [GRPO]}, step_s=86.4)
     assert isinstance(volume, StepVolume) and volume.tokens > 0
