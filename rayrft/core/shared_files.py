@@ -58,7 +58,7 @@ def check_shared(folder: Path, files: Mapping[str, list[str]], nodes: Iterable[s
 
 
 def ask_others(folder: Path, files: Mapping[str, list[str]], nodes: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
-    """Return what `find_missing` finds on each of the nodes, by name, but for this process' own."""
+    """Return the answers of `find_missing` by the nodes' names, without this process' own node."""
     others = {*nodes} - {ray.get_runtime_context().get_node_id()} if ray.is_initialized() else set()
     if not others:
         return {}
