@@ -24,6 +24,7 @@ from rayrft.core.parts.engines import EngineGroup, policy_model, serve_engines
 from rayrft.core.parts.rewards import remote_models, remote_scoring, reward_service
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, fitting_nodes, show_plan
+from rayrft.core.plan import check_memory
 from rayrft.core.restarts import Budget
 from rayrft.core.services import task_engines
 from rayrft.core.shared_files import check_shared, check_storage, named_files
@@ -130,11 +131,14 @@ def attempt_all(
         plan = plan_placement(config)
         say(show_plan(run, plan))
         check_room(plan, config.placement.wait_s, say)
-        check_gpus(plan)
+        gpu_gb = check_gpus(plan)
+        for model in models:
+            of_model = config.model.model_copy(update={"path": model.path})
+            check_memory(config.model_copy(update={"model": of_model}), gpu_gb)
         folder.mkdir(parents=True, exist_ok=True)
         images = (image for tasks, _ in tasksets.values() for task in tasks for image in task.images)
         named = named_files(config, images)
-        named["bench.models"] = [model.path for model in models if Path(model.path).exists()]
+        named["bench.models"] = [model.path for model in models]
         check_shared(folder, named, fitting_nodes(plan))
         placement, groups = Placement(run, plan), dict[str, EngineGroup]()
         budget, pause_s = budget or Budget(config.restarts), -1.0

@@ -81,6 +81,9 @@ class RewardModelConfig(Section):
             raise invalid("parts", "must have different names or labels", "give one a label", value=names)
         if self.parts and all(part.role != "add" for part in self.parts):
             raise invalid("parts", "must contain a part with role add", "change the role of one", value=names)
+        if self.replicas.gpus and all(part.options.get("device", "cpu") == "cpu" for part in self.scored_by):
+            remedy = "set option device: cuda of a reward model, or remove it"
+            raise invalid("replicas.gpus", "are not used by any reward", remedy, value=self.replicas.gpus)
 
     @property
     def changed(self) -> set[str]:

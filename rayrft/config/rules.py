@@ -220,10 +220,15 @@ def check_feedback(config: RunConfig) -> None:
 def check_devices(config: RunConfig) -> None:
     """Check the GPUs of engines and trainer, and options that depend on how they share them."""
     engine, trainer = config.explorer.engine, config.trainer
+    unused = "are not used in this run of mode"
+    if engine.gpus and not config.rolls_out:
+        raise invalid("explorer.engine.gpus", f"{unused} {config.mode!r}", "remove it", value=engine.gpus)
+    if trainer.gpus and config.mode == "explore":
+        raise invalid("trainer.gpus", f"{unused} {config.mode!r}", "remove it", value=trainer.gpus)
     if config.mode != "both":  # else no weight transport fits
         engine.check_share("explorer.engine")
     if config.mode != "bench":  # else nothing is trained
-        if config.mode == "both" and (engine.gpus > 0) != (trainer.gpus > 0):
+        if config.mode == "both" and config.rolls_out and (engine.gpus > 0) != (trainer.gpus > 0):
             problem = f"must be above 0 exactly if trainer.gpus, {trainer.gpus:g}, is"
             raise invalid("explorer.engine.gpus", problem, "give GPUs to both or to neither", value=engine.gpus)
         if config.weight_sync.files != WeightFilesConfig() and config.weight_sync.backend != "files":
@@ -239,6 +244,9 @@ def check_devices(config: RunConfig) -> None:
             colocated = config.colocated
         except ConfigError as error:
             raise ValueError(error) from None
+        if trainer.ranks > 1 and 0 < trainer.gpus <= 0.5 and not colocated:
+            problem = f"lets several of {trainer.ranks} ranks share a GPU, which NCCL does not support"
+            raise invalid("trainer.gpus", problem, "give each rank a GPU: 1", value=trainer.gpus)
         if engine.sleep and (not colocated or config.max_staleness or config.explorer.over_sampling > 1):
             remedy = "set weight_sync.backend: ipc, max_staleness: 0 and explorer.over_sampling: 1, or remove it"
             raise invalid("explorer.engine.sleep", "needs an engine and trainer that take turns on one GPU", remedy)

@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +19,7 @@ import psutil
 from rayrft.config import RunConfig, load_config
 from rayrft.core.cluster import connect
 from rayrft.core.placement import Bundles, cluster_nodes, fitting_nodes
-from rayrft.core.shared_files import ask_nodes
+from rayrft.core.shared_files import ask_nodes, ask_others, named_files
 from rayrft.data.models import find_model
 from rayrft.errors import ClusterError, ModelError
 from rayrft.markup import ReportTable
@@ -42,7 +42,7 @@ _FREE = 0.9
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, as the driver sees it; memory in MiB."""
+    """One GPU, as the driver sees it; memory in MiB, 0 if the driver does not say it."""
 
     name: str
     uuid: str
@@ -99,15 +99,16 @@ def doctor(config: str | Path | dict[str, Any] | RunConfig | None = None, **over
                 leaving.callback(ray.shutdown)  # a run of this process may belong on another cluster
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
         machines = [*ask_nodes(nodes, look).values()] if nodes else [look()]
-    if checked is None:
-        return ReportTable(judge(machines))
-    expected = checked.explorer.engine.gpus > 0 or checked.trainer.gpus > 0
-    with_gpus = [machine for machine in machines if machine.gpus]
-    findings = judge(with_gpus if expected and with_gpus else machines, gpus=expected)
-    return ReportTable([*findings, *_judge_files(checked)])
+        if checked is None:
+            return ReportTable(judge(machines))
+        expected = checked.explorer.engine.gpus > 0 or checked.trainer.gpus > 0
+        with_gpus = [machine for machine in machines if machine.gpus] or machines
+        findings = judge(machines, with_gpus if expected else ())
+        return ReportTable([*findings, *_judge_files(checked, nodes)])
 
 
-def _judge_files(config: RunConfig) -> Iterator[Finding]:
+def _judge_files(config: RunConfig, nodes: list[str]) -> Iterator[Finding]:
+    """Judge the files that a config names: on this machine, and whether the others of these nodes see them."""
     models = {"model.path": config.model.path}
     models |= {f"auxiliary.{name}.model": each.model for name, each in config.auxiliary.items()}
     models |= {f"stages.{each.name}.teacher": each.teacher for each in config.stages}
@@ -123,6 +124,9 @@ def _judge_files(config: RunConfig) -> Iterator[Finding]:
         folder = folder.parent
     if os.access(folder, os.W_OK):
         yield Finding("ok", "storage", f"{config.storage}: {shutil.disk_usage(folder).free / 2**30:.0f} GiB free")
+        remedy = "Give a path that all nodes share, or a model that they have cached or get from the hub"
+        for node, missing in ask_others(folder, named_files(config), nodes).items():
+            yield from (Finding("fault", field, f"node {node} does not see {path}", remedy) for field, path in missing)
     else:
         yield Finding("fault", "storage", f"{folder} cannot be written", "Give another: storage=/shared/runs")
 
@@ -154,13 +158,14 @@ def look() -> Machine:
     )
 
 
-def judge(machines: list[Machine], *, gpus: bool = False) -> list[Finding]:
-    """Judge machines that work together; with ``gpus`` each must have some."""
-    findings = [finding for machine in machines for finding in _judge(machine, gpus)]
+def judge(machines: list[Machine], with_gpus: Collection[Machine] = ()) -> list[Finding]:
+    """Judge machines that work together, of which those ``with_gpus`` must have some."""
+    findings = [finding for machine in machines for finding in _judge(machine, machine in with_gpus)]
     first = machines[0]
     for other in machines[1:]:
         for package, version in other.versions.items():
-            if version != first.versions[package]:
+            # An install for CPUs, such as a head node's, is of the same release: +cpu, +cu130.
+            if version.partition("+")[0] != first.versions[package].partition("+")[0]:
                 found = f"{package} {version}, and {first.versions[package]} on {first.name}"
                 remedy = "install one version of rayrft on all nodes: bash cluster/setup.sh"
                 findings.append(Finding("fault", other.name, found, remedy))
@@ -173,18 +178,24 @@ def judge(machines: list[Machine], *, gpus: bool = False) -> list[Finding]:
 
 def check_gpus(plan: list[Bundles]) -> float | None:
     """Raise ClusterError if a node on which the plan may place actors with GPUs cannot run them: Ray counts the GPUs
-    that the driver shows, whether torch can use them or not. Returns the memory of the smallest GPU, in GB (1e9 bytes);
+    that the driver shows, whether torch can use them or not; or if its nodes, or this one, have several versions of
+    rayrft. Returns the memory of the smallest GPU, in GB (1e9 bytes);
     None if none is asked for."""
     placed = [each for each in plan if each.gpus]
     if not placed:
         return None
     total = ray_api.total_resources_per_node()
-    nodes = {node.id for node in cluster_nodes(total) if total[node.id].get("GPU")} & fitting_nodes(placed)
-    machines = [*ask_nodes(nodes, look).values()]
-    for finding in judge(machines, gpus=True) if machines else ():
+    fitting = fitting_nodes(placed)
+    names = {node.name for node in cluster_nodes(total) if node.id in fitting and total[node.id].get("GPU")}
+    if not names:
+        return None
+    machines = ask_nodes(fitting_nodes(plan) | {ray.get_runtime_context().get_node_id()}, look)
+    with_gpus = [machine for name, machine in machines.items() if name in names]
+    for finding in judge([*machines.values()], with_gpus):
         if finding.state == "fault":
             raise ClusterError(finding.found, finding.remedy, field=f"node {finding.subject}")
-    return min((gpu.total * 2**20 / 1e9 for machine in machines for gpu in machine.gpus), default=None)
+    sizes = (gpu.total * 2**20 / 1e9 for machine in with_gpus for gpu in machine.gpus if gpu.total)
+    return min(sizes, default=None)
 
 
 def _judge(machine: Machine, gpus: bool) -> Iterator[Finding]:
@@ -222,7 +233,8 @@ def _judge_gpus(machine: Machine) -> Iterator[Finding]:
         faults.append(("no Python.h, which Triton compiles with", "Install it: apt-get install python3-dev"))
     yield from (Finding("fault", name, found, remedy) for found, remedy in faults)
     for number, gpu in enumerate(machine.gpus):
-        found = f"GPU {number}, {gpu.name}: {gpu.free / 1024:.0f} of {gpu.total / 1024:.0f} GiB free"
+        memory = f"{gpu.free / 1024:.0f} of {gpu.total / 1024:.0f} GiB free" if gpu.total else "unknown memory"
+        found = f"GPU {number}, {gpu.name}: {memory}"
         taken = gpu.free < _FREE * gpu.total
         holders = f"; held by {', '.join(gpu.holders)}" if gpu.holders else ""
         remedy = "End what else uses it, or lower explorer.engine.gpu_memory_utilization" if taken else ""
@@ -235,7 +247,9 @@ def _ask_driver() -> tuple[tuple[Gpu, ...], str | None]:
     holders: dict[str, list[str]] = {}
     for uuid, pid, used in _query("--query-compute-apps=gpu_uuid,pid,used_memory"):
         holders.setdefault(uuid, []).append(f"{_process(pid)} ({used} MiB)")
-    gpus = [Gpu(name, uuid, int(total), int(free), tuple(holders.get(uuid, ()))) for name, uuid, total, free, _ in rows]
+    gpus = [
+        Gpu(name, uuid, _mib(total), _mib(free), tuple(holders.get(uuid, ()))) for name, uuid, total, free, _ in rows
+    ]
     return tuple(gpus), rows[0][-1] if rows else None
 
 
@@ -246,6 +260,11 @@ def _query(what: str) -> list[list[str]]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
+
+
+def _mib(cell: str) -> int:
+    """Return a size; 0 for [N/A] and the like, where GPUs share the host's memory."""
+    return int(cell) if cell.isdecimal() else 0
 
 
 def _process(pid: str) -> str:

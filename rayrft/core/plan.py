@@ -39,7 +39,17 @@ class PartMemory:
     remedy: str = ""
     """What makes it fit, if it does not."""
     host: float = 0.0
-    """GB of the host's memory."""
+    """GB of the host's memory, besides what a process takes anyway."""
+    reserved: float = 0.0
+    """GB of the host's memory that the config reserves."""
+    token: float = 0.0
+    """GB of a token in an engine's KV cache, and the tokens of its longest row."""
+    longest: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """The tokens for whose KV cache an engine has room."""
+        return max(0, int((self.room - self.total) / self.token + self.longest)) if self.token else 0
 
     @property
     def total(self) -> float:
@@ -52,12 +62,18 @@ class PartMemory:
     def __str__(self) -> str:
         parts = " + ".join(f"{name} {size:.1f}" for name, size in self.parts.items() if size >= 0.05)
         host = f"; {self.host:.1f} GB of the host" if self.host >= 0.05 else ""
+        if self.host > self.reserved:
+            host += f", of which memory_gib reserves {self.reserved:.1f}"
+        if self.token:
+            rows = self.cached_tokens // self.longest
+            host += f"; room for a KV cache of {self.cached_tokens:,} tokens, {rows:,} of the longest rows"
         verdict = "fits" if self.fits else f"does not fit: {self.remedy}"
         return f"{self.name} ({self.count}): {self.total:.1f} of {self.room:.0f} GB = {parts}{host}. {verdict}"
 
     @property
     def cells(self) -> dict[str, object]:
-        return {**vars(self), "GB each": self.total, "fits": self.fits}
+        more = {"GB each": self.total, "KV tokens": self.cached_tokens, "fits": self.fits}
+        return {**{name: value for name, value in vars(self).items() if name not in ("token", "longest")}, **more}
 
 
 _ROW_BYTES, _TOKEN_BYTES = 550, 13
@@ -122,7 +138,8 @@ def plan_memory(config: RunConfig, gpu_gb: float, *, activations: bool = True) -
     shape, half = shape_of(str(config.model.path)), config.model.dtype != "float32"
     rank, engine, helpers, settings = None, None, list[PartMemory](), config.explorer.engine
     if config.rolls_out and settings.gpus:
-        engine = _engine("engine", shape, settings, half, config.model.max_length, settings.gpu_share * gpu_gb)
+        room, copies = settings.gpu_share * gpu_gb, settings.sleep + _keeps_copy(config)
+        engine = _engine("engine", shape, settings, half, config.model.max_length, room, _buckets_gb(config), copies)
     if config.trains and config.trainer.gpus:
         counted, room = activation_bytes(str(config.model.path)) if activations else 0.0, _USABLE * gpu_gb
         if engine and config.colocated:
@@ -153,9 +170,9 @@ def engine_share(config: RunConfig, gpu_gb: float) -> float | None:
     return engine.room / gpu_gb
 
 
-def check_memory(config: RunConfig, gpu_gb: float) -> None:
+def check_memory(config: RunConfig, gpu_gb: float | None) -> None:
     """Raise PlacementError if engines, or ranks with the smallest micro-batches, cannot fit GPUs of so many GB."""
-    if config.model.path is None or not (config.trainer.gpus or config.explorer.engine.gpus):
+    if gpu_gb is None or config.model.path is None or not (config.trainer.gpus or config.explorer.engine.gpus):
         return
     for part in plan_memory(config, gpu_gb, activations=False):
         # Weights of auxiliary models may be quantised, and options may leave weights in the host's memory.
@@ -185,17 +202,41 @@ def _given(config: RunConfig, gpu_gb: float) -> float | None:
     return share and share * gpu_gb
 
 
-def _engine(name: str, shape: Shape, config: EngineConfig, half: bool, length: int, room: float) -> PartMemory:
+def _buckets_gb(config: RunConfig) -> float:
+    """Return the memory of the two buckets in which weights travel between GPUs, where they do not share one."""
+    apart = config.mode == "both" and not config.colocated and config.sync_backend != "files"
+    return apart * 2 * config.bucket_bytes / _GB
+
+
+def _keeps_copy(config: RunConfig) -> bool:
+    """Return whether both ends keep the weights in the host's memory, to which versions in files are differences."""
+    return config.mode == "both" and config.trainer.lora is None and config.sync_backend == "files"
+
+
+def _engine(
+    name: str,
+    shape: Shape,
+    config: EngineConfig,
+    half: bool,
+    length: int,
+    room: float,
+    buckets: float = 0.0,
+    copies: int = 0,
+) -> PartMemory:
+    """Return the memory of an engine, with ``copies`` of its weights in the host's."""
     number = 2 if half else 4
 
     def parts(parallel: int) -> dict[str, float]:
         tokens = number * shape.kv_numbers * length / _GB / parallel
         weights = number * shape.parameters / _GB / parallel
-        return {"weights": weights, "work": _ENGINE_GB, f"KV cache of {length:,} tokens": tokens}
+        parts = {"weights": weights, "work": _ENGINE_GB, f"KV cache of {length:,} tokens": tokens}
+        return {**parts, "buckets": buckets} if buckets else parts
 
     fitting = next((each for each in (1, 2, 4, 8, 16) if sum(parts(each).values()) <= room), None)
     remedy = f"tensor_parallel and gpus {fitting} fit" if fitting else "no tensor_parallel up to 16 fits"
-    return PartMemory(name, config.count, parts(config.tensor_parallel), room, remedy)
+    host, reserved = copies * number * shape.parameters / _GB, config.memory_gib * 2**30 / _GB
+    token = number * shape.kv_numbers / _GB / config.tensor_parallel
+    return PartMemory(name, config.count, parts(config.tensor_parallel), room, remedy, host, reserved, token, length)
 
 
 def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, room: float, gpu_gb: float) -> PartMemory:
@@ -216,14 +257,22 @@ def _rank(config: RunConfig, shape: Shape, half: bool, activation: float, room: 
 
     found = of(trainer)
     parts = {name: size / _GB for name, size in vars(found).items()}
-    host = found.states / _GB  # the copy that a checkpoint is written from
+    # Buckets take the place of what passes over a batch hold.
+    if config.rolls_out and (beyond := 2 * config.bucket_bytes - found.gradients - found.head - found.activations) > 0:
+        parts["buckets"] = beyond / _GB
+    kept = of(trainer.model_copy(update={"cpu_offload": False}))
+    host = kept.states  # the copy that a checkpoint is written from
+    if trainer.cpu_offload:
+        host += kept.states + kept.gradients + kept.models
+    host += _keeps_copy(config) * (2 if half else 4) * shape.parameters
+    reserved = trainer.memory_gib * 2**30 / _GB
     fitting = next(
         (each for each in _other_settings(trainer) if of(trainer.model_copy(update=each)).total <= room * _GB), {}
     )
     knobs = " and ".join(f"trainer.{name}: {_shown(value)}" for name, value in fitting.items())
     taken = of(trainer.model_copy(update=fitting)).total / _GB
     remedy = f"{knobs} takes {taken:.1f} GB" if fitting else "train an adapter (trainer.lora), or a smaller model"
-    return PartMemory("rank", trainer.ranks, parts, room, remedy, host)
+    return PartMemory("rank", trainer.ranks, parts, room, remedy, host / _GB, reserved)
 
 
 def _other_settings(config: TrainerConfig) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from rayrft.config import PipelineConfig, RunConfig, load_config, load_run_confi
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.serve import FeedbackConfig, HttpConfig, RewardServiceConfig, ServeConfig, ViewerConfig, read_keys
 from rayrft.core.cluster import connect
-from rayrft.core.doctor import doctor
+from rayrft.core.doctor import check_gpus, doctor
 from rayrft.core.follower import WeightFollower
 from rayrft.core.parts.buffer import BUFFER
 from rayrft.core.parts.engines import (
@@ -31,7 +31,7 @@ from rayrft.core.parts.engines import (
 )
 from rayrft.core.parts.rewards import reward_replicas
 from rayrft.core.placement import NAMESPACE, Bundles, Placement, actor_name, check_room, show_plan
-from rayrft.core.plan import plan
+from rayrft.core.plan import check_memory, plan
 from rayrft.core.shared_buffer import shared_actor_name
 from rayrft.data.models import check_length, find_model
 from rayrft.data.tokenizer import ChatTokenizer
@@ -126,7 +126,8 @@ def serve_weights(config: RunConfig, say: Callable[[str], None] = print) -> Open
     plan = [*policy_bundles(config, "weights as files"), pool_bundles(2), _http_bundles(http)]
     workers, stall_s = config.explorer.engine.tensor_parallel, config.monitor.stall_s
     say(show_plan(name, plan))
-    _prepare(plan, config.placement.wait_s, say)
+    gpu_gb = _prepare(plan, config.placement.wait_s, say)
+    check_memory(config.model_copy(update={"mode": "explore"}), gpu_gb)  # its engines share no GPU with ranks
     placement = Placement(name, plan)
     with contextlib.ExitStack() as closing:
         closing.callback(placement.remove)
@@ -221,8 +222,9 @@ def _http_bundles(http: HttpConfig) -> Bundles:
     return Bundles("http", http.replicas, http.cpus, 0, 0.25, "on Ray Serve: HTTP", served=True)
 
 
-def _prepare(plan: list[Bundles], wait_s: float = 0.0, say: Callable[[str], None] = print) -> None:
-    """Check that the cluster has room, or wait for it, and silence Serve's log of every request."""
+def _prepare(plan: list[Bundles], wait_s: float = 0.0, say: Callable[[str], None] = print) -> float | None:
+    """Check that the cluster has room, or wait for it, and silence Serve's log of every request. Returns and raises as
+    `check_gpus`, too."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     check_room(plan, wait_s, say)
     if wait_s:  # Serve waits without end, so placement groups wait before it
@@ -231,6 +233,7 @@ def _prepare(plan: list[Bundles], wait_s: float = 0.0, say: Callable[[str], None
             room.reserve([each.name for each in plan], wait_s, say)
         finally:
             room.remove()
+    return check_gpus(plan)
 
 
 def pipeline_engines(
@@ -253,6 +256,7 @@ def pipeline_engines(
         plan = [*auxiliary_bundles(wanted), pool_bundles(len(wanted))]
         say(show_plan(run, plan))
         check_room(plan, wait_s, say)
+        check_gpus(plan)
         placement, groups = Placement(run, plan), dict[str, EngineGroup]()
         try:
             placement.reserve([each.name for each in plan], wait_s, say)

@@ -13,7 +13,8 @@ from rayrft.config import RunConfig
 from rayrft.core.parts.buffer import BUFFER
 from rayrft.core.placement import Placement, cluster_nodes
 from rayrft.core.run_folder import writing
-from rayrft.errors import ClusterError, ConfigError
+from rayrft.data.models import find_model
+from rayrft.errors import ClusterError, ConfigError, ModelError
 from rayrft.runtime import ray_api
 from rayrft.runtime.ray_api import ray
 
@@ -36,41 +37,48 @@ def check_storage(config: RunConfig) -> None:
 
 
 def named_files(config: RunConfig, images: Iterable[str] = ()) -> dict[str, list[str]]:
-    """Return the files and folders that actors read, by the config's field; hub ids are not among them."""
+    """Return the files and folders that actors read, and models on the hub by their ids, by the config's field."""
+    models = {"model.path": config.model.path}
+    models |= {f"auxiliary.{name}.model": each.model for name, each in config.auxiliary.items()}
+    models |= {f"stages.{each.name}.teacher": each.teacher for each in config.stages}
     files: dict[str, Iterable[Any]] = {
-        "model.path": [config.model.path],
         "plugins": config.plugins,
         "weight_sync.files.address": [config.weight_sync.files.address],
-        **{f"auxiliary.{name}.model": [each.model] for name, each in config.auxiliary.items()},
-        **{f"stages.{each.name}.teacher": [each.teacher] for each in config.stages},
         "images of tasks": [*dict.fromkeys(images)][:_IMAGES],
     }
-    named = {field: [str(path) for path in paths if path and Path(path).exists()] for field, paths in files.items()}
+    named = {field: [str(path)] for field, path in models.items() if path}
+    named |= {field: [str(path) for path in paths if path and Path(path).exists()] for field, paths in files.items()}
     return {field: paths for field, paths in named.items() if paths}
 
 
 def check_shared(folder: Path, files: Mapping[str, list[str]], nodes: Iterable[str]) -> None:
     """Raise ConfigError unless every node, by id, writes into this process' ``folder`` (created if missing) and sees
     the ``files``; and ClusterError if a node cannot look."""
-    others = {*nodes} - {ray.get_runtime_context().get_node_id()}
-    if not others:
-        return
-    marker = folder / f".seen-{uuid.uuid4().hex}"
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        marker.touch()
     unseen = defaultdict[tuple[str, str], list[str]](list)
-    try:
-        for node, missing in ask_nodes(others, find_missing, marker, files).items():
-            for each in missing:
-                unseen[each].append(node)
-    finally:
-        marker.unlink()
+    for node, missing in ask_others(folder, files, nodes).items():
+        for each in missing:
+            unseen[each].append(node)
     for (field, path), names in unseen.items():
         more = f"; nor are {len(unseen) - 1} other paths" if len(unseen) > 1 else ""
         problem = f"is not visible on {', '.join(sorted(names))}, as it is on the node that starts the run{more}"
         remedy = "use a path that all nodes share, or keep the run off those nodes: placement.labels"
         raise ConfigError(problem, remedy, field=field, value=path)
+
+
+def ask_others(folder: Path, files: Mapping[str, list[str]], nodes: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
+    """Return the answers of `find_missing` by the nodes' names, without this process' own node. The ``folder`` is
+    created if it is missing."""
+    others = {*nodes} - {ray.get_runtime_context().get_node_id()} if ray.is_initialized() else set()
+    if not others:
+        return {}
+    marker = folder / f".seen-{uuid.uuid4().hex}"
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    try:
+        return ask_nodes(others, find_missing, marker, files)
+    finally:
+        marker.unlink()
 
 
 def locate_files(config: RunConfig, placement: Placement) -> str:
@@ -133,8 +141,9 @@ def _ask(node: str, function: Callable[..., Any], arguments: tuple[Any, ...]) ->
 
 
 def find_missing(marker: Path, files: Mapping[str, list[str]]) -> list[tuple[str, str]]:
-    """Return the fields and paths that this node does not see, or cannot write: ``storage`` for the marker's folder."""
-    missing = [(field, path) for field, paths in files.items() for path in paths if not Path(path).exists()]
+    """Return the fields and paths that this node does not see, or cannot write: ``storage`` for the marker's folder. It
+    sees models on the hub, by their ids, if it has them cached or the hub answers."""
+    missing = [(field, path) for field, paths in files.items() for path in paths if not _is_seen(path)]
     own = marker.with_suffix(f".{uuid.uuid4().hex}")
     try:
         own.touch()
@@ -143,3 +152,15 @@ def find_missing(marker: Path, files: Mapping[str, list[str]]) -> list[tuple[str
     except OSError:
         shared = False
     return missing if shared else [("storage", str(marker.parent)), *missing]
+
+
+def _is_seen(path: str) -> bool:
+    if Path(path).exists():
+        return True
+    if Path(path).is_absolute():
+        return False
+    try:
+        find_model(path, "")
+    except ModelError:
+        return False
+    return True

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrft.config import RunConfig
+from rayrft.config.base import Section
 from rayrft.config.pipelines import PipelinesConfig
 from rayrft.errors import ConfigError, OperatorFailed
 from rayrft.experience import SCHEMA, Experience, Task, field_values, to_batch
@@ -59,12 +60,20 @@ def check_experiences(config: RunConfig, model: str | None) -> None:
     if made is not None and not makers:
         remedy = "add one, such as expert_rows, or leave 'made' out"
         raise ConfigError("no operator makes rows", remedy, field="pipelines.made", value=made)
+    actors = config.pipelines.actors
+    if actors is not None and actors.gpus and not any(_uses_gpus(link.operator.options) for link in links):
+        remedy = "set option device of an operator that has it to cuda, or remove it"
+        raise ConfigError("are not used by any operator", remedy, field="pipelines.actors.gpus", value=actors.gpus)
     drawn_by = config.buffer.sampler.score if config.buffer.needs_scores else None
     given = config.mode not in ("both", "explore") or any("priority" in link.operator.writes for link in links)
     if drawn_by == "priority" and not given:
         problem = "no operator on experiences writes a priority"
         remedy = "add a function of your own, of kind 'prioritise', to pipelines.experiences, or use another score"
         raise ConfigError(problem, remedy, field="buffer.sampler.score", value=drawn_by)
+
+
+def _uses_gpus(options: Section) -> bool:
+    return getattr(options, "device", "cpu") != "cpu"
 
 
 def experience_chain(config: RunConfig, model: str | None) -> GroupChain:

@@ -26,6 +26,7 @@ from rayrft.runtime.actor_pool import TRIES, ActorPool
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.processes.calls import CallQueue
 from rayrft.runtime.processes.pool import ProcessPool
+from rayrft.runtime.ray_api import hide_gpus
 
 _START_S = 120.0
 Models = Callable[[], Mapping[str, ChatModel]]
@@ -295,6 +296,7 @@ class RewardActor(Scorer):
     """The actor: a scorer, with its processes."""
 
     def __init__(self, config: RewardModelsConfig, plugins: list[Path], models: Models | None = None) -> None:
+        hide_gpus()
         load_plugins(plugins)
         super().__init__(config, plugins, models() if models else None)
 

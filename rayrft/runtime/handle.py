@@ -38,7 +38,11 @@ R = TypeVar("R")
 
 
 class Watched:
-    """The base of actors whose death can be awaited."""
+    """The base of actors whose death can be awaited. Without GPUs of their own they see none."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        ray_api.hide_gpus()
+        return super().__new__(cls)
 
     async def watch(self) -> None:
         """Never return: a caller that awaits it learns at once when the actor dies."""

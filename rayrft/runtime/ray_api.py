@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -50,6 +52,14 @@ _ERRORS = {
     "ACTOR_ERRORS": ("RayActorError", "OutOfMemoryError"),
 }
 """Tuples of Ray's errors, which are attributes of this module."""
+
+
+def hide_gpus() -> None:
+    """Hide all GPUs from this process, and the processes that it starts, in an actor that has none: Ray leaves it those
+    of other actors. CUDA reads the variable at its first call."""
+    in_actor = "ray" in sys.modules and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+    if in_actor and not ray.get_gpu_ids():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 
 import torch
@@ -14,16 +14,25 @@ from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import DeviceFailed, ModelError, OutOfMemory, RowsFailed, first_line
 from rayrft.trainer.batches import MicroBatch
 
-_PHASES = {
-    "rayrft.trainer.loading": "loading a model",
-    "rayrft.trainer.policy": "the forward pass",
-    "rayrft.trainer.value_model": "the forward pass",
-    "rayrft.trainer.head": "the head",
-    "rayrft.trainer.optimizer": "the optimiser's step",
-    "torch.autograd": "the backward pass",
-    "torch.distributed.fsdp": "gathering weights or reducing gradients",
+_IDLE: tuple[str, ...] = ("states", "models", "gathered")
+_UPDATE: tuple[str, ...] = ("states", "models", "gradients")
+_PASS = (*_UPDATE, "gathered", "head", "activations")
+"""The parts of `RankMemory` that are held between steps, in an optimiser's step, and in passes over a batch."""
+
+_PHASES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "rayrft.trainer.loading": ("loading a model", _IDLE),
+    "rayrft.trainer.policy": ("the forward pass", _PASS),
+    "rayrft.trainer.value_model": ("the forward pass", _PASS),
+    "rayrft.trainer.head": ("the head", _PASS),
+    "rayrft.algorithms": ("the loss", _PASS),
+    "rayrft.trainer.optimizer": ("the optimiser's step", _UPDATE),
+    "rayrft.trainer.model": ("gathering weights for the engines or an export", _IDLE),
+    "rayrft.weights": ("sending weights", _IDLE),
+    "rayrft.trainer.dcp": ("a checkpoint's copy", _IDLE),
+    "torch.autograd": ("the backward pass", _PASS),
+    "torch.distributed.fsdp": ("gathering weights or reducing gradients", _PASS),
 }
-"""What is done in a module, or in those below a package."""
+"""What is done in a module, or in those below a package, and the parts of memory that are held meanwhile."""
 
 
 @contextlib.contextmanager
@@ -69,36 +78,40 @@ def device_failed(
     rank: int,
     where: str,
     config: TrainerConfig,
-    savings: Callable[[], list[tuple[str, float]]] = list,
+    savings: Callable[[Collection[str]], list[tuple[str, float]]] = lambda parts: [],
 ) -> DeviceFailed | None:
     """Return the typed error of a device fault on a rank; None for other errors. ``where`` is node and device, and
-    ``savings`` returns changes of the config with the bytes that they save."""
+    ``savings`` returns changes of the config with the bytes of these parts of `RankMemory` that they save."""
     if not is_device_fault(error):
         return None
     problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if not _is_out_of_memory(error):
         remedy = "check the device (nvidia-smi; Xid lines in dmesg), then resume the run, if need be on another node"
         return DeviceFailed(f"the device failed: {problem}", remedy, field=f"trainer rank {rank}", value=where)
-    problem = f"out of memory in {_phase(error)}: {problem}{_memory()}"
-    remedies = [f"{text} ({saved / 2**30:.1f} GiB less)" for text, saved in savings()] or [
-        f"lower trainer.micro_batch_tokens ({config.micro_batch_tokens}): half as many take half the activations",
-        *["set trainer.gradient_checkpointing: true, which keeps one state a layer"]
-        * (not config.gradient_checkpointing),
+    phase, parts = _phase(error)
+    problem = f"out of memory in {phase}: {problem}{_memory()}"
+    tokens = f"lower trainer.micro_batch_tokens ({config.micro_batch_tokens}): half as many take half the activations"
+    layers = "set trainer.gradient_checkpointing: true, which keeps one state a layer"
+    remedies = [f"{text} ({saved / 2**30:.1f} GiB less)" for text, saved in savings(parts)] or [
+        *[tokens] * ("activations" in parts),
+        *[layers] * ("activations" in parts and not config.gradient_checkpointing),
         f"raise trainer.ranks ({config.ranks}), which share weights and moments",
     ]
     remedy = f"{'; '.join(remedies)}; then resume the run"
     return OutOfMemory(problem, remedy, field=f"trainer rank {rank}", value=where)
 
 
-def _phase(error: BaseException) -> str:
-    """Return the phase in which an error was raised, by the innermost frame that belongs to one, and its tokens."""
-    found, tokens, traceback = "a call", 0, error.__traceback__
+def _phase(error: BaseException) -> tuple[str, Collection[str]]:
+    """Return the phase in which an error was raised, by the innermost frame that belongs to one, with its tokens; and
+    the parts of memory that it holds."""
+    tokens, traceback, found = 0, error.__traceback__, ("a call", _PASS)
     while traceback is not None:
         frame, traceback = traceback.tb_frame, traceback.tb_next
         module, batch = frame.f_globals.get("__name__", ""), frame.f_locals.get("batch")
-        found = next((phase for name, phase in _PHASES.items() if module.startswith(name)), found)
+        found = next((each for name, each in _PHASES.items() if module.startswith(name)), found)
         tokens = batch.token_ids.numel() if isinstance(batch, MicroBatch) else tokens
-    return f"{found} of {tokens:,} tokens" if tokens else found
+    doing, parts = found
+    return f"{doing} of {tokens:,} tokens" if tokens else doing, parts
 
 
 def _memory() -> str:

@@ -7,6 +7,7 @@ Adam in float32 on sharded weights: 12 bytes a parameter over the ranks, and 4 f
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -89,22 +90,49 @@ def activation_bytes(path: str, field: str = "model.path") -> float:
     return (two - one) / _TOKENS
 
 
-def memory_savings(path: str, config: TrainerConfig, *, half: bool) -> list[tuple[str, float]]:
-    """Return changes of the config with the bytes by which each lowers the memory of a rank, the largest first; nothing
-    if the activations of the model cannot be counted."""
+def memory_savings(
+    path: str,
+    config: TrainerConfig,
+    parts: Collection[str],
+    *,
+    half: bool,
+    reference: bool = False,
+    critic: bool = False,
+    teacher: str | None = None,
+) -> list[tuple[str, float]]:
+    """Return changes of the config with the bytes by which each lowers ``parts`` of the memory of a rank, the largest
+    first; nothing if the activations of the model cannot be counted."""
     try:
         shape, activation = shape_of(path), activation_bytes(path)
+        teaches = shape_of(teacher) if teacher else None
     except ModelError:
         return []
+    gpu_bytes = torch.cuda.mem_get_info()[1] if torch.cuda.is_initialized() else 80e9  # type: ignore[no-untyped-call]
+    chunk = (config.head_chunk or chunk_tokens(shape.vocabulary, gpu_bytes)) // 2
     tokens, ranks = config.micro_batch_tokens // 2, 2 * config.ranks
     changes: dict[str, dict[str, Any]] = {
         "set trainer.gradient_checkpointing: true": {"gradient_checkpointing": True},
         f"lower trainer.micro_batch_tokens to {tokens}": {"micro_batch_tokens": tokens},
+        f"lower trainer.head_chunk to {chunk}": {"head_chunk": chunk},
+        "set trainer.accumulate: sharded": {"accumulate": "sharded"},
         f"raise trainer.ranks to {ranks}": {"ranks": ranks},
     }
+    if config.gpus:
+        changes["set trainer.cpu_offload: true"] = {"cpu_offload": True}
 
     def total(change: dict[str, Any]) -> float:
-        return rank_memory(shape, config.model_copy(update=change), half=half, activation=activation).total
+        settings = config.model_copy(update=change)
+        memory = rank_memory(
+            shape,
+            settings,
+            half=half,
+            activation=activation,
+            reference=reference,
+            critic=critic,
+            teacher=teaches,
+            gpu_bytes=gpu_bytes,
+        )
+        return sum(getattr(memory, part) for part in parts)
 
     saved = [(text, total({}) - total(change)) for text, change in changes.items()]
     return sorted((each for each in saved if each[1] > 0), key=lambda each: -each[1])

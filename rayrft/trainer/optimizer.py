@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from rayrft.config.trainer import OptimizerConfig
+
+
+class _LocalAdamW(torch.optim.AdamW):
+    """AdamW on the shards of a rank, so that the host dispatches no sharded tensors. Its state is sharded."""
+
+    def _init_group(self, group: dict[str, object], *lists: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+        return has_complex
 
 
 class Optimizer:
@@ -27,8 +41,7 @@ class Optimizer:
     def reset(self) -> None:
         """Discard the moments; the learning-rate schedule continues."""
         config = self.config
-        # Fused: otherwise the host dispatches a dozen operations for each sharded parameter.
-        self.adam = torch.optim.AdamW(
+        self.adam = _LocalAdamW(
             self._parameters, lr=self.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
 
@@ -46,10 +59,19 @@ class Optimizer:
             return config.lr * 0.5 * (1 + math.cos(math.pi * done))
         return config.lr
 
+    @torch.no_grad()
     def clip(self) -> float:
         """Clip the gradient norm; return the norm before clipping. A collective."""
-        norm = nn.utils.clip_grad_norm_(self._parameters, self.config.clip_norm)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        shards: dict[tuple[DeviceMesh | None, tuple[Placement, ...]], list[Tensor]] = defaultdict(list)
+        for gradient in (each.grad for each in self._parameters if each.grad is not None):
+            if isinstance(gradient, DTensor):
+                shards[gradient.device_mesh, gradient.placements].append(gradient.to_local())
+            else:
+                shards[None, ()].append(gradient)
+        norm = nn.utils.get_total_norm([_norm(tensors, *layout) for layout, tensors in shards.items()])
+        if tensors := [each for tensors in shards.values() for each in tensors]:
+            torch._foreach_mul_(tensors, (self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        return float(norm)
 
     def step(self) -> None:
         """Apply the accumulated gradient and zero it."""
@@ -58,3 +80,15 @@ class Optimizer:
         self.adam.step()
         self.adam.zero_grad()
         self.updates += 1
+
+
+def _norm(shards: list[Tensor], mesh: DeviceMesh | None, placements: tuple[Placement, ...]) -> Tensor:
+    """Return the norm of tensors of which this rank has ``shards``. A collective."""
+    norm = nn.utils.get_total_norm(shards)
+    if mesh is None:
+        return norm
+    squared = norm.square()
+    for dimension, placement in enumerate(placements):
+        if not placement.is_replicate():
+            dist.all_reduce(squared, group=mesh.get_group(dimension))
+    return squared.sqrt()

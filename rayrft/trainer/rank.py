@@ -60,6 +60,7 @@ def run_rank(options: dict[str, Any]) -> None:
     setup: RankSetup = options["setup"]
     trainer = setup.trainer
     index, where = ray.train.get_context().get_world_rank(), platform.node()
+    rank: Rank | None = None
     try:
         load_plugins(setup.plugins)
         device = ray.train.torch.get_device()
@@ -74,7 +75,8 @@ def run_rank(options: dict[str, Any]) -> None:
             number, answer = number + 1, getattr(rank, call.method)(*call.args, **call.kwargs)
             rank.release()
     except BaseException as error:
-        savings = partial(memory_savings, setup.model, setup.config, half=setup.dtype != "float32")
+        half, beside = setup.dtype != "float32", rank.beside if rank is not None else {}
+        savings = partial(memory_savings, setup.model, setup.config, half=half, **beside)
         fetch(trainer.call(Mailbox.failed, index, device_failed(error, index, where, setup.config, savings) or error))
         raise
 
@@ -124,6 +126,8 @@ class Rank(RankApi):
         self._checkpointer = Checkpointer()
         self._channel: WeightChannel | None = None
         self._store: TCPStore | None = None
+        self.beside: dict[str, Any] = {}
+        """The models beside the policy in the open stage, as `memory_savings` takes them."""
 
     def release(self) -> None:
         """Give GPU memory that torch keeps for later back to the driver, if an engine shares the GPU."""
@@ -135,6 +139,8 @@ class Rank(RankApi):
         self.learner.close_stage()
         if weights is not None:
             load_hf(self.learner.policy, str(weights))
+        needs = algorithm.needs
+        self.beside = {"reference": "reference" in needs, "critic": "critic" in needs, "teacher": stage.teacher}
         critic = teacher = reward_model = None
         if "critic" in algorithm.needs:
             critic = self._loader.load(self._setup.model, Critic)  # not from the current policy

@@ -21,6 +21,7 @@ RANKS = 8
 
 def main() -> None:
     options = parse(__doc__, parameters=(396, "as a model of 36 layers has"), rounds=15)
+    torch.set_num_threads(1)  # threads that wait for each other would be counted
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     parameters = [

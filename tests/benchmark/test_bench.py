@@ -12,7 +12,7 @@ from rayrft.benchmark.worker import open_attempts, to_line
 from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.launch import start
-from rayrft.errors import ConfigError, ModelError
+from rayrft.errors import ConfigError, ModelError, PlacementError
 from rayrft.experience import Task
 from rayrft.explorer.evaluation import Attempt
 from tests.config.given import bench as bench_config
@@ -85,6 +85,17 @@ def test_weights_that_there_are_none_of_are_refused_with_those_that_there_are(
 def test_a_bench_is_not_started_as_a_run() -> None:
     with pytest.raises(ConfigError, check=about("mode", "bench")):
         start(bench_config())
+
+
+def test_a_model_that_no_gpu_has_the_memory_for_is_refused_before_any_actor(
+    tiny_model: Path, tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "check_gpus", lambda plan: 1.0)
+    config = load_config(bench_config(), {"explorer.engine.gpus": 1, "storage": str(tmp_path)})
+    model, task = bench.BenchModel("one", str(tiny_model), "a"), Task.create("words", "Spell: cat", "tac")
+    tasksets = {"words": ([task], config.bench.tasksets["words"].sources)}
+    with pytest.raises(PlacementError, check=about("engines")):
+        bench.attempt_all(config, "a-bench", tmp_path / "bench", [model], tasksets, lambda line: None)
 
 
 def fingerprint(config: RunConfig, identity: str = "a") -> str:

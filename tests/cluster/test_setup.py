@@ -147,3 +147,14 @@ def test_libnuma_is_installed_where_vllm_loads_it_and_it_is_missing(
     result = setup(RAYRFT_DEVICE=device, LACKS="libnuma.so.1")
     assert result.returncode == 0 and ("installed libnuma1" in result.stderr) == installs
     assert ("apt-get install -y -qq libnuma1" in asked()) == installs
+
+
+@pytest.mark.parametrize(("device", "last"), [("cpu", False), ("gpu", True)])
+def test_gpus_are_examined_at_the_end_and_a_fault_does_not_undo_the_set_up(
+    setup: Setup, asked: Callable[[], str], device: str, last: bool
+) -> None:
+    result = setup(RAYRFT_DEVICE=device)
+    assert result.returncode == 0 and (asked().splitlines()[-1] == "doctor") == last
+    result = setup("test", RAYRFT_DEVICE=device, LACKS="doctor")
+    assert result.returncode == 0 and "ready" in result.stderr
+    assert setup(RAYRFT_DEVICE=device).returncode == 0 and asked() == ""

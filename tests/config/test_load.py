@@ -12,7 +12,7 @@ import yaml
 from rayrft.config import dump_config, load_config, load_run_config, parse_override, rules
 from rayrft.config.trainer import ProbeBounds
 from rayrft.errors import ConfigError
-from tests.config.given import SPELL, base, bench
+from tests.config.given import GRPO, SPELL, base, bench
 from tests.errors import about
 
 
@@ -168,7 +168,15 @@ SCORED = {"name": "model", "options": {"model": "a-reward-model", "device": "cud
 SERVED = {"placement": "serve", "replicas": {"gpus": 1}}
 PLACED = {"name": "embedding_novelty", "device": "cuda:1"}
 TWO = {"gpus": 2, "tensor_parallel": 2}
-HALF = {"gpus": 0.5, "count": 2, "gpu_memory_utilization": 0.8}
+SERVED_BY = {"replicas": {"gpus": 1}}
+SFT = {"name": "sft", "algorithm": {"name": "sft"}, "steps": 1, "batch_size": 8, "demonstrations": "expert"}
+ONE = "reward.domains.math.replicas.gpus"
+TRAINS = {"mode": "train", "stages": [SFT]}
+EXPLORES = {"mode": "explore", "buffer.name": "b", "stages": [GRPO], "demonstrations": {}}
+TUNES = {"stages": [SFT], "evaluation.enabled": False}
+EVEN = {"count": 2, "gpus": 0.5}
+HALVES = {"explorer.engine": EVEN, "trainer": {"ranks": 2, "gpus": 0.5}, "evaluation.engines": 0}
+HALF = {**EVEN, "gpu_memory_utilization": 0.8}
 
 
 @pytest.mark.parametrize(
@@ -213,6 +221,21 @@ HALF = {"gpus": 0.5, "count": 2, "gpu_memory_utilization": 0.8}
         ({"pipelines.tasks": [PLACED], "pipelines.task_workers": 2}, "pipelines.tasks.0.device", "cuda:1"),
         ({"pipelines.tasks": [PLACED]}, None, {"pipelines.task_workers": 1}),
         ({"pipelines": {"experiences": [PLACED], "actors": {"gpus": 1}}}, None, {"pipelines.actors.gpus": 1.0}),
+        ({"reward": SERVED}, "reward.replicas.gpus", 1.0),
+        ({"reward": {"placement": "serve", "domains": {"math": SCORED | SERVED_BY | {"options": {}}}}}, ONE, 1.0),
+        ({**TRAINS, "explorer.engine.gpus": 1}, "explorer.engine.gpus", 1.0),
+        ({**TRAINS, "trainer.gpus": 1}, None, {"trainer.gpus": 1.0}),
+        ({**TUNES, "trainer.gpus": 1}, None, {"rolls_out": False}),
+        ({**TUNES, **GPUS}, "explorer.engine.gpus", 1.0),
+        ({**EXPLORES, "trainer.gpus": 1}, "trainer.gpus", 1.0),
+        ({**EXPLORES, "explorer.engine.gpus": 1}, None, {"explorer.engine.gpus": 1.0}),
+        ({**GPUS, "explorer.engine.kv_cache_mib": 128}, "explorer.engine.kv_cache_mib", 128),
+        ({"explorer.engine.gpu_memory_utilization": 0.5}, "explorer.engine.gpu_memory_utilization", 0.5),
+        ({**TRAINS, "trainer.gpus": 0.5, "trainer.ranks": 2}, "trainer.gpus", 0.5),
+        ({**TRAINS, "trainer.gpus": 0.5, "trainer.ranks": 1}, None, {"trainer.gpus": 0.5}),
+        ({**HALVES, "weight_sync.backend": "files"}, "trainer.gpus", 0.5),
+        ({**HALVES, "trainer": {"ranks": 1, "gpus": 0.5}, "weight_sync.backend": "files"}, None, {"colocated": False}),
+        (HALVES, None, {"colocated": True}),
     ],
 )
 def test_gpus_are_used_whole_and_with_defaults_of_their_own(override: Any, field: str | None, found: Any) -> None:
@@ -231,12 +254,11 @@ def _part(section: Any, key: str) -> Any:
 
 
 def test_engines_that_share_a_gpu_take_their_part_of_it() -> None:
-    half = {"gpus": 0.5, "count": 2}
     with pytest.raises(ConfigError, check=about("explorer.engine.gpu_memory_utilization", 0.8)):
         load_config(bench(), {"explorer.engine": HALF})
-    config = load_config(bench(), {"explorer.engine": {**half, "gpu_memory_utilization": 0.4}})
+    config = load_config(bench(), {"explorer.engine": {**EVEN, "gpu_memory_utilization": 0.4}})
     assert config.explorer.engine.gpu_share == 0.4
-    assert load_config(bench(), {"explorer.engine": half}).explorer.engine.gpu_share == 0.425
+    assert load_config(bench(), {"explorer.engine": EVEN}).explorer.engine.gpu_share == 0.425
 
 
 def test_no_rule_is_forgotten() -> None:

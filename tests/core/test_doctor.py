@@ -15,9 +15,12 @@ from typer.testing import CliRunner
 
 import rayrft
 from rayrft.cli.main import app
+from rayrft.config import load_config
+from rayrft.core import doctor as module
 from rayrft.core.doctor import Gpu, Machine, check_gpus, doctor, judge, look
-from rayrft.core.placement import Bundles, named_actors
+from rayrft.core.placement import Bundles, cluster_nodes, named_actors
 from rayrft.errors import ClusterError
+from rayrft.runtime import ray_api
 from tests.config.given import base
 
 H100 = Gpu("H100", "GPU-1", 81_000, 80_000)
@@ -31,8 +34,8 @@ esac
 """
 
 
-def faults(machine: Machine, **given: Any) -> list[str]:
-    return [str(each) for each in judge([machine], **given) if each.state != "ok"]
+def faults(machine: Machine, *, gpus: bool = False) -> list[str]:
+    return [str(each) for each in judge([machine], [machine] if gpus else ()) if each.state != "ok"]
 
 
 def test_a_sound_machine_has_a_line_for_each_gpu_and_no_fault() -> None:
@@ -75,6 +78,16 @@ def test_nodes_of_other_versions_and_of_other_gpus_are_named() -> None:
     assert "two: vllm 0.31.0, and 0.32.0 on one" in said[0] and "2 kinds: A100, H100" in said[1]
 
 
+HEAD = replace(SOUND, name="head", gpus=(), driver=None, cuda=None, usable=0, compiler=None)
+
+
+@pytest.mark.parametrize(("package", "version", "found"), [("rayrft", "0.2.0", 1), ("torch", "2.13.0+cpu", 0)])
+def test_a_node_without_gpus_needs_the_same_release_and_no_driver(package: str, version: str, found: int) -> None:
+    head = replace(HEAD, versions={**VERSIONS, package: version})
+    said = [str(each) for each in judge([SOUND, head], [SOUND]) if each.state != "ok"]
+    assert len(said) == found and all(f"head: {package} {version}" in line for line in said)
+
+
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An old driver, of which another process uses one of two GPUs; and no compiler."""
@@ -98,6 +111,16 @@ def test_the_driver_is_asked_for_gpus_and_for_who_holds_them(monkeypatch: pytest
         assert fault in said
 
 
+@pytest.mark.usefixtures("driver")
+def test_a_gpu_whose_driver_does_not_say_its_memory_is_no_fault(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(SMI.replace("81559, 20000", "[N/A], [N/A]"))
+    first, second = look().gpus
+    assert (first.total, first.free, second.total) == (0, 0, 81_559)
+    said = [str(each) for each in judge([replace(SOUND, gpus=(replace(first, holders=()), H100))])]
+    assert any("unknown memory" in line and line.startswith("ok") for line in said)
+
+
 def test_without_a_driver_there_are_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert look().gpus == () and look().driver is None
@@ -116,6 +139,44 @@ def test_a_config_says_which_models_and_folder_are_looked_for(tmp_path: Path, ra
     assert "ok     storage: " in said and "GiB free" in said
     code, said = command(str(tmp_path / "my.yaml"), "auxiliary={}")
     assert code == 0 and "fault" not in said and "no GPU: engines and ranks run on the CPU" in said
+
+
+def test_other_nodes_are_asked_for_the_files_that_a_config_names(
+    tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def answers(nodes: Any, function: Any, *arguments: Any) -> dict[str, Any]:
+        asked.extend(arguments)
+        return {"two": [("storage", str(arguments[0].parent)), ("auxiliary.user.model", "org/model")]}
+
+    own = ray_cluster.address_info["node_id"]
+    monkeypatch.setattr("rayrft.core.shared_files.ask_nodes", answers)
+    monkeypatch.setattr(module, "find_model", lambda path, field: path)
+    config = load_config(base(), {"storage": str(tmp_path), "auxiliary.user.model": "org/model"})
+    said = [str(each) for each in module._judge_files(config, [own, "other"]) if each.state == "fault"]
+    assert [line.split(".")[0] for line in said] == [
+        f"fault  storage: node two does not see {tmp_path}",
+        "fault  auxiliary",
+    ]
+    marker, files = asked
+    assert files == {"auxiliary.user.model": ["org/model"]} and not marker.exists()
+    asked.clear()
+    assert [*module._judge_files(config, [own])] and asked == []
+
+
+def test_all_nodes_of_a_run_are_compared_at_its_start(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    [node] = cluster_nodes(ray_api.total_resources_per_node())
+    plan = [Bundles("engines", 1, 0.1, 1.0, 0.1, ""), Bundles("buffer", 1, 0.1, 0.0, 0.1, "")]
+    machines = {node.name: SOUND, "head": HEAD}
+    monkeypatch.setattr(module, "ask_nodes", lambda nodes, function: machines)
+    assert check_gpus(plan) == pytest.approx(81_000 * 2**20 / 1e9)
+    machines["head"] = replace(HEAD, versions={**VERSIONS, "rayrft": "0.2.0"})
+    with pytest.raises(ClusterError, match=r"^node head: rayrft 0.2.0, and 0.1.0 on one"):
+        check_gpus(plan)
+    machines[node.name] = replace(SOUND, gpus=(replace(H100, total=0),))
+    machines["head"] = HEAD
+    assert check_gpus(plan) is None, "the driver does not say the memory"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are there")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +16,14 @@ from typer.testing import CliRunner
 
 from rayrft.cli.main import app
 from rayrft.config import load_config
-from rayrft.config.trainer import LoraConfig, TrainerConfig
+from rayrft.config.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from rayrft.core.plan import StepVolume, check_memory, engine_share, plan, plan_memory
 from rayrft.errors import ConfigError, PlacementError
 from rayrft.trainer.blame import device_failed
+from rayrft.trainer.dcp import Checkpointer
 from rayrft.trainer.memory import activation_bytes, memory_savings, rank_memory, shape_of
+from rayrft.trainer.model import gather, save_hf
+from rayrft.trainer.optimizer import Optimizer
 from tests.config.given import GRPO, base
 from tests.errors import about
 from tests.trainer.test_loading import SHAPES
@@ -73,21 +78,47 @@ def test_activations_of_a_layer_are_counted_by_a_run_without_memory(
     assert activation_bytes(models[name]) / 1000 == pytest.approx(kilobytes, rel=0.01)
 
 
-def test_an_error_for_want_of_memory_says_which_setting_saves_how_much(models: dict[str, str], tmp_path: Path) -> None:
+def test_an_error_for_want_of_memory_says_which_setting_saves_how_much(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = config_of(models["qwen3 0.6B"], 2).trainer
     savings = partial(memory_savings, models["qwen3 0.6B"], trainer, half=True)
-    failed = device_failed(torch.OutOfMemoryError("CUDA out of memory"), 0, "node", trainer, savings)
-    assert failed is not None
-    found = re.findall(r"([^;]+) \(([\d.]+) gib less\)", failed.remedy.lower())
-    assert [text.strip() for text, _ in found] == [
-        "set trainer.gradient_checkpointing: true",
-        "lower trainer.micro_batch_tokens to 8192",
-        "raise trainer.ranks to 4",
-    ]
-    # Of 33 GB of activations 2.1 are left, or half; 16 bytes of each of 0.6e9 parameters are shared by four, not two.
-    expected = [(33.0 - 2.1) * 1e9, 16.5e9, 16 / 4 * 0.6e9]
-    assert [float(gib) * 2**30 for _, gib in found] == pytest.approx(expected, rel=0.1)
-    nothing = memory_savings(str(tmp_path), trainer, half=True)
+
+    def said(raises: Callable[[], Any], **beside: Any) -> dict[str, float]:
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            raises()
+        failed = device_failed(raised.value, 0, "node", trainer, partial(savings, **beside))
+        assert failed is not None
+        found = re.findall(r"([^;]+) \(([\d.]+) gib less\)", failed.remedy.lower())
+        return {text.rpartition("trainer.")[2]: float(gib) * 2**30 for text, gib in found}
+
+    full = mock.Mock(side_effect=torch.OutOfMemoryError)
+
+    # Of 33 GB of activations 2.1 are left, or half; 16 bytes of each of 0.6e9 parameters are shared by two, or by four.
+    def shared(bytes_each: float) -> dict[str, float]:
+        return {"cpu_offload: true": bytes_each / 2 * 0.6e9, "ranks to 4": bytes_each / 4 * 0.6e9}
+
+    large = {"gradient_checkpointing: true": (33.0 - 2.1) * 1e9, "micro_batch_tokens to 8192": 16.5e9}
+    found = said(full)
+    assert found == pytest.approx({**large, **shared(16), "head_chunk to 512": 0.93e9}, rel=0.1)
+    assert [*found.values()] == sorted(found.values(), reverse=True)
+
+    # Neither is of use where no activations are held: the models beside the policy are shared, too.
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", full)
+    clip = Optimizer([torch.nn.Parameter(torch.zeros(1))], OptimizerConfig(), steps=1).clip
+    assert said(clip) == pytest.approx(shared(16), rel=0.1)
+    assert said(clip, critic=True, reference=True) == pytest.approx(shared(16 + 16 + 4), rel=0.1)
+    trainer = trainer.model_copy(update={"accumulate": "unsharded"})
+    savings = partial(memory_savings, models["qwen3 0.6B"], trainer, half=True)
+    assert said(clip)["accumulate: sharded"] == pytest.approx(4 / 2 * 0.6e9, rel=0.1)
+    monkeypatch.setattr("rayrft.trainer.dcp._state", full)
+    for outside in (
+        lambda: gather(mock.Mock(to=full), torch.bfloat16),
+        lambda: save_hf(mock.Mock(state_dict=full), mock.Mock(), tmp_path, dtype=torch.bfloat16),
+        lambda: Checkpointer.save(mock.Mock(), mock.Mock(), tmp_path, print),
+    ):
+        assert said(outside, teacher=models["qwen3 0.6B"]) == pytest.approx(shared(12 + 2), rel=0.1)
+    nothing = memory_savings(str(tmp_path), trainer, ["states"], half=True)
     assert nothing == [], "a model that cannot be counted"
 
 
@@ -139,6 +170,37 @@ def test_models_beside_the_policy_and_adapters_count(models: dict[str, str]) -> 
     assert rank_memory(shape, TrainerConfig(ranks=8, cpu_offload=True), half=True).states == 0
     whole = rank_memory(shape, TrainerConfig(ranks=8, accumulate="unsharded"), half=True)
     assert whole.gradients == 4 * shape.parameters
+
+
+def test_what_stays_in_the_hosts_memory_counts_and_is_compared_with_what_is_reserved(models: dict[str, str]) -> None:
+    def host(**changes: Any) -> list[float]:
+        config = load_config(config_of(models["qwen3 0.6B"], 2), changes)
+        return [part.host * 1e9 / shape.parameters for part in plan_memory(config, 80.0)]
+
+    shape = shape_of(models["qwen3 0.6B"])
+    assert host() == [0.0, 12 / 2], "the copy that a checkpoint is written from"
+    assert host(**{"trainer.cpu_offload": True}) == pytest.approx([0.0, (12 + 12 + 4) / 2])
+    assert host(**{"weight_sync.backend": "files"}) == [2.0, 12 / 2 + 2]
+    shared = {"explorer.engine.gpus": 0.45, "trainer.gpus": 0.5, "weight_sync.backend": "ipc"}
+    assert host(**shared, **{"explorer.engine.sleep": True}) == [2.0, 12 / 2]
+
+    [_, rank] = plan_memory(config_of(models["qwen3 0.6B"], 2), 80.0)
+    assert "of the host, of which memory_gib reserves 1.3" in str(rank)
+    [_, rank] = plan_memory(config_of(models["qwen3 0.6B"], 2, memory_gib=16), 80.0)
+    assert "GB of the host. fits" in str(rank)
+
+
+def test_an_engine_has_its_buckets_and_room_for_so_many_tokens(models: dict[str, str]) -> None:
+    config = config_of(models["qwen3 0.6B"], 2)
+    engine, _ = plan_memory(config, 80.0)
+    assert engine.parts["buckets"] == pytest.approx(2 * (512 << 20) / 1e9)
+    token = 2 * shape_of(models["qwen3 0.6B"]).kv_numbers
+    others = sum(size for name, size in engine.parts.items() if "KV" not in name)
+    assert engine.cached_tokens == pytest.approx((0.85 * 80 - others) * 1e9 / token, rel=1e-6)
+    rows = engine.cached_tokens // 2048
+    assert rows > 200 and f"KV cache of {engine.cached_tokens:,} tokens, {rows:,} of the longest rows" in str(engine)
+    explores = config.model_copy(update={"mode": "explore"})
+    assert "buckets" not in plan_memory(explores, 80.0)[0].parts, "its weights do not change"
 
 
 def test_a_model_that_is_made_at_the_start_has_a_plan_on_cpus_alone() -> None:

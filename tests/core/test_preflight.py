@@ -55,6 +55,28 @@ def test_a_resume_on_tasks_in_another_order_names_the_first_that_differs(tiny_mo
         start(tiny_model, tmp_path, [json.dumps({"question": "new", "answer": "1"}), *ROWS[1:]], resumed=True)
 
 
+ON_GPUS = {"explorer.engine.gpus": 1, "trainer.gpus": 1}
+HELPER = {"auxiliary.judge.engine.gpus": 1, "auxiliary.judge.engine.count": 1}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "slow"),
+    [
+        ({"model.dtype": "float32"}, []),
+        ({"model.dtype": "float32", **ON_GPUS}, ["model.dtype"]),
+        ({"model.dtype": "bfloat16", **ON_GPUS}, []),
+        ({"model.dtype": "float32", **HELPER, "auxiliary.judge.dtype": "float32"}, ["auxiliary.judge.dtype"]),
+        ({"model.dtype": "bfloat16", **ON_GPUS, **HELPER, "auxiliary.judge.dtype": "bfloat16"}, []),
+    ],
+)
+def test_float32_on_gpus_is_a_notice(
+    overrides: dict[str, Any], slow: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    judge = {"auxiliary.judge.model": str(tiny_model)} if any("judge" in key for key in overrides) else {}
+    notices = start(tiny_model, tmp_path, ROWS, **overrides, **judge).notices
+    assert [line.split()[0] for line in notices if "float32 on GPUs" in line] == slow
+
+
 def add(one: int, two: int) -> int:
     """Add two numbers."""
     return one + two

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from typer.testing import CliRunner
 
@@ -20,7 +21,7 @@ from rayrft.core import services
 from rayrft.core.parts import engines
 from rayrft.core.placement import Bundles, check_room
 from rayrft.core.services import task_engines
-from rayrft.errors import ActorDied, ConfigError, OperatorFailed, PlacementError
+from rayrft.errors import ActorDied, ClusterError, ConfigError, OperatorFailed, PlacementError
 from rayrft.experience import Task
 from rayrft.explorer.engines.pool import EnginePool
 from rayrft.pipelines.tasks import load_processed
@@ -56,7 +57,7 @@ def given(folder: Path, tiny_model: Path, **more: Any) -> list[str]:
     return ["data", "process", str(source), str(folder / "out.jsonl"), "--pipeline", str(folder / "pipeline.json")]
 
 
-def anything() -> Any:
+def anything(device: str = "cpu") -> Any:
     return lambda task, response: 1.0
 
 
@@ -157,6 +158,34 @@ def test_what_does_not_fit_on_the_cluster_is_refused(tiny_model: Path, tmp_path:
     models = {"m": {"model": str(tiny_model), "engine": {"count": 100, "cpus": 3}}}
     with pytest.raises(PlacementError):
         CliRunner().invoke(app, given(tmp_path, tiny_model, models=models), catch_exceptions=False)
+
+
+def _opens(what: str, tiny_model: Path, folder: Path) -> None:
+    """Open a service whose actors need GPUs."""
+    if what == "engines":
+        models = {"m": {"model": str(tiny_model), "engine": {**ENGINE, "gpus": 1}}}
+        CliRunner().invoke(app, given(folder, tiny_model, models=models), catch_exceptions=False)
+    elif what == "rewards":
+        scored = {"name": f"{__name__}:anything", "options": {"device": "cuda"}, "replicas": {"gpus": 1}}
+        services.serve_rewards(RewardServiceConfig.model_validate({"reward": scored}))
+    else:
+        gpus = {"explorer.engine.gpus": 1, "trainer.gpus": 1}
+        services.serve_weights(followed(tiny_model, folder, **gpus))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are there")
+@pytest.mark.parametrize("what", ["engines", "rewards", "weights"])
+def test_gpus_that_torch_cannot_use_end_a_service_before_any_actor(what: str, tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="no NVIDIA driver answers"):
+        _opens(what, tiny_model, tmp_path)
+
+
+def test_an_engine_that_no_gpu_has_the_memory_for_ends_a_service_before_any_actor(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "check_gpus", lambda plan: 1.0)
+    with pytest.raises(PlacementError, check=about("engines")):
+        _opens("weights", tiny_model, tmp_path)
 
 
 class Deployed(Exception):

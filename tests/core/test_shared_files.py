@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -32,14 +33,29 @@ def test_a_folder_inside_a_jobs_copy_of_its_working_directory_is_refused(key: st
     check_storage(load_config(base(), {key: "/shared/runs"}))
 
 
-def test_paths_are_looked_for_and_hub_ids_are_not(tmp_path: Path) -> None:
+def test_paths_and_hub_ids_are_looked_for(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "plugin.py").touch()
     plugin, image = str(tmp_path / "plugin.py"), str(tmp_path / "plugin.py")
     judges = {"judge": {"model": str(tmp_path / "model")}, "other": {"model": "org/model"}}
     config = load_config(base(), {"plugins": [plugin], "auxiliary": judges})
     found = {"plugins": [plugin], "auxiliary.judge.model": [str(tmp_path / "model")], "images of tasks": [image]}
-    assert named_files(config, [image, image]) == found
+    assert named_files(config, [image, image]) == {**found, "auxiliary.other.model": ["org/model"]}
+
+
+def _unknown() -> None:
+    raise OSError("not cached, and the hub does not answer")
+
+
+def test_a_node_sees_a_model_of_the_hub_if_it_is_cached_or_the_hub_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (marker := tmp_path / ".seen-1").touch()
+    hub = mock.Mock()
+    hub.AutoConfig.from_pretrained.side_effect = lambda path: {"known/model": hub}.get(path) or _unknown()
+    monkeypatch.setattr("rayrft.data.models.transformers", hub)
+    files = {"model.path": ["known/model"], "stages.a.teacher": ["unknown/model"]}
+    assert find_missing(marker, files) == [("stages.a.teacher", "unknown/model")]
 
 
 def test_a_node_names_what_it_does_not_see_and_leaves_nothing(tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ async def test_options_reach_vllm_and_win_over_defaults(tiny_model: Path, monkey
 
 
 async def test_a_value_that_vllm_refuses_is_an_error_of_the_options(tiny_model: Path) -> None:
-    config = EngineConfig(options={"scheduling_policy": "by dice"})
-    check_options(config, "explorer.engine", trained=True)  # its type is not plain: vLLM alone knows it
+    config = EngineConfig(options={"max_num_batched_tokens": -1})
+    check_options(config, "explorer.engine", trained=True)  # vLLM alone knows the range
     with pytest.raises(ConfigError, check=about("engine.options")) as error:
         await RolloutEngine().start(str(tiny_model), config, max_length=64, dtype="float32", seed=3)
     assert "\n" not in str(error.value)
@@ -92,6 +92,18 @@ async def test_a_value_that_vllm_refuses_is_an_error_of_the_options(tiny_model: 
         ("quantization", "fp8", True, "alters the log-probs"),
         ("speculative_config", {"method": "ngram"}, True, "alters the log-probs"),
         ("quantization", "fp8", False, None),
+        ("scheduling_policy", "by dice", True, "must be Literal['fcfs', 'priority']"),
+        ("scheduling_policy", "priority", True, None),
+        ("runner", "pooling", True, None),
+        ("runner", "poolingg", True, "must be Literal["),
+        ("cudagraph_capture_sizes", [1, 2], True, None),
+        ("cudagraph_capture_sizes", [1, "2"], True, "must be list[int] | None"),
+        ("cudagraph_capture_sizes", 4, True, "must be list[int] | None"),
+        ("offload_params", ["gate"], True, None),
+        ("mm_processor_kwargs", {"size": 1}, True, None),
+        ("media_io_kwargs", {"video": 1}, True, "must be dict[str, dict[str, Any]]"),
+        ("device_ids", [0, "GPU-1"], True, None),
+        ("compilation_config", {"level": 1}, True, None),
         ("kv_cache_dtype", "fp8", False, None),
     ],
 )

@@ -243,6 +243,24 @@ def test_operators_that_cannot_be_are_refused(operators: list[str], made: str | 
     assert str(raised.value.field).startswith(field)
 
 
+@pytest.mark.parametrize(
+    ("operator", "used"),
+    [
+        ({"name": "worth"}, False),
+        ({"name": "heavy"}, True),
+        ({"name": "heavy", "device": "cpu"}, False),
+    ],
+)
+def test_gpus_of_actors_are_for_operators_that_use_them(operator: dict[str, Any], used: bool) -> None:
+    chosen = {"pipelines.experiences": [operator], "pipelines.actors.gpus": 1}
+    settings = config(plugins=[str(PLUGIN)], **chosen)
+    if used:
+        check_experiences(settings, "model")
+        return
+    with pytest.raises(ConfigError, check=about("pipelines.actors.gpus", 1.0)):
+        check_experiences(settings, "model")
+
+
 @pytest.mark.parametrize("operators", [[], [{"name": "worth"}]])
 def test_groups_are_not_drawn_by_a_priority_that_no_operator_writes(operators: list[dict[str, Any]]) -> None:
     sampler = {"buffer.sampler": {"name": "priority", "score": "priority"}, "plugins": [str(PLUGIN)]}

@@ -21,6 +21,11 @@ def worth(reward: float, least: float = 0.5) -> bool | str:
     return reward >= least or f"too low: {reward}"
 
 
+@rayrft.register_operator("heavy", "filter")
+def heavy(reward: float, device: str = "auto") -> bool:
+    return device != "cuda"
+
+
 @rayrft.register_operator("asked", "filter")
 def asked(question: str, answer: str, domain: str, difficulty: float | None) -> bool | str:
     return f"{question}, {answer}, {domain}, {difficulty}".replace(": ", " ")

@@ -22,7 +22,10 @@ from typing import Any
 import pytest
 import ray
 
+from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import AnswerTooLarge, CallFailed, CallTimeout, ProcessDied
+from rayrft.rewards.scorer import RewardActor
+from rayrft.runtime.handle import Watched
 from rayrft.runtime.processes import template
 from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.run_clock import RunClock, Usage
@@ -61,8 +64,29 @@ class Scorer:
             return seen
 
 
-def test_a_process_of_an_actor_sees_the_gpus_of_the_actor_and_no_other(ray_cluster: Any) -> None:
-    scorers = [ray.remote(Scorer).options(num_gpus=gpus).remote() for gpus in (0, 1)]
+class Here(Watched):
+    """An actor that looks when it is made."""
+
+    def __init__(self) -> None:
+        self._seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    async def visible(self) -> str | None:
+        return self._seen
+
+
+class Rewards(RewardActor):
+    """A reward actor, whose rewards may run in it."""
+
+    def __init__(self) -> None:
+        super().__init__(RewardModelsConfig(), [])
+
+    async def visible(self) -> str | None:
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize("kind", [Scorer, Here, Rewards])
+def test_an_actor_and_its_processes_see_the_gpus_of_the_actor_and_no_other(kind: Any, ray_cluster: Any) -> None:
+    scorers = [ray.remote(kind).options(num_gpus=gpus).remote() for gpus in (0, 1)]
     without, given = ray.get([scorer.visible.remote() for scorer in scorers])
     assert without == ""
     assert given in {"0", "1", "2", "3"}

@@ -253,8 +253,9 @@ def test_no_row_is_blamed_for_a_device(fault: Exception, remedy: str | None, mon
     [
         ("rayrft.trainer.policy.head_logprobs", "the forward pass of 54 tokens"),
         ("rayrft.trainer.head._logits", "the head of 54 tokens"),
+        ("rayrft.algorithms.loss.LossParts.zero", "the loss"),
         ("torch.autograd._engine_run_backward", "the backward pass"),
-        ("torch.optim.AdamW.step", "the optimiser's step"),
+        ("rayrft.trainer.optimizer._LocalAdamW.step", "the optimiser's step"),
     ],
 )
 def test_what_memory_ran_out_for_and_what_is_used_are_said(

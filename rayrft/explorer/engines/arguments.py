@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,7 +79,7 @@ def check_options(config: EngineConfig, section: str, *, trained: bool) -> None:
         elif trained and name in _ALTER:
             problem = "alters the log-probs that are trained on, and is not verified on a GPU yet"
         elif not _fits(value, known[name]):
-            problem, remedy = f"must be {known[name]}", "correct it"
+            problem, remedy = f"must be {_shown(known[name])}", "correct it"
         if problem:
             raise ConfigError(problem, remedy, field=field, value=value)
 
@@ -128,27 +129,60 @@ def engine_arguments(
 
 
 @cache
-def _annotations() -> Mapping[str, str]:
+def _annotations() -> Mapping[str, ast.expr]:
     """Return the types of vLLM's engine arguments by name, read from its source: importing it takes seconds."""
+    found = dict[str, ast.expr]()
+    for statement in _parsed("engine/arg_utils.py"):
+        if isinstance(statement, ast.ClassDef) and statement.name in ("EngineArgs", "AsyncEngineArgs"):
+            for field in statement.body:
+                match field:
+                    case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Constant(value=str(quoted))):
+                        found[name] = ast.parse(quoted, mode="eval").body
+                    case ast.AnnAssign(target=ast.Name(id=name), annotation=kind):
+                        found[name] = kind
+    return found
+
+
+@cache
+def _aliases() -> Mapping[str, ast.expr]:
+    """Return the types of a few texts or numbers that vLLM's configs name, by their names."""
+    found = dict[str, ast.expr]()
+    for node in (each for statement in _parsed("config/*.py") for each in ast.walk(statement)):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript(value=ast.Name(id="Literal")) as kind):
+                found[name] = kind
+    return found
+
+
+def _parsed(files: str) -> Iterator[ast.stmt]:
+    """Iterate over the statements of vLLM's modules; over none if it is not installed."""
     spec = find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return {}
-    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
-    classes = [each for each in ast.parse(source.read_text()).body if isinstance(each, ast.ClassDef)]
-    return {
-        field.target.id: ast.unparse(field.annotation)
-        for each in classes
-        if each.name in ("EngineArgs", "AsyncEngineArgs")
-        for field in each.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for file in sorted(Path(folder).glob(files)):
+            yield from ast.parse(file.read_text()).body
 
 
-def _fits(value: Any, annotation: str) -> bool:
-    """Return whether a value may be one of a type; of types other than plain ones vLLM itself decides."""
-    kinds = {kind.strip() for kind in annotation.split("|")}
-    if not kinds <= {*_PLAIN, "None"}:
-        return True
-    if value is None or isinstance(value, bool):
-        return ("None" if value is None else "bool") in kinds
-    return any(isinstance(value, types) for kind, types in _PLAIN.items() if kind in kinds - {"bool"})
+def _shown(kind: ast.expr) -> str:
+    """Return a type as text, with the texts that it may be."""
+    aliases = _aliases()
+    return re.sub(r"\w+", lambda name: ast.unparse(aliases.get(name[0], ast.Name(name[0]))), ast.unparse(kind))
+
+
+def _fits(value: Any, kind: ast.expr) -> bool:
+    """Return whether a value may be one of a type; of classes and the like vLLM itself decides."""
+    match kind:
+        case ast.Constant(value=constant):
+            return bool(value == constant)
+        case ast.BinOp(left=left, right=right):
+            return _fits(value, left) or _fits(value, right)
+        case ast.Name(id=name) if name in _PLAIN:
+            return isinstance(value, _PLAIN[name]) and isinstance(value, bool) == (name == "bool")
+        case ast.Name(id=name) if name in _aliases():
+            return _fits(value, _aliases()[name])
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
+            return any(_fits(value, each) for each in getattr(choices, "elts", [choices]))
+        case ast.Subscript(value=ast.Name(id="list" | "set"), slice=item):
+            return isinstance(value, list) and all(_fits(each, item) for each in value)
+        case ast.Subscript(value=ast.Name(id="dict"), slice=ast.Tuple(elts=[key, item])):
+            return isinstance(value, dict) and all(_fits(one, key) and _fits(two, item) for one, two in value.items())
+    return True

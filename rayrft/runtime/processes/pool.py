@@ -33,7 +33,7 @@ import cloudpickle
 from rayrft.errors import CallFailed, ProcessDied
 from rayrft.runtime.processes.template import RECORD, RENEW, STATUS, Blueprint
 from rayrft.runtime.processes.worker import Worker
-from rayrft.runtime.ray_api import ray
+from rayrft.runtime.ray_api import hide_gpus
 from rayrft.runtime.waits import cancel, settle
 
 _PASSED = re.compile(
@@ -48,17 +48,10 @@ _STARTING_AT_ONCE = 8
 """Processes between fork and readiness: more would only compete for the cores."""
 
 
-def _hidden_gpus() -> dict[str, str]:
-    """Return the variable that hides all GPUs, in an actor that has none: Ray leaves it those of other actors."""
-    in_actor = "ray" in sys.modules and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
-    return {"CUDA_VISIBLE_DEVICES": ""} if in_actor and not ray.get_gpu_ids() else {}
-
-
 def environment() -> dict[str, str]:
-    """Return the variables that model-driven code may see, and those that RAYRFT_PASS_ENV names; see `_hidden_gpus`."""
+    """Return the variables that model-driven code may see, and those that RAYRFT_PASS_ENV names."""
     asked = os.environ.get("RAYRFT_PASS_ENV", "").split(",")
-    passed = {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name) or name in asked}
-    return passed | _hidden_gpus()
+    return {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name) or name in asked}
 
 
 class ProcessPool:
@@ -84,7 +77,8 @@ class ProcessPool:
         warm_up: Callable[[], None] | None = None,
         inherit: bool = False,
     ) -> None:
-        self._environment = {**os.environ, **_hidden_gpus()} if inherit else environment()
+        hide_gpus()
+        self._environment = {**os.environ} if inherit else environment()
         self._blueprint = Blueprint(tuple(plugins), cloudpickle.dumps((create, warm_up)))
         self._processes, self._spares = processes, min(spares, processes)
         self._answer_limit, self._start_s = answer_limit, start_s

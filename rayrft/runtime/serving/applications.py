@@ -172,6 +172,7 @@ class HttpReplica:
     """A process that answers requests."""
 
     def __init__(self, application: HttpApplication) -> None:
+        ray_api.hide_gpus()
         name = application.name
         counter = Counter("rayrft_endpoint_requests", "Requests by how they ended", tag_keys=("app", "outcome"))
 
