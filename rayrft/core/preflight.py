@@ -106,7 +106,8 @@ def prepare(
     for line in summary(processed.reports):
         say(f"tasks: {line}")
     sources = [*splits.sources, *[-1] * (len(tasks) - len(splits.train))]
-    notices = check_rewards(config.reward, zip(tasks, sources, strict=True), config.auxiliary)
+    sourced, workflow = zip(tasks, sources, strict=True), config.explorer.workflow
+    notices = check_rewards(config.reward, sourced, config.auxiliary, workflow)
     check_experiences(config, config.model.path)
     check_batches(config, config.model.path)
     workflows = check_workflows(config.explorer, tasks, config.auxiliary)

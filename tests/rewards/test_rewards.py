@@ -31,6 +31,7 @@ from tests.scripted import ScriptedChat, handle
 def test_exact_match_ignores_surrounding_space_alone_and_reasoning_gym_verifies_its_own_tasks() -> None:
     for response, value in ((" tac\n", 1.0), ("tacx", 0.0), ("Tac", 0.0)):
         assert at_once("exact", "tac", response).value == value
+    assert at_once("exact", "", "").value is None, "a task without an answer"
     for response, right in (("tac", True), ("xyz", False)):
         found = at_once("reasoning_gym", "tac", response, source_dataset="spell_backward", word="cat")
         assert found.value is not None and (found.value == 1.0) == right and (found.value < 0.5) != right
