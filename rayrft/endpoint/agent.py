@@ -92,7 +92,7 @@ class Applications:
                 returned = await attempt.result(worker.call("run", task, access, deadline_s=math.inf))
         trajectories = attempt.trajectories()
         if not trajectories:
-            raise ValueError("the application made no call of the model")
+            raise ValueError("the application made no call of the model that can be trained")
         result = attempt.reward or await _result(returned, attempt.last_answer, partial(model.score, task))
         for trajectory in trajectories:
             trajectory.reward(result)
