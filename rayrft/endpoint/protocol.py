@@ -22,14 +22,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
     "function_call": ("auto", "none"),
     **dict.fromkeys(("functions", "stop_token_ids"), ([],)),
-    "reasoning": ({},),
     "modalities": (["text"],),
     "suffix": ("",),
     "truncation": ("disabled",),
 }
 """Parameters that are not supported, with the values that change nothing. Unknown ones are refused, too."""
 _SERVER_TOOLS = ("web_search", "web_fetch", "file_search", "image_generation", "code_interpreter", "code_execution")
-_NO_MATTER = {"store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "cache_salt"}
+_NO_MATTER = {"store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"}
 """Parameters of which any value changes nothing here."""
 
 
@@ -250,6 +249,9 @@ class ChatRequest(Sampled):
     top_logprobs: int = Field(0, ge=0, le=_MOST_ALTERNATIVES)
     response_format: ResponseFormat = ResponseFormat()
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    """If false, the first call of an answer is its only one."""
+    reasoning_effort: Name | None = None
 
     @model_validator(mode="after")
     def _tools(self) -> ChatRequest:
@@ -341,6 +343,8 @@ class ResponsesRequest(ChatRequest):
         if instructions := body.get("instructions"):
             messages.insert(0, {"role": "system", "content": instructions})
         rest = {key: value for key, value in body.items() if key not in ("input", "instructions", "tools", "reasoning")}
+        reasoning = body.get("reasoning")
+        rest["reasoning_effort"] = reasoning.get("effort") if isinstance(reasoning, dict) else None
         texts = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "custom"]
         custom = [tool["name"] for tool in texts if isinstance(tool.get("name"), str)]
         shown = [_nested(tool) for tool in tools if not runs_at_server(tool)]

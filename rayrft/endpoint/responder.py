@@ -86,6 +86,7 @@ class Responder:
         self, body: Sampled, response: str, session: str, task: str | None, *, record: bool = True
     ) -> list[CheckedRequest]:
         """Check a request; with ``record``, begin a call in its session for each of its prompts."""
+        body = self._with_effort(body) if isinstance(body, ChatRequest) else body
         prompts: list[Prompt | None] = [*body.prompts] if isinstance(body, CompletionRequest) else [None]
         named = (session, task) if record else None
         checking = [
@@ -177,6 +178,17 @@ class Responder:
             raise problem from None
         finally:
             await cancel(answering)
+
+    def _with_effort(self, body: ChatRequest) -> ChatRequest:
+        """Return a request whose effort of reasoning is an option of the chat template. Raises ApiError if it has no
+        such option, unless no reasoning is asked for and the template shows none."""
+        effort, template = body.reasoning_effort, self._tokenizer
+        choices = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        options = {name: value for name, value in choices.items() if effort and template.has_option(name)}
+        if effort and not options and (effort != "none" or template.shows_reasoning):
+            problem = f"The effort of reasoning is {effort!r}, and the chat template has no option for it."
+            raise ApiError(400, problem, code="unsupported_parameter", param="reasoning_effort")
+        return body.model_copy(update={"chat_template_kwargs": {**options, **body.chat_template_kwargs}})
 
     def _plain(self, body: ChatRequest) -> list[dict[str, Any]]:
         """Return the messages in the form that is compared; an answer without its reasoning is another one than that
@@ -339,6 +351,8 @@ class Responder:
             tail, whole = text.end(), text.text
         tools = ask.body.shown_tools if isinstance(ask.body, ChatRequest) else ()
         found = await decode_message(whole, ask.form, tools, split=self._splits(ask))
+        if isinstance(ask.body, ChatRequest) and not ask.body.parallel_tool_calls:
+            found = replace(found, tool_calls=found.tool_calls[:1])
         shown = len(whole) - len(tail)
         if split is not None:
             shown = len(split.content)

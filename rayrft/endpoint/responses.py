@@ -20,13 +20,14 @@ class ResponseReply(ReplyForm):
     def __init__(self, asks: Sequence[CheckedRequest], model: str, tokenizer: ChatTokenizer) -> None:
         super().__init__(asks, model, tokenizer)
         [ask] = asks
+        assert isinstance(ask.body, ResponsesRequest)
         self._common |= {
             "object": "response",
             "created_at": int(time.time()),
             "error": None,
             "instructions": None,
             "metadata": {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": ask.body.parallel_tool_calls,
             "previous_response_id": None,
             "temperature": ask.sampling.temperature,
             "tool_choice": "auto",
@@ -34,7 +35,6 @@ class ResponseReply(ReplyForm):
             "top_p": ask.sampling.top_p,
         }
         self._message, self._thoughts = f"msg_{ask.response}", f"rs_{ask.response}"
-        assert isinstance(ask.body, ResponsesRequest)
         self._custom = ask.body.custom_tools
         self._thinks = self._speaks = False
         """Whether the stream has begun the item of the reasoning, and of the text."""

@@ -88,7 +88,7 @@ async def test_a_coding_agent_gives_tools_that_take_a_text_and_gets_the_reasonin
         items: list[Any] = [{"role": "user", "content": "Mend it."}]
         for kinds in (["reasoning", "message", "custom_tool_call"], ["message"]):
             asked: Any = {"model": MODEL, "input": items, "tools": tools, "user": "s", "max_output_tokens": 200}
-            asked["reasoning"] = {"effort": "low"}
+            asked["reasoning"] = {"summary": "auto"}
             if stream:
                 async with served.client.responses.stream(**asked) as events:
                     seen = [event async for event in events]
