@@ -128,7 +128,8 @@ class PolicyEndpoint(HttpService):
     async def _stats(self, request: Request) -> Response:
         sessions = self._responder.sessions
         counts = asdict(await sessions.stats()) if sessions is not None else None
-        return JSONResponse({"open": self.open, "requests": dict(self.outcomes), "sessions": counts})
+        found = {"open": self.open, "requests": dict(self.outcomes), "malformed_calls": self._responder.malformed_calls}
+        return JSONResponse({**found, "sessions": counts})
 
     def _card(self) -> dict[str, Any]:
         about = {"object": "model", "created": 0, "owned_by": "rayrft"}

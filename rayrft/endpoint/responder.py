@@ -81,6 +81,8 @@ class Responder:
         self.settings = settings
         self._config = settings.config
         self._format: asyncio.Future[CallFormat] | None = None
+        self.malformed_calls = 0
+        """Number of calls in answers that could not be read: such an answer is text."""
 
     async def begin(
         self, body: Sampled, response: str, session: str, task: str | None, *, record: bool = True
@@ -351,6 +353,7 @@ class Responder:
             tail, whole = text.end(), text.text
         tools = ask.body.shown_tools if isinstance(ask.body, ChatRequest) else ()
         found = await decode_message(whole, ask.form, tools, split=self._splits(ask))
+        self.malformed_calls += found.malformed
         if isinstance(ask.body, ChatRequest) and not ask.body.parallel_tool_calls:
             found = replace(found, tool_calls=found.tool_calls[:1])
         shown = len(whole) - len(tail)

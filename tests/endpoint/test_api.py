@@ -12,7 +12,9 @@ import httpx
 import openai
 import pytest
 
+from rayrft.data.tokenizer import Tools
 from rayrft.errors import ActorDied, EngineFailed
+from rayrft.explorer.tools.call_formats import HermesCalls, Malformed, ToolCall, register_call_format
 from rayrft.runtime.serving import key_digest
 from tests.endpoint.scripted import KEY, MAX_LENGTH, MODEL, Served, serve
 
@@ -255,6 +257,20 @@ async def test_a_call_that_cannot_be_read_is_shown_as_it_is(tiny_model: Path) ->
     async with serve(tiny_model, lambda prompt: "<tool_call>{oh no", max_length=600) as served:
         chunks = await streamed(served, tools=[TOOL])
         assert "".join(each.delta.content or "" for chunk in chunks for each in chunk.choices) == "<tool_call>{oh no"
+
+
+@register_call_format("raising")
+class Raising(HermesCalls):
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+        raise KeyError("arguments")
+
+
+async def test_an_answer_on_which_a_format_of_ones_own_raises_is_text_and_counted(tiny_model: Path) -> None:
+    async with serve(tiny_model, lambda prompt: "<tool_call>", max_length=600, tool_calls="raising") as served:
+        answer = await served.client.chat.completions.create(model=MODEL, messages=USER, tools=[TOOL])
+        message = answer.choices[0].message
+        assert message.content == "<tool_call>" and not message.tool_calls
+        assert (await served.http.get("/v1/stats")).json()["malformed_calls"] == 1
 
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": USER}

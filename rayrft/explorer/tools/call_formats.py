@@ -43,7 +43,10 @@ class CallFormat(ABC):
 
     async def read(self, text: str, tools: Tools) -> list[ToolCall | Malformed]:
         """Return the calls in an answer, in order; none if it attempts none. Those in its reasoning are not meant."""
-        return await self.read_answer(split_reasoning(text)[1], tools)
+        try:
+            return await self.read_answer(split_reasoning(text)[1], tools)
+        except Exception as error:  # a format of a user's own may raise anything on what a model writes
+            return [Malformed(f"the call cannot be read: {type(error).__name__}: {error}")]
 
     @abstractmethod
     async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
