@@ -114,6 +114,11 @@ class ChatTokenizer:
         return re.search(r"\btools\b", self._template) is not None
 
     @property
+    def shows_tool_calls(self) -> bool:
+        """Whether the chat template shows calls of tools."""
+        return re.search(r"\btool_calls\b", self._template) is not None
+
+    @property
     def shows_reasoning(self) -> bool:
         """Whether the chat template shows reasoning, or begins answers with it."""
         return re.search(r"think|reasoning", self._template) is not None

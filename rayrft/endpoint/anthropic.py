@@ -33,8 +33,8 @@ class MessagesRequest(ChatRequest):
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
             return body
         given = {key: value for key, value in body.items() if value is not None and key not in _NO_MATTER}
-        for name in _OF_CHATS & given.keys():
-            raise UnsupportedParameter(name, "is not supported")
+        for other in _OF_CHATS & given.keys():
+            raise UnsupportedParameter(other, "is not supported")
         messages = _system(given.pop("system", None))
         for number, message in enumerate(given["messages"]):
             messages += _converted(message, f"messages.{number}")

@@ -436,7 +436,7 @@ class Torn(HermesCalls):
 async def test_an_answer_on_which_a_format_of_ones_own_raises_is_a_malformed_call(qwen: Path) -> None:
     rollout, _ = await called(qwen, ["torn", MULTIPLY, "42"], form="torn")
     [row] = rollout.rows
-    assert "IndexError: no such part" in [turn["content"] for turn in row.turns if turn["role"] == "tool"][0]
+    assert "IndexError: no such part" in next(turn["content"] for turn in row.turns if turn["role"] == "tool")
     assert row.metrics == {"tool_calls": 2.0, "tool_errors": 1.0, "tool_malformed": 1.0}
 
 

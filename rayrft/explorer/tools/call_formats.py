@@ -207,6 +207,16 @@ async def open_call_format(name: str, tokenizer: ChatTokenizer, field: str) -> C
     return await VllmCalls.open(tokenizer, None if name == "auto" else name, probe, field)
 
 
+async def check_template(tokenizer: ChatTokenizer, field: str) -> str | None:
+    """Open format ``auto`` for a tokenizer, and close it; return a notice where it is a guess. Raises ConfigError if
+    nothing reads the calls that the chat template shows."""
+    form = await open_call_format("auto", tokenizer, field)
+    await form.close()
+    if tokenizer.takes_tools or not tokenizer.shows_tool_calls:
+        return None
+    return f"{field}: the chat template shows calls and no tools: tools are described as text, and calls read as hermes"
+
+
 def _json_calls(answer: str) -> Iterator[ToolCall | Malformed]:
     end = 0
     for start in re.finditer(r"\{", answer):
