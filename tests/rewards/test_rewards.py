@@ -234,6 +234,27 @@ async def test_a_slow_domain_holds_up_no_other() -> None:
         hanging.cancel()
 
 
+@pytest.mark.parametrize(
+    ("name", "function", "hides"),
+    [
+        (HERE + "sized", None, True),
+        (HERE + "SizedTranscript", None, False),
+        ("trl", "tests.rewards.foreign:sizes", False),
+        ("verl", "tests.rewards.foreign:compute_length", False),
+    ],
+)
+async def test_reasoning_is_hidden_from_every_kind_of_reward_or_shown(
+    name: str, function: str | None, hides: bool
+) -> None:
+    text = "<think>b</think>a"
+    for reasoning, size in ((None, 1 if hides else len(text)), ("hide", 1), ("show", len(text))):
+        options = {"function": function} if function else {}
+        async with scorer_of(name=name, options=options, reasoning=reasoning) as scorer:
+            [found] = await scorer.score(task("a"), [Transcript.of(task("a"), text)])
+            assert found.value == size / 10, reasoning
+            assert [step.end for step in found.steps] == [len(text)] * ("Transcript" in name)
+
+
 async def test_a_call_that_hangs_takes_no_worker_from_others() -> None:
     async with scorer_of(name=HERE + "moody", deadline_s=8.0, workers=1) as scorer:
         hanging = asyncio.ensure_future(scorer.score(task("a"), transcripts("hang", "hang")))
