@@ -15,20 +15,27 @@ from rayrft.markup import DATA_URL
 from rayrft.runtime.serving.http import UnsupportedParameter
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "min_tokens": (0,),
     "prompt_logprobs": (0,),
     **dict.fromkeys(("length_penalty", "best_of"), (1,)),
-    **dict.fromkeys(("use_beam_search", "background", "ignore_eos", "continue_final_message"), (False,)),
+    **dict.fromkeys(("use_beam_search", "background", "continue_final_message"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
     "function_call": ("auto", "none"),
-    **dict.fromkeys(("functions", "stop_token_ids"), ([],)),
+    "functions": ([],),
     "modalities": (["text"],),
     "suffix": ("",),
     "truncation": ("disabled",),
 }
 """Parameters that are not supported, with the values that change nothing. Unknown ones are refused, too."""
 _SERVER_TOOLS = ("web_search", "web_fetch", "file_search", "image_generation", "code_interpreter", "code_execution")
-_NO_MATTER = {"store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"}
+_NO_MATTER = {
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "cache_salt",
+    "verbosity",
+    "prompt_cache_retention",
+}
 """Parameters of which any value changes nothing here."""
 
 
@@ -74,6 +81,11 @@ class Sampled(_Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
+    bad_words: list[Annotated[Name, Field(min_length=1)]] = Field(default_factory=list, max_length=64)
+    allowed_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     max_tokens: Limit | None = None
     stop: Name | Annotated[list[Name], Field(max_length=16)] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63)

@@ -37,6 +37,8 @@ from rayrft.runtime.serving.http import ApiError, api_error, client_gone, unless
 from rayrft.runtime.waits import cancel
 
 R = TypeVar("R")
+_SAME = "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos"
+"""Parameters of requests that are those of `Sampling`."""
 
 
 class StreamingEngines(Protocol):
@@ -237,11 +239,11 @@ class Responder:
             temperature=run.temperature if body.temperature is None else body.temperature,
             top_p=body.top_p or 1.0,
             top_k=max(0, body.top_k or 0),
-            min_p=body.min_p,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            repetition_penalty=body.repetition_penalty,
+            stop_token_ids=(*(() if body.ignore_eos else run.stop_token_ids), *body.stop_token_ids),
+            bad_words=tuple(body.bad_words),
+            allowed_token_ids=tuple(body.allowed_token_ids),
             logit_bias=tuple(sorted(body.logit_bias.items())),
+            **{name: getattr(body, name) for name in _SAME},
             json_schema=json.dumps(body.json_schema) if body.json_schema is not None else "",
         )
         changed = [each.name for each in fields(Sampling) if getattr(asked, each.name) != getattr(run, each.name)]

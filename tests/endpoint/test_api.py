@@ -195,6 +195,10 @@ async def test_answers_in_json_and_penalties_are_sampled_as_asked_and_masked_in_
         ({"presence_penalty": 0.5, "extra_body": {"min_p": 0.1}}, {"presence_penalty": 0.5, "min_p": 0.1}),
         ({"frequency_penalty": -1}, {"frequency_penalty": -1.0}),
         ({"logit_bias": {"7": -100}}, {"logit_bias": ((7, -100.0),)}),
+        ({"extra_body": {"min_tokens": 3}, "verbosity": "low"}, {"min_tokens": 3}),
+        ({"extra_body": {"ignore_eos": True, "stop_token_ids": [7]}}, {"ignore_eos": True, "stop_token_ids": (7,)}),
+        ({"extra_body": {"bad_words": ["no"]}}, {"bad_words": ("no",)}),
+        ({"extra_body": {"allowed_token_ids": [7, 8]}}, {"allowed_token_ids": (7, 8)}),
     ]
     for policy in ("untrained", "refuse", "ignore"):
         async with serve(tiny_model, off_policy=policy) as served:
