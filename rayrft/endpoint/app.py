@@ -14,8 +14,9 @@ from fastapi.responses import JSONResponse, Response
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.anthropic import MessagesRequest, TokenCountRequest, as_anthropic
 from rayrft.endpoint.keeper import RemoteSessions
-from rayrft.endpoint.protocol import ChatRequest, CompletionRequest, FeedbackRequest, ResponsesRequest, Sampled
+from rayrft.endpoint.protocol import ChatRequest, CompletionRequest, FeedbackRequest, Sampled
 from rayrft.endpoint.responder import Responder
+from rayrft.endpoint.responses import ResponsesRequest
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.explorer.engines.client import EngineClient

@@ -20,13 +20,12 @@ from rayrft.endpoint.protocol import (
     ChatRequest,
     CompletionRequest,
     Prompt,
-    ResponsesRequest,
     Sampled,
     without_marks,
 )
 from rayrft.endpoint.recording import Call, Choice, Conversation, OpenCall, canonical_messages
 from rayrft.endpoint.replies import CheckedRequest, ChoicesReply, DecodedAnswer, ReplyForm, TextPiece
-from rayrft.endpoint.responses import ResponseReply
+from rayrft.endpoint.responses import ResponseReply, ResponsesRequest
 from rayrft.endpoint.sessions import SessionStats
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import DataError, ModelError
