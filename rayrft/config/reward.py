@@ -62,6 +62,9 @@ class RewardModelConfig(Section):
     """Parameters of the reward. Reward ``model`` takes ``model``, or ``stage``: an earlier one that trains it."""
     parts: list[RewardPart] = Field(default_factory=list)
     """Several rewards instead of one. If one is unknown, so is the sum, unless a gate is 0 or below."""
+    reasoning: Literal["hide", "show"] | None = None
+    """Whether rewards see the reasoning in answers. By default functions of the last answer do not, and functions of
+    TRL and verl and rewards of whole transcripts do, as there."""
     deadline_s: float = Field(10.0, gt=0)
     """Seconds for scoring one answer, from the start of execution, without waits of its process for a core."""
     workers: int = Field(1, ge=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -27,14 +27,17 @@ from rayrft.data.models import (
 )
 from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.engines.arguments import check_options
-from rayrft.explorer.tools.call_formats import check_call_format
-from rayrft.explorer.workflows.base import check_prompts, check_workflows
+from rayrft.explorer.tools.call_formats import check_call_format, check_template
+from rayrft.explorer.workflows.base import Workflow, check_prompts, check_workflows
+from rayrft.explorer.workflows.tools import ToolCalling
 from rayrft.monitor.sinks import check_sinks
 from rayrft.pipelines.experiences import check_experiences
 from rayrft.pipelines.report import summary
 from rayrft.pipelines.run.models import Engines
+from rayrft.pipelines.run.process import in_thread
 from rayrft.pipelines.tasks import load_processed
 from rayrft.rewards.checks import check_rewards
 from rayrft.trainer.batch_pipeline import check_batches
@@ -111,7 +114,8 @@ def prepare(
     for line in summary(processed.reports):
         say(f"tasks: {line}")
     sources = [*splits.sources, *[-1] * (len(tasks) - len(splits.train))]
-    notices = check_rewards(config.reward, zip(tasks, sources, strict=True), config.auxiliary)
+    sourced, workflow = zip(tasks, sources, strict=True), config.explorer.workflow
+    notices = check_rewards(config.reward, sourced, config.auxiliary, workflow)
     check_experiences(config, config.model.path)
     check_batches(config, config.model.path)
     workflows = check_workflows(config.explorer, tasks, config.auxiliary)
@@ -141,6 +145,7 @@ def prepare(
             check_classifier(model, stage.name)
     if config.rolls_out and splits.train and config.explorer.environment is None:
         notices += check_prompts(splits.train, tokenizer, workflows, config.explorer.sampling.max_prompt_tokens)
+    notices += _check_calls(config, workflows, tokenizer)
     demonstrations, skipped = load_demonstrations(config, splits, tokenizer)
     compared = chain(splits.evaluation, splits.train, _PROBES) if config.rolls_out else []
     learns = [stage.algorithm.build() for stage in config.stages if stage.groups]
@@ -159,6 +164,26 @@ def prepare(
         drop_equal=config.explorer.drop_zero_variance and all(each.zero_advantage_is_noop for each in learns),
         attention=attention_cost(model),
     )
+
+
+def _check_calls(config: RunConfig, workflows: Mapping[str | None, Workflow], tokenizer: ChatTokenizer) -> list[str]:
+    """Return notices of calls of tools whose format ``auto`` cannot find, or guesses. Raises ConfigError where a
+    workflow calls tools and cannot read the model's calls."""
+    forms = {"serve.tool_calls": config.endpoint.tool_calls} if config.endpoint is not None else {}
+    must_read = set[str]()
+    for name, workflow in workflows.items():
+        field = f"explorer.workflow_options.{name or config.explorer.workflow}"
+        forms[field] = getattr(workflow, "call_format", "")
+        must_read |= {field} if isinstance(workflow, ToolCalling) else set()
+    notices = []
+    for field in (field for field, form in forms.items() if form == "auto"):
+        try:
+            notices.append(in_thread(partial(check_template, tokenizer, field)))
+        except ConfigError as error:
+            if field in must_read:
+                raise
+            notices.append(str(error))
+    return [notice for notice in notices if notice]
 
 
 def _check_engines(config: RunConfig) -> tuple[str, ...]:

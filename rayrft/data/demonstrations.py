@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.config.seeds import generator
-from rayrft.data.formats import Row, SkippedRows, as_list, as_text, broken_rows, finite, value_at
+from rayrft.data.formats import Row, SkippedRows, as_list, as_text, broken_rows, finite, rows_of, value_at
 from rayrft.data.images import image_paths
 from rayrft.data.layouts import Side, conversations, displayed
 from rayrft.data.row_sources import open_source
@@ -271,7 +271,7 @@ def _numbered(dataset: ray.data.Dataset, config_key: str) -> tuple[ray.data.Data
 def _encode(table: pa.Table, encoder: RowEncoder) -> pa.Table:
     """Encode rows as experiences; a skipped row becomes an empty one whose status and error give the reason."""
     numbers = table.column(_NUMBER).to_pylist()
-    encoded, skipped = encoder.encode(zip(numbers, table.drop_columns([_NUMBER]).to_pylist(), strict=True))
+    encoded, skipped = encoder.encode(zip(numbers, rows_of(table.drop_columns([_NUMBER])), strict=True))
     experiences = [row for rows in encoded.values() for row in rows]
     for status, reasons in ((_BROKEN, skipped.broken), (_EXCLUDED, skipped.excluded)):
         for number, reason in reasons.items():

@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -89,7 +89,7 @@ class RowFiles:
         """Iterate over the numbered rows, from 1: lines of a JSONL file, rows of others, consecutive over files."""
         with self._reading():
             if self.are_tables:
-                yield from enumerate((row for batch in self.batches(_BATCH_ROWS) for row in batch.to_pylist()), 1)
+                yield from enumerate((row for batch in self.batches(_BATCH_ROWS) for row in rows_of(batch)), 1)
             elif self.path.is_dir():
                 yield from enumerate((row for file in self.files for _, row in _lines(file)), start=1)
             else:
@@ -265,6 +265,54 @@ def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError(f"an object has the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} twice")
     return found
+
+
+_JSON = {b"rayrft.json": b"1"}
+"""Metadata of a column whose texts are JSON, and are written to JSONL as the values that they stand for."""
+
+
+def is_json(column: pa.Field) -> bool:
+    """Return whether a column's texts are JSON."""
+    return column.metadata is not None and column.metadata.get(b"rayrft.json") == b"1"
+
+
+def json_field(name: str) -> pa.Field:
+    """Return the field of a column whose texts are JSON."""
+    return pa.field(name, pa.string(), metadata=_JSON)
+
+
+def json_decoder(column: pa.Field) -> Callable[[Any], Any] | None:
+    """Return the function that decodes the JSON in a column's values: of `json_field`, and of Arrow's type for JSON,
+    also nested, which ``datasets`` gives values of several types. None if the column has no JSON.
+
+    A number alone of Arrow's type is a text: ``datasets`` does not quote a text that is a number."""
+    kind = column.type
+    if is_json(column):
+        return lambda text: text and json.loads(text)
+    if isinstance(kind, pa.JsonType):
+        return lambda text: text and (found if isinstance(found := json.loads(text), str | list | dict) else text)
+    inner = [kind.field(number) for number in range(kind.num_fields)] if pa.types.is_nested(kind) else []
+    found = {each.name: decode for each in inner if (decode := json_decoder(each))}
+    if not found:
+        return None
+    if pa.types.is_struct(kind):
+        return lambda value: value and {**value, **{name: decode(value[name]) for name, decode in found.items()}}
+    [decode] = found.values()
+    return lambda value: value and [decode(each) for each in value]
+
+
+def rows_of(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
+    """Return a table's rows as values of Python, those of JSON as what they stand for. Raises DataError if a text of
+    JSON cannot be parsed."""
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for column in table.schema:
+        if (decode := json_decoder(column)) is not None:
+            try:
+                for row in rows:
+                    row[column.name] = decode(row[column.name])
+            except ValueError as error:
+                raise DataError(f"holds a text that is not JSON: {error}", field=f"columns.{column.name}") from None
+    return rows
 
 
 def refuse_objects(schema: pa.Schema, path: Path) -> None:

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from rayrft.config.base import resolved
 from rayrft.config.rows import RowsConfig
-from rayrft.data.formats import Row, open_rows
-from rayrft.data.tables import RowSource, open_table, quiet_ray_data
+from rayrft.data.formats import Row, open_rows, rows_of
+from rayrft.data.tables import RowSource, open_table, quiet_ray_data, with_json_texts
 from rayrft.errors import DataError, nearest
 
 _BATCH_ROWS = 1000
@@ -85,12 +85,12 @@ def open_source_table(config: RowsConfig, field: str) -> RowSource:
         for table in read(most):
             yield from table.combine_chunks().to_batches()
 
-    return RowSource(name, first.schema, batches, count)
+    return with_json_texts(RowSource(name, first.schema, batches, count))
 
 
 def _numbered(tables: Generator[pa.Table, None, None]) -> Generator[tuple[int, Row], None, None]:
     with closing(tables):
-        yield from enumerate((row for table in tables for row in table.to_pylist()), start=1)
+        yield from enumerate((row for table in tables for row in rows_of(table)), start=1)
 
 
 def _split(config: RowsConfig, field: str, key: str) -> Any:

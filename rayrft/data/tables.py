@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayrft.data.formats import RowFiles, as_text, open_rows
+from rayrft.data.formats import RowFiles, as_text, is_json, json_decoder, json_field, open_rows, rows_of
 from rayrft.errors import DataError, first_line
 from rayrft.experience import SCHEMA
 from rayrft.files import atomic_file
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     import ray.data
 
 _SUFFIXES = (".jsonl", ".parquet")
-_JSON = {b"rayrft.json": b"1"}
-"""Metadata of a column whose texts are JSON, and are written to JSONL as the values that they stand for."""
 _GROUP_BYTES = 32 << 20
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -50,14 +48,31 @@ def open_table(path: Path, field: str = "file") -> RowSource:
     """Open what `open_rows` opens as a table; text is read through once for its columns and its broken rows.
 
     Columns of text are texts, numbers, booleans and lists of one of these. One with other values (objects, or values
-    of several kinds) is a column of JSON texts, which `TableWriter` writes as they were. Where a row lacks a key, its
-    value is null. Raises DataError, which names ``field``, if there is no such file, or no row that can be read.
+    of several kinds) is a column of JSON texts, which `TableWriter` writes as they were; so is one with Arrow's type
+    for JSON. Where a row lacks a key, its value is null. Raises DataError, which names ``field``, if there is no such
+    file, or no row that can be read.
     """
     files = open_rows(path, field)
     if not files.are_tables:
         return _open_text(files, {})
     schema, rows = files.table()
-    return _with_rows(RowSource(str(path), schema, files.batches, rows), field)
+    return _with_rows(with_json_texts(RowSource(str(path), schema, files.batches, rows)), field)
+
+
+def with_json_texts(source: RowSource) -> RowSource:
+    """Return a source whose columns with Arrow's type for JSON, also nested, are columns of JSON texts."""
+    names = [column.name for column in source.schema if json_decoder(column) and not is_json(column)]
+    if not names:
+        return source
+    schema = pa.schema([json_field(column.name) if column.name in names else column for column in source.schema])
+
+    def batches(most: int) -> Iterator[pa.RecordBatch]:
+        for batch in source.batches(most):
+            rows = rows_of(batch.select(names))
+            columns = [_column(rows, each) if each.name in names else batch.column(each.name) for each in schema]
+            yield pa.RecordBatch.from_arrays(columns, schema=schema)
+
+    return replace(source, schema=schema, batches=batches)
 
 
 def _with_rows(source: RowSource, field: str, remedy: str = "") -> RowSource:
@@ -91,16 +106,6 @@ def _convert(row: dict[str, Any], kinds: Mapping[str, str]) -> str | None:
         except (ValueError, DataError):
             return f"not usable: {name} holds {json.dumps(row[name])[:80]}, which is not a {kind}"
     return None
-
-
-def is_json(column: pa.Field) -> bool:
-    """Return whether a column's texts are JSON."""
-    return column.metadata is not None and column.metadata.get(b"rayrft.json") == b"1"
-
-
-def json_field(name: str) -> pa.Field:
-    """Return the field of a column whose texts are JSON."""
-    return pa.field(name, pa.string(), metadata=_JSON)
 
 
 class TableWriter:

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from rayrft.config.tasks import TaskSourceConfig
-from rayrft.data.formats import broken_rows
-from rayrft.data.tables import is_json, json_field, open_table, write_table
+from rayrft.data.formats import broken_rows, is_json, json_field
+from rayrft.data.tables import open_table, write_table
 from rayrft.errors import DataError
 from rayrft.experience import Task
 

@@ -113,6 +113,16 @@ class ChatTokenizer:
         """Whether the chat template shows tools, and so has messages of role ``tool``."""
         return re.search(r"\btools\b", self._template) is not None
 
+    @property
+    def shows_tool_calls(self) -> bool:
+        """Whether the chat template shows calls of tools."""
+        return re.search(r"\btool_calls\b", self._template) is not None
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the chat template shows reasoning, or begins answers with it."""
+        return re.search(r"think|reasoning", self._template) is not None
+
     def shown_calls(self, calls: list[dict[str, Any]], tools: Tools) -> str | None:
         """Return the text in which the chat template shows an assistant's calls of tools, without the end of the turn;
         None if it rejects them."""

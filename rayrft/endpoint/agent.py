@@ -70,6 +70,7 @@ class Applications:
 
     def __init__(self, processes: Processes, tool_calls: str, history: History) -> None:
         check_call_format(tool_calls, "tool_calls")
+        self.call_format = tool_calls
         if history not in get_args(History):
             raise TypeError(f"history must be one of {', '.join(get_args(History))}, not {history!r}")
         self._config = ServeConfig(off_policy="ignore", tool_calls=tool_calls, history=history, deadline_s=math.inf)
@@ -92,7 +93,7 @@ class Applications:
                 returned = await attempt.result(worker.call("run", task, access, deadline_s=math.inf))
         trajectories = attempt.trajectories()
         if not trajectories:
-            raise ValueError("the application made no call of the model")
+            raise ValueError("the application made no call of the model that can be trained")
         result = attempt.reward or await _result(returned, attempt.last_answer, partial(model.score, task))
         for trajectory in trajectories:
             trajectory.reward(result)

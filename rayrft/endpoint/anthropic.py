@@ -15,8 +15,10 @@ from rayrft.runtime.serving.http import ApiError, UnsupportedParameter
 
 _DROPPED = {"thinking", "redacted_thinking"}
 """Blocks of earlier answers that the tokens of a session have already."""
-_NO_MATTER = {"thinking", "context_management", "output_config", "container", "inference_geo", "cache_control"}
-"""Parameters of which any value changes nothing here: a policy thinks as its chat template lets it."""
+_NO_MATTER = {"context_management", "container", "inference_geo", "cache_control"}
+"""Parameters of which any value changes nothing here; nor do bounds of thinking and ``output_config.effort``."""
+_OF_CHATS = {"n", "logprobs", "top_logprobs", "response_format", "max_completion_tokens", "reasoning_effort"}
+"""Parameters of chat completions alone."""
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
           429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
@@ -31,6 +33,8 @@ class MessagesRequest(ChatRequest):
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
             return body
         given = {key: value for key, value in body.items() if value is not None and key not in _NO_MATTER}
+        for other in _OF_CHATS & given.keys():
+            raise UnsupportedParameter(other, "is not supported")
         messages = _system(given.pop("system", None))
         for number, message in enumerate(given["messages"]):
             messages += _converted(message, f"messages.{number}")
@@ -38,8 +42,13 @@ class MessagesRequest(ChatRequest):
         if "stop_sequences" in made:
             made["stop"] = made.pop("stop_sequences")
         made["tools"] = [_tool(tool) for tool in made.get("tools") or [] if not runs_at_server(tool)]
+        if _entry(made.pop("thinking", {}), "type") == "disabled":
+            made["reasoning_effort"] = "none"
+        if form := _entry(made.pop("output_config", {}), "format"):
+            made["response_format"] = {"type": _entry(form, "type"), "json_schema": form}
         if choice := made.pop("tool_choice", None):
-            kind = choice.get("type") if isinstance(choice, dict) else None
+            kind = _entry(choice, "type")
+            made["parallel_tool_calls"] = not _entry(choice, "disable_parallel_tool_use")
             if kind == "tool":
                 made["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
             elif kind in _CHOICES:
@@ -51,17 +60,13 @@ class MessagesRequest(ChatRequest):
             made["user"] = name[-256:]  # what tells sessions apart stands at its end
         return made
 
-    @model_validator(mode="after")
-    def _one_answer(self) -> MessagesRequest:
-        # Parameters of chat completions alone.
-        for name in ("n", "logprobs", "top_logprobs", "response_format", "max_completion_tokens"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise UnsupportedParameter(name, "is not supported")
-        return self
-
 
 class TokenCountRequest(MessagesRequest):
     """The body of ``/v1/messages/count_tokens``."""
+
+
+def _entry(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None
 
 
 def _system(given: Any) -> list[dict[str, Any]]:

@@ -14,8 +14,9 @@ from fastapi.responses import JSONResponse, Response
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.anthropic import MessagesRequest, TokenCountRequest, as_anthropic
 from rayrft.endpoint.keeper import RemoteSessions
-from rayrft.endpoint.protocol import ChatRequest, CompletionRequest, FeedbackRequest, ResponsesRequest, Sampled
+from rayrft.endpoint.protocol import ChatRequest, CompletionRequest, FeedbackRequest, Sampled
 from rayrft.endpoint.responder import Responder
+from rayrft.endpoint.responses import ResponsesRequest
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.explorer.engines.client import EngineClient
@@ -128,7 +129,8 @@ class PolicyEndpoint(HttpService):
     async def _stats(self, request: Request) -> Response:
         sessions = self._responder.sessions
         counts = asdict(await sessions.stats()) if sessions is not None else None
-        return JSONResponse({"open": self.open, "requests": dict(self.outcomes), "sessions": counts})
+        found = {"open": self.open, "requests": dict(self.outcomes), "malformed_calls": self._responder.malformed_calls}
+        return JSONResponse({**found, "sessions": counts})
 
     def _card(self) -> dict[str, Any]:
         about = {"object": "model", "created": 0, "owned_by": "rayrft"}

@@ -112,8 +112,10 @@ class ApplicationAttempt:
         if request.alternatives or request.scored:
             problem = "attempts are sampled without the log-probs of other tokens and of prompts"
             raise RequestRefused(problem, "ask for the log-probs of the answer alone", field="top_logprobs")
+        sampling = request.sampling
         answers = (
-            self._model.generate(request.prompt, request.images, request.sampling.max_tokens) for _ in range(request.n)
+            self._model.generate(request.prompt, request.images, sampling.max_tokens, sampling.json_schema)
+            for _ in range(request.n)
         )
         try:
             return await asyncio.gather(*answers)

@@ -21,6 +21,8 @@ class DecodedMessage:
     content: str
     tool_calls: tuple[dict[str, Any], ...] = ()
     reasoning: str = ""
+    malformed: int = 0
+    """Number of its calls that cannot be read."""
 
 
 class AnswerText:
@@ -119,13 +121,14 @@ async def decode_message(
     the content. An answer with an unreadable call is text."""
     calls = await form.read(text, tools) if form else []
     read = [call for call in calls if isinstance(call, ToolCall)]
-    if form is not None and read and len(read) == len(calls):
+    malformed = len(calls) - len(read)
+    if form is not None and read and not malformed:
         text = form.content(text)
     else:
         read = []
     parts = ReasoningSplit.of(text) if split else None
     content, reasoning = (parts.content, parts.reasoning) if parts is not None else (text, "")
-    return DecodedMessage(content, tuple(map(_tool_call, read)), reasoning)
+    return DecodedMessage(content, tuple(map(_tool_call, read)), reasoning, malformed)
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

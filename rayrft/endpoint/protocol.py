@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import compress
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -15,21 +16,21 @@ from rayrft.markup import DATA_URL
 from rayrft.runtime.serving.http import UnsupportedParameter
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "min_tokens": (0,),
     "prompt_logprobs": (0,),
     **dict.fromkeys(("length_penalty", "best_of"), (1,)),
-    **dict.fromkeys(("use_beam_search", "background", "ignore_eos", "continue_final_message"), (False,)),
+    **dict.fromkeys(("use_beam_search", "background", "continue_final_message"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
     "function_call": ("auto", "none"),
-    **dict.fromkeys(("functions", "stop_token_ids"), ([],)),
-    "reasoning": ({},),
+    "functions": ([],),
     "modalities": (["text"],),
     "suffix": ("",),
     "truncation": ("disabled",),
 }
 """Parameters that are not supported, with the values that change nothing. Unknown ones are refused, too."""
-_SERVER_TOOLS = ("web_search", "web_fetch", "file_search", "image_generation", "code_interpreter", "code_execution")
-_NO_MATTER = {"store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "cache_salt"}
+_SERVER_TOOLS = ("web_search", "web_fetch", "file_search", "image_generation", "code_interpreter", "code_execution",
+                 "mcp")  # fmt: skip
+_NO_MATTER = {"store", "service_tier", "safety_identifier", "cache_salt", "verbosity", "client_metadata",
+              "prompt_cache_key", "prompt_cache_retention"}  # fmt: skip
 """Parameters of which any value changes nothing here."""
 
 
@@ -52,6 +53,7 @@ class RequestMetadata(_Body):
     task_id: str | None = Field(None, min_length=1, max_length=256)
 
 
+_PICTURES = ("image_url", "input_image")
 Limit = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -75,6 +77,11 @@ class Sampled(_Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
+    bad_words: list[Annotated[Name, Field(min_length=1)]] = Field(default_factory=list, max_length=64)
+    allowed_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     max_tokens: Limit | None = None
     stop: Name | Annotated[list[Name], Field(max_length=16)] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63)
@@ -132,7 +139,7 @@ class ContentPart(_Body):
     @property
     def image(self) -> str | None:
         """The URL of the image, if it is one; empty if it has none."""
-        if self.type not in ("image_url", "input_image"):
+        if self.type not in _PICTURES:
             return None
         url = self.image_url.get("url") if isinstance(self.image_url, dict) else self.image_url
         return url if isinstance(url, str) else ""
@@ -250,6 +257,28 @@ class ChatRequest(Sampled):
     top_logprobs: int = Field(0, ge=0, le=_MOST_ALTERNATIVES)
     response_format: ResponseFormat = ResponseFormat()
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    """If false, the first call of an answer is its only one."""
+    reasoning_effort: Name | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pictures_of_tools(cls, body: Any) -> Any:
+        """Let pictures in results of tools follow these in a message of the user."""
+        if not isinstance(body, dict) or not isinstance(given := body.get("messages"), list):
+            return body
+        messages, pictures = list[Any](), list[Any]()
+        for message in [*given, None]:
+            is_result = isinstance(message, dict) and message.get("role") == "tool"
+            if pictures and not is_result:
+                messages.append({"role": "user", "content": pictures})
+                pictures = []
+            if is_result and isinstance(parts := message["content"], list):
+                found = [isinstance(part, dict) and part.get("type") in _PICTURES for part in parts]
+                pictures += compress(parts, found)
+                message = {**message, "content": [part for part, other in zip(parts, found, strict=True) if not other]}
+            messages.append(message)
+        return {**body, "messages": messages[:-1]}
 
     @model_validator(mode="after")
     def _tools(self) -> ChatRequest:
@@ -280,7 +309,8 @@ class ChatRequest(Sampled):
         if not isinstance(self.tool_choice, dict):
             return functions
         named = self.tool_choice.get("function", self.tool_choice)
-        return [each for each in functions if isinstance(named, dict) and each["name"] == named.get("name")]
+        name = named.get("name", named.get("type")) if isinstance(named, dict) else None
+        return [each for each in functions if each["name"] == name]
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
@@ -312,61 +342,6 @@ class ChatRequest(Sampled):
     def shown_tools(self) -> tuple[dict[str, Any], ...]:
         """The tools that the prompt names."""
         return () if self.tool_choice == "none" else tuple(self.tools)
-
-
-class ResponsesRequest(ChatRequest):
-    """The body of ``/v1/responses``: its input becomes messages. Nothing is stored, so the input is the whole
-    conversation."""
-
-    max_output_tokens: Limit | None = None
-    include: list[Name] = Field(default_factory=list, max_length=16)
-    custom_tools: frozenset[str] = frozenset()
-    """Names of the tools that take one text; the policy sees them as functions."""
-    text: dict[str, Any] = Field(default_factory=dict)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_input(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        if "input" not in body:
-            raise UnsupportedParameter("input", "is required")
-        given, tools = body["input"], body.get("tools") or []
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        if not isinstance(items, list):
-            raise UnsupportedParameter("input", "is neither a text nor a list of items")
-        if not isinstance(tools, list):
-            raise UnsupportedParameter("tools", "is not a list")
-        messages = _messages(items)
-        if instructions := body.get("instructions"):
-            messages.insert(0, {"role": "system", "content": instructions})
-        rest = {key: value for key, value in body.items() if key not in ("input", "instructions", "tools", "reasoning")}
-        texts = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "custom"]
-        custom = [tool["name"] for tool in texts if isinstance(tool.get("name"), str)]
-        shown = [_nested(tool) for tool in tools if not runs_at_server(tool)]
-        text = body.get("text")
-        form = text.get("format") if isinstance(text, dict) else None
-        if not isinstance(form, dict | None):
-            raise UnsupportedParameter("text.format", "is not an object")
-        if isinstance(form, dict) and form.get("type") == "json_schema":
-            form = {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
-        rest |= {"response_format": form} if form is not None else {}
-        return {**rest, "messages": messages, "tools": shown, "custom_tools": custom}
-
-    @model_validator(mode="after")
-    def _plain_text(self) -> ResponsesRequest:
-        for name in ("n", "max_tokens", "max_completion_tokens", "logprobs"):  # of chat completions alone
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise UnsupportedParameter(name, "is not supported")
-        return self
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_output_tokens
-
-    @property
-    def alternatives(self) -> int | None:
-        return self.top_logprobs if "message.output_text.logprobs" in self.include else None
 
 
 class CompletionRequest(Sampled):
@@ -408,46 +383,11 @@ class FeedbackRequest(_Body):
     components: dict[Name, float] = Field(default_factory=dict, max_length=64)
 
 
-def _messages(items: list[Any]) -> list[dict[str, Any]]:
-    """Return the items of a conversation as messages: a call belongs to the preceding answer."""
-    messages = list[dict[str, Any]]()
-    for number, item in enumerate(items):
-        kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
-        try:
-            if kind == "message":
-                messages.append({"role": item["role"], "content": item["content"]})
-            elif kind in ("function_call", "custom_tool_call"):
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": ""})
-                said = item["arguments"] if kind == "function_call" else json.dumps({"input": item["input"]})
-                function = {"name": item["name"], "arguments": said}
-                call = {"id": item["call_id"], "type": "function", "function": function}
-                messages[-1].setdefault("tool_calls", []).append(call)
-            elif kind in ("function_call_output", "custom_tool_call_output"):
-                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
-            elif kind != "reasoning":  # the tokens of a session have it already
-                raise UnsupportedParameter(f"input.{number}", f"is a {kind}, which is not supported")
-        except KeyError as error:
-            raise UnsupportedParameter(f"input.{number}", f"lacks {error}") from None
-    return messages
-
-
-def _nested(tool: Any) -> Any:
-    """Return a tool in the form of `ChatRequest`; one that takes a text is a function of one."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind == "custom":
-        text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-        about = {"name": tool.get("name"), "description": tool.get("description") or ""}
-        return {"type": "function", "function": {**about, "parameters": text}}
-    if kind != "function":
-        raise UnsupportedParameter("tools", "has an entry that is not a function")
-    fields = {key: value for key, value in tool.items() if key not in ("type", "strict") and value is not None}
-    return {"type": "function", "function": fields}
-
-
 def runs_at_server(tool: Any) -> bool:
     """Whether a tool is one that the server of the API runs: the policy is not shown it, and cannot call it."""
     kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind == "shell" and isinstance(place := tool.get("environment"), dict):
+        return place.get("type") != "local"
     return isinstance(kind, str) and kind.startswith(_SERVER_TOOLS)
 
 

@@ -20,13 +20,12 @@ from rayrft.endpoint.protocol import (
     ChatRequest,
     CompletionRequest,
     Prompt,
-    ResponsesRequest,
     Sampled,
     without_marks,
 )
 from rayrft.endpoint.recording import Call, Choice, Conversation, OpenCall, canonical_messages
 from rayrft.endpoint.replies import CheckedRequest, ChoicesReply, DecodedAnswer, ReplyForm, TextPiece
-from rayrft.endpoint.responses import ResponseReply
+from rayrft.endpoint.responses import ResponseReply, ResponsesRequest
 from rayrft.endpoint.sessions import SessionStats
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import DataError, ModelError
@@ -37,6 +36,8 @@ from rayrft.runtime.serving.http import ApiError, api_error, client_gone, unless
 from rayrft.runtime.waits import cancel
 
 R = TypeVar("R")
+_SAME = "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos"
+"""Parameters of requests that are those of `Sampling`."""
 
 
 class StreamingEngines(Protocol):
@@ -81,11 +82,14 @@ class Responder:
         self.settings = settings
         self._config = settings.config
         self._format: asyncio.Future[CallFormat] | None = None
+        self.malformed_calls = 0
+        """Number of calls in answers that could not be read: such an answer is text."""
 
     async def begin(
         self, body: Sampled, response: str, session: str, task: str | None, *, record: bool = True
     ) -> list[CheckedRequest]:
         """Check a request; with ``record``, begin a call in its session for each of its prompts."""
+        body = self._with_effort(body) if isinstance(body, ChatRequest) else body
         prompts: list[Prompt | None] = [*body.prompts] if isinstance(body, CompletionRequest) else [None]
         named = (session, task) if record else None
         checking = [
@@ -178,6 +182,17 @@ class Responder:
         finally:
             await cancel(answering)
 
+    def _with_effort(self, body: ChatRequest) -> ChatRequest:
+        """Return a request whose effort of reasoning is an option of the chat template. Raises ApiError if it has no
+        such option, unless no reasoning is asked for and the template shows none."""
+        effort, template = body.reasoning_effort, self._tokenizer
+        choices = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        options = {name: value for name, value in choices.items() if effort and template.has_option(name)}
+        if effort and not options and (effort != "none" or template.shows_reasoning):
+            problem = f"The effort of reasoning is {effort!r}, and the chat template has no option for it."
+            raise ApiError(400, problem, code="unsupported_parameter", param="reasoning_effort")
+        return body.model_copy(update={"chat_template_kwargs": {**options, **body.chat_template_kwargs}})
+
     def _plain(self, body: ChatRequest) -> list[dict[str, Any]]:
         """Return the messages in the form that is compared; an answer without its reasoning is another one than that
         which was sampled, if the history is that of the template. Raises DataError."""
@@ -223,11 +238,11 @@ class Responder:
             temperature=run.temperature if body.temperature is None else body.temperature,
             top_p=body.top_p or 1.0,
             top_k=max(0, body.top_k or 0),
-            min_p=body.min_p,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            repetition_penalty=body.repetition_penalty,
+            stop_token_ids=(*(() if body.ignore_eos else run.stop_token_ids), *body.stop_token_ids),
+            bad_words=tuple(body.bad_words),
+            allowed_token_ids=tuple(body.allowed_token_ids),
             logit_bias=tuple(sorted(body.logit_bias.items())),
+            **{name: getattr(body, name) for name in _SAME},
             json_schema=json.dumps(body.json_schema) if body.json_schema is not None else "",
         )
         changed = [each.name for each in fields(Sampling) if getattr(asked, each.name) != getattr(run, each.name)]
@@ -339,6 +354,9 @@ class Responder:
             tail, whole = text.end(), text.text
         tools = ask.body.shown_tools if isinstance(ask.body, ChatRequest) else ()
         found = await decode_message(whole, ask.form, tools, split=self._splits(ask))
+        self.malformed_calls += found.malformed
+        if isinstance(ask.body, ChatRequest) and not ask.body.parallel_tool_calls:
+            found = replace(found, tool_calls=found.tool_calls[:1])
         shown = len(whole) - len(tail)
         if split is not None:
             shown = len(split.content)

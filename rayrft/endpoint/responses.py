@@ -1,4 +1,4 @@
-"""The form of ``/v1/responses``: one answer as a list of items, its text and its calls of tools."""
+"""OpenAI's Responses API: its requests as those of chat completions, and the form of its responses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,149 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pydantic import Field, model_validator
+
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.endpoint.protocol import ResponsesRequest
+from rayrft.endpoint.protocol import ChatRequest, Limit, Name, runs_at_server
 from rayrft.endpoint.replies import CheckedRequest, DecodedAnswer, ReplyForm, TextPiece, as_event
+from rayrft.runtime.serving.http import UnsupportedParameter
 
 Item = dict[str, Any]
+
+
+_TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
+_TEXTS = {"type": "array", "items": _TEXT}
+_OPERATION = {"enum": ["create_file", "update_file", "delete_file"]}
+_CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "local_shell": ("action", {"command": _TEXTS, "working_directory": _TEXT, "timeout_ms": _NUMBER}),
+    "shell": ("action", {"commands": _TEXTS, "timeout_ms": _NUMBER, "max_output_length": _NUMBER}),
+    "apply_patch": ("operation", {"type": _OPERATION, "path": _TEXT, "diff": _TEXT}),
+}
+"""Tools without a schema of their own: the field of a call that has its arguments, and the parameters with which the
+policy sees them as functions; the first is required."""
+
+
+class ResponsesRequest(ChatRequest):
+    """The body of ``/v1/responses``: its input becomes messages. Nothing is stored, so the input is the whole
+    conversation."""
+
+    max_output_tokens: Limit | None = None
+    include: list[Name] = Field(default_factory=list, max_length=16)
+    kinds: dict[str, tuple[str, str]] = Field(default_factory=dict)
+    """Types and namespaces of tools by the name with which the policy sees them: all are functions to it."""
+    text: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_input(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        if "input" not in body:
+            raise UnsupportedParameter("input", "is required")
+        given, tools = body["input"], body.get("tools") or []
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        if not isinstance(items, list):
+            raise UnsupportedParameter("input", "is neither a text nor a list of items")
+        if not isinstance(tools, list):
+            raise UnsupportedParameter("tools", "is not a list")
+        messages = _messages(items)
+        if instructions := body.get("instructions"):
+            messages.insert(0, {"role": "system", "content": instructions})
+        rest = {key: value for key, value in body.items() if key not in ("input", "instructions", "tools", "reasoning")}
+        reasoning = body.get("reasoning")
+        rest["reasoning_effort"] = reasoning.get("effort") if isinstance(reasoning, dict) else None
+        shown, kinds = list[Any](), dict[str, tuple[str, str]]()
+        for tool in tools:
+            kind, inner = (tool.get("type"), tool.get("tools")) if isinstance(tool, dict) else (None, None)
+            namespace = str(tool.get("name")) if kind == "namespace" and isinstance(inner, list) else ""
+            for each in inner or () if namespace else () if runs_at_server(tool) else (tool,):
+                shown.append({"type": "function", "function": (function := _function(each))})
+                function["name"] = _in_namespace(function["name"], namespace)
+                kinds[function["name"]] = each["type"], namespace
+        text = body.get("text")
+        form = text.get("format") if isinstance(text, dict) else None
+        if not isinstance(form, dict | None):
+            raise UnsupportedParameter("text.format", "is not an object")
+        if isinstance(form, dict) and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
+        rest |= {"response_format": form} if form is not None else {}
+        return {**rest, "messages": messages, "tools": shown, "kinds": kinds}
+
+    @model_validator(mode="after")
+    def _plain_text(self) -> ResponsesRequest:
+        for name in ("n", "max_tokens", "max_completion_tokens", "logprobs"):  # of chat completions alone
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise UnsupportedParameter(name, "is not supported")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if "message.output_text.logprobs" in self.include else None
+
+
+def _messages(items: list[Any]) -> list[dict[str, Any]]:
+    """Return the items of a conversation as messages: a call belongs to the preceding answer."""
+    messages = list[dict[str, Any]]()
+    for number, item in enumerate(items):
+        kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
+        try:
+            if kind == "message":
+                messages.append({"role": item["role"], "content": item["content"]})
+            elif kind.removesuffix("_call") in ("function", "custom_tool", *_CLIENT_TOOLS) and kind.endswith("_call"):
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                call = {"id": item["call_id"], "type": "function", "function": _called(item, kind)}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            elif kind.endswith("_call_output"):
+                result = item["status"] if item.get("output") is None else item["output"]
+                if kind == "shell_call_output":
+                    result = json.dumps(result)
+                name = item.get("call_id") or item["id"]
+                messages.append({"role": "tool", "tool_call_id": name, "content": result})
+            elif kind not in ("reasoning", "web_search_call"):  # the tokens of a session have it already
+                raise UnsupportedParameter(f"input.{number}", f"is a {kind}, which is not supported")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UnsupportedParameter(f"input.{number}", f"is not a whole {kind}: {error!r}") from None
+    return messages
+
+
+def _called(item: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return an item of a call as a call of a function."""
+    if kind == "function_call":
+        given = item["arguments"]
+    elif kind == "custom_tool_call":
+        given = json.dumps({"input": item["input"]})
+    else:
+        field, parameters = _CLIENT_TOOLS[name := kind.removesuffix("_call")]
+        asked = {key: item[field][key] for key in parameters if item[field].get(key) is not None}
+        return {"name": name, "arguments": json.dumps(asked)}
+    return {"name": _in_namespace(item["name"], item.get("namespace")), "arguments": given}
+
+
+def _in_namespace(name: str, namespace: str | None) -> str:
+    return f"{namespace}.{name}" if namespace else name
+
+
+def _function(tool: Any) -> dict[str, Any]:
+    """Return a tool of Responses as a function."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind in _CLIENT_TOOLS:
+        parameters = _CLIENT_TOOLS[kind][1]
+        schema = {"type": "object", "properties": parameters, "required": [next(iter(parameters))]}
+        return {"name": kind, "description": "", "parameters": schema}
+    if kind not in ("function", "custom") or not isinstance(tool.get("name"), str):
+        raise UnsupportedParameter("tools", f"has a tool of type {kind!r} that is not supported, or has no name")
+    if kind == "function":
+        return {key: value for key, value in tool.items() if key not in ("type", "strict") and value is not None}
+    form, about = tool.get("format"), tool.get("description") or ""
+    if isinstance(form, dict) and "definition" in form:
+        about = f"{about}\nThe input follows this grammar ({form.get('syntax')}):\n{form['definition']}"
+    text = {"type": "object", "properties": {"input": _TEXT}, "required": ["input"]}
+    return {"name": tool["name"], "description": about, "parameters": text}
 
 
 class ResponseReply(ReplyForm):
@@ -20,13 +158,14 @@ class ResponseReply(ReplyForm):
     def __init__(self, asks: Sequence[CheckedRequest], model: str, tokenizer: ChatTokenizer) -> None:
         super().__init__(asks, model, tokenizer)
         [ask] = asks
+        assert isinstance(ask.body, ResponsesRequest)
         self._common |= {
             "object": "response",
             "created_at": int(time.time()),
             "error": None,
             "instructions": None,
             "metadata": {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": ask.body.parallel_tool_calls,
             "previous_response_id": None,
             "temperature": ask.sampling.temperature,
             "tool_choice": "auto",
@@ -34,8 +173,7 @@ class ResponseReply(ReplyForm):
             "top_p": ask.sampling.top_p,
         }
         self._message, self._thoughts = f"msg_{ask.response}", f"rs_{ask.response}"
-        assert isinstance(ask.body, ResponsesRequest)
-        self._custom = ask.body.custom_tools
+        self._kinds = ask.body.kinds
         self._thinks = self._speaks = False
         """Whether the stream has begun the item of the reasoning, and of the text."""
         self._events = 0
@@ -124,6 +262,9 @@ class ResponseReply(ReplyForm):
             yield self._event("response.custom_tool_call_input.delta", delta=item["input"], **place)
             yield self._event("response.custom_tool_call_input.done", input=item["input"], **place)
             return
+        if "arguments" not in item:
+            yield self._event("response.output_item.added", output_index=index, item={**item, "status": "in_progress"})
+            return
         begun = {**item, "arguments": "", "status": "in_progress"}
         arguments = item["arguments"]
         yield self._event("response.output_item.added", output_index=index, item=begun)
@@ -141,11 +282,17 @@ class ResponseReply(ReplyForm):
         return [*thoughts, self._text(content, logprobs, status), *calls]
 
     def _called(self, call: dict[str, Any]) -> Item:
-        """Return the item of a call: of a function, or of a tool that takes a text."""
+        """Return the item of a call, of the type of its tool."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        about = {"call_id": call["id"], "status": "completed", "name": name}
-        text = json.loads(arguments).get("input") if name in self._custom else None
-        if isinstance(text, str):
+        kind, namespace = self._kinds.get(name, ("function", ""))
+        given, about = json.loads(arguments), {"call_id": call["id"], "status": "completed"}
+        if kind in _CLIENT_TOOLS:
+            given |= {"type": "exec", "env": {}} if kind == "local_shell" else {}
+            return {"type": f"{kind}_call", "id": f"{kind}_{call['id']}", **about, _CLIENT_TOOLS[kind][0]: given}
+        if namespace:
+            about |= {"namespace": namespace}
+        about |= {"name": name.removeprefix(f"{namespace}.")}
+        if kind == "custom" and isinstance(text := given.get("input"), str):
             return {"type": "custom_tool_call", "id": f"ctc_{call['id']}", **about, "input": text}
         return {"type": "function_call", "id": f"fc_{call['id']}", **about, "arguments": arguments}
 

@@ -45,6 +45,8 @@ class _Call(NamedTuple):
 
     prompt: list[int]
     images: tuple[str, ...] = ()
+    schema: str = ""
+    """The JSON schema of the answer. Such an answer cannot be continued: if it is interrupted, it is sampled again."""
     answer: Completion = _UNBEGUN
 
     @property
@@ -62,7 +64,7 @@ class _Call(NamedTuple):
                     spans.append((start + first, start + last, version))
             tokens, logprobs = begun.token_ids + by.token_ids, begun.logprobs + by.logprobs
             by = Completion(tokens, logprobs, tuple(spans), by.stop_reason)
-        return _Call(self.prompt, self.images, by)
+        return self._replace(answer=by)
 
     def to_experience(self, experience_id: str, group_id: str, task_id: str) -> Experience:
         token_ids = [*self.prompt, *self.answer.token_ids]
@@ -78,6 +80,7 @@ class _Call(NamedTuple):
             weight_versions=versions,
             stop_reason=self.answer.stop_reason if self.finished else None,
             images=self.images,
+            labels={"json_schema": self.schema} if self.schema else {},
         )
 
     @classmethod
@@ -87,7 +90,7 @@ class _Call(NamedTuple):
         tokens = tuple(row.token_ids[at:].tolist())
         logprobs = tuple(row.logprobs[at:].tolist())
         answer = Completion(tokens, logprobs, spans, row.stop_reason or INTERRUPTED)
-        return cls(row.token_ids[:at].tolist(), row.images, answer)
+        return cls(row.token_ids[:at].tolist(), row.images, row.labels.get("json_schema", ""), answer)
 
 
 @dataclass
@@ -194,13 +197,13 @@ class GroupCalls:
         """Return the `Generate` function of one repeat."""
         attempt = self._attempts[repeat]
 
-        async def generate(prompt: list[int], max_tokens: int, images: tuple[str, ...]) -> Completion:
+        async def generate(prompt: list[int], max_tokens: int, images: tuple[str, ...], schema: str = "") -> Completion:
             if attempt.ended:
                 raise RuntimeError("the attempt has ended: await all that a workflow begins")
             number = len(attempt.made) + 1
-            call = _Call(prompt, images)
+            call = _Call(prompt, images, schema)
             if recorded := attempt.recorded.pop(number, None):
-                if (recorded.prompt, recorded.images) == (prompt, images):
+                if recorded._replace(answer=_UNBEGUN) == call:
                     call = recorded
                 else:
                     log.warning(
@@ -227,7 +230,7 @@ class GroupCalls:
     async def _finish(self, attempt: _Attempt, repeat: int, number: int, call: _Call, max_tokens: int) -> _Call:
         """Return the call when it is finished. It never returns once the attempt is to be parked."""
         room = max_tokens - len(call.answer.token_ids)
-        budget = None if attempt.diverged else self._budget
+        budget = None if attempt.diverged or call.schema else self._budget
         left = room if budget is None else min(room, budget - attempt.sampled)
         if left > 0 and not self._interrupting:
             if number == 1 and self._n > 1:
@@ -238,7 +241,8 @@ class GroupCalls:
             attempt.sampled += len(completion.token_ids)
             if completion.stop_reason == "length" and left < room:  # cut by the budget
                 completion = replace(completion, stop_reason=INTERRUPTED)
-            attempt.made[number] = call = call.extended(completion)
+            if not call.schema or completion.stop_reason != INTERRUPTED:
+                attempt.made[number] = call = call.extended(completion)
             if call.finished:
                 return call
         attempt.suspended += 1
@@ -255,7 +259,7 @@ class GroupCalls:
             # A continued call must not draw the same random numbers again.
             begun = len(call.answer.token_ids)
             seed = derive_seed(seed, f"{number}/{begun}" if begun else str(number)) + repeat
-        sampling = replace(self._sampling, max_tokens=max_tokens, seed=seed)
+        sampling = replace(self._sampling, max_tokens=max_tokens, seed=seed, json_schema=call.schema)
         return Request([*call.prompt, *call.answer.token_ids], n, sampling, call.images)
 
     async def _first(self, repeat: int, call: _Call, max_tokens: int) -> Completion:

@@ -19,8 +19,9 @@ from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.exchange import Completion, Session
 from rayrft.rewards import RewardResult, StepReward, Transcript
 
-Generate = Callable[[list[int], int, tuple[str, ...]], Awaitable[Completion]]
-"""Sample one continuation, of at most so many tokens, of a sequence with placeholders for the images at the paths."""
+Generate = Callable[[list[int], int, tuple[str, ...], str], Awaitable[Completion]]
+"""Sample one continuation, of at most so many tokens, of a sequence with placeholders for the images at the paths; it
+follows the JSON schema, if that is not empty."""
 
 
 ScoreAnswer = Callable[[Task, str], Awaitable[RewardResult]]
@@ -110,9 +111,14 @@ class Model:
         return self._auxiliary[name]
 
     async def generate(
-        self, token_ids: Sequence[int], images: tuple[str, ...] = (), max_tokens: int | None = None
+        self,
+        token_ids: Sequence[int],
+        images: tuple[str, ...] = (),
+        max_tokens: int | None = None,
+        json_schema: str = "",
     ) -> Completion:
-        """Continue a token sequence by at most ``max_tokens``, by default ``explorer.sampling.max_tokens``.
+        """Continue a token sequence by at most ``max_tokens``, by default ``explorer.sampling.max_tokens``. What
+        follows a ``json_schema`` is not sampled as the run samples, and is not to be trained.
 
         Raises ContextFull, RequestRefused if the engine rejects the request, and ActorDied.
         """
@@ -120,7 +126,7 @@ class Model:
         room = self.max_length - len(token_ids)
         if room <= 0:
             raise ContextFull(f"{len(token_ids)} tokens, at most {self.max_length} with the answer")
-        return await self._generate(token_ids, min(max_tokens or self.max_tokens, room), images)
+        return await self._generate(token_ids, min(max_tokens or self.max_tokens, room), images, json_schema)
 
 
 class Trajectory:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrft.config.pipelines import OperatorConfig
-from rayrft.data.tables import is_json
+from rayrft.data.formats import is_json
 from rayrft.errors import ConfigError, OperatorFailed, nearest
 from rayrft.pipelines.operator import Applied, Context, Operator, Wants, build_operator, is_list, is_text
 from rayrft.pipelines.rows import MADE_BY, PARENTS, fit_columns, id_column, mark_made, typed_lineage, with_lineage

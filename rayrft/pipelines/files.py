@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 
 from rayrft.config.pipelines import PipelineConfig
-from rayrft.data.formats import broken_rows
-from rayrft.data.tables import RowSource, TableWriter, is_json
+from rayrft.data.formats import broken_rows, is_json
+from rayrft.data.tables import RowSource, TableWriter
 from rayrft.errors import DataError
 from rayrft.experience import MASKED, Task
 from rayrft.files import atomic_file

@@ -20,7 +20,7 @@ from rayrft.config.base import Section
 from rayrft.config.load import explain
 from rayrft.config.model import TemplateConfig
 from rayrft.config.pipelines import OperatorConfig
-from rayrft.data.tables import is_json
+from rayrft.data.formats import is_json
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.registry import Registry

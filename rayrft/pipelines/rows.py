@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rayrft.data.tables import is_json
+from rayrft.data.formats import is_json
 from rayrft.errors import DataError
 from rayrft.pipelines.operator import values_of, with_column
 

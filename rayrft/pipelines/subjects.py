@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from rayrft.config.base import Section
-from rayrft.data.tables import is_json
+from rayrft.data.formats import is_json
 from rayrft.errors import ConfigError, nearest
 from rayrft.experience import Task
 from rayrft.pipelines.operator import Applied, O, Operator, is_text

@@ -66,6 +66,8 @@ class Transcript:
     """Number of the first assistant messages that the model did not write, such as examples in the prompt."""
     token_ids: tuple[int, ...] = ()
     """The tokens after the prompt; none where they are not known."""
+    whole: bool = False
+    """Whether `response` has the reasoning."""
 
     @classmethod
     def of(cls, task: Task, response: str) -> Self:
@@ -76,12 +78,22 @@ class Transcript:
     @property
     def response(self) -> str:
         """The model's last answer, without the reasoning before it."""
-        return split_reasoning(self.turns[-1]["content"])[1]
+        content = self.turns[-1]["content"]
+        return content if self.whole else split_reasoning(content)[1]
 
     @property
     def answers(self) -> list[str]:
         """The model's answers with their reasoning, which begins with ``<think>`` even if the prompt has opened it."""
         return [turn["content"] for turn in self.turns if turn["role"] == "assistant"][self.given :]
+
+    def without_reasoning(self) -> Self:
+        """Return the transcript without the reasoning in the model's answers."""
+        turns, before = list[Mapping[str, str]](), self.given
+        for turn in self.turns:
+            if turn["role"] == "assistant" and (before := before - 1) < 0:
+                turn = {**turn, "content": split_reasoning(turn["content"])[1]}
+            turns.append(turn)
+        return replace(self, turns=tuple(turns))
 
 
 Scored = RewardResult | float

@@ -15,20 +15,28 @@ from rayrft.rewards.base import rewards, score_inline
 
 _ACCEPT_TRUTH = ("exact", "k12", "math", "vision")
 """Rewards that give 1 to a task's own answer."""
+_CHATS = "single_turn", "multi_turn", "user_simulator", "debate", "reflect_and_retry", "self_verification", "best_of_n"
+_LEAVE_REWARD = (*_CHATS, "tools")
+"""Workflows that give no reward of their own."""
 _ELSEWHERE = {"blanks", "box"}
 """Metadata of tasks whose right answer is not ``answer``."""
 _TRIED, _SHOWN = 200, 3
 
 
 def check_rewards(
-    config: RewardConfig, tasks: Iterable[tuple[Task, int]], auxiliary: Collection[str] = ()
+    config: RewardConfig,
+    tasks: Iterable[tuple[Task, int]],
+    auxiliary: Collection[str] = (),
+    workflow: str = "single_turn",
 ) -> list[str]:
-    """Build all rewards of tasks, each with the number of its source, and return the rewards' notices.
+    """Build all rewards of tasks, each with the number of its source, and return the rewards' notices. ``workflow`` is
+    that of tasks that name none.
 
     A reward that needs no running model scores a reference answer of each domain and source; if it accepts the truth as
     an answer, up to 200 of them, of which the wrong ones are in a notice. A reward that a stage trains is not built.
     Raises ConfigError if a task's domain has no reward, or if a reward cannot be built, needs an unknown auxiliary
-    model or more time than its deadline, fails on an answer, or accepts no reference answer of a source.
+    model or more time than its deadline, fails on an answer, accepts no reference answer of a source, or needs answers
+    and a source has none, unless a workflow may give its reward.
     """
     examples: dict[str, dict[int, list[Task]]] = {}
     for task, source in tasks:
@@ -45,7 +53,9 @@ def check_rewards(
             if where(part.name) != "loop":  # it may ask models that are not served yet
                 accepts = getattr(reward, "accepts_truth", part.name in _ACCEPT_TRUTH)
                 check = _check_truths if accepts else _check_one
-                found += [check(reward, part.name, each, source) for source, each in by_source.items()]
+                for source, each in by_source.items():
+                    if not accepts or _have_answers(each, source, part.name, workflow):
+                        found.append(check(reward, part.name, each, source))
             notices.update({f"reward {part.name!r}: {notice}": None for notice in found if notice})
     return list(notices)
 
@@ -60,6 +70,21 @@ def _check_one(reward: Reward, name: str, tasks: Sequence[Task], source: int) ->
     return None if result.value is not None else f"it is unknown for {_shown(tasks[0], result)}"
 
 
+def _have_answers(tasks: Sequence[Task], source: int, name: str, workflow: str) -> bool:
+    """Return whether tasks have answers. Raises ConfigError if they have none, and no workflow that may reward them."""
+    if any(task.answer or _ELSEWHERE & task.metadata.keys() for task in tasks):
+        return True
+    if any((task.workflow or workflow) in _LEAVE_REWARD for task in tasks):
+        problem = f"compares responses with the tasks' answers, and those of {_origin(source)} have none"
+        remedy = "name the column of the answers in tasks.sources (answer), or choose a reward that needs none"
+        raise ConfigError(problem, remedy, field="reward.name", value=name)
+    return False
+
+
+def _origin(source: int) -> str:
+    return f"source {source}" if source >= 0 else "held-out tasks"
+
+
 def _check_truths(reward: Reward, name: str, tasks: Sequence[Task], source: int) -> str | None:
     """Return a notice if some of up to 200 answers do not get full marks. Raises ConfigError if none does."""
     tried = [task for task in tasks if not _ELSEWHERE & task.metadata.keys()]
@@ -67,8 +92,7 @@ def _check_truths(reward: Reward, name: str, tasks: Sequence[Task], source: int)
     if not (wrong := [(task, result) for task in tried if (result := _not_full(reward, task)) is not None]):
         return None
     unknown = sum(result.value is None for _, result in wrong)
-    whose = f"source {source}"
-    problem = f"{len(wrong)} of {len(tried)} reference answers of {whose if source >= 0 else 'held-out tasks'} "
+    problem = f"{len(wrong)} of {len(tried)} reference answers of {_origin(source)} "
     problem += f"do not get full marks ({unknown} unknown): {'; '.join(_shown(*each) for each in wrong[:_SHOWN])}"
     if len(wrong) == len(tried):
         remedy = "name the column of the answers in tasks.sources (answer, answer_after), or choose another reward"

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -91,6 +92,9 @@ def _imported(path: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         found = function(*args, **kwargs)
-        return asyncio.run(found) if inspect.iscoroutine(found) else found
+        if not inspect.iscoroutine(found):
+            return found
+        with ThreadPoolExecutor(1) as thread:  # the reward's process has an event loop already
+            return thread.submit(asyncio.run, found).result()
 
     return call

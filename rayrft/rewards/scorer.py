@@ -77,16 +77,28 @@ class Scorer:
             found = [await each for each in scored] if inline else await asyncio.gather(*scored)
             return [max(several, key=_rank) for several in zip(*found, strict=True)]
         domain = self.config.domain_of(task.domain)
-        several, parts = self._rewards[domain], self.config.models[domain].parts
+        several, model, seen = self._rewards[domain], self.config.models[domain], transcripts
+        if model.reasoning is not None:
+            hide = model.reasoning == "hide"
+            seen = [each.without_reasoning() if hide else replace(each, whole=True) for each in transcripts]
 
         async def score_by(each: Reward | InLoop | InProcesses) -> list[RewardResult]:
             if isinstance(each, InLoop | InProcesses):
-                return await asyncio.gather(*(each.score(task, transcript) for transcript in transcripts))
-            return [base.score_inline(each, task, transcript) for transcript in transcripts]
+                return await asyncio.gather(*(each.score(task, transcript) for transcript in seen))
+            return [base.score_inline(each, task, transcript) for transcript in seen]
 
         # One reward, the usual case, needs no task of its own.
         by_reward = await asyncio.gather(*map(score_by, several)) if len(several) > 1 else [await score_by(several[0])]
-        return [base.combine(parts, results) for results in zip(*by_reward, strict=True)] if parts else by_reward[0]
+        joined = (
+            [base.combine(model.parts, each) for each in zip(*by_reward, strict=True)] if model.parts else by_reward[0]
+        )
+        return joined if seen is transcripts else list(map(_moved, joined, seen, transcripts))
+
+
+def _moved(result: RewardResult, seen: Transcript, said: Transcript) -> RewardResult:
+    """Return a result whose steps end where they do in the answers with their reasoning."""
+    hidden = [len(whole) - len(shown) for whole, shown in zip(said.answers, seen.answers, strict=True)]
+    return replace(result, steps=tuple(replace(step, end=step.end + hidden[step.turn]) for step in result.steps))
 
 
 def _rank(result: RewardResult) -> float:

@@ -12,10 +12,12 @@ from rayrft.rewards.base import Reward, RewardResult, Transcript, inline, regist
 @register_reward("exact")
 @inline
 def exact() -> Reward:
-    """1 if the response equals the answer, ignoring surrounding white space, else 0."""
+    """1 if the response equals the answer, ignoring surrounding white space, else 0. Unknown if the task has none."""
 
-    def score(task: Task, response: str) -> float:
-        return float(response.strip() == task.answer.strip())
+    def score(task: Task, response: str) -> RewardResult:
+        if not (truth := task.answer.strip()):
+            return RewardResult(None, reason="the task has no answer")
+        return RewardResult(float(response.strip() == truth))
 
     return score
 

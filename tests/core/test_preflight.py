@@ -153,9 +153,9 @@ class Own:
         return self._value
 
 
-def scored(reward: str, answers: list[str], **options: Any) -> list[str]:
-    config = RewardConfig(name=reward, options=options)
-    return check_rewards(config, [(Task.create("t", f"question {n}", each), 0) for n, each in enumerate(answers)])
+def scored(reward: str, answers: list[str], workflow: str = "single_turn", **options: Any) -> list[str]:
+    tasks = [(Task.create("t", f"question {n}", each), 0) for n, each in enumerate(answers)]
+    return check_rewards(RewardConfig(name=reward, options=options), tasks, workflow=workflow)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def scored(reward: str, answers: list[str], **options: Any) -> list[str]:
     [
         ("math", {}, "as many as there were before the sale", 60),
         ("k12", {"kind": "true_false"}, "perhaps", 60),
-        ("vision", {"kind": "grid"}, "", 60),
+        ("vision", {"kind": "point"}, "left", 60),
         (f"{__name__}:Own", {"value": 0.5, "accepts_truth": True}, "7", 0),
     ],
 )
@@ -172,6 +172,14 @@ def test_a_reward_must_accept_some_references(reward: str, options: dict[str, An
         scored(reward, [answer] * 60, **options)
     assert f"60 of 60 reference answers of source 0 do not get full marks ({unknown} unknown)" in caught.value.problem
     assert [f"to 'question {number}'" in caught.value.problem for number in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("reward", ["exact", "k12", "math", "vision"])
+def test_a_reward_that_needs_answers_is_refused_where_no_task_has_one(reward: str) -> None:
+    with pytest.raises(ConfigError, match="source 0 have none", check=about("reward.name", reward)):
+        scored(reward, [""] * 3)
+    assert scored(reward, [""] * 3, workflow="episode") == [], "the environment gives the rewards"
+    assert scored("format", [""] * 3) == []
 
 
 def test_reference_answers_that_do_not_get_full_marks_are_counted_and_three_are_named() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -171,6 +172,17 @@ class TestRayDataset:
         expected, expected_left_out = from_source(RowEncoder("gold", config, tokenizer, 64, {"held out?"}))
         assert left_out == expected_left_out
         assert described(fetched(rows)) == described(expected)
+
+    def test_values_of_several_types_are_those_of_a_file(self, tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+        import ray.data
+
+        parts = [{"type": "text", "text": "1 + 1?"}]
+        rows: Rows = [{"messages": [{**MULTI_TURN[1], "content": parts}, *MULTI_TURN[2:]]}, {"messages": MULTI_TURN}]
+        path = jsonl(rows, tmp_path)
+        data = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+        dataset = ray.data.from_arrow(data.with_format("arrow")[:])
+        made, _ = from_dataset(dataset, RowEncoder("gold", RowFormat(), tokenizer, 64))
+        assert described(fetched(made)) == described(load(path, tokenizer)[0])
 
     def test_numbers_follow_the_files_though_the_first_block_finishes_last(
         self, tokenizer: ChatTokenizer, tmp_path: Path

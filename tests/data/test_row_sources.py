@@ -17,7 +17,10 @@ from datasets.exceptions import DatasetNotFoundError
 
 from rayrft.config import TasksConfig, TaskSourceConfig, read_config
 from rayrft.config.demonstrations import DemonstrationsConfig
+from rayrft.config.rows import RowsConfig
 from rayrft.data.demonstrations import RowEncoder, from_source
+from rayrft.data.row_sources import open_source_table
+from rayrft.data.tables import open_table, write_table
 from rayrft.data.task_sources import RowsRead, read_source
 from rayrft.data.task_splits import load_tasks
 from rayrft.data.tokenizer import ChatTokenizer
@@ -120,6 +123,52 @@ def test_files_of_arrow_of_either_format_are_read_one_by_one_and_as_a_folder(tmp
         stream.write_table(table.slice(4))
     assert [task.question for task in read(path=tmp_path / "a.arrow")] == [row["question"] for row in ROWS[:4]]
     assert [task.question for task in read(path=tmp_path)] == [row["question"] for row in ROWS]
+
+
+PARTS = [{"type": "text", "text": "How many?"}]
+CHANGING = [
+    {"prompt": [{"role": "user", "content": "How many?"}], "answer": "1", "about": "7", "by": {"who": "ann"}},
+    {"prompt": [{"role": "user", "content": PARTS}], "answer": "2", "about": {"level": 1}, "by": {"who": ["ann"]}},
+]
+"""Values change their type from row to row, also inside lists and objects: ``datasets`` makes them JSON."""
+
+
+@pytest.fixture
+def changing(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """Sources that hold the same rows, by their kind."""
+    lines = tmp_path / "lines" / "rows.jsonl"
+    lines.parent.mkdir()
+    lines.write_text("".join(json.dumps(row) + "\n" for row in CHANGING))
+    data = datasets.load_dataset("json", data_files=str(lines), split="train", cache_dir=str(tmp_path / "cache"))
+    data.to_parquet(tmp_path / "rows.parquet")
+    data.save_to_disk(tmp_path / "saved")
+    table = open_table(lines)
+    write_table(tmp_path / "ours.parquet", table.schema, table.batches(10))
+    return {
+        "JSONL": {"path": lines},
+        "folder of a data set": {"dataset": str(lines.parent)},
+        "streamed folder of a data set": {"dataset": str(lines.parent), "streaming": True},
+        "saved data set": {"dataset": str(tmp_path / "saved")},
+        "files of a saved data set": {"path": tmp_path / "saved"},
+        "Parquet": {"path": tmp_path / "rows.parquet"},
+        "Parquet of rayrft": {"path": tmp_path / "ours.parquet"},
+        "Ray Data": {"read": "read_parquet", "options": {"paths": str(tmp_path / "rows.parquet")}},
+    }
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_same_rows_give_the_same_tasks_whatever_holds_them(
+    changing: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    expected = [({**row, "prompt": None}, "How many?", row["answer"]) for row in CHANGING]
+    for kind, source in changing.items():
+        tasks = read(**source)
+        assert [(task.metadata | {"prompt": None}, task.question, task.answer) for task in tasks] == expected, kind
+        with pytest.raises(DataError, match="'about' is an object"):
+            read(**source, question="about")
+        rows = open_source_table(RowsConfig.model_validate(source), "rows.0")
+        write_table(tmp_path / "written.jsonl", rows.schema, rows.batches(1))
+        assert [json.loads(line) for line in (tmp_path / "written.jsonl").open()] == CHANGING, kind
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -15,6 +15,8 @@ from rayrft.errors import ConfigError, DataError, ModelError
 from tests.e2e.conftest import Call, small_config
 from tests.errors import about
 
+TOOL = "tests.explorer.sample_tools:multiply"
+
 
 def attempt(tmp_path: Path, **overrides: Any) -> None:
     prepare(load_config(small_config(tmp_path, "bad"), overrides), "run")
@@ -91,6 +93,32 @@ class TestModelAndReward:
     def test_a_reward_that_raises_is_found_before_anything_starts(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="ValueError: bad reward", check=about("reward.name")):
             attempt(tmp_path, **{"reward.name": f"{__name__}:broken_reward"})
+
+    @pytest.mark.parametrize("tools", [True, False])
+    def test_a_template_whose_calls_nothing_reads(self, tools: bool, tmp_path: Path) -> None:
+        """What calls tools is refused, and an endpoint, on which nobody may call any, notes it."""
+        template = tmp_path / "strange.jinja"
+        template.write_text(
+            ("{% if tools %}{{ tools | tojson }}{% endif %}" if tools else "")
+            + "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+            "{% for c in m.tool_calls or [] %}~{{ c.function }}~{% endfor %}"
+            "{% if m.role == 'assistant' %}<|eos|>{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        )
+        given = {"model.template.file": str(template), "explorer.sampling.max_prompt_tokens": 2000}
+        given["model.max_length"] = 4000
+        calling = {"explorer.workflow": "tool_calling", "explorer.workflow_options.tool_calling.tools": [TOOL]}
+        shown = prepare(
+            load_config(small_config(tmp_path, "served"), {**given, "serve": {"record": False}}), "run"
+        ).notices
+        found = "serve.tool_calls: " + ("no parser of calls" if tools else "the chat template shows calls and no tools")
+        assert any(notice.startswith(found) for notice in shown), shown
+        if tools:
+            with pytest.raises(ConfigError, check=about("explorer.workflow_options.tool_calling")) as refused:
+                attempt(tmp_path, **given, **calling)
+            assert "register_call_format" in refused.value.remedy
+        else:
+            attempt(tmp_path, **given, **calling)
 
     def test_an_unwritable_storage(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")

@@ -42,6 +42,16 @@ def calls_tools(question: str) -> float:
     return called / 4
 
 
+def must_call(question: str) -> int:
+    """Force a call, and ask again."""
+    client = openai.OpenAI()
+    messages: list[Any] = [{"role": "user", "content": question}]
+    [call] = say(client, messages, tools=TOOLS, tool_choice="required").tool_calls
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": "blue"})
+    say(client, messages, tools=TOOLS)
+    return 1
+
+
 async def streams(question: str) -> str:
     async with openai.AsyncOpenAI() as client:
         parts = await client.chat.completions.create(

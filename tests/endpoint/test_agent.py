@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,10 @@ def calls_a_tool(prompt: str) -> str:
     return "red" if "blue" in prompt else '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 
 
+def is_made_to_call(prompt: str) -> str:
+    return "red" if "blue" in prompt else '{"name": "look", "arguments": {}}'
+
+
 def sampled(row: Experience) -> list[int]:
     return [int(token) for token, acted in zip(row.token_ids, row.action_mask, strict=True) if acted]
 
@@ -81,6 +86,17 @@ async def test_the_calls_of_a_loop_with_tools_are_one_row_as_it_was_sampled(tiny
             assert [span.version for span in row.weight_versions] == [4, 4]
         assert [row.experience_id for row in rollout.rows] == ["group/0", "group/1"]
         assert ran.scored == [] and len(ran.policy.requests[0].prompt) == rollout.rows[0].prompt_length
+
+
+async def test_a_forced_call_follows_its_schema_and_is_not_trained(tiny_model: Path) -> None:
+    limits = {"model.max_length": 400, "explorer.sampling.max_tokens": 80}
+    async with running(tiny_model, "must_call", is_made_to_call, **limits) as ran:
+        rollout = await ran()
+        assert rollout.problem is None
+        [row], [forced, free] = rollout.rows, ran.policy.requests
+        assert json.loads(forced.sampling.json_schema)["properties"]["name"] == {"const": "look"}
+        assert free.sampling.json_schema == "" and sampled(row) == [*ran.policy.sampled[1].token_ids]
+        assert [turn["role"] for turn in row.turns] == ["user", "assistant", "tool", "assistant"]
 
 
 async def test_rewards_are_posted_or_returned_or_scored_and_other_calls_are_other_rows(

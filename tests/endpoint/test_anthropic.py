@@ -108,6 +108,19 @@ async def test_tokens_are_counted_and_a_forced_tool_is_called(tiny_model: Path) 
         assert schema["properties"]["name"] == {"const": "add"}
 
 
+async def test_an_answer_follows_the_schema_and_has_one_call_where_the_client_says_so(tiny_model: Path) -> None:
+    async with asked(tiny_model, lambda prompt: f"ok {CALL}{CALL}") as (served, client):
+        options: Any = {"model": MODEL, "max_tokens": 200, "messages": HI}
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        form: Any = {"effort": "low", "format": {"type": "json_schema", "schema": schema}}
+        await client.messages.create(**options, output_config=form)
+        assert json.loads(served.policy.requests[-1].sampling.json_schema) == schema
+        for alone in (False, True):
+            choice: Any = {"type": "auto", "disable_parallel_tool_use": alone}
+            answer = await client.messages.create(**options, tools=[TOOL], tool_choice=choice)
+            assert [block.type for block in answer.content] == ["text", "tool_use", "tool_use"][: 3 - alone]
+
+
 @pytest.mark.parametrize(
     ("body", "status", "kind", "said"),
     [
@@ -122,6 +135,7 @@ async def test_tokens_are_counted_and_a_forced_tool_is_called(tiny_model: Path) 
         ),
         ({"tool_choice": {"type": "tool", "name": "sub"}, "tools": [TOOL]}, 400, "invalid_request_error", "names no"),
         ({"n": 2}, 400, "invalid_request_error", "n: is not supported"),
+        ({"output_config": {"format": {"type": "yaml"}}}, 400, "invalid_request_error", "response_format"),
         ({"messages": [{"role": "user", "content": "x" * 99_999}]}, 400, "invalid_request_error", "context length"),
     ],
 )

@@ -12,7 +12,9 @@ import httpx
 import openai
 import pytest
 
+from rayrft.data.tokenizer import Tools
 from rayrft.errors import ActorDied, EngineFailed
+from rayrft.explorer.tools.call_formats import HermesCalls, Malformed, ToolCall, register_call_format
 from rayrft.runtime.serving import key_digest
 from tests.endpoint.scripted import KEY, MAX_LENGTH, MODEL, Served, serve
 
@@ -193,6 +195,10 @@ async def test_answers_in_json_and_penalties_are_sampled_as_asked_and_masked_in_
         ({"presence_penalty": 0.5, "extra_body": {"min_p": 0.1}}, {"presence_penalty": 0.5, "min_p": 0.1}),
         ({"frequency_penalty": -1}, {"frequency_penalty": -1.0}),
         ({"logit_bias": {"7": -100}}, {"logit_bias": ((7, -100.0),)}),
+        ({"extra_body": {"min_tokens": 3}, "verbosity": "low"}, {"min_tokens": 3}),
+        ({"extra_body": {"ignore_eos": True, "stop_token_ids": [7]}}, {"ignore_eos": True, "stop_token_ids": (7,)}),
+        ({"extra_body": {"bad_words": ["no"]}}, {"bad_words": ("no",)}),
+        ({"extra_body": {"allowed_token_ids": [7, 8]}}, {"allowed_token_ids": (7, 8)}),
     ]
     for policy in ("untrained", "refuse", "ignore"):
         async with serve(tiny_model, off_policy=policy) as served:
@@ -255,6 +261,20 @@ async def test_a_call_that_cannot_be_read_is_shown_as_it_is(tiny_model: Path) ->
     async with serve(tiny_model, lambda prompt: "<tool_call>{oh no", max_length=600) as served:
         chunks = await streamed(served, tools=[TOOL])
         assert "".join(each.delta.content or "" for chunk in chunks for each in chunk.choices) == "<tool_call>{oh no"
+
+
+@register_call_format("raising")
+class Raising(HermesCalls):
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+        raise KeyError("arguments")
+
+
+async def test_an_answer_on_which_a_format_of_ones_own_raises_is_text_and_counted(tiny_model: Path) -> None:
+    async with serve(tiny_model, lambda prompt: "<tool_call>", max_length=600, tool_calls="raising") as served:
+        answer = await served.client.chat.completions.create(model=MODEL, messages=USER, tools=[TOOL])
+        message = answer.choices[0].message
+        assert message.content == "<tool_call>" and not message.tool_calls
+        assert (await served.http.get("/v1/stats")).json()["malformed_calls"] == 1
 
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": USER}

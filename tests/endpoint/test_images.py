@@ -88,6 +88,31 @@ async def test_every_api_gives_the_tokens_of_the_models_own_processor_and_the_en
     assert text.rindex("it is") < text.rindex("<|image_pad|>") < text.rindex("And now?")
 
 
+async def test_pictures_in_results_of_tools_follow_these(served: Served) -> None:
+    """Of two calls at once, each of which shows one."""
+    said = {"type": "text", "text": "it is"}
+    calls = [{"id": f"c{n}", "type": "function", "function": {"name": "look", "arguments": "{}"}} for n in range(2)]
+    results = [
+        {"role": "tool", "tool_call_id": "c0", "content": [shown(WIDE), said]},
+        {"role": "tool", "tool_call_id": "c1", "content": [said, shown(SMALL)]},
+    ]
+    messages: list[Any] = [{"role": "user", "content": "See."}, {"role": "assistant", "tool_calls": calls}, *results]
+    await served.client.chat.completions.create(model=MODEL, messages=messages)
+    items: list[Any] = [messages[0]]
+    items += [{"type": "function_call", "call_id": f"c{n}", "name": "look", "arguments": "{}"} for n in range(2)]
+    text, wide, small = (
+        {"type": "input_text", "text": "it is"},
+        *({"type": "input_image", "image_url": url, "detail": "low"} for url in (WIDE, SMALL)),
+    )
+    items.append({"type": "function_call_output", "call_id": "c0", "output": [wide, text]})
+    items.append({"type": "function_call_output", "call_id": "c1", "output": [text, small]})
+    await served.client.responses.create(model=MODEL, input=items)
+    chat, responses = served.policy.requests
+    assert chat.prompt == responses.prompt and chat.images == responses.images == (WIDE, SMALL)
+    shown_text = served.policy.tokenizer.hf.decode(chat.prompt)
+    assert shown_text.rindex("it is") < shown_text.index("<|image_pad|>"), "they follow both"
+
+
 async def test_a_conversation_with_pictures_is_one_row_that_holds_them_and_is_forgotten_with_it(served: Served) -> None:
     ask = {"model": MODEL, "extra_headers": {"X-Session-Id": "one"}}
     messages = asks(TEXT, WIDE)
@@ -124,7 +149,7 @@ async def test_a_conversation_with_pictures_is_one_row_that_holds_them_and_is_fo
         (asks("data:image/png;base64,####"), "images", "no image can be read"),
         (asks("data:image/png;base64,aGVsbG8="), "images", "no image can be read"),
         ([{"role": "system", "content": [shown(SMALL)]}], "image_url", "message of the user"),
-        ([{"role": "user", "content": "?"}, {"role": "tool", "content": [shown(SMALL)]}], "image_url", "of the user"),
+        ([*asks("?"), {"role": "assistant", "content": [shown(SMALL)]}], "image_url", "message of the user"),
         (asks("<|image_pad|>", SMALL), "images", "2 places for 1 images"),
     ],
 )  # fmt: skip

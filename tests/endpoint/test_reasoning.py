@@ -31,6 +31,36 @@ async def test_options_of_the_template_are_the_requests_own_and_a_session_goes_b
 
 
 @pytest.mark.parametrize(
+    ("template", "effort", "options"),
+    [
+        ("qwen3", "none", {"enable_thinking": False}),
+        ("qwen3", "low", {"enable_thinking": True}),
+        ("gptoss", "high", {"reasoning_effort": "high"}),
+        ("qwen2_5", "none", {}),
+        ("qwen2_5", "low", None),
+        ("deepseek_r1_distill", "none", None),
+    ],
+)
+async def test_the_effort_of_reasoning_is_an_option_of_the_template_or_refused(
+    template: str, effort: str, options: dict[str, Any] | None, tiny_model: Path
+) -> None:
+    text = resources.files("trl").joinpath(f"chat_templates/{template}.jinja").read_text()
+    asked = [("chat/completions", {"messages": USER, "reasoning_effort": effort})]
+    asked.append(("responses", {"input": "hi", "reasoning": {"effort": effort, "summary": "auto"}}))
+    if effort == "none":
+        asked.append(("messages", {"messages": USER, "max_tokens": 9, "thinking": {"type": "disabled"}}))
+    async with serve(tiny_model, max_length=2000) as served:
+        served.policy.tokenizer.hf.chat_template = text
+        for route, body in asked:
+            response = await served.http.post(f"/v1/{route}", json={"model": MODEL, **body})
+            if options is None:
+                assert response.status_code == 400 and "effort of reasoning" in response.text, route
+            else:
+                prompt = served.policy.tokenizer.prompt(USER, options=options)
+                assert served.policy.requests[-1].prompt == prompt, route
+
+
+@pytest.mark.parametrize(
     "echo", [{"content": "6"}, {"content": "<think>5</think>6"}, {"content": "6", "reasoning_content": "5"}]
 )
 async def test_a_client_may_send_reasoning_back_in_its_field_in_the_content_or_not(

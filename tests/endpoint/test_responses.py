@@ -83,12 +83,13 @@ async def test_a_coding_agent_gives_tools_that_take_a_text_and_gets_the_reasonin
     def patches(prompt: str) -> str:
         return "red" if "patched" in prompt else f"<think>so</think>Hm.<tool_call>{call}</tool_call>"
 
-    tools: Any = [{"type": "custom", "name": "patch", "format": {"type": "text"}}, {"type": "web_search"}]
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: begin"}
+    tools: Any = [{"type": "custom", "name": "patch", "format": form}, {"type": "web_search"}]
     async with serve(tiny_model, patches, max_length=600) as served:
         items: list[Any] = [{"role": "user", "content": "Mend it."}]
         for kinds in (["reasoning", "message", "custom_tool_call"], ["message"]):
             asked: Any = {"model": MODEL, "input": items, "tools": tools, "user": "s", "max_output_tokens": 200}
-            asked["reasoning"] = {"effort": "low"}
+            asked["reasoning"] = {"summary": "auto"}
             if stream:
                 async with served.client.responses.stream(**asked) as events:
                     seen = [event async for event in events]
@@ -107,7 +108,65 @@ async def test_a_coding_agent_gives_tools_that_take_a_text_and_gets_the_reasonin
                 assert (called.name, called.input) == ("patch", "*** Begin")
                 items.append({"type": "custom_tool_call_output", "call_id": called.call_id, "output": "patched"})
         assert answer.output_text == "red"
-        assert "web_search" not in served.policy.tokenizer.hf.decode(served.policy.requests[0].prompt)
+        shown = served.policy.tokenizer.hf.decode(served.policy.requests[0].prompt)
+        assert "web_search" not in shown and "start: begin" in shown, "the grammar is shown"
+        served.book.sessions.feedback("s", 1.0, {}, 0.0)
+        assert len(served.book.sessions.take()[0][0].rows) == 1
+
+
+EXIT = {"stdout": "blue", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}
+OPERATION = {"type": "delete_file", "path": "a.py"}
+HOSTED = [{"type": "mcp", "server_label": "x"}, {"type": "shell", "environment": {"type": "container_auto"}}]
+CLIENT_TOOLS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "local_shell": (
+        {"type": "local_shell"},
+        {"command": ["ls"]},
+        {"type": "local_shell_call", "action": {"type": "exec", "command": ["ls"], "env": {}}},
+        {"type": "local_shell_call_output", "output": "blue"},
+    ),
+    "shell": (
+        {"type": "shell", "environment": {"type": "local"}},
+        {"commands": ["ls"]},
+        {"type": "shell_call", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "output": [EXIT]},
+    ),
+    "apply_patch": (
+        {"type": "apply_patch"},
+        OPERATION,
+        {"type": "apply_patch_call", "operation": OPERATION},
+        {"type": "apply_patch_call_output", "status": "completed", "output": "blue"},
+    ),
+    "agents.look": (
+        {"type": "namespace", "name": "agents", "description": "Others.", "tools": [LOOK]},
+        {},
+        {"type": "function_call", "name": "look", "namespace": "agents", "arguments": "{}"},
+        {"type": "function_call_output", "output": [{"type": "input_text", "text": "blue"}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", CLIENT_TOOLS)
+async def test_tools_of_coding_agents_are_functions_to_the_policy(name: str, stream: bool, tiny_model: Path) -> None:
+    tool, arguments, item, output = CLIENT_TOOLS[name]
+    call = f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+    async with serve(tiny_model, lambda prompt: "red" if "blue" in prompt else call, max_length=900) as served:
+        items: list[Any] = [{"type": "web_search_call", "id": "w", "status": "completed", "action": {}}]
+        items.append({"role": "user", "content": "Go."})
+        asked: Any = {"model": MODEL, "tools": [tool, *HOSTED], "user": "s", "max_output_tokens": 200}
+        asked["extra_body"] = {"client_metadata": {}}
+        for _ in range(2):
+            if stream:
+                async with served.client.responses.stream(input=items, **asked) as events:
+                    answer = await events.get_final_response()
+            else:
+                answer = await served.client.responses.create(input=items, **asked)
+            if not answer.output_text:
+                [called] = answer.model_dump(exclude_none=True)["output"]
+                assert {key: called[key] for key in item} == item
+                items += [called, {**output, "call_id": called["call_id"], "id": called["call_id"]}]
+        assert answer.output_text == "red"
+        assert "mcp" not in served.policy.tokenizer.hf.decode(served.policy.requests[0].prompt)
         served.book.sessions.feedback("s", 1.0, {}, 0.0)
         assert len(served.book.sessions.take()[0][0].rows) == 1
 
@@ -120,7 +179,10 @@ UNSUPPORTED: list[tuple[dict[str, Any], str | None]] = [
     ({"input": [{"role": "user"}]}, "input.0"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
-    ({"input": "hi", "tools": [{"type": "local_shell"}]}, "tools"),
+    ({"input": "hi", "tools": [{"type": "computer_use_preview"}]}, "tools"),
+    ({"input": "hi", "tools": [{"type": "namespace", "name": "a", "tools": [{"type": "computer"}]}]}, "tools"),
+    ({"input": [{"type": "shell_call", "call_id": "c", "action": 5}]}, "input.0"),
+    ({"input": [{"type": "mcp_call", "id": "c"}]}, "input.0"),
     ({"input": "hi", "tools": [{"type": "custom"}]}, "tools"),
     ({"input": "hi", "tools": 5}, "tools"),
     ({"input": "hi", "text": {"format": 5}}, "text.format"),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import time
 from collections.abc import Callable
 from importlib import resources
 
 import pytest
 
-from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.data.tokenizer import ChatTokenizer, Tools
 from rayrft.endpoint.decoding import AnswerText, decode_message
 from rayrft.errors import ConfigError
+from rayrft.explorer.tools import vllm_parsers
 from rayrft.explorer.tools.call_formats import (
     PROBE_TOOLS,
     CallFormat,
@@ -23,7 +27,7 @@ from rayrft.explorer.tools.call_formats import (
     open_call_format,
     probe_template,
 )
-from rayrft.explorer.tools.vllm_parsers import HostedParser
+from rayrft.explorer.tools.vllm_parsers import HostedParser, VllmCalls
 from rayrft.trainer.tiny import make_tokenizer
 
 _TURNS = (
@@ -170,6 +174,36 @@ async def test_a_parser_of_vllm_works_in_a_process_and_what_it_cannot_read_is_to
         [malformed] = await form.read("So: <tool_call><arg_key>", PROBE_TOOLS)
         assert isinstance(malformed, Malformed) and "<tool_call>" in malformed.problem
         assert await form.read("Nothing to call.", PROBE_TOOLS) == []
+    finally:
+        await form.close()
+
+
+class FaultyParser(HostedParser):
+    """A parser that raises, hangs and dies, as the answer says."""
+
+    def __init__(self, *_: object) -> None:
+        self._name = "faulty"
+
+    def _read(self, name: str, answer: str, tools: Tools) -> list[tuple[str, str]]:
+        if answer == "raise":
+            raise KeyError("arguments")
+        if answer == "hang":
+            time.sleep(1e6)
+        if answer == "die":
+            os._exit(3)
+        return [("look", "{}")]
+
+
+async def test_a_parser_that_raises_hangs_or_dies_costs_that_call_alone(
+    tokenizer: Callable[[str], ChatTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_parsers, "HostedParser", FaultyParser)
+    monkeypatch.setattr(vllm_parsers, "_DEADLINE_S", 3.0)
+    form = await VllmCalls.open(tokenizer("glm4moe"), "glm45", None, "form")
+    try:
+        for answer in ("raise", "hang", "die"):
+            found, good = await asyncio.gather(form.read(answer, ()), form.read("good", ()))
+            assert [type(each) for each in found] == [Malformed] and good == [ToolCall("look", {})], answer
     finally:
         await form.close()
 

@@ -150,6 +150,30 @@ async def test_an_attempt_that_goes_another_way_samples_anew_from_there_on() -> 
     assert model.sampled == 14 + 6 + 6
 
 
+async def test_an_answer_that_follows_a_schema_is_sampled_whole_and_known_by_the_schema() -> None:
+    model = Model([10])
+    model.held = True
+    calls = GroupCalls(model, 1, COMMON, Parking(budget=3))
+
+    async def follow(calls: GroupCalls, schema: str) -> list[Completion]:
+        return [await calls.of(0)([begin], 50, (), schema) for begin in (1, 2)]
+
+    running = asyncio.ensure_future(follow(calls, "{}"))
+    calls.on_park(0, running.cancel)
+    await model.asked.wait()
+    calls.park()
+    await asyncio.wait({running})
+    assert calls.parked and calls.to_rows("group", "task") == [], "no engine can continue it"
+    model.held = False
+    await follow(calls := GroupCalls(model, 1, COMMON, Parking(budget=3)), "{}")
+    assert [request.sampling.json_schema for request in model.requests] == ["{}"] * 3
+    begun, asked = from_batch(to_batch(calls.to_rows("group", "task"))), len(model.requests)
+    assert len(begun) == 2 and all(len(row.token_ids) == 11 for row in begun)
+    for schema, again in (("{}", 0), ('{"type": "object"}', 2)):
+        await follow(GroupCalls(model, 1, COMMON, Parking(begun=begun)), schema)
+        assert len(model.requests) - asked == again
+
+
 async def one_is_suspended(n: int = 1) -> tuple[Model, GroupCalls, list[asyncio.Future[Completion]]]:
     """Two open calls of attempt 0: one is sampled, and the other has spent the budget."""
     model = Model([3, 9])

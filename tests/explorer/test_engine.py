@@ -262,6 +262,22 @@ def test_an_answer_ends_with_its_stop_token_or_at_the_limit(engine: EngineUnderT
             assert len(completion.token_ids) == 40 and eos not in completion.token_ids
 
 
+def test_an_answer_has_the_tokens_that_its_sampling_allows(engine: EngineUnderTest) -> None:
+    tokenizer, asked = ChatTokenizer(engine.folder), sampling(max_tokens=6)
+    eos, few = tokenizer.end_id, tuple(PROMPT[1:4])
+    word = tokenizer.decode([few[0]])
+
+    def sampled(**changes: Any) -> set[int]:
+        answers = ray.get(engine.actor.generate.remote(Request(PROMPT, 8, replace(asked, **changes))))
+        assert all(len(answer.token_ids) == 6 for answer in answers)
+        return {token for answer in answers for token in answer.token_ids}
+
+    ends = {"stop_token_ids": (eos,), "allowed_token_ids": (*few, eos)}
+    assert sampled(**ends, min_tokens=6) <= {*few}
+    assert sampled(ignore_eos=True, allowed_token_ids=(*few, eos)) <= {*few, eos}
+    assert few[0] not in sampled(min_tokens=6, allowed_token_ids=few, bad_words=(word,))
+
+
 def test_an_answer_follows_a_json_schema(engine: EngineUnderTest, tiny_model: Path) -> None:
     tokenizer = ChatTokenizer(str(tiny_model))
     properties = {"grade": {"type": "integer", "enum": [3, 12]}}

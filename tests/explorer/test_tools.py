@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayrft.data.tokenizer import ChatTokenizer
+from rayrft.data.tokenizer import ChatTokenizer, Tools
 from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.rollout import Rollout
 from rayrft.explorer.tools.base import function_tool, shortened
-from rayrft.explorer.tools.call_formats import Malformed, ToolCall, call_formats
+from rayrft.explorer.tools.call_formats import HermesCalls, Malformed, ToolCall, call_formats, register_call_format
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.explorer.tools.toolbox import Toolbox, ToolLimits, ToolResult
 from rayrft.trainer.tiny import make_tokenizer
@@ -421,6 +421,23 @@ async def test_what_is_wrong_with_calls_is_told_and_counted_by_kind(qwen: Path) 
     kinds = {"tool_malformed": 1.0, "tool_unknown": 1.0, "tool_arguments": 2.0, "tool_failed": 1.0}
     assert row.metrics == {"tool_calls": 5.0, "tool_errors": 5.0, **kinds}
     assert [result.value for result in rollout.results] == [1.0]
+
+
+@register_call_format("torn")
+class Torn(HermesCalls):
+    """A format of a user's own that raises on what it does not expect."""
+
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+        if "torn" in answer:
+            raise IndexError("no such part")
+        return await super().read_answer(answer, tools)
+
+
+async def test_an_answer_on_which_a_format_of_ones_own_raises_is_a_malformed_call(qwen: Path) -> None:
+    rollout, _ = await called(qwen, ["torn", MULTIPLY, "42"], form="torn")
+    [row] = rollout.rows
+    assert "IndexError: no such part" in next(turn["content"] for turn in row.turns if turn["role"] == "tool")
+    assert row.metrics == {"tool_calls": 2.0, "tool_errors": 1.0, "tool_malformed": 1.0}
 
 
 @pytest.mark.parametrize("said", ["<|im_end|>\n<|im_start|>assistant\n42", "[the answer that was sampled]"])

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.pipelines import EndpointConfig
-from rayrft.data.tables import json_field
+from rayrft.data.formats import json_field
 from rayrft.errors import ActorDied, ConfigError, OperatorFailed, OperatorTimeout, RequestRefused
 from rayrft.pipelines import Context
 from rayrft.pipelines.run.models import AnswerJournal, AskedModel, ModelServer

@@ -31,6 +31,10 @@ async def of_texts(prompts: list[str], completions: list[str], **columns: Any) -
     return [float(len(set(text)) + len(prompt)) for prompt, text in zip(prompts, completions, strict=True)]
 
 
+def sizes(completions: list[Messages], **columns: Any) -> list[float]:
+    return [len(completion[-1]["content"]) / 10 for completion in completions]
+
+
 def of_a_column_that_is_not_there(
     prompts: list[Any], completions: list[Any], solution: list[str], **_: Any
 ) -> list[int]:

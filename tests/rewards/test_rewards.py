@@ -31,6 +31,7 @@ from tests.scripted import ScriptedChat, handle
 def test_exact_match_ignores_surrounding_space_alone_and_reasoning_gym_verifies_its_own_tasks() -> None:
     for response, value in ((" tac\n", 1.0), ("tacx", 0.0), ("Tac", 0.0)):
         assert at_once("exact", "tac", response).value == value
+    assert at_once("exact", "", "").value is None, "a task without an answer"
     for response, right in (("tac", True), ("xyz", False)):
         found = at_once("reasoning_gym", "tac", response, source_dataset="spell_backward", word="cat")
         assert found.value is not None and (found.value == 1.0) == right and (found.value < 0.5) != right
@@ -231,6 +232,27 @@ async def test_a_slow_domain_holds_up_no_other() -> None:
         assert fine.value == 1.0 and not hanging.done()
         assert {domain: each.pending for domain, each in scorer.take_stats().items()} == {"slow": 2, "fast": 0}
         hanging.cancel()
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "hides"),
+    [
+        (HERE + "sized", None, True),
+        (HERE + "SizedTranscript", None, False),
+        ("trl", "tests.rewards.foreign:sizes", False),
+        ("verl", "tests.rewards.foreign:compute_length", False),
+    ],
+)
+async def test_reasoning_is_hidden_from_every_kind_of_reward_or_shown(
+    name: str, function: str | None, hides: bool
+) -> None:
+    text = "<think>b</think>a"
+    for reasoning, size in ((None, 1 if hides else len(text)), ("hide", 1), ("show", len(text))):
+        options = {"function": function} if function else {}
+        async with scorer_of(name=name, options=options, reasoning=reasoning) as scorer:
+            [found] = await scorer.score(task("a"), [Transcript.of(task("a"), text)])
+            assert found.value == size / 10, reasoning
+            assert [step.end for step in found.steps] == [len(text)] * ("Transcript" in name)
 
 
 async def test_a_call_that_hangs_takes_no_worker_from_others() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.experience import Task
-from rayrft.rewards import RewardResult, Transcript
+from rayrft.rewards import RewardResult, StepReward, Transcript
 from rayrft.rewards.judge import ChatModel
 
 HERE = f"{__name__}:"
@@ -49,6 +49,18 @@ def _do(response: str) -> RewardResult:
 
 def moody() -> Any:
     return lambda task, response: _do(response)
+
+
+def sized() -> Any:
+    return lambda task, response: len(response) / 10
+
+
+class SizedTranscript:
+    """Its step ends with the answer."""
+
+    def score(self, task: Task, transcript: Transcript) -> RewardResult:
+        size = len(transcript.answers[-1])
+        return RewardResult(size / 10, steps=(StepReward(0, size, 1.0),))
 
 
 def only_once(mark: str) -> Any:

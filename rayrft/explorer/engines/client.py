@@ -163,7 +163,8 @@ def _continued(request: Request, begun: Completion) -> Request:
     """Return the request for the rest of an answer."""
     count, sampling = len(begun.token_ids), request.sampling
     seed = None if sampling.seed is None else sampling.seed + count
-    rest = replace(sampling, max_tokens=sampling.max_tokens - count, seed=seed)
+    least = max(0, sampling.min_tokens - count)
+    rest = replace(sampling, max_tokens=sampling.max_tokens - count, min_tokens=least, seed=seed)
     return replace(request, prompt=[*request.prompt, *begun.token_ids], sampling=rest)
 
 

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
     Scores = Sequence[dict[int, Logprob] | None] | None
 
+_PENALTIES = "presence_penalty", "frequency_penalty", "repetition_penalty"
+_SAME = "temperature", "top_p", "top_k", "min_p", *_PENALTIES, "max_tokens", "min_tokens", "ignore_eos", "seed"
+"""What vLLM's `SamplingParams` call as `Sampling` does."""
 _MEMORY = ("weights", "kv_cache")
 """vLLM's tags of the GPU memory that an engine frees while it sleeps, in the order in which it wakes up. CUDA graphs
 and work space wake up with the first."""
@@ -117,19 +120,13 @@ class RolloutEngine(Answering, Watched):
             params = self._params(
                 stream=stream is not None,
                 n=request.n,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                presence_penalty=sampling.presence_penalty,
-                frequency_penalty=sampling.frequency_penalty,
-                repetition_penalty=sampling.repetition_penalty,
+                **{name: getattr(sampling, name) for name in _SAME},
                 logit_bias=dict(sampling.logit_bias) or None,
-                max_tokens=sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
+                bad_words=list(sampling.bad_words),
+                allowed_token_ids=list(sampling.allowed_token_ids) or None,
                 logprobs=request.alternatives,
                 prompt_logprobs=request.alternatives if request.scored else None,
-                seed=sampling.seed,
                 repetition_detection=repetition
                 and RepetitionDetectionParams(
                     max_pattern_size=repetition.max_pattern,

@@ -48,6 +48,10 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     """As in vLLM's `SamplingParams`; other values than these also change the distribution."""
     json_schema: str = ""
     """The JSON schema that the answer follows, as JSON; only engines with a tokenizer take one."""

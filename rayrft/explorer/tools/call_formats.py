@@ -43,7 +43,10 @@ class CallFormat(ABC):
 
     async def read(self, text: str, tools: Tools) -> list[ToolCall | Malformed]:
         """Return the calls in an answer, in order; none if it attempts none. Those in its reasoning are not meant."""
-        return await self.read_answer(split_reasoning(text)[1], tools)
+        try:
+            return await self.read_answer(split_reasoning(text)[1], tools)
+        except Exception as error:  # a format of a user's own may raise anything on what a model writes
+            return [Malformed(f"the call cannot be read: {type(error).__name__}: {error}")]
 
     @abstractmethod
     async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
@@ -202,6 +205,16 @@ async def open_call_format(name: str, tokenizer: ChatTokenizer, field: str) -> C
     from rayrft.explorer.tools.vllm_parsers import VllmCalls
 
     return await VllmCalls.open(tokenizer, None if name == "auto" else name, probe, field)
+
+
+async def check_template(tokenizer: ChatTokenizer, field: str) -> str | None:
+    """Open format ``auto`` for a tokenizer, and close it; return a notice where it is a guess. Raises ConfigError if
+    nothing reads the calls that the chat template shows."""
+    form = await open_call_format("auto", tokenizer, field)
+    await form.close()
+    if tokenizer.takes_tools or not tokenizer.shows_tool_calls:
+        return None
+    return f"{field}: the chat template shows calls and no tools: tools are described as text, and calls read as hermes"
 
 
 def _json_calls(answer: str) -> Iterator[ToolCall | Malformed]:

@@ -14,6 +14,7 @@ from rayrft.runtime.processes.calls import CallQueue
 from rayrft.runtime.processes.pool import ProcessPool
 
 _START_S, _DEADLINE_S = 300.0, 60.0
+_REMEDY = "name the format in which the model writes calls, or add one of your own with register_call_format"
 _Reading = tuple[str, Tools]
 
 
@@ -81,7 +82,7 @@ class VllmCalls(CallFormat):
             spare=1,
             deadline_s=_DEADLINE_S,
             start_s=_START_S,
-            failure=lambda why: ConfigError(f"no parser of calls: {why}", field=field, value=self.name),
+            failure=lambda why: ConfigError(f"no parser of calls: {why}", _REMEDY, field=field, value=self.name),
         )
 
     @classmethod

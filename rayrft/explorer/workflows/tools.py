@@ -51,19 +51,19 @@ class ToolCalling:
         self._toolbox = Toolbox(tools, tool_options or {}, servers, ToolLimits(**limits))
         if not self._toolbox.tools:
             raise TypeError("there are no tools: name some in 'tools' or 'mcp'")
-        self._form, self._max_turns = form, max_turns
+        self.call_format, self._max_turns = form, max_turns
         self._opening: asyncio.Future[CallFormat] | None = None
 
     def opening(self, task: Task, tokenizer: ChatTokenizer) -> tuple[list[Message], Tools]:
         """Return the messages and tools of a task's first prompt."""
         if tokenizer.takes_tools:
             return task.messages, self._toolbox.schemas
-        form = call_formats.get(self._form)() if self._form in call_formats else HermesCalls()
+        form = call_formats.get(self.call_format)() if self.call_format in call_formats else HermesCalls()
         return instructed(task.messages, self._toolbox.schemas, form), ()
 
     async def run(self, task: Task, model: Model, env: EnvironmentClient | None = None) -> Trajectory:
         if self._opening is None:
-            opening = open_call_format(self._form, model.tokenizer, "explorer.workflow_options.tool_calling.form")
+            opening = open_call_format(self.call_format, model.tokenizer, "explorer.workflow_options.tool_calling.form")
             self._opening = asyncio.ensure_future(opening)
         form = await asyncio.shield(self._opening)
         messages, schemas = self.opening(task, model.tokenizer)

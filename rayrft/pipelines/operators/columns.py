@@ -10,7 +10,8 @@ import pyarrow as pa
 from pydantic import Field
 
 from rayrft.config.base import Section
-from rayrft.data.tables import converted, is_json, json_field
+from rayrft.data.formats import is_json, json_field
+from rayrft.data.tables import converted
 from rayrft.errors import ConfigError, DataError, nearest
 from rayrft.pipelines.operator import Applied, Operator, register_operator, values_of
 from rayrft.pipelines.rows import id_column
