@@ -21,11 +21,12 @@ from torch import Tensor
 from rayrft.config import load_config
 from rayrft.errors import ConfigError, NoRoom, StorageError, WeightSyncError
 from rayrft.weights import files
+from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets, two_buffers
 from rayrft.weights.files import Manifest, Ref, VersionFolder, Versions, VersionWriter
 from rayrft.weights.messages import Parcel
 from tests.config.given import base
 from tests.errors import about
-from tests.weights.test_transports import Ends, buckets, parcel, weights
+from tests.weights.test_transports import Ends, parcel, weights
 
 EVERY = 4
 
@@ -37,6 +38,13 @@ def stepped(tensors: dict[str, Tensor], seed: int, share: float = 0.02) -> dict[
         name: torch.where(torch.rand(tensor.shape, generator=chance) < share, tensor + 1, tensor)
         for name, tensor in tensors.items()
     }
+
+
+def buckets(tensors: dict[str, Tensor]) -> Iterator[Tensor]:
+    for metas in plan_buckets(parcel(tensors).metas, 1200):
+        buffer = empty_bucket(metas, two_buffers([metas], "cpu")[0])
+        fill_bucket(buffer, metas, (tensors[meta.name] for meta in metas))
+        yield buffer
 
 
 class Files(Ends):
@@ -272,7 +280,7 @@ def test_a_reader_whose_base_is_missing_or_another_says_so_and_reads_the_next_fu
     [
         {"digest": "0" * 16},
         {"files": []},
-        {"format": 2},
+        {"format": 1},
         {"parcel": {}},
         {"base": "no"},
     ],
