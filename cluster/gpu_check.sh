@@ -5,7 +5,7 @@
 #
 #   bash cluster/gpu_check.sh [--dry] [--report FILE] [--only SECTION …] [--sizes 0.6B 1.7B] [--model FOLDER-OR-ID]
 #
-#   --dry    the same path on CPUs, with small models, in about four minutes on two cores
+#   --dry    the same path on CPUs, with small models, in a few minutes on two cores
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash cluster/setup.sh test
