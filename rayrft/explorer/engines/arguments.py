@@ -96,15 +96,23 @@ def check_options(config: EngineConfig, section: str, *, bounds: ProbeBounds | N
             problem = "is set by rayrft, which relies on it"
         elif name not in known:
             problem, remedy = "is no argument of this release of vLLM", nearest(name, known)
-        elif bounds is not None and name in _ALTER and (gap := _gap(config, section, name, value)) is None:
-            problem = "alters the log-probs that are trained on, and engine.proven does not have it for this vLLM"
-            remedy = "measure it on a GPU: bash cluster/gpu_check.sh --only altered; then set engine.proven"
-        elif bounds is not None and name in _ALTER and (gap.mean > bounds.mean or gap.most > bounds.most):
-            problem = f"moves log-probs by {gap.mean:.2g} in the mean and {gap.most:.2g} (99 %), too far for training"
+        elif bounds is not None and name in _ALTER:
+            problem, remedy = _unproven(_gap(config, section, name, value), bounds)
         elif not _fits(value, known[name]):
             problem, remedy = f"must be {known[name]}", "correct it"
         if problem:
             raise ConfigError(problem, remedy, field=field, value=value)
+
+
+def _unproven(gap: OptionGap | None, bounds: ProbeBounds) -> tuple[str, str]:
+    """Return why an option that alters log-probs is refused, and the remedy; empty if its gap is within the bounds."""
+    if gap is None:
+        problem = "alters the log-probs that are trained on, and engine.proven does not have it for this vLLM"
+        return problem, "measure it on a GPU: bash cluster/gpu_check.sh --only altered; then set engine.proven"
+    if gap.mean > bounds.mean or gap.most > bounds.most:
+        gaps = f"{gap.mean:.2g} in the mean and {gap.most:.2g} (99 %)"
+        return f"moves log-probs by {gaps}, more than weight_sync.tolerance allows", "remove it"
+    return "", ""
 
 
 def _gap(config: EngineConfig, section: str, name: str, value: Any) -> OptionGap | None:
