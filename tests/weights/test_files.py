@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pyarrow.fs
 import pytest
@@ -333,7 +334,27 @@ def test_an_object_store_has_the_same_versions(monkeypatch: pytest.MonkeyPatch) 
     store, _ = pyarrow.fs.FileSystem.from_uri("mock://")
     opened = SimpleNamespace(from_uri=lambda address: (Objects(store), address.removeprefix("s3://")))
     monkeypatch.setattr(files, "pafs", SimpleNamespace(**vars(pyarrow.fs) | {"FileSystem": opened}))
-    folder = VersionFolder("s3://bucket/run")
+    assert_versions("s3://bucket/run")
+
+
+@pytest.mark.slow
+def test_a_server_of_objects_has_the_same_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "any")
+    server.start()
+    host, port = server.get_host_and_port()
+    try:
+        urlopen(Request(f"http://{host}:{port}/bucket", method="PUT")).close()
+        assert_versions(f"s3://bucket/run?endpoint_override={host}:{port}&scheme=http&region=us-east-1")
+        with urlopen(f"http://{host}:{port}/bucket?list-type=2") as listed:
+            assert b"<Key>run/00000005/manifest.json</Key>" in listed.read()
+    finally:
+        server.stop()
+
+
+def assert_versions(address: str) -> None:
+    folder = VersionFolder(address)
     assert folder.newest() is None
     writer, reader, tensors = VersionWriter(folder, 2), Versions(folder), weights(0)
     for number in range(5):
