@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rayrft.config.base import Changeable, Section, invalid, section_rule
+from rayrft.config.base import Changeable, LocalPath, Section, invalid, section_rule
 
 _ON_GPUS = {"enforce_eager": False, "max_running": 1024}
 """Defaults of engines on GPUs."""
@@ -35,7 +35,10 @@ class EngineConfig(Section):
     """Free an engine's GPU memory while the trainer works (trainer and engine on one GPU)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine by their names there, such as ``max_num_batched_tokens`` or
-    ``attention_backend``. Those that alter log-probs are for auxiliary models only."""
+    ``attention_backend``. Those that alter log-probs are for auxiliary models, unless ``proven`` has them."""
+    proven: LocalPath | None = None
+    """File of ``cluster/gpu_check.sh`` with the options that alter log-probs, and by how much they did on a GPU. Those
+    within ``weight_sync.tolerance`` are accepted with the same release of vLLM."""
 
     @model_validator(mode="before")
     @classmethod

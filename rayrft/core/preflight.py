@@ -188,9 +188,9 @@ def _check_calls(config: RunConfig, workflows: Mapping[str | None, Workflow], to
 
 def _check_engines(config: RunConfig) -> tuple[str, ...]:
     """Check the options of all engines; return a notice for models on GPUs that compute in float32."""
-    check_options(config.explorer.engine, "explorer.engine", trained=config.trains)
+    check_options(config.explorer.engine, "explorer.engine", bounds=config.probe_bounds if config.trains else None)
     for name, each in config.auxiliary.items():
-        check_options(each.engine, f"auxiliary.{name}.engine", trained=False)
+        check_options(each.engine, f"auxiliary.{name}.engine", bounds=None)
     gpus = {
         f"auxiliary.{name}.dtype": each.engine.gpus
         for name, each in config.auxiliary.items()

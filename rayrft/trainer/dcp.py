@@ -89,10 +89,15 @@ class Checkpointer:
 
     def save(self, learner: Learner, folder: Path, done: Callable[[str | None], None]) -> None:
         """Copy the state and write the copy in the background; ``done`` receives the error message, or None."""
-        state = tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True), _state(learner, folder))
+        state = tree_map_only(Tensor, _to_host, _state(learner, folder))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
         def finished(future: Future[Any]) -> None:
             error = future.exception()
+            state.clear()
+            if torch.cuda.is_available():
+                torch.accelerator.empty_host_cache()  # torch would keep pinned memory
             done(None if error is None else _one_line(error))
 
         writing = self._thread.submit(held(self._write), state, folder)
@@ -144,6 +149,14 @@ class Checkpointer:
         base = _resolve(state["base"], folder) or policy.lora.origin
         if base != policy.lora.base:
             load_hf(policy, base)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor into the host's memory: from a GPU into pinned memory, which is faster, and without waiting."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cuda":
+        return tensor.to("cpu", copy=True)
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def read_base(folder: Path) -> str:

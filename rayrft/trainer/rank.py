@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import platform
 import threading
-from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,6 @@ from rayrft.trainer.model import gather, named_weights, save_hf
 from rayrft.trainer.result import PairRanking, StepResult
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from rayrft.trainer.value_model import Critic
-from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets, two_buffers
 from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.messages import Adapter, Link, Parcel, Sent, TensorMeta
 
@@ -202,7 +199,7 @@ class Rank(RankApi):
         parcel = Parcel(metas, bucket_bytes, Adapter(lora.base, lora.scale) if lora is not None else None, version)
         try:
             with self.learner.phase("send"):
-                return Sent(self._channel.send(number, parcel, self._buckets(parcel)), parcel.nbytes)
+                return Sent(self._channel.send(number, parcel, self._gathered(parcel)), parcel.nbytes)
         except (RuntimeError, WeightSyncError) as error:  # of torch.distributed, or of a transport: an engine is gone
             self._disconnect()
             return Sent("", parcel.nbytes, _lost_engine(error))
@@ -212,25 +209,12 @@ class Rank(RankApi):
             self._channel.close()
         self._channel = None
 
-    def _buckets(self, parcel: Parcel) -> Iterator[Tensor]:
-        """Iterate over the buckets, filled with the gathered weights if this rank sends them. A collective."""
-        assert self._channel is not None
-        parameters, filled = named_weights(self.learner.policy), self._channel.reads
-        buckets = plan_buckets(parcel.metas, parcel.bucket_bytes)
-        memory = cycle(two_buffers(buckets if filled else [], self._device))
-        for bucket in buckets:
-            buffer = empty_bucket(bucket if filled else [], next(memory))
-            gathered = (self._gathered(meta, *each) for meta, each in zip(bucket, parameters, strict=False))
-            if filled:
-                fill_bucket(buffer, bucket, gathered)
-            else:
-                deque(gathered, maxlen=0)
-            yield buffer
-
-    def _gathered(self, meta: TensorMeta, name: str, tensor: Tensor) -> Tensor:
-        if name != meta.name:
-            raise ValueError(f"parameter {name!r} came where {meta.name!r} was announced")
-        return gather(tensor, getattr(torch, meta.dtype))
+    def _gathered(self, parcel: Parcel) -> Iterator[Tensor]:
+        """Iterate over the gathered weights. A collective."""
+        for meta, (name, tensor) in zip(parcel.metas, named_weights(self.learner.policy), strict=True):
+            if name != meta.name:
+                raise ValueError(f"parameter {name!r} came where {meta.name!r} was announced")
+            yield gather(tensor, getattr(torch, meta.dtype))
 
     def score(self, sequences: list[list[int]], images: list[tuple[str, ...]] | None = None) -> list[list[float]]:
         return self.learner.score(sequences, images)

@@ -6,6 +6,7 @@ one and the receivers load the one before: either side holds two.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -17,11 +18,12 @@ from rayrft.weights.messages import Parcel
 from rayrft.weights.transport import FIELD, Endpoint, Layout, WeightTransport, register_transport
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     import torch.distributed as dist
     from torch import Tensor
 else:
-    torch, dist = Lazy("torch"), Lazy("torch.distributed")
+    np, torch, dist = Lazy("numpy"), Lazy("torch"), Lazy("torch.distributed")
 
 
 class Broadcast(WeightTransport):
@@ -45,10 +47,10 @@ class Broadcast(WeightTransport):
         self._wait(travelling)
 
     def receive(self, parcel: Parcel, sizes: Sequence[int]) -> Iterator[Tensor]:
-        buffers = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
+        memory = _Memory(max(sizes, default=0), self._device)
         arriving: deque[tuple[Tensor, Any]] = deque()
-        for buffer in buffers:
-            arriving.append((buffer, self._broadcast(buffer)))
+        for size in sizes:
+            arriving.append((buffer := memory.take(size), self._broadcast(buffer)))
             if len(arriving) == 2:
                 yield self._arrived(*arriving.popleft())
         while arriving:
@@ -77,6 +79,23 @@ class Broadcast(WeightTransport):
             travelling.wait()
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
+
+
+class _Memory:
+    """Buffers of at most ``size`` bytes. In host memory, one to which no tensor refers any more is taken again, where a
+    new one would cost a page fault for each 4 KiB; of GPUs torch keeps the memory."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size, self._device = size, device
+        self._free: list[np.ndarray] = []
+
+    def take(self, size: int) -> Tensor:
+        if self._device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        memory = self._free.pop() if self._free else np.empty(self._size, np.uint8)
+        buffer = memory[:size]
+        weakref.finalize(buffer, self._free.append, memory).atexit = False
+        return torch.from_numpy(buffer)
 
 
 @register_transport("gloo")

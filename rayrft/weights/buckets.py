@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,54 +48,74 @@ def empty_bucket(metas: list[TensorMeta], memory: Tensor) -> Tensor:
 def two_buffers(buckets: list[list[TensorMeta]], device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Allocate memory for any two of the buckets: one travels while the next is filled."""
     size = max(map(bucket_bytes, buckets), default=0)
-    first, second = torch.empty(2, size, dtype=torch.uint8, device=device)
+    if torch.device(device).type == "cpu":  # NumPy asks for huge pages, which cost fewer page faults
+        first, second = torch.from_numpy(np.empty((2, size), np.uint8))
+    else:
+        first, second = torch.empty(2, size, dtype=torch.uint8, device=device)
     return first, second
 
 
-def fill_bucket(buffer: Tensor, metas: list[TensorMeta], tensors: Iterable[Tensor]) -> None:
-    """Copy tensors into the buffer, cast to their wire dtype. Raises ValueError if a shape differs from its meta."""
-    for view, meta, tensor in zip(_views(buffer, metas), metas, tensors, strict=True):
-        if tuple(tensor.shape) != meta.shape:
-            raise ValueError(f"{meta.name} has shape {tuple(tensor.shape)}, announced as {meta.shape}")
-        view.copy_(tensor)
-
-
-def read_bucket(buffer: Tensor, metas: list[TensorMeta]) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over names and tensors of the entries; the tensors are views of the buffer."""
-    for view, meta in zip(_views(buffer, metas), metas, strict=True):
-        yield meta.name, view
-
-
-def _views(buffer: Tensor, metas: list[TensorMeta]) -> Iterator[Tensor]:
-    offset = 0
-    for meta in metas:
-        yield buffer[offset : offset + meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
-        offset += meta.padded
-
-
 class Digest:
-    """A 64-bit digest of a sequence of buffers, computed on their device (CPU or GPU), in bounded memory.
+    """A 64-bit digest of a stream of bytes, computed on their device (CPU or GPU), in bounded memory.
 
-    The polynomial sum of their 64-bit words with position-dependent odd factors, modulo 2**64: a changed, lost or moved
+    The polynomial sum of its 64-bit words with position-dependent odd factors, modulo 2**64: a changed, lost or moved
     word changes it. It detects faults, not forgery. Only `value` waits for the device.
     """
 
     def __init__(self) -> None:
-        self._state = torch.zeros((), dtype=torch.int64)
+        self._state = self._sum = torch.zeros((), dtype=torch.int64)
+        self._place = 0
+        """Words since the state was updated, whose sum is kept."""
         self._factors: Tensor | None = None
 
     def update(self, buffer: Tensor) -> None:
-        """Add a buffer of bytes, whose length is a multiple of 8."""
+        """Add a buffer of bytes, whose length is a multiple of 8. How a stream is cut into buffers does not matter."""
         words = buffer.view(torch.int64)
         if self._factors is None or self._factors.device != buffer.device:
             self._factors = torch.arange(_CHUNK, dtype=torch.int64, device=buffer.device) * 0x9E3779B1 * 2 + 1
-            self._state = self._state.to(buffer.device)
-        for start in range(0, words.numel(), _CHUNK):
-            part = words[start : start + _CHUNK]
-            factors = self._factors[: part.numel()]
-            total = torch.dot(part, factors) if part.device.type == "cpu" else (part * factors).sum()
-            self._state = self._state * 1_000_003 + total + part.numel()  # int64 wraps
+            self._state, self._sum = self._state.to(buffer.device), self._sum.to(buffer.device)
+        while count := min(words.numel(), _CHUNK - self._place):
+            part, words, factors = words[:count], words[count:], self._factors[self._place : self._place + count]
+            self._sum = self._sum + (torch.dot(part, factors) if part.device.type == "cpu" else (part * factors).sum())
+            self._place += count
+            if self._place == _CHUNK:
+                self._state, self._sum, self._place = self._total, torch.zeros_like(self._sum), 0
 
     @property
     def value(self) -> str:
-        return f"{int(self._state) % (1 << 64):016x}"
+        return f"{int(self._total) % (1 << 64):016x}"
+
+    @property
+    def _total(self) -> Tensor:
+        return self._state * 1_000_003 + self._sum + self._place  # int64 wraps
+
+
+def fill_bucket(
+    buffer: Tensor, metas: list[TensorMeta], tensors: Iterable[Tensor], digest: Digest | None = None
+) -> None:
+    """Copy tensors into the buffer, cast to their wire dtype, and add them to the digest, each while a cache holds it.
+
+    Raises ValueError if a shape differs from its meta.
+    """
+    for (entry, view), meta, tensor in zip(_entries(buffer, metas), metas, tensors, strict=True):
+        if tuple(tensor.shape) != meta.shape:
+            raise ValueError(f"{meta.name} has shape {tuple(tensor.shape)}, announced as {meta.shape}")
+        view.copy_(tensor)
+        if digest is not None:
+            digest.update(entry)
+
+
+def read_bucket(buffer: Tensor, metas: list[TensorMeta], digest: Digest) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over names and tensors of the entries, which are added to the digest; the tensors are views."""
+    for (entry, view), meta in zip(_entries(buffer, metas), metas, strict=True):
+        digest.update(entry)
+        yield meta.name, view
+
+
+def _entries(buffer: Tensor, metas: list[TensorMeta]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Iterate over the bytes of tensors with their padding, and the tensors; both are views of the buffer."""
+    offset = 0
+    for meta in metas:
+        entry = buffer[offset : offset + meta.padded]
+        yield entry, entry[: meta.nbytes].view(getattr(torch, meta.dtype)).view(meta.shape)
+        offset += meta.padded

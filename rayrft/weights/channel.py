@@ -7,8 +7,10 @@ the buckets: equal digests show that every byte arrived in order.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -17,7 +19,15 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from rayrft.registry import load_plugins
 from rayrft.runtime.ray_api import ray
-from rayrft.weights.buckets import Digest, bucket_bytes, plan_buckets, read_bucket
+from rayrft.weights.buckets import (
+    Digest,
+    bucket_bytes,
+    empty_bucket,
+    fill_bucket,
+    plan_buckets,
+    read_bucket,
+    two_buffers,
+)
 from rayrft.weights.messages import Link, Parcel
 from rayrft.weights.transport import Endpoint, SignedStore, transports
 
@@ -69,7 +79,7 @@ class WeightChannel:
         self, link: Link, *, sends: bool, index: int, device: torch.device, store: TCPStore | None = None
     ) -> None:
         load_plugins(Path(path) for path in link.plugins)
-        self._announces = sends and index == 0
+        self._announces, self._device = sends and index == 0, device
         self._announced: list[str] = []
         self._transport = transports.get(link.transport)()
         self._store: SignedStore | None = None
@@ -83,14 +93,14 @@ class WeightChannel:
         ends = link.senders, link.receivers
         end = Endpoint(sends, index, *ends, device, own, link.timeout_s, link.secret, address, link.options)
         self._transport.connect(end)
+        self.reads = self._announces or self._transport.reads
+        """Whether this end reads the buckets that it sends; else they are not filled."""
 
-    @property
-    def reads(self) -> bool:
-        """Whether this end reads the buckets that it sends; else they need not be filled."""
-        return self._announces or self._transport.reads
+    def send(self, number: int, parcel: Parcel, tensors: Iterator[Tensor]) -> str:
+        """Send a parcel as transfer ``number``; return its digest, on the first sender.
 
-    def send(self, number: int, parcel: Parcel, buckets: Iterable[Tensor]) -> str:
-        """Send the buckets of a parcel as transfer ``number``; return their digest, on the first sender."""
+        All senders take all the tensors, in the parcel's order: making one is a collective.
+        """
         digest = Digest()
         if self._announces:
             assert self._store is not None  # a sender has one
@@ -98,15 +108,24 @@ class WeightChannel:
                 self._store.delete_key(read)
             self._announced = [f"parcel/{number}"]
             self._store.set(self._announced[0], parcel.to_json())
-            buckets = _digested(buckets, digest)
-        buckets = iter(buckets)
         try:
-            self._transport.send(parcel, buckets)
+            self._transport.send(parcel, self._filled(parcel, tensors, digest))
         except Exception:
-            for _ in buckets:  # the other ranks take part in gathering each
-                pass
+            deque(tensors, maxlen=0)  # the other ranks take part in gathering each
             raise
         return digest.value
+
+    def _filled(self, parcel: Parcel, tensors: Iterator[Tensor], digest: Digest) -> Iterator[Tensor]:
+        """Iterate over the buckets, filled if this end reads them, and digested if it is the first sender."""
+        planned = plan_buckets(parcel.metas, parcel.bucket_bytes)
+        memory = cycle(two_buffers(planned if self.reads else [], self._device))
+        for metas in planned:
+            buffer, own = empty_bucket(metas if self.reads else [], next(memory)), islice(tensors, len(metas))
+            if self.reads:
+                fill_bucket(buffer, metas, own, digest if self._announces else None)
+            else:
+                deque(own, maxlen=0)
+            yield buffer
 
     def announced(self, number: int) -> Parcel:
         """Wait for the announcement of transfer ``number``."""
@@ -114,19 +133,12 @@ class WeightChannel:
             return self._transport.published(number)
         return Parcel.from_json(self._store.get(f"parcel/{number}"))
 
-    def receive(self, parcel: Parcel, digest: Digest) -> Iterator[list[tuple[str, Tensor]]]:
-        """Iterate over the buckets as names and tensors, and add them to the digest."""
+    def receive(self, parcel: Parcel, digest: Digest) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the names and tensors, and add them to the digest."""
         buckets = plan_buckets(parcel.metas, parcel.bucket_bytes)
         arriving = self._transport.receive(parcel, [bucket_bytes(metas) for metas in buckets])
         for metas, buffer in zip(buckets, arriving, strict=True):
-            digest.update(buffer)
-            yield list(read_bucket(buffer, metas))
+            yield from read_bucket(buffer, metas, digest)
 
     def close(self) -> None:
         self._transport.close()
-
-
-def _digested(buckets: Iterable[Tensor], digest: Digest) -> Iterator[Tensor]:
-    for buffer in buckets:
-        digest.update(buffer)
-        yield buffer

@@ -53,13 +53,13 @@ class Manifest:
 
     parcel: Parcel
     digest: str
-    """`Digest` of the buckets."""
+    """`Digest` of the bytes of the buckets."""
     files: list[tuple[str, int | None]]
     """For each bucket the SHA-256 digest of its file, and the number of words of a difference, None for all bytes."""
     base: Ref | None
     first: int
     """Serial number of the full version that the differences begin with; its own if it is full."""
-    format: int = 1
+    format: int = 2
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -174,8 +175,7 @@ def profile(options: argparse.Namespace) -> Iterator[str]:
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with torch.profiler.profile(activities=activities) as profiled:
         learner.step([rows])
-    folder = Path(options.report).parent if options.report else Path(tempfile.mkdtemp())
-    trace = folder / "gpu_check.trace.json"
+    trace = beside_report(options) / "gpu_check.trace.json"
     profiled.export_chrome_trace(str(trace))
     kind = "device" if device.type == "cuda" else "cpu"
     events = sorted(profiled.key_averages(), key=lambda event: -getattr(event, f"self_{kind}_time_total"))[:12]
@@ -192,15 +192,11 @@ def profile(options: argparse.Namespace) -> Iterator[str]:
 @section("Engine: tokens a second, and its log-probs beside the trainer's")
 def engine(options: argparse.Namespace) -> Iterator[str]:
     """Eager and with CUDA graphs. Log-probs are those of sampled answers, scored by the trainer's model."""
-    import torch
-
     from rayrft.runtime.ray_api import ray
-    from rayrft.trainer.learner import Learner
-    from rayrft.trainer.loading import load_policy
     from tests.bench.gpu import SHAPES
     from tests.bench.helpers import start_ray
 
-    device, name = device_of(options), "tiny" if options.dry else options.sizes[0]
+    name = "tiny" if options.dry else options.sizes[0]
     folder = options.model or tempfile.mkdtemp()
     if not options.model:
         SHAPES[name].model().save_pretrained(folder)
@@ -211,22 +207,72 @@ def engine(options: argparse.Namespace) -> Iterator[str]:
         rows.append(f"{'eager' if eager else 'with graphs'} | {speed:,.0f}")
     ray.shutdown()
     yield from table("engine | tokens/s", rows)
-    policy = load_policy(folder).to(device)
-    policy.enable_fast_paths(pack=True, compute=torch.float32 if options.dry else torch.bfloat16)
-    policy.to(torch.float32 if options.dry else torch.bfloat16)
-    learner = Learner(policy, micro_batch_tokens=16384, temperature=1.0, device=device)
-    scores = learner.score([[*prompt, *answer.token_ids] for prompt, answer in answers[:64]])
-    gaps = [
-        abs(ours - theirs)
-        for (_, answer), score in zip(answers, scores, strict=False)
-        for ours, theirs in zip(score[-len(answer.token_ids) :], answer.logprobs, strict=True)
-    ]
+    gaps = _gaps(folder, options, answers)
     yield ""
     yield f"{options.model or 'Random weights'}: log-probs of {len(gaps)} sampled tokens differ by {quantiles(gaps)}."
 
 
-async def _sample(folder: str, options: argparse.Namespace, *, eager: bool) -> tuple[float, list[Any]]:
-    """Tokens a second, and prompts with their answers."""
+@section("Options of the engine that alter log-probs")
+def altered(options: argparse.Namespace) -> Iterator[str]:
+    """Log-probs of sampled answers beside the trainer's; the file is for `engine.proven`."""
+    import torch
+
+    from rayrft.explorer.engines.arguments import OptionGap, vllm_release
+    from rayrft.runtime.ray_api import ray
+    from tests.bench.gpu import SHAPES
+    from tests.bench.helpers import start_ray
+
+    folder = options.model or tempfile.mkdtemp()
+    if not options.model:
+        SHAPES["tiny" if options.dry else options.sizes[0]].model().save_pretrained(folder)
+    gpu = "none" if options.dry else torch.cuda.get_device_name(0)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    asked: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8", "speculative_config": ngram}
+    start_ray(4)
+    gaps, rows = list[OptionGap](), list[str]()
+    for name, value in list(asked.items())[-1:] if options.dry else asked.items():
+        try:
+            speed, answers = asyncio.run(_sample(folder, options, eager=options.dry, **{name: value}))
+        except Exception as error:  # such as of a GPU that has no such arithmetic: the others are measured
+            rows.append(f"{name} | {json.dumps(value)} | {last_line(str(error))} | | ")
+            continue
+        found = _gaps(folder, options, answers)
+        gap = OptionGap(name, value, vllm_release(), gpu, float(np.mean(found)), float(np.quantile(found, 0.99)))
+        gaps.append(gap)
+        rows.append(f"{name} | {json.dumps(value)} | {speed:,.0f} | {gap.mean:.2g} | {gap.most:.2g}")
+    ray.shutdown()
+    yield from table("option | value | tokens/s | gap, mean | 99 %", rows)
+    proven = beside_report(options) / "gpu_check.proven.json"
+    proven.write_text(json.dumps([asdict(gap) for gap in gaps], indent=1))
+    yield ""
+    yield f"For `engine.proven`: {proven}.."
+
+
+def beside_report(options: argparse.Namespace) -> Path:
+    return Path(options.report).parent if options.report else Path(tempfile.mkdtemp())
+
+
+def _gaps(folder: str, options: argparse.Namespace, answers: list[Any]) -> list[float]:
+    """Differences of an engine's log-probs from the trainer's, of the tokens of the first answers."""
+    import torch
+
+    from rayrft.trainer.learner import Learner
+    from rayrft.trainer.loading import load_policy
+
+    device, compute = device_of(options), torch.float32 if options.dry else torch.bfloat16
+    policy = load_policy(folder).to(device)
+    policy.enable_fast_paths(pack=True, compute=compute)
+    learner = Learner(policy.to(compute), micro_batch_tokens=16384, temperature=1.0, device=device)
+    scores = learner.score([[*prompt, *answer.token_ids] for prompt, answer in answers[:64]])
+    return [
+        abs(ours - theirs)
+        for (_, answer), score in zip(answers, scores, strict=False)
+        for ours, theirs in zip(score[-len(answer.token_ids) :], answer.logprobs, strict=True)
+    ]
+
+
+async def _sample(folder: str, options: argparse.Namespace, *, eager: bool, **altering: Any) -> tuple[float, list[Any]]:
+    """Tokens a second, and prompts with their answers, of an engine with further options."""
     from rayrft.config.explorer import EngineConfig
     from rayrft.explorer.engines.engine import RolloutEngine
     from rayrft.explorer.engines.exchange import Request, Sampling
@@ -238,7 +284,7 @@ async def _sample(folder: str, options: argparse.Namespace, *, eager: bool) -> t
     actor = ray.remote(RolloutEngine).options(num_cpus=1, num_gpus=settings.get("gpus", 0), max_concurrency=1000)
     running: Handle[Any] = Handle("engine", actor.remote())
     dtype = "float32" if options.dry else "bfloat16"
-    config = EngineConfig(**settings)
+    config = EngineConfig(**settings, options=altering)
     await running.call(RolloutEngine.start, folder, config, max_length=32 + length, dtype=dtype, seed=0)
     chance = np.random.default_rng(0)
     prompts = [chance.integers(3, vocabulary, 24).tolist() for _ in range(count)]
@@ -261,15 +307,21 @@ def shared(options: argparse.Namespace) -> Iterator[str]:
 
 @section("GSM8K, ten steps, of which one loses an engine")
 def gsm8k(options: argparse.Namespace) -> Iterator[str]:
+    from tests.e2e.test_gsm8k import on_cpu
+
+    job = str(ROOT / "jobs" / "gsm8k_grpo.yaml")
     if options.dry:
-        yield "Not in a dry run, which has no network: `tests/e2e/test_gsm8k.py` runs the job on CPUs."
+        yield "Two steps on a few of the rows, without a death."
+        yield ""
+        rows = on_cpu(ROOT / "tests" / "samples" / "gsm8k")
+        yield from measured(job, {**rows, "tasks.sources.gsm8k.config": "default"})
         return
     if gpus() < 2:
         yield "Needs two GPUs."
         return
     count = min(2, gpus() // 2)
     sizes = {"stages.grpo.steps": 10, "explorer.engine.count": count, "trainer.ranks": count}
-    yield from measured(str(ROOT / "jobs" / "gsm8k_grpo.yaml"), sizes, kill=True)
+    yield from measured(job, sizes, kill=True)
 
 
 @section("An adapter")

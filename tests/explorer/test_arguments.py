@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,12 +12,14 @@ from unittest import mock
 import pytest
 
 from rayrft.config.explorer import EngineConfig
+from rayrft.config.trainer import ProbeBounds
 from rayrft.errors import ConfigError
 from rayrft.explorer.engines import arguments
-from rayrft.explorer.engines.arguments import check_options
+from rayrft.explorer.engines.arguments import OptionGap, check_options, vllm_release
 from rayrft.explorer.engines.engine import RolloutEngine
 from tests.errors import about
 
+BOUNDS = ProbeBounds(0.03, 0.2, 0.99)
 ON_GPU = EngineConfig(gpus=2, tensor_parallel=2)
 
 
@@ -62,14 +66,14 @@ async def test_engines_on_cpus_compile_nothing_and_split_no_prompt(
 
 async def test_options_reach_vllm_and_win_over_defaults(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(options={"block_size": 16, "stream_interval": 4})
-    check_options(config, "explorer.engine", trained=True)
+    check_options(config, "explorer.engine", bounds=BOUNDS)
     found, _ = await recorded(monkeypatch, tiny_model, config, "float32")
     assert (found.block_size, found.stream_interval) == (16, 4)
 
 
 async def test_a_value_that_vllm_refuses_is_an_error_of_the_options(tiny_model: Path) -> None:
     config = EngineConfig(options={"max_num_batched_tokens": -1})
-    check_options(config, "explorer.engine", trained=True)  # vLLM alone knows the range
+    check_options(config, "explorer.engine", bounds=BOUNDS)  # vLLM alone knows the range
     with pytest.raises(ConfigError, check=about("engine.options")) as error:
         await RolloutEngine().start(str(tiny_model), config, max_length=64, dtype="float32", seed=3)
     assert "\n" not in str(error.value)
@@ -91,6 +95,7 @@ async def test_a_value_that_vllm_refuses_is_an_error_of_the_options(tiny_model: 
         ("pipeline_parallel_size", 2, True, "is set by rayrft"),
         ("quantization", "fp8", True, "alters the log-probs"),
         ("speculative_config", {"method": "ngram"}, True, "alters the log-probs"),
+        ("load_format", "dummy", True, "alters the log-probs"),
         ("quantization", "fp8", False, None),
         ("scheduling_policy", "by dice", True, "must be Literal['fcfs', 'priority']"),
         ("scheduling_policy", "priority", True, None),
@@ -110,11 +115,38 @@ async def test_a_value_that_vllm_refuses_is_an_error_of_the_options(tiny_model: 
 def test_options_are_checked_by_name_type_and_effect(name: str, value: Any, trained: bool, said: str | None) -> None:
     config = EngineConfig(options={name: value})
     if said is None:
-        check_options(config, "auxiliary.user.engine", trained=trained)
+        check_options(config, "auxiliary.user.engine", bounds=BOUNDS if trained else None)
         return
     with pytest.raises(ConfigError, check=about(f"auxiliary.user.engine.options.{name}", value)) as error:
-        check_options(config, "auxiliary.user.engine", trained=trained)
+        check_options(config, "auxiliary.user.engine", bounds=BOUNDS if trained else None)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({}, None),
+        ({"mean": 0.031}, "options.quantization"),
+        ({"most": 0.21}, "options.quantization"),
+        ({"value": "int8"}, "options.quantization"),
+        ({"option": "kv_cache_dtype"}, "options.quantization"),
+        ({"vllm": "0.1.0"}, "options.quantization"),
+        ({"tokens": 7}, "proven"),
+        (None, "proven"),
+    ],
+)
+def test_an_option_that_alters_log_probs_is_accepted_if_a_gpu_has_proven_it(
+    change: dict[str, Any] | None, field: str | None, tmp_path: Path
+) -> None:
+    proven = OptionGap("quantization", "fp8", vllm_release(), "H200", mean=0.02, most=0.15)
+    if change is not None:
+        (tmp_path / "proven.json").write_text(json.dumps([asdict(proven) | change]))
+    config = EngineConfig(options={"quantization": "fp8"}, proven=tmp_path / "proven.json")
+    if field is None:
+        check_options(config, "explorer.engine", bounds=BOUNDS)
+        return
+    with pytest.raises(ConfigError, check=about(f"explorer.engine.{field}")):
+        check_options(config, "explorer.engine", bounds=BOUNDS)
 
 
 def test_every_argument_that_is_named_is_one_of_vllm() -> None:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import named_weights, write_hf
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.tiny import make_tiny_model
-from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets, two_buffers
+from rayrft.weights.buckets import plan_buckets
 from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.files import VersionFolder
 from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
@@ -90,7 +89,7 @@ class EngineUnderTest:
         ray.get(self.actor.pause.remote(keep_cache))
         self.transfers += 1
         receiving = self.actor.receive.remote(self.transfers, version)
-        sent = self.channel.send(self.transfers, parcel, _buckets(parcel, tensors))
+        sent = self.channel.send(self.transfers, parcel, (tensor.detach() for tensor in tensors.values()))
         held = ray.get(receiving)
         assert (held.version, held.digests) == (version, (sent,))
         return parcel.nbytes
@@ -102,14 +101,6 @@ class EngineUnderTest:
         pool = EnginePool()
         await pool.join([Member(handle(self.actor, "engine-0"), 0)])
         return EngineClient(remote(pool, "engine_pool"), Waits("test"))
-
-
-@torch.no_grad()
-def _buckets(parcel: Parcel, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
-    for bucket in plan_buckets(parcel.metas, parcel.bucket_bytes):
-        buffer = empty_bucket(bucket, two_buffers([bucket], "cpu")[0])
-        fill_bucket(buffer, bucket, [tensors[meta.name] for meta in bucket])
-        yield buffer
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +367,9 @@ def test_an_update_that_breaks_off_leaves_the_engine_paused_and_the_next_one_is_
     ray.get(engine.actor.pause.remote(False))
     engine.transfers += 1
     receiving = engine.actor.receive.remote(engine.transfers, 41)
-    engine.channel.send(engine.transfers, parcel, islice(_buckets(parcel, tensors), buckets))
+    sent = sum(map(len, plan_buckets(parcel.metas, parcel.bucket_bytes)[:buckets]))
+    with pytest.raises(ValueError, match="shorter"):
+        engine.channel.send(engine.transfers, parcel, (tensors[meta.name].detach() for meta in parcel.metas[:sent]))
     engine.channel.close()  # as when the first rank has lost another engine
     with pytest.raises(RayTaskError):
         ray.get(receiving)

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -21,6 +22,7 @@ from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig
 from rayrft.errors import ModelError, RayrftError, StorageError
 from rayrft.files import Room
+from rayrft.trainer import dcp
 from rayrft.trainer.batches import TrainRow
 from rayrft.trainer.dcp import Checkpointer, load_weights, read_base
 from rayrft.trainer.learner import Learner
@@ -269,3 +271,23 @@ def test_what_fails_in_the_background_is_said(error: BaseException, why: str, mo
     checkpointer.save(make_learner("grpo"), Path("nowhere"), said.append)
     checkpointer._thread.shutdown()
     assert said == [why]
+
+
+def test_what_lies_on_a_gpu_is_copied_into_pinned_memory_which_is_freed_once_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    with FakeTensorMode(), mock.patch.object(torch, "empty_like", wraps=torch.empty_like) as made:
+        assert dcp._to_host(torch.ones(3, device="cuda")).device.type == "cpu"
+        assert made.call_args.kwargs == {"device": "cpu", "pin_memory": True}
+        assert dcp._to_host(torch.ones(3)).device.type == "cpu" and made.call_count == 1
+    monkeypatch.setattr(dist, "new_group", lambda backend: None)
+    states: list[dict[str, Any]] = []
+    monkeypatch.setattr(dcp, "save", lambda state, **_: states.append(state) or events.append(f"write {bool(state)}"))  # type: ignore[func-returns-value]
+    learner, checkpointer = make_learner("grpo"), Checkpointer()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("copied"))
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: events.append(f"freed {not states[0]}"))
+    checkpointer.save(learner, Path("nowhere"), lambda problem: events.append(f"done {problem}"))
+    checkpointer._thread.shutdown()
+    assert events == ["copied", "write True", "freed True", "done None"]

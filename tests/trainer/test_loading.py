@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -34,6 +35,8 @@ from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy, scored_batch
 from rayrft.trainer.reward_model import RewardClassifier
 from rayrft.trainer.value_model import Critic
+from rayrft.weights.buckets import plan_buckets
+from rayrft.weights.messages import TensorMeta
 from tests.trainer.learners import CPU, full, make_learner, mine, own_rows, weights, write
 from tests.trainer.ranks import as_rank, on_ranks
 
@@ -229,9 +232,10 @@ SHAPES = {
     "qwen3 32B": large(Qwen3Config, 151936, 5120, 25600, 64, 64, tie_word_embeddings=False),
     "llama 70B": large(LlamaConfig, 128256, 8192, 28672, 80, 64),
 }
+RANKS = (2, 8, 12, 16, 32, 512)
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 12, 16, 32, 512])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_states_of_large_models_are_shared_evenly(ranks: int) -> None:
     as_rank(0, ranks, _shares)
 
@@ -247,11 +251,14 @@ def _shares() -> None:
         assert own <= 1.02 * numbers / dist.get_world_size(), name
 
 
-LARGE = [pytest.param(*each, marks=pytest.mark.slow) for each in (("qwen3 8B", 8), ("qwen3 32B", 12))]
-LARGE += [pytest.param("llama 70B", ranks, marks=pytest.mark.slow) for ranks in (32, 512)]
+STEPS = [
+    pytest.param(name, ranks, marks=[] if (name, ranks) == ("qwen3 0.6B", 2) else pytest.mark.slow)
+    for name in SHAPES
+    for ranks in RANKS
+]
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("qwen3 0.6B", 2), *LARGE])
+@pytest.mark.parametrize(("name", "ranks"), STEPS)
 def test_a_step_of_a_large_model_needs_the_memory_of_the_plan(name: str, ranks: int, tmp_path: Path) -> None:
     SHAPES[name].save_pretrained(tmp_path)
     planned = rank_memory(shape_of(str(tmp_path)), TrainerConfig(ranks=ranks, accumulate="sharded"), half=True)
@@ -277,6 +284,41 @@ def _bytes_of_a_step(name: str, planned: RankMemory) -> None:
 
 def _held(tensors: Iterable[Any]) -> int:
     return sum(each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3 8B", 32), ("qwen3 32B", 512), ("llama 70B", 512)])
+def test_a_rank_of_many_has_memory_for_its_part_of_a_large_model_and_one_layer(
+    name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    files, numbers = _sparse(SHAPES[name], tmp_path)
+    part, layer = 4 * numbers // ranks, 4 * shape_of(str(tmp_path)).layer
+    assert as_rank(0, ranks, _within, str(tmp_path), files + part + layer, False) == ""
+    assert as_rank(0, ranks, _within, str(tmp_path), files + part // 2, False) != "", "the limit would not count"
+
+
+def _sparse(config: PreTrainedConfig, folder: Path) -> tuple[int, int]:
+    """Write a model whose files of weights are holes, which take no room; return the bytes and the numbers in them."""
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    weights = dict(model.named_parameters())
+    metas = [TensorMeta.of(parameter, each, torch.bfloat16) for parameter, each in weights.items()]
+    names: dict[str, str] = {}
+    for number, part in enumerate(plan_buckets(metas, 4 << 30)):
+        header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
+        for meta in part:
+            names[meta.name] = f"model-{number}.safetensors"
+            offsets = [end, end := end + meta.nbytes]
+            header[meta.name] = {"dtype": "BF16", "shape": meta.shape, "data_offsets": offsets}
+        text = json.dumps(header).encode()
+        with (folder / f"model-{number}.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    numbers = sum(each.numel() for each in weights.values())
+    return 2 * numbers, numbers
 
 
 def _trained(folder: str, checkpoint: Path) -> dict[bool, list[Tensor]]:

@@ -13,33 +13,21 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayrft.config.trainer import TrainerConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.trainer import model as model_module
-from rayrft.trainer.loading import Loader, load_policy, rank_mesh
+from rayrft.trainer.loading import Loader, load_policy, rank_mesh, shard
 from rayrft.trainer.model import gather, named_weights, save_hf
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.rank import Rank
-from rayrft.weights.buckets import read_bucket
 from rayrft.weights.messages import Parcel, TensorMeta
 from tests.trainer.learners import CPU
 from tests.trainer.ranks import as_rank, on_ranks
 from tests.trainer.test_loading import FAMILIES
-
-
-class Gathered(TorchDispatchMode):
-    """Counts the bytes that are gathered from all ranks of a replica together."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "all_gather_into_tensor" in str(func):
-            self.nbytes += args[0].nbytes * args[1]
-        return func(*args, **(kwargs or {}))
+from tests.weights.transfers import Gathered, counted, open_channel, transfer
 
 
 def _policy(folder: str) -> Policy:
@@ -48,32 +36,55 @@ def _policy(folder: str) -> Policy:
     return loader.load(folder, lambda policy: policy)
 
 
-def _sent(folder: str) -> list[tuple[int, int, int, list[Tensor]]]:
-    rank, index, policy = object.__new__(Rank), dist.get_rank(), _policy(folder)
+def _sent(folder: str) -> list[tuple[int, int, dict[str, Tensor]]]:
+    rank, policy = object.__new__(Rank), _policy(folder)
     rank.learner = SimpleNamespace(policy=policy)  # type: ignore[assignment]
-    rank._device, rank._channel = CPU, SimpleNamespace(reads=index == 0)  # type: ignore[assignment]
     metas = [TensorMeta.of(name, tensor, torch.bfloat16) for name, tensor in named_weights(policy)]
-    parcel = Parcel(metas, 1 << 14, None)
+    parcel = Parcel(metas, 1 << 14)
     with Gathered() as gathered:
-        buckets = [bucket.clone() for bucket in rank._buckets(parcel)]
+        tensors = {meta.name: tensor for meta, tensor in zip(metas, rank._gathered(parcel), strict=True)}
     held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, (gathered.nbytes, sum(each.nbytes for each in buckets), parcel.nbytes, buckets))
+    dist.all_gather_object(held, (gathered.nbytes, parcel.nbytes, tensors))
     return held
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_weights_are_gathered_once_as_they_are_sent_and_filled_by_the_rank_that_sends(
-    tiny_model: Path, ranks: int
-) -> None:
-    first, *others = on_ranks(ranks, _sent, str(tiny_model))
+def test_weights_are_gathered_once_as_they_are_sent(tiny_model: Path, ranks: int) -> None:
     expected = {name: tensor.bfloat16() for name, tensor in named_weights(load_policy(str(tiny_model)))}
-    metas = [TensorMeta.of(name, tensor, torch.bfloat16) for name, tensor in expected.items()]
-    for gathered, _, sent, buckets in (first, *others):
+    for gathered, sent, found in on_ranks(ranks, _sent, str(tiny_model)):
         assert sent <= gathered <= 1.05 * sent  # uneven shards are padded
-        assert len(buckets) > 3
-    assert first[1] == sum(meta.padded for meta in metas) and not any(other[1] for other in others)
-    found = dict(read_bucket(torch.cat(first[3]), metas))
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def _transferred(folder: str) -> tuple[list[dict[str, int]], int, dict[str, Tensor]]:
+    """Send a model from two ranks, which have a part each; return what each of them and the receiver moved, the bytes
+    that there are, and the weights loaded."""
+    last, parts = dist.get_world_size() - 1, DeviceMesh("cpu", [0, 1])
+    policy = load_policy(folder)
+    metas = [TensorMeta.of(name, tensor, torch.bfloat16) for name, tensor in named_weights(policy)]
+    if dist.get_rank() < last:
+        policy = load_policy(folder, prepare=lambda each: shard(each, parts, torch.float32))
+        weights = dict(named_weights(policy))
+    else:
+        weights = {meta.name: torch.zeros(meta.shape, dtype=torch.bfloat16) for meta in metas}
+    channel = open_channel()
+    with counted() as counts:
+        counts["loaded"] = transfer(channel, 1, Parcel(metas, 1 << 14), weights)
+    channel.close()
+    moved: list[Any] = [None] * (last + 1)
+    dist.all_gather_object(moved, (dict(counts), weights if dist.get_rank() == last else {}))
+    return [each for each, _ in moved], sum(meta.padded for meta in metas), moved[last][1]
+
+
+def test_each_byte_is_gathered_sent_digested_and_loaded_once(tiny_model: Path) -> None:
+    (first, second, receiver), size, loaded = on_ranks(3, _transferred, str(tiny_model))
+    assert (first["digested"], first["broadcast"]) == (receiver["digested"], receiver["broadcast"]) == (size, size)
+    assert not second.get("digested") and not second.get("broadcast"), "nobody reads what it could fill"
+    assert size <= first["gathered"] == second["gathered"] <= 1.05 * size and not receiver["gathered"]
+    assert receiver["loaded"] == sum(tensor.nbytes for tensor in loaded.values())
+    expected = dict(named_weights(load_policy(str(tiny_model))))
+    assert all(torch.equal(loaded[name], tensor.bfloat16()) for name, tensor in expected.items())
 
 
 def _gathered_elsewhere() -> None:

@@ -22,10 +22,13 @@ METAS = [TensorMeta.of(name, tensor, tensor.dtype) for name, tensor in TENSORS.i
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
 def test_tensors_come_back_as_they_went_in_whatever_the_bucket_size(bucket_bytes: int) -> None:
     got: dict[str, torch.Tensor] = {}
+    filled, whole, read = Digest(), Digest(), Digest()
     for bucket in plan_buckets(METAS, bucket_bytes):
         buffer = empty_bucket(bucket, two_buffers([bucket], "cpu")[0])
-        fill_bucket(buffer, bucket, [TENSORS[meta.name] for meta in bucket])
-        got |= dict(read_bucket(buffer, bucket))
+        fill_bucket(buffer, bucket, [TENSORS[meta.name] for meta in bucket], filled)
+        whole.update(buffer)
+        got |= dict(read_bucket(buffer, bucket, read))
+    assert filled.value == read.value == whole.value
     assert list(got) == list(TENSORS)
     assert all(torch.equal(got[name], tensor) for name, tensor in TENSORS.items())
 
@@ -43,7 +46,7 @@ def test_weights_are_cast_to_what_the_engine_computes_in() -> None:
     meta = TensorMeta.of("w", torch.zeros(3), torch.bfloat16)
     buffer = empty_bucket([meta], two_buffers([[meta]], "cpu")[0])
     fill_bucket(buffer, [meta], [torch.tensor([1.0, 2.0, 3.14159])])
-    [(_, tensor)] = read_bucket(buffer, [meta])
+    [(_, tensor)] = read_bucket(buffer, [meta], Digest())
     assert tensor.dtype == torch.bfloat16 and tensor[0].item() == 1.0
 
 
@@ -81,14 +84,14 @@ def test_a_lost_bucket_of_zeros_shows() -> None:
     assert digest(buffer) != digest(buffer, zeros)
 
 
-def test_the_digest_is_the_sum_that_it_says_it_is() -> None:
-    buffers = [torch.randint(0, 256, (8 * size,), dtype=torch.uint8) for size in (1, 7, 300)]
-    state = 0
-    for buffer in buffers:
-        words = buffer.view(torch.int64).tolist()
-        total = sum(word * (2 * 0x9E3779B1 * place + 1) for place, word in enumerate(words))
-        state = (state * 1_000_003 + total + len(words)) % 2**64
-    assert digest(*buffers) == f"{state:016x}"
+def test_the_digest_is_the_sum_that_it_says_it_is_however_the_stream_is_cut() -> None:
+    stream = torch.randint(0, 256, (8 * ((1 << 19) + 300),), dtype=torch.uint8)
+    state, words = 0, stream.view(torch.int64).tolist()
+    for chunk in (words[: 1 << 19], words[1 << 19 :]):
+        total = sum(word * (2 * 0x9E3779B1 * place + 1) for place, word in enumerate(chunk))
+        state = (state * 1_000_003 + total + len(chunk)) % 2**64
+    for sizes in ([stream.numel()], [8, 56, stream.numel() - 64], [8 << 19, 8 * 300], [(8 << 19) - 8, 16, 8 * 299]):
+        assert digest(*stream.split(sizes)) == f"{state:016x}"
 
 
 def test_long_buffers_are_digested_in_pieces() -> None:

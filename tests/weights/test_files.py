@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pyarrow.fs
 import pytest
@@ -21,11 +22,12 @@ from torch import Tensor
 from rayrft.config import load_config
 from rayrft.errors import ConfigError, NoRoom, StorageError, WeightSyncError
 from rayrft.weights import files
+from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets, two_buffers
 from rayrft.weights.files import Manifest, Ref, VersionFolder, Versions, VersionWriter
 from rayrft.weights.messages import Parcel
 from tests.config.given import base
 from tests.errors import about
-from tests.weights.test_transports import Ends, buckets, parcel, weights
+from tests.weights.test_transports import Ends, parcel, weights
 
 EVERY = 4
 
@@ -37,6 +39,13 @@ def stepped(tensors: dict[str, Tensor], seed: int, share: float = 0.02) -> dict[
         name: torch.where(torch.rand(tensor.shape, generator=chance) < share, tensor + 1, tensor)
         for name, tensor in tensors.items()
     }
+
+
+def buckets(tensors: dict[str, Tensor]) -> Iterator[Tensor]:
+    for metas in plan_buckets(parcel(tensors).metas, 1200):
+        buffer = empty_bucket(metas, two_buffers([metas], "cpu")[0])
+        fill_bucket(buffer, metas, (tensors[meta.name] for meta in metas))
+        yield buffer
 
 
 class Files(Ends):
@@ -272,7 +281,7 @@ def test_a_reader_whose_base_is_missing_or_another_says_so_and_reads_the_next_fu
     [
         {"digest": "0" * 16},
         {"files": []},
-        {"format": 2},
+        {"format": 1},
         {"parcel": {}},
         {"base": "no"},
     ],
@@ -325,7 +334,27 @@ def test_an_object_store_has_the_same_versions(monkeypatch: pytest.MonkeyPatch) 
     store, _ = pyarrow.fs.FileSystem.from_uri("mock://")
     opened = SimpleNamespace(from_uri=lambda address: (Objects(store), address.removeprefix("s3://")))
     monkeypatch.setattr(files, "pafs", SimpleNamespace(**vars(pyarrow.fs) | {"FileSystem": opened}))
-    folder = VersionFolder("s3://bucket/run")
+    assert_versions("s3://bucket/run")
+
+
+@pytest.mark.slow
+def test_a_server_of_objects_has_the_same_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "any")
+    server.start()
+    host, port = server.get_host_and_port()
+    try:
+        urlopen(Request(f"http://{host}:{port}/bucket", method="PUT")).close()
+        assert_versions(f"s3://bucket/run?endpoint_override={host}:{port}&scheme=http&region=us-east-1")
+        with urlopen(f"http://{host}:{port}/bucket?list-type=2") as listed:
+            assert b"<Key>run/00000005/manifest.json</Key>" in listed.read()
+    finally:
+        server.stop()
+
+
+def assert_versions(address: str) -> None:
+    folder = VersionFolder(address)
     assert folder.newest() is None
     writer, reader, tensors = VersionWriter(folder, 2), Versions(folder), weights(0)
     for number in range(5):

@@ -23,9 +23,9 @@ from torch.multiprocessing import reductions
 
 from rayrft.config import RunConfig, load_config
 from rayrft.errors import ConfigError, WeightSyncError
-from rayrft.weights import Endpoint, ipc, transports
+from rayrft.weights import Endpoint, channel, ipc, transports
 from rayrft.weights.broadcast import Gloo, Nccl
-from rayrft.weights.buckets import Digest, empty_bucket, fill_bucket, plan_buckets, two_buffers
+from rayrft.weights.buckets import Digest, plan_buckets, two_buffers
 from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
 from rayrft.weights.transport import SignedStore
@@ -56,16 +56,6 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 def parcel(tensors: dict[str, Tensor]) -> Parcel:
     return Parcel([TensorMeta.of(name, tensor, tensor.dtype) for name, tensor in tensors.items()], 1200)
-
-
-def buckets(tensors: dict[str, Tensor]) -> Iterator[Tensor]:
-    before = torch.zeros(0)
-    for metas in plan_buckets(parcel(tensors).metas, 1200):
-        buffer = empty_bucket(metas, two_buffers([metas], CPU)[0])
-        fill_bucket(buffer, metas, [tensors[meta.name] for meta in metas])
-        yield buffer
-        before.zero_()  # what the sender does with a bucket once another was taken is not the receiver's concern
-        before = buffer
 
 
 class Ends:
@@ -103,16 +93,16 @@ class Ends:
 
         def receive(channel: WeightChannel) -> tuple[str, dict[str, Tensor]]:
             digest = Digest()
-            got = [pair for bucket in channel.receive(channel.announced(number), digest) for pair in bucket]
-            return digest.value, dict(got)
+            got = dict(channel.receive(channel.announced(number), digest))
+            return digest.value, got
 
-        sending = [self._pool.submit(end.send, number, parcel(tensors), buckets(tensors)) for end in self.senders]
+        sending = [self._pool.submit(end.send, number, parcel(tensors), iter(tensors.values())) for end in self.senders]
         receiving = [self._pool.submit(receive, end) for end in self.receivers]
         return [sending[0], *receiving]
 
     def close(self) -> None:
-        for channel in (*self.senders, *self.receivers):
-            channel.close()
+        for end in (*self.senders, *self.receivers):
+            end.close()
         self._pool.shutdown()
 
 
@@ -130,6 +120,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     monkeypatch.setattr(ipc, "export_buffer", export)
     monkeypatch.setattr(ipc, "open_buffer", lambda handle, device: exported[handle])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(channel, "two_buffers", lambda planned, device: two_buffers(planned, CPU))
     return exported
 
 
@@ -158,7 +149,7 @@ def test_every_receiver_gets_the_same_bytes_transfer_after_transfer(
     ends.close()
     assert not list(tmp_path.iterdir())
     if transport == "ipc":  # what nobody maps would never be freed
-        assert len(exported) == 2 * receivers * len(list(buckets(weights(1))))
+        assert len(exported) == 2 * receivers * len(plan_buckets(parcel(weights(1)).metas, 1200))
 
 
 class RecordedGroup:

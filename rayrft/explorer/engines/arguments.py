@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rayrft.config.explorer import EngineConfig
-from rayrft.errors import ConfigError, nearest
+from rayrft.config.trainer import ProbeBounds
+from rayrft.errors import ConfigError, first_line, nearest
 
 _OWN = {
     "model": "model.path",
@@ -58,15 +62,32 @@ _ALTER = {
     "logits_processors",
     "kv_sharing_fast_prefill",
     "override_generation_config",
+    "load_format",
 }
-"""Arguments that alter the log-probs of tokens: no GPU has shown yet by how much."""
+"""Arguments that alter the log-probs of tokens, by how much a GPU must show: see `OptionGap`."""
 
 _PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
 
-def check_options(config: EngineConfig, section: str, *, trained: bool) -> None:
+@dataclass(frozen=True)
+class OptionGap:
+    """How far an engine with an argument that alters log-probs was from the trainer's, on a GPU: a record of the file
+    that `cluster/gpu_check.sh` writes and ``engine.proven`` names."""
+
+    option: str
+    value: Any
+    vllm: str
+    """Release of vLLM."""
+    gpu: str
+    mean: float
+    most: float
+    """Difference that 99 % of tokens do not exceed."""
+
+
+def check_options(config: EngineConfig, section: str, *, bounds: ProbeBounds | None) -> None:
     """Raise ConfigError for an option of the engines in a ``section`` of the config that vLLM does not have, of a wrong
-    type, that has a key of its own, or, if their answers are ``trained`` on, that alters log-probs."""
+    type, or that has a key of its own. Where answers are trained on, there are ``bounds`` of their log-probs: options
+    that alter these must be proven to keep them."""
     known = _annotations() if config.options else {}
     for name, value in config.options.items():
         field, problem, remedy = f"{section}.options.{name}", "", "remove it"
@@ -76,12 +97,41 @@ def check_options(config: EngineConfig, section: str, *, trained: bool) -> None:
             problem = "is set by rayrft, which relies on it"
         elif name not in known:
             problem, remedy = "is no argument of this release of vLLM", nearest(name, known)
-        elif trained and name in _ALTER:
-            problem = "alters the log-probs that are trained on, and is not verified on a GPU yet"
+        elif bounds is not None and name in _ALTER:
+            problem, remedy = _unproven(_gap(config, section, name, value), bounds)
         elif not _fits(value, known[name]):
             problem, remedy = f"must be {_shown(known[name])}", "correct it"
         if problem:
             raise ConfigError(problem, remedy, field=field, value=value)
+
+
+def _unproven(gap: OptionGap | None, bounds: ProbeBounds) -> tuple[str, str]:
+    """Return why an option that alters log-probs is refused, and the remedy; empty if its gap is within the bounds."""
+    if gap is None:
+        problem = "alters the log-probs that are trained on, and engine.proven does not have it for this vLLM"
+        return problem, "measure it on a GPU: bash cluster/gpu_check.sh --only altered; then set engine.proven"
+    if gap.mean > bounds.mean or gap.most > bounds.most:
+        gaps = f"{gap.mean:.2g} in the mean and {gap.most:.2g} (99 %)"
+        return f"moves log-probs by {gaps}, more than weight_sync.tolerance allows", "remove it"
+    return "", ""
+
+
+def _gap(config: EngineConfig, section: str, name: str, value: Any) -> OptionGap | None:
+    """Return what is proven of an option; None if nothing is with this release of vLLM."""
+    if config.proven is None:
+        return None
+    try:
+        gaps = [OptionGap(**each) for each in json.loads(config.proven.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError) as error:
+        problem, remedy = f"is not a file of cluster/gpu_check.sh: {first_line(error)}", "correct the path"
+        raise ConfigError(problem, remedy, field=f"{section}.proven", value=str(config.proven)) from None
+    asked = name, value, vllm_release()
+    return next((gap for gap in reversed(gaps) if (gap.option, gap.value, gap.vllm) == asked), None)
+
+
+def vllm_release() -> str:
+    """Return the release of vLLM, whose package for CPUs has another name."""
+    return version(packages_distributions()["vllm"][0]).partition("+")[0]
 
 
 def engine_arguments(

@@ -83,13 +83,10 @@ class BucketReceiver(WeightTransferEngine[LinkInfo, TransferInfo]):
         digest = Digest()
         try:
             parcel = self._channel.announced(update_info.number)
-            buckets = self._channel.receive(parcel, digest)
-            if parcel.adapter is None:
-                for tensors in buckets:
-                    self.model.load_weights(tensors)
-            else:
-                factors = {name: tensor for tensors in buckets for name, tensor in tensors}
-                self.model.load_weights(merge(self._weights_of(parcel.adapter.base), factors, parcel.adapter.scale))
+            tensors: Iterable[tuple[str, Tensor]] = self._channel.receive(parcel, digest)
+            if parcel.adapter is not None:
+                tensors = merge(self._weights_of(parcel.adapter.base), dict(tensors), parcel.adapter.scale)
+            self.model.load_weights(tensors)
         except Exception:
             self._abandon_update()
             raise
