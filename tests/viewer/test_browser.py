@@ -287,6 +287,9 @@ def test_the_timeline_tells_what_steps_waited_for(opened: Open) -> None:
     window.see("[aria-label='last step']").to_have_value("7")
     window.click("td.what a >> nth=0")
     window.see("table.rows tbody tr").to_have_count(ROWS)
+    window.page.go_back()
+    window.click("table.rows >> nth=0 >> td >> nth=0 >> a")
+    window.see("table.rows tbody tr").to_have_count(GROUPS * ROWS)
     window.open("?view=timeline&run=fresh")
     window.see("main .empty").to_contain_text("writes no traces")
 
