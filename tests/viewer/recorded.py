@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,14 @@ def write_spans(run: Path, actor: str, lines: list[list[Any]]) -> None:
     (run / "trace").mkdir(exist_ok=True)
     with (run / "trace" / f"{actor}.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def stretch(run: Path, steps: int, fields: Callable[[int], dict[str, Any]]) -> None:
+    """Make the records of a run those of so many steps, each like the first with other fields, by its number."""
+    records = run / "metrics.jsonl"
+    first = next(filter(lambda each: each["kind"] == "step", map(json.loads, records.read_text().splitlines())))
+    many = [json.dumps({**first, "step": step, **fields(step)}) for step in range(1, steps + 1)]
+    records.write_text("\n".join(many) + "\n")
 
 
 class ApartBuffer(LocalBuffer):

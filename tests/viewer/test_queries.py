@@ -21,7 +21,7 @@ from rayrft.monitor.records import read_records
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import VIEWS, Viewer
 from rayrft.viewer.index import read_log_rows
-from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun
+from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun, stretch
 
 KEY = "sk-right"
 
@@ -115,14 +115,13 @@ async def test_a_run_has_its_numbers_by_step_and_what_happened(client: Client, s
 
 async def test_a_long_run_is_told_by_means_of_several_steps(tmp_path: Path) -> None:
     short_run(tmp_path, 1)
-    [line] = [each for each in (tmp_path / "words/metrics.jsonl").read_text().splitlines() if '"kind": "step"' in each]
-    many = [json.dumps({**json.loads(line), "step": step, "reward": step % 2}) for step in range(1, 4001)]
-    (tmp_path / "words" / "metrics.jsonl").write_text("\n".join(many) + "\n")
+    stretch(tmp_path / "words", 4000, lambda step: {"reward": step % 2})
     found = await Client(tmp_path).ask("run", run="words")
     assert found["mean_of"] == 3 and found["step"] == 4000
     assert found["columns"]["step"][:2] == [2, 5] and found["columns"]["reward"][0] == pytest.approx(2 / 3)
 
 
+ENDLESS = "range(1000000000) first, range(1000000000) second where first.range % 7 = second.range % 11"
 FILTERS = {
     "min_reward": (1, lambda row: row["reward"] >= 1),
     "max_reward": (0.5, lambda row: row["reward"] <= 0.5),
@@ -168,12 +167,13 @@ async def test_rows_come_in_the_order_and_the_pages_that_are_asked_for(client: C
     async def page(**asked: Any) -> list[dict[str, Any]]:
         return (await client.rows(group_status="trained", **asked))["rows"]
 
-    for sort in ("reward", "tokens", "staleness", "version", "step", "logprob", "finished_at", "group_deviation"):
+    shown = ("reward", "tokens", "staleness", "version", "step", "logprob", "source", "status", "task_id")
+    for sort in (*shown, "finished_at", "group_deviation"):
         up, down = await page(sort=sort, limit=200), await page(sort=f"-{sort}", limit=200)
         assert len(up) == 12 * GROUPS * ROWS and {row["experience_id"] for row in up} == {
             row["experience_id"] for row in down
         }
-        if sort in up[0]:
+        if sort in shown:
             assert [row[sort] for row in up] == sorted(row[sort] for row in up)
             assert [row[sort] for row in down] == sorted((row[sort] for row in down), reverse=True)
     pages = [await page(sort="tokens", limit=100), await page(sort="tokens", limit=100, offset=100)]
@@ -294,6 +294,7 @@ async def test_what_is_not_known_is_refused_by_its_name(client: Client) -> None:
         "reward > ",
         "rewrd > 1",
         "sum(reward) > 1",
+        "case when version > 9 then error(experience_id) else true end",
         "true; drop table rows",
         "true) or (true",
         "(select count(*) from read_text('/etc/passwd')) > 0",
@@ -304,6 +305,13 @@ async def test_a_condition_is_an_expression_over_rows_and_nothing_else(where: st
     param, message = await client.refused("rows", run="words", where=where)
     assert param == "where" and message.startswith("where: not a valid condition")
     assert (await client.rows(where="true"))["count"] > 0
+
+
+async def test_a_condition_that_takes_too_long_is_refused(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    await client.rows()
+    monkeypatch.setattr("rayrft.viewer.index._QUERY_S", 0.2)
+    param, message = await client.refused("rows", run="words", where=f"(select count(*) from {ENDLESS}) > version")
+    assert param == "where" and "nterrupt" in message
 
 
 async def test_without_the_key_nothing_is_told(storage: Path) -> None:

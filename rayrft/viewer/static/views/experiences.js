@@ -6,7 +6,7 @@ import { go, link, query, state } from "../page.js";
 
 const RANGES = { reward: "reward", tokens: "tokens", staleness: "staleness", version: "version", step: "trained in step" };
 const CHOICES = { group_status: "group", source: "source", stop_reason: "ended by", status: "status", drop_reason: "dropped for" };
-const SORTS = { finished_at: "time", reward: "reward", tokens: "length", staleness: "staleness", version: "version", step: "step", logprob: "log-prob", group_deviation: "difference in group" };
+const SORTS = { finished_at: "time", reward: "reward", tokens: "length", staleness: "staleness", version: "version", step: "step", logprob: "log-prob", group_deviation: "difference in group", source: "source", status: "status", task_id: "task" };
 const PAGE = 50;
 const FILTERS = [...Object.keys(RANGES).flatMap((name) => [`min_${name}`, `max_${name}`]), ...Object.keys(CHOICES), "task_id", "group_id", "text", "where", "sort", "offset"];
 const STATUS = { trained: "good", dropped: "drop", ready: "calm", leased: "calm", parked: "warn", demonstration: "accent" };
