@@ -21,7 +21,7 @@ from rayrft.errors import ModelError
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import Viewer
 from rayrft.viewer.folders import Reports
-from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun
+from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun, stretch
 from tests.viewer.test_queries import FILTERS, KEY
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra 'test'")
@@ -47,9 +47,11 @@ def served(storage: Path, reports: Reports | None = None) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
-    server.should_exit = True
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +164,40 @@ def test_a_click_at_a_step_opens_its_rows(opened: Open) -> None:
     window.page.mouse.click(box["x"] + box["width"] - 2, box["y"] + 40)
     window.see("table.rows tbody tr").to_have_count(GROUPS * ROWS)
     assert "min_step=12&max_step=12" in window.page.url
+
+
+def test_a_point_of_a_long_run_opens_the_steps_whose_mean_it_is_and_rare_numbers_are_seen(
+    opened: Open, tmp_path: Path
+) -> None:
+    run = RecordedRun(tmp_path)
+    run.train()
+    run.finish()
+    run.close()
+    stretch(run.folder, 4000, lambda step: {"reward": step / 4000, "probe_gap": None if step % 50 else 0.004})
+    count = """canvas => {
+        const shown = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+        let coloured = 0;
+        for (let at = 0; at < shown.length; at += 4) coloured += shown[at + 3] > 200 && COLOUR;
+        return coloured;
+    }"""
+    orange, blue = "shown[at] > 180 && shown[at + 2] < 60", "shown[at] < 100 && shown[at + 2] > 160"
+    with served(tmp_path) as url:
+        window = opened("?view=run&run=words", url=url)
+        gaps = window.page.locator(".charts figure:has-text('Log-prob gap') canvas")
+        assert gaps.evaluate(count.replace("COLOUR", orange)) > 100, "the probe's points are drawn"
+        box = window.page.locator(".charts .u-over >> nth=0").bounding_box()
+        at = box["x"] + box["width"] / 2, box["y"] + 40
+        window.page.mouse.move(*at)
+        window.see(".charts .readout >> nth=0").to_contain_text("step ")
+        window.page.mouse.click(*at)
+        window.see("nav a[aria-current]").to_have_text("Experiences")
+        first, last = map(int, re.findall(r"_step=(\d+)", window.page.url))
+        assert first % 3 == 1 and last == first + 2
+        window.open("?metric=probe_gap&smooth=0")
+        window.see(".compare .controls").to_contain_text("mean of 3 steps of words")
+        compared = window.page.locator(".compare canvas")
+        assert compared.evaluate(count.replace("COLOUR", blue)) > 100
+        window.context.close()
 
 
 def test_the_widest_gap_of_engine_and_trainer_leads_to_its_tokens(opened: Open) -> None:

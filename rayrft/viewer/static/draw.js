@@ -128,13 +128,20 @@ export const smoothed = (values, weight) => {
   });
 };
 
+// Whether most of the values have no neighbour, so that a line would not show them.
+const isSparse = (values) => {
+  const known = [false, ...values.filter((each) => each !== undefined).map((each) => each !== null), false];
+  return 2 * known.filter((each, at) => each && !known[at - 1] && !known[at + 1]).length > known.filter(Boolean).length;
+};
+
 // A chart. `series` are { name, y, colour, kind: line | raw | points | area }, `bands` pairs of series by number, `marks`
-// are { x, kind, text }. A click gives the x of the nearest point to `onpick`.
+// are { x, kind, text }. A click gives the number of the nearest point to `onpick`.
 export const chart = (title, x, series, { marks = [], bands = [], height = 190, onpick, sync, xname = "step", yrange } = {}) => {
   const readout = make("span", { className: "readout" });
   const plotted = make("div", { className: "plot" });
   const legend = make("div", { className: "legend" });
   const panel = make("figure", { className: "panel" }, make("figcaption", {}, make("b", { textContent: title }), readout), plotted, legend);
+  series = series.map((each) => ({ ...each, kind: each.kind ?? (isSparse(each.y) ? "points" : "line") }));
   const named = series.filter(({ kind }) => kind !== "raw" && kind !== "edge");
   for (const { name, colour: at } of named.length > 1 ? named : []) {
     const swatch = make("i", {});
@@ -172,10 +179,10 @@ export const chart = (title, x, series, { marks = [], bands = [], height = 190, 
         : [`${xname} ${number(x[at])}`, ...named.filter(({ y }) => (y[at] ?? null) !== null).map(({ name, y, own }) => `${named.length > 1 ? `${name} ` : ""}${number((own ?? y)[at])}`)].join(" · ");
   };
   const lines = series.map(({ kind, colour: at }) => ({
-    stroke: kind === "raw" ? `${colour(at)}55` : kind === "edge" ? "transparent" : colour(at),
-    width: kind === "raw" || kind === "edge" ? 1 : 1.75,
+    stroke: kind === "raw" || kind === "edge" ? "transparent" : colour(at),
+    width: 1.75,
     fill: kind === "area" ? `${colour(at)}66` : undefined,
-    points: kind === "points" ? { show: true, size: 6, fill: colour(at) } : { show: false },
+    points: { raw: { show: true, size: 3, stroke: "transparent", fill: `${colour(at)}66` }, points: { show: true, size: 6, fill: colour(at) } }[kind] ?? { show: false },
     spanGaps: kind === "points",
   }));
   const options = {

@@ -134,7 +134,11 @@ export const show = async (asked, main, current) => {
     run.columns = columns;
     run.evaluations = run.evaluations.filter(({ step }) => at < 0 || within(step) || step === starts[at][1] - 1);
     const x = columns[axis] ?? [];
-    const onpick = (at) => go({ view: "experiences", run: now.run, min_step: Math.round(columns.step[at]), max_step: Math.round(columns.step[at]) });
+    const half = (run.mean_of - 1) / 2; // the last point may be of fewer steps
+    const onpick = (at) => {
+      const first = Math.round(Math.max(columns.step[at] - half, (columns.step[at - 1] ?? -Infinity) + half + 1));
+      go({ view: "experiences", run: now.run, min_step: first, max_step: Math.round(2 * columns.step[at]) - first });
+    };
     const options = { marks: marksOf(run, axis), sync: "steps", xname: axis, onpick };
     const charts = CHARTS.map(([title, kind]) => {
       if (kind === "accuracy") return accuracyChart(run, options);
