@@ -22,6 +22,7 @@ from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import Viewer
 from rayrft.viewer.folders import Reports
 from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun, stretch
+from tests.viewer.test_advice import sick_run
 from tests.viewer.test_queries import FILTERS, KEY
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra 'test'")
@@ -54,9 +55,18 @@ def served(storage: Path, reports: Reports | None = None) -> Iterator[str]:
         thread.join()
 
 
+def plan(config: RunConfig) -> list[Any]:
+    [stage] = config.stages
+    return [PartMemory("rank", 2, {"states": 1.5}, 80.0), StepVolume(stage.name, 16, 768, 0.02, 1.8, 60.0)]
+
+
+def doctor(config: RunConfig) -> list[Any]:
+    raise ModelError("no model", "give a folder", field="model.path")
+
+
 @pytest.fixture(scope="module")
 def url(storage: Path) -> Iterator[str]:
-    with served(storage) as address:
+    with served(storage, {"plan": plan, "doctor": doctor}) as address:
         yield address
 
 
@@ -137,8 +147,14 @@ def test_every_view_opens_from_the_one_before_and_fits(width: int, scheme: str, 
     window.click("nav a:text-is('Advice')")
     window.see("main .empty").to_contain_text("Nothing stands out")
     assert window.overflow <= 0
+    window.click("nav a:text-is('Timeline')")
+    window.see("canvas").to_be_visible()
+    assert window.overflow <= 0
+    window.click("nav a:text-is('Plan')")
+    window.see("table.rows").to_have_count(2)
+    assert window.overflow <= 0
     window.page.go_back()
-    window.see("nav a[aria-current]").to_have_text("Tasks")
+    window.see("nav a[aria-current]").to_have_text("Timeline")
 
 
 def test_runs_are_compared_as_they_are_chosen(opened: Open) -> None:
@@ -330,21 +346,31 @@ def test_the_timeline_tells_what_steps_waited_for(opened: Open) -> None:
     window.see("main .empty").to_contain_text("writes no traces")
 
 
-def test_the_plan_of_a_run_and_the_doctors_findings_are_tables(opened: Open, storage: Path) -> None:
-    def plan(config: RunConfig) -> list[Any]:
-        [stage] = config.stages
-        return [PartMemory("rank", 2, {"states": 1.5}, 80.0), StepVolume(stage.name, 16, 768, 0.02, 1.8, 60.0)]
+def test_the_plan_of_a_run_and_the_doctors_findings_are_tables(opened: Open) -> None:
+    window = opened("?view=before&run=words")
+    window.see("table.rows").to_have_count(2)
+    window.see("table.rows >> nth=0").to_contain_text("states 1.5")
+    window.see("table.rows >> nth=1 >> td >> nth=0").to_have_text("mix")
+    window.click("button:has-text('Examine')")
+    window.see("section .problem").to_contain_text("no model")
 
-    def doctor(config: RunConfig) -> list[Any]:
-        raise ModelError("no model", "give a folder", field="model.path")
 
-    with served(storage, {"plan": plan, "doctor": doctor}) as url:
-        window = opened("?view=before&run=words", url=url)
-        window.see("table.rows").to_have_count(2)
-        window.see("table.rows >> nth=0").to_contain_text("states 1.5")
-        window.see("table.rows >> nth=1 >> td >> nth=0").to_have_text("mix")
-        window.click("button:has-text('Examine')")
-        window.see("section .problem").to_contain_text("no model")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_advice_on_a_sick_run_leads_to_its_rows_and_its_curve(width: int, opened: Open, tmp_path: Path) -> None:
+    sick_run(tmp_path, "Answers are cut")
+    with served(tmp_path) as url:
+        window = opened("?view=experiences&run=words", url=url, viewport={"width": width, "height": 844})
+        window.see("table.rows tbody tr").to_have_count(50)
+        window.click("nav a:text-is('Advice')")
+        window.see("article.run h2 >> nth=0").to_have_text("Answers are cut")
+        assert window.overflow <= 0
+        window.click("article.run >> nth=0 >> a:has-text('rows that show it')")
+        window.see(".chips").to_contain_text("stop_reason")
+        window.see("table.rows tbody tr").to_have_count(50)
+        assert window.overflow <= 0
+        window.page.go_back()
+        window.click("article.run >> nth=0 >> a:has-text('curves, with truncated_share')")
+        window.see("figcaption:has-text('Truncated answers')").to_be_visible()
         window.context.close()
 
 
