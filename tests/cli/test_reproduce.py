@@ -60,7 +60,9 @@ def test_figures_in_their_bands_are_reproduced_and_recorded_by_release(checkout:
     later = {**recorded, "release": "9.0", "figures": {"after": [0.6, 0.6]}}
     with (checkout / "results.jsonl").open("a") as results:
         results.write(json.dumps(later) + "\n")
+    write(checkout, "large", source="https://example.org/table", gpu_hours=2)
     listed = reproduce()
+    assert re.search(r"large\s+A gain\s+2 GPU hours a seed\s+https://example.org/table\n", listed)
     assert "A gain" in listed and re.search(rf"band\s+{re.escape(recorded['release'])}\s+9.0", listed)
     assert re.search(r"gain: after\s+0.7 to 0.9\s+0.800\s+0.600\n", listed)
     assert re.search(r"gain: after - before \| other\s+0.3 to 0.4\s+0.350\s+-", listed)
