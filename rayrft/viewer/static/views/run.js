@@ -91,7 +91,8 @@ const head = (run) => {
 };
 
 const events = (run) => {
-  const lines = run.marks.map((mark) =>
+  const told = run.marks.filter(({ kind }) => kind !== "checkpoint");
+  const lines = told.map((mark) =>
     make(
       "tr",
       {},
@@ -101,7 +102,7 @@ const events = (run) => {
     ),
   );
   const table = make("table", {}, make("tr", {}, ...["step", "event", ""].map((name) => make("th", { textContent: name }))), ...lines);
-  return make("details", { className: "panel events", open: run.marks.length < 12 }, make("summary", { textContent: `Events (${run.marks.length})` }), table);
+  return make("details", { className: "panel events", open: told.length < 12 }, make("summary", { textContent: `Events (${told.length})` }), table);
 };
 
 // Stages begin, parts restart, keys change, checkpoints are written: with the value of the axis at their step.
@@ -111,9 +112,8 @@ const marksOf = (run, axis) => {
     const place = columns.step.findIndex((each) => each >= step);
     return axis === "step" || place < 0 ? step : columns[axis][place];
   };
-  const kindOf = ({ kind, text }) =>
-    kind !== "note" ? kind : text.startsWith("stage '") ? "stage" : null;
-  return [...run.marks, ...run.checkpoints.map((step) => ({ kind: "checkpoint", step, text: "" }))]
+  const kindOf = ({ kind, text }) => (kind !== "note" ? kind : text.startsWith("stage '") ? "stage" : null);
+  return run.marks
     .map((mark) => ({ ...mark, kind: kindOf(mark), x: at(mark.step) }))
     .filter(({ kind }) => kind)
     .map((mark) => ({ ...mark, text: mark.kind === "stage" ? mark.stage : mark.text }));
