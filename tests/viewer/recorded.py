@@ -105,6 +105,8 @@ class RecordedRun:
                 self.buffer.put([(self._group(age=4), None)])
             self.buffer.trained(self.steps, advance=True)
             self.steps += 1
+            if self.steps % 10 == 0:
+                self.note("writes a checkpoint", checkpoint=self.steps)
             self._record([row for rows in groups for row in rows])
             if self.steps % 10 == 0:
                 self._evaluate()

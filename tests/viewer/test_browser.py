@@ -18,6 +18,7 @@ from rayrft.config import RunConfig
 from rayrft.config.serve import ViewerConfig
 from rayrft.core.plan import PartMemory, StepVolume
 from rayrft.errors import ModelError
+from rayrft.experience import TOKEN_REWARD
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import Viewer
 from rayrft.viewer.folders import Reports
@@ -125,6 +126,9 @@ def test_every_view_opens_from_the_one_before_and_fits(width: int, scheme: str, 
     window.see("article.run").to_have_count(3)
     window.see(".run:has-text('words') .pill >> nth=0").to_have_text("finished")
     window.see(".run:has-text('words') .ledger").to_contain_text("144 trained")
+    window.click(".run:has-text('words') .ledger a[title^=late]")
+    window.see("table.rows tbody tr").to_have_count(2 * ROWS)
+    window.page.go_back()
     window.see(".compare canvas").to_have_count(1)
     assert window.overflow <= 0
     window.click("article.run a:text-is('words')")
@@ -294,6 +298,24 @@ def test_a_row_is_shown_with_its_turns_tokens_image_and_fate(opened: Open) -> No
     window.errors.clear()  # the browser's own line on the refused request
 
 
+def test_tokens_are_coloured_by_the_reward_to_go_where_an_answer_has_rewards_inside(
+    opened: Open, tmp_path: Path
+) -> None:
+    given = len("Use the calculator, and answer with a number.\nQuestion 0: how much is 0 + 40?\n")
+    inside = {f"{TOKEN_REWARD}{given + 1}": 0.25, f"{TOKEN_REWARD}{given + 3}": 0.5}
+    run = RecordedRun(tmp_path, planted=(lambda done: {}, lambda done, number: {"metrics": inside}))
+    run.train()
+    run.finish()
+    run.close()
+    with served(tmp_path) as url:
+        window = opened("?view=experiences&run=words&id=words/mix/0/task00/0&colour=advantage", url=url)
+        window.see("#drawer select[aria-label=colour] option:checked").to_have_text("reward to go")
+        for at, left in ((0, "0.75"), (2, "0.5"), (4, "0")):
+            window.page.locator("#drawer .tokens span.own").nth(at).hover()
+            window.see("#drawer .readout").to_contain_text(re.compile(rf"reward to go {left}($| )"))
+        window.context.close()
+
+
 def test_tasks_are_chosen_by_what_became_of_them(opened: Open) -> None:
     window = opened("?view=tasks&run=words&least=2")
     window.see(".segments button").to_contain_text(["All7", "Solved0", "Never solved7", "Unlearned0"])
@@ -388,6 +410,8 @@ def test_answers_are_judged_on_the_feedback_page_of_a_run(opened: Open, storage:
         window.page.fill("input >> nth=0", "Ann")
         window.page.press("input >> nth=0", "Enter")
         window.see("body").to_contain_text("Question")
+        window.click("header a:text-is('Viewer')")
+        window.see("h1").to_have_text("words")
         window.context.close()
 
 

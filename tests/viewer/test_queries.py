@@ -15,11 +15,14 @@ import pytest
 import yaml
 
 from rayrft.buffer.reader import Archive
+from rayrft.config import load_run_config
 from rayrft.config.serve import ViewerConfig
+from rayrft.core.services import REPORTS
 from rayrft.data.task_splits import COUNTS, TASKS_FILE
 from rayrft.monitor.records import read_records
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import VIEWS, Viewer
+from rayrft.viewer.folders import Reports
 from rayrft.viewer.index import read_log_rows
 from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun, stretch
 
@@ -29,8 +32,8 @@ KEY = "sk-right"
 class Client:
     """A page's requests to a viewer over a storage."""
 
-    def __init__(self, storage: Path, key: str = KEY, **settings: Any) -> None:
-        app = Viewer(storage, ViewerConfig(**settings), (key_digest(KEY),)).app()
+    def __init__(self, storage: Path, key: str = KEY, reports: Reports | None = None) -> None:
+        app = Viewer(storage, ViewerConfig(), (key_digest(KEY),), reports=reports).app()
         headers = {"Authorization": f"Bearer {key}"}
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://page", headers=headers)
 
@@ -103,12 +106,15 @@ async def test_runs_are_compared_on_one_axis(axis: str, client: Client) -> None:
     assert len(accuracy["curves"][0]["y"]) == 2
 
 
+MARKS = [("note", 0), ("change", 7), ("restart", 7), ("checkpoint", 10)]
+
+
 async def test_a_run_has_its_numbers_by_step_and_what_happened(client: Client, storage: Path) -> None:
     run = await client.ask("run", run="words")
     steps = [record for record in read_records(storage / "words") if record.kind == "step"]
     assert run["columns"]["reward"] == [pytest.approx(record.reward) for record in steps]
     assert run["columns"]["entropy"] == [pytest.approx(record.metrics.entropy) for record in steps]
-    assert [(mark["kind"], mark["step"]) for mark in run["marks"]] == [("note", 0), ("change", 7), ("restart", 7)]
+    assert [(mark["kind"], mark["step"]) for mark in run["marks"]] == MARKS
     assert run["marks"][2]["text"] == "engine-0 restarted after 4.2 s: its process died"
     assert run["stage_starts"] == [["mix", 1]]
 
@@ -270,6 +276,16 @@ async def test_a_task_that_was_solved_before_and_is_no_more_is_unlearned(tmp_pat
     assert [(task["task_id"], task["rate_before"], task["rate_after"]) for task in found["tasks"]] == [
         ("task01", 1.0, 0.0)
     ]
+
+
+async def test_the_plan_of_a_recorded_run_is_the_one_of_its_config(storage: Path) -> None:
+    client = Client(storage, reports=REPORTS)
+    found = await client.ask("report", run="words")
+    [stage] = [row for row in found["rows"] if "stage" in row]
+    [asked] = load_run_config(storage / "words").stages
+    assert found["problem"] == "" and (stage["stage"], stage["rows"]) == ("mix", asked.groups * asked.group_size)
+    assert (await client.refused("report", run="words", name="plans"))[0] == "name"
+    await client.http.aclose()
 
 
 async def test_what_is_not_known_is_refused_by_its_name(client: Client) -> None:

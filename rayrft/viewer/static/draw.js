@@ -1,6 +1,7 @@
 // What the views draw: curves with uPlot, sparklines, and the small parts of a page.
 
 import { make } from "./base.js";
+import { link } from "./page.js";
 
 export const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 export const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
@@ -50,7 +51,7 @@ export const summary = (run, title, ...metrics) =>
     "article",
     { className: "run" },
     make("div", { className: "title" }, ...title, pill(run.status, STATUS[run.status]), soft(ago(run.changed))),
-    make("div", { className: "facts" }, ...metrics, ledger(run.ledger)),
+    make("div", { className: "facts" }, ...metrics, ledger(run)),
     ...[run.error, ...run.problems].filter(Boolean).map((text) => make("p", { className: "problem", textContent: text })),
     ...(run.verdict ? [make("p", { className: "verdict", textContent: run.verdict })] : []),
   );
@@ -101,16 +102,16 @@ export const sparkline = (values, { low = null, high = null, dots = false } = {}
   return drawing;
 };
 
-// The ledger as one bar: trained, dropped by reason, held.
-export const ledger = (of) => {
-  if (!of) return make("p", { className: "soft", textContent: "no rows read yet" });
-  const parts = [["trained", of.trained, "good"], ...Object.entries(of.dropped).map(([why, rows]) => [why, rows, "drop"])];
-  parts.push(["held", of.held, "calm"]);
-  const bar = make("div", { className: "bar-parts", role: "img" });
+// The ledger of a run as one bar: trained, dropped by reason, held. Each part leads to its rows.
+const ledger = ({ run, ledger: of }) => {
+  if (!of) return soft("no rows read yet");
+  const parts = [["trained", of.trained, "good", { group_status: "trained" }], ...Object.entries(of.dropped).map(([why, rows]) => [why, rows, "drop", { drop_reason: why }])];
+  parts.push(["held", of.held, "calm", { where: "group_status in ('ready', 'leased', 'parked')" }]);
+  const bar = make("div", { className: "bar-parts" });
   const there = parts.filter(([, rows]) => rows);
-  bar.setAttribute("aria-label", there.map(([name, rows]) => `${name} ${rows}`).join(", "));
-  for (const [name, rows, kind] of there) {
-    const part = make("span", { className: kind, title: `${name}: ${number(rows)} rows` });
+  for (const [name, rows, kind, filter] of there) {
+    const part = link({ view: "experiences", run, ...filter });
+    Object.assign(part, { className: kind, title: `${name}: ${number(rows)} rows`, ariaLabel: `${name} ${rows}` });
     part.style.flexGrow = rows;
     bar.append(part);
   }

@@ -76,7 +76,7 @@ const show = async () => {
         if (each === name) entry.setAttribute("aria-current", "page");
         return entry;
       }),
-    ...(asked.run ? [make("a", { href: `feedback/${encodeURIComponent(asked.run)}/#key=${encodeURIComponent(me().key)}`, textContent: "Feedback" })] : []),
+    ...(asked.run ? [make("a", { href: `feedback/${encodeURIComponent(asked.run)}/`, textContent: "Feedback" })] : []),
   );
   $("run").textContent = asked.run ?? "";
   if ($("main").dataset.view !== `${name} ${asked.run}`) {
