@@ -264,12 +264,8 @@ def _fewer_calls(run: Evidence) -> tuple[str, str, str, str] | None:
     if not run.is_flat or not before > 0.5 or not now < 0.5 * before:
         return None
     found = f"{before:.2g} calls an answer at the beginning, {now:.2g} now"
-    return (
-        found,
-        "reward answers that use the tools, or lower optimizer.lr",
-        f"{run.recent} and metrics['tool_calls'] < {0.5 * before:.3g}",
-        "",
-    )
+    where = f"{run.recent} and metrics['tool_calls'] < {0.5 * before:.3g}"
+    return found, "reward answers that use the tools, or lower optimizer.lr", where, ""
 
 
 @_cause("Parts of the reward contradict each other", "data")
@@ -300,12 +296,8 @@ def _memorised(run: Evidence) -> tuple[str, str, str, str] | None:
         return None
     if not held_out[-1] < min(max(held_out) - 0.05, 0.7):
         return None
-    found = (
-        f"the reward rose by {gained:.2f}, while held-out accuracy fell from {max(held_out):.2f} to {held_out[-1]:.2f}"
-    )
-    remedy = (
-        "give more or other tasks (tasks.sources), stop earlier, or keep the best checkpoint (checkpoint.keep_best)"
-    )
+    found = f"the reward rose by {gained:.2f}; held-out accuracy fell from {max(held_out):.2f} to {held_out[-1]:.2f}"
+    remedy = "give more tasks (tasks.sources), stop earlier, or keep the best checkpoint (checkpoint.keep_best)"
     return found, remedy, run.recent, "reward"
 
 
@@ -324,9 +316,7 @@ def _lengths(run: Evidence) -> tuple[str, str, str, str] | None:
     if not run.is_flat or not (now > 2 * before or now < 0.5 * before):
         return None
     found = f"an answer had {before:.0f} tokens at the beginning, and has {now:.0f} now, for the same reward"
-    remedy = (
-        "set reward.overlong_buffer or reward.length, or divide the loss by a constant length (algorithm.aggregation)"
-    )
+    remedy = "set reward.overlong_buffer or reward.length, or divide by a constant length (algorithm.aggregation)"
     return found, remedy, run.recent, "sampled_tokens"
 
 

@@ -143,9 +143,7 @@ def thin(columns: dict[str, np.ndarray], most: int) -> tuple[dict[str, np.ndarra
     starts, thinned = np.arange(0, count, share), {}
     for name, column in columns.items():
         there = ~np.isnan(column)
-        sums, counts = (
-            np.add.reduceat(np.where(there, column, 0.0), starts),
-            np.add.reduceat(there.astype(float), starts),
-        )
+        sums = np.add.reduceat(np.where(there, column, 0.0), starts)
+        counts = np.add.reduceat(there.astype(float), starts)
         thinned[name] = np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
     return thinned, share

@@ -5,6 +5,7 @@ import { link } from "./page.js";
 
 export const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 export const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
+export const AXES = ["step", "samples", "tokens", "hours"].map((each) => [each, each]);
 export const colour = (at) => css(COLOURS[at % COLOURS.length]);
 
 // Numbers
@@ -183,7 +184,7 @@ export const chart = (title, x, series, { marks = [], bands = [], height = 190, 
     stroke: kind === "raw" || kind === "edge" ? "transparent" : colour(at),
     width: 1.75,
     fill: kind === "area" ? `${colour(at)}66` : undefined,
-    points: { raw: { show: true, size: 3, stroke: "transparent", fill: `${colour(at)}66` }, points: { show: true, size: 6, fill: colour(at) } }[kind] ?? { show: false },
+    points: { raw: { show: true, size: 4, stroke: "transparent", fill: `${colour(at)}99` }, points: { show: true, size: 6, fill: colour(at) } }[kind] ?? { show: false },
     spanGaps: kind === "points",
   }));
   const options = {

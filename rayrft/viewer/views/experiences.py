@@ -72,7 +72,7 @@ class ImageRequest(RowRequest):
 def _rows(runs: Runs, asked: RowsRequest) -> dict[str, Any]:
     index = runs.get(asked.run).rows
     index.update(UPDATE_S)
-    conditions, values = ["true"], list[Any]()
+    log, conditions, values = index.about(), ["true"], list[Any]()  # so that it lags if these rows may
     for name in _RANGES:
         for end, sign in (("min", ">="), ("max", "<=")):
             if (bound := getattr(asked, f"{end}_{name}")) is not None:
@@ -97,7 +97,7 @@ def _rows(runs: Runs, asked: RowsRequest) -> dict[str, Any]:
         page = f"select {_LISTED} {met} order by {order} limit {asked.limit} offset {asked.offset}"
         listed = dicts(connection.execute(page, values))
     means = {"reward": reward, "groups": groups, "tokens": tokens, "staleness": staleness}
-    return {"count": count, "means": means, "rows": listed, "log": index.about()}
+    return {"count": count, "means": means, "rows": listed, "log": log}
 
 
 @contextlib.contextmanager

@@ -74,14 +74,12 @@ const listed = (row, now) => {
 };
 
 // What became of the log, where it is not as it should be.
-const notices = (log) =>
+export const notices = (log) =>
   [
     log.problem,
     ...Object.entries(log.damaged ?? {}).map(([, problem]) => problem),
     log.lags ? `Reading the log: ${number(log.rows)} rows so far.` : "",
   ].filter(Boolean).map((textContent) => make("p", { className: textContent.startsWith("Reading") ? "notice" : "problem", textContent }));
-
-export { notices };
 
 const table = (found, now) => {
   const heads = ["reward", "group", "step", "tokens", "stale", "version", "question and answer"];

@@ -1,7 +1,7 @@
 // One run: its curves by group, with what happened as marks. A click at a step opens its rows.
 
 import { make } from "../base.js";
-import { chart, duration, metric, number, pill, select, smoothed, smoothing, soft, steps, summary } from "../draw.js";
+import { AXES, chart, duration, metric, number, pill, select, smoothed, smoothing, soft, steps, summary } from "../draw.js";
 import { go, link, query, state } from "../page.js";
 
 // A chart: title, fields with their names, and how it is drawn.
@@ -21,7 +21,6 @@ const CHARTS = [
   ["Gradient norm", { grad_norm: "policy", value_grad_norm: "value" }],
   ["Rows dropped", "lost"],
 ];
-const XS = [["step", "step"], ["samples", "samples"], ["tokens", "tokens"], ["hours", "hours"]];
 const KINDS = { restart: "bad", change: "accent", evaluation: "calm" };
 
 // Fields that say nothing in a step without such rows, in which they are 0.
@@ -156,7 +155,7 @@ export const show = async (asked, main, current) => {
     const controls = make(
       "div",
       { className: "controls" },
-      select("over", axis, XS, (value) => set({ axis: value })),
+      select("over", axis, AXES, (value) => set({ axis: value })),
       ...(run.stage_starts.length > 1 ? [select("stage", now.stage ?? "", [["", "all"], ...run.stage_starts.map(([name]) => [name, name])], (value) => set({ stage: value }))] : []),
       smoothing(weight, (value) => set({ smooth: value })),
       make("p", { className: "soft", textContent: `${note}Click at a step to see its rows; drag to zoom, double-click to zoom out.` }),

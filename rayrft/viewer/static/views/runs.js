@@ -1,10 +1,8 @@
 // All runs, and the chosen ones on one axis.
 
 import { make } from "../base.js";
-import { chart, duration, metric, number, select, smoothed, smoothing, soft, sparkline, steps, summary } from "../draw.js";
+import { AXES, chart, duration, metric, number, select, smoothed, smoothing, soft, sparkline, steps, summary } from "../draw.js";
 import { go, link, query, state } from "../page.js";
-
-const AXES = ["step", "samples", "tokens", "hours"].map((each) => [each, each]);
 
 const last = (values) => values.filter((each) => each !== null).at(-1) ?? null;
 
