@@ -144,3 +144,22 @@ def test_every_learning_claim_has_a_recipe() -> None:
         if recipe.measure
     }
     assert claims == claimed
+
+
+def test_every_mode_that_was_measured_has_a_recipe_whose_bands_hold_its_figures() -> None:
+    recipes = {}
+    for recipe in map(read_recipe, RECIPES.values()):
+        if recipe.config == "../quickstart.yaml":
+            partial = recipe.set.get("explorer.partial", {})
+            recipes[recipe.set.get("max_staleness", 0), partial.get("budget"), partial.get("old_tokens")] = recipe
+    table = (ROOT / "tests/bench/README.md").read_text().partition("## Asynchronous modes")[2].partition("\n\nAsync")[0]
+    modes = [line for line in table.splitlines() if re.search(r"\.\d+, \.\d+", line)]
+    assert len(modes) == 8
+    for line in modes:
+        old, budget, tokens = (re.search(f"{name}[=: ]+(\\w+)", line) for name in ("staleness", "budget", "old_tokens"))
+        recipe = recipes[int(old[1]) if old else 0, int(budget[1]) if budget else None, tokens and tokens[1]]
+        figures = [[*map(float, pair)] for pair in re.findall(r"(\.\d+), (\.\d+)", line)]
+        assert len(figures) == len(recipe.seeds), line
+        for name, values in zip(("mix greedy", "mix sampled"), zip(*figures, strict=True), strict=True):
+            low, high = recipe.bands[name]
+            assert low <= sum(values) / len(values) <= high, line
