@@ -16,7 +16,7 @@ from rayrft.experience import Experience, from_batch, rewards_by_token
 from rayrft.markup import image_content
 from rayrft.runtime.serving.http import ApiError
 from rayrft.viewer.folders import RunFolder, Runs
-from rayrft.viewer.index import CHOICES, duckdb
+from rayrft.viewer.index import CHOICES
 from rayrft.viewer.views import UPDATE_S, Query, RunRequest, dicts
 
 _TOKENS = 20_000
@@ -70,6 +70,8 @@ class ImageRequest(RowRequest):
 
 
 def _rows(runs: Runs, asked: RowsRequest) -> dict[str, Any]:
+    import duckdb
+
     index = runs.get(asked.run).rows
     index.update(UPDATE_S)
     log, conditions, values = index.about(), ["true"], list[Any]()  # so that it lags if these rows may
@@ -103,6 +105,8 @@ def _rows(runs: Runs, asked: RowsRequest) -> dict[str, Any]:
 @contextlib.contextmanager
 def _naming_condition(where: str) -> Iterator[None]:
     """Raise DataError for an error of DuckDB that a condition may have caused, at any row or by its time."""
+    import duckdb
+
     try:
         yield
     except duckdb.Error as error:
