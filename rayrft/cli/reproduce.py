@@ -55,6 +55,13 @@ class Recipe(Section):
     source: str = ""
     """The public report from which the band is, of a recipe that was not run by this project."""
     gpu_hours: float | None = None
+    """Of one seed."""
+
+    @property
+    def cells(self) -> list[str]:
+        """What a list of recipes says of it."""
+        hours = f"{self.gpu_hours:g} GPU hours a seed" if self.gpu_hours else ""
+        return [self.about.split("\n")[0], hours, self.source]
 
 
 def reproduce(
@@ -182,7 +189,7 @@ def _list(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError("there is no such folder", "run the command in a checkout", field="jobs/recipes")
     recipes = {file.stem: read_recipe(file) for file in sorted(folder.glob("*.yaml"))}
-    say(_aligned([[name, recipe.about.split("\n")[0]] for name, recipe in recipes.items()]) + "\n")
+    say(_aligned([[name, *recipe.cells] for name, recipe in recipes.items()]) + "\n")
     results = list(_results(folder / _RESULTS))
     releases = list(dict.fromkeys(each["release"] for each in results))
     lines = [["", "band", *releases]]

@@ -69,7 +69,7 @@ class Master(Watched):
         self._config = config = self._steering.config
         Room.limit_s = config.monitor.stall_s / 2
         kept = progress.records if config.trains and not self._taken_over else None
-        self._recorder = Recorder(config, kept, progress.step)
+        self._recorder = Recorder(config, kept, progress.step, taken_over=self._taken_over)
         self._steering.reached = self._recorder.totals.step if self._taken_over else 0
         self._stop = asyncio.Event()
         if self._taken_over and (config.folder / "summary.json").exists():  # its predecessor was stopping

@@ -116,7 +116,7 @@ class TrainLoop:
                     progress.begin(number)
                     await self._stage(stage)
         except Stopped:
-            await self._saving.checkpoint(self._records)
+            await self._checkpoint()
             await self._saving.export(f"stopped-{progress.step}")
             await self._saving.done()
             raise
@@ -158,9 +158,14 @@ class TrainLoop:
 
     async def checkpoint(self) -> int:
         """Write a checkpoint between two steps; return its step."""
-        await self._saving.checkpoint(self._records)
+        await self._checkpoint()
         await self._saving.done()
         return self.progress.step
+
+    async def _checkpoint(self) -> None:
+        """Start writing a checkpoint, with a note of it that stays when its folder is deleted."""
+        await self.note("writes a checkpoint", checkpoint=self.progress.step)
+        await self._saving.checkpoint(self._records)
 
     async def evaluate(self) -> asyncio.Future[list[EvaluationRecord]]:
         """Evaluate between two steps; with evaluation engines the future is done later. Raises ConfigError if that is
@@ -216,8 +221,7 @@ class TrainLoop:
         await unless_stopped(self.stop, self._evaluations.end())
         progress.end(stage.name, stage.steps)
         await self._judge(stage)
-        await self._saving.checkpoint(self._records)
-        await self._saving.done()
+        await self.checkpoint()
 
     async def _open(self, stage: StageConfig) -> None:
         """Open or resume the stage in Trainer, engines and Buffer."""
@@ -378,7 +382,7 @@ class TrainLoop:
                 await self._evaluate(stage)
             await self._judge(stage)
         if self._saving.due():
-            await self._saving.checkpoint(self._records)
+            await self._checkpoint()
 
     async def _evaluate(
         self, stage: StageConfig, *, ended: bool = False

@@ -30,9 +30,10 @@ _PAGE = 200
 
 class Recorder:
     """Writes every record to the run's file and to every sink, and wakes the followers. A resumed run, which repeats
-    the steps after ``step``, keeps its first ``kept`` records (None: all) and later evaluations of earlier steps."""
+    the steps after ``step``, keeps its first ``kept`` records (None: all) and later evaluations of earlier steps. A
+    sink that cannot be opened ends the run only if it was not ``taken_over``."""
 
-    def __init__(self, config: RunConfig, kept: int | None = 0, step: int = 0) -> None:
+    def __init__(self, config: RunConfig, kept: int | None = 0, step: int = 0, *, taken_over: bool = False) -> None:
         self.config = config
         self._file = RecordFile(config.folder)
         kept = len(self._file) if kept is None else kept
@@ -41,7 +42,7 @@ class Recorder:
         if kept + len(late) < len(self._file):
             self._file = self._file.cut(kept, late)
         self.totals = Totals(self._file.read())
-        self._sinks = Sinks(config)
+        self._sinks = Sinks(config, started=taken_over)
         reserve_space(config.folder)
         self._changed, self._saving = asyncio.Condition(), asyncio.Lock()
         self._started = time.monotonic()

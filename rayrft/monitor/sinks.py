@@ -40,6 +40,8 @@ _OPTIONAL = "mlflow", "trackio"
 """Sinks whose packages, of the same name, rayrft does not require."""
 _MOST_WAITING = 10_000
 """Records that wait for a sink at most: one that does not answer must not fill the memory of the Master."""
+_PATIENCE_S = 60.0
+"""Longest time in which a sink opens, and in which it closes."""
 
 
 class Sink(Protocol):
@@ -73,8 +75,9 @@ class RowSink(Sink, Protocol):
 class Sinks:
     """The sinks of a run: Ray's metrics, and those of the config. One that fails, or hangs, gets no further records."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """Open the sinks. Raises ConfigError for a sink that cannot be opened."""
+    def __init__(self, config: RunConfig, *, started: bool = False) -> None:
+        """Open the sinks. Raises ConfigError for a sink that cannot be opened, unless the run had ``started``: then the
+        sink has failed."""
         self._config = config
         self._failures: list[str] = []
         self._open: list[_SinkThread] = [_SinkThread("Ray's metrics", RayMetrics, config, self._failures)]
@@ -85,6 +88,9 @@ class Sinks:
                 self._open.append(_SinkThread(name, make, config, self._failures))
             except Exception as error:  # of another library, which may raise anything
                 problem = f"cannot be opened: {type(error).__name__}: {first_line(error)}"
+                if started:
+                    self._failures.append(f"{name}: {problem}")
+                    continue
                 remedy = "check its server and its key, or leave it out"
                 raise ConfigError(problem, remedy, field="monitor.sinks", value=name) from None
 
@@ -104,7 +110,8 @@ class Sinks:
         return found
 
     def close(self, timeout_s: float) -> None:
-        """Close the sinks once they have all records; those that take longer than this have failed."""
+        """Close the sinks once they have all records; those that take longer, or `_PATIENCE_S`, have failed."""
+        timeout_s = min(timeout_s, _PATIENCE_S)
         closing = [each.start(lambda sink: sink.close(), last=True) for each in self._open]
         wait(filter(None, closing), timeout_s)
         for each, done in zip(self._open, closing, strict=True):
@@ -146,7 +153,10 @@ class _SinkThread:
     def __init__(self, name: str, make: Callable[[RunConfig], Sink], config: RunConfig, failures: list[str]) -> None:
         self.name, self._failures, self._waiting, self._failed = name, failures, 0, False
         self._thread = ThreadPoolExecutor(1, name)
-        self.sink: Any = self._thread.submit(make, config).result()
+        opening = self._thread.submit(make, config)
+        if not wait([opening], _PATIENCE_S).done:
+            raise TimeoutError(f"no answer within {_PATIENCE_S:g} s")
+        self.sink: Any = opening.result()
 
     def start(self, call: Callable[[Any], None], *, last: bool = False) -> Future[None] | None:
         """Start a call, unless the sink has failed. One that falls behind without end has."""

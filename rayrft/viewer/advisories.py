@@ -34,9 +34,11 @@ class Advisory:
     found: str
     remedy: str
     where: str = ""
-    """Condition that the rows meet which show it; empty if none do."""
+    """Condition that the rows meet which show it."""
     curve: str = ""
     """Field of the records that shows it."""
+    logged: bool = True
+    """Whether the log has rows that show it; if not, ``where`` are the latest ones."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class Evidence:
         """The condition that rows of the last window meet."""
         return f"source = 'usual' and version >= {int(self.columns['version'][-self._window]) - 1}"
 
+    @property
+    def incomplete(self) -> str:
+        """The condition that rows of the last window meet whose groups lack attempts."""
+        return f"{self.recent} and group_rows < (select max(group_rows) from experiences where source = 'usual')"
+
     @cached_property
     def beginning(self) -> str:
         """The condition that rows of the first window meet."""
@@ -109,7 +116,7 @@ class Evidence:
 
 
 Check = Callable[[Evidence], tuple[str, str, str, str] | None]
-"""Returns what was found, the remedy, and optionally rows and curve; None if the run has no such trouble."""
+"""Returns what was found, the remedy, rows and optionally a curve; None if the run has no such trouble."""
 
 CHECKS: list[tuple[str, Kind, Check]] = []
 """All causes, in the order in which they are told."""
@@ -133,7 +140,9 @@ def advise(evidence: Evidence) -> list[Advisory]:
         if told and kind != told[0].kind and (told[0].kind == "run" or kind == "setting"):
             break
         if (found := check(evidence)) is not None:
-            told.append(Advisory(name, kind, *found))
+            text, remedy, where, curve = found
+            logged = bool(where and evidence.ask("count(*)", where)[0])
+            told.append(Advisory(name, kind, text, remedy, where if logged else evidence.recent, curve, logged))
     return told
 
 
@@ -165,12 +174,8 @@ def _unknown(run: Evidence) -> tuple[str, str, str, str] | None:
     if not (share := run.lost("reward_unknown")) > 0.2:
         return None
     found = f"{share:.0%} of the answers have no reward: scoring fails or takes too long"
-    return (
-        found,
-        "see the notes of the run; raise reward.deadline_s or reward.workers, or mend the reward",
-        "",
-        "reward_s",
-    )
+    remedy = "see the notes of the run; raise reward.deadline_s or reward.workers, or mend the reward"
+    return found, remedy, run.incomplete, "lost: reward_unknown"
 
 
 @_cause("Attempts fail", "run")
@@ -178,7 +183,9 @@ def _failed(run: Evidence) -> tuple[str, str, str, str] | None:
     if not (share := run.lost(*_FAILED)) > 0.2:
         return None
     found = f"{share:.0%} of the attempts end without a trajectory: their workflow, environment or deadline fails"
-    return found, "see the notes of the run; mend explorer.workflow or explorer.environment", "", ""
+    worst = max(_FAILED, key=run.lost)
+    remedy = "see the notes of the run; mend explorer.workflow or explorer.environment"
+    return found, remedy, run.incomplete, f"lost: {worst}"
 
 
 @_cause("Answers come too late", "run")
@@ -192,10 +199,13 @@ def _stale(run: Evidence) -> tuple[str, str, str, str] | None:
 
 @_cause("Parts restart again and again", "run")
 def _restarts(run: Evidence) -> tuple[str, str, str, str] | None:
-    causes = [mark["text"] for mark in run.marks if mark["kind"] == "restart"]
-    if len(causes) < max(3, 0.2 * run.steps):
+    deaths = [mark for mark in run.marks if mark["kind"] == "restart"]
+    if len(deaths) < max(3, 0.2 * run.steps):
         return None
-    return f"{len(causes)} restarts in {run.steps} steps; the last: {causes[-1]}", "end the cause of the deaths", "", ""
+    found = f"{len(deaths)} restarts in {run.steps} steps; the last: {deaths[-1]['text']}"
+    remedy = "end the cause of the deaths; for want of memory raise explorer.engine.memory_gib or trainer.memory_gib"
+    steps = ", ".join(str(mark["step"] + 1) for mark in deaths[-50:])
+    return found, remedy, f"step in ({steps})", "step_s"
 
 
 @_cause("Nothing tells answers apart", "data")
@@ -254,12 +264,8 @@ def _fewer_calls(run: Evidence) -> tuple[str, str, str, str] | None:
     if not run.is_flat or not before > 0.5 or not now < 0.5 * before:
         return None
     found = f"{before:.2g} calls an answer at the beginning, {now:.2g} now"
-    return (
-        found,
-        "reward answers that use the tools, or lower optimizer.lr",
-        f"{run.recent} and metrics['tool_calls'] < {0.5 * before:.3g}",
-        "",
-    )
+    where = f"{run.recent} and metrics['tool_calls'] < {0.5 * before:.3g}"
+    return found, "reward answers that use the tools, or lower optimizer.lr", where, ""
 
 
 @_cause("Parts of the reward contradict each other", "data")
@@ -278,7 +284,7 @@ def _conflict(run: Evidence) -> tuple[str, str, str, str] | None:
     if not run.is_flat or not worst < -0.5:
         return None
     found_text = f"{pair[0]} and {pair[1]} are correlated by {worst:.2f}: what raises one lowers the other"
-    remedy = "weigh them differently, or let one bound the other instead of adding them"
+    remedy = "weigh them differently (reward.parts.weight), or let one bound the other (reward.parts.role: gate)"
     return found_text, remedy, run.recent, "reward"
 
 
@@ -290,12 +296,8 @@ def _memorised(run: Evidence) -> tuple[str, str, str, str] | None:
         return None
     if not held_out[-1] < min(max(held_out) - 0.05, 0.7):
         return None
-    found = (
-        f"the reward rose by {gained:.2f}, while held-out accuracy fell from {max(held_out):.2f} to {held_out[-1]:.2f}"
-    )
-    remedy = (
-        "give more or other tasks (tasks.sources), stop earlier, or keep the best checkpoint (checkpoint.keep_best)"
-    )
+    found = f"the reward rose by {gained:.2f}; held-out accuracy fell from {max(held_out):.2f} to {held_out[-1]:.2f}"
+    remedy = "give more tasks (tasks.sources), stop earlier, or keep the best checkpoint (checkpoint.keep_best)"
     return found, remedy, run.recent, "reward"
 
 
@@ -314,9 +316,7 @@ def _lengths(run: Evidence) -> tuple[str, str, str, str] | None:
     if not run.is_flat or not (now > 2 * before or now < 0.5 * before):
         return None
     found = f"an answer had {before:.0f} tokens at the beginning, and has {now:.0f} now, for the same reward"
-    remedy = (
-        "set reward.overlong_buffer or reward.length, or divide the loss by a constant length (algorithm.aggregation)"
-    )
+    remedy = "set reward.overlong_buffer or reward.length, or divide by a constant length (algorithm.aggregation)"
     return found, remedy, run.recent, "sampled_tokens"
 
 
@@ -325,7 +325,7 @@ def _clipped(run: Evidence) -> tuple[str, str, str, str] | None:
     if not run.is_flat or not (share := run.late("clip_fraction")) > 0.3:
         return None
     found = f"{share:.0%} of the tokens are clipped: what they would teach is ignored"
-    return found, "lower optimizer.lr, update.epochs or update.mini_batches", "", "clip_fraction"
+    return found, "lower optimizer.lr, update.epochs or update.mini_batches", run.recent, "clip_fraction"
 
 
 @_cause("Steps are too small", "setting")
@@ -335,4 +335,5 @@ def _still(run: Evidence) -> tuple[str, str, str, str] | None:
     if not run.is_flat or run.steps < 2 * _FEWEST or moved or not run.late("grad_norm") > 0:
         return None
     found = f"the policy hardly changes: its entropy is {now:.3g} after {run.steps} steps, and was {before:.3g}"
-    return found, f"raise optimizer.lr ({run.late('lr'):.2g} now), or the number of groups in a step", "", "entropy"
+    remedy = f"raise optimizer.lr ({run.late('lr'):.2g} now), or the number of groups in a step"
+    return found, remedy, run.recent, "entropy"

@@ -113,17 +113,15 @@ class RunFolder:
         except ValidationError as error:
             problems.append(f"{self.path / 'summary.json'}: cannot be read: {error.errors()[0]['msg']}")
         config, changed = self.config, self._changed()
-        stages = [str(each.get("name")) for each in config.get("stages") or () if isinstance(each, dict)]
+        stages = [each for each in config.get("stages") or () if isinstance(each, dict)]
         silent = time.time() - changed > _SILENT_S
         about: dict[str, Any] = {
             "run": self.name,
             "status": summary.status if summary else "silent" if silent else "running",
             "error": summary.error if summary else None,
             "stage": records.stage,
-            "stages": stages,
-            "steps_planned": sum(
-                int(each.get("steps") or 0) for each in config.get("stages") or () if isinstance(each, dict)
-            ),
+            "stages": [str(each.get("name")) for each in stages],
+            "steps_planned": sum(int(each.get("steps") or 0) for each in stages),
             "step": int(records.latest("step") or 0),
             "version": int(records.latest("version") or 0),
             "changed": changed,

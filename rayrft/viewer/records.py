@@ -40,7 +40,7 @@ class RecordTable:
         """Stages with their first steps."""
         self.evaluations: list[dict[str, Any]] = []
         self.marks: list[dict[str, Any]] = []
-        """Notes, restarts and changed keys, in order: ``kind``, ``step``, ``stage``, ``time`` and ``text``."""
+        """In order: notes, restarts, changed keys and checkpoints, by ``kind``; with step, stage, time and text."""
         self.gaps: dict[str, dict[str, Any]] = {}
         """Rows with the widest gap of a step, which is ``step``: see `RowGap`."""
 
@@ -81,12 +81,13 @@ class RecordTable:
         elif kind in ("evaluation", "pairs"):
             self.evaluations.append(values)
         else:
-            changed = "key" in values.get("data", {})
+            data = values.get("data", {})
+            told = "change" if "key" in data else "checkpoint" if "checkpoint" in data else kind
             text = (
                 values.get("text") or f"{values['actor']} restarted after {values['seconds']:.1f} s: {values['cause']}"
             )
             about = {name: values[name] for name in ("step", "stage", "time")}
-            self.marks.append({**about, "kind": "change" if changed else kind, "text": text})
+            self.marks.append({**about, "kind": told, "text": text})
 
     def columns(self, *names: str) -> dict[str, np.ndarray]:
         """Return these columns, by default all, and those by which runs are compared beside ``step``: ``samples`` and
@@ -142,9 +143,7 @@ def thin(columns: dict[str, np.ndarray], most: int) -> tuple[dict[str, np.ndarra
     starts, thinned = np.arange(0, count, share), {}
     for name, column in columns.items():
         there = ~np.isnan(column)
-        sums, counts = (
-            np.add.reduceat(np.where(there, column, 0.0), starts),
-            np.add.reduceat(there.astype(float), starts),
-        )
+        sums = np.add.reduceat(np.where(there, column, 0.0), starts)
+        counts = np.add.reduceat(there.astype(float), starts)
         thinned[name] = np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
     return thinned, share

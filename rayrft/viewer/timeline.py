@@ -169,13 +169,8 @@ def perfetto(spans: Iterable[Span], steps: Iterable[StepTimes]) -> Iterator[dict
         if (key := (actor, lane, name)) not in threads:
             threads[key] = len(threads) + 1
             title = f"{lane}: {name}" if name != lane else lane
-            yield {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": processes[actor],
-                "tid": threads[key],
-                "args": {"name": title},
-            }
+            where = {"pid": processes[actor], "tid": threads[key]}
+            yield {"ph": "M", "name": "thread_name", **where, "args": {"name": title}}
 
     def slices(actor: str, lane: str, name: str, start: float, end: float, **args: Any) -> Iterator[dict[str, Any]]:
         yield from begin(actor, lane, lane)
@@ -197,15 +192,8 @@ def perfetto(spans: Iterable[Span], steps: Iterable[StepTimes]) -> Iterator[dict
             continue
         yield from begin(span.actor, span.lane, span.name)
         where = {"pid": processes[span.actor], "tid": threads[span.actor, span.lane, span.name]}
-        duration = _us(span.end) - _us(span.start)
-        yield {
-            "ph": "X",
-            "name": span.name,
-            "ts": _us(span.start),
-            "dur": duration,
-            **where,
-            "args": {"load": span.load},
-        }
+        took = {"ts": _us(span.start), "dur": _us(span.end) - _us(span.start)}
+        yield {"ph": "X", "name": span.name, **took, **where, "args": {"load": span.load}}
         if span.load > 1:
             for at, value in ((span.start, span.load), (span.end, 0.0)):
                 counter = f"{span.lane}: {span.name} at once"

@@ -2,8 +2,9 @@
 
 The log has ``--rows`` rows in groups of eight, written at once: segments of 32 MiB and a snapshot. `first` reads it for
 the first time on this machine, after which its columns are kept; `opens` is another viewer later, to its curves and its
-first page of rows; `extended` is the time until rows that were appended can be queried. Queries are requests to the
-application in this process, in an order that rotates.
+first page of rows, and `fresh` the same of the first viewer, which answers before it has read the log; `extended` is
+the time until rows that were appended can be queried. Queries are requests to the application in this process, in an
+order that rotates.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pyarrow as pa
+from PIL import Image
 
 from rayrft.buffer.events import Began, Extent, GroupReport, StoredGroup, StoredRows
 from rayrft.buffer.groups import GroupStatus, group_key
@@ -28,6 +30,7 @@ from rayrft.buffer.transitions import apply
 from rayrft.config import dump_config, load_config
 from rayrft.config.buffer import SamplerConfig
 from rayrft.config.serve import ViewerConfig
+from rayrft.data.images import keep_image
 from rayrft.experience import SCHEMA_VERSION, Experience, VersionSpan, to_batch
 from rayrft.monitor.records import RecordFile
 from rayrft.viewer.app import Viewer
@@ -47,13 +50,20 @@ QUERIES = {
     "tasks": "tasks",
     "unlearned": "tasks?which=unlearned&sort=change",
     "curves": "run",
+    "timeline": "timeline",
+    "advice": "advice",
+    "compare": "/v1/compare?runs=big",
+    "runs": "/v1/runs",
+    "image": "image?id={row}&number=0",
+    "feedback": "/feedback/big/v1/stats?person=Ann",
 }
+"""Paths, or views with parameters, of the run ``big``."""
 
 
-def template(length: int) -> pa.RecordBatch:
+def template(length: int, images: Path) -> pa.RecordBatch:
     """Rows of ``BATCH`` groups, to be written again under other names."""
     chance = np.random.default_rng(0)
-    rows = []
+    rows, image = [], keep_image(Image.new("RGB", (160, 90)), images)
     for number in range(BATCH * GROUP):
         mask = np.array([0] * 20 + [1] * length, np.uint8)
         turns = (
@@ -66,7 +76,7 @@ def template(length: int) -> pa.RecordBatch:
         row = Experience(
             "", "", "", ids, 20, mask, logprobs, weight_versions=spans, turns=turns, reward=float(chance.random() < 0.4)
         )
-        rows.append(replace(row, finished_at=1.0, stop_reason="stop"))
+        rows.append(replace(row, finished_at=1.0, stop_reason="stop", images=(image,)))
     return to_batch(rows)
 
 
@@ -74,7 +84,7 @@ class Log:
     """The log of a run, which grows by batches of ``BATCH`` groups."""
 
     def __init__(self, folder: Path, length: int) -> None:
-        self.folder, self._template = folder, template(length)
+        self.folder, self._template = folder, template(length, folder.parent / "images")
         folder.mkdir(parents=True)
         self.state = State(SamplerConfig(), 0, None)
         apply(self.state, Began("run", SCHEMA_VERSION))
@@ -133,7 +143,7 @@ async def ask(http: httpx.AsyncClient, query: str, count: int) -> tuple[float, f
         step=count // (8 * BATCH * GROUP), row=f"run/mix/{count // 16}/task{count // 16 % 5000}/3"
     ).partition("?")
     began, processor = time.perf_counter(), time.process_time()
-    response = await http.get(f"/v1/{path}?run=big&{asked}")
+    response = await http.get(f"{path}?{asked}" if path.startswith("/") else f"/v1/{path}?run=big&{asked}")
     response.raise_for_status()
     return time.perf_counter() - began, time.process_time() - processor
 
@@ -152,12 +162,16 @@ def viewer(storage: Path) -> httpx.AsyncClient:
 
 
 async def measure(storage: Path, log: Log, count: int, rounds: int) -> None:
-    async with viewer(storage) as http:
-        print(f"first     {await until_read(http, count)}")
-    async with viewer(storage) as http:  # as another process: nothing is in memory
+    async def open_run(http: httpx.AsyncClient, kind: str) -> None:
         for name in ("curves", "newest"):
             clock, processor = await ask(http, QUERIES[name], count)
-            print(f"opens     {name} {clock:.2f} s ({processor:.2f} s of the processor)")
+            print(f"{kind:<9} {name} {clock:.2f} s ({processor:.2f} s of the processor)")
+
+    async with viewer(storage) as http:
+        await open_run(http, "fresh")
+        print(f"first     {await until_read(http, count)}")
+    async with viewer(storage) as http:  # as another process: nothing is in memory
+        await open_run(http, "opens")
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in QUERIES}
         for number in range(rounds):
             order = list(QUERIES)

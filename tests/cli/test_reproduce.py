@@ -60,7 +60,9 @@ def test_figures_in_their_bands_are_reproduced_and_recorded_by_release(checkout:
     later = {**recorded, "release": "9.0", "figures": {"after": [0.6, 0.6]}}
     with (checkout / "results.jsonl").open("a") as results:
         results.write(json.dumps(later) + "\n")
+    write(checkout, "large", source="https://example.org/table", gpu_hours=2)
     listed = reproduce()
+    assert re.search(r"large\s+A gain\s+2 GPU hours a seed\s+https://example.org/table\n", listed)
     assert "A gain" in listed and re.search(rf"band\s+{re.escape(recorded['release'])}\s+9.0", listed)
     assert re.search(r"gain: after\s+0.7 to 0.9\s+0.800\s+0.600\n", listed)
     assert re.search(r"gain: after - before \| other\s+0.3 to 0.4\s+0.350\s+-", listed)
@@ -142,3 +144,22 @@ def test_every_learning_claim_has_a_recipe() -> None:
         if recipe.measure
     }
     assert claims == claimed
+
+
+def test_every_mode_that_was_measured_has_a_recipe_whose_bands_hold_its_figures() -> None:
+    recipes = {}
+    for recipe in map(read_recipe, RECIPES.values()):
+        if recipe.config == "../quickstart.yaml":
+            partial = recipe.set.get("explorer.partial", {})
+            recipes[recipe.set.get("max_staleness", 0), partial.get("budget"), partial.get("old_tokens")] = recipe
+    table = (ROOT / "tests/bench/README.md").read_text().partition("## Asynchronous modes")[2].partition("\n\nAsync")[0]
+    modes = [line for line in table.splitlines() if re.search(r"\.\d+, \.\d+", line)]
+    assert len(modes) == 8
+    for line in modes:
+        old, budget, tokens = (re.search(f"{name}[=: ]+(\\w+)", line) for name in ("staleness", "budget", "old_tokens"))
+        recipe = recipes[int(old[1]) if old else 0, int(budget[1]) if budget else None, tokens and tokens[1]]
+        figures = [[*map(float, pair)] for pair in re.findall(r"(\.\d+), (\.\d+)", line)]
+        assert len(figures) == len(recipe.seeds), line
+        for name, values in zip(("mix greedy", "mix sampled"), zip(*figures, strict=True), strict=True):
+            low, high = recipe.bands[name]
+            assert low <= sum(values) / len(values) <= high, line

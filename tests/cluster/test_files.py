@@ -37,6 +37,8 @@ def test_ray_up_accepts_its_files_and_workers_start_on_demand(file: Path) -> Non
     workers = {name: kind for name, kind in config["available_node_types"].items() if name != config["head_node_type"]}
     assert workers and all(kind["min_workers"] == 0 < kind["max_workers"] for kind in workers.values())
     assert all(kind["resources"]["GPU"] > 0 for kind in workers.values())
+    start, dashboard = config["head_start_ray_commands"][-2:]
+    assert "ray start --head" in start and "cluster/grafana/dashboard.py" in dashboard
 
 
 def ray_clusters(manifest: Path) -> list[dict[str, Any]]:

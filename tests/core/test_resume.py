@@ -209,4 +209,6 @@ def test_the_last_and_the_best_checkpoints_are_kept(model: Path, tmp_path: Path)
     rewards = {r.step: r.reward for r in read_records(config.folder) if isinstance(r, StepRecord) and r.reward}
     kept = sorted(int(path.name.removeprefix("step-")) for path in (config.folder / "checkpoints").glob("step-*"))
     saved = [step for step in (8, 11, 14, 15) if step in rewards]
+    notes = [r.data.get("checkpoint") for r in read_records(config.folder) if isinstance(r, NoteRecord)]
+    assert {8, 11, 14, 15} <= set(notes), "also of those that are deleted"
     assert set(kept) == {14, 15, max(saved, key=lambda step: (rewards[step], -step))}

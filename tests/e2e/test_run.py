@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,11 +17,14 @@ import rayrft
 from rayrft.buffer.reader import Archive
 from rayrft.config import dump_config, load_run_config
 from rayrft.core.plan import StepVolume
+from rayrft.core.services import REPORTS
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
 from rayrft.monitor.summary import read_summary
+from rayrft.viewer.app import VIEWS
 from tests.conftest import ROOT
 from tests.e2e.conftest import Call, small_config
 from tests.hub import TOKEN, hub
+from tests.viewer.test_queries import Client
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +142,35 @@ def test_plot_wandb_and_tensorboard_were_written(finished: Any) -> None:
     assert (run.folder / "plot.png").stat().st_size > 5000
     assert list(run.folder.glob("wandb/offline-run-*/*.wandb"))
     assert list(run.folder.glob("tensorboard/events*"))
+
+
+async def test_the_viewer_answers_every_query_of_the_run_as_its_files_say(
+    finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rayrft: Call
+) -> None:
+    run, summary, _ = finished
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    client = Client(run.folder.parent, reports=REPORTS)
+    rows = await client.rows(run="whole", group_status="trained")
+    assert rows["count"] == summary.ledger.trained == rows["log"]["ledger"]["trained"]
+    for name in (name for view in VIEWS for name in view.QUERIES if name != "image"):  # the tasks have none
+        about = {
+            "runs": {},
+            "compare": {"runs": "whole"},
+            "row": {"run": "whole", "id": rows["rows"][0]["experience_id"]},
+        }
+        assert await client.ask(name, **about.get(name, {"run": "whole"}))
+    lanes = {each["lane"]: each["names"] for each in (await client.ask("timeline", run="whole", first=4))["lanes"]}
+    assert {"buffer", "trainer", "engine-0", "engine-1", "rank-0", "rank-1"} <= lanes.keys()
+    assert {"lease"} <= lanes["buffer"].keys() and {"train"} <= lanes["trainer"].keys()
+    assert {"forward and backward", "optimizer", "send"} <= lanes["rank-0"].keys()
+    assert {"generate", "receive"} <= lanes["engine-0"].keys()
+    assert "score" in {name for names in lanes.values() for name in names}
+    assert {"master", "explorer-0", "rank-0"} <= {file.stem for file in (run.folder / "trace").iterdir()}
+    traced = rayrft("trace", str(run.folder), "--to", str(tmp_path / "trace.json"))
+    assert traced.returncode == 0, traced.stderr
+    events = {each["name"] for each in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert {"lease", "train", "generate", "forward and backward", "step 7"} <= events
+    await client.http.aclose()
 
 
 def test_nothing_of_a_finished_run_is_left_on_the_cluster(finished: Any) -> None:

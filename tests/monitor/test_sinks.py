@@ -16,7 +16,7 @@ import pytest
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-from rayrft.config import load_config
+from rayrft.config import RunConfig, load_config
 from rayrft.errors import ConfigError
 from rayrft.monitor import sinks
 from rayrft.monitor.recorder import Recorder
@@ -49,13 +49,24 @@ def records(file: Path) -> Iterator[Record]:
             record = b""
 
 
+def with_secret(storage: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """A config that refers to a secret of the environment."""
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    judge = {"judge": {"url": "http://judge/v1", "model": "m", "api_key": "env:JUDGE_KEY"}}
+    return run_folder(storage, "run", reward={"name": "judge", "options": judge})
+
+
+def written(folder: Path) -> str:
+    """All that is in the files of a folder, as text."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return "".join(file.read_bytes().decode(errors="ignore") for file in files)
+
+
 def test_an_evaluation_that_ends_after_later_steps_arrives_and_a_resumed_run_is_the_same_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
-    judge = {"judge": {"url": "http://judge/v1", "model": "m", "api_key": "env:JUDGE_KEY"}}
-    config = run_folder(tmp_path, "run", reward={"name": "judge", "options": judge})
+    config = with_secret(tmp_path, monkeypatch)
     sink = Wandb(config)
     for record in (step(step=1), step(step=5), evaluation("mix", 2, 50, step=2), step(step=6)):
         sink.write(record)
@@ -71,8 +82,7 @@ def test_an_evaluation_that_ends_after_later_steps_arrives_and_a_resumed_run_is_
     assert [each["train/step"] for each in logged if "train/step" in each] == [1, 5, 6, 6]
     tables = [value for each in logged for key, value in each.items() if key.startswith("train/rows")]
     assert "table-file" in str(tables) and [*config.folder.glob("wandb/offline-run-*/files/media/table/train/rows_*")]
-    assert "env:JUDGE_KEY" in file.read_bytes().decode(errors="ignore")
-    assert "sk-secret" not in file.read_bytes().decode(errors="ignore")
+    assert "env:JUDGE_KEY" in file.read_bytes().decode(errors="ignore") and "sk-secret" not in written(config.folder)
     assert [(each["eval/step"], each["eval/accuracy_t0"]) for each in logged if "eval/step" in each] == [(2, 0.5)]
     axes = {record.metric.glob_name: record.metric.step_metric for record in records(file) if record.HasField("metric")}
     assert axes["eval/*"] == "eval/step" and axes["train/*"] == "train/step"
@@ -154,6 +164,15 @@ class NeverEnds(Listed):
     answers = threading.Event()
 
     def close(self) -> None:
+        self.answers.wait(60)
+
+
+class NeverOpens(Listed):
+    """Waits for a server at the beginning."""
+
+    answers = threading.Event()
+
+    def __init__(self, config: Any) -> None:
         self.answers.wait(60)
 
 
@@ -243,10 +262,15 @@ async def test_a_sink_that_blocks_delays_no_record_and_gets_all_in_order(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("CannotEnd", "OSError: no route to host"), ("NeverEnds", "it did not return within 0.1 s")]
+    ("name", "patience_s", "reason"),
+    [
+        ("CannotEnd", 60.0, "OSError: no route to host"),
+        ("NeverEnds", 60.0, "it did not return within 0.1 s"),
+        ("NeverEnds", 0.05, "it did not return within 0.05 s"),
+    ],
 )
 async def test_a_sink_that_fails_as_it_is_closed_is_named_and_does_not_hold_the_end(
-    name: str, reason: str, tmp_path: Path
+    name: str, patience_s: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling = {"max_tokens": 16, "max_prompt_tokens": 32}
     monitor = {"sinks": [f"{__name__}:{name}"], "stall_s": 0.1}
@@ -254,6 +278,7 @@ async def test_a_sink_that_fails_as_it_is_closed_is_named_and_does_not_hold_the_
     recorder = Recorder(load_config(config, {"monitor.stall_s": 600.0}))
     recorder.config = config  # as it was changed while the run was running
     NeverEnds.answers.clear()
+    monkeypatch.setattr(sinks, "_PATIENCE_S", patience_s)
     await recorder.add(step(step=3))
     try:
         await recorder.close(ENDED)
@@ -271,6 +296,7 @@ async def test_a_sink_that_fails_as_it_is_closed_is_named_and_does_not_hold_the_
         ("mlflow", "pip install mlflow"),
         ("no_such:Sink", "imported"),
         (f"{__name__}:Refuses", "wrong key"),
+        (f"{__name__}:NeverOpens", "no answer within 1 s"),
     ],
 )
 def test_a_sink_that_cannot_be_opened_is_an_error_before_the_first_step(
@@ -278,9 +304,23 @@ def test_a_sink_that_cannot_be_opened_is_an_error_before_the_first_step(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     config = run_folder(tmp_path, "run", monitor={"sinks": [name]})
-    with pytest.raises(ConfigError, match=found, check=about("monitor.sinks")):
-        check_sinks(config)
-        Recorder(config)
+    monkeypatch.setattr(sinks, "_PATIENCE_S", 1.0)
+    NeverOpens.answers.clear()
+    try:
+        with pytest.raises(ConfigError, match=found, check=about("monitor.sinks")):
+            check_sinks(config)
+            Recorder(config)
+    finally:
+        NeverOpens.answers.set()
+
+
+async def test_a_sink_that_cannot_be_opened_again_by_a_restarted_master_is_a_note(tmp_path: Path) -> None:
+    recorder = Recorder(run_folder(tmp_path, "run", monitor={"sinks": [f"{__name__}:Refuses"]}), taken_over=True)
+    await recorder.add(step(step=3))
+    await recorder.close(ENDED)
+    note, record = await recorder.after(0)
+    assert isinstance(note, NoteRecord) and note.step == 3 and record.step == 3
+    assert note.text.endswith(":Refuses: cannot be opened: RuntimeError: wrong key")
 
 
 def test_mlflow_has_every_number_at_its_step_and_a_resumed_run_is_the_same_one(
@@ -288,7 +328,7 @@ def test_mlflow_has_every_number_at_its_step_and_a_resumed_run_is_the_same_one(
 ) -> None:
     mlflow = pytest.importorskip("mlflow", reason="installed by the test of newest releases")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    config = run_folder(tmp_path, "run")
+    config = with_secret(tmp_path, monkeypatch)
     for numbers in ((1, 5), (6,)):
         sink = Mlflow(config)
         for number in numbers:
@@ -306,6 +346,7 @@ def test_mlflow_has_every_number_at_its_step_and_a_resumed_run_is_the_same_one(
     table = client.load_table(experiment.experiment_id, "rows.json", [run.info.run_id])
     assert table["step"].tolist() == [5, 5, 6, 6] and table["id"].tolist() == ["0/1", "0/2"] * 2
     assert run.data.params["model.max_length"] == str(config.model.max_length)
+    assert "env:JUDGE_KEY" in str(run.data.params) and "sk-secret" not in written(config.folder)
 
 
 def test_trackio_has_every_number_at_its_step_and_a_resumed_run_is_the_same_one(
@@ -313,7 +354,7 @@ def test_trackio_has_every_number_at_its_step_and_a_resumed_run_is_the_same_one(
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio", reason="installed by the test of newest releases")
-    config = run_folder(tmp_path, "run")
+    config = with_secret(tmp_path, monkeypatch)
     for numbers in ((1, 5), (6,)):
         sink = Trackio(config)
         for number in numbers:
@@ -323,3 +364,4 @@ def test_trackio_has_every_number_at_its_step_and_a_resumed_run_is_the_same_one(
     rows = sqlite3.connect(file).execute("select run_name, step, metrics from metrics order by step").fetchall()
     found = [(name, at, json.loads(metrics)["train/reward"]) for name, at, metrics in rows]
     assert found == [("run", 1, 0.25), ("run", 5, 1.25), ("run", 6, 1.5)]
+    assert "sk-secret" not in written(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ SCRIPT = "<script>document.title = 'taken'</script><img src=x onerror=\"document
 """What the model says in an answer of the first group."""
 WORDS = ("the", "sum", "is", "then", "divided", "by", "three", "which", "gives", "what", "was", "asked", "in", "total")
 GROUPS, ROWS = 3, 4
+Steps = Callable[[float], dict[str, Any]]
+Row = Callable[[float, int], dict[str, Any]]
 _BEGAN = time.time() - 7200
 
 
@@ -37,6 +39,14 @@ def write_spans(run: Path, actor: str, lines: list[list[Any]]) -> None:
     (run / "trace").mkdir(exist_ok=True)
     with (run / "trace" / f"{actor}.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def stretch(run: Path, steps: int, fields: Callable[[int], dict[str, Any]]) -> None:
+    """Make the records of a run those of so many steps, each like the first with other fields, by its number."""
+    records = run / "metrics.jsonl"
+    first = next(filter(lambda each: each["kind"] == "step", map(json.loads, records.read_text().splitlines())))
+    many = [json.dumps({**first, "step": step, **fields(step)}) for step in range(1, steps + 1)]
+    records.write_text("\n".join(many) + "\n")
 
 
 class ApartBuffer(LocalBuffer):
@@ -55,11 +65,21 @@ class ApartBuffer(LocalBuffer):
 
 class RecordedRun:
     """A run of stage ``mix``: groups of questions with a calculator; every fourth has an image, and every fifth step a
-    group that is too old when it comes. ``tokenizer`` encodes texts; without it tokens are characters."""
+    group that is too old when it comes. ``tokenizer`` encodes texts; without it tokens are characters. ``planted`` are
+    fields of a step, by the share of the run that is done, and of a row, by its number in the group, too."""
 
-    def __init__(self, storage: Path, name: str = "words", tokenizer: Any = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        storage: Path,
+        name: str = "words",
+        tokenizer: Any = None,
+        seed: int = 0,
+        planted: tuple[Steps, Row] = (lambda done: {}, lambda done, number: {}),
+        planned: int = 40,
+    ) -> None:
         settings = small_config(storage, name, seed=seed)
-        settings["stages"] = [settings["stages"][1] | {"steps": 40}]
+        settings["stages"] = [settings["stages"][1] | {"steps": planned}]
+        self._planted, self._planned = planted, planned
         config = load_config(settings)
         self.folder, self.name, self.steps = config.folder, name, 0
         self.folder.mkdir(parents=True)
@@ -85,6 +105,8 @@ class RecordedRun:
                 self.buffer.put([(self._group(age=4), None)])
             self.buffer.trained(self.steps, advance=True)
             self.steps += 1
+            if self.steps % 10 == 0:
+                self.note("writes a checkpoint", checkpoint=self.steps)
             self._record([row for rows in groups for row in rows])
             if self.steps % 10 == 0:
                 self._evaluate()
@@ -124,7 +146,9 @@ class RecordedRun:
             drawn = Image.new("RGB", (160, 90), (40 * task, 90, 200))
             images = (keep_image(drawn, self.folder / "images"),)
         name = f"{self.name}/mix/{number}/task{task:02d}"
-        return [self._row(name, task, repeat, version, images, first=number == 0) for repeat in range(ROWS)]
+        rows = [self._row(name, task, repeat, version, images, first=number == 0) for repeat in range(ROWS)]
+        done, fields = self.steps / (self._planned - 1), self._planted[1]
+        return [row.with_fields(**fields(done, repeat)) for repeat, row in enumerate(rows)]
 
     def _row(self, name: str, task: int, repeat: int, version: int, images: tuple[str, ...], first: bool) -> Experience:
         chance = self._random
@@ -188,35 +212,40 @@ class RecordedRun:
         write_spans(self.folder, "explorer-0", [*spans, [at + 4.9, 0.8, "reward of domain 'own'", "score", 3.0]])
         last = rows[-1]
         gap = RowGap(last.experience_id, 0.1 + self.steps / 100, ((len(last.token_ids) - 1, -0.75),))
+        planted = self._planted[0]((self.steps - 1) / (self._planned - 1))
+        lost = {name[6:]: rows for name, rows in planted.items() if name.startswith("lost: ")}
         self._records.append(
             step(
-                step=self.steps,
-                version=self.steps,
-                time=self._now,
-                widest_gap=gap,
-                reward=reward,
-                usual_rows=len(rows),
-                expert_rows=2,
-                sampled_rows=len(rows),
-                sampled_tokens=tokens,
-                truncated_share=0.08 * (1 - done),
-                staleness_mean=0.5,
-                staleness_max=1,
-                tokens_per_s=1100 + noise(0, 90),
-                step_s=10.0,
-                wait_s=5.2,
-                train_s=3.6,
-                sync_s=0.7,
-                policy_loss=noise(0, 0.02),
-                sft_loss=1.4 * np.exp(-2 * done) + abs(noise(0, 0.02)),
-                kl=0.02 * done + abs(noise(0, 0.001)),
-                entropy=1.3 - 0.8 * done + noise(0, 0.03),
-                clip_fraction=abs(noise(0.02, 0.01)),
-                logprob_gap=abs(noise(4e-3, 1e-3)),
-                grad_norm=abs(noise(0.6, 0.1)),
-                rollout_s=5.0,
-                reward_s=0.3,
-                ratio=1.0,
+                **dict(
+                    step=self.steps,
+                    version=self.steps,
+                    time=self._now,
+                    widest_gap=gap,
+                    reward=reward,
+                    usual_rows=len(rows),
+                    expert_rows=2,
+                    sampled_rows=len(rows),
+                    sampled_tokens=tokens,
+                    truncated_share=0.08 * (1 - done),
+                    staleness_mean=0.5,
+                    staleness_max=1,
+                    tokens_per_s=1100 + noise(0, 90),
+                    step_s=10.0,
+                    wait_s=5.2,
+                    train_s=3.6,
+                    sync_s=0.7,
+                    policy_loss=noise(0, 0.02),
+                    sft_loss=1.4 * np.exp(-2 * done) + abs(noise(0, 0.02)),
+                    kl=0.02 * done + abs(noise(0, 0.001)),
+                    entropy=1.3 - 0.8 * done + noise(0, 0.03),
+                    clip_fraction=abs(noise(0.02, 0.01)),
+                    logprob_gap=abs(noise(4e-3, 1e-3)),
+                    grad_norm=abs(noise(0.6, 0.1)),
+                    rollout_s=5.0,
+                    reward_s=0.3,
+                    ratio=1.0,
+                )
+                | {"lost": lost, **planted}
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,23 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from rayrft.algorithms import Algorithm
 from rayrft.viewer import advisories
 from rayrft.viewer.advisories import Advisory, Evidence, advise
 from tests.conftest import ROOT
+from tests.viewer.recorded import RecordedRun
+from tests.viewer.test_queries import Client
 
 STEPS, GROUPS, ROWS = 40, 4, 4
 _MAP = pa.map_(pa.string(), pa.float32())
 SCHEMA = pa.schema(
-    {"source": pa.string(), "version": pa.int64(), "group_id": pa.string(), "group_rows": pa.int32()}
+    {
+        "source": pa.string(),
+        "version": pa.int64(),
+        "step": pa.int64(),
+        "group_id": pa.string(),
+        "group_rows": pa.int32(),
+    }
     | {"group_deviation": pa.float64(), "reward": pa.float64(), "tokens": pa.int32(), "turns": pa.int32()}
     | {
         "experience_id": pa.string(),
@@ -54,7 +64,13 @@ def planted(
                     "experience_id": f"it's {step}/{group}/{number}",
                 }
                 made.append({**plain, **parts, **row(done, number)})
-            of_group = {"source": "usual", "version": step, "group_id": f"{step}/{group}", "group_rows": ROWS}
+            of_group = {
+                "source": "usual",
+                "version": step,
+                "step": step + 1,
+                "group_id": f"{step}/{group}",
+                "group_rows": ROWS,
+            }
             of_group["group_deviation"] = float(np.std([each["reward"] for each in made]))
             sampled += [of_group | each for each in made]
         rows += [each | {name: [*each[name].items()] for name in ("components", "metrics")} for each in sampled]
@@ -87,6 +103,8 @@ def tools(calls: Callable[[float], float], errors: float = 0.0) -> Row:
     )
 
 
+SECTIONS = "weight_sync|optimizer|reward|explorer|tasks|checkpoint|model|update|trainer|algorithm"
+KEYS = rf"\b(?:{SECTIONS})\.[a-z_.]+[a-z]|max_staleness"
 OPPOSED = ({"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0})
 SICK: dict[str, dict[str, Any]] = {
     "Engine and trainer disagree": {"steps": lambda done: {"logprob_gap": 0.3, "truncated_share": 0.6}, "row": flat},
@@ -136,13 +154,56 @@ def test_the_cause_of_a_sick_run_is_told_first_with_its_rows(cause: str) -> None
         assert {each.kind for each in found} == {"run"}, "nothing is blamed but what is broken"
     if found[0].kind == "data":
         assert {each.kind for each in found} == {"data"}, "no setting is blamed while the data explain it"
+    lost = {"Rewards are unknown", "Attempts fail", "Answers come too late"}  # before the Buffer, in what is planted
     for each in found:
-        assert not each.where or "drop_reason" in each.where or run.ask("count(*)", each.where)[0] > 0
+        assert run.ask("count(*)", each.where)[0] > 0 and each.logged == (each.name not in lost)
+
+
+def test_rows_that_were_dropped_before_the_buffer_are_said_not_to_be_in_the_log() -> None:
+    def steps(done: float) -> dict[str, Any]:
+        return {"lost: zero_variance": 900}
+
+    [first, *_] = advise(planted(steps, flat))
+    assert first.name == "Nothing tells answers apart" and not first.logged
+    assert "group_deviation" not in first.where
 
 
 @pytest.mark.parametrize("run", HEALTHY)
 def test_a_healthy_run_is_left_alone(run: str) -> None:
     assert advise(planted(**HEALTHY[run])) == []
+
+
+def sick_run(storage: Path, cause: str) -> None:
+    """Write the run folder of a run with this trouble."""
+    settings = SICK[cause]
+
+    def row(done: float, number: int) -> dict[str, Any]:
+        fields = settings["row"](done, number) if "row" in settings else {}
+        return {NAMES.get(name, name): value for name, value in fields.items()}
+
+    run = RecordedRun(storage, planted=(settings.get("steps", lambda done: {}), row), planned=20)
+    for step in range(20):
+        run.train()
+        if "restarts" in settings and step % settings["restarts"] == 0:
+            run.restart("its process died")
+    run.finish()
+    run.close()
+
+
+NAMES = {"components": "reward_components"}
+
+
+@pytest.mark.parametrize("cause", sorted(SICK.keys() - {"Tasks are memorised", "Answers drift in length"}))
+async def test_the_page_tells_the_cause_of_a_sick_run_with_rows_of_its_log(cause: str, tmp_path: Path) -> None:
+    sick_run(tmp_path, cause)
+    client = Client(tmp_path)
+    await client.rows()
+    first, *_ = (await client.ask("advice", run="words"))["advisories"]
+    assert first["name"] == cause
+    assert (await client.rows(where=first["where"]))["count"] > 0
+    run = await client.ask("run", run="words")
+    assert not first["curve"] or first["curve"] in run["columns"]
+    await client.http.aclose()
 
 
 def test_every_cause_is_planted() -> None:
@@ -157,13 +218,14 @@ def test_nothing_is_said_of_a_few_steps() -> None:
 
 def test_every_key_that_is_named_exists() -> None:
     reference = (ROOT / "rayrft" / "config" / "REFERENCE.md").read_text()
-    sections = "weight_sync|optimizer|reward|explorer|tasks|checkpoint|model|update"
-    named = {*re.findall(rf"\b(?:{sections})\.[a-z_.]+[a-z]", Path(advisories.__file__).read_text())}
+    named = {*re.findall(KEYS, Path(advisories.__file__).read_text())}
     assert len(named) > 15
     last = {key: key.rpartition(".")[2] for key in named}
-    assert [key for key in named if f"`{last[key]}`" not in reference and f"`{key}`" not in reference] == []
+    of_algorithms = {f"algorithm.{field.name}" for field in dataclasses.fields(Algorithm)}
+    assert [key for key in named - of_algorithms if f"`{last[key]}`" not in reference] == []
 
 
-def test_an_advisory_says_what_to_change() -> None:
+def test_an_advisory_says_which_key_to_change() -> None:
     told: list[Advisory] = [each for settings in SICK.values() for each in advise(planted(**settings))]
-    assert all(each.found and each.remedy and not each.remedy.endswith(".") for each in told)
+    assert all(each.found and not each.remedy.endswith(".") for each in told)
+    assert [each.name for each in told if not re.search(KEYS, each.remedy)] == []

@@ -18,10 +18,12 @@ from rayrft.config import RunConfig
 from rayrft.config.serve import ViewerConfig
 from rayrft.core.plan import PartMemory, StepVolume
 from rayrft.errors import ModelError
+from rayrft.experience import TOKEN_REWARD
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import Viewer
 from rayrft.viewer.folders import Reports
-from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun
+from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun, stretch
+from tests.viewer.test_advice import sick_run
 from tests.viewer.test_queries import FILTERS, KEY
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra 'test'")
@@ -47,14 +49,25 @@ def served(storage: Path, reports: Reports | None = None) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
-    server.should_exit = True
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def plan(config: RunConfig) -> list[Any]:
+    [stage] = config.stages
+    return [PartMemory("rank", 2, {"states": 1.5}, 80.0), StepVolume(stage.name, 16, 768, 0.02, 1.8, 60.0)]
+
+
+def doctor(config: RunConfig) -> list[Any]:
+    raise ModelError("no model", "give a folder", field="model.path")
 
 
 @pytest.fixture(scope="module")
 def url(storage: Path) -> Iterator[str]:
-    with served(storage) as address:
+    with served(storage, {"plan": plan, "doctor": doctor}) as address:
         yield address
 
 
@@ -113,6 +126,9 @@ def test_every_view_opens_from_the_one_before_and_fits(width: int, scheme: str, 
     window.see("article.run").to_have_count(3)
     window.see(".run:has-text('words') .pill >> nth=0").to_have_text("finished")
     window.see(".run:has-text('words') .ledger").to_contain_text("144 trained")
+    window.click(".run:has-text('words') .ledger a[title^=late]")
+    window.see("table.rows tbody tr").to_have_count(2 * ROWS)
+    window.page.go_back()
     window.see(".compare canvas").to_have_count(1)
     assert window.overflow <= 0
     window.click("article.run a:text-is('words')")
@@ -135,8 +151,14 @@ def test_every_view_opens_from_the_one_before_and_fits(width: int, scheme: str, 
     window.click("nav a:text-is('Advice')")
     window.see("main .empty").to_contain_text("Nothing stands out")
     assert window.overflow <= 0
+    window.click("nav a:text-is('Timeline')")
+    window.see("canvas").to_be_visible()
+    assert window.overflow <= 0
+    window.click("nav a:text-is('Plan')")
+    window.see("table.rows").to_have_count(2)
+    assert window.overflow <= 0
     window.page.go_back()
-    window.see("nav a[aria-current]").to_have_text("Tasks")
+    window.see("nav a[aria-current]").to_have_text("Timeline")
 
 
 def test_runs_are_compared_as_they_are_chosen(opened: Open) -> None:
@@ -162,6 +184,40 @@ def test_a_click_at_a_step_opens_its_rows(opened: Open) -> None:
     window.page.mouse.click(box["x"] + box["width"] - 2, box["y"] + 40)
     window.see("table.rows tbody tr").to_have_count(GROUPS * ROWS)
     assert "min_step=12&max_step=12" in window.page.url
+
+
+def test_a_point_of_a_long_run_opens_the_steps_whose_mean_it_is_and_rare_numbers_are_seen(
+    opened: Open, tmp_path: Path
+) -> None:
+    run = RecordedRun(tmp_path)
+    run.train()
+    run.finish()
+    run.close()
+    stretch(run.folder, 4000, lambda step: {"reward": step / 4000, "probe_gap": None if step % 50 else 0.004})
+    count = """canvas => {
+        const shown = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+        let coloured = 0;
+        for (let at = 0; at < shown.length; at += 4) coloured += shown[at + 3] > 200 && COLOUR;
+        return coloured;
+    }"""
+    orange, blue = "shown[at] > 180 && shown[at + 2] < 60", "shown[at] < 100 && shown[at + 2] > 160"
+    with served(tmp_path) as url:
+        window = opened("?view=run&run=words", url=url)
+        gaps = window.page.locator(".charts figure:has-text('Log-prob gap') canvas")
+        assert gaps.evaluate(count.replace("COLOUR", orange)) > 100, "the probe's points are drawn"
+        box = window.page.locator(".charts .u-over >> nth=0").bounding_box()
+        at = box["x"] + box["width"] / 2, box["y"] + 40
+        window.page.mouse.move(*at)
+        window.see(".charts .readout >> nth=0").to_contain_text("step ")
+        window.page.mouse.click(*at)
+        window.see("nav a[aria-current]").to_have_text("Experiences")
+        first, last = map(int, re.findall(r"_step=(\d+)", window.page.url))
+        assert first % 3 == 1 and last == first + 2
+        window.open("?metric=probe_gap&smooth=0")
+        window.see(".compare .controls").to_contain_text("mean of 3 steps of words")
+        compared = window.page.locator(".compare canvas")
+        assert compared.evaluate(count.replace("COLOUR", blue)) > 100
+        window.context.close()
 
 
 def test_the_widest_gap_of_engine_and_trainer_leads_to_its_tokens(opened: Open) -> None:
@@ -242,6 +298,24 @@ def test_a_row_is_shown_with_its_turns_tokens_image_and_fate(opened: Open) -> No
     window.errors.clear()  # the browser's own line on the refused request
 
 
+def test_tokens_are_coloured_by_the_reward_to_go_where_an_answer_has_rewards_inside(
+    opened: Open, tmp_path: Path
+) -> None:
+    given = len("Use the calculator, and answer with a number.\nQuestion 0: how much is 0 + 40?\n")
+    inside = {f"{TOKEN_REWARD}{given + 1}": 0.25, f"{TOKEN_REWARD}{given + 3}": 0.5}
+    run = RecordedRun(tmp_path, planted=(lambda done: {}, lambda done, number: {"metrics": inside}))
+    run.train()
+    run.finish()
+    run.close()
+    with served(tmp_path) as url:
+        window = opened("?view=experiences&run=words&id=words/mix/0/task00/0&colour=advantage", url=url)
+        window.see("#drawer select[aria-label=colour] option:checked").to_have_text("reward to go")
+        for at, left in ((0, "0.75"), (2, "0.5"), (4, "0")):
+            window.page.locator("#drawer .tokens span.own").nth(at).hover()
+            window.see("#drawer .readout").to_contain_text(re.compile(rf"reward to go {left}($| )"))
+        window.context.close()
+
+
 def test_tasks_are_chosen_by_what_became_of_them(opened: Open) -> None:
     window = opened("?view=tasks&run=words&least=2")
     window.see(".segments button").to_contain_text(["All7", "Solved0", "Never solved7", "Unlearned0"])
@@ -287,25 +361,38 @@ def test_the_timeline_tells_what_steps_waited_for(opened: Open) -> None:
     window.see("[aria-label='last step']").to_have_value("7")
     window.click("td.what a >> nth=0")
     window.see("table.rows tbody tr").to_have_count(ROWS)
+    window.page.go_back()
+    window.click("table.rows >> nth=0 >> td >> nth=0 >> a")
+    window.see("table.rows tbody tr").to_have_count(GROUPS * ROWS)
     window.open("?view=timeline&run=fresh")
     window.see("main .empty").to_contain_text("writes no traces")
 
 
-def test_the_plan_of_a_run_and_the_doctors_findings_are_tables(opened: Open, storage: Path) -> None:
-    def plan(config: RunConfig) -> list[Any]:
-        [stage] = config.stages
-        return [PartMemory("rank", 2, {"states": 1.5}, 80.0), StepVolume(stage.name, 16, 768, 0.02, 1.8, 60.0)]
+def test_the_plan_of_a_run_and_the_doctors_findings_are_tables(opened: Open) -> None:
+    window = opened("?view=before&run=words")
+    window.see("table.rows").to_have_count(2)
+    window.see("table.rows >> nth=0").to_contain_text("states 1.5")
+    window.see("table.rows >> nth=1 >> td >> nth=0").to_have_text("mix")
+    window.click("button:has-text('Examine')")
+    window.see("section .problem").to_contain_text("no model")
 
-    def doctor(config: RunConfig) -> list[Any]:
-        raise ModelError("no model", "give a folder", field="model.path")
 
-    with served(storage, {"plan": plan, "doctor": doctor}) as url:
-        window = opened("?view=before&run=words", url=url)
-        window.see("table.rows").to_have_count(2)
-        window.see("table.rows >> nth=0").to_contain_text("states 1.5")
-        window.see("table.rows >> nth=1 >> td >> nth=0").to_have_text("mix")
-        window.click("button:has-text('Examine')")
-        window.see("section .problem").to_contain_text("no model")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_advice_on_a_sick_run_leads_to_its_rows_and_its_curve(width: int, opened: Open, tmp_path: Path) -> None:
+    sick_run(tmp_path, "Answers are cut")
+    with served(tmp_path) as url:
+        window = opened("?view=experiences&run=words", url=url, viewport={"width": width, "height": 844})
+        window.see("table.rows tbody tr").to_have_count(50)
+        window.click("nav a:text-is('Advice')")
+        window.see("article.run h2 >> nth=0").to_have_text("Answers are cut")
+        assert window.overflow <= 0
+        window.click("article.run >> nth=0 >> a:has-text('rows that show it')")
+        window.see(".chips").to_contain_text("stop_reason")
+        window.see("table.rows tbody tr").to_have_count(50)
+        assert window.overflow <= 0
+        window.page.go_back()
+        window.click("article.run >> nth=0 >> a:has-text('curves, with truncated_share')")
+        window.see("figcaption:has-text('Truncated answers')").to_be_visible()
         window.context.close()
 
 
@@ -323,6 +410,8 @@ def test_answers_are_judged_on_the_feedback_page_of_a_run(opened: Open, storage:
         window.page.fill("input >> nth=0", "Ann")
         window.page.press("input >> nth=0", "Enter")
         window.see("body").to_contain_text("Question")
+        window.click("header a:text-is('Viewer')")
+        window.see("h1").to_have_text("words")
         window.context.close()
 
 

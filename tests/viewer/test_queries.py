@@ -15,13 +15,16 @@ import pytest
 import yaml
 
 from rayrft.buffer.reader import Archive
+from rayrft.config import load_run_config
 from rayrft.config.serve import ViewerConfig
+from rayrft.core.services import REPORTS
 from rayrft.data.task_splits import COUNTS, TASKS_FILE
 from rayrft.monitor.records import read_records
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import VIEWS, Viewer
+from rayrft.viewer.folders import Reports
 from rayrft.viewer.index import read_log_rows
-from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun
+from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun, stretch
 
 KEY = "sk-right"
 
@@ -29,8 +32,8 @@ KEY = "sk-right"
 class Client:
     """A page's requests to a viewer over a storage."""
 
-    def __init__(self, storage: Path, key: str = KEY, **settings: Any) -> None:
-        app = Viewer(storage, ViewerConfig(**settings), (key_digest(KEY),)).app()
+    def __init__(self, storage: Path, key: str = KEY, reports: Reports | None = None) -> None:
+        app = Viewer(storage, ViewerConfig(), (key_digest(KEY),), reports=reports).app()
         headers = {"Authorization": f"Bearer {key}"}
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://page", headers=headers)
 
@@ -103,26 +106,28 @@ async def test_runs_are_compared_on_one_axis(axis: str, client: Client) -> None:
     assert len(accuracy["curves"][0]["y"]) == 2
 
 
+MARKS = [("note", 0), ("change", 7), ("restart", 7), ("checkpoint", 10)]
+
+
 async def test_a_run_has_its_numbers_by_step_and_what_happened(client: Client, storage: Path) -> None:
     run = await client.ask("run", run="words")
     steps = [record for record in read_records(storage / "words") if record.kind == "step"]
     assert run["columns"]["reward"] == [pytest.approx(record.reward) for record in steps]
     assert run["columns"]["entropy"] == [pytest.approx(record.metrics.entropy) for record in steps]
-    assert [(mark["kind"], mark["step"]) for mark in run["marks"]] == [("note", 0), ("change", 7), ("restart", 7)]
+    assert [(mark["kind"], mark["step"]) for mark in run["marks"]] == MARKS
     assert run["marks"][2]["text"] == "engine-0 restarted after 4.2 s: its process died"
     assert run["stage_starts"] == [["mix", 1]]
 
 
 async def test_a_long_run_is_told_by_means_of_several_steps(tmp_path: Path) -> None:
     short_run(tmp_path, 1)
-    [line] = [each for each in (tmp_path / "words/metrics.jsonl").read_text().splitlines() if '"kind": "step"' in each]
-    many = [json.dumps({**json.loads(line), "step": step, "reward": step % 2}) for step in range(1, 4001)]
-    (tmp_path / "words" / "metrics.jsonl").write_text("\n".join(many) + "\n")
+    stretch(tmp_path / "words", 4000, lambda step: {"reward": step % 2})
     found = await Client(tmp_path).ask("run", run="words")
     assert found["mean_of"] == 3 and found["step"] == 4000
     assert found["columns"]["step"][:2] == [2, 5] and found["columns"]["reward"][0] == pytest.approx(2 / 3)
 
 
+ENDLESS = "range(1000000000) first, range(1000000000) second where first.range % 7 = second.range % 11"
 FILTERS = {
     "min_reward": (1, lambda row: row["reward"] >= 1),
     "max_reward": (0.5, lambda row: row["reward"] <= 0.5),
@@ -168,12 +173,13 @@ async def test_rows_come_in_the_order_and_the_pages_that_are_asked_for(client: C
     async def page(**asked: Any) -> list[dict[str, Any]]:
         return (await client.rows(group_status="trained", **asked))["rows"]
 
-    for sort in ("reward", "tokens", "staleness", "version", "step", "logprob", "finished_at", "group_deviation"):
+    shown = ("reward", "tokens", "staleness", "version", "step", "logprob", "source", "status", "task_id")
+    for sort in (*shown, "finished_at", "group_deviation"):
         up, down = await page(sort=sort, limit=200), await page(sort=f"-{sort}", limit=200)
         assert len(up) == 12 * GROUPS * ROWS and {row["experience_id"] for row in up} == {
             row["experience_id"] for row in down
         }
-        if sort in up[0]:
+        if sort in shown:
             assert [row[sort] for row in up] == sorted(row[sort] for row in up)
             assert [row[sort] for row in down] == sorted((row[sort] for row in down), reverse=True)
     pages = [await page(sort="tokens", limit=100), await page(sort="tokens", limit=100, offset=100)]
@@ -272,6 +278,16 @@ async def test_a_task_that_was_solved_before_and_is_no_more_is_unlearned(tmp_pat
     ]
 
 
+async def test_the_plan_of_a_recorded_run_is_the_one_of_its_config(storage: Path) -> None:
+    client = Client(storage, reports=REPORTS)
+    found = await client.ask("report", run="words")
+    [stage] = [row for row in found["rows"] if "stage" in row]
+    [asked] = load_run_config(storage / "words").stages
+    assert found["problem"] == "" and (stage["stage"], stage["rows"]) == ("mix", asked.groups * asked.group_size)
+    assert (await client.refused("report", run="words", name="plans"))[0] == "name"
+    await client.http.aclose()
+
+
 async def test_what_is_not_known_is_refused_by_its_name(client: Client) -> None:
     assert await client.refused("rows", run="words", min_rewrd=1) == (
         "min_rewrd",
@@ -294,6 +310,7 @@ async def test_what_is_not_known_is_refused_by_its_name(client: Client) -> None:
         "reward > ",
         "rewrd > 1",
         "sum(reward) > 1",
+        "case when version > 9 then error(experience_id) else true end",
         "true; drop table rows",
         "true) or (true",
         "(select count(*) from read_text('/etc/passwd')) > 0",
@@ -304,6 +321,13 @@ async def test_a_condition_is_an_expression_over_rows_and_nothing_else(where: st
     param, message = await client.refused("rows", run="words", where=where)
     assert param == "where" and message.startswith("where: not a valid condition")
     assert (await client.rows(where="true"))["count"] > 0
+
+
+async def test_a_condition_that_takes_too_long_is_refused(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    await client.rows()
+    monkeypatch.setattr("rayrft.viewer.index._QUERY_S", 0.2)
+    param, message = await client.refused("rows", run="words", where=f"(select count(*) from {ENDLESS}) > version")
+    assert param == "where" and "nterrupt" in message
 
 
 async def test_without_the_key_nothing_is_told(storage: Path) -> None:

@@ -1,6 +1,6 @@
 // The page: shows one item at a time, and sends what a person says of it. Text of a model goes through textContent only.
 
-import { keycap, make, picture, text, turn } from "./base.js";
+import { above, keycap, make, picture, run, text, turn } from "./base.js";
 import * as store from "./store.js";
 
 const $ = (id) => document.getElementById(id);
@@ -662,6 +662,7 @@ const beat = () => {
 
 const start = async () => {
   store.takeKey();
+  if (above) $("person").before(make("a", { href: `${above}?view=run&run=${run}`, textContent: "Viewer" }));
   $("reference-open").onclick = () => reveal("reference");
   $("verdict-open").onclick = () => reveal("verdict");
   $("edit").onclick = toggleEdit;

@@ -1,9 +1,11 @@
 // What the views draw: curves with uPlot, sparklines, and the small parts of a page.
 
 import { make } from "./base.js";
+import { link } from "./page.js";
 
 export const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 export const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
+export const AXES = ["step", "samples", "tokens", "hours"].map((each) => [each, each]);
 export const colour = (at) => css(COLOURS[at % COLOURS.length]);
 
 // Numbers
@@ -50,7 +52,7 @@ export const summary = (run, title, ...metrics) =>
     "article",
     { className: "run" },
     make("div", { className: "title" }, ...title, pill(run.status, STATUS[run.status]), soft(ago(run.changed))),
-    make("div", { className: "facts" }, ...metrics, ledger(run.ledger)),
+    make("div", { className: "facts" }, ...metrics, ledger(run)),
     ...[run.error, ...run.problems].filter(Boolean).map((text) => make("p", { className: "problem", textContent: text })),
     ...(run.verdict ? [make("p", { className: "verdict", textContent: run.verdict })] : []),
   );
@@ -101,16 +103,16 @@ export const sparkline = (values, { low = null, high = null, dots = false } = {}
   return drawing;
 };
 
-// The ledger as one bar: trained, dropped by reason, held.
-export const ledger = (of) => {
-  if (!of) return make("p", { className: "soft", textContent: "no rows read yet" });
-  const parts = [["trained", of.trained, "good"], ...Object.entries(of.dropped).map(([why, rows]) => [why, rows, "drop"])];
-  parts.push(["held", of.held, "calm"]);
-  const bar = make("div", { className: "bar-parts", role: "img" });
+// The ledger of a run as one bar: trained, dropped by reason, held. Each part leads to its rows.
+const ledger = ({ run, ledger: of }) => {
+  if (!of) return soft("no rows read yet");
+  const parts = [["trained", of.trained, "good", { group_status: "trained" }], ...Object.entries(of.dropped).map(([why, rows]) => [why, rows, "drop", { drop_reason: why }])];
+  parts.push(["held", of.held, "calm", { where: "group_status in ('ready', 'leased', 'parked')" }]);
+  const bar = make("div", { className: "bar-parts" });
   const there = parts.filter(([, rows]) => rows);
-  bar.setAttribute("aria-label", there.map(([name, rows]) => `${name} ${rows}`).join(", "));
-  for (const [name, rows, kind] of there) {
-    const part = make("span", { className: kind, title: `${name}: ${number(rows)} rows` });
+  for (const [name, rows, kind, filter] of there) {
+    const part = link({ view: "experiences", run, ...filter });
+    Object.assign(part, { className: kind, title: `${name}: ${number(rows)} rows`, ariaLabel: `${name} ${rows}` });
     part.style.flexGrow = rows;
     bar.append(part);
   }
@@ -128,13 +130,20 @@ export const smoothed = (values, weight) => {
   });
 };
 
+// Whether most of the values have no neighbour, so that a line would not show them.
+const isSparse = (values) => {
+  const known = [false, ...values.filter((each) => each !== undefined).map((each) => each !== null), false];
+  return 2 * known.filter((each, at) => each && !known[at - 1] && !known[at + 1]).length > known.filter(Boolean).length;
+};
+
 // A chart. `series` are { name, y, colour, kind: line | raw | points | area }, `bands` pairs of series by number, `marks`
-// are { x, kind, text }. A click gives the x of the nearest point to `onpick`.
+// are { x, kind, text }. A click gives the number of the nearest point to `onpick`.
 export const chart = (title, x, series, { marks = [], bands = [], height = 190, onpick, sync, xname = "step", yrange } = {}) => {
   const readout = make("span", { className: "readout" });
   const plotted = make("div", { className: "plot" });
   const legend = make("div", { className: "legend" });
   const panel = make("figure", { className: "panel" }, make("figcaption", {}, make("b", { textContent: title }), readout), plotted, legend);
+  series = series.map((each) => ({ ...each, kind: each.kind ?? (isSparse(each.y) ? "points" : "line") }));
   const named = series.filter(({ kind }) => kind !== "raw" && kind !== "edge");
   for (const { name, colour: at } of named.length > 1 ? named : []) {
     const swatch = make("i", {});
@@ -172,10 +181,10 @@ export const chart = (title, x, series, { marks = [], bands = [], height = 190, 
         : [`${xname} ${number(x[at])}`, ...named.filter(({ y }) => (y[at] ?? null) !== null).map(({ name, y, own }) => `${named.length > 1 ? `${name} ` : ""}${number((own ?? y)[at])}`)].join(" · ");
   };
   const lines = series.map(({ kind, colour: at }) => ({
-    stroke: kind === "raw" ? `${colour(at)}55` : kind === "edge" ? "transparent" : colour(at),
-    width: kind === "raw" || kind === "edge" ? 1 : 1.75,
+    stroke: kind === "raw" || kind === "edge" ? "transparent" : colour(at),
+    width: 1.75,
     fill: kind === "area" ? `${colour(at)}66` : undefined,
-    points: kind === "points" ? { show: true, size: 6, fill: colour(at) } : { show: false },
+    points: { raw: { show: true, size: 4, stroke: "transparent", fill: `${colour(at)}99` }, points: { show: true, size: 6, fill: colour(at) } }[kind] ?? { show: false },
     spanGaps: kind === "points",
   }));
   const options = {

@@ -76,8 +76,9 @@ const show = async () => {
         if (each === name) entry.setAttribute("aria-current", "page");
         return entry;
       }),
-    ...(asked.run ? [make("a", { href: `feedback/${encodeURIComponent(asked.run)}/#key=${encodeURIComponent(me().key)}`, textContent: "Feedback" })] : []),
+    ...(asked.run ? [make("a", { href: `feedback/${encodeURIComponent(asked.run)}/`, textContent: "Feedback" })] : []),
   );
+  $("views").querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
   $("run").textContent = asked.run ?? "";
   if ($("main").dataset.view !== `${name} ${asked.run}`) {
     $("main").dataset.view = `${name} ${asked.run}`;
@@ -145,7 +146,7 @@ const follow = async () => {
       if ((state().run ?? "") !== of) continue;
       const changed = found.seen !== seen;
       seen = found.seen;
-      if (changed && !first && redraw && !isTyping()) await redraw();
+      if (changed && !first && !isTyping()) await (redraw ?? show)();
     } catch (error) {
       $("live").textContent = "not connected";
       $("live").className = "";

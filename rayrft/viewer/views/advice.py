@@ -16,7 +16,7 @@ from rayrft.viewer.views.runs import greedy
 def _advice(runs: Runs, asked: RunRequest) -> dict[str, Any]:
     run = runs.get(asked.run)
     run.rows.update(UPDATE_S)
-    records = run.records()
+    log, records = run.rows.about(), run.records()
     columns = records.columns()
     first = records.stage_starts[-1][1] if records.stage_starts else 0
     own = np.flatnonzero((columns["step"] >= first) & (columns.get("usual_rows", columns["step"]) > 0))
@@ -29,7 +29,8 @@ def _advice(runs: Runs, asked: RunRequest) -> dict[str, Any]:
             [gap["row"] for gap in records.widest(3)],
         )
         found = advise(evidence)
-    return {"advisories": [asdict(each) for each in found], "steps": len(own), "log": run.rows.about()}
+    told = [asdict(each) | {"logged": each.logged or log["lags"]} for each in found]
+    return {"advisories": told, "steps": len(own), "log": log}
 
 
 QUERIES: dict[str, Query] = {"advice": (RunRequest, _advice)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,8 +23,8 @@ _TOKENS = 20_000
 """Most tokens of a row that are shown."""
 _LISTED = """experience_id, group_id, task_id, source, status, stop_reason, reward, advantage, tokens, prompt_tokens,
     logprob, version, staleness, group_status, step, uses, drop_reason, turns, images, question, answer, error"""
-_SORTS = ("finished_at", "reward", "tokens", "staleness", "version", "step", "logprob", "group_deviation")
 _RANGES = ("reward", "tokens", "staleness", "version", "step")
+_SORTS = (*_RANGES, "finished_at", "logprob", "group_deviation", "source", "status", "task_id")
 _TEXTS = (*CHOICES, "task_id", "group_id")
 
 Number = Annotated[float | None, BeforeValidator(lambda value: None if value == "" else value)]
@@ -69,9 +70,11 @@ class ImageRequest(RowRequest):
 
 
 def _rows(runs: Runs, asked: RowsRequest) -> dict[str, Any]:
+    import duckdb
+
     index = runs.get(asked.run).rows
     index.update(UPDATE_S)
-    conditions, values = ["true"], list[Any]()
+    log, conditions, values = index.about(), ["true"], list[Any]()  # so that it lags if these rows may
     for name in _RANGES:
         for end, sign in (("min", ">="), ("max", "<=")):
             if (bound := getattr(asked, f"{end}_{name}")) is not None:
@@ -85,33 +88,33 @@ def _rows(runs: Runs, asked: RowsRequest) -> dict[str, Any]:
         conditions.append("(contains(lower(answer), lower(?)) or contains(lower(question), lower(?)))")
         values += [asked.text] * 2
     order = f"{asked.sort.lstrip('-')} {'desc' if asked.sort.startswith('-') else 'asc'} nulls last, experience_id"
-    with index.cursor() as connection:
+    with index.cursor() as connection, _naming_condition(asked.where):
         found = "experiences"
-        if asked.where:
-            found = _chosen(connection, asked.where)
+        if asked.where:  # an expression alone: neither a second statement nor a file
+            chosen = connection.table(found).filter(duckdb.SQLExpression(asked.where))
+            chosen.create_view(found := "chosen_rows")
         met = f"from {found} where {' and '.join(conditions)}"
         counts = f"select count(*), avg(reward), count(distinct place), avg(tokens), avg(staleness) {met}"
         count, reward, groups, tokens, staleness = connection.execute(counts, values).fetchall()[0]
         page = f"select {_LISTED} {met} order by {order} limit {asked.limit} offset {asked.offset}"
         listed = dicts(connection.execute(page, values))
     means = {"reward": reward, "groups": groups, "tokens": tokens, "staleness": staleness}
-    return {"count": count, "means": means, "rows": listed, "log": index.about()}
+    return {"count": count, "means": means, "rows": listed, "log": log}
 
 
-def _chosen(connection: Any, where: str) -> str:
-    """Make a view of the rows that meet a condition, and return its name. Raises DataError for an invalid condition."""
+@contextlib.contextmanager
+def _naming_condition(where: str) -> Iterator[None]:
+    """Raise DataError for an error of DuckDB that a condition may have caused, at any row or by its time."""
     import duckdb
 
-    try:  # an expression alone: neither a second statement nor a file
-        chosen = connection.table("experiences").filter(duckdb.SQLExpression(where))
-        chosen.limit(1).fetchall()
-        chosen.create_view("chosen_rows")
+    try:
+        yield
     except duckdb.Error as error:
+        if not where:
+            raise
         remedy = "write DuckDB's SQL, such as reward > 0.5 and stop_reason = 'stop'"
-        raise DataError(
-            f"not a valid condition: {str(error).splitlines()[0].rstrip('!')}", remedy, field="where"
-        ) from None
-    return "chosen_rows"
+        problem = f"not a valid condition: {str(error).splitlines()[0].rstrip('!')}"
+        raise DataError(problem, remedy, field="where") from None
 
 
 def _row(runs: Runs, asked: RowRequest) -> dict[str, Any]:

@@ -20,7 +20,6 @@ def _curves(runs: Runs, asked: RunRequest) -> dict[str, Any]:
         "evaluations": records.evaluations,
         "marks": records.marks,
         "widest_gap": next(iter(records.widest(1)), None),
-        "checkpoints": sorted(int(path.name[5:]) for path in (run.path / "checkpoints").glob("step-[0-9]*")),
         "stage_starts": records.stage_starts,
     }
 

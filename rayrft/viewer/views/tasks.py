@@ -44,6 +44,7 @@ def _tasks(runs: Runs, asked: TasksRequest) -> dict[str, Any]:
     run = runs.get(asked.run)
     index, named = run.rows, run.task_sources()
     index.update(UPDATE_S)
+    log = index.about()
     with index.cursor() as connection:
         scored = "group_status <> 'demonstration' and reward is not null"
         last = connection.execute(f"select min(version), max(version) from experiences where {scored}").fetchall()[0]
@@ -85,7 +86,7 @@ def _tasks(runs: Runs, asked: TasksRequest) -> dict[str, Any]:
         "sources": sources,
         "before": before,
         "after": after,
-        "log": index.about(),
+        "log": log,
     }
 
 

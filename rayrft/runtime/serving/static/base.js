@@ -41,11 +41,13 @@ export const turn = ({ role, content }, named = true) => {
 // What the browser keeps
 
 export const base = location.pathname;
-const key = (name) => `rayrft:${base}:${name}`;
+// The viewer's page and the run, where this one is below it.
+export const [, above, run] = base.match(/^(.*\/)feedback\/([^/]+)\/$/) ?? [];
+const key = (name, of = base) => `rayrft:${of}:${name}`;
 
-export const read = (name, otherwise) => {
+export const read = (name, otherwise, of) => {
   try {
-    return JSON.parse(localStorage.getItem(key(name))) ?? otherwise;
+    return JSON.parse(localStorage.getItem(key(name, of))) ?? otherwise;
   } catch {
     return otherwise;
   }
@@ -58,9 +60,10 @@ export const write = (name, value) => {
 export const me = () => read("me", { person: "", key: "" });
 export const setMe = (value) => write("me", value);
 
-// A link may bring the key, behind '#', which is not sent to servers; it is taken from the address at once.
+// A link may bring the key, behind '#', which is not sent to servers; it is taken from the address at once. The page
+// below the viewer has the viewer's.
 export const takeKey = () => {
-  const found = new URLSearchParams(location.hash.slice(1)).get("key");
+  const found = new URLSearchParams(location.hash.slice(1)).get("key") ?? (above && read("me", {}, above).key);
   if (found) {
     setMe({ ...me(), key: found });
     history.replaceState(null, "", base + location.search);

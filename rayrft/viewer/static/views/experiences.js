@@ -6,7 +6,7 @@ import { go, link, query, state } from "../page.js";
 
 const RANGES = { reward: "reward", tokens: "tokens", staleness: "staleness", version: "version", step: "trained in step" };
 const CHOICES = { group_status: "group", source: "source", stop_reason: "ended by", status: "status", drop_reason: "dropped for" };
-const SORTS = { finished_at: "time", reward: "reward", tokens: "length", staleness: "staleness", version: "version", step: "step", logprob: "log-prob", group_deviation: "difference in group" };
+const SORTS = { finished_at: "time", reward: "reward", tokens: "length", staleness: "staleness", version: "version", step: "step", logprob: "log-prob", group_deviation: "difference in group", source: "source", status: "status", task_id: "task" };
 const PAGE = 50;
 const FILTERS = [...Object.keys(RANGES).flatMap((name) => [`min_${name}`, `max_${name}`]), ...Object.keys(CHOICES), "task_id", "group_id", "text", "where", "sort", "offset"];
 const STATUS = { trained: "good", dropped: "drop", ready: "calm", leased: "calm", parked: "warn", demonstration: "accent" };
@@ -74,14 +74,12 @@ const listed = (row, now) => {
 };
 
 // What became of the log, where it is not as it should be.
-const notices = (log) =>
+export const notices = (log) =>
   [
     log.problem,
     ...Object.entries(log.damaged ?? {}).map(([, problem]) => problem),
     log.lags ? `Reading the log: ${number(log.rows)} rows so far.` : "",
   ].filter(Boolean).map((textContent) => make("p", { className: textContent.startsWith("Reading") ? "notice" : "problem", textContent }));
-
-export { notices };
 
 const table = (found, now) => {
   const heads = ["reward", "group", "step", "tokens", "stale", "version", "question and answer"];
@@ -139,11 +137,14 @@ const tokens = (row, now) => {
   const versions = row.token_ids.map((_, at) => row.versions.find(([start, end]) => at >= start && at < end)?.[2] ?? null);
   const gaps = row.teacher_logprobs?.map((each, at) => each - row.logprobs[at]);
   const reward = (at) => row.token_rewards[at];
+  const stepped = Object.keys(row.token_rewards).length > 0;
+  const toGo = row.token_ids.map(() => 0); // the rewards inside the answer from a token on
+  toGo.forEach((_, at) => Object.entries(row.token_rewards).forEach(([place, each]) => (toGo[at] += Number(place) >= at ? each : 0)));
   const known = [...new Set(versions.filter((each) => each !== null))].sort((a, b) => a - b);
   const least = Math.min(-0.01, ...row.logprobs);
   const values = {
     logprob: [(at) => row.logprobs[at], (at) => shade(row.logprobs[at] / Math.max(-least, 1) + 1, 0, 1.999)],
-    advantage: [(at) => row.advantage ?? null, () => shade(row.advantage, -1, 1)],
+    advantage: stepped ? [(at) => toGo[at], (at) => shade(toGo[at], Math.min(0, ...toGo), Math.max(0, ...toGo))] : [() => row.advantage ?? null, () => shade(row.advantage, -1, 1)],
     gap: [(at) => gaps?.[at] ?? null, (at) => shade(gaps?.[at], -1, 1)],
     trainer: [(at) => row.trainer_gaps[at] ?? null, (at) => shade(row.trainer_gaps[at], -1, 1)],
     version: [(at) => versions[at], (at) => (versions[at] === null ? "" : `${colour(known.indexOf(versions[at]))}44`)],
@@ -167,11 +168,12 @@ const tokens = (row, now) => {
     if (row.mask[at]) parts.push(`log-prob ${number(row.logprobs[at])} (p ${percent(Math.exp(row.logprobs[at]))})`);
     if (versions[at] !== null) parts.push(`v${versions[at]}`);
     if (mode === "gap" || mode === "trainer") parts.push(`${mode === "gap" ? "teacher" : "trainer"} ${number(value(at))}`);
+    if (mode === "advantage" && stepped) parts.push(`reward to go ${number(toGo[at])}`);
     if (reward(at) !== undefined) parts.push(`reward ${number(reward(at))}`);
     readout.textContent = parts.join(" · ");
   });
   const measured = Object.keys(row.trainer_gaps).length > 0;
-  const names = Object.entries(COLOURINGS).filter(([name]) => (name !== "gap" || gaps) && (name !== "trainer" || measured));
+  const names = Object.entries(COLOURINGS).filter(([name]) => (name !== "gap" || gaps) && (name !== "trainer" || measured)).map(([name, label]) => [name, name === "advantage" && stepped ? "reward to go" : label]);
   const more = row.token_count > row.token_ids.length ? `, the first ${number(row.token_ids.length)} of ${number(row.token_count)}` : "";
   const none = row.token_texts ? "" : " The model's tokenizer is not on this machine, so ids are shown.";
   const notice = measured ? "" : " The gap of engine and trainer is known by token for the row of each step in which it is widest.";

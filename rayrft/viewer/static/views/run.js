@@ -1,7 +1,7 @@
 // One run: its curves by group, with what happened as marks. A click at a step opens its rows.
 
 import { make } from "../base.js";
-import { chart, duration, metric, number, pill, select, smoothed, smoothing, soft, steps, summary } from "../draw.js";
+import { AXES, chart, duration, metric, number, pill, select, smoothed, smoothing, soft, steps, summary } from "../draw.js";
 import { go, link, query, state } from "../page.js";
 
 // A chart: title, fields with their names, and how it is drawn.
@@ -21,7 +21,6 @@ const CHARTS = [
   ["Gradient norm", { grad_norm: "policy", value_grad_norm: "value" }],
   ["Rows dropped", "lost"],
 ];
-const XS = [["step", "step"], ["samples", "samples"], ["tokens", "tokens"], ["hours", "hours"]];
 const KINDS = { restart: "bad", change: "accent", evaluation: "calm" };
 
 // Fields that say nothing in a step without such rows, in which they are 0.
@@ -91,7 +90,8 @@ const head = (run) => {
 };
 
 const events = (run) => {
-  const lines = run.marks.map((mark) =>
+  const told = run.marks.filter(({ kind }) => kind !== "checkpoint");
+  const lines = told.map((mark) =>
     make(
       "tr",
       {},
@@ -101,7 +101,7 @@ const events = (run) => {
     ),
   );
   const table = make("table", {}, make("tr", {}, ...["step", "event", ""].map((name) => make("th", { textContent: name }))), ...lines);
-  return make("details", { className: "panel events", open: run.marks.length < 12 }, make("summary", { textContent: `Events (${run.marks.length})` }), table);
+  return make("details", { className: "panel events", open: told.length < 12 }, make("summary", { textContent: `Events (${told.length})` }), table);
 };
 
 // Stages begin, parts restart, keys change, checkpoints are written: with the value of the axis at their step.
@@ -111,9 +111,8 @@ const marksOf = (run, axis) => {
     const place = columns.step.findIndex((each) => each >= step);
     return axis === "step" || place < 0 ? step : columns[axis][place];
   };
-  const kindOf = ({ kind, text }) =>
-    kind !== "note" ? kind : text.startsWith("stage '") ? "stage" : null;
-  return [...run.marks, ...run.checkpoints.map((step) => ({ kind: "checkpoint", step, text: "" }))]
+  const kindOf = ({ kind, text }) => (kind !== "note" ? kind : text.startsWith("stage '") ? "stage" : null);
+  return run.marks
     .map((mark) => ({ ...mark, kind: kindOf(mark), x: at(mark.step) }))
     .filter(({ kind }) => kind)
     .map((mark) => ({ ...mark, text: mark.kind === "stage" ? mark.stage : mark.text }));
@@ -134,7 +133,11 @@ export const show = async (asked, main, current) => {
     run.columns = columns;
     run.evaluations = run.evaluations.filter(({ step }) => at < 0 || within(step) || step === starts[at][1] - 1);
     const x = columns[axis] ?? [];
-    const onpick = (at) => go({ view: "experiences", run: now.run, min_step: Math.round(columns.step[at]), max_step: Math.round(columns.step[at]) });
+    const half = (run.mean_of - 1) / 2; // the last point may be of fewer steps
+    const onpick = (at) => {
+      const first = Math.round(Math.max(columns.step[at] - half, (columns.step[at - 1] ?? -Infinity) + half + 1));
+      go({ view: "experiences", run: now.run, min_step: first, max_step: Math.round(2 * columns.step[at]) - first });
+    };
     const options = { marks: marksOf(run, axis), sync: "steps", xname: axis, onpick };
     const charts = CHARTS.map(([title, kind]) => {
       if (kind === "accuracy") return accuracyChart(run, options);
@@ -152,7 +155,7 @@ export const show = async (asked, main, current) => {
     const controls = make(
       "div",
       { className: "controls" },
-      select("over", axis, XS, (value) => set({ axis: value })),
+      select("over", axis, AXES, (value) => set({ axis: value })),
       ...(run.stage_starts.length > 1 ? [select("stage", now.stage ?? "", [["", "all"], ...run.stage_starts.map(([name]) => [name, name])], (value) => set({ stage: value }))] : []),
       smoothing(weight, (value) => set({ smooth: value })),
       make("p", { className: "soft", textContent: `${note}Click at a step to see its rows; drag to zoom, double-click to zoom out.` }),

@@ -1,10 +1,8 @@
 // All runs, and the chosen ones on one axis.
 
 import { make } from "../base.js";
-import { chart, duration, metric, number, select, smoothed, smoothing, soft, sparkline, steps, summary } from "../draw.js";
+import { AXES, chart, duration, metric, number, select, smoothed, smoothing, soft, sparkline, steps, summary } from "../draw.js";
 import { go, link, query, state } from "../page.js";
-
-const AXES = [["step", "step"], ["samples", "samples"], ["tokens", "tokens"], ["hours", "hours"]];
 
 const last = (values) => values.filter((each) => each !== null).at(-1) ?? null;
 
@@ -29,11 +27,11 @@ const comparison = async (asked, chosen) => {
     const by = new Map(x.map((each, at) => [each, at]));
     const spread = (values) => xs.map((each) => (by.has(each) ? values[by.get(each)] : undefined));
     const at = chosen.indexOf(run);
-    const raw = { name: run, y: spread(y), colour: at, kind: weight ? "raw" : "points" };
-    return weight && metric !== "accuracy"
-      ? [raw, { name: run, y: spread(smoothed(y, weight)), colour: at }]
-      : [{ ...raw, kind: metric === "accuracy" ? "points" : "line" }];
+    if (metric === "accuracy") return { name: run, y: spread(y), colour: at, kind: "points" };
+    const smooth = { name: run, y: spread(smoothed(y, weight)), colour: at };
+    return weight ? [{ ...smooth, y: spread(y), kind: "raw" }, smooth] : smooth;
   });
+  const means = found.curves.filter(({ mean_of: count }) => count > 1).map(({ run, mean_of: count }) => `${count} steps of ${run}`).join(", ");
   const set = (values) => go({ ...state(), ...values }, { replace: true });
   const controls = make(
     "div",
@@ -41,10 +39,9 @@ const comparison = async (asked, chosen) => {
     select("metric", metric, (found.metrics.length ? found.metrics : [metric]).map((each) => [each, each]), (value) => set({ metric: value })),
     select("over", axis, AXES, (value) => set({ axis: value })),
     smoothing(weight, (value) => set({ smooth: value })),
+    soft(means ? `A point is the mean of ${means}.` : ""),
   );
-  const several = found.curves.find(({ mean_of: count }) => count > 1);
-  const note = several ? ` (points are means of ${several.mean_of} steps)` : "";
-  return make("section", { className: "compare" }, controls, chart(`${metric} over ${axis}${note}`, xs, series, { height: 300, xname: axis }));
+  return make("section", { className: "compare" }, controls, chart(`${metric} over ${axis}`, xs, series, { height: 300, xname: axis }));
 };
 
 export const show = async (asked, main, current) => {

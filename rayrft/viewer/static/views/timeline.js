@@ -55,7 +55,7 @@ const critical = (found, run, of) => {
     const all = parts.reduce((sum, [, start, end]) => sum + end - start, 0);
     const bar = make("div", { className: "bar-parts" });
     bar.append(...parts.map(([name, start, end]) => piece(name, end - start, of)));
-    const rows = link({ view: "experiences", run, step }, number(step));
+    const rows = link({ view: "experiences", run, min_step: step, max_step: step }, number(step));
     const what = longest[0] ? `${longest[0]} ${seconds(longest[2] - longest[1])}` : "–";
     return make("tr", {}, make("td", { className: "num" }, rows), make("td", { className: "num", textContent: seconds(all) }), make("td", { className: "wide" }, bar), make("td", { className: "num", textContent: what }), make("td", { className: "what" }, group ? link({ view: "experiences", run, group_id: group }, group) : soft("no group")));
   });
