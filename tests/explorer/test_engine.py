@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
@@ -164,13 +165,14 @@ def has_an_a() -> Reward:
 
 
 def test_an_engine_tells_what_it_does_while_it_starts(engine: EngineUnderTest) -> None:
-    phases = [report.doing.partition(",")[0] for report in engine.reports]
+    phases = [report.doing.partition(" since ")[0] for report in engine.reports]
     assert [*dict.fromkeys(phases)] in (
         ["imports vLLM", "loads the model"],
         ["waits to be started", "imports vLLM", "loads the model"],
     )
-    last = engine.reports[-1].doing
-    assert float(last.removeprefix("loads the model, ").removesuffix(" GB in memory")) > 0.5  # vLLM twice
+    last = re.fullmatch(r"loads the model since (\d\d:\d\d:\d\d), (.*) GB in memory", engine.reports[-1].doing)
+    assert last is not None and float(last[2]) > 0.5  # vLLM twice
+    assert len({report.doing.split(" since ")[1][:8] for report in engine.reports[-2:]}) == 1  # of the phase
     assert all(report.quiet_s < 60 and not report.waits for report in engine.reports)
 
 
