@@ -24,6 +24,7 @@ from rayrft.experience import to_batch
 from rayrft.explorer.scoring import ScoredGroup
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, once, root_cause
+from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import settle
 
 R = TypeVar("R")
@@ -222,13 +223,9 @@ class RemoteSessions:
         return await self._call(SessionKeeper.stats)
 
     async def _call(self, method: Callable[..., Coroutine[Any, Any, R]], *args: Any) -> R:
-        from ray.exceptions import RayTaskError
-
         try:
             return await Context().run(self._keeper.call, method, *args)
-        except RayTaskError as error:
-            raise error.cause from None
-        except ray_api.ACTOR_ERRORS as error:
+        except (*ray_api.ACTOR_ERRORS, ray.exceptions.RayTaskError) as error:
             raise root_cause(error, "keeper") from None
 
     async def _change(self, name: Change, *args: Any) -> Any:
