@@ -86,8 +86,8 @@ def names_reference() -> str:
     parts = [
         "# Names in files",
         _GENERATED,
-        "Scripts and dashboards may depend on these names and on those of [config keys](../config/REFERENCE.md): a change "
-        "of one is listed below.",
+        "Scripts and dashboards may depend on these names and on those of [config keys](../config/REFERENCE.md): a "
+        "change of one is listed below.",
         "## Changes",
         "\n".join(f"* {change}" for change in _CHANGES),
         "## `metrics.jsonl`",

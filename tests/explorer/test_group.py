@@ -51,7 +51,7 @@ class Verifying:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.pipeline._operators.close()
+        await self.pipeline.close()
 
     async def group(self) -> Taken:
         await run_group(self.explorer, self.config)
@@ -102,7 +102,7 @@ async def test_operators_in_an_actor_ask_the_models_that_it_is_given_and_know_th
         for row, said in zip(group(1), ("tac", "cat"), strict=True)
     ]
     worked = await actor.apply(_seen(task, rows), task)
-    await actor._operators.close()
+    await actor.close()
     assert worked.kept == [0] and worked.changed.column("reward").to_pylist() == [1.0] and not actor._tasks
 
 

@@ -159,5 +159,5 @@ async def test_an_error_that_cannot_be_pickled_is_raised_with_its_text(ray_clust
         (asyncio.to_thread(applications.on_head, refuse), "refuse"),
         (RemoteSessions(keeper).stats(), "keeper"),
     ):
-        with pytest.raises(ActorDied, match="Refused: .*one fault", check=about(field)):
+        with pytest.raises(ActorDied, match=r"Refused: .*one fault", check=about(field)):
             await call
