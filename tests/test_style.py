@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,31 @@ def test_imports_run_downhill(path: Path) -> None:
             other = name.split(".")[1]
             if part != "__init__" and other != part:
                 assert LEVEL[other] < LEVEL[part], f"{part} imports {other}"
+
+
+def test_no_modules_import_each_other() -> None:
+    """Neither at module level nor inside a function. Imports for annotations alone do not count."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES
+    }
+    graph = dict[str, set[str]]()
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text())
+        typed = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            for inner in ast.walk(node)
+        }
+        used = set[str]()
+        for node in ast.walk(tree):
+            if id(node) not in typed and isinstance(node, ast.Import):
+                used |= {alias.name for alias in node.names}
+            if id(node) not in typed and isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                used |= {name if name in modules else name.rpartition(".")[0] for name in names}
+        graph[module] = used & modules.keys()
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_only_the_engine_its_plug_in_and_what_wraps_its_parsers_import_vllm() -> None:

@@ -29,7 +29,7 @@ from rayrft.data.task_sampler import TaskSetSpec
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task
 from rayrft.explorer.engines.arguments import check_options
-from rayrft.explorer.tools.call_formats import check_call_format
+from rayrft.explorer.tools.vllm_parsers import check_call_format
 from rayrft.explorer.workflows.base import check_prompts, check_workflows
 from rayrft.monitor.sinks import check_sinks
 from rayrft.pipelines.experiences import check_experiences

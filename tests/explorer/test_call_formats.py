@@ -19,11 +19,9 @@ from rayrft.explorer.tools.call_formats import (
     ToolCall,
     call_formats,
     calls_of,
-    check_call_format,
-    open_call_format,
     probe_template,
 )
-from rayrft.explorer.tools.vllm_parsers import HostedParser
+from rayrft.explorer.tools.vllm_parsers import HostedParser, check_call_format, open_call_format
 from rayrft.trainer.tiny import make_tokenizer
 
 _TURNS = (

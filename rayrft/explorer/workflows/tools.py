@@ -14,12 +14,11 @@ from rayrft.explorer.tools.call_formats import (
     HermesCalls,
     as_response,
     call_formats,
-    check_call_format,
     instructed,
-    open_call_format,
 )
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.explorer.tools.toolbox import Toolbox, ToolLimits, ToolResult
+from rayrft.explorer.tools.vllm_parsers import check_call_format, open_call_format
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
 

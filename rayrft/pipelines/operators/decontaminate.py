@@ -15,6 +15,7 @@ from rayrft.data.tables import open_table
 from rayrft.errors import ConfigError, DataError, nearest
 from rayrft.pipelines.operator import Applied, Context, Operator, TextColumns, register_operator, values_of
 from rayrft.pipelines.operators import hashing
+from rayrft.pipelines.operators.hash_bits import IDEOGRAPH, LETTER
 from rayrft.pipelines.rows import texts
 
 _SHORTEST = 8
@@ -193,8 +194,8 @@ def _informative_ngrams(hashes: np.ndarray, offsets: np.ndarray, length: int) ->
     found = []
     for size, ideographic in ((length, False), (2 * length, True)):
         grams, bounds = hashing.ngrams(hashes, offsets, size)
-        letters = hashing.count_words(hashes, offsets, size, hashing.LETTER)
-        ideographs = hashing.count_words(hashes, offsets, size, hashing.IDEOGRAPH)
+        letters = hashing.count_words(hashes, offsets, size, LETTER)
+        ideographs = hashing.count_words(hashes, offsets, size, IDEOGRAPH)
         informative = (2 * letters >= size) & ((2 * ideographs >= letters) == ideographic)
         found.append((grams[informative], np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))[informative]))
     return np.concatenate([grams for grams, _ in found]), np.concatenate([texts for _, texts in found])
