@@ -111,6 +111,13 @@ def test_no_modules_import_each_other() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def test_helpers_are_imported_from_modules_without_tests() -> None:
+    tests = re.compile(r"\s*(?:from|import) tests[\w.]*\.test_|\s*from tests[\w.]* import .*\btest_")
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    found = [(path.name, line) for path in paths for line in path.read_text().splitlines() if tests.match(line)]
+    assert not found
+
+
 def test_only_the_engine_its_plug_in_and_what_wraps_its_parsers_import_vllm() -> None:
     users = {path.name for path in SOURCES if any(name.split(".")[0] == "vllm" for name, _ in imports(path))}
     assert users == {"engine.py", "weight_plugin.py", "vllm_parsers.py"}

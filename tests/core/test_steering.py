@@ -35,9 +35,9 @@ from rayrft.errors import ConfigError, RunFinished, StorageError
 from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.core.given import run_folder
+from tests.core.looping import Subject
 from tests.core.resumable import Wishes
-from tests.core.test_resume import Process, end_of, make_config, trained
-from tests.core.test_train_loop import Subject
+from tests.core.resuming import Process, end_of, make_config, trained
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 from tests.trainer.learners import qwen3
 

@@ -6,9 +6,9 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 import ray
 import torch
 from ray.exceptions import RayTaskError
-from torch import Tensor, nn
+from torch import nn
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.explorer import EngineConfig, RepetitionConfig
@@ -28,89 +28,24 @@ from rayrft.config.trainer import LoraConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, RequestRefused
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
-from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.exchange import INTERRUPTED, Capacity, Chunk, Completion, Request, Sampling, Session
-from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.pipelines.run.models import AskedModel
 from rayrft.rewards import Reward, inline, register_reward
-from rayrft.runtime.waits import WaitReport, Waits
+from rayrft.runtime.waits import WaitReport
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import load_hf, load_policy
 from rayrft.trainer.lora import Lora
 from rayrft.trainer.model import named_weights, write_hf
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.tiny import make_tiny_model
-from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets, two_buffers
-from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.files import VersionFolder
 from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
 from tests.algorithms.flat import token_logprobs
 from tests.errors import about
+from tests.explorer.live_engine import PROMPT, EngineUnderTest, _buckets, linked, sampling
 from tests.pipelines.asked import ran
 from tests.pipelines.small import rows
-from tests.scripted import handle, remote
-
-PROMPT = [5, 40, 41, 42, 43, 3]
-
-
-@dataclass
-class EngineUnderTest:
-    """An engine actor, the model it was started from, and the trainer's end of its link."""
-
-    actor: Any
-    folder: Path
-    channel: WeightChannel
-    transfers: int = 0
-    reports: list[WaitReport] = field(default_factory=list)
-    """Its answers to heartbeats while it started."""
-
-    def model(self, seed: int | None = None) -> nn.Module:
-        """The model on disk; with a seed, its weights replaced by random ones."""
-        from transformers import AutoModelForCausalLM
-
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.folder).eval()
-        if seed is not None:
-            generator = torch.Generator().manual_seed(seed)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-        return model
-
-    def update(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        adapter: Adapter | None = None,
-        keep_cache: bool = False,
-    ) -> int:
-        """A round as of the weight sync, after which the engine must hold what was sent; gives the bytes of that."""
-        tensors = dict(weights)
-        metas = [TensorMeta.of(name, tensor, torch.float32) for name, tensor in tensors.items()]
-        parcel = Parcel(metas, 16 << 10, adapter)
-        ray.get(self.actor.pause.remote(keep_cache))
-        self.transfers += 1
-        receiving = self.actor.receive.remote(self.transfers, version)
-        sent = self.channel.send(self.transfers, parcel, _buckets(parcel, tensors))
-        held = ray.get(receiving)
-        assert (held.version, held.digests) == (version, (sent,))
-        return parcel.nbytes
-
-    def generate(self, n: int = 4, prompt: list[int] = PROMPT, **options: Any) -> list[Completion]:
-        return ray.get(self.actor.generate.remote(Request(prompt, n, sampling(**options))))
-
-    async def client(self) -> EngineClient:
-        pool = EnginePool()
-        await pool.join([Member(handle(self.actor, "engine-0"), 0)])
-        return EngineClient(remote(pool, "engine_pool"), Waits("test"))
-
-
-@torch.no_grad()
-def _buckets(parcel: Parcel, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
-    for bucket in plan_buckets(parcel.metas, parcel.bucket_bytes):
-        buffer = empty_bucket(bucket, two_buffers([bucket], "cpu")[0])
-        fill_bucket(buffer, bucket, [tensors[meta.name] for meta in bucket])
-        yield buffer
 
 
 @pytest.fixture(scope="module")
@@ -131,22 +66,6 @@ def engine(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     ray.get(up)
     yield EngineUnderTest(actor, folder, linked(actor, 1), reports=[report for report in reports if report])
     ray.kill(actor)
-
-
-def linked(actor: Any, number: int, transport: str = "gloo", **options: Any) -> WeightChannel:
-    """The trainer's end of a new link."""
-    host = "127.0.0.1"
-    store = open_store(60, host)
-    ends = {"senders": 1, "receivers": 1, "timeout_s": 60, "secret": "s"}
-    link = Link(transport, host, store.port, number=number, options=options, **ends)
-    connecting = actor.connect.remote(link, 0)
-    channel = WeightChannel(link, sends=True, index=0, device=torch.device("cpu"), store=store)
-    ray.get(connecting)
-    return channel
-
-
-def sampling(temperature: float = 1.0, max_tokens: int = 12, stop: tuple[int, ...] = ()) -> Sampling:
-    return Sampling(temperature, max_tokens, stop)
 
 
 @torch.no_grad()

@@ -26,9 +26,9 @@ from rayrft.trainer.policy import Policy
 from rayrft.trainer.rank import Rank
 from rayrft.weights.buckets import read_bucket
 from rayrft.weights.messages import Parcel, TensorMeta
+from tests.trainer.families import FAMILIES
 from tests.trainer.learners import CPU
 from tests.trainer.ranks import as_rank, on_ranks
-from tests.trainer.test_loading import FAMILIES
 
 
 class Gathered(TorchDispatchMode):

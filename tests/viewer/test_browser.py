@@ -21,8 +21,7 @@ from rayrft.errors import ModelError
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import Viewer
 from rayrft.viewer.folders import Reports
-from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun
-from tests.viewer.test_queries import FILTERS, KEY
+from tests.viewer.recorded import FILTERS, GROUPS, KEY, ROWS, SCRIPT, RecordedRun
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra 'test'")
 expect = playwright.expect

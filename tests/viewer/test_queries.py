@@ -21,9 +21,7 @@ from rayrft.monitor.records import read_records
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import VIEWS, Viewer
 from rayrft.viewer.index import read_log_rows
-from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun
-
-KEY = "sk-right"
+from tests.viewer.recorded import FILTERS, GROUPS, KEY, ROWS, SCRIPT, RecordedRun
 
 
 class Client:
@@ -121,32 +119,6 @@ async def test_a_long_run_is_told_by_means_of_several_steps(tmp_path: Path) -> N
     found = await Client(tmp_path).ask("run", run="words")
     assert found["mean_of"] == 3 and found["step"] == 4000
     assert found["columns"]["step"][:2] == [2, 5] and found["columns"]["reward"][0] == pytest.approx(2 / 3)
-
-
-FILTERS = {
-    "min_reward": (1, lambda row: row["reward"] >= 1),
-    "max_reward": (0.5, lambda row: row["reward"] <= 0.5),
-    "min_tokens": (150, lambda row: sum(row["action_mask"]) >= 150),
-    "max_tokens": (150, lambda row: sum(row["action_mask"]) <= 150),
-    "min_staleness": (0, lambda row: row["uses"] > 0),
-    "max_staleness": (-1, lambda row: False),
-    "min_version": (6, lambda row: min(span["version"] for span in row["weight_versions"]) >= 6),
-    "max_version": (1, lambda row: min(span["version"] for span in row["weight_versions"]) <= 1),
-    "min_step": (12, lambda row: row["uses"] and row["trained_step"] == 11),
-    "max_step": (1, lambda row: row["uses"] and row["trained_step"] == 0),
-    "source": ("usual", lambda row: True),
-    "status": ("finished", lambda row: True),
-    "stop_reason": ("length", lambda row: row["stop_reason"] == "length"),
-    "group_status": ("trained", lambda row: row["group_status"] == "trained"),
-    "drop_reason": ("late", lambda row: row["group_status"] == "dropped"),
-    "task_id": ("task03", lambda row: row["task_id"] == "task03"),
-    "group_id": ("words/mix/4/task04", lambda row: row["group_id"] == "words/mix/4/task04"),
-    "text": ("DOCUMENT.TITLE", lambda row: row["experience_id"] == "words/mix/0/task00/0"),
-    "where": (
-        "stop_reason = 'length' and reward < 1",
-        lambda row: row["stop_reason"] == "length" and row["reward"] < 1,
-    ),
-}
 
 
 @pytest.mark.parametrize("name", FILTERS)
