@@ -53,14 +53,14 @@ class Store:
         self.storage = Storage(folder)
         self.storage.create()
         self.storage.lock()
-        self._journal = EventJournal(self.storage)
+        self.journal = EventJournal(self.storage)
         self.state = State(config.sampler, seed, tasks)
         for name in self.storage.files():
             if name.startswith(_TASKS):
                 spec = TaskSetSpec(**json.loads(self.storage.read(name).to_pybytes()))
                 self.state.tasks[name.removeprefix(_TASKS).removesuffix(".json")] = spec()
         try:
-            recovered = self._journal.open(self._survived(), least)
+            recovered = self.journal.open(self._survived(), least)
             if recovered.snapshot is not None:
                 self.state.restore(recovered.snapshot)
             for event in recovered.events:
@@ -108,11 +108,11 @@ class Store:
     async def flush(self) -> Position:
         """Sync all rows and written events to disk, regardless of the fsync policy, so that what they replace may be
         deleted; return the journal position up to which. Raises StorageError."""
-        position = self._journal.position  # the rows of events written meanwhile may not be on disk
+        position = self.journal.position  # the rows of events written meanwhile may not be on disk
         try:
             await self._sync_rows()
             async with self._syncing:  # the file must not be closed by a snapshot meanwhile
-                await asyncio.to_thread(self._journal.sync, position)
+                await asyncio.to_thread(self.journal.sync, position)
             return position
         except Exception as error:  # any error must also be raised by the next write
             self._error = _storage_error(error)
@@ -185,12 +185,12 @@ class Store:
             batch = self._waiting
             self._waiting = []
             try:
-                if self._renewing or self._journal.is_long:
+                if self._renewing or self.journal.is_long:
                     self._renewing = False
                     snapshot = self.state.to_snapshot()  # before any await: with the events of this batch and no others
                     await self._sync_rows()  # a snapshot refers to them
                     async with self._syncing:
-                        await asyncio.to_thread(self._journal.begin, snapshot)
+                        await asyncio.to_thread(self.journal.begin, snapshot)
                 elif events := [event for part, _ in batch for event in part]:
                     await asyncio.to_thread(self._append, events)
             except Exception as error:  # any error is raised in the waiting writers
@@ -204,9 +204,9 @@ class Store:
             self._syncer = asyncio.create_task(self._sync_later())
 
     def _append(self, events: list[e.Event]) -> None:
-        self._journal.append(events)
+        self.journal.append(events)
         if self.config.fsync == "always":
-            self._journal.sync(self._journal.position)
+            self.journal.sync(self.journal.position)
 
     async def _sync_rows(self) -> None:
         await self.in_row_thread(self.rows.sync)
@@ -236,7 +236,7 @@ class Store:
         if not meta.run:
             first = e.Began(run, SCHEMA_VERSION)
             apply(self.state, first)
-            self._journal.append([first])
+            self.journal.append([first])
         elif meta.run != run:
             remedy = "choose another name or buffer.storage"
             raise StorageError(f"the log belongs to run {meta.run!r}", remedy, field=str(self.storage.folder))

@@ -61,13 +61,13 @@ class StallMonitor:
         """Note overdue waits. Raises Stalled after ``stall_s`` without progress, and StorageError for a lost note."""
         try:
             while True:
-                pause_s = await self._poll()
+                pause_s = await self.poll()
                 await asyncio.sleep(pause_s)  # a stall is not an event
         finally:
             for asking in self._asking.values():
                 asking.cancel()
 
-    async def _poll(self) -> float:
+    async def poll(self) -> float:
         """Note overdue waits; return the seconds until the next poll. Raises Stalled."""
         reports = await self._ask_all()
         waits = quiet_waits([self.waits.report(), self._pings.report()], reports)

@@ -32,8 +32,6 @@ from rayrft.weights.messages import Link, Sent, SyncReport
 
 _RESUME_S = 10.0
 """Time that engines have to resume after a round that failed: one that hangs must not hide why it did."""
-_LEAVE_S = 10.0
-"""Time in which the death of an engine becomes known after a round that failed, which it may have caused."""
 _SETTLE_S = 5.0
 """Time that the other calls of a round have to end once one has failed."""
 
@@ -52,6 +50,8 @@ class WeightSync:
     probe: list[Experience]
     """Rows to score: engine and trainer may differ within ``config.probe_bounds``."""
     waits: Waits
+    leave_s: float = 10.0
+    """Time in which the death of an engine becomes known after a round that failed, which it may have caused."""
     newest: int = 0
     """Newest version that was sent to a rollout engine. None gets an older one: a run that repeats steps keeps it."""
 
@@ -171,7 +171,7 @@ class WeightSync:
 
         async def kill_silent(engine: Handle[RolloutEngine]) -> None:
             try:
-                await asyncio.wait_for(engine.call(RolloutEngine.respond), _LEAVE_S)
+                await asyncio.wait_for(engine.call(RolloutEngine.respond), self.leave_s)
             except TimeoutError:
                 engine.kill()
             except ray.exceptions.RayError:
@@ -179,7 +179,7 @@ class WeightSync:
 
         leaving = asyncio.ensure_future(self.pool.call(EnginePool.members, membership.generation))
         await asyncio.gather(*map(kill_silent, membership.engines))
-        await asyncio.wait({leaving}, timeout=_LEAVE_S)
+        await asyncio.wait({leaving}, timeout=self.leave_s)
         return leaving.done() and not leaving.cancelled() and leaving.exception() is None
 
     async def _members(self) -> Membership:

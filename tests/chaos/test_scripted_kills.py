@@ -95,7 +95,7 @@ def test_a_seed_reproduces_a_run(prepared: Prepared, tmp_path: Path) -> None:
 def test_steps_before_the_first_checkpoint_are_repeated_on_the_model_of_the_beginning(
     prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    between, failures = TrainLoop._between_steps, [WeightSyncError("an engine died")]
+    between, failures = TrainLoop.between_steps, [WeightSyncError("an engine died")]
 
     async def fail(loop: TrainLoop, stage: StageConfig) -> None:
         if failures:
@@ -104,7 +104,7 @@ def test_steps_before_the_first_checkpoint_are_repeated_on_the_model_of_the_begi
             raise failures.pop()
         await between(loop, stage)
 
-    monkeypatch.setattr(TrainLoop, "_between_steps", fail)
+    monkeypatch.setattr(TrainLoop, "between_steps", fail)
     outcome = simulate(3, 0, prepared, tmp_path)
     assert not outcome.problems, describe(outcome)
     assert not failures and outcome.report["trainer"][1] == 1, "no checkpoint has these weights: the ranks are new"

@@ -182,7 +182,7 @@ async def test_records_without_room_are_seen_at_once_and_written_once_when_there
     disk.has_room = True
     await subject.stop()
     await running
-    assert read_records(status.folder) == [*subject._recorder._file.read()] and len(seen) > 1
+    assert read_records(status.folder) == [*subject._recorder.file.read()] and len(seen) > 1
     assert read_records(status.folder)[: len(seen)] == seen
 
 

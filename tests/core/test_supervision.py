@@ -289,10 +289,10 @@ async def test_a_start_is_told_with_its_time_and_what_is_done_and_not_ended_whil
     monitor.starting = True
     with waits.on("engine-0", "start"):
         for clock[0] in (0.01, 0.03, 90.0):  # both bounds are shorter
-            await monitor._poll()
+            await monitor.poll()
             assert not notes.texts and not killed
         quiet[0] = 60.0
-        await monitor._poll()
+        await monitor.poll()
     (text,) = notes.texts
     assert text.startswith("still starting after 90 s: ")
     assert text.endswith("engine-0 (start: loads the model since 12:00:00, 3.2 GB in memory)")

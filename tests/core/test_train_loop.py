@@ -38,7 +38,7 @@ async def test_an_evaluation_is_left_alone_when_the_run_is_stopped(subject: Subj
 async def test_the_buffer_is_told_when_the_stage_ends(subject: Subject) -> None:
     stage = subject.loop.config.stages[1]
     subject.loop.progress.step = subject.loop.progress.stage_began = 3
-    await subject.loop._open(stage)
+    await subject.loop.open(stage)
     [plan] = subject.buffer.open_stage.await_args.args
     assert (plan.version, plan.end) == (3, 3 + stage.steps)
 
@@ -48,26 +48,26 @@ async def test_an_explorer_that_failed_between_two_waits_for_a_batch_ends_the_se
     lease, exploring = loop.create_future(), loop.create_future()
     exploring.set_exception(StorageError("No space left on device", field="journal"))
     with pytest.raises(StorageError):
-        await asyncio.wait_for(subject.loop._unless_ended(lease, exploring), 20)
+        await asyncio.wait_for(subject.loop.unless_ended(lease, exploring), 20)
 
 
 async def test_a_gap_between_engine_and_trainer_is_noted_once_and_ends_a_run_with_engines(subject: Subject) -> None:
     stage, bound = subject.loop.config.stages[1], subject.loop.config.probe_bounds.mean
     for _ in range(2):
-        await subject.loop._doubt(stage, lease(0, 0), result(logprob_gap=4 * bound))
+        await subject.loop.doubt(stage, lease(0, 0), result(logprob_gap=4 * bound))
     notes = [record for record in await subject.loop.recorder.after(0) if isinstance(record, NoteRecord)]
     assert len(notes) == 1 and "engine and trainer disagree" in notes[0].text
     subject.loop.weight_sync = cast(WeightSync, object())
     with pytest.raises(WeightSyncError, check=about("weight_sync.tolerance")):
-        await subject.loop._doubt(stage, lease(0, 0), result(logprob_gap=4 * bound))
+        await subject.loop.doubt(stage, lease(0, 0), result(logprob_gap=4 * bound))
 
 
 async def test_an_explorer_that_does_not_abandon_its_groups_ends_the_run(subject: Subject) -> None:
     with pytest.raises(Stalled, check=about("explorer")):
-        await asyncio.wait_for(subject.loop._end_exploring(asyncio.get_running_loop().create_future()), 20)
+        await asyncio.wait_for(subject.loop.end_exploring(asyncio.get_running_loop().create_future()), 20)
 
 
 async def test_blocks_that_are_lost_again_and_again_end_the_run(subject: Subject) -> None:
     with pytest.raises(RayrftError, check=about("buffer.lease", 0)):
-        await subject.loop._train(0, asyncio.get_running_loop().create_future(), AsyncExitStack())
+        await subject.loop.train(0, asyncio.get_running_loop().create_future(), AsyncExitStack())
     assert subject.buffer.lease.await_count == 5 and subject.trainer.calls == ["train"] * 5

@@ -60,7 +60,7 @@ class EngineUnderTest:
         ray.get(self.actor.pause.remote(keep_cache))
         self.transfers += 1
         receiving = self.actor.receive.remote(self.transfers, version)
-        sent = self.channel.send(self.transfers, parcel, _buckets(parcel, tensors))
+        sent = self.channel.send(self.transfers, parcel, filled_buckets(parcel, tensors))
         held = ray.get(receiving)
         assert (held.version, held.digests) == (version, (sent,))
         return parcel.nbytes
@@ -75,7 +75,7 @@ class EngineUnderTest:
 
 
 @torch.no_grad()
-def _buckets(parcel: Parcel, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
+def filled_buckets(parcel: Parcel, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
     for bucket in plan_buckets(parcel.metas, parcel.bucket_bytes):
         buffer = empty_bucket(bucket, two_buffers([bucket], "cpu")[0])
         fill_bucket(buffer, bucket, [tensors[meta.name] for meta in bucket])

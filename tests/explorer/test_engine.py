@@ -43,7 +43,7 @@ from rayrft.weights.files import VersionFolder
 from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
 from tests.algorithms.flat import token_logprobs
 from tests.errors import about
-from tests.explorer.live_engine import PROMPT, EngineUnderTest, _buckets, linked, sampling
+from tests.explorer.live_engine import PROMPT, EngineUnderTest, filled_buckets, linked, sampling
 from tests.pipelines.asked import ran
 from tests.pipelines.small import rows
 
@@ -281,7 +281,7 @@ def test_an_update_that_breaks_off_leaves_the_engine_paused_and_the_next_one_is_
     ray.get(engine.actor.pause.remote(False))
     engine.transfers += 1
     receiving = engine.actor.receive.remote(engine.transfers, 41)
-    engine.channel.send(engine.transfers, parcel, islice(_buckets(parcel, tensors), buckets))
+    engine.channel.send(engine.transfers, parcel, islice(filled_buckets(parcel, tensors), buckets))
     engine.channel.close()  # as when the first rank has lost another engine
     with pytest.raises(RayTaskError):
         ray.get(receiving)
