@@ -24,7 +24,7 @@ from rayrft.buffer.ingest import Arrivals, GroupEntry, Receipt, read_message
 from rayrft.buffer.leases import Lease, Leasing
 from rayrft.buffer.ledger import BufferStats, Ledger, Resumed
 from rayrft.buffer.log.journal import Position
-from rayrft.buffer.log.row_log import Ref
+from rayrft.buffer.log.row_log import RowRef
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.state import DemonstrationKind
@@ -217,7 +217,7 @@ class Buffer(Watched):
         """Store the calls of a group's unfinished attempts; its ticket will be issued again, before others."""
         await self._arrivals.park(entry, payload)
 
-    async def parked(self, ticket: Ticket) -> list[tuple[Ref, np.ndarray]]:
+    async def parked(self, ticket: Ticket) -> list[tuple[RowRef, np.ndarray]]:
         """Return the blocks and rows of the calls from which a parked group is continued."""
         async with self.store.move_lock:
             begun = self.state.stage.begun.get(ticket.sequence)
@@ -381,7 +381,7 @@ class Buffer(Watched):
             check_kind(name, kind, stage.plan.kind)
         return batch, kind
 
-    async def partition(self, store: str) -> list[tuple[Ref, np.ndarray]]:
+    async def partition(self, store: str) -> list[tuple[RowRef, np.ndarray]]:
         """Return the blocks of a store with the indices of its rows: held usual rows (``usual``), or demonstrations
         (``expert/<name>``). Raises DataError for an unknown store."""
         if store == "usual":

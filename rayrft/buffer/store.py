@@ -21,7 +21,7 @@ import numpy as np
 from rayrft.buffer import events as e
 from rayrft.buffer.ledger import StoreSizes
 from rayrft.buffer.log.journal import EventJournal, Position
-from rayrft.buffer.log.row_log import Ref, RowLog, RowSpan
+from rayrft.buffer.log.row_log import RowLog, RowRef, RowSpan
 from rayrft.buffer.log.segments import segment_sizes
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
@@ -152,14 +152,14 @@ class Store:
         call = partial(method, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._row_thread, call)
 
-    async def blocks(self, slots: list[int]) -> list[tuple[Ref, int, np.ndarray]]:
+    async def blocks(self, slots: list[int]) -> list[tuple[RowRef, int, np.ndarray]]:
         """Return each group's block, the index of its first row in it, and the tokens of its rows (0 if masked)."""
         return await self.in_row_thread(self.rows.refs, [self.span(slot) for slot in slots])
 
-    async def rows_by_block(self, slots: list[int]) -> list[tuple[Ref, np.ndarray]]:
+    async def rows_by_block(self, slots: list[int]) -> list[tuple[RowRef, np.ndarray]]:
         """Return the blocks of these groups with the sorted indices of their rows."""
         groups = self.state.groups
-        rows: dict[Ref, list[np.ndarray]] = {}
+        rows: dict[RowRef, list[np.ndarray]] = {}
         for slot, (ref, row, _) in zip(slots, await self.blocks(slots), strict=True):
             rows.setdefault(ref, []).append(np.arange(row, row + int(groups.rows[slot])))
         return [(ref, np.sort(np.concatenate(parts))) for ref, parts in rows.items()]

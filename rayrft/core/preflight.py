@@ -34,7 +34,7 @@ from rayrft.explorer.workflows.base import check_prompts, check_workflows
 from rayrft.monitor.sinks import check_sinks
 from rayrft.pipelines.experiences import check_experiences
 from rayrft.pipelines.report import summary
-from rayrft.pipelines.run.models import Engines
+from rayrft.pipelines.run.models import RunEngines
 from rayrft.pipelines.tasks import load_processed
 from rayrft.rewards.checks import check_rewards
 from rayrft.trainer.batch_pipeline import check_batches
@@ -84,7 +84,7 @@ def prepare(
     run_id: str,
     *,
     resumed: bool = False,
-    engines: Engines | None = None,
+    engines: RunEngines | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Prepared:
     """Load and check everything a run reads, and create its folder; the folder of a ``resumed`` run is kept.

@@ -53,7 +53,7 @@ class RequestMetadata(_Body):
 
 
 Limit = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(max_length=256)]
+_Name = Annotated[str, Field(max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1)]
 _MOST_ANSWERS = 1024
@@ -65,7 +65,7 @@ _MOST_ALTERNATIVES = 20
 class Sampled(_Body):
     """The base of requests for answers. Without a value the run's own sampling applies."""
 
-    model: Name
+    model: _Name
     n: int = Field(1, ge=1, le=128)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -76,7 +76,7 @@ class Sampled(_Body):
     repetition_penalty: float = Field(1.0, gt=0)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
     max_tokens: Limit | None = None
-    stop: Name | Annotated[list[Name], Field(max_length=16)] | None = None
+    stop: _Name | Annotated[list[_Name], Field(max_length=16)] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -144,8 +144,8 @@ class ChatMessage(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(max_length=1024)] | None = None
     tool_calls: list[dict[str, Any]] = Field(default_factory=list, max_length=128)
-    tool_call_id: Name | None = None
-    name: Name | None = None
+    tool_call_id: _Name | None = None
+    name: _Name | None = None
     reasoning_content: str | None = None
 
     @model_validator(mode="after")
@@ -319,7 +319,7 @@ class ResponsesRequest(ChatRequest):
     conversation."""
 
     max_output_tokens: Limit | None = None
-    include: list[Name] = Field(default_factory=list, max_length=16)
+    include: list[_Name] = Field(default_factory=list, max_length=16)
     custom_tools: frozenset[str] = frozenset()
     """Names of the tools that take one text; the policy sees them as functions."""
     text: dict[str, Any] = Field(default_factory=dict)
@@ -403,9 +403,9 @@ class FeedbackRequest(_Body):
 
     model_config = ConfigDict(extra="forbid")
 
-    id: Name = Field(min_length=1)
+    id: _Name = Field(min_length=1)
     reward: float
-    components: dict[Name, float] = Field(default_factory=dict, max_length=64)
+    components: dict[_Name, float] = Field(default_factory=dict, max_length=64)
 
 
 def _messages(items: list[Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.protocol import ResponsesRequest
 from rayrft.endpoint.replies import CheckedRequest, DecodedAnswer, ReplyForm, TextPiece, as_event
 
-Item = dict[str, Any]
+_Item = dict[str, Any]
 
 
 class ResponseReply(ReplyForm):
@@ -116,7 +116,7 @@ class ResponseReply(ReplyForm):
             self._event("response.content_part.added", part=part, **self._place),
         ]
 
-    def _call(self, index: int, item: Item) -> Iterator[str]:
+    def _call(self, index: int, item: _Item) -> Iterator[str]:
         place = {"item_id": item["id"], "output_index": index}
         if "input" in item:
             begun = {**item, "input": "", "status": "in_progress"}
@@ -130,7 +130,7 @@ class ResponseReply(ReplyForm):
         yield self._event("response.function_call_arguments.delta", delta=arguments, **place)
         yield self._event("response.function_call_arguments.done", arguments=arguments, name=item["name"], **place)
 
-    def _items(self, answer: DecodedAnswer) -> list[Item]:
+    def _items(self, answer: DecodedAnswer) -> list[_Item]:
         thoughts = [self._reasoning(answer.message.reasoning)] if answer.message.reasoning else []
         calls = [self._called(call) for call in answer.message.tool_calls]
         content = answer.message.content
@@ -140,7 +140,7 @@ class ResponseReply(ReplyForm):
         status = "incomplete" if answer.is_truncated else "completed"
         return [*thoughts, self._text(content, logprobs, status), *calls]
 
-    def _called(self, call: dict[str, Any]) -> Item:
+    def _called(self, call: dict[str, Any]) -> _Item:
         """Return the item of a call: of a function, or of a tool that takes a text."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         about = {"call_id": call["id"], "status": "completed", "name": name}
@@ -149,11 +149,11 @@ class ResponseReply(ReplyForm):
             return {"type": "custom_tool_call", "id": f"ctc_{call['id']}", **about, "input": text}
         return {"type": "function_call", "id": f"fc_{call['id']}", **about, "arguments": arguments}
 
-    def _reasoning(self, text: str) -> Item:
+    def _reasoning(self, text: str) -> _Item:
         content = [{"type": "reasoning_text", "text": text}] if text else []
         return {"type": "reasoning", "id": self._thoughts, "summary": [], "content": content}
 
-    def _text(self, text: str, logprobs: list[dict[str, Any]], status: str) -> Item:
+    def _text(self, text: str, logprobs: list[dict[str, Any]], status: str) -> _Item:
         content = [_part(text, logprobs)]
         return {"type": "message", "id": self._message, "role": "assistant", "status": status, "content": content}
 

@@ -18,12 +18,12 @@ from rayrft.rewards.text.statements import LONGEST_STATEMENT, Statement, nfkc, n
 from rayrft.rewards.text.units import conversion, parse_unit
 from rayrft.rewards.text.verdicts import verdict
 
-Kind = Literal["choice", "true_false", "blanks", "number"]
+_Kind = Literal["choice", "true_false", "blanks", "number"]
 
 
 @register_reward("k12")
 @inline
-def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, tolerance: float = 0.0) -> Reward:
+def k12(kind: _Kind = "blanks", *, strict: bool = False, partial: float = 0.0, tolerance: float = 0.0) -> Reward:
     """1 if the response's final answer is right, else 0; component ``parsed`` is 1 if it has one.
 
     The kind is ``metadata["kind"]``, else ``choice`` with ``metadata["options"]``, texts in order, else ``kind``.

@@ -15,7 +15,7 @@ import pytest
 from rayrft.algorithms import build
 from rayrft.buffer.events import GroupReport
 from rayrft.config import load_config
-from rayrft.data.turns import group_advantages
+from rayrft.data.turns import compute_advantages
 from rayrft.errors import ConfigError, OperatorFailed, RayrftError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.scoring import ScoredGroup, with_verified
@@ -277,7 +277,7 @@ async def explored(tiny_model: Path, engine: QuickEngine, rewards: Rewards, algo
 def of_answers(rows: list[Experience], algorithm: Any) -> list[list[float]]:
     """Advantages of the tokens after the prompt, as the trainer computes them."""
     rest = {name: value for name, value in algorithm.items() if name != "name"}
-    found = group_advantages(rows, build(algorithm["name"], rest))
+    found = compute_advantages(rows, build(algorithm["name"], rest))
     return [values[row.prompt_length :].tolist() for row, values in zip(rows, found, strict=True)]
 
 

@@ -22,7 +22,7 @@ from rayrft.explorer.tools.vllm_parsers import check_call_format, open_call_form
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
 
-Message = dict[str, str]
+_Message = dict[str, str]
 
 
 @register_workflow("tool_calling")
@@ -53,7 +53,7 @@ class ToolCalling:
         self._form, self._max_turns = form, max_turns
         self._opening: asyncio.Future[CallFormat] | None = None
 
-    def opening(self, task: Task, tokenizer: ChatTokenizer) -> tuple[list[Message], Tools]:
+    def opening(self, task: Task, tokenizer: ChatTokenizer) -> tuple[list[_Message], Tools]:
         """Return the messages and tools of a task's first prompt."""
         if tokenizer.takes_tools:
             return task.messages, self._toolbox.schemas
@@ -79,7 +79,7 @@ class ToolCalling:
         return trajectory
 
 
-def _told(outcomes: list[ToolResult], tokenizer: ChatTokenizer) -> list[Message]:
+def _told(outcomes: list[ToolResult], tokenizer: ChatTokenizer) -> list[_Message]:
     """Return the results as messages: of role ``tool``, or as one of the user where the chat template has no such."""
     texts = [tokenizer.defuse(outcome.text) for outcome in outcomes]
     if tokenizer.takes_tools:

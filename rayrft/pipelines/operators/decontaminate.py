@@ -21,7 +21,7 @@ from rayrft.pipelines.rows import texts
 _SHORTEST = 8
 """Words in a row that are a hit if the answer is the same."""
 _SHOWN = 80
-Words = tuple[hashing.U64, hashing.I64]
+_Words = tuple[hashing.U64, hashing.I64]
 
 
 class EvaluationFile(Section):
@@ -146,7 +146,7 @@ def _forms(question: str, answer: str) -> Iterator[object]:
 class _Index:
     """n-grams of one length of the evaluation tasks, in a sorted array, and how many different rows have each."""
 
-    def __init__(self, texts: list[Words], length: int, common: int) -> None:
+    def __init__(self, texts: list[_Words], length: int, common: int) -> None:
         """n-grams of more than ``common`` evaluation tasks are not kept."""
         self.length = length
         found, owners = zip(*(_informative_ngrams(*each, length) for each in texts), strict=True)
@@ -173,12 +173,12 @@ class _Index:
         self._ends = self._ends[kept]
         self.rows = self.rows[kept]
 
-    def hits(self, words: Words) -> Iterator[tuple[int, list[int]]]:
+    def hits(self, words: _Words) -> Iterator[tuple[int, list[int]]]:
         """Iterate over the n-grams of rows that evaluation tasks have, too: the row, and the tasks."""
         for place, row in zip(*(each.tolist() for each in self.find(words)), strict=True):
             yield row, self._owners[self._starts[place] : self._ends[place]].tolist()
 
-    def find(self, words: Words) -> tuple[np.ndarray, np.ndarray]:
+    def find(self, words: _Words) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of n-grams of rows in the sorted ones, and the rows."""
         found, rows = _informative_ngrams(*words, self.length)
         if not len(self._grams):
