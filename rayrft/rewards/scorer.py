@@ -77,14 +77,19 @@ class Scorer:
             return [max(several, key=_rank) for several in zip(*found, strict=True)]
         domain = self.config.domain_of(task.domain)
         several, parts = self._rewards[domain], self.config.models[domain].parts
-
-        async def score_by(each: Reward | InLoop | InProcesses) -> list[RewardResult]:
-            if isinstance(each, InLoop | InProcesses):
-                return await asyncio.gather(*(each.score(task, transcript) for transcript in transcripts))
-            return [base.score_inline(each, task, transcript) for transcript in transcripts]
-
-        # One reward, the usual case, needs no task of its own.
-        by_reward = await asyncio.gather(*map(score_by, several)) if len(several) > 1 else [await score_by(several[0])]
+        waiting = [
+            each.score(task, transcript)
+            for each in several
+            if isinstance(each, InLoop | InProcesses)
+            for transcript in transcripts
+        ]
+        waited = iter(await asyncio.gather(*waiting) if waiting else [])
+        by_reward = [
+            [next(waited) for _ in transcripts]
+            if isinstance(each, InLoop | InProcesses)
+            else [base.score_inline(each, task, transcript) for transcript in transcripts]
+            for each in several
+        ]
         return [base.combine(parts, results) for results in zip(*by_reward, strict=True)] if parts else by_reward[0]
 
 
@@ -126,15 +131,21 @@ class HostedReward:
     """The object of a reward process."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
-        self._reward = build_reward(name, options)
+        self._reward: Any = build_reward(name, options)
 
     def max_batch(self) -> int:
         """Return how many calls may be made at a time."""
         return getattr(self._reward, "max_batch", 1)
 
     async def score(self, calls: list[tuple[Task, Transcript]]) -> list[RewardResult]:
-        """Return the results of calls."""
-        return await base.score_batch(self._reward, calls)
+        """Return the results of calls: of several together, if the reward can; one by one, if together they fail."""
+        if len(calls) > 1:
+            started = time.perf_counter()
+            with contextlib.suppress(Exception):  # whose fault it is shows when each is alone
+                found = self._reward.score_batch(calls)
+                results = [base.checked(each, call[1]) for each, call in zip(found, calls, strict=True)]
+                return [replace(each, seconds=time.perf_counter() - started) for each in results]
+        return [await base.score(self._reward, *call) for call in calls]
 
 
 class InProcesses:
