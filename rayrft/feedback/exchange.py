@@ -28,8 +28,8 @@ from rayrft.feedback.judgements import Judgement, Judgements, View, check_judgem
 from rayrft.feedback.run_rows import read_shown
 from rayrft.files import atomic_file
 
-TOOLS = ("argilla", "label_studio")
-FORMATS = ("pairs", "answers", "labelled", "scores", *TOOLS)
+LABEL_TOOLS = ("argilla", "label_studio")
+FORMATS = ("pairs", "answers", "labelled", "scores", *LABEL_TOOLS)
 _Row = dict[str, Any]
 _USERS = uuid.uuid5(uuid.NAMESPACE_URL, "rayrft:feedback")
 
@@ -74,8 +74,8 @@ def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settin
     content, so that importing a file twice counts once. Raises DataError, with line numbers, if records are broken, or
     name no answers of the run.
     """
-    if tool not in TOOLS:
-        raise DataError("no such format to import", f"one of {', '.join(TOOLS)}", field="format", value=tool)
+    if tool not in LABEL_TOOLS:
+        raise DataError("no such format to import", f"one of {', '.join(LABEL_TOOLS)}", field="format", value=tool)
     read = {"argilla": _from_argilla, "label_studio": _from_label_studio}[tool]
     found: list[Judgement] = []
     broken: dict[int, str] = {}

@@ -50,7 +50,7 @@ from rayrft.experience import Task
 from rayrft.rewards import code_runner
 from rayrft.rewards.base import RewardResult, register_reward
 from rayrft.rewards.code_values import literal, same_text, same_value
-from rayrft.rewards.sandbox import BoxFiles, Process, ProgramOutcome, Sandbox, SandboxLimits, bytecode
+from rayrft.rewards.sandbox import Files, Process, ProgramOutcome, Sandbox, SandboxLimits, bytecode
 
 _Language = Literal["python", "cpp"]
 
@@ -263,15 +263,15 @@ class _Trial:
                 same = same_text(str(test["stdout"]), outcome.stdout.decode(errors="replace"), self._tolerance)
                 yield None if same else f"it wrote {outcome.stdout[:100].decode(errors='replace')!r}"
 
-    def _run(self, files: BoxFiles, command: list[str], limits: SandboxLimits, stdin: bytes = b"") -> ProgramOutcome:
+    def _run(self, files: Files, command: list[str], limits: SandboxLimits, stdin: bytes = b"") -> ProgramOutcome:
         outcome = self._sandbox.run(files, command, stdin, replace(limits, wall_s=self.left(limits.wall_s)))
         self._deadline += outcome.waited_s
         return outcome
 
-    def _compiled(self, language: _Language) -> tuple[BoxFiles, list[str]]:
+    def _compiled(self, language: _Language) -> tuple[Files, list[str]]:
         """Compile the solution in a sandbox; return the files and the command that run it in another."""
         if language == "python":
-            files: BoxFiles = {_RUNNER: bytecode(code_runner.__file__), "solution.py": self._source}
+            files: Files = {_RUNNER: bytecode(code_runner.__file__), "solution.py": self._source}
             python = [*self._sandbox.python, _RUNNER]
             self._compile(files, [*python, "compile", "solution.py"], self.limits)
             return files, [*python, "program", "solution.py", *self._sandbox.paths]
@@ -281,7 +281,7 @@ class _Trial:
         program = self._compile({"solution.cpp": self._source}, ["/bin/sh", "-c", command], more).stdout
         return {"program": program}, ["./program"]
 
-    def _compile(self, files: BoxFiles, command: list[str], limits: SandboxLimits) -> ProgramOutcome:
+    def _compile(self, files: Files, command: list[str], limits: SandboxLimits) -> ProgramOutcome:
         outcome = self._run(files, command, replace(limits, wall_s=math.inf))
         if outcome.ended == "wall":
             raise SandboxFailed("the solution was not compiled in time", value=f"{outcome.seconds:.1f} s")

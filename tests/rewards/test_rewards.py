@@ -374,7 +374,7 @@ async def test_a_judge_elsewhere_asks_the_models_that_its_process_is_given() -> 
 
 
 async def test_a_reward_call_passes_six_functions() -> None:
-    """Of this package, in the Explorer and in the process; apart from the queue, and from what they look up and count."""
+    """In the Explorer and in the process, apart from the queue, and from what they look up and count."""
     passed, folder = set[str](), f"{Path(rewards.__file__).parent}{os.sep}"
 
     def note(frame: FrameType, event: str, _: Any) -> None:

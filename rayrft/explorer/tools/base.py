@@ -21,7 +21,7 @@ tools: Registry[Callable[..., Any]] = Registry("tool")
 """Name to a function, or to a class whose public methods are tools: every attempt has an object of its own."""
 register_tool = tools.register
 
-TOOLS_KEY = "explorer.workflow_options.tool_calling.tools"
+TOOLS = "explorer.workflow_options.tool_calling.tools"
 """The config key that errors name."""
 
 
@@ -85,7 +85,7 @@ def find_tool(name: str) -> tuple[str, Callable[..., Any]]:
 
     Raises ConfigError if there is none.
     """
-    return name.rpartition(":")[2], tools.get(name, TOOLS_KEY)
+    return name.rpartition(":")[2], tools.get(name, TOOLS)
 
 
 def shortened(value: Any, limit: int) -> str:
@@ -150,7 +150,7 @@ def _arguments(name: str, function: Callable[..., Any], bound: bool) -> TypeAdap
 
 def _unfit(name: str, problem: str) -> ConfigError:
     remedy = "give it parameters with names, of types that JSON has"
-    return ConfigError(f"the tool {problem}", remedy, field=TOOLS_KEY, value=name)
+    return ConfigError(f"the tool {problem}", remedy, field=TOOLS, value=name)
 
 
 class _Untitled(GenerateJsonSchema):

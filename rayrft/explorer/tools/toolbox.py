@@ -12,16 +12,7 @@ from functools import partial
 from typing import Any
 
 from rayrft.errors import CallFailed, CallTimeout, ConfigError
-from rayrft.explorer.tools.base import (
-    TOOLS_KEY,
-    Tool,
-    ToolFailed,
-    ToolHost,
-    find_tool,
-    function_tool,
-    methods,
-    shortened,
-)
+from rayrft.explorer.tools.base import TOOLS, Tool, ToolFailed, ToolHost, find_tool, function_tool, methods, shortened
 from rayrft.explorer.tools.call_formats import Malformed, ToolCall
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.registry import loaded_plugins
@@ -72,9 +63,7 @@ class Toolbox:
         for path in names:
             self._add(path, options.get(path, {}))
         if unused := options.keys() - set(names):
-            raise ConfigError(
-                "has options for a tool that is not among the tools", field=TOOLS_KEY, value=sorted(unused)
-            )
+            raise ConfigError("has options for a tool that is not among the tools", field=TOOLS, value=sorted(unused))
         for server in servers:
             for tool in server.tools.values():
                 self._describe(tool)
@@ -123,7 +112,7 @@ class Toolbox:
         name, piece = find_tool(path)
         if not inspect.isclass(piece):
             if options:
-                raise ConfigError("is a function, which has no options", field=TOOLS_KEY, value=name)
+                raise ConfigError("is a function, which has no options", field=TOOLS, value=name)
             self._describe(function_tool(name, piece))
             if inspect.iscoroutinefunction(piece):
                 self._async[name] = piece
@@ -133,17 +122,17 @@ class Toolbox:
         try:
             inspect.signature(piece).bind(**options)
         except TypeError as error:
-            raise ConfigError(f"{name!r} rejects its options: {error}", field=TOOLS_KEY, value=options) from None
+            raise ConfigError(f"{name!r} rejects its options: {error}", field=TOOLS, value=options) from None
         self._classes[path] = options
         for method, function in methods(piece).items():
             if inspect.iscoroutinefunction(function):
-                raise ConfigError(f"{name}.{method} is async: make it a plain method", field=TOOLS_KEY, value=name)
+                raise ConfigError(f"{name}.{method} is async: make it a plain method", field=TOOLS, value=name)
             self._describe(function_tool(method, function, bound=False))
             self._methods.add(method)
 
     def _describe(self, tool: Tool) -> None:
         if tool.name in self.tools:
-            raise ConfigError("two tools of one name", "rename one of them", field=TOOLS_KEY, value=tool.name)
+            raise ConfigError("two tools of one name", "rename one of them", field=TOOLS, value=tool.name)
         self.tools[tool.name] = tool
 
     async def _await(self, name: str, arguments: dict[str, Any]) -> str:

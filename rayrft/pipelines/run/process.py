@@ -28,7 +28,7 @@ from rayrft.pipelines.report import OperatorReport, Report
 from rayrft.pipelines.rows import grouped
 from rayrft.pipelines.run import host
 from rayrft.pipelines.run.distributed import Flow, Segment, distribute
-from rayrft.pipelines.run.host import NoteOutcome, OperatorHost, OperatorProcess
+from rayrft.pipelines.run.host import NoteWork, OperatorHost, OperatorProcess
 from rayrft.pipelines.run.models import ModelServer, OpenModels
 from rayrft.registry import load_plugins
 
@@ -124,7 +124,7 @@ class Pipeline:
         return self.report
 
     async def _stream(
-        self, process: OperatorProcess, batches: Iterable[pa.RecordBatch], folder: Path, note: NoteOutcome
+        self, process: OperatorProcess, batches: Iterable[pa.RecordBatch], folder: Path, note: NoteWork
     ) -> Flow:
         stream = _whole(batches)
         for numbers, distributed in zip(self._segments, self._distributed, strict=True):
@@ -150,16 +150,14 @@ class Pipeline:
             async for batch in stream:
                 yield batch
 
-    async def _in_process(
-        self, process: OperatorProcess, numbers: Sequence[int], stream: Flow, note: NoteOutcome
-    ) -> Flow:
+    async def _in_process(self, process: OperatorProcess, numbers: Sequence[int], stream: Flow, note: NoteWork) -> Flow:
         async with aclosing(stream):
             async for batch in stream:
                 rows = await process.apply(numbers, host.packed(batch), note)
                 if rows is not None:
                     yield host.unpacked(rows)
 
-    async def _in_actors(self, numbers: Sequence[int], stream: Flow, note: NoteOutcome) -> Flow:
+    async def _in_actors(self, numbers: Sequence[int], stream: Flow, note: NoteWork) -> Flow:
         create = partial(OperatorHost, self._build, self._samples, self._leave_out, numbers)
         segment = Segment(tuple(numbers), self._build, create, self._plugins, self._deadline_s)
         async with aclosing(distribute(segment, stream, self._workers)) as results:

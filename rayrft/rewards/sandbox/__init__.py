@@ -31,19 +31,10 @@ from functools import lru_cache
 from typing import Literal, Self
 
 from rayrft.errors import ConfigError, SandboxFailed
-from rayrft.rewards.sandbox.isolation import (
-    ISOLATIONS,
-    BoxFiles,
-    Isolation,
-    Job,
-    Root,
-    SandboxLimits,
-    Started,
-    bytecode,
-)
+from rayrft.rewards.sandbox.isolation import ISOLATIONS, Files, Isolation, Job, Root, SandboxLimits, Started, bytecode
 from rayrft.runtime.processes.run_clock import RunClock
 
-__all__ = ["ISOLATIONS", "BoxFiles", "Process", "ProgramOutcome", "Sandbox", "SandboxLimits", "bytecode", "isolate"]
+__all__ = ["ISOLATIONS", "Files", "Process", "ProgramOutcome", "Sandbox", "SandboxLimits", "bytecode", "isolate"]
 
 Ended = Literal["exit", "wall", "cpu", "memory", "processes", "output", "killed"]
 
@@ -344,13 +335,13 @@ class Sandbox:
             return f"code runs isolated by {description}"
         return "code runs with limits of time and memory and without isolation: it can read and write what you can"
 
-    def start(self, files: BoxFiles, command: Sequence[str], limits: SandboxLimits = _USUAL) -> Process:
+    def start(self, files: Files, command: Sequence[str], limits: SandboxLimits = _USUAL) -> Process:
         """Start a program in a folder with files; ``command[0]`` is a path. Raises SandboxFailed if it cannot start."""
         raw = {name: data if isinstance(data, bytes) else data.encode(errors="replace") for name, data in files.items()}
         return Process(self.isolation.start(Job(self._root, raw, command, limits, self._lenient)), limits)
 
     def run(
-        self, files: BoxFiles, command: Sequence[str], stdin: bytes = b"", limits: SandboxLimits = _USUAL
+        self, files: Files, command: Sequence[str], stdin: bytes = b"", limits: SandboxLimits = _USUAL
     ) -> ProgramOutcome:
         """Run a program to its end. Raises SandboxFailed if it cannot start, or the sandbox ends before it."""
         with self.start(files, command, limits) as process:

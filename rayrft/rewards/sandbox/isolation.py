@@ -26,7 +26,7 @@ from typing import Any
 
 from rayrft.rewards.sandbox import seccomp
 
-BoxFiles = Mapping[str, str | bytes]
+Files = Mapping[str, str | bytes]
 _FOLDER = "/box"
 """The folder of a program and its files."""
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": _FOLDER, "TMPDIR": _FOLDER, "LANG": "C.UTF-8"}
