@@ -29,8 +29,9 @@ PAGES = sorted(
     if path.suffix in {".py", ".md", ".yaml", ".ipynb", ".sh", ".js", ".html"}
 )
 PAGES += [ROOT / "README.md", ROOT / "tests" / "README.md", ROOT / "tests" / "bench" / "README.md"]
-COMMANDS = {"main"}
-"""Entry points of programs, which share the name that such functions have everywhere."""
+SHARED = {"main", "log", "QUERIES", "TYPE_CHECKING"}
+"""Entry points, loggers, the queries of each view, and a switch of type checkers have one name everywhere."""
+TYPE_VARIABLES = {"TypeVar", "ParamSpec", "TypeVarTuple"}
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -45,16 +46,25 @@ def test_a_sentence_says_its_subject(pattern: str) -> None:
     assert not found, "\n".join(found)
 
 
+def names_of(node: ast.stmt) -> list[str]:
+    """Names that a statement of a module gives to classes, functions, constants and aliases."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return [node.name]
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return []
+    if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in TYPE_VARIABLES:
+        return []
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+
+
 def test_no_public_name_stands_for_two_things() -> None:
     """Commands of the command line are named as users type them, and often as the function that they call."""
     homes = defaultdict[str, list[str]](list)
     for path in sorted((ROOT / "rayrft").rglob("*.py")):
-        if "cli" in path.parts:
-            continue
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
-                "_"
-            ):
-                homes[node.name].append(str(path.relative_to(ROOT)))
-    twice = {name: places for name, places in homes.items() if len(places) > 1 and name not in COMMANDS}
-    assert not twice, twice
+        if "cli" not in path.parts:
+            for node in ast.parse(path.read_text()).body:
+                for name in names_of(node):
+                    homes[name].append(str(path.relative_to(ROOT)))
+    twice = {name: places for name, places in homes.items() if len({*places}) > 1 and not name.startswith("_")}
+    assert twice.keys() <= SHARED, twice

@@ -27,7 +27,7 @@ TASK = Task.create("test", "Spell this word backward: horse", "esroh")
 def examples(readme: Path) -> list[str]:
     """Blocks of Python that register a piece."""
     blocks = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
-    return [block for block in blocks if "@rayrft.register_" in block]
+    return [block for block in blocks if re.search(r"^@\S+register", block, re.MULTILINE)]
 
 
 def test_the_readme_is_short() -> None:
@@ -95,3 +95,33 @@ async def test_the_examples_of_a_reward_and_a_workflow_run(tiny_model: Path) -> 
             await score_one(build_reward(name, {}), TASK, Transcript.of(TASK, said)) for said in ("it is esroh", "no")
         ]
         assert [result.value for result in results] == [1.0, 0.0]
+
+
+LEARNS = """
+import sys
+
+import numpy as np
+import torch
+
+exec(sys.stdin.read())
+from rayrft.algorithms import Denominators, build
+from rayrft.buffer.samplers import Candidates, samplers
+from rayrft.config.buffer import SamplerConfig
+from tests.algorithms.flat import leaf, make_batch, output
+
+loss = build("grpo", {"policy_loss": "scaled", "factor": 0.5}).loss
+found = loss(output(leaf([[-1.0], [-1.0]])), make_batch([[-1.0], [-1.0]], [[1.0], [3.0]]), Denominators(2, 2))
+print(round(found.loss.item(), 6))
+slots = np.array([3, 5, 8])
+groups = Candidates(slots, np.array([2, 0, 1]), np.ones(3), np.zeros(3, int), np.zeros(3, int))
+drawn = samplers.get("newest")(groups, 2, 0, SamplerConfig(name="newest"), np.random.default_rng(0))
+print(sorted(drawn.slots.tolist()))
+"""
+
+
+def test_the_examples_of_a_loss_and_a_sampler_run() -> None:
+    """In a process of its own: other tests list the registries."""
+    rooms = [ROOT / "rayrft" / room / "README.md" for room in ("algorithms", "buffer")]
+    code = "\n".join(block for room in rooms for block in examples(room))
+    done = subprocess.run([sys.executable, "-c", LEARNS], cwd=ROOT, input=code, capture_output=True, text=True)
+    assert done.stdout.split("\n")[:2] == ["-1.0", "[3, 8]"], done.stderr

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,63 @@ def test_imports_run_downhill(path: Path) -> None:
             other = name.split(".")[1]
             if part != "__init__" and other != part:
                 assert LEVEL[other] < LEVEL[part], f"{part} imports {other}"
+
+
+def test_no_modules_import_each_other() -> None:
+    """Neither at module level nor inside a function. Imports for annotations alone do not count."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES
+    }
+    graph = dict[str, set[str]]()
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text())
+        typed = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            for inner in ast.walk(node)
+        }
+        used = set[str]()
+        for node in ast.walk(tree):
+            if id(node) not in typed and isinstance(node, ast.Import):
+                used |= {alias.name for alias in node.names}
+            if id(node) not in typed and isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                used |= {name if name in modules else name.rpartition(".")[0] for name in names}
+        graph[module] = used & modules.keys()
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_helpers_are_imported_from_modules_without_tests() -> None:
+    tests = re.compile(r"\s*(?:from|import) tests[\w.]*\.test_|\s*from tests[\w.]* import .*\btest_")
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    found = [(path.name, line) for path in paths for line in path.read_text().splitlines() if tests.match(line)]
+    assert not found
+
+
+def test_tests_reach_for_no_more_private_names_than_before() -> None:
+    """Where a seam reads naturally, it is public. A line counts that names an underscored attribute of the package."""
+    trees = [ast.parse(path.read_text()) for path in SOURCES]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    private = {name for name in names if name.startswith("_") and not name.endswith("_")}
+
+    def reaches(node: ast.AST) -> bool:
+        if isinstance(node, ast.Attribute):
+            return node.attr in private and ast.unparse(node.value) not in ("self", "cls")
+        if isinstance(node, ast.ImportFrom):
+            return any(alias.name in private for alias in node.names)
+        return isinstance(node, ast.Constant) and str(node.value).rpartition(".")[2] in private
+
+    found = {
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if reaches(node)
+    }
+    assert len(found) <= 106, "\n".join(sorted(found))
 
 
 def test_only_the_engine_its_plug_in_and_what_wraps_its_parsers_import_vllm() -> None:

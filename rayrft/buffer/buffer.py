@@ -24,7 +24,7 @@ from rayrft.buffer.ingest import Arrivals, GroupEntry, Receipt, read_message
 from rayrft.buffer.leases import Lease, Leasing
 from rayrft.buffer.ledger import BufferStats, Ledger, Resumed
 from rayrft.buffer.log.journal import Position
-from rayrft.buffer.log.row_log import Ref
+from rayrft.buffer.log.row_log import RowRef
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.state import DemonstrationKind
@@ -58,12 +58,12 @@ class Buffer(Watched):
         logged: Sequence[int] = (0, 0),
         room_s: float = 0.0,
     ) -> None:
-        self._store = Store(run, folder, config, seed, tasks() if tasks else None, Position(*logged))
-        self._state = self._store.state
-        self._experts = ExpertBlocks(self._store.storage, self._state)
-        self._leasing = Leasing(self._store, self._experts)
-        self._retention = Retention(self._store)
-        self._arrivals = Arrivals(self._store, self._retention, limits)
+        self.store = Store(run, folder, config, seed, tasks() if tasks else None, Position(*logged))
+        self.state = self.store.state
+        self._experts = ExpertBlocks(self.store.storage, self.state)
+        self._leasing = Leasing(self.store, self._experts)
+        self.retention = Retention(self.store)
+        self._arrivals = Arrivals(self.store, self.retention, limits)
         Room.limit_s = room_s  # opening the log has not waited
 
     # Stages and admission.
@@ -74,35 +74,35 @@ class Buffer(Watched):
         If a resumed run opens the stage that was opened last (same name and first version), it continues from its old
         state. A stage that this attempt of the run has opened before is not opened again: the call is a late repeat.
         """
-        if plan.name and plan.version == self._state.stage.opened.get(plan.name):
-            return await self._store.commit()
+        if plan.name and plan.version == self.state.stage.opened.get(plan.name):
+            return await self.store.commit()
         if plan.expert_rows:
-            cursor = self._state.contents.experts.get(plan.demonstrations or "")
+            cursor = self.state.contents.experts.get(plan.demonstrations or "")
             if cursor is None and not (plan.grows and plan.groups):
                 problem = "no such demonstrations were loaded"
-                remedy = "load them first; there are " + (", ".join(sorted(self._state.contents.experts)) or "none")
+                remedy = "load them first; there are " + (", ".join(sorted(self.state.contents.experts)) or "none")
                 raise DataError(problem, remedy, field="demonstrations", value=plan.demonstrations)
             if cursor is not None:
                 check_kind(plan.demonstrations or "", cursor.kind, plan.kind)
-        bound, rows = self._store.config.max_rows, plan.groups * plan.group_size * (1 + plan.hold_steps)
+        bound, rows = self.store.config.max_rows, plan.groups * plan.group_size * (1 + plan.hold_steps)
         if rows > bound:
             problem = f"a step needs {rows} rows, more than the Buffer may hold"
             raise DataError(problem, "raise it, or lower the stage's batch_size", field="buffer.max_rows", value=bound)
-        last = self._state.stage.plan
+        last = self.state.stage.plan
         if last is not None and last.name and (last.name, last.version) == (plan.name, plan.version):
-            return await self._store.commit(e.StageResumed(plan))
-        await self._store.commit(e.StageOpened(plan))
+            return await self.store.commit(e.StageResumed(plan))
+        await self.store.commit(e.StageOpened(plan))
 
     async def adjust_stage(self, plan: StagePlan) -> None:
         """Continue the open stage with other numbers: steps, ``max_staleness`` and those of the sampler. Groups that
         are too old then are dropped as ``stale``. The plan of another stage changes nothing."""
-        last = self._state.stage.plan
+        last = self.state.stage.plan
         current = last is not None and (last.name, last.version) == (plan.name, plan.version)
-        await self._store.commit(*([e.StageResumed(plan)] if current and self._state.stage.open else []))
+        await self.store.commit(*([e.StageResumed(plan)] if current and self.state.stage.open else []))
 
     async def flush(self) -> list[int]:
         """Flush acknowledged writes to disk; return the journal position that a resumed run's journal must reach."""
-        return [*astuple(await self._store.flush())]
+        return [*astuple(await self.store.flush())]
 
     async def resume(self, step: int, attempt: str) -> Resumed:
         """Resume the run from a checkpoint of ``step``: outstanding tickets are reissued, and leases from that step on
@@ -112,42 +112,42 @@ class Buffer(Watched):
 
         Raises StorageError if the log ends before the checkpoint: it lost its end, or belongs to another run.
         """
-        known = self._state.newest_version
+        known = self.state.newest_version
         if known < step:
             problem = (
                 f"the log ends after {known} steps, before the checkpoint of step {step} that the run resumes from"
             )
             remedy = "restore the log from a backup, or resume from an older checkpoint"
-            raise StorageError(problem, remedy, field=str(self._store.storage.folder), value=known)
-        gone: list[e.Event] = [e.ProducerAbandoned(producer) for producer in self._state.producers("")]
-        new = attempt not in self._state.training.attempts
+            raise StorageError(problem, remedy, field=str(self.store.storage.folder), value=known)
+        gone: list[e.Event] = [e.ProducerAbandoned(producer) for producer in self.state.producers("")]
+        new = attempt not in self.state.training.attempts
         # The engines have the checkpoint's weights, also if the run was killed before it had recorded that.
         resumed = [*gone, e.StepsRolledBack(step, attempt), e.VersionAdvanced(step)]
-        await self._store.commit(*(resumed if new else []))
-        return Resumed(self._state.ledger(), self._store.sizes().torn_bytes)
+        await self.store.commit(*(resumed if new else []))
+        return Resumed(self.state.ledger(), self.store.sizes().torn_bytes)
 
     async def close_stage(self, name: str | None = None) -> None:
         """Admit no more groups; pending `admit` calls return none. ``name`` restricts it to the stage of that name."""
-        plan = self._state.stage.plan
+        plan = self.state.stage.plan
         current = plan is not None and name in (None, plan.name)
-        await self._store.commit(*([e.StageClosed()] if current else []))
+        await self.store.commit(*([e.StageClosed()] if current else []))
 
     async def abandon(self, producer: str) -> None:
         """Issue the tickets of a producer that has died to the others; its later calls are refused."""
-        await self._store.commit(*([] if producer in self._state.meta.gone else [e.ProducerAbandoned(producer)]))
+        await self.store.commit(*([] if producer in self.state.meta.gone else [e.ProducerAbandoned(producer)]))
 
     async def closed(self) -> None:
         """Wait until the stage is closed."""
-        await self._store.wait_for(lambda: not self._state.stage.open)
+        await self.store.wait_for(lambda: not self.state.stage.open)
 
     async def leased(self, after: int) -> int:
         """Wait until a step later than ``after`` is leased, and return the newest: groups whose tickets have no later
         deadline come too late. Returns ``after`` once the stage is closed; waits without a deadline, like `admit`."""
 
         def newest() -> int:
-            return max(self._state.training.leases, default=after)
+            return max(self.state.training.leases, default=after)
 
-        await self._store.wait_for(lambda: newest() > after or not self._state.stage.open)
+        await self.store.wait_for(lambda: newest() > after or not self.state.stage.open)
         return max(newest(), after)
 
     async def admit(self, producer: str, call: int, count: int, feed: str = "") -> list[Ticket]:
@@ -159,24 +159,24 @@ class Buffer(Watched):
 
         Raises DataError for an abandoned producer: its tickets were reissued.
         """
-        state = self._state
+        state = self.state
 
         def answered() -> bool:
             return producer in state.meta.gone or state.feeds[feed].calls.get(producer, (-1, []))[0] >= call
 
         while True:
-            await self._store.wait_for(lambda: answered() or state.exhausted(feed) or self._retention.room(feed) > 0)
+            await self.store.wait_for(lambda: answered() or state.exhausted(feed) or self.retention.room(feed) > 0)
             if producer in state.meta.gone:
                 problem = "the producer was abandoned because it died or its job was resumed"
                 raise DataError(problem, "restart it under another name", field="producer", value=producer)
             if answered():
-                await self._store.commit()
+                await self.store.commit()
                 number, given = state.feeds[feed].calls[producer]
                 return given if number == call else []
-            wanted = 0 if state.exhausted(feed) else min(count, self._retention.room(feed))
+            wanted = 0 if state.exhausted(feed) else min(count, self.retention.room(feed))
             event = e.TicketsIssued(producer, call, wanted, None, feed)
             tickets = apply(state, event)
-            await self._store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
+            await self.store.record(replace(event, tasks=[ticket.task for ticket in tickets]))
 
     async def add_tasks(self, tasks: list[Task], source: int) -> int:
         """Add tasks to a source of the task set, by index; return how many are new by their id, the others are skipped.
@@ -184,22 +184,22 @@ class Buffer(Watched):
 
         Raises DataError if there is no such source of tasks, or the sampler needs a difficulty or priority they lack.
         """
-        known = self._state.tasks.get("")
+        known = self.state.tasks.get("")
         if known is None or not 0 <= source < known.sources:
             remedy = "the sources are those of tasks.sources, counted from 0"
             raise DataError("the run has no such source of tasks", remedy, field="source", value=source)
         new = list({task.id: task for task in tasks if task.id not in known}.values())
         known.check(source, [task.difficulty for task in new], [task.priority for task in new])
-        await self._store.commit(*([e.TasksAdded(new, source)] if new else []))
+        await self.store.commit(*([e.TasksAdded(new, source)] if new else []))
         return len(new)
 
     async def added_tasks(self, after: int) -> list[Task]:
         """Return the tasks by which the task set has grown, in order, without the first ``after``."""
-        return self._state.meta.added_tasks[after:]
+        return self.state.meta.added_tasks[after:]
 
     async def finish(self) -> None:
         """Record that no more groups will be put: a lease that cannot be filled then ends with ``end_of_data``."""
-        await self._store.commit(e.ProducersEnded())
+        await self.store.commit(e.ProducersEnded())
 
     # Results of a ticket.
 
@@ -217,23 +217,23 @@ class Buffer(Watched):
         """Store the calls of a group's unfinished attempts; its ticket will be issued again, before others."""
         await self._arrivals.park(entry, payload)
 
-    async def parked(self, ticket: Ticket) -> list[tuple[Ref, np.ndarray]]:
+    async def parked(self, ticket: Ticket) -> list[tuple[RowRef, np.ndarray]]:
         """Return the blocks and rows of the calls from which a parked group is continued."""
-        async with self._store.move_lock:
-            begun = self._state.stage.begun.get(ticket.sequence)
-            return await self._store.rows_by_block([] if begun is None else [begun])
+        async with self.store.move_lock:
+            begun = self.state.stage.begun.get(ticket.sequence)
+            return await self.store.rows_by_block([] if begun is None else [begun])
 
     async def drop(self, ticket: Ticket, dropped: dict[str, int], report: e.GroupReport) -> None:
         """Record that a whole group was filtered, with its rows by reason; its place becomes free."""
-        await self._store.commit(e.GroupDropped(ticket.sequence, dropped, report))
+        await self.store.commit(e.GroupDropped(ticket.sequence, dropped, report))
 
     async def discard(self, call: str, dropped: dict[str, int]) -> None:
         """Record rows, by reason, that were sampled without a ticket and will not be put; once per unique ``call``."""
-        await self._store.commit(e.GroupDropped(None, dropped, e.GroupReport(), group_key(call)))
+        await self.store.commit(e.GroupDropped(None, dropped, e.GroupReport(), group_key(call)))
 
     async def fail(self, ticket: Ticket, reason: str) -> None:
         """Record that a task gave no rows at all; its place becomes free."""
-        await self._store.commit(e.TaskFailed(ticket.sequence, reason))
+        await self.store.commit(e.TaskFailed(ticket.sequence, reason))
 
     async def feedback(
         self, experience_id: str, reward: float | None = None, labels: dict[str, str] | None = None
@@ -243,7 +243,7 @@ class Buffer(Watched):
         Raises DataError for an unknown id. If the row was trained already, records the feedback and raises
         FeedbackRefused, whose value is the version that consumed the row.
         """
-        await give_feedback(self._store, experience_id, reward, labels or {})
+        await give_feedback(self.store, experience_id, reward, labels or {})
 
     async def forget(self, ids: list[str], before: float = 0.0) -> tuple[int, int]:
         """Erase the rows of these experience, session or response ids, and of all sessions that were finished before
@@ -251,9 +251,9 @@ class Buffer(Watched):
 
         Returns the number of erased rows, and of those that can be erased later: a checkpoint must cover their step.
         """
-        found = await self._retention.forget(ids, before)
+        found = await self.retention.forget(ids, before)
         if found[0]:  # the journal may have late feedback on them
-            await self._store.renew()
+            await self.store.renew()
         return found
 
     # Leases.
@@ -273,13 +273,13 @@ class Buffer(Watched):
 
         Raises DataError if an error is negative or not finite.
         """
-        record = self._state.training.leases.get(step)
+        record = self.state.training.leases.get(step)
         if record is None or record.acked:
-            await self._store.commit()
-            return self._state.ledger()
-        await self._store.commit(e.StepAcked(step, self._leasing.scores(record, value_errors or {})))
-        ledger = self._state.ledger()
-        await self._retention.release(record.slots)
+            await self.store.commit()
+            return self.state.ledger()
+        await self.store.commit(e.StepAcked(step, self._leasing.scores(record, value_errors or {})))
+        ledger = self.state.ledger()
+        await self.retention.release(record.slots)
         return ledger
 
     async def blame(self, step: int, attempt: str, experience_ids: list[str]) -> None:
@@ -288,36 +288,36 @@ class Buffer(Watched):
         When the batch is leased again, these rows are in micro-batches of their own. A row blamed in a second attempt
         is removed: a demonstration for good, a row of a group with its group, which is dropped as ``failed_twice``.
         """
-        record, groups = self._state.training.leases.get(step), self._state.groups
+        record, groups = self.state.training.leases.get(step), self.state.groups
         if record is None or record.acked:
-            return await self._store.commit()
+            return await self.store.commit()
         slots = {slot for name in experience_ids for slot in groups.of_row(name)} & {*record.slots}
         expert = np.array(record.expert, np.int64)
         if record.demonstrations is not None:
             names, _ = await self._experts.names(record.demonstrations, record.extent)
             expert = expert[in_units([names[row] for row in record.expert], record.unit, {*experience_ids})]
-        await self._store.commit(e.RowsBlamed(step, attempt, sorted(slots), np.unique(expert).tolist()))
+        await self.store.commit(e.RowsBlamed(step, attempt, sorted(slots), np.unique(expert).tolist()))
 
     async def discard_batch(self, step: int) -> None:
         """Drop the batch of a step that was not trained: its groups count as ``not_finite``, unless an earlier step has
         trained them. The step leases another batch."""
-        record = self._state.training.leases.get(step)
-        await self._store.commit(*([] if record is None or record.acked else [e.BatchDiscarded(step)]))
+        record = self.state.training.leases.get(step)
+        await self.store.commit(*([] if record is None or record.acked else [e.BatchDiscarded(step)]))
 
     async def cover(self, step: int) -> None:
         """Record that a checkpoint covers all steps before ``step``: their batches will not be leased again."""
-        await self._store.commit(e.StepsCovered(step))
-        await self._retention.trim()
+        await self.store.commit(e.StepsCovered(step))
+        await self.retention.trim()
 
     async def requeue(self, step: int, draw: int) -> None:
         """Return a lease, identified by its step and `Lease.draw`: its groups become ready for another step."""
-        record = self._state.training.leases.get(step)
-        await self._store.commit(*([e.LeaseRequeued(step)] if record is not None and record.draw == draw else []))
+        record = self.state.training.leases.get(step)
+        await self.store.commit(*([e.LeaseRequeued(step)] if record is not None and record.draw == draw else []))
 
     async def advance(self, version: int) -> None:
         """Record that weights of this version are published, which admits new groups."""
-        await self._store.commit(e.VersionAdvanced(version))
-        await self._retention.trim()
+        await self.store.commit(e.VersionAdvanced(version))
+        await self.retention.trim()
 
     # Demonstrations and inspection.
 
@@ -327,10 +327,10 @@ class Buffer(Watched):
         Returns the number of rows; raises DataError on the first invalid one.
         """
         batch, (pairs, labelled) = await self._demonstrations(name, payload)
-        async with self._store.move_lock:
+        async with self.store.move_lock:
             extent = await self._experts.write(name, batch)
-            await self._store.commit(e.DemonstrationsLoaded(name, extent, 2 if pairs else 1, labelled))
-            await self._store.flush()
+            await self.store.commit(e.DemonstrationsLoaded(name, extent, 2 if pairs else 1, labelled))
+            await self.store.flush()
             await self._experts.sweep()
         return batch.num_rows
 
@@ -342,8 +342,8 @@ class Buffer(Watched):
         DataError on the first invalid row, or if the existing ones are of another kind.
         """
         batch, (pairs, labelled) = await self._demonstrations(name, payload)
-        async with self._store.move_lock:
-            known = self._state.contents.experts.get(name)
+        async with self.store.move_lock:
+            known = self.state.contents.experts.get(name)
             if known is not None:
                 check_kind(name, (pairs, labelled), known.kind)
             _, there = ([], set()) if known is None else await self._experts.names(name, known.extent)
@@ -354,7 +354,7 @@ class Buffer(Watched):
                     extent = await self._experts.write(name, batch)
                 else:
                     extent = await self._experts.append(name, known.extent, batch)
-                await self._store.commit(e.DemonstrationsExtended(name, extent, unit, labelled))
+                await self.store.commit(e.DemonstrationsExtended(name, extent, unit, labelled))
         return batch.num_rows
 
     async def withdraw(self, name: str, experience_ids: list[str]) -> int:
@@ -362,12 +362,12 @@ class Buffer(Watched):
 
         Returns the number of rows that are withdrawn; unknown ids are ignored.
         """
-        async with self._store.move_lock:
-            if (known := self._state.contents.experts.get(name)) is None:
+        async with self.store.move_lock:
+            if (known := self.state.contents.experts.get(name)) is None:
                 return 0
             names, _ = await self._experts.names(name, known.extent)
             rows = np.flatnonzero(in_units(names, known.unit, {*experience_ids})).tolist()
-            await self._store.commit(e.DemonstrationsWithdrawn(name, rows))
+            await self.store.commit(e.DemonstrationsWithdrawn(name, rows))
         return len(rows)
 
     async def _demonstrations(self, name: str, payload: list[Any]) -> tuple[pa.RecordBatch, DemonstrationKind]:
@@ -376,28 +376,28 @@ class Buffer(Watched):
         for row, fault in find_faults(batch, self._arrivals.limits).items():
             remedy = "fix the row and load again; no rows were stored"
             raise DataError(f"row {row} is invalid: {fault}", remedy, field=f"demonstrations.{name}")
-        kind, stage = demonstration_kind(batch), self._state.stage
+        kind, stage = demonstration_kind(batch), self.state.stage
         if stage.plan is not None and stage.open and stage.plan.expert_rows and stage.plan.demonstrations == name:
             check_kind(name, kind, stage.plan.kind)
         return batch, kind
 
-    async def partition(self, store: str) -> list[tuple[Ref, np.ndarray]]:
+    async def partition(self, store: str) -> list[tuple[RowRef, np.ndarray]]:
         """Return the blocks of a store with the indices of its rows: held usual rows (``usual``), or demonstrations
         (``expert/<name>``). Raises DataError for an unknown store."""
         if store == "usual":
-            async with self._store.move_lock:  # rows must not move before their blocks are known
-                held = self._state.groups.where(GroupStatus.READY, GroupStatus.LEASED).tolist()
-                return await self._store.rows_by_block(held)
+            async with self.store.move_lock:  # rows must not move before their blocks are known
+                held = self.state.groups.where(GroupStatus.READY, GroupStatus.LEASED).tolist()
+                return await self.store.rows_by_block(held)
         return [await self._experts.whole(store)]
 
     async def stats(self) -> BufferStats:
         """Return the ledger of usual rows, the draws of demonstrations, and memory and disk use."""
         return BufferStats(
-            ledger=self._state.ledger(recount=True),
-            expert=self._state.expert_draws(),
-            tasks_drawn=self._state.tasks[""].position if "" in self._state.tasks else None,
-            late_feedback=self._state.contents.late_feedback_count,
-            sizes=self._store.sizes(),
+            ledger=self.state.ledger(recount=True),
+            expert=self.state.expert_draws(),
+            tasks_drawn=self.state.tasks[""].position if "" in self.state.tasks else None,
+            late_feedback=self.state.contents.late_feedback_count,
+            sizes=self.store.sizes(),
         )
 
     async def waiting(self) -> WaitReport:

@@ -16,7 +16,7 @@ from ray.data.datasource import Datasource, ReadTask
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.export import conform, expert_message
-from rayrft.buffer.log.row_log import Ref
+from rayrft.buffer.log.row_log import RowRef
 from rayrft.data.selection import Selection
 from rayrft.data.tables import ordered_blocks
 from rayrft.errors import DataError
@@ -24,7 +24,7 @@ from rayrft.experience import SCHEMA, Experience, from_batch, to_batch, unpack
 from rayrft.runtime.handle import Handle, answer
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_Parts = list[tuple[Ref, np.ndarray]]
+_Parts = list[tuple[RowRef, np.ndarray]]
 
 
 def dataset(

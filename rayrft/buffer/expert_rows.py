@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrft.buffer.events import Extent
-from rayrft.buffer.log.row_log import Ref
+from rayrft.buffer.log.row_log import RowRef
 from rayrft.buffer.log.segments import read_log_rows, with_schema
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import DemonstrationKind, State
@@ -28,7 +28,7 @@ class ExpertBlock:
     """Demonstrations in the object store, and their numbers of tokens by row. Those of a set that has grown since the
     lease are the same up to there."""
 
-    ref: Ref
+    ref: RowRef
     tokens: np.ndarray
 
 
@@ -89,7 +89,7 @@ class ExpertBlocks:
             self._names[file] = names, {*names}
         return self._names[file]
 
-    async def whole(self, store: str) -> tuple[Ref, np.ndarray]:
+    async def whole(self, store: str) -> tuple[RowRef, np.ndarray]:
         """Return the block of the current demonstrations in ``expert/<name>``, and the indices of the rows that may be
         drawn. Raises DataError for an unknown store."""
         name = store.removeprefix("expert/")

@@ -19,7 +19,7 @@ from rayrft.buffer.events import GroupReport
 from rayrft.buffer.expert_rows import ExpertBlocks
 from rayrft.buffer.groups import group_key
 from rayrft.buffer.ledger import Ledger
-from rayrft.buffer.log.row_log import Ref
+from rayrft.buffer.log.row_log import RowRef
 from rayrft.buffer.samplers import draw, samplers
 from rayrft.buffer.schedule import Draw, StagePlan
 from rayrft.buffer.scores import check_scores
@@ -67,7 +67,7 @@ def balance(
 class BlockRows:
     """Rows of one block to train, R in number; arrays of shape ``[R]`` unless stated."""
 
-    ref: Ref
+    ref: RowRef
     rows: np.ndarray
     groups: np.ndarray
     """``[R, 2]``: first row and number of rows of a row's group in the block, which its advantage compares it with;
@@ -118,7 +118,7 @@ class Lease:
 class Unit:
     """Rows that must go to the same rank: one row, or a preference pair."""
 
-    ref: Ref
+    ref: RowRef
     row: int
     rows: int
     tokens: int

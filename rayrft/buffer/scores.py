@@ -18,7 +18,7 @@ from rayrft.registry import Registry
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-FIELD = "buffer.sampler.score"
+_FIELD = "buffer.sampler.score"
 
 ScoreFunction = Callable[[pa.RecordBatch, Ints], Floats]
 """Map rows and ``starts`` (``[groups]`` int64, ascending from 0) to ``[groups]`` float64."""
@@ -38,7 +38,7 @@ class Scores(Registry[ScoreFunction]):
             values = np.asarray(function(batch, starts), dtype=np.float64)
             if values.shape != starts.shape:
                 problem = f"score {name!r} must give one number per group, {len(starts)} in all"
-                raise DataError(problem, "return an array of shape [groups]", field=FIELD, value=values.shape)
+                raise DataError(problem, "return an array of shape [groups]", field=_FIELD, value=values.shape)
             check_scores(values, f"score {name!r}")
             return values
 
@@ -50,7 +50,7 @@ def check_scores(values: Floats, giver: str) -> None:
     if values.min(initial=0) >= 0 and values.max(initial=0) < np.inf:
         return
     problem, remedy = f"{giver} has a score that is negative or not finite", "give finite numbers >= 0"
-    raise DataError(problem, remedy, field=FIELD, value=float(values[~((values >= 0) & (values < np.inf))][0]))
+    raise DataError(problem, remedy, field=_FIELD, value=float(values[~((values >= 0) & (values < np.inf))][0]))
 
 
 scores = Scores("score")

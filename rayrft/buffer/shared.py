@@ -77,11 +77,11 @@ class SharedBuffer(Buffer):
         Raises ConfigError for another model than the Buffer's, StorageError for other tasks than the feed's.
         """
         self._check_model(model)
-        await self._store.add_task_set(feed, tasks)
-        state = self._state
+        await self.store.add_task_set(feed, tasks)
+        state = self.state
         if attempt not in state.training.attempts:
             gone = [e.ProducerAbandoned(producer) for producer in state.producers(feed)] if feed in state.feeds else []
-            await self._store.commit(*gone, e.FeedJoined(feed, attempt, job, model, in_flight, group_size))
+            await self.store.commit(*gone, e.FeedJoined(feed, attempt, job, model, in_flight, group_size))
             self._check_rows()
         return self._progress(feed)
 
@@ -93,9 +93,9 @@ class SharedBuffer(Buffer):
         PlacementError while another train job is running.
         """
         self._check_model(model)
-        trainer = self._state.training
+        trainer = self.state.training
         if trainer.run == run:
-            return await self._store.commit()
+            return await self.store.commit()
         if trainer.job in running and trainer.job != job:
             remedy = f"end it with: rayrft stop {trainer.job}, or give another buffer.name"
             raise PlacementError("another job trains on this Buffer", remedy, field="buffer.name", value=trainer.job)
@@ -104,17 +104,17 @@ class SharedBuffer(Buffer):
             problem = f"this Buffer has no record of the job's {step} steps: {why}"
             remedy = "start a new train job from its checkpoint (rayrft export, model.path)"
             raise ConfigError(problem, remedy, field="buffer.name", value=self._name)
-        await self._store.commit(e.TrainerJoined(run, job, model))
+        await self.store.commit(e.TrainerJoined(run, job, model))
         self._check_rows()
 
     async def check(self, folder: Path, config: BufferConfig) -> None:
         """Raise ConfigError unless a job wants this Buffer to be as it is."""
-        if folder != self._store.storage.folder:
-            problem = f"the Buffer {self._name!r} keeps its log in {self._store.storage.folder}"
+        if folder != self.store.storage.folder:
+            problem = f"the Buffer {self._name!r} keeps its log in {self.store.storage.folder}"
             remedy = "give its jobs one buffer.storage, or, where there is none, one storage"
             raise ConfigError(problem, remedy, field="buffer.storage", value=str(folder))
         # The folder is compared above; what is too old is for the train job to say.
-        ours, theirs = (each.model_dump(exclude={"storage", "max_age"}) for each in (self._store.config, config))
+        ours, theirs = (each.model_dump(exclude={"storage", "max_age"}) for each in (self.store.config, config))
         for key, value in ours.items():
             if theirs[key] != value:
                 problem = f"the Buffer {self._name!r} was started with {value!r}"
@@ -125,30 +125,30 @@ class SharedBuffer(Buffer):
         """Wait, without a deadline, until a feed has ``groups`` groups, or all of them; return its progress."""
 
         def reached() -> bool:
-            state = self._state.feeds[feed]
-            return state.groups >= groups or (state.ended and not self._state.in_flight(feed))
+            state = self.state.feeds[feed]
+            return state.groups >= groups or (state.ended and not self.state.in_flight(feed))
 
-        await self._store.wait_for(reached)
+        await self.store.wait_for(reached)
         return self._progress(feed)
 
     async def status(self) -> SharedStatus:
         """Return the Buffer's contents and jobs."""
-        state, folder = self._state, self._store.storage.folder
+        state, folder = self.state, self.store.storage.folder
         feeds = [FeedStatus(feed.job, feed.groups, state.in_flight(id), feed.ended) for id, feed in state.jobs.items()]
         job, step = state.training.job, state.training.step
         return SharedStatus(self._name, folder, job, step, feeds, state.ledger(recount=True))
 
     def _progress(self, feed: str) -> FeedProgress:
-        state = self._state.feeds[feed]
-        return FeedProgress(state.groups, state.report, self._state.ledger())
+        state = self.state.feeds[feed]
+        return FeedProgress(state.groups, state.report, self.state.ledger())
 
     def _check_rows(self) -> None:
         """Check rows against the limits of the jobs' model, once it is known."""
-        if (model := self._state.meta.model) is not None:
+        if (model := self.state.meta.model) is not None:
             self._arrivals.limits = Limits(model.vocabulary, model.max_length)
 
     def _check_model(self, model: ModelTerms) -> None:
-        known = self._state.meta.model
+        known = self.state.meta.model
         if known is None or known == model:
             return
         same = known.tokenizer == model.tokenizer

@@ -426,11 +426,11 @@ class State:
 
 
 Rule = Callable[[State, Any], Any]
-RULES: dict[type, Rule] = {}
+TRANSITIONS: dict[type, Rule] = {}
 """Functions that apply an event to the state, by event type."""
 
 
 def rule(kind: type) -> Callable[[Rule], Rule]:
     """Register the decorated function for events of that type."""
 
-    return lambda function: RULES.setdefault(kind, function)
+    return lambda function: TRANSITIONS.setdefault(kind, function)

@@ -21,7 +21,7 @@ import numpy as np
 from rayrft.buffer import events as e
 from rayrft.buffer.ledger import StoreSizes
 from rayrft.buffer.log.journal import EventJournal, Position
-from rayrft.buffer.log.row_log import Ref, RowLog, RowSpan
+from rayrft.buffer.log.row_log import RowLog, RowRef, RowSpan
 from rayrft.buffer.log.segments import segment_sizes
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
@@ -53,14 +53,14 @@ class Store:
         self.storage = Storage(folder)
         self.storage.create()
         self.storage.lock()
-        self._journal = EventJournal(self.storage)
+        self.journal = EventJournal(self.storage)
         self.state = State(config.sampler, seed, tasks)
         for name in self.storage.files():
             if name.startswith(_TASKS):
                 spec = TaskSetSpec(**json.loads(self.storage.read(name).to_pybytes()))
                 self.state.tasks[name.removeprefix(_TASKS).removesuffix(".json")] = spec()
         try:
-            recovered = self._journal.open(self._survived(), least)
+            recovered = self.journal.open(self._survived(), least)
             if recovered.snapshot is not None:
                 self.state.restore(recovered.snapshot)
             for event in recovered.events:
@@ -108,11 +108,11 @@ class Store:
     async def flush(self) -> Position:
         """Sync all rows and written events to disk, regardless of the fsync policy, so that what they replace may be
         deleted; return the journal position up to which. Raises StorageError."""
-        position = self._journal.position  # the rows of events written meanwhile may not be on disk
+        position = self.journal.position  # the rows of events written meanwhile may not be on disk
         try:
             await self._sync_rows()
             async with self._syncing:  # the file must not be closed by a snapshot meanwhile
-                await asyncio.to_thread(self._journal.sync, position)
+                await asyncio.to_thread(self.journal.sync, position)
             return position
         except Exception as error:  # any error must also be raised by the next write
             self._error = _storage_error(error)
@@ -152,14 +152,14 @@ class Store:
         call = partial(method, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._row_thread, call)
 
-    async def blocks(self, slots: list[int]) -> list[tuple[Ref, int, np.ndarray]]:
+    async def blocks(self, slots: list[int]) -> list[tuple[RowRef, int, np.ndarray]]:
         """Return each group's block, the index of its first row in it, and the tokens of its rows (0 if masked)."""
         return await self.in_row_thread(self.rows.refs, [self.span(slot) for slot in slots])
 
-    async def rows_by_block(self, slots: list[int]) -> list[tuple[Ref, np.ndarray]]:
+    async def rows_by_block(self, slots: list[int]) -> list[tuple[RowRef, np.ndarray]]:
         """Return the blocks of these groups with the sorted indices of their rows."""
         groups = self.state.groups
-        rows: dict[Ref, list[np.ndarray]] = {}
+        rows: dict[RowRef, list[np.ndarray]] = {}
         for slot, (ref, row, _) in zip(slots, await self.blocks(slots), strict=True):
             rows.setdefault(ref, []).append(np.arange(row, row + int(groups.rows[slot])))
         return [(ref, np.sort(np.concatenate(parts))) for ref, parts in rows.items()]
@@ -185,12 +185,12 @@ class Store:
             batch = self._waiting
             self._waiting = []
             try:
-                if self._renewing or self._journal.is_long:
+                if self._renewing or self.journal.is_long:
                     self._renewing = False
                     snapshot = self.state.to_snapshot()  # before any await: with the events of this batch and no others
                     await self._sync_rows()  # a snapshot refers to them
                     async with self._syncing:
-                        await asyncio.to_thread(self._journal.begin, snapshot)
+                        await asyncio.to_thread(self.journal.begin, snapshot)
                 elif events := [event for part, _ in batch for event in part]:
                     await asyncio.to_thread(self._append, events)
             except Exception as error:  # any error is raised in the waiting writers
@@ -204,9 +204,9 @@ class Store:
             self._syncer = asyncio.create_task(self._sync_later())
 
     def _append(self, events: list[e.Event]) -> None:
-        self._journal.append(events)
+        self.journal.append(events)
         if self.config.fsync == "always":
-            self._journal.sync(self._journal.position)
+            self.journal.sync(self.journal.position)
 
     async def _sync_rows(self) -> None:
         await self.in_row_thread(self.rows.sync)
@@ -236,7 +236,7 @@ class Store:
         if not meta.run:
             first = e.Began(run, SCHEMA_VERSION)
             apply(self.state, first)
-            self._journal.append([first])
+            self.journal.append([first])
         elif meta.run != run:
             remedy = "choose another name or buffer.storage"
             raise StorageError(f"the log belongs to run {meta.run!r}", remedy, field=str(self.storage.folder))

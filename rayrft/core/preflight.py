@@ -30,13 +30,13 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.engines.arguments import check_options
-from rayrft.explorer.tools.call_formats import check_call_format, check_template
+from rayrft.explorer.tools.vllm_parsers import check_call_format, check_template
 from rayrft.explorer.workflows.base import Workflow, check_prompts, check_workflows
 from rayrft.explorer.workflows.tools import ToolCalling
 from rayrft.monitor.sinks import check_sinks
 from rayrft.pipelines.experiences import check_experiences
 from rayrft.pipelines.report import summary
-from rayrft.pipelines.run.models import Engines
+from rayrft.pipelines.run.models import RunEngines
 from rayrft.pipelines.run.process import in_thread
 from rayrft.pipelines.tasks import load_processed
 from rayrft.rewards.checks import check_rewards
@@ -92,7 +92,7 @@ def prepare(
     run_id: str,
     *,
     resumed: bool = False,
-    engines: Engines | None = None,
+    engines: RunEngines | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Prepared:
     """Load and check everything a run reads, and create its folder; the folder of a ``resumed`` run is kept.

@@ -41,7 +41,7 @@ from rayrft.experience import Task
 from rayrft.explorer.engines.auxiliary import auxiliary_models
 from rayrft.feedback.journal import feedback_folder
 from rayrft.pipelines import Context
-from rayrft.pipelines.run.models import AskedModel, Engines, OpenModels, open_models
+from rayrft.pipelines.run.models import AskedModel, OpenModels, RunEngines, open_models
 from rayrft.pipelines.tasks import load_processed
 from rayrft.rewards.checks import check_reward
 from rayrft.runtime.handle import Handle, Watched, answer, end
@@ -238,7 +238,7 @@ def _prepare(plan: list[Bundles], wait_s: float = 0.0, say: Callable[[str], None
 
 def pipeline_engines(
     run: str, models: Mapping[str, AuxiliaryConfig], seed: int, wait_s: float, say: Callable[[str], None] = print
-) -> Engines:
+) -> RunEngines:
     """Return a context manager that runs engines for the requested ``models``, in placement groups named after ``run``.
     ``say`` receives the plan. It raises PlacementError if they do not fit within ``wait_s``, and the root cause if one
     does not start."""
@@ -302,6 +302,6 @@ def pipeline_inputs(
     return context, opened, None if config is None else tasks
 
 
-def task_engines(config: RunConfig, say: Callable[[str], None] = print) -> Engines:
+def task_engines(config: RunConfig, say: Callable[[str], None] = print) -> RunEngines:
     """Return `pipeline_engines` of the auxiliary models that operators on a run's tasks ask."""
     return pipeline_engines(f"{config.name}-tasks", config.auxiliary, config.seed, config.placement.wait_s, say)

@@ -45,10 +45,11 @@ class StallMonitor:
     overdue: list[str] = field(default_factory=list)
     """Overdue waits, one line per wait."""
     starting: bool = False
-    """Whether the actors load libraries and models: they may not answer then, and a note says what is loading."""
+    """Whether the actors load libraries and models, from the first: they may not answer then, and a note says what is
+    loading."""
 
     def __post_init__(self) -> None:
-        self._pings = Waits("master", rooms=False)
+        self._began, self._pings = time.monotonic(), Waits("master", rooms=False)
         self._asking: dict[str, asyncio.Future[Any]] = {}
         self._polls, self._silent = 0, set[str]()
         """Polls so far, and the actors that keep no waits."""
@@ -60,13 +61,13 @@ class StallMonitor:
         """Note overdue waits. Raises Stalled after ``stall_s`` without progress, and StorageError for a lost note."""
         try:
             while True:
-                pause_s = await self._poll()
+                pause_s = await self.poll()
                 await asyncio.sleep(pause_s)  # a stall is not an event
         finally:
             for asking in self._asking.values():
                 asking.cancel()
 
-    async def _poll(self) -> float:
+    async def poll(self) -> float:
         """Note overdue waits; return the seconds until the next poll. Raises Stalled."""
         reports = await self._ask_all()
         waits = quiet_waits([self.waits.report(), self._pings.report()], reports)
@@ -79,7 +80,7 @@ class StallMonitor:
             if self.starting:
                 doing = {name: f": {each.doing}" for name, each in reports.items() if each.doing}
                 phases = dict.fromkeys(f"{wait.target} ({wait.what}{doing.get(wait.target, '')})" for wait in news)
-                text = f"still starting after {max(wait.quiet_s for wait in news):.0f} s: {', '.join(phases)}"
+                text = f"still starting after {time.monotonic() - self._began:.0f} s: {', '.join(phases)}"
             elif self.stack is not None and (stack := await self.stack(news[0].target)):
                 text += f"; {news[0].target} is at {stack}"
             await self.note(text, waiting=[asdict(wait) for wait in news])

@@ -188,13 +188,13 @@ class TrainLoop:
 
     async def _stage(self, stage: StageConfig) -> None:
         progress, self._bottleneck, self._gap_noted = self.progress, Bottleneck(), False
-        await self._open(stage)
+        await self.open(stage)
         explorers = self.explorers if stage.groups else []
         explore = partial(self.restarts.explore, self.buffer, lambda: self.config.stages[progress.stage])
         exploring = asyncio.gather(*map(explore, explorers))
         try:
             if self.steering is not None and self.steering.paused_since is not None:  # it was before a rewind
-                await self.steering.border(self, partial(self._unless_ended, exploring=exploring))
+                await self.steering.border(self, partial(self.unless_ended, exploring=exploring))
             while progress.stage_step < stage.steps:
                 try:
                     await self._step(stage, exploring)
@@ -205,11 +205,11 @@ class TrainLoop:
                     break
                 stage = self.config.stages[progress.stage]
                 if progress.stage_step < stage.steps:
-                    await self._between_steps(stage)
+                    await self.between_steps(stage)
         finally:
             try:
                 await self.buffer.call(Buffer.close_stage, stage.name)
-                await self._end_exploring(exploring)
+                await self.end_exploring(exploring)
             finally:
                 await cancel(exploring)
         if not stage.groups:
@@ -223,7 +223,7 @@ class TrainLoop:
         await self._judge(stage)
         await self.checkpoint()
 
-    async def _open(self, stage: StageConfig) -> None:
+    async def open(self, stage: StageConfig) -> None:
         """Open or resume the stage in Trainer, engines and Buffer."""
         progress, algorithm = self.progress, stage.algorithm.build()
         resumed = progress.stage_step > 0
@@ -277,7 +277,7 @@ class TrainLoop:
         self._saving.check()
         self._evaluations.check()
         async with contextlib.AsyncExitStack() as changing:
-            processed, results, waited_s = await self._train(step, exploring, changing)
+            processed, results, waited_s = await self.train(step, exploring, changing)
             lease = processed.lease
             self.ledger = await self.buffer.call(Buffer.ack, step, group_value_errors(results))
             trained_s = time.perf_counter() - started - waited_s
@@ -307,10 +307,10 @@ class TrainLoop:
         if self.steering is not None:  # before new groups are admitted, so that changes apply to all of them
             if not self._is_recorded(record):
                 await self.steering.guard(self, record)
-            await self.steering.border(self, partial(self._unless_ended, exploring=exploring))
+            await self.steering.border(self, partial(self.unless_ended, exploring=exploring))
         await self.buffer.call(Buffer.advance, self.published)
         if not self._is_recorded(record) and not record.metrics.skipped_updates:
-            await self._doubt(stage, lease, results[0])
+            await self.doubt(stage, lease, results[0])
 
     async def _record(self, record: Record) -> None:
         if not self._is_recorded(record):
@@ -325,7 +325,7 @@ class TrainLoop:
         later = [step for kind, _, step in self.recorded if kind == StepRecord.kind and step > self.progress.step]
         return self.recorder.count_until(min(later)) if later else self.recorder.count
 
-    async def _doubt(self, stage: StageConfig, lease: Lease, result: StepResult) -> None:
+    async def doubt(self, stage: StageConfig, lease: Lease, result: StepResult) -> None:
         """Note what looks wrong about a first step, and a stage's first gap. Raises WeightSyncError (`check_gap`)."""
         taken, mean = self.progress.stage_step, self.config.probe_bounds.mean
         # Answers that keep the KV cache of old weights validly differ from the trainer's.
@@ -337,7 +337,7 @@ class TrainLoop:
             await self.recorder.note(f"step {taken} of {stage.name!r}: {warning}", stage.name, self.progress.step)
         self._gap_noted = self._gap_noted or gap is not None
 
-    async def _train(
+    async def train(
         self, step: int, exploring: asyncio.Future[list[None]], changing: contextlib.AsyncExitStack
     ) -> tuple[ProcessedLease, list[StepResult], float]:
         """Lease the batch of the step and train on it; return the lease, the results by rank, and the seconds spent
@@ -349,7 +349,7 @@ class TrainLoop:
         for _ in range(_ATTEMPTS):
             asked = time.perf_counter()
             leasing = asyncio.ensure_future(self.buffer.call(Buffer.lease, step, ranks, stall_s))
-            lease = await self._unless_ended(leasing, exploring)
+            lease = await self.unless_ended(leasing, exploring)
             waited_s += time.perf_counter() - asked
             if (processed := await self._process(lease)) is None:
                 continue
@@ -374,7 +374,7 @@ class TrainLoop:
             await self.recorder.note(message, step=lease.step)
         return processed
 
-    async def _between_steps(self, stage: StageConfig) -> None:
+    async def between_steps(self, stage: StageConfig) -> None:
         taken = self.progress.stage_step
         if stage.evaluate_every and taken % stage.evaluate_every == 0:
             await self._rank_pairs(stage)
@@ -408,7 +408,7 @@ class TrainLoop:
         if message := self._bottleneck.verdict(self.config.max_staleness, explores=self.config.mode == "both"):
             await self.recorder.note(message, stage.name, self.progress.step)
 
-    async def _unless_ended(self, work: asyncio.Future[R], exploring: asyncio.Future[list[None]]) -> R:
+    async def unless_ended(self, work: asyncio.Future[R], exploring: asyncio.Future[list[None]]) -> R:
         """Return the result of ``work``, or cancel it. Raises Stopped if the run is stopped first, or the error of an
         Explorer."""
         stop = asyncio.ensure_future(self.stop.wait())
@@ -430,7 +430,7 @@ class TrainLoop:
         """Publish after a step, unless the stage samples no groups."""
         return await self.publish() if stage.groups else None
 
-    async def _end_exploring(self, exploring: asyncio.Future[list[None]]) -> None:
+    async def end_exploring(self, exploring: asyncio.Future[list[None]]) -> None:
         """Wait until the Explorer has abandoned its groups, as it does once the stage is closed."""
         stall_s = self.config.monitor.stall_s
         try:

@@ -32,12 +32,10 @@ from rayrft.weights.messages import Link, Sent, SyncReport
 
 _RESUME_S = 10.0
 """Time that engines have to resume after a round that failed: one that hangs must not hide why it did."""
-_LEAVE_S = 10.0
-"""Time in which the death of an engine becomes known after a round that failed, which it may have caused."""
 _SETTLE_S = 5.0
 """Time that the other calls of a round have to end once one has failed."""
 
-Engines = Sequence[Handle[RolloutEngine]]
+_Engines = Sequence[Handle[RolloutEngine]]
 
 
 @dataclass
@@ -47,11 +45,13 @@ class WeightSync:
     config: RunConfig
     trainer: Handle[Trainer]
     pool: Handle[EnginePool]
-    engines: Callable[[], Engines]
+    engines: Callable[[], _Engines]
     """Returns all engines that have not died, as far as is known."""
     probe: list[Experience]
     """Rows to score: engine and trainer may differ within ``config.probe_bounds``."""
     waits: Waits
+    leave_s: float = 10.0
+    """Time in which the death of an engine becomes known after a round that failed, which it may have caused."""
     newest: int = 0
     """Newest version that was sent to a rollout engine. None gets an older one: a run that repeats steps keeps it."""
 
@@ -101,7 +101,7 @@ class WeightSync:
             self.newest = version
             self.caught_up.set()
 
-    async def take_over(self, engines: Engines) -> None:
+    async def take_over(self, engines: _Engines) -> None:
         """Learn the newest version that engines hold, which another Master has sent."""
         self.newest = max(await asyncio.gather(*(engine.call(RolloutEngine.respond) for engine in engines)))
 
@@ -109,7 +109,7 @@ class WeightSync:
         """Make a new link for the next round: the ranks are new."""
         self._connected = None
 
-    async def admit(self, handles: Engines, version: int) -> SyncReport:
+    async def admit(self, handles: _Engines, version: int) -> SyncReport:
         """Send the current weights, labelled ``version``, to new engines, which then become members of the pool. Raises
         WeightSyncError, as `publish` does; the engines are not members then."""
         async with self._round_of(self.trainer.pinned):
@@ -121,7 +121,7 @@ class WeightSync:
                 self._connected = membership.generation
             return report
 
-    async def load(self, handles: Engines, version: int) -> SyncReport:
+    async def load(self, handles: _Engines, version: int) -> SyncReport:
         """Send the current weights to engines that are not members. Raises WeightSyncError, as `publish` does."""
         async with self._round_of(self.trainer.pinned):
             return await self._load(handles, version)
@@ -171,7 +171,7 @@ class WeightSync:
 
         async def kill_silent(engine: Handle[RolloutEngine]) -> None:
             try:
-                await asyncio.wait_for(engine.call(RolloutEngine.respond), _LEAVE_S)
+                await asyncio.wait_for(engine.call(RolloutEngine.respond), self.leave_s)
             except TimeoutError:
                 engine.kill()
             except ray.exceptions.RayError:
@@ -179,7 +179,7 @@ class WeightSync:
 
         leaving = asyncio.ensure_future(self.pool.call(EnginePool.members, membership.generation))
         await asyncio.gather(*map(kill_silent, membership.engines))
-        await asyncio.wait({leaving}, timeout=_LEAVE_S)
+        await asyncio.wait({leaving}, timeout=self.leave_s)
         return leaving.done() and not leaving.cancelled() and leaving.exception() is None
 
     async def _members(self) -> Membership:
@@ -188,15 +188,15 @@ class WeightSync:
         self._membership = newer or self._membership
         return self._membership
 
-    async def _load(self, handles: Engines, version: int) -> SyncReport:
+    async def _load(self, handles: _Engines, version: int) -> SyncReport:
         engines, self._connected = self._tracked(handles), None
         await self._connect(engines)
         return await self._round(engines, version, probe=True)
 
-    def _tracked(self, handles: Engines) -> Engines:
+    def _tracked(self, handles: _Engines) -> _Engines:
         return [TrackedHandle(handle, self.waits) for handle in handles]
 
-    async def _connect(self, engines: Engines) -> None:
+    async def _connect(self, engines: _Engines) -> None:
         self._links += 1
         self._rounds_proven = None
         config, deadline_s = self.config, self._settings.deadline_s
@@ -224,7 +224,7 @@ class WeightSync:
             problem, *_ = await _all(self._ranks.call(RankApi.connect, link), *connecting)
             _check_link(problem[0])
 
-    async def _round(self, engines: Engines, version: int, *, probe: bool) -> SyncReport:
+    async def _round(self, engines: _Engines, version: int, *, probe: bool) -> SyncReport:
         started = time.perf_counter()
         self._rounds += 1
         bucket_bytes = self.config.bucket_bytes
@@ -246,7 +246,7 @@ class WeightSync:
         self._version = version
         return SyncReport(version, seconds, sent.nbytes, sent.digest, gap)
 
-    async def _compare(self, engines: Engines, version: int) -> float:
+    async def _compare(self, engines: _Engines, version: int) -> float:
         """Return the largest log-prob difference on the probe. Raises WeightSyncError if an engine is out of bounds."""
         bounds = self.config.probe_bounds
         trainer = (await self._ranks.call(RankApi.score, self._tokens, self._images))[0]
@@ -318,7 +318,7 @@ async def _all(*calls: Awaitable[Any]) -> list[Any]:
         await cancel(*futures)
 
 
-async def _resume(engines: Engines) -> None:
+async def _resume(engines: _Engines) -> None:
     """Resume the engines of a round that failed: a dead one must neither keep the others paused nor hide the error."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_RESUME_S):

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.config.seeds import generator
-from rayrft.data.formats import Row, SkippedRows, as_list, as_text, broken_rows, finite, rows_of, value_at
+from rayrft.data.formats import ParsedRow, SkippedRows, as_list, as_text, broken_rows, finite, rows_of, value_at
 from rayrft.data.images import image_paths
 from rayrft.data.layouts import Side, conversations, displayed
 from rayrft.data.row_sources import open_source
@@ -53,7 +53,7 @@ class RowEncoder:
     base: Path = Path("rows")
     """The folder, or a file in it, to which paths of images are relative."""
 
-    def encode(self, rows: Iterable[tuple[int, Row]]) -> tuple[dict[int, list[Experience]], SkippedRows]:
+    def encode(self, rows: Iterable[tuple[int, ParsedRow]]) -> tuple[dict[int, list[Experience]], SkippedRows]:
         """Encode numbered rows; return the experiences by row number, and the skipped rows."""
         encoded, skipped = {}, SkippedRows()
         for number, row in rows:
@@ -68,7 +68,7 @@ class RowEncoder:
                 encoded[number] = result
         return encoded, skipped
 
-    def _encode_row(self, group: str, row: Row) -> list[Experience] | str:
+    def _encode_row(self, group: str, row: ParsedRow) -> list[Experience] | str:
         """Return the row's experiences, or the rule that excludes it. Raises DataError if it is broken."""
         if isinstance(row, str):
             raise DataError(row)

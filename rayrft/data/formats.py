@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from rayrft.errors import DataError, first_line
 
-Row = dict[str, Any] | str
+ParsedRow = dict[str, Any] | str
 """A row, or the reason why it cannot be parsed."""
 
 
@@ -85,7 +85,7 @@ class RowFiles:
         """Whether they are tables, with a schema of their own."""
         return all(file.suffix in _TABLES for file in self.files)
 
-    def rows(self) -> Generator[tuple[int, Row], None, None]:
+    def rows(self) -> Generator[tuple[int, ParsedRow], None, None]:
         """Iterate over the numbered rows, from 1: lines of a JSONL file, rows of others, consecutive over files."""
         with self._reading():
             if self.are_tables:
@@ -177,7 +177,7 @@ def _arrow(path: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
                 yield stream.schema, iter(stream)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Row]]:
+def _lines(path: Path) -> Iterator[tuple[int, ParsedRow]]:
     with io.BufferedReader(pa.input_stream(str(path))) as file:
         first = file.peek(1024).removeprefix(codecs.BOM_UTF8).lstrip()
         if row_kind(path) in (".csv", ".tsv"):
@@ -190,7 +190,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Row]]:
             yield from _json_lines(file)
 
 
-def _csv_rows(file: io.BufferedReader, delimiter: str) -> Iterator[tuple[int, Row]]:
+def _csv_rows(file: io.BufferedReader, delimiter: str) -> Iterator[tuple[int, ParsedRow]]:
     # Bytes that are not UTF-8 become surrogates, which UTF-8 never has; a byte order mark is not part of a name.
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
@@ -224,7 +224,7 @@ def _value(text: str) -> str | int | float | None:
     return text or None
 
 
-def _json_array(text: bytes) -> Iterator[tuple[int, Row]]:
+def _json_array(text: bytes) -> Iterator[tuple[int, ParsedRow]]:
     try:
         rows = _parse_json(text)
     except ValueError:  # only its first line begins like an array
@@ -232,7 +232,7 @@ def _json_array(text: bytes) -> Iterator[tuple[int, Row]]:
     return enumerate(map(_json_row, rows), start=1)
 
 
-def _json_lines(file: Iterable[bytes]) -> Iterator[tuple[int, Row]]:
+def _json_lines(file: Iterable[bytes]) -> Iterator[tuple[int, ParsedRow]]:
     # As bytes: text mode also splits lines at characters that JSON allows within a string.
     for number, line in enumerate(file, start=1):
         if line.strip():
@@ -242,7 +242,7 @@ def _json_lines(file: Iterable[bytes]) -> Iterator[tuple[int, Row]]:
                 yield number, str(error)
 
 
-def _json_row(value: Any) -> Row:
+def _json_row(value: Any) -> ParsedRow:
     return value if isinstance(value, dict) else "not a JSON object"
 
 

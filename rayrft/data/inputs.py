@@ -9,7 +9,7 @@ from itertools import islice
 
 from rayrft.config import RunConfig
 from rayrft.data.demonstrations import RowEncoder, demonstrate, from_source, from_tasks, held_out_name, hold_out
-from rayrft.data.formats import Row
+from rayrft.data.formats import ParsedRow
 from rayrft.data.layouts import conversations
 from rayrft.data.row_sources import open_source
 from rayrft.data.task_sampler import TaskSetSpec
@@ -51,7 +51,7 @@ def demonstrated_text(config: RunConfig) -> list[str]:
     """Return the text of demonstrations, so that a tiny model's tokenizer knows their characters."""
     texts: list[str] = []
     for name, spec in config.demonstrations.items():
-        rows: Iterable[tuple[int, Row]] = open_source(spec, f"demonstrations.{name}").rows if spec.origins else ()
+        rows: Iterable[tuple[int, ParsedRow]] = open_source(spec, f"demonstrations.{name}").rows if spec.origins else ()
         for _, row in rows:
             with suppress(DataError):  # broken rows are reported when they become experiences
                 sides = conversations(row, spec).sides if isinstance(row, dict) else []

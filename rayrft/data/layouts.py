@@ -17,7 +17,7 @@ from rayrft.data.images import IMAGE_MARK
 from rayrft.data.tokenizer import common_length
 from rayrft.errors import DataError
 
-Message = dict[str, Any]
+_Message = dict[str, Any]
 """A chat message: ``role`` and ``content``, texts; other fields as chat templates take them, such as ``tool_calls``. An
 assistant's message with ``weight`` 0 is context, which is not trained."""
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool"}
@@ -155,7 +155,7 @@ class Side:
     """One sequence of a row: a conversation that ends with the assistant, or two ``texts``, a prompt and what follows
     it, which are tokenised as they are; and its label, if it has one."""
 
-    messages: list[Message]
+    messages: list[_Message]
     texts: tuple[str, str] | None = None
     chosen: bool | None = None
 
@@ -262,7 +262,7 @@ class _Reader:
         shared = common_length(*sides)
         return [Side(_as_context(side, shared), chosen=not number) for number, side in enumerate(sides)]
 
-    def _joined(self, prompt: Any, answer: Any, prompt_name: str, answer_name: str) -> tuple[list[Message], int]:
+    def _joined(self, prompt: Any, answer: Any, prompt_name: str, answer_name: str) -> tuple[list[_Message], int]:
         """Join prompt and answer; also return how many messages are the prompt. An answer that does not begin with the
         assistant contains its own prompt, of which all but the last turn of the assistant is context."""
         pictures = list(self.pictures)
@@ -275,7 +275,7 @@ class _Reader:
             messages, first = [*before, *messages], len(before)
         return _checked(messages, answer_name), first
 
-    def messages(self, value: Any, role: str, name: str) -> list[Message]:
+    def messages(self, value: Any, role: str, name: str) -> list[_Message]:
         """Parse a text of ``role``, a list of messages, or one message."""
         if value is None or value in ("", []):
             raise DataError(f"needs text or messages in {name!r}")
@@ -285,7 +285,7 @@ class _Reader:
             return [{"role": role, "content": as_text(value, name)}]
         return [self._message(message, f"{name}[{index}]") for index, message in enumerate(value)]
 
-    def _message(self, value: Any, path: str) -> Message:
+    def _message(self, value: Any, path: str) -> _Message:
         """Parse a message of OpenAI (``role`` and ``content``, which may be parts) or ShareGPT (``from`` and
         ``value``)."""
         if not isinstance(value, dict):
@@ -415,7 +415,7 @@ def task_prompt(value: Any, name: str, key: str) -> tuple[list[dict[str, str]], 
     return [{"role": each["role"], "content": each["content"]} for each in messages], answer, reader.pictures
 
 
-def _with_system(system: Any, messages: list[Message]) -> list[Message]:
+def _with_system(system: Any, messages: list[_Message]) -> list[_Message]:
     if system is None:
         return messages
     if messages[0]["role"] == "system":
@@ -423,13 +423,13 @@ def _with_system(system: Any, messages: list[Message]) -> list[Message]:
     return [{"role": "system", "content": as_text(system, "system")}, *messages]
 
 
-def _as_context(messages: list[Message], until: int) -> list[Message]:
+def _as_context(messages: list[_Message], until: int) -> list[_Message]:
     """Return messages of which the assistant's first ones, up to index ``until``, are not trained."""
     before = [{**each, "weight": 0} if each["role"] == "assistant" else each for each in messages[:until]]
     return [*before, *messages[until:]]
 
 
-def _checked(messages: list[Message], name: str) -> list[Message]:
+def _checked(messages: list[_Message], name: str) -> list[_Message]:
     if messages[0]["role"] == "assistant":
         raise DataError(f"{name!r} begins with the assistant, without a prompt")
     if messages[-1]["role"] != "assistant":
@@ -437,7 +437,7 @@ def _checked(messages: list[Message], name: str) -> list[Message]:
     return messages
 
 
-def displayed(messages: Sequence[Message]) -> list[dict[str, str]]:
+def displayed(messages: Sequence[_Message]) -> list[dict[str, str]]:
     """Return messages as the ``turns`` of a row: texts, with calls of tools as JSON."""
     return [
         {key: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for key, each in turn.items()}

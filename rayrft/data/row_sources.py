@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from rayrft.config.base import resolved
 from rayrft.config.rows import RowsConfig
-from rayrft.data.formats import Row, open_rows, rows_of
+from rayrft.data.formats import ParsedRow, open_rows, rows_of
 from rayrft.data.tables import RowSource, open_table, quiet_ray_data, with_json_texts
 from rayrft.errors import DataError, nearest
 
@@ -32,7 +32,7 @@ class NumberedRows:
     origin: str
     field: str
     base: Path
-    rows: Generator[tuple[int, Row], None, None]
+    rows: Generator[tuple[int, ParsedRow], None, None]
 
 
 def open_source(config: RowsConfig, field: str) -> NumberedRows:
@@ -88,7 +88,7 @@ def open_source_table(config: RowsConfig, field: str) -> RowSource:
     return with_json_texts(RowSource(name, first.schema, batches, count))
 
 
-def _numbered(tables: Generator[pa.Table, None, None]) -> Generator[tuple[int, Row], None, None]:
+def _numbered(tables: Generator[pa.Table, None, None]) -> Generator[tuple[int, ParsedRow], None, None]:
     with closing(tables):
         yield from enumerate((row for table in tables for row in rows_of(table)), start=1)
 

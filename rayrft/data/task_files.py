@@ -18,7 +18,7 @@ from rayrft.errors import DataError
 from rayrft.experience import Task
 
 _TEXTS = ("id", "source", "question", "answer", "system", "domain", "workflow")
-SCHEMA = pa.schema(
+TASK_SCHEMA = pa.schema(
     [
         *((name, pa.string()) for name in _TEXTS),
         ("tries", pa.int64()),
@@ -46,7 +46,7 @@ def write_tasks(path: Path, tasks: Iterable[tuple[str, Task]]) -> int:
     """Write tasks, each with the name of its source, to JSONL or Parquet; return their number. Raises DataError."""
     rows = (task_row(task, source) for source, task in tasks)
     parts = iter(lambda: list(islice(rows, _BATCH_ROWS)), [])
-    return write_table(path, SCHEMA, (pa.RecordBatch.from_pylist(part, schema=SCHEMA) for part in parts))
+    return write_table(path, TASK_SCHEMA, (pa.RecordBatch.from_pylist(part, schema=TASK_SCHEMA) for part in parts))
 
 
 def read_tasks(config: TaskSourceConfig, field: str) -> list[Task]:
@@ -60,19 +60,19 @@ def read_tasks(config: TaskSourceConfig, field: str) -> list[Task]:
     if table.broken:
         total = len(table.broken) + (table.rows or 0)
         raise broken_rows(table.broken, total, "write the file again", field=place, value=str(path))
-    if missing := [name for name in SCHEMA.names if name not in table.schema.names]:
+    if missing := [name for name in TASK_SCHEMA.names if name not in table.schema.names]:
         problem = f"is not a file of tasks that rayrft wrote: it has no column {missing[0]!r}"
         raise DataError(problem, "read files of your own by source: file", field=place, value=str(path))
     for name in ("question", "answer", "system"):
         if (column := table.schema.field(name)).type != pa.string() or is_json(column):
             problem = f"column {name!r} holds values that are not texts"
             raise DataError(problem, "write them as texts", field=place, value=str(path))
-    rows = (row for batch in table.batches(_BATCH_ROWS) for row in batch.select(SCHEMA.names).to_pylist())
+    rows = (row for batch in table.batches(_BATCH_ROWS) for row in batch.select(TASK_SCHEMA.names).to_pylist())
     return [_to_task(row, config.system) for row in islice(rows, config.size)]
 
 
 def task_row(task: Task, source: str) -> dict[str, Any]:
-    """Return a task of a source as a row of `SCHEMA`."""
+    """Return a task of a source as a row of `TASK_SCHEMA`."""
     texts = {name: json.dumps(getattr(task, name), ensure_ascii=False, default=str) for name in ("metadata", "history")}
     lists = {name: list(getattr(task, name)) for name in ("images", "other_answers")}
     return {**vars(task), "source": source, **lists, **texts}

@@ -52,7 +52,7 @@ class TaskSplits:
         }
 
 
-Process = Callable[[list[list[Task]]], list[list[Task]]]
+_Process = Callable[[list[list[Task]]], list[list[Task]]]
 """Works on the tasks of each source, before any of them are held out."""
 
 
@@ -60,7 +60,7 @@ def load_tasks(
     config: TasksConfig,
     demonstrations: dict[str, DemonstrationsConfig],
     seed: int,
-    process: Process = lambda sources: sources,
+    process: _Process = lambda sources: sources,
 ) -> TaskSplits:
     """Read all sources, drop repeated tasks, ``process`` the others, and split them by seed.
 

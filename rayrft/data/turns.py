@@ -17,7 +17,7 @@ from rayrft.errors import DataError
 from rayrft.experience import Experience, rewards_by_token
 
 
-def group_advantages(
+def compute_advantages(
     rows: list[Experience], algorithm: Algorithm, rewards: list[float] | None = None
 ) -> list[np.ndarray]:
     """Compute the algorithm's advantages of all rows of one group, an array ``[T]`` (float32) for every row.

@@ -25,7 +25,7 @@ from rayrft.endpoint.attempts import Access, ApplicationAttempt, ProcessEndpoint
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.explorer.environments import EnvironmentClient
-from rayrft.explorer.tools.call_formats import check_call_format
+from rayrft.explorer.tools.vllm_parsers import check_call_format
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.registry import loaded_plugins
 from rayrft.rewards import RewardResult

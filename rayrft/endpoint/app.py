@@ -26,7 +26,7 @@ from rayrft.runtime.serving.http import ApiError, EventStream, Handler, HttpServ
 from rayrft.runtime.trace import Trace
 from rayrft.runtime.waits import Waits
 
-PRIVATE = "private-"
+_PRIVATE = "private-"
 """Prefix of API keys whose requests are neither kept nor trained on."""
 
 
@@ -79,7 +79,7 @@ class PolicyEndpoint(HttpService):
                     raise ApiError(400, f"{param}: has more than 256 characters.", code="invalid_value", param=param)
             headers = {"X-Session-Id": session} if session.isascii() and session.isprintable() else {}
             key = key_of(request)
-            record = self._settings.any_model or (body.store and not key.startswith(PRIVATE))
+            record = self._settings.any_model or (body.store and not key.startswith(_PRIVATE))
             asks = await self._responder.begin(body, response, session, task, record=record)
             if body.stream:
                 last = {"last": ""} if model is MessagesRequest else {}

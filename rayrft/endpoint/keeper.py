@@ -24,11 +24,12 @@ from rayrft.experience import to_batch
 from rayrft.explorer.scoring import ScoredGroup
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, once, root_cause
+from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import settle
 
 R = TypeVar("R")
 
-Change = Literal["begin", "answered", "failed"]
+_Change = Literal["begin", "answered", "failed"]
 """The method of `Sessions` that begins or ends a call."""
 
 
@@ -83,7 +84,7 @@ class SessionKeeper(Watched):
             self._forgetting = asyncio.create_task(self._forget_old(self._keep_days))
             self._forgetting.add_done_callback(self._sent)
 
-    async def change(self, changes: list[tuple[Change, tuple[Any, ...]]]) -> list[OpenCall | None]:
+    async def change(self, changes: list[tuple[_Change, tuple[Any, ...]]]) -> list[OpenCall | None]:
         """Begin and end calls in this order, by the arguments of the methods of `Sessions` but the time.
 
         Returns the begun calls.
@@ -196,7 +197,7 @@ class RemoteSessions:
 
     def __init__(self, keeper: Handle[SessionKeeper]) -> None:
         self._keeper = keeper
-        self._unsent: list[tuple[Change, tuple[Any, ...], asyncio.Future[Any]]] = []
+        self._unsent: list[tuple[_Change, tuple[Any, ...], asyncio.Future[Any]]] = []
         self._sending: asyncio.Task[None] | None = None
 
     async def begin(self, *args: Any) -> OpenCall:
@@ -222,16 +223,12 @@ class RemoteSessions:
         return await self._call(SessionKeeper.stats)
 
     async def _call(self, method: Callable[..., Coroutine[Any, Any, R]], *args: Any) -> R:
-        from ray.exceptions import RayTaskError
-
         try:
             return await Context().run(self._keeper.call, method, *args)
-        except RayTaskError as error:
-            raise error.cause from None
-        except ray_api.ACTOR_ERRORS as error:
+        except (*ray_api.ACTOR_ERRORS, ray.exceptions.RayTaskError) as error:
             raise root_cause(error, "keeper") from None
 
-    async def _change(self, name: Change, *args: Any) -> Any:
+    async def _change(self, name: _Change, *args: Any) -> Any:
         changed = asyncio.get_running_loop().create_future()
         self._unsent.append((name, args, changed))
         if self._sending is None:

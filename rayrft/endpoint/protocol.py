@@ -55,7 +55,7 @@ class RequestMetadata(_Body):
 
 _PICTURES = ("image_url", "input_image")
 Limit = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(max_length=256)]
+ShortName = Annotated[str, Field(max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1)]
 _MOST_ANSWERS = 1024
@@ -67,7 +67,7 @@ _MOST_ALTERNATIVES = 20
 class Sampled(_Body):
     """The base of requests for answers. Without a value the run's own sampling applies."""
 
-    model: Name
+    model: ShortName
     n: int = Field(1, ge=1, le=128)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -80,10 +80,10 @@ class Sampled(_Body):
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
-    bad_words: list[Annotated[Name, Field(min_length=1)]] = Field(default_factory=list, max_length=64)
+    bad_words: list[Annotated[ShortName, Field(min_length=1)]] = Field(default_factory=list, max_length=64)
     allowed_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     max_tokens: Limit | None = None
-    stop: Name | Annotated[list[Name], Field(max_length=16)] | None = None
+    stop: ShortName | Annotated[list[ShortName], Field(max_length=16)] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -151,8 +151,8 @@ class ChatMessage(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(max_length=1024)] | None = None
     tool_calls: list[dict[str, Any]] = Field(default_factory=list, max_length=128)
-    tool_call_id: Name | None = None
-    name: Name | None = None
+    tool_call_id: ShortName | None = None
+    name: ShortName | None = None
     reasoning_content: str | None = None
 
     @model_validator(mode="after")
@@ -259,7 +259,7 @@ class ChatRequest(Sampled):
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     """If false, the first call of an answer is its only one."""
-    reasoning_effort: Name | None = None
+    reasoning_effort: ShortName | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -378,9 +378,9 @@ class FeedbackRequest(_Body):
 
     model_config = ConfigDict(extra="forbid")
 
-    id: Name = Field(min_length=1)
+    id: ShortName = Field(min_length=1)
     reward: float
-    components: dict[Name, float] = Field(default_factory=dict, max_length=64)
+    components: dict[ShortName, float] = Field(default_factory=dict, max_length=64)
 
 
 def runs_at_server(tool: Any) -> bool:

@@ -31,7 +31,8 @@ from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import DataError, ModelError
 from rayrft.explorer.engines import exchange
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, TokenCallback
-from rayrft.explorer.tools.call_formats import CallFormat, HermesCalls, JsonCalls, instructed, open_call_format
+from rayrft.explorer.tools.call_formats import CallFormat, HermesCalls, JsonCalls, instructed
+from rayrft.explorer.tools.vllm_parsers import open_call_format
 from rayrft.runtime.serving.http import ApiError, api_error, client_gone, unless_gone
 from rayrft.runtime.waits import cancel
 

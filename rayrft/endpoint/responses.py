@@ -10,11 +10,11 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.endpoint.protocol import ChatRequest, Limit, Name, runs_at_server
+from rayrft.endpoint.protocol import ChatRequest, Limit, ShortName, runs_at_server
 from rayrft.endpoint.replies import CheckedRequest, DecodedAnswer, ReplyForm, TextPiece, as_event
 from rayrft.runtime.serving.http import UnsupportedParameter
 
-Item = dict[str, Any]
+_Item = dict[str, Any]
 
 
 _TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
@@ -34,7 +34,7 @@ class ResponsesRequest(ChatRequest):
     conversation."""
 
     max_output_tokens: Limit | None = None
-    include: list[Name] = Field(default_factory=list, max_length=16)
+    include: list[ShortName] = Field(default_factory=list, max_length=16)
     kinds: dict[str, tuple[str, str]] = Field(default_factory=dict)
     """Types and namespaces of tools by the name with which the policy sees them: all are functions to it."""
     text: dict[str, Any] = Field(default_factory=dict)
@@ -254,7 +254,7 @@ class ResponseReply(ReplyForm):
             self._event("response.content_part.added", part=part, **self._place),
         ]
 
-    def _call(self, index: int, item: Item) -> Iterator[str]:
+    def _call(self, index: int, item: _Item) -> Iterator[str]:
         place = {"item_id": item["id"], "output_index": index}
         if "input" in item:
             begun = {**item, "input": "", "status": "in_progress"}
@@ -271,7 +271,7 @@ class ResponseReply(ReplyForm):
         yield self._event("response.function_call_arguments.delta", delta=arguments, **place)
         yield self._event("response.function_call_arguments.done", arguments=arguments, name=item["name"], **place)
 
-    def _items(self, answer: DecodedAnswer) -> list[Item]:
+    def _items(self, answer: DecodedAnswer) -> list[_Item]:
         thoughts = [self._reasoning(answer.message.reasoning)] if answer.message.reasoning else []
         calls = [self._called(call) for call in answer.message.tool_calls]
         content = answer.message.content
@@ -281,7 +281,7 @@ class ResponseReply(ReplyForm):
         status = "incomplete" if answer.is_truncated else "completed"
         return [*thoughts, self._text(content, logprobs, status), *calls]
 
-    def _called(self, call: dict[str, Any]) -> Item:
+    def _called(self, call: dict[str, Any]) -> _Item:
         """Return the item of a call, of the type of its tool."""
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         kind, namespace = self._kinds.get(name, ("function", ""))
@@ -296,11 +296,11 @@ class ResponseReply(ReplyForm):
             return {"type": "custom_tool_call", "id": f"ctc_{call['id']}", **about, "input": text}
         return {"type": "function_call", "id": f"fc_{call['id']}", **about, "arguments": arguments}
 
-    def _reasoning(self, text: str) -> Item:
+    def _reasoning(self, text: str) -> _Item:
         content = [{"type": "reasoning_text", "text": text}] if text else []
         return {"type": "reasoning", "id": self._thoughts, "summary": [], "content": content}
 
-    def _text(self, text: str, logprobs: list[dict[str, Any]], status: str) -> Item:
+    def _text(self, text: str, logprobs: list[dict[str, Any]], status: str) -> _Item:
         content = [_part(text, logprobs)]
         return {"type": "message", "id": self._message, "role": "assistant", "status": status, "content": content}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 import traceback
@@ -100,6 +99,15 @@ class BusyClock:
         return total
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """Objects that runners share. ``logged``: the kinds of failures whose traceback is logged."""
+
+    environments: Environments | None
+    workflows: dict[str, Workflow] = field(default_factory=dict)
+    logged: set[int] = field(default_factory=set)
+
+
 class Runner:
     """Runs the config's workflows on tasks. Training and evaluation differ only in ``n`` and ``temperature``."""
 
@@ -111,6 +119,7 @@ class Runner:
         score: ScoreAnswers,
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
         scores_inline: Callable[[Task], bool] = lambda task: False,
+        shared: _Shared | None = None,
     ) -> None:
         """``scores_inline``: whether the rewards of a task do not wait. Its attempts are scored together then."""
         self._config = config
@@ -119,25 +128,21 @@ class Runner:
         self._tokenizer = tokenizer
         self._engines = engines
         self._score = score
-        self._workflows: dict[str, Workflow] = {}
-        self._logged: set[int] = set()
         self._parkable: dict[str, GroupCalls] = {}
         self._images = config.folder / "images"
         self.rolling, self.scoring = BusyClock(), BusyClock()
-        self._workflow(config.explorer.workflow)
         environment = config.explorer.environment
-        self._environments = Environments(environment, config.plugins) if environment else None
+        self._shared = shared or _Shared(Environments(environment, config.plugins) if environment else None)
+        self.workflow(config.explorer.workflow)
 
     def beside(self, engines: Engines, max_tokens: int | None = None) -> Runner:
         """Return one for these engines and ``max_tokens``, with the same workflows, environments and processes."""
-        other = copy.copy(self)
-        other._engines, other._parkable = engines, {}
-        other.rolling, other.scoring = BusyClock(), BusyClock()
+        config = self._config
         if max_tokens is not None:
-            sampling = self._config.explorer.sampling.model_copy(update={"max_tokens": max_tokens})
-            explorer = self._config.explorer.model_copy(update={"sampling": sampling})
-            other._config = self._config.model_copy(update={"explorer": explorer})
-        return other
+            sampling = config.explorer.sampling.model_copy(update={"max_tokens": max_tokens})
+            config = config.model_copy(update={"explorer": config.explorer.model_copy(update={"sampling": sampling})})
+        known = (self._score, self._auxiliary, self._scores_inline, self._shared)
+        return Runner(config, self._tokenizer, engines, *known)
 
     async def run(self, task: Task, name: str, n: int, temperature: float, parking: Parking | None = None) -> Rollout:
         """Attempt a task ``n`` times concurrently, and score the rows without a reward by their last turn.
@@ -214,13 +219,13 @@ class Runner:
         try:
             try:
                 deadline = group.attempt(seconds, calls.session(repeat))
-                if self._environments is None:
+                if self._shared.environments is None:
                     with deadline:
-                        made = await self._workflow(workflow).run(task, model, None)
+                        made = await self.workflow(workflow).run(task, model, None)
                 else:
-                    async with self._environments.attempt(episode_seed(self._config, name, repeat)) as env:
+                    async with self._shared.environments.attempt(episode_seed(self._config, name, repeat)) as env:
                         with deadline:
-                            made = await self._workflow(workflow).run(task, model, env)
+                            made = await self.workflow(workflow).run(task, model, env)
             except (ContextFull, PromptTooLong) as error:
                 made = [trajectory for trajectory in model.started if trajectory.answers]
                 if not made:
@@ -257,10 +262,10 @@ class Runner:
         """Log a failure, the first of its kind with its traceback, and return it."""
         text = f"workflow {workflow!r} on task {task.id}: {problem}"
         kind = hash((workflow, trace[: trace.rfind("\n", 0, -1)]))
-        first = bool(trace) and kind not in self._logged
+        first = bool(trace) and kind not in self._shared.logged
         log.warning("%s\n%s" if first else "%s%s", text, trace * first)
         if first:
-            self._logged.add(kind)
+            self._shared.logged.add(kind)
         return _Failure(reason, text)
 
     async def _score_rows(self, task: Task, made: list[_BuiltRow]) -> None:
@@ -301,10 +306,12 @@ class Runner:
             session=calls.session(repeat),
         )
 
-    def _workflow(self, name: str) -> Workflow:
-        if name not in self._workflows:
-            self._workflows[name] = build_workflow(name, self._config.explorer, auxiliary=self._config.auxiliary)
-        return self._workflows[name]
+    def workflow(self, name: str) -> Workflow:
+        """Return the workflow of that name, built once."""
+        if name not in self._shared.workflows:
+            built = build_workflow(name, self._config.explorer, auxiliary=self._config.auxiliary)
+            self._shared.workflows[name] = built
+        return self._shared.workflows[name]
 
 
 @dataclass(frozen=True)

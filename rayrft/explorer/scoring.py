@@ -178,8 +178,8 @@ def drop_zero_variance(group: ScoredGroup, algorithm: Algorithm) -> ScoredGroup:
     """
     if not group.rows or not algorithm.zero_advantage_is_noop:
         return group
-    from rayrft.data.turns import group_advantages  # imports torch, which the Master does not need
+    from rayrft.data.turns import compute_advantages  # imports torch, which the Master does not need
 
-    if any(values.any() for values in group_advantages(group.rows, algorithm, group.raw_rewards)):
+    if any(values.any() for values in compute_advantages(group.rows, algorithm, group.raw_rewards)):
         return group
     return replace(group, rows=[], dropped=group.dropped + Counter(zero_variance=len(group.rows)))

@@ -113,9 +113,9 @@ class FeedbackPage(HttpService):
         count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
         super().__init__(config, key_digests, count)
-        self._name, self._settings, self._rows, self._folder = name, config, rows, folder
-        self._judgements = Judgements(config)
-        self._queue = Queue(config, self._judgements)
+        self._name, self._settings, self.rows, self._folder = name, config, rows, folder
+        self.judgements = Judgements(config)
+        self.queue = Queue(config, self.judgements)
         self._before: dict[str, float | None] = {}
         self._unsettled: dict[str, list[Judgement]] = {}
         """Judgements whose outcome in the run their person does not know yet, by person."""
@@ -163,25 +163,25 @@ class FeedbackPage(HttpService):
             journal, entries = await asyncio.to_thread(open_journal, self._folder)
             self._journal = journal
             for entry in entries:
-                self._judgements.add(entry)
+                self.judgements.add(entry)
         await self._read()
         self._referring = asyncio.create_task(self._refer())
         await asyncio.wait({self._referring}, timeout=_REFERENCES_S)
-        self._delivery = Delivery(self._rows, self._judgements, self._journal, self._before)
+        self._delivery = Delivery(self.rows, self.judgements, self._journal, self._before)
         self._delivery.wake()
 
     async def _refer(self) -> None:
         try:
-            self._references = await asyncio.to_thread(self._rows.references)
+            self._references = await asyncio.to_thread(self.rows.references)
         except RayrftError as error:
             self._notice = f"Reference answers cannot be read: {error.problem}"
 
     async def _read(self) -> None:
-        items = await asyncio.to_thread(lambda: self._queue.arrange(self._rows.groups()))
+        items = await asyncio.to_thread(lambda: self.queue.arrange(self.rows.groups()))
         for item in items:
             for answer in item.answers:
                 self._before.setdefault(answer.experience_id, answer.reward)
-        self._queue.fill(items)
+        self.queue.fill(items)
         self._read_at = time.monotonic()
 
     async def _refresh(self, needed: bool) -> None:
@@ -210,24 +210,24 @@ class FeedbackPage(HttpService):
 
     async def _next(self, request: Request) -> Response:
         body = await self._asked(NextRequest, request)
-        await self._refresh(needed=self._queue.left(body.view) == 0)
-        item = self._queue.take(body.person, body.view)
+        await self._refresh(needed=self.queue.left(body.view) == 0)
+        item = self.queue.take(body.person, body.view)
         return JSONResponse({"item": self._shown(item), **self._progress(body.person)})
 
     async def _keep(self, request: Request) -> Response:
         body = await self._asked(KeepRequest, request)
-        return JSONResponse({"kept": self._queue.keep(body.person, body.item)})
+        return JSONResponse({"kept": self.queue.keep(body.person, body.item)})
 
     async def _leave(self, request: Request) -> Response:
         body = await self._asked(PersonRequest, request)
-        self._queue.leave(body.person)
+        self.queue.leave(body.person)
         return JSONResponse({})
 
     async def _image(self, request: Request) -> Response:
         """Return an image of an item, by its number."""
         await self.begin()
         asked = request.query_params
-        item, number = self._queue.items.get(asked.get("item", "")), asked.get("number", "")
+        item, number = self.queue.items.get(asked.get("item", "")), asked.get("number", "")
         images = item.answers[0].images if item is not None else ()
         path = images[int(number)] if number.isdecimal() and int(number) < len(images) else ""
         found = await asyncio.to_thread(image_content, path)
@@ -239,18 +239,18 @@ class FeedbackPage(HttpService):
 
     async def _judge(self, request: Request) -> Response:
         body = await self._asked(JudgeRequest, request)
-        if body.id in self._judgements.undone:
+        if body.id in self.judgements.undone:
             return JSONResponse({"id": body.id, "outcome": "undone", **self._progress(body.person)})
-        known = self._judgements.all.get(body.id)
+        known = self.judgements.all.get(body.id)
         if known is not None and known.person != body.person:
             raise ApiError(409, "A judgement of somebody else has this id.", code="id_taken", param="id")
         others: list[str] = []
         if known is None:
             known = self._judgement(body, await self._item(body.item, body.rows))
-            others = self._queue.others(known.item, known.person)
+            others = self.queue.others(known.item, known.person)
             await self._delivering.record(JudgementAdded(known))
-            others = sorted({*others, *self._queue.others(known.item, known.person)})  # of the same moment
-            self._queue.judged(known)
+            others = sorted({*others, *self.queue.others(known.item, known.person)})  # of the same moment
+            self.queue.judged(known)
         delivered = await self._delivering.settle(known, _SETTLE_S)
         if delivered.outcome == "kept":
             self._unsettled.setdefault(known.person, []).append(known)
@@ -258,19 +258,19 @@ class FeedbackPage(HttpService):
 
     async def _undo(self, request: Request) -> Response:
         body = await self._asked(UndoRequest, request)
-        given = self._judgements.of_person(body.person)
+        given = self.judgements.of_person(body.person)
         if body.id is not None:
-            given = [each for each in [*given, self._judgements.undone.get(body.id)] if each and each.id == body.id]
+            given = [each for each in [*given, self.judgements.undone.get(body.id)] if each and each.id == body.id]
         if not given or given[-1].person != body.person:
             raise ApiError(404, "Nothing to undo.", code="judgement_not_found", param="id")
         undone = given[-1]
-        if undone.id not in self._judgements.undone:  # a client repeats the request if the response was lost
+        if undone.id not in self.judgements.undone:  # a client repeats the request if the response was lost
             await self._delivering.record(JudgementUndone(undone.id))
         item = None
-        if body.person not in self._judgements.of_item(undone.item):
+        if body.person not in self.judgements.of_item(undone.item):
             with contextlib.suppress(ApiError):  # the item's rows are no longer in the log
                 item = await self._item(undone.item, undone.rows)
-                self._queue.undone(undone, item)
+                self.queue.undone(undone, item)
         delivered = await self._delivering.settle(undone, _SETTLE_S)
         draft = {name: value for name, value in asdict(undone).items() if name not in ("id", "person", "given_at")}
         shown = {"id": undone.id, "item": self._shown(item), "draft": draft}
@@ -278,7 +278,7 @@ class FeedbackPage(HttpService):
 
     async def _item(self, key: str, rows: Sequence[str]) -> Item:
         """Return the item of a key, as it was shown. Raises ApiError 404 if there is none."""
-        item = self._queue.items.get(key)
+        item = self.queue.items.get(key)
         if item is not None and {answer.experience_id for answer in item.answers} == set(rows):
             return item
         # The item has left the queue: it was shown before a restart, or the run has newer ones.
@@ -288,7 +288,7 @@ class FeedbackPage(HttpService):
         if not (are_its and least <= len(rows) <= most):
             raise ApiError(404, f"There is no item {key!r} of these rows.", code="item_not_found", param="item")
         try:
-            answers = tuple([await asyncio.to_thread(self._rows.find, row) for row in rows])
+            answers = tuple([await asyncio.to_thread(self.rows.find, row) for row in rows])
         except DataError as error:
             raise ApiError(404, str(error), code="item_not_found", param="rows") from None
         for answer in answers:
@@ -321,18 +321,18 @@ class FeedbackPage(HttpService):
 
     async def _stats(self, request: Request) -> Response:
         await self.begin()
-        people = Counter(each.person for each in self._judgements.all.values())
-        outcomes = Counter(sent.outcome for sent in self._judgements.sent.values())
-        kept = len(self._judgements.unsent()) + len(self._judgements.unsent_edits())
-        sent = self._judgements.edits.values()
+        people = Counter(each.person for each in self.judgements.all.values())
+        outcomes = Counter(sent.outcome for sent in self.judgements.sent.values())
+        kept = len(self.judgements.unsent()) + len(self.judgements.unsent_edits())
+        sent = self.judgements.edits.values()
         edits = Counter("taken back" if each.withdrawn else each.outcome for each in sent)
-        agreement = [asdict(figure) for figure in measure_agreement(self._judgements.all.values())]
+        agreement = [asdict(figure) for figure in measure_agreement(self.judgements.all.values())]
         figures: dict[str, Any] = {"people": dict(people.most_common()), "rows": {**outcomes, "kept": kept}}
         requests = {"open": self.open, "requests": dict(self.outcomes)}
         return JSONResponse({**requests, **figures, "edits": edits, "agreement": agreement})
 
     def _progress(self, person: str) -> dict[str, Any]:
-        given = self._judgements.of_person(person)
+        given = self.judgements.of_person(person)
         counted = [each for each in given if not each.skipped]
         day = time.time() - 86_400
         mine = {
@@ -343,11 +343,11 @@ class FeedbackPage(HttpService):
             "seconds": sum(each.seconds for each in counted) / len(counted) if counted else None,
             "latest": given[-1].id if given else None,
         }
-        left = {view: self._queue.left(view) for view in self._queue.totals}
+        left = {view: self.queue.left(view) for view in self.queue.totals}
         return {
             "mine": mine,
             "left": left,
-            "totals": self._queue.totals,
+            "totals": self.queue.totals,
             "running": self._delivering.reachable,
             "news": self._news(person),
         }

@@ -12,7 +12,7 @@ from typing import ParamSpec
 
 from rayrft.errors import ActorDied, DataError, FeedbackRefused, RayrftError, RunNotFound
 from rayrft.feedback.journal import entry_line
-from rayrft.feedback.judgements import EditSent, Entry, Judgement, Judgements, Outcome, RowSent
+from rayrft.feedback.judgements import EditSent, Entry, Judgement, Judgements, RowSent, SendOutcome
 from rayrft.feedback.run_rows import RunRows
 from rayrft.json_lines import JsonLines
 from rayrft.runtime.waits import cancel
@@ -131,7 +131,7 @@ class Delivery:
         self._judgements.add(entry)
 
 
-async def _outcome(send: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> tuple[Outcome, str]:
+async def _outcome(send: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> tuple[SendOutcome, str]:
     """Call a method of the run in a thread; return the outcome and its reason."""
     try:
         await asyncio.to_thread(send, *args, **kwargs)

@@ -28,9 +28,9 @@ from rayrft.feedback.judgements import Judgement, Judgements, View, check_judgem
 from rayrft.feedback.run_rows import read_shown
 from rayrft.files import atomic_file
 
-TOOLS = ("argilla", "label_studio")
-FORMATS = ("pairs", "answers", "labelled", "scores", *TOOLS)
-Row = dict[str, Any]
+LABEL_TOOLS = ("argilla", "label_studio")
+FORMATS = ("pairs", "answers", "labelled", "scores", *LABEL_TOOLS)
+_Row = dict[str, Any]
 _USERS = uuid.uuid5(uuid.NAMESPACE_URL, "rayrft:feedback")
 
 
@@ -53,7 +53,7 @@ def write_feedback(judgements: Judgements, answers: dict[str, ShownAnswer], path
     if form not in FORMATS:
         raise DataError("no such format", f"one of {', '.join(FORMATS)}", field="format", value=form)
     there = [each for each in judgements.all.values() if all(row in answers for row in each.rows)]
-    rows: dict[str, Iterator[Row]] = {
+    rows: dict[str, Iterator[_Row]] = {
         "pairs": _pairs(there, answers),
         "answers": _edits(there, answers),
         "labelled": _labelled(there, answers),
@@ -74,8 +74,8 @@ def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settin
     content, so that importing a file twice counts once. Raises DataError, with line numbers, if records are broken, or
     name no answers of the run.
     """
-    if tool not in TOOLS:
-        raise DataError("no such format to import", f"one of {', '.join(TOOLS)}", field="format", value=tool)
+    if tool not in LABEL_TOOLS:
+        raise DataError("no such format to import", f"one of {', '.join(LABEL_TOOLS)}", field="format", value=tool)
     read = {"argilla": _from_argilla, "label_studio": _from_label_studio}[tool]
     found: list[Judgement] = []
     broken: dict[int, str] = {}
@@ -110,7 +110,7 @@ def read_answers(archive: Archive, ids: set[str] | None = None) -> dict[str, Sho
 # Rows to train on.
 
 
-def _pairs(given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterator[Row]:
+def _pairs(given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterator[_Row]:
     votes = Counter(pair for each in given if not each.skipped for pair in each.pairs)
     for (better, worse), count in votes.items():
         against = votes[worse, better]
@@ -125,14 +125,14 @@ def _pairs(given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterator[
                 yield dict(zip(("chosen", "rejected"), sides, strict=True)) | ids
 
 
-def _edits(given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterator[Row]:
+def _edits(given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterator[_Row]:
     for each in given:
         if each.edit is not None:
             before, _ = _parted(answers[each.rows[0]])
             yield {"messages": [*before, _said(each.edit)], "id": each.id, "of": each.rows[0], "person": each.person}
 
 
-def _labelled(given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterator[Row]:
+def _labelled(given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterator[_Row]:
     thumbs: dict[str, int] = {}
     for each in given:
         if each.thumb is not None:
@@ -143,7 +143,7 @@ def _labelled(given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterat
             yield {"prompt": before, "response": text, "label": balance > 0, "id": row}
 
 
-def _scores(judgements: Judgements, given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterator[Row]:
+def _scores(judgements: Judgements, given: list[Judgement], answers: dict[str, ShownAnswer]) -> Iterator[_Row]:
     for row in dict.fromkeys(row for each in given for row in each.rows):
         wanted = judgements.target(row)
         if wanted.reward is not None:
@@ -183,10 +183,10 @@ def _names(rows: tuple[str, ...]) -> list[str]:
     return ["response"] if len(rows) == 1 else [f"response_{'abcdefghi'[at]}" for at in range(len(rows))]
 
 
-def _argilla(judged: list[Judgement], fields: dict[str, str]) -> Row:
+def _argilla(judged: list[Judgement], fields: dict[str, str]) -> _Row:
     rows = tuple(sorted(judged[0].rows))
     names = dict(zip(rows, _names(rows), strict=True))
-    responses: dict[str, list[Row]] = {}
+    responses: dict[str, list[_Row]] = {}
     for each in judged:
         values = {
             "score": each.score,
@@ -213,7 +213,7 @@ def _argilla(judged: list[Judgement], fields: dict[str, str]) -> Row:
     }
 
 
-def _from_argilla(record: Row) -> Iterator[Judgement]:
+def _from_argilla(record: _Row) -> Iterator[Judgement]:
     metadata = record.get("metadata") or {}
     view, rows = _identified(record["id"], metadata)
     by_name = dict(zip(_names(rows), rows, strict=True))
@@ -243,7 +243,7 @@ def _from_argilla(record: Row) -> Iterator[Judgement]:
         )
 
 
-def _label_studio(judged: list[Judgement], fields: dict[str, str]) -> Row:
+def _label_studio(judged: list[Judgement], fields: dict[str, str]) -> _Row:
     rows = tuple(sorted(judged[0].rows))
     items = [{"id": row, "title": name, "body": fields[name]} for row, name in zip(rows, _names(rows), strict=True)]
     whole = fields | ({"items": items} if len(rows) > 1 else {})
@@ -251,7 +251,7 @@ def _label_studio(judged: list[Judgement], fields: dict[str, str]) -> Row:
     return {"data": {**about, **whole}, "annotations": [_annotation(each, rows) for each in judged], "predictions": []}
 
 
-def _annotation(each: Judgement, rows: tuple[str, ...]) -> Row:
+def _annotation(each: Judgement, rows: tuple[str, ...]) -> _Row:
     pick, ranking = (each.ranking, ()) if each.view == "pair" else ((), each.ranking)
     side = ("left" if pick[0] == rows[0] else "right") if pick else None
     first = _names(rows)[0]
@@ -281,7 +281,7 @@ def _annotation(each: Judgement, rows: tuple[str, ...]) -> Row:
     }
 
 
-def _from_label_studio(task: Row) -> Iterator[Judgement]:
+def _from_label_studio(task: _Row) -> Iterator[Judgement]:
     data = task["data"]
     name = data.get("item") or data.get("id") or task["id"]
     view, rows = _identified(name, data)
@@ -312,7 +312,7 @@ def _from_label_studio(task: Row) -> Iterator[Judgement]:
         )
 
 
-def _identified(name: Any, about: Row) -> tuple[View, tuple[str, ...]]:
+def _identified(name: Any, about: _Row) -> tuple[View, tuple[str, ...]]:
     """Return the view and the rows of a record: exported ones, or the answer that its id names."""
     if "rows" in about:
         return about["view"], tuple(sorted(about["rows"]))

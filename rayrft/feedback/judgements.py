@@ -101,7 +101,7 @@ class JudgementUndone:
     kind: Literal["undone"] = "undone"
 
 
-Outcome = Literal["applied", "late", "refused"]
+SendOutcome = Literal["applied", "late", "refused"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class RowSent:
     experience_id: str
     reward: float | None
     labels: dict[str, str]
-    outcome: Outcome
+    outcome: SendOutcome
     reason: str = ""
     before: float | None = None
     """The row's own reward, which it gets back when all judgements of it are undone."""
@@ -124,7 +124,7 @@ class EditSent:
     and the run draws it no more."""
 
     id: str
-    outcome: Outcome
+    outcome: SendOutcome
     reason: str = ""
     demonstration: str = ""
     """Its experience id."""

@@ -35,13 +35,13 @@ class Recorder:
 
     def __init__(self, config: RunConfig, kept: int | None = 0, step: int = 0, *, taken_over: bool = False) -> None:
         self.config = config
-        self._file = RecordFile(config.folder)
-        kept = len(self._file) if kept is None else kept
-        rest = self._file.read(kept)
+        self.file = RecordFile(config.folder)
+        kept = len(self.file) if kept is None else kept
+        rest = self.file.read(kept)
         late = [r for r in rest if isinstance(r, EvaluationRecord) and r.stage_step and r.step <= step]
-        if kept + len(late) < len(self._file):
-            self._file = self._file.cut(kept, late)
-        self.totals = Totals(self._file.read())
+        if kept + len(late) < len(self.file):
+            self.file = self.file.cut(kept, late)
+        self.totals = Totals(self.file.read())
         self._sinks = Sinks(config, started=taken_over)
         reserve_space(config.folder)
         self._changed, self._saving = asyncio.Condition(), asyncio.Lock()
@@ -51,20 +51,20 @@ class Recorder:
     @property
     def count(self) -> int:
         """Number of records in the file so far."""
-        return len(self._file) - len(self._file.late)
+        return len(self.file) - len(self.file.late)
 
     def count_until(self, step: int) -> int:
         """Return the number of records before that of a step, which has one."""
-        return next(n for n, each in enumerate(self._file.read()) if isinstance(each, StepRecord) and each.step == step)
+        return next(n for n, each in enumerate(self.file.read()) if isinstance(each, StepRecord) and each.step == step)
 
     def keys_since(self, step: int) -> set[RecordKey]:
         """Return the keys of the records of later steps, and of the evaluations of this step."""
-        records = (each for each in self._file.read() if each.step > step or isinstance(each, EvaluationRecord))
+        records = (each for each in self.file.read() if each.step > step or isinstance(each, EvaluationRecord))
         return {record_key(each) for each in records if not isinstance(each, NoteRecord)}
 
     def restarts(self) -> list[RestartRecord]:
         """Return the records of restarts so far."""
-        return [each for each in self._file.read() if isinstance(each, RestartRecord)]
+        return [each for each in self.file.read() if isinstance(each, RestartRecord)]
 
     async def add(self, record: Record) -> None:
         """Append a record; followers see it while it waits for room, and a note is written later. Raises StorageError
@@ -72,18 +72,18 @@ class Recorder:
         await self._note_failed_sinks(record.stage, record.step)
         async with self._changed:
             try:
-                self._file.append(record)
+                self.file.append(record)
             except NoRoom as error:
                 Room.waits.setdefault(error.field, (time.monotonic(), error.problem))
             self.totals.add(record)
             self._sinks.write(record)
             self._changed.notify_all()
         waited = 0.0
-        while self._file.late and not isinstance(record, NoteRecord | RestartRecord):
+        while self.file.late and not isinstance(record, NoteRecord | RestartRecord):
             await asyncio.sleep(Room.poll_s)
             waited += Room.poll_s
             with contextlib.suppress(NoRoom) if waited < Room.limit_s else contextlib.nullcontext():
-                self._file.append()
+                self.file.append()
 
     async def note(self, text: str, stage: str = "", step: int = 0, **data: Any) -> None:
         await self.add(NoteRecord(stage, step, time.time(), text, data))
@@ -95,8 +95,8 @@ class Recorder:
     async def after(self, count: int) -> list[Record]:
         """Wait for records after the first ``count`` and return the next ones; an empty list once there are no more."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.ended or len(self._file) > count)
-            return [*self._file.read(count, count + _PAGE)]
+            await self._changed.wait_for(lambda: self.ended or len(self.file) > count)
+            return [*self.file.read(count, count + _PAGE)]
 
     async def close(self, summary: Summary) -> None:
         """Write ``summary.json`` and the plot, close the sinks within ``monitor.stall_s``, and always release the
@@ -105,7 +105,7 @@ class Recorder:
             await self.save(summary)
             await asyncio.to_thread(self._sinks.close, self.config.monitor.stall_s)
             await self._note_failed_sinks(step=self.totals.step)
-            self._file.append()  # what is late
+            self.file.append()  # what is late
         finally:
             async with self._changed:
                 self.ended = True
@@ -118,7 +118,7 @@ class Recorder:
             if self.totals.step or self.totals.accuracy:
                 plot = self.config.folder / "plot.png"
                 with contextlib.suppress(OSError):  # full disk: the plot can be drawn again from the records
-                    await asyncio.to_thread(save_plot, self._file.read(), plot, self.config.name)
+                    await asyncio.to_thread(save_plot, self.file.read(), plot, self.config.name)
 
     @property
     def seconds(self) -> float:

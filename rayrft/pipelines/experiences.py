@@ -102,6 +102,10 @@ class ExperiencePipeline:
         """Start the operators. Raises ConfigError if they cannot be started."""
         await self._operators.open()
 
+    async def close(self) -> None:
+        """End the processes or actors of the operators."""
+        await self._operators.close()
+
     async def process(self, task: Task, rows: list[Experience]) -> Verified:
         """Verify the rows of a group.
 

@@ -25,7 +25,7 @@ from rayrft.pipelines.operators.batches import BATCHES
 from rayrft.pipelines.report import Report
 from rayrft.pipelines.rows import Ids, fit_columns, id_column, last_answer, lineage
 from rayrft.pipelines.run.models import OpenModels
-from rayrft.pipelines.run.process import Pipeline, Progress
+from rayrft.pipelines.run.process import NoteGiven, Pipeline
 from rayrft.pipelines.subjects import is_experience
 from rayrft.registry import load_plugins
 
@@ -46,7 +46,7 @@ def process(
     *,
     context: Context | None = None,
     left_out: Path | None = None,
-    progress: Progress = lambda operator, rows: None,
+    progress: NoteGiven = lambda operator, rows: None,
     models: OpenModels | None = None,
     tasks: Mapping[str, Task] | None = None,
 ) -> Processed:

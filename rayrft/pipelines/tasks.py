@@ -21,11 +21,11 @@ from rayrft.pipelines.operator import Context
 from rayrft.pipelines.operator import operators as registered
 from rayrft.pipelines.report import OperatorReport
 from rayrft.pipelines.rows import lineage
-from rayrft.pipelines.run.models import Engines, no_engines, open_models
+from rayrft.pipelines.run.models import RunEngines, no_engines, open_models
 from rayrft.pipelines.run.process import Pipeline
 
-_IN_FILES = {each.name: each.type for each in task_files.SCHEMA if each.name not in ("workflow", "images")}
-SCHEMA = pa.schema({**_IN_FILES, "priority": pa.float32()})
+_IN_FILES = {each.name: each.type for each in task_files.TASK_SCHEMA if each.name not in ("workflow", "images")}
+_SCHEMA = pa.schema({**_IN_FILES, "priority": pa.float32()})
 """Columns of tasks that operators see; ``source``, a name or number, and ``domain`` are only read."""
 _KEPT = ("question", "answer", "system", "difficulty", "tries", "pass_rate", "priority")
 """What operators may change in a task."""
@@ -41,7 +41,7 @@ class ProcessedTasks:
     reports: list[OperatorReport]
 
 
-def load_processed(config: RunConfig, engines: Engines | None = None) -> ProcessedTasks:
+def load_processed(config: RunConfig, engines: RunEngines | None = None) -> ProcessedTasks:
     """Read the tasks of a run as `load_tasks` does, apply ``pipelines.tasks`` to all, and leave out training and
     demonstrated tasks that show an evaluation task. ``engines`` has the auxiliary models that operators ask.
 
@@ -60,7 +60,7 @@ def load_processed(config: RunConfig, engines: Engines | None = None) -> Process
 
 
 def load_splits(
-    config: RunConfig, bench: Sequence[Task], engines: Engines | None = None
+    config: RunConfig, bench: Sequence[Task], engines: RunEngines | None = None
 ) -> tuple[TaskSplits, list[OperatorReport]]:
     """Read the tasks of a run and apply ``pipelines.tasks``; evaluation tasks do not depend on what is left out later.
     ``bench``: those of its bench; ``engines``: see `load_processed`. Raises as `load_tasks` and `Pipeline` do."""
@@ -95,7 +95,7 @@ def _processed(
     names: Sequence[str],
     config: RunConfig,
     bench: Sequence[Task],
-    engines: Engines | None,
+    engines: RunEngines | None,
     left_out: Callable[[str, list[LeftOut]], None] = lambda operator, rows: None,
 ) -> tuple[list[list[tuple[Task, str]]], list[OperatorReport]]:
     """Send the tasks of all sources, one after another, through the operators of ``pipelines.tasks``; return those of
@@ -111,7 +111,7 @@ def _processed(
     known = {(name, task.id): task for name, tasks in zip(names, sources, strict=True) for task in tasks}
     pipeline = Pipeline(
         pipelines.tasks,
-        SCHEMA,
+        _SCHEMA,
         field="pipelines.tasks",
         origin="tasks",
         context=_context(config, bench, engines),
@@ -178,7 +178,11 @@ class AddedTasks:
 
 
 def process_added(
-    config: RunConfig, tasks: Sequence[Task], source: int, earlier: Sequence[Task] = (), engines: Engines | None = None
+    config: RunConfig,
+    tasks: Sequence[Task],
+    source: int,
+    earlier: Sequence[Task] = (),
+    engines: RunEngines | None = None,
 ) -> AddedTasks:
     """Process tasks as if they stood at the end of a source, by index; ``earlier`` are those that were added before.
 
@@ -226,10 +230,10 @@ def process_added(
 
 
 def _links(operators: list[OperatorConfig], field: str, context: Context) -> list[ChainLink]:
-    return build_chain(operators, SCHEMA, field=field, origin="tasks", context=context)
+    return build_chain(operators, _SCHEMA, field=field, origin="tasks", context=context)
 
 
-def _context(config: RunConfig, bench: Sequence[Task], engines: Engines | None) -> Context:
+def _context(config: RunConfig, bench: Sequence[Task], engines: RunEngines | None) -> Context:
     models = {*config.pipelines.endpoints, *(config.auxiliary if engines is not None else ())}
     return Context(tuple(bench), config.model.path, models, scores=not config.reward.stages)
 
@@ -283,7 +287,7 @@ def _without_evaluation_tasks(
 
 
 def _to_batch(tasks: Sequence[Task], source: str) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pylist([task_files.task_row(task, source) for task in tasks], schema=SCHEMA)
+    return pa.RecordBatch.from_pylist([task_files.task_row(task, source) for task in tasks], schema=_SCHEMA)
 
 
 _WITHOUT_PRIORITIES = ("sequential", "shuffled", "easy_to_hard", "failure", "near_half")

@@ -7,7 +7,6 @@ import inspect
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self, SupportsIndex, TypeVar, cast
 
@@ -159,8 +158,9 @@ def where(name: str) -> Literal["inline", "loop", "process"]:
     return "loop" if inspect.iscoroutinefunction(getattr(factory, "score", None)) else "process"
 
 
-def checked(found: object, transcript: Transcript) -> RewardResult:
-    """Return a result whose numbers are finite, or an unknown one. Raises ValueError or TypeError for other values."""
+def checked(found: object, transcript: Transcript, *, whole: bool = True) -> RewardResult:
+    """Return a result whose numbers are finite, or an unknown one. Raises ValueError or TypeError for other values.
+    Unless the reward saw the ``whole`` transcript, steps of the last answer count from the end of its reasoning."""
     if not isinstance(found, RewardResult):
         found = RewardResult(float(cast("float", found)))
         if math.isfinite(found.value or 0.0):
@@ -171,27 +171,30 @@ def checked(found: object, transcript: Transcript) -> RewardResult:
         raise ValueError(f"{len(found.turns)} rewards of turns, and the model had {len(transcript.answers)}")
     components = {name: float(value) for name, value in found.components.items()}
     turns, shaping = tuple(map(float, found.turns)), float(found.shaping)
-    steps = _checked_steps(found.steps, transcript.answers) if found.steps else ()
+    steps = _checked_steps(found.steps, transcript, whole) if found.steps else ()
     value = float(found.value)
     wrong = [number for number in (value, shaping, *turns, *components.values()) if not math.isfinite(number)]
     result = replace(found, value=value, components=components, turns=turns, steps=steps, shaping=shaping)
     return _unknown(result, found.reason or f"the reward is {wrong[0]}") if wrong else result
 
 
-def _checked_steps(steps: Sequence[StepReward], answers: Sequence[str]) -> tuple[StepReward, ...]:
+def _checked_steps(steps: Sequence[StepReward], transcript: Transcript, whole: bool) -> tuple[StepReward, ...]:
     """Return steps as plain numbers. Raises TypeError or ValueError unless they are in order, inside and finite."""
-    before = (0, -1)
+    answers, checked_steps, before = transcript.answers, list[StepReward](), (0, -1)
+    reasoned = 0 if whole else len(transcript.turns[-1]["content"]) - len(transcript.response)
     for number, step in enumerate(steps):
         if not isinstance(step, StepReward):
             raise TypeError(f"steps[{number}] is not a StepReward but {step!r}")
         _check_index(f"steps[{number}].turn", step.turn, len(answers) - 1)
-        _check_index(f"steps[{number}].end", step.end, len(answers[step.turn]))
-        if (step.turn, step.end) <= before:
+        end = step.end + reasoned if reasoned and step.turn == len(answers) - 1 else step.end
+        _check_index(f"steps[{number}].end", end, len(answers[step.turn]))
+        if (step.turn, end) <= before:
             raise ValueError(f"steps[{number}].end is {step.end}, not after the end of the step before it")
         if not math.isfinite(step.value):
             raise ValueError(f"steps[{number}].value is {step.value}")
-        before = (step.turn, step.end)
-    return tuple(StepReward(int(step.turn), int(step.end), float(step.value)) for step in steps)
+        before = (step.turn, end)
+        checked_steps.append(StepReward(int(step.turn), int(end), float(step.value)))
+    return tuple(checked_steps)
 
 
 def _check_index(name: str, index: SupportsIndex, last: int) -> None:
@@ -206,24 +209,12 @@ def _unknown(found: RewardResult, reason: str | None) -> RewardResult:
     return RewardResult(None, components, reason, found.answer)
 
 
-def invoke(reward: Reward, task: Task, transcript: Transcript) -> Scored | Awaitable[Scored]:
-    """Call a reward, whatever its kind."""
-    if hasattr(reward, "score"):
-        return cast("RewardModel", reward).score(task, transcript)
-    response = transcript.response
-    found = reward(task, response)
-    reasoned = len(transcript.turns[-1]["content"]) - len(response)
-    if reasoned and isinstance(found, RewardResult):  # it has counted from the end of the last answer's reasoning
-        last = len(transcript.answers) - 1
-        moved = (replace(step, end=step.end + reasoned * (step.turn == last)) for step in found.steps)
-        return replace(found, steps=tuple(moved))
-    return found
-
-
 def score_inline(reward: Reward, task: Task, transcript: Transcript) -> RewardResult:
     """Return the result of a reward that is not a coroutine, which is unknown if it raises or returns no number."""
     try:
-        return checked(invoke(reward, task, transcript), transcript)
+        whole, call = hasattr(reward, "score"), cast("Any", reward)
+        found = call.score(task, transcript) if whole else call(task, transcript.response)
+        return checked(found, transcript, whole=whole)
     except (Exception, SystemExit) as error:  # user code may raise anything; it becomes data
         return _raised(error)
 
@@ -232,8 +223,9 @@ async def score(reward: Reward, task: Task, transcript: Transcript) -> RewardRes
     """Return the result of a reward, as `score_inline` does, be it a coroutine, with the seconds that it took."""
     started = time.perf_counter()
     try:
-        found = invoke(reward, task, transcript)
-        result = checked(await found if inspect.isawaitable(found) else found, transcript)
+        whole, call = hasattr(reward, "score"), cast("Any", reward)
+        found = call.score(task, transcript) if whole else call(task, transcript.response)
+        result = checked(await found if inspect.isawaitable(found) else found, transcript, whole=whole)
     except (Exception, SystemExit) as error:  # likewise
         result = _raised(error)
     except asyncio.CancelledError as error:
@@ -242,17 +234,6 @@ async def score(reward: Reward, task: Task, transcript: Transcript) -> RewardRes
             raise
         result = _raised(error)  # of a task of the reward's own
     return replace(result, seconds=time.perf_counter() - started)
-
-
-async def score_batch(reward: Reward, calls: Sequence[tuple[Task, Transcript]]) -> list[RewardResult]:
-    """Return the results of a `BatchRewardModel` for several calls; one by one, if together they fail."""
-    if len(calls) > 1:
-        started = time.perf_counter()
-        with suppress(Exception):  # user code may raise anything; whose fault it is shows when each is alone
-            found = cast("BatchRewardModel", reward).score_batch(calls)
-            results = [checked(each, call[1]) for each, call in zip(found, calls, strict=True)]
-            return [replace(each, seconds=time.perf_counter() - started) for each in results]
-    return [await score(reward, task, transcript) for task, transcript in calls]
 
 
 def _raised(error: BaseException) -> RewardResult:

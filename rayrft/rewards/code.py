@@ -52,7 +52,7 @@ from rayrft.rewards.base import RewardResult, register_reward
 from rayrft.rewards.code_values import literal, same_text, same_value
 from rayrft.rewards.sandbox import Files, Process, ProgramOutcome, Sandbox, SandboxLimits, bytecode
 
-Language = Literal["python", "cpp"]
+_Language = Literal["python", "cpp"]
 
 _RUNNER = "runner.pyc"
 _FENCE = re.compile(
@@ -91,7 +91,7 @@ class Code:
 
     def __init__(
         self,
-        language: Language = "python",
+        language: _Language = "python",
         *,
         partial: bool = False,
         isolation: str = "auto",
@@ -119,7 +119,7 @@ class Code:
         return RewardResult(share if self._partial else float(share == 1), components, reason)
 
 
-def extract(response: str, language: Language, function: str = "") -> str:
+def extract(response: str, language: _Language, function: str = "") -> str:
     """Return the last fenced block that defines the function, else the last one in this language, without a language,
     or in another; without any block, the response."""
     blocks = list[tuple[str, str]]()
@@ -180,7 +180,7 @@ class TestRunner:
         task: Task,
         source: str,
         tests: Sequence[Any],
-        language: Language = "python",
+        language: _Language = "python",
         *,
         until_failure: bool = False,
     ) -> Verdict:
@@ -208,7 +208,7 @@ class TestRunner:
         return Verdict(failures)
 
     def confirmed(
-        self, task: Task, candidates: Sequence[Any], solutions: Sequence[str], language: Language = "python"
+        self, task: Task, candidates: Sequence[Any], solutions: Sequence[str], language: _Language = "python"
     ) -> list[Any]:
         """Return the candidates for tests that run and that every solution passes; without solutions, none."""
         kept = [test for test in candidates if solutions and _kind(test)]
@@ -216,7 +216,7 @@ class TestRunner:
             kept = [test for test in kept if self._passes(task, solution, test, language)]
         return kept
 
-    def _passes(self, task: Task, solution: str, test: Any, language: Language) -> bool:
+    def _passes(self, task: Task, solution: str, test: Any, language: _Language) -> bool:
         with contextlib.suppress(DataError):
             return self(task, solution, [test], language) == Verdict([None])
         return False
@@ -240,7 +240,7 @@ class _Trial:
             raise _OutOfTime
         return min(left, at_most)
 
-    def results(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
+    def results(self, tests: Sequence[Any], language: _Language) -> Generator[str | None]:
         """Yield for each test None, or why the solution failed it."""
         if _kind(tests[0]) == "run":
             yield from self._runs(tests, language)
@@ -251,7 +251,7 @@ class _Trial:
 
     # Programs
 
-    def _runs(self, tests: Sequence[Any], language: Language) -> Generator[str | None]:
+    def _runs(self, tests: Sequence[Any], language: _Language) -> Generator[str | None]:
         files, command = self._compiled(language)
         for test in tests:
             outcome = self._run(files, command, self.limits, str(test["stdin"]).encode())
@@ -268,7 +268,7 @@ class _Trial:
         self._deadline += outcome.waited_s
         return outcome
 
-    def _compiled(self, language: Language) -> tuple[Files, list[str]]:
+    def _compiled(self, language: _Language) -> tuple[Files, list[str]]:
         """Compile the solution in a sandbox; return the files and the command that run it in another."""
         if language == "python":
             files: Files = {_RUNNER: bytecode(code_runner.__file__), "solution.py": self._source}

@@ -12,18 +12,18 @@ from typing import Literal
 from rayrft.experience import Task
 from rayrft.rewards.base import Reward, RewardResult, inline, register_reward
 from rayrft.rewards.text.choices import choice
-from rayrft.rewards.text.notation import normalized
+from rayrft.rewards.text.notation import CURRENCY_SIGNS, normalized
 from rayrft.rewards.text.numbers import HAN_DIGITS, Number, read_quantity
 from rayrft.rewards.text.statements import LONGEST_STATEMENT, Statement, nfkc, normal_form, plain, statements, unwrapped
 from rayrft.rewards.text.units import conversion, parse_unit
 from rayrft.rewards.text.verdicts import verdict
 
-Kind = Literal["choice", "true_false", "blanks", "number"]
+_Kind = Literal["choice", "true_false", "blanks", "number"]
 
 
 @register_reward("k12")
 @inline
-def k12(kind: Kind = "blanks", *, strict: bool = False, partial: float = 0.0, tolerance: float = 0.0) -> Reward:
+def k12(kind: _Kind = "blanks", *, strict: bool = False, partial: float = 0.0, tolerance: float = 0.0) -> Reward:
     """1 if the response's final answer is right, else 0; component ``parsed`` is 1 if it has one.
 
     The kind is ``metadata["kind"]``, else ``choice`` with ``metadata["options"]``, texts in order, else ``kind``.
@@ -148,7 +148,7 @@ _LONGEST, _LARGEST = 200, 10**200
 def _quantity(text: str) -> Number | None:
     """Read a number with its unit, perhaps after a name or "about"; a percentage as the share that it is."""
     text = re.sub(r"\\mu\s*", "μ", unwrapped(text).replace("\\Omega", "Ω")).strip(" *_\"'")
-    text = re.sub(r"^(.*\d)\s*([€£¥])$", r"\2\1", text)
+    text = re.sub(rf"^(.*\d)\s*(?!\$)([{CURRENCY_SIGNS}])$", r"\2\1", text)
     money = len(re.findall(r"(?<!\\)\$", text)) % 2 and re.search(r"(?<!\\)\$(?=\s*[\d.])", text)
     text = text if money else re.sub(r"(?<!\\)\$", "", text)  # dollar signs of mathematics
     text = _ABOUT.sub("", _NAMED.sub("", text.rstrip("。.,"))).strip()

@@ -81,14 +81,19 @@ class Scorer:
         if model.reasoning is not None:
             hide = model.reasoning == "hide"
             seen = [each.without_reasoning() if hide else replace(each, whole=True) for each in transcripts]
-
-        async def score_by(each: Reward | InLoop | InProcesses) -> list[RewardResult]:
-            if isinstance(each, InLoop | InProcesses):
-                return await asyncio.gather(*(each.score(task, transcript) for transcript in seen))
-            return [base.score_inline(each, task, transcript) for transcript in seen]
-
-        # One reward, the usual case, needs no task of its own.
-        by_reward = await asyncio.gather(*map(score_by, several)) if len(several) > 1 else [await score_by(several[0])]
+        waiting = [
+            each.score(task, transcript)
+            for each in several
+            if isinstance(each, InLoop | InProcesses)
+            for transcript in seen
+        ]
+        waited = iter(await asyncio.gather(*waiting) if waiting else [])
+        by_reward = [
+            [next(waited) for _ in seen]
+            if isinstance(each, InLoop | InProcesses)
+            else [base.score_inline(each, task, transcript) for transcript in seen]
+            for each in several
+        ]
         joined = (
             [base.combine(model.parts, each) for each in zip(*by_reward, strict=True)] if model.parts else by_reward[0]
         )
@@ -139,15 +144,21 @@ class HostedReward:
     """The object of a reward process."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
-        self._reward = build_reward(name, options)
+        self._reward: Any = build_reward(name, options)
 
     def max_batch(self) -> int:
         """Return how many calls may be made at a time."""
         return getattr(self._reward, "max_batch", 1)
 
     async def score(self, calls: list[tuple[Task, Transcript]]) -> list[RewardResult]:
-        """Return the results of calls."""
-        return await base.score_batch(self._reward, calls)
+        """Return the results of calls: of several together, if the reward can; one by one, if together they fail."""
+        if len(calls) > 1:
+            started = time.perf_counter()
+            with contextlib.suppress(Exception):  # whose fault it is shows when each is alone
+                found = self._reward.score_batch(calls)
+                results = [base.checked(each, call[1]) for each, call in zip(found, calls, strict=True)]
+                return [replace(each, seconds=time.perf_counter() - started) for each in results]
+        return [await base.score(self._reward, *call) for call in calls]
 
 
 class InProcesses:

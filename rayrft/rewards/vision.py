@@ -14,12 +14,12 @@ from rayrft.rewards.text.choices import choice
 from rayrft.rewards.text.numbers import read_count
 from rayrft.rewards.text.statements import Statement, nfkc, plain, statements
 
-Kind = Literal["count", "choice", "text", "point", "box", "grid"]
+_Kind = Literal["count", "choice", "text", "point", "box", "grid"]
 
 
 @register_reward("vision")
 @inline
-def vision(kind: Kind = "count", *, strict: bool = False, threshold: float | None = None) -> Reward:
+def vision(kind: _Kind = "count", *, strict: bool = False, threshold: float | None = None) -> Reward:
     """The score of the response's final answer, in [0, 1]; component ``parsed`` is 1 if it has one.
 
     The kind is the task's ``metadata["kind"]``, else ``kind``.

@@ -20,13 +20,13 @@ class LoadProgress:
 
     def enter(self, phase: str) -> None:
         """Begin a phase."""
-        self.phase = phase
+        self.phase, self.began = phase, time.strftime("%H:%M:%S")
         self._progressed = time.monotonic()
 
     @property
     def doing(self) -> str:
-        """The phase and the memory at the latest `measure`, for people."""
-        return f"{self.phase}, {self._bytes / 1e9:.1f} GB in memory"
+        """The phase, when it began, and the memory at the latest `measure`, for people."""
+        return f"{self.phase} since {self.began}, {self._bytes / 1e9:.1f} GB in memory"
 
     def measure(self) -> float:
         """Measure the memory; return the seconds since the phase began or the memory last grew."""

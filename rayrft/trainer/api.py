@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from rayrft.buffer.leases import Lease
-from rayrft.buffer.log.row_log import Ref
+from rayrft.buffer.log.row_log import RowRef
 from rayrft.config.model import TemplateConfig
 from rayrft.config.stage import StageConfig
 from rayrft.config.trainer import TrainerConfig
@@ -33,7 +33,7 @@ class RankApi(Protocol):
     def train(self, lease: Lease) -> StepResult | None:
         """Make an optimiser step on a rank's share of a batch; None on all ranks if blocks are lost with the Buffer."""
 
-    def rank_pairs(self, blocks: list[tuple[Ref, np.ndarray]]) -> PairRanking:
+    def rank_pairs(self, blocks: list[tuple[RowRef, np.ndarray]]) -> PairRanking:
         """Rank held-out preference pairs, whose blocks are `Buffer.partition`'s, by the model that the stage trains."""
 
     def locate(self, timeout_s: float) -> tuple[str, int] | None:

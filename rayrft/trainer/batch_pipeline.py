@@ -89,6 +89,10 @@ class BatchPipeline:
         """Start the operators. Raises ConfigError if they cannot be started."""
         await self._operators.open()
 
+    async def close(self) -> None:
+        """End the processes of the operators."""
+        await self._operators.close()
+
     async def process(self, lease: Lease) -> ProcessedLease:
         """Return the lease with its rows as the operators change them.
 

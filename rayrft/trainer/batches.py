@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rayrft.algorithms import Algorithm, TokenBatch, rows_by_pair
 from rayrft.buffer.leases import BatchShare, BlockRows, balance
-from rayrft.data.turns import group_advantages, turn_rewards
+from rayrft.data.turns import compute_advantages, turn_rewards
 from rayrft.experience import Experience, field_values, list_column, unpack
 from rayrft.runtime.ray_api import ray
 from rayrft.trainer.packing import Packing, common_prefix, on_device, shared_prefixes
@@ -159,7 +159,7 @@ def _advantages(batch: pa.RecordBatch, groups: np.ndarray, algorithm: Algorithm)
             values = field_values(columns.slice(first, count))
             each = ({name: values[name][row] for name in _SCORED} for row in range(count))
             rows = [Experience(task_id="", prompt_length=0, logprobs=_NONE, **fields) for fields in each]
-            found.update(enumerate(group_advantages(rows, algorithm) if rows else [], start=first))
+            found.update(enumerate(compute_advantages(rows, algorithm) if rows else [], start=first))
     return found
 
 

@@ -39,7 +39,7 @@ from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 
-State = dict[str, Any]
+_State = dict[str, Any]
 
 _POLICY, _REWARD_MODEL = "policy", "reward_model"
 """Names of models in a checkpoint."""
@@ -103,7 +103,7 @@ class Checkpointer:
         writing = self._thread.submit(held(self._write), state, folder)
         writing.add_done_callback(finished)
 
-    def _write(self, state: State, folder: Path) -> None:
+    def _write(self, state: _State, folder: Path) -> None:
         try:
             save(state, checkpoint_id=str(folder), process_group=self._group)
         except CheckpointException as error:  # the same one on all ranks
@@ -120,7 +120,7 @@ class Checkpointer:
     def load_policy(self, policy: Policy, folder: Path) -> None:
         """Load the weights and nothing else. Raises as `load` does."""
         self._rebase(policy, folder)
-        state: State = {_POLICY: _trained(policy)}
+        state: _State = {_POLICY: _trained(policy)}
         _read(state, folder, process_group=self._group)
         states.set_model_state_dict(policy, state[_POLICY], options=_TRAINED_ONLY)
 
@@ -144,7 +144,7 @@ class Checkpointer:
         """With an adapter, load the frozen weights that the checkpoint's adapter was trained on."""
         if policy.lora is None:
             return
-        state: State = {"base": ""}
+        state: _State = {"base": ""}
         _read(state, folder, process_group=self._group)
         base = _resolve(state["base"], folder) or policy.lora.origin
         if base != policy.lora.base:
@@ -199,7 +199,7 @@ def export_checkpoint(
         write_adapter(policy, base, tokenizer, to)
 
 
-def _read(state: State, folder: Path, **how: Any) -> None:
+def _read(state: _State, folder: Path, **how: Any) -> None:
     with _typed_errors(folder):
         load(state, storage_reader=_Reader(str(folder)), planner=_Planner(), **how)
 
@@ -235,12 +235,12 @@ def _models(learner: Learner) -> dict[str, tuple[nn.Module, Optimizer | None]]:
     return models if critic is None else {**models, "critic": (critic, critic.optimizer)}
 
 
-def _state(learner: Learner, folder: Path, written: set[str] | None = None) -> State:
+def _state(learner: Learner, folder: Path, written: set[str] | None = None) -> _State:
     """Return the state to save, or, given the names ``written`` in a checkpoint, the tensors that `load` fills."""
     lora = learner.policy.lora
     # The frozen weights relative to the checkpoint, as a run may be moved; empty if they are the run's model, or none.
     base = "" if lora is None or lora.base == lora.origin else os.path.relpath(lora.base, folder.parent)
-    state: State = {"learner": learner.state(), "base": base}
+    state: _State = {"learner": learner.state(), "base": base}
     parts = None if written is None else {name.partition(".")[0] for name in written}
     for name, (model, optimizer) in _models(learner).items():
         state[name] = _trained(model)
@@ -256,7 +256,7 @@ def _state(learner: Learner, folder: Path, written: set[str] | None = None) -> S
 _TRAINED_ONLY = states.StateDictOptions(strict=False)
 
 
-def _trained(model: nn.Module) -> State:
+def _trained(model: nn.Module) -> _State:
     """Return the trainable parameters, sharded as they are."""
     trained = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
     return {name: tensor for name, tensor in states.get_model_state_dict(model).items() if name in trained}

@@ -100,7 +100,7 @@ class Learner:
         self.accumulate: Accumulate = "auto"
         """Where gradients of micro-batches add up; see `TrainerConfig`."""
         self._micro_batch_tokens = micro_batch_tokens
-        self._temperature = temperature
+        self.temperature = temperature
         self._device = device
         self._attention = attention
         self._widest_gap: RowGap | None = None
@@ -133,7 +133,7 @@ class Learner:
     def adjust(self, algorithm: Algorithm, stage: StageConfig, temperature: float) -> None:
         """See `RankApi`. Coefficients that adapt keep their present values."""
         self._coefficients = Coefficients.of(algorithm).restored(self._coefficients.state())
-        self._temperature = temperature
+        self.temperature = temperature
         self.optimizer.config, self.optimizer.steps = stage.optimizer, stage.steps - self._critic_warmup_steps
         if self.critic is not None:
             self.critic.optimizer.config, self.critic.optimizer.steps = stage.critic_optimizer, stage.steps
@@ -150,12 +150,12 @@ class Learner:
         Raises NotFinite for such a loss or gradient, unless such updates are skipped.
         """
         with self.phase("micro-batches"):
-            batches = self._make_micro_batches(mini_batches)
-            over = self._count_denominators(batches)
+            batches = self.make_micro_batches(mini_batches)
+            over = self.count_denominators(batches)
         with self.phase("old log-probs"):
-            batches = self._compute_old_logprobs(batches, mini_batches)
+            batches = self.compute_old_logprobs(batches, mini_batches)
         epochs, self._widest_gap, self._has_looked = self._update_config.epochs, None, False
-        updates = [self._update(*each) for _ in range(epochs) for each in zip(batches, over, strict=True)]
+        updates = [self.update(*each) for _ in range(epochs) for each in zip(batches, over, strict=True)]
         # Coefficients adapt only if own rows have weight in the loss (else KL and entropy are unknown) and the policy
         # is trained (not during the critic's warm-up, nor by an update that is skipped).
         skipped = not all(update.is_finite for update in updates)
@@ -218,9 +218,9 @@ class Learner:
 
     def gradient(self, rows: list[TrainRow]) -> tuple[LossParts, Denominators]:
         """Accumulate the gradient of one update; return the loss parts over all ranks, and their denominators."""
-        batches = self._make_micro_batches([rows])
-        over = self._count_denominators(batches)
-        (batch,) = self._compute_old_logprobs(batches, [rows])
+        batches = self.make_micro_batches([rows])
+        over = self.count_denominators(batches)
+        (batch,) = self.compute_old_logprobs(batches, [rows])
         return self._backward(batch, over[0]), over[0]
 
     @torch.no_grad()
@@ -241,7 +241,7 @@ class Learner:
         reshard(self.policy)
         return scores
 
-    def _make_micro_batches(self, mini_batches: list[list[TrainRow]]) -> Batches:
+    def make_micro_batches(self, mini_batches: list[list[TrainRow]]) -> Batches:
         """Split mini-batches into micro-batches, with empty ones added so that all ranks have the same number."""
         models = [model for model in (self.trained, self.critic, self.teacher) if model is not None]
         padded = not all(model.packs for model in models)
@@ -251,20 +251,20 @@ class Learner:
         empty = empty_batch(self._device)
         return [batch + [empty] * (number - len(batch)) for batch, number in zip(batches, most, strict=True)]
 
-    def _count_denominators(self, batches: Batches) -> list[Denominators]:
+    def count_denominators(self, batches: Batches) -> list[Denominators]:
         """Count the global denominators of every mini-batch, before the first backward pass."""
         counts = torch.stack([count((micro.tokens for micro in batch), self._device) for batch in batches])
         return [Denominators.of(row) for row in self._reduce(counts).cpu()]
 
-    def _compute_old_logprobs(self, batches: Batches, mini_batches: list[list[TrainRow]]) -> Batches:
+    def compute_old_logprobs(self, batches: Batches, mini_batches: list[list[TrainRow]]) -> Batches:
         """Add old-policy, reference and teacher log-probs, values and advantages, each only if the loss uses it."""
         updates = self._update_config.epochs * self._update_config.mini_batches
         # With a single update the proximal policy is the current one: the loss's own forward pass gives its log-probs.
         if "proximal" in self.algorithm.needs and (updates > 1 or self.algorithm.penalises_rewards):
-            batches = with_logprobs(batches, "proximal_logprobs", self.policy, self._temperature)
+            batches = with_logprobs(batches, "proximal_logprobs", self.policy, self.temperature)
         if self.reference is not None:
             with self.reference.active():
-                batches = with_logprobs(batches, "reference_logprobs", self.policy, self._temperature)
+                batches = with_logprobs(batches, "reference_logprobs", self.policy, self.temperature)
         if "reference_kl" in self.algorithm.needs:
             batches = self._with_reference_kl(batches, mini_batches)
         if self.critic is not None:
@@ -280,7 +280,7 @@ class Learner:
             batches = each_micro(batches, lambda micro: replace(micro, tokens=normalise(micro.tokens, moments)))
         if self.teacher is not None:
             vocabulary = self.policy.vocabulary
-            batches = with_teacher(batches, self.algorithm, self.teacher, vocabulary, self._temperature)
+            batches = with_teacher(batches, self.algorithm, self.teacher, vocabulary, self.temperature)
         return batches
 
     def _with_reference_kl(self, batches: Batches, mini_batches: list[list[TrainRow]]) -> Batches:
@@ -288,9 +288,9 @@ class Learner:
         answers of other rows; 0 if it is below."""
         assert self.reference is not None  # `kto` needs it
         others = [mismatched(rows, self._from_all_ranks(rows)) for rows in mini_batches]
-        found = with_logprobs(self._make_micro_batches(others), "proximal_logprobs", self.policy, self._temperature)
+        found = with_logprobs(self.make_micro_batches(others), "proximal_logprobs", self.policy, self.temperature)
         with self.reference.active():
-            found = with_logprobs(found, "reference_logprobs", self.policy, self._temperature)
+            found = with_logprobs(found, "reference_logprobs", self.policy, self.temperature)
         gains = [sum_gains((micro.tokens for micro in batch), self._device) for batch in found]
         sums = self._reduce(torch.stack(gains))
         means = (sums[:, 0] / sums[:, 1].clamp(min=1)).clamp(min=0)
@@ -306,7 +306,7 @@ class Learner:
         dist.all_gather_object(gathered, rows)
         return [row for each in gathered for row in each]
 
-    def _update(self, batch: list[MicroBatch], over: Denominators) -> Update:
+    def update(self, batch: list[MicroBatch], over: Denominators) -> Update:
         """Update the policy, unless its critic warms up, and then the critic, if there is one."""
         if self._step < self._critic_warmup_steps:
             with torch.no_grad():
@@ -351,7 +351,7 @@ class Learner:
                 parts = self.algorithm.score_loss(self.reward_model(micro), micro.tokens, over)
             else:
                 differentiable = "entropy" in self.algorithm.terms
-                output = self.policy.output(micro, temperature=self._temperature, entropy_gradient=differentiable)
+                output = self.policy.output(micro, temperature=self.temperature, entropy_gradient=differentiable)
                 parts = self.algorithm.loss(output, micro.tokens, over, step=self._policy_step)
                 if looks:
                     seen.append((micro, output.logprobs.detach()))

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rayrft.algorithms import Algorithm
 from rayrft.buffer.leases import BatchShare, BlockRows, Lease
-from rayrft.buffer.log.row_log import Ref
+from rayrft.buffer.log.row_log import RowRef
 from rayrft.config.stage import StageConfig
 from rayrft.data.models import attention_cost
 from rayrft.data.tokenizer import ChatTokenizer
@@ -167,7 +167,7 @@ class Rank(RankApi):
         dist.all_reduce(lost)  # a rank alone would wait for the others in the step
         return None if lost else self.learner.step(mini_batches)
 
-    def rank_pairs(self, blocks: list[tuple[Ref, np.ndarray]]) -> PairRanking:
+    def rank_pairs(self, blocks: list[tuple[RowRef, np.ndarray]]) -> PairRanking:
         [(ref, indices)] = blocks  # demonstrations are one block
         pairs = indices.reshape(-1, 2)[self._index :: self._setup.config.ranks].reshape(-1)
         count = len(pairs)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-Kind = Literal["run", "data", "setting"]
+_Kind = Literal["run", "data", "setting"]
 
 _FEWEST = 10
 """Steps before which nothing is said, and of the shortest window."""
@@ -30,7 +30,7 @@ class Advisory:
     """A cause: what was found, with numbers, and what to change."""
 
     name: str
-    kind: Kind
+    kind: _Kind
     found: str
     remedy: str
     where: str = ""
@@ -118,11 +118,11 @@ class Evidence:
 Check = Callable[[Evidence], tuple[str, str, str, str] | None]
 """Returns what was found, the remedy, rows and optionally a curve; None if the run has no such trouble."""
 
-CHECKS: list[tuple[str, Kind, Check]] = []
+CHECKS: list[tuple[str, _Kind, Check]] = []
 """All causes, in the order in which they are told."""
 
 
-def _cause(name: str, kind: Kind) -> Callable[[Check], Check]:
+def _cause(name: str, kind: _Kind) -> Callable[[Check], Check]:
     def add(check: Check) -> Check:
         CHECKS.append((name, kind, check))
         return check

@@ -262,7 +262,7 @@ class VersionWriter(Versions):
 
 
 @register_transport("files")
-class Files(WeightTransport):
+class FileTransport(WeightTransport):
     """The first sender tells the receivers through the link's store which version to read, and waits until each has
     read it. It writes a version again, in full, if one of them could not read the difference."""
 

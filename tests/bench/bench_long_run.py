@@ -117,7 +117,7 @@ async def run(steps: int, stepped: Any) -> None:
     sets = TaskSetSpec([task.id for task in tasks], [0] * TASKS, [1.0], sampler="shuffled", seed=0)
     buffer, trainer = Buffer("run", folder, config.buffer, 0, sets), Trainer(stepped)
     engine, pool = Engine(), EnginePool()
-    pool._membership = Membership(1, (Member(remote(engine, "engine-0"), 0),))
+    pool.membership = Membership(1, (Member(remote(engine, "engine-0"), 0),))
     explorer = Explorer(
         config, partial(ChatTokenizer, model), remote(pool, "engine_pool"), remote(buffer), tasks, [], None
     )

@@ -348,7 +348,7 @@ def moe(options: argparse.Namespace) -> Iterator[str]:
 
 @section("A model with eyes")
 def vision(options: argparse.Namespace) -> Iterator[str]:
-    from tests.e2e.test_vision import vision_config
+    from tests.e2e.configs import vision_config
 
     storage = Path(tempfile.mkdtemp())
     yield from measured(vision_config(storage, "vision"), on_gpu(options))

@@ -87,8 +87,8 @@ class LocalBuffer:
             asyncio.wait([*tasks, self.loop.create_task(self.loop.shutdown_default_executor())])
         )
         self.loop.close()
-        self.buffer._store._row_thread.shutdown()
-        self.buffer._store.storage.unlock()
+        self.buffer.store._row_thread.shutdown()
+        self.buffer.store.storage.unlock()
 
     def restart(self) -> None:
         self.kill()
@@ -161,12 +161,12 @@ class LocalBuffer:
 
     def may_admit(self) -> bool:
         """Whether a request for tickets is answered at once."""
-        state = self.buffer._state
-        return state.exhausted("") or self.buffer._retention.room("") > 0
+        state = self.buffer.state
+        return state.exhausted("") or self.buffer.retention.room("") > 0
 
     def standing(self) -> dict[str, Any]:
         """Everything that a restart must not change."""
-        leases = {step: self.lease(step) for step in sorted(self.buffer._state.training.leases)}
+        leases = {step: self.lease(step) for step in sorted(self.buffer.state.training.leases)}
         stats = replace(self.do("stats"), sizes=None)  # of this process, and of its files
         return {"stats": stats, "rows": self.held(), "leases": leases}
 

@@ -274,8 +274,8 @@ class World:
         """Leave the disk as it is, without the process."""
         self._life.alive = False
         self.loop.after_turn = lambda: None
-        self._buffer._store._journal.close()
-        self._buffer._store.storage.unlock()
+        self._buffer.store.journal.close()
+        self._buffer.store.storage.unlock()
 
     # Calls.
 
@@ -444,8 +444,8 @@ def run_history(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> World:
     """
     rng = random.Random(seed)
     setting = Setting.draw(rng)
-    patch.setattr(journal, "_SNAPSHOT_BYTES", setting.snapshot_bytes)
-    patch.setattr(journal, "_SNAPSHOT_RATIO", 0)
+    patch.setattr(journal, "SNAPSHOT_BYTES", setting.snapshot_bytes)
+    patch.setattr(journal, "SNAPSHOT_RATIO", 0)
     world = World(rng, folder, setting)
     patch.setattr(store, "RowLog", lambda storage, config, committed: Rows(world, committed))
     world.start()
@@ -480,7 +480,7 @@ async def check(world: World) -> None:
     assert {*uses, *held} <= sent and len(set(held)) == len(held)
     assert max(uses.values(), default=0) <= world.setting.sampler.get("max_uses", 1), "trained too often"
     dropped = dict(stats.ledger.dropped)
-    parked = len(world._buffer._state.stage.begun)
+    parked = len(world._buffer.state.stage.begun)
     assert len(held) + parked == stats.ledger.held
     dropped.pop("unfinished", 0)
     filtered, failed = dropped.pop("zero_variance", 0), stats.ledger.dropped_tasks.get("workflow_error", 0)

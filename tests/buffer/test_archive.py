@@ -318,7 +318,7 @@ def test_a_log_is_read_from_where_it_was_read_to(tmp_path: Path, monkeypatch: py
     assert read() == 0
     buffer.put_numbers(20, 21)
     assert read() == 1
-    buffer.run(buffer.buffer._store.renew())
+    buffer.run(buffer.buffer.store.renew())
     buffer.put_numbers(22)
     assert read() == 1, "a snapshot stands for the events before it"
     buffer.kill()
@@ -329,9 +329,9 @@ def test_rows_are_read_from_an_earlier_extent_on_and_checked(tmp_path: Path, mon
     buffer = LocalBuffer(tmp_path / "log", small())
     buffer.do("open_stage", plan(9, scheduled=False))
     buffer.put_numbers(1, 2)
-    [before] = buffer.buffer._state.contents.extents.values()
+    [before] = buffer.buffer.state.contents.extents.values()
     buffer.put_numbers(3)
-    [after] = buffer.buffer._state.contents.extents.values()
+    [after] = buffer.buffer.state.contents.extents.values()
     buffer.kill()
     storage, name = Storage(buffer.folder), segment_name(after.segment)
     new = read_log_rows(storage, name, after, before)

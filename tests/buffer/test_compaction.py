@@ -133,7 +133,7 @@ def test_what_a_person_wrote_is_erased_by_session_response_or_age_and_the_ledger
     assert secrets(tmp_path) == {f"{name}{at}" for name in "bdef" for at in (0, 1)}, "whole groups, as they were scored"
     ledger = buffer.do("stats").ledger
     assert ledger.dropped == {"forgotten": 2} and (ledger.sampled, ledger.trained, ledger.held) == (16, 4, 10)
-    assert [note.experience_id for notes in buffer.buffer._state.contents.late_feedback.values() for note in notes] == [
+    assert [note.experience_id for notes in buffer.buffer.state.contents.late_feedback.values() for note in notes] == [
         "1/0"
     ]
     assert buffer.do("forget", [], 3.5) == (4, 0), "b and d are old; what is of no session stays"

@@ -165,8 +165,8 @@ class Mortal(LocalBuffer):
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     ObjectTable(monkeypatch)
-    monkeypatch.setattr(journal, "_SNAPSHOT_BYTES", 2000)
-    monkeypatch.setattr(journal, "_SNAPSHOT_RATIO", 0)
+    monkeypatch.setattr(journal, "SNAPSHOT_BYTES", 2000)
+    monkeypatch.setattr(journal, "SNAPSHOT_RATIO", 0)
     return Disk(monkeypatch)
 
 

@@ -71,7 +71,7 @@ def test_a_group_with_a_faulty_row_is_refused_whole_and_the_rows_are_named(
     assert reason in refused(buffer, [*rows, *group(2)], algorithm="ppo").values()
     assert buffer.held() == [("2/0", 0.0), ("2/1", 1.0)], "other groups of the call are taken"
     assert ledger(buffer) == (4, 2, {f"rejected: {reason}": 1, f"rejected: {BESIDE}": 1})
-    assert buffer.buffer._state.training.reports.rows == 2, "it says nothing of the step's rewards"
+    assert buffer.buffer.state.training.reports.rows == 2, "it says nothing of the step's rewards"
 
 
 def test_what_is_missing_or_of_another_type_or_number_is_refused_before_anything_is_put(buffer: LocalBuffer) -> None:

@@ -87,7 +87,7 @@ class TestFullDisk:
         self, buffer: LocalBuffer, full: str
     ) -> None:
         put(buffer, 1)
-        fill_disk(buffer.buffer._store.rows if full == "rows" else buffer.buffer._store._journal)
+        fill_disk(buffer.buffer.store.rows if full == "rows" else buffer.buffer.store.journal)
         for _ in range(2):
             with pytest.raises(StorageError, match=r"No space left on device \(.* free\)\. Free disk space and start"):
                 put(buffer, 2)
@@ -124,7 +124,7 @@ class TestFullDisk:
         put(buffer, 1, 2)
         buffer.do("open_stage", plan(1, scheduled=False))
         buffer.lease(0)
-        fill_disk(buffer.buffer._store._journal)
+        fill_disk(buffer.buffer.store.journal)
         for method, *arguments in (("ack", 0), ("lease", 1, 1, 0), ("requeue", 0, 0), ("cover", 1), ("ack", 0)):
             with pytest.raises(StorageError, check=about("journal-00000000.jsonl")):
                 buffer.do(method, *arguments)
@@ -171,18 +171,18 @@ class TestOrder:
         buffer = opened(segment_bytes=1 << 20, fsync="interval", fsync_s=0.001)
 
         async def until_synced() -> None:
-            while (syncer := buffer.buffer._store._syncer) is not None and not syncer.done():
+            while (syncer := buffer.buffer.store._syncer) is not None and not syncer.done():
                 await syncer
 
-        real = buffer.buffer._store._journal.sync
+        real = buffer.buffer.store.journal.sync
 
         def sync(position: Position) -> None:
             real(position)
-            monkeypatch.setattr(buffer.buffer._store._journal, "sync", real)
+            monkeypatch.setattr(buffer.buffer.store.journal, "sync", real)
             failing = buffer.buffer.fail(Ticket(0, 0, 0), "meanwhile")
             asyncio.run_coroutine_threadsafe(failing, buffer.loop).result()
 
-        monkeypatch.setattr(buffer.buffer._store._journal, "sync", sync)
+        monkeypatch.setattr(buffer.buffer.store.journal, "sync", sync)
         put(buffer, 1)
         buffer.run(until_synced())
         journal = [call for call, file in disk.calls if file.startswith("journal")]
@@ -192,7 +192,7 @@ class TestOrder:
 
     def test_a_group_that_is_sent_again_is_not_acknowledged_before_it_is_written(self, buffer: LocalBuffer) -> None:
         put(buffer, 1)
-        journal, begun, free = buffer.buffer._store._journal, asyncio.Event(), threading.Event()
+        journal, begun, free = buffer.buffer.store.journal, asyncio.Event(), threading.Event()
         append = journal.append
 
         def held_up(events: list[Event]) -> None:
@@ -238,7 +238,7 @@ class TestPower:
         self, buffer: LocalBuffer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         put(buffer, 1)
-        store, real = buffer.buffer._store, buffer.buffer._store._sync_rows
+        store, real = buffer.buffer.store, buffer.buffer.store._sync_rows
 
         async def sync_rows() -> None:
             await real()
@@ -311,8 +311,8 @@ class TestLostEnd:
     def test_one_that_is_gone_with_its_snapshot_is_damage(
         self, opened: Opened, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(journal, "_SNAPSHOT_BYTES", 500)
-        monkeypatch.setattr(journal, "_SNAPSHOT_RATIO", 0)
+        monkeypatch.setattr(journal, "SNAPSHOT_BYTES", 500)
+        monkeypatch.setattr(journal, "SNAPSHOT_RATIO", 0)
         buffer = self.filled(opened)
         buffer.kill()
         for file in [*buffer.folder.glob("snapshot*"), *buffer.folder.glob("journal*")]:
@@ -356,9 +356,9 @@ class TestDoors:
     def test_a_report_that_is_not_a_number_does_not_keep_the_log_from_being_read(self, buffer: LocalBuffer) -> None:
         for number, reward in enumerate((math.nan, math.inf, -math.inf)):
             buffer.put([(group(number), None)], reward_sum=reward, scored=2)
-        before = buffer.buffer._state.training.reports
+        before = buffer.buffer.state.training.reports
         buffer.restart()
-        assert repr(buffer.buffer._state.training.reports) == repr(before)
+        assert repr(buffer.buffer.state.training.reports) == repr(before)
 
     def test_labels_that_cannot_be_written_are_refused_and_the_buffer_goes_on(self, buffer: LocalBuffer) -> None:
         put(buffer, 1)

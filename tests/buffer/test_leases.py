@@ -108,7 +108,7 @@ def test_groups_are_drawn_by_how_far_the_critic_missed_them_and_again_after_a_re
     assert buffer.lease(0)[2] == 8, "what is not trained yet is drawn, too"
     missed = {str(number): 0.0 for number in range(4)} | {"2": 0.7, "of a group that is not here": 1.0}
     assert buffer.do("ack", 0, missed | {"1": float("nan")})[0] == "DataError"
-    assert buffer.do("stats").ledger.held == 8 and not buffer.buffer._state.training.leases[0].acked
+    assert buffer.do("stats").ledger.held == 8 and not buffer.buffer.state.training.leases[0].acked
     buffer.do("ack", 0, missed)
     buffer.do("open_stage", plan(1, scheduled=False, name="one"))
     for step, error in ((1, 0.7), (2, 0.7), (3, 5.0)):

@@ -92,8 +92,8 @@ class Twins(RuleBasedStateMachine):
         journal_bytes=st.sampled_from([0, 3000, 1 << 30]),
     )
     def begin(self, staleness: int, log_bytes: int, full: str | None, journal_bytes: int) -> None:
-        self.patch.setattr(journal, "_SNAPSHOT_BYTES", journal_bytes)
-        self.patch.setattr(journal, "_SNAPSHOT_RATIO", 0)
+        self.patch.setattr(journal, "SNAPSHOT_BYTES", journal_bytes)
+        self.patch.setattr(journal, "SNAPSHOT_RATIO", 0)
         bounds = {"when_full": full, "max_rows": 20} if full else {}
         sizes = {"segment_bytes": 6000, "memory_bytes": 10_000, "log_bytes": log_bytes}
         config = small(**sizes, **bounds, sampler=SAMPLERS[self.sampler])
@@ -250,7 +250,7 @@ class Twins(RuleBasedStateMachine):
     @rule(data=st.data())
     def requeue(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(s for s, lease in self.leases.items() if not lease.acked) or [-1]))
-        drawn = self.twin.buffer._state.training.leases
+        drawn = self.twin.buffer.state.training.leases
         self.both("do", "requeue", step, drawn[step].draw if step in drawn else 0)
         self.leases.pop(step, None)
 
@@ -258,7 +258,7 @@ class Twins(RuleBasedStateMachine):
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
         """The run goes on from a checkpoint; tickets of its former life are issued again."""
-        trained = self.twin.buffer._state.newest_version
+        trained = self.twin.buffer.state.newest_version
         step = data.draw(st.sampled_from(sorted(s for s in self.leases if s <= trained) or [0]))
         self.lives += 1
         self.both("resume", step, str(self.lives))
@@ -296,7 +296,7 @@ class Twins(RuleBasedStateMachine):
         self.killed.restart()
         for step, lent in self.leases.items():
             assert self.killed.lease(step, len(lent.seen[1])) == lent.seen
-        a, b = self.twin.buffer._state, self.killed.buffer._state
+        a, b = self.twin.buffer.state, self.killed.buffer.state
         for state in (a, b):
             state.feeds[""].tasks = {}  # set in snapshots, whose times differ
         assert a.meta == b.meta

@@ -67,7 +67,7 @@ def test_a_stage_goes_on_with_another_batch_size(opened: Opened, groups: int, sa
     for step in range(2):
         assert len(take(buffer, step)) == (2 if step == 0 else groups)
         buffer.trained(step, advance=True)
-    assert buffer.buffer._state.capacity == 3 * groups - (4 - groups), "three steps' groups, less those that wait"
+    assert buffer.buffer.state.capacity == 3 * groups - (4 - groups), "three steps' groups, less those that wait"
 
 
 @pytest.mark.parametrize("sampler", ["fifo", "uniform"])
@@ -295,13 +295,13 @@ def test_an_open_stage_is_adjusted_and_stays_so_when_the_buffer_dies(opened: Ope
     buffer.do("open_stage", stage)
     fill(buffer, 0, 4)
     buffer.trained(0, advance=True)
-    [used] = [slot for slot, uses in enumerate(buffer.buffer._state.groups.uses) if uses]
+    [used] = [slot for slot, uses in enumerate(buffer.buffer.state.groups.uses) if uses]
     once = SamplerConfig(name="uniform", max_uses=1)
     buffer.do("adjust_stage", replace(stage, name="another", sampler=once))
-    assert buffer.buffer._state.config.max_uses == 3, "it is not the open stage"
+    assert buffer.buffer.state.config.max_uses == 3, "it is not the open stage"
     buffer.do("adjust_stage", replace(stage, max_staleness=1, sampler=once))
     buffer.restart()
-    state = buffer.buffer._state
+    state = buffer.buffer.state
     assert state.config == once and state.stage.plan is not None and state.stage.plan.max_staleness == 1
     assert state.groups.status[used] == GroupStatus.TRAINED, "no step may draw it again"
     buffer.do("advance", 2)

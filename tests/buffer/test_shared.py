@@ -69,7 +69,7 @@ class Explorer:
 
     @property
     def room(self) -> int:
-        return self._local.shared._retention.room(self._feed)
+        return self._local.shared.retention.room(self._feed)
 
 
 @pytest.fixture
@@ -242,8 +242,8 @@ def test_a_job_of_other_settings_or_tasks_is_refused(local: Local, tmp_path: Pat
 def test_nothing_is_lost_or_trained_twice_in_any_history(seed: int, local: Local, monkeypatch: Any) -> None:
     """Explorers, a trainer and the Buffer are killed at random, and every task is trained once in the end."""
     chance = random.Random(seed)
-    monkeypatch.setattr("rayrft.buffer.log.journal._SNAPSHOT_BYTES", 3000)
-    monkeypatch.setattr("rayrft.buffer.log.journal._SNAPSHOT_RATIO", 0)
+    monkeypatch.setattr("rayrft.buffer.log.journal.SNAPSHOT_BYTES", 3000)
+    monkeypatch.setattr("rayrft.buffer.log.journal.SNAPSHOT_RATIO", 0)
     specs = {"a": tasks(30), "b": tasks(30, prefix="u")}
     live, open_tickets = {}, {"a": list[Ticket](), "b": list[Ticket]()}
     trained: dict[int, list[str]] = {}
@@ -257,7 +257,7 @@ def test_nothing_is_lost_or_trained_twice_in_any_history(seed: int, local: Local
             if feed not in live:
                 live[feed] = local.join(feed, specs[feed], in_flight=5)
             explorer = live[feed]
-            if explorer.room > 0 and not local.shared._state.feeds[feed].ended:
+            if explorer.room > 0 and not local.shared.state.feeds[feed].ended:
                 open_tickets[feed] += explorer.admit(chance.randint(1, 5))
             chance.shuffle(open_tickets[feed])
             done = chance.randint(0, len(open_tickets[feed]))
@@ -285,13 +285,13 @@ def test_nothing_is_lost_or_trained_twice_in_any_history(seed: int, local: Local
             step, training = covered, False
             local._lives += 1
         else:
-            statistics = {feed: known.state() for feed, known in local.shared._state.tasks.items()}
+            statistics = {feed: known.state() for feed, known in local.shared.state.tasks.items()}
             local.restart()
-            assert {feed: known.state() for feed, known in local.shared._state.tasks.items()} == statistics
+            assert {feed: known.state() for feed, known in local.shared.state.tasks.items()} == statistics
 
     while step < 30:
         work()
-    assert all(len(known.state()["tried"]) == 30 for known in local.shared._state.tasks.values())
+    assert all(len(known.state()["tried"]) == 30 for known in local.shared.state.tasks.values())
     local.run(local.shared.close_stage())
     assert sorted(of_task([row for rows in trained.values() for row in rows])) == sorted(
         name for spec in specs.values() for name in spec.ids

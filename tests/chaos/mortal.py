@@ -21,6 +21,6 @@ class MortalBuffer(Buffer):
 
     def __init__(self, door: str, *arguments: Any) -> None:
         tell(door, "begins")
-        journal._SNAPSHOT_BYTES, journal._SNAPSHOT_RATIO = 20_000, 0
+        journal.SNAPSHOT_BYTES, journal.SNAPSHOT_RATIO = 20_000, 0
         super().__init__(*arguments)
         tell(door, "is ready")

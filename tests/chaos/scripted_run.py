@@ -80,7 +80,7 @@ class Cluster:
 
     def _ended(self, life: Life) -> None:
         if isinstance(life.target, Buffer):
-            life.target._store.storage.unlock()
+            life.target.store.storage.unlock()
         for transfer in self.links.values():
             transfer.leave(life)
 

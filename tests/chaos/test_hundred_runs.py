@@ -15,7 +15,7 @@ import ray
 import rayrft
 from rayrft.monitor.records import StepRecord
 from tests.chaos.processes import at_work, own_raylet, until_ended
-from tests.core.test_endings import alive, free, groups, until_free
+from tests.core.leftovers import alive, free, groups, until_free
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 RUNS, WARM = 100, 20

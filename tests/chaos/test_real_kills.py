@@ -30,7 +30,7 @@ from tests.chaos.processes import (
     works,
 )
 from tests.conftest import ROOT
-from tests.core.test_endings import alive, free, groups, until_free
+from tests.core.leftovers import alive, free, groups, until_free
 from tests.e2e.conftest import small_config
 
 pytestmark = pytest.mark.slow

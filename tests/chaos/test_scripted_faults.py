@@ -13,7 +13,7 @@ from rayrft.core.preflight import Prepared
 from rayrft.errors import NotFinite, OutOfMemory
 from rayrft.monitor.records import NoteRecord, RestartRecord, read_records
 from rayrft.trainer.api import RankSetup
-from tests.chaos.test_scripted_kills import Outcome, describe, make_prepared, simulate
+from tests.chaos.kills import Outcome, describe, make_prepared, simulate
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from rayrft.config import load_config
 from rayrft.core.plan import engine_share, plan_memory
 from rayrft.core.preflight import Prepared
 from tests.chaos.gpu_ledger import GpuLedger, use_gpus
-from tests.chaos.test_scripted_kills import STEPS, Outcome, describe, make_prepared, simulate
-from tests.core.test_plan import config_of
-from tests.trainer.test_loading import SHAPES
+from tests.chaos.kills import STEPS, Outcome, describe, make_prepared, simulate
+from tests.core.given import config_of
+from tests.trainer.families import SHAPES
 
 SIZE = 80.0
 SHARED = {"explorer.engine.gpus": 0.45, "trainer.gpus": 0.5, "weight_sync.backend": "ipc"}

@@ -11,6 +11,7 @@ from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.config.restarts import RestartsConfig
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.restarts import Restarts
+from tests.config.given import GRPO, base
 from tests.e2e.conftest import small_config
 
 
@@ -35,3 +36,10 @@ def write(checkpoints: Checkpoints, progress: Progress, *files: str) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(name.encode())
     checkpoints.commit(progress)
+
+
+def config_of(model: str, ranks: int, **overrides: Any) -> Any:
+    explorer = {"engine": {"gpus": 1, "count": 2}, "sampling": {"max_prompt_tokens": 512, "max_tokens": 1024}}
+    raw = {**base(), "model": {"path": model, "dtype": "bfloat16", "max_length": 2048}, "explorer": explorer}
+    raw |= {"demonstrations": {}, "stages": [{**GRPO, "batch_size": 1024, "group_size": 8}]}
+    return load_config({**raw, "trainer": {"ranks": ranks, "gpus": 1, "micro_batch_tokens": 16384, **overrides}})

@@ -86,12 +86,12 @@ class Subject:
     @property
     def evaluated(self) -> list[tuple[int, int, int]]:
         """Step, version and the number skipped before, by record."""
-        found = [record for record in self.recorder._file.read() if isinstance(record, EvaluationRecord)]
+        found = [record for record in self.recorder.file.read() if isinstance(record, EvaluationRecord)]
         return [(record.step, record.version, record.skipped) for record in found]
 
     @property
     def notes(self) -> str:
-        return "; ".join(record.text for record in self.recorder._file.read() if isinstance(record, NoteRecord))
+        return "; ".join(record.text for record in self.recorder.file.read() if isinstance(record, NoteRecord))
 
     async def _publish(self) -> None:
         self.published += 1
@@ -193,4 +193,4 @@ async def test_a_resumed_run_keeps_what_was_told_late_of_steps_before_its_checkp
         made.explorer.answers.put_nowait(answer(step))
         await made.at(step)
     resumed = Recorder(made.subject.config, kept=1, step=4)
-    assert [record.step for record in resumed._file.read()] == [0, 2, 4]
+    assert [record.step for record in resumed.file.read()] == [0, 2, 4]

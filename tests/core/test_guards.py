@@ -17,9 +17,9 @@ from rayrft.core.steering import Steering
 from rayrft.errors import ConfigError, GuardTripped
 from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord, StepRecord, flat, read_records
+from tests.chaos.kills import Outcome, describe, make_prepared, simulate
 from tests.chaos.scripted_run import Cluster
-from tests.chaos.test_scripted_kills import Outcome, describe, make_prepared, simulate
-from tests.core.test_train_loop import Subject
+from tests.core.looping import Subject
 from tests.e2e.conftest import small_config
 from tests.errors import about
 from tests.monitor import made

@@ -21,7 +21,7 @@ from rayrft.experience import Task
 from rayrft.monitor.summary import Totals, summarise, write_summary
 from tests.config.given import base
 from tests.core.given import run_folder, write
-from tests.core.test_master import PREPARED
+from tests.core.prepared import PREPARED
 from tests.e2e.conftest import small_config
 from tests.errors import about
 

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 from ray.exceptions import ActorDiedError
 
-from rayrft.buffer.events import ModelTerms
 from rayrft.buffer.ledger import Ledger, RowStats
 from rayrft.config import load_config
 from rayrft.core import master as module
@@ -32,14 +31,12 @@ from rayrft.monitor.summary import Summary, read_summary
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.runtime.waits import WaitReport
 from tests.core.given import run_folder
+from tests.core.prepared import PREPARED
 from tests.errors import about
 from tests.full_disk import FullDisk
 from tests.scripted import remote
 
 LEDGER = Ledger(sampled=3, trained=2, dropped={"late": 1})
-NOTHING: dict[str, Any] = {"tasks": [], "task_set": None, "held_out": [], "demonstrations": {}, "probe": []}
-TERMS: Any = {"terms": ModelTerms(9, 9, "digest"), "tokenizer": print}
-PREPARED = Prepared(run_id="id", model="model", **TERMS, **NOTHING)
 Made = tuple[Master, "Actor"]
 
 
@@ -201,7 +198,7 @@ async def test_records_without_room_are_seen_at_once_and_written_once_when_there
     disk.has_room = True
     await subject.stop()
     await running
-    assert read_records(status.folder) == [*subject._recorder._file.read()] and len(seen) > 1
+    assert read_records(status.folder) == [*subject._recorder.file.read()] and len(seen) > 1
     assert read_records(status.folder)[: len(seen)] == seen
 
 

@@ -25,8 +25,9 @@ from rayrft.trainer.memory import activation_bytes, memory_savings, rank_memory,
 from rayrft.trainer.model import gather, save_hf
 from rayrft.trainer.optimizer import Optimizer
 from tests.config.given import GRPO, base
+from tests.core.given import config_of
 from tests.errors import about
-from tests.trainer.test_loading import SHAPES
+from tests.trainer.families import SHAPES
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +39,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         config.save_pretrained(folder)
         found[name] = str(folder)
     return found
-
-
-def config_of(model: str, ranks: int, **overrides: Any) -> Any:
-    explorer = {"engine": {"gpus": 1, "count": 2}, "sampling": {"max_prompt_tokens": 512, "max_tokens": 1024}}
-    raw = {**base(), "model": {"path": model, "dtype": "bfloat16", "max_length": 2048}, "explorer": explorer}
-    raw |= {"demonstrations": {}, "stages": [{**GRPO, "batch_size": 1024, "group_size": 8}]}
-    return load_config({**raw, "trainer": {"ranks": ranks, "gpus": 1, "micro_batch_tokens": 16384, **overrides}})
 
 
 # A second reading, by hand and by a run under fake tensors: per GPU, in GB, without and with checkpointing.

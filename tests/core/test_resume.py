@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rayrft.config import RunConfig, load_config
+from rayrft.config import RunConfig
 from rayrft.core.checkpoints import Checkpoints
 from rayrft.errors import StorageError
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
-from tests.core.resumable import Wishes, run
-from tests.e2e.conftest import small_config
-from tests.runtime.forks import FORKS
+from tests.core.resuming import Process, end_of, make_config, trained
 from tests.trainer.learners import qwen3
-
-Whole = tuple[RunConfig, list[str]]
-
-
-def make_config(storage: Path, model: Path, name: str, **overrides: Any) -> RunConfig:
-    raw = small_config(storage, name, model={"path": str(model)}, evaluation={"enabled": False})
-    warmup, mix = raw["stages"]
-    warmup |= {"steps": 5, "batch_size": 4}
-    mix |= {"algorithm": {"name": "mix", "mu": 0.3, "kl": "k3", "kl_coef": 0.1}, "steps": 10, "batch_size": 10}
-    mix |= {"group_size": 2, "optimizer": {"lr": 1e-3, "schedule": "cosine"}}
-    mix["update"] = {"mini_batches": 2, "reference_refresh": 4}
-    config = load_config(raw, {"trainer.micro_batch_tokens": 40, "checkpoint.every": 3, **overrides})
-    (config.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    return config
 
 
 @pytest.fixture(scope="module")
@@ -45,41 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Process:
-    """The run in a process of its own, and what it says."""
-
-    def __init__(self, config: RunConfig, poisoned: int | None = None, wishes: Wishes | None = None) -> None:
-        self._receiving, sending = FORKS.Pipe(duplex=False)
-        self._process = FORKS.Process(target=run, args=(config, sending, poisoned, wishes or {}))
-        self._process.start()
-        sending.close()
-
-    def events(self) -> Iterator[str]:
-        with contextlib.suppress(EOFError):
-            while True:
-                yield self._receiving.recv()
-
-    def kill_at(self, event: str) -> None:
-        """Kill it as soon as it says that."""
-        assert event in self.events()
-        self.kill()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def end(self) -> None:
-        self._process.join(60)
-        assert self._process.exitcode == 0, self._process.exitcode
-
-
-def trained(config: RunConfig) -> dict[int, list[str]]:
-    """The rows of each step, which must be the same as often as it is repeated."""
-    rows: dict[int, list[str]] = {}
-    for line in (config.folder / "trained.jsonl").read_text().splitlines():
-        step, ids = json.loads(line)
-        assert rows.setdefault(step, ids) == ids, f"step {step} was repeated with other rows"
-    return rows
+Whole = tuple[RunConfig, list[str]]
 
 
 def until_end(config: RunConfig, poisoned: int | None = None) -> list[Any]:
@@ -111,10 +58,6 @@ def assert_same(config: RunConfig, reference: RunConfig) -> None:
     torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
     assert end_of(config) == end_of(reference)
     assert steps(config) == list(range(1, 16)), "a step was counted twice, or not at all"
-
-
-def end_of(config: RunConfig) -> Any:
-    return json.loads((config.folder / "end.json").read_text())
 
 
 def steps(config: RunConfig) -> list[int]:

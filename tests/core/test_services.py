@@ -32,7 +32,7 @@ from tests.e2e.conftest import small_config
 from tests.errors import about
 from tests.pipelines.small import read, write
 from tests.scripted_engine import ScriptedEngine
-from tests.weights.test_files import Written
+from tests.weights.written import Written
 
 ENGINE = {"count": 1, "memory_gib": 0.3}
 OPTIONS = {"model": "m", "least_words": 1, "max_pass_rate": 1.0, "tries": 2, "hinted_tries": 0}

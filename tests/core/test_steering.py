@@ -35,9 +35,9 @@ from rayrft.errors import ConfigError, RunFinished, StorageError
 from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord, StepRecord, read_records
 from tests.core.given import run_folder
+from tests.core.looping import Subject
 from tests.core.resumable import Wishes
-from tests.core.test_resume import Process, end_of, make_config, trained
-from tests.core.test_train_loop import Subject
+from tests.core.resuming import Process, end_of, make_config, trained
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 from tests.trainer.learners import qwen3
 
@@ -216,11 +216,11 @@ def steering_of(loop: TrainLoop) -> Steering:
 @pytest.mark.parametrize("ends", [StorageError, Stopped])
 async def test_a_failing_explorer_and_a_stop_end_a_pause(loop: TrainLoop, ends: type[Exception]) -> None:
     steering, exploring = steering_of(loop), asyncio.get_running_loop().create_future()
-    held = asyncio.ensure_future(steering.border(loop, partial(loop._unless_ended, exploring=exploring)))
+    held = asyncio.ensure_future(steering.border(loop, partial(loop.unless_ended, exploring=exploring)))
     await held
     asked = asyncio.ensure_future(steering.ask("pause"))
     await asyncio.sleep(0)
-    held = asyncio.ensure_future(steering.border(loop, partial(loop._unless_ended, exploring=exploring)))
+    held = asyncio.ensure_future(steering.border(loop, partial(loop.unless_ended, exploring=exploring)))
     assert await asyncio.wait_for(asked, 20) == 0 and steering.paused_since is not None and not held.done()
     if ends is Stopped:
         loop.stop.set()

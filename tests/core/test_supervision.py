@@ -276,23 +276,26 @@ async def test_an_actor_that_loads_is_starting_and_one_that_has_been_up_makes_no
     watching.cancel()
 
 
-async def test_a_start_is_told_with_what_is_done_and_not_ended_while_the_memory_grows() -> None:
+async def test_a_start_is_told_with_its_time_and_what_is_done_and_not_ended_while_the_memory_grows(
+    clock: list[float],
+) -> None:
     notes, waits, quiet, killed = Notes(), Waits("master"), [0.0], list[str]()
 
     async def loading() -> WaitReport:
-        return WaitReport([], quiet[0], "loads the model, 3.2 GB in memory")
+        return WaitReport([], quiet[0], "loads the model since 12:00:00, 3.2 GB in memory")
 
     monitor = StallMonitor(waits, {"engine-0": loading}, notes, 0.02, 0.02)
     monitor.kill = lambda name: killed.append(name) is None
     monitor.starting = True
     with waits.on("engine-0", "start"):
-        while waits.report().waits[0].quiet_s < 0.1:  # longer than both bounds
-            await monitor._poll()
-        assert not notes.texts and not killed
+        for clock[0] in (0.01, 0.03, 90.0):  # both bounds are shorter
+            await monitor.poll()
+            assert not notes.texts and not killed
         quiet[0] = 60.0
-        await monitor._poll()
+        await monitor.poll()
     (text,) = notes.texts
-    assert text.endswith("engine-0 (start: loads the model, 3.2 GB in memory)")
+    assert text.startswith("still starting after 90 s: ")
+    assert text.endswith("engine-0 (start: loads the model since 12:00:00, 3.2 GB in memory)")
     assert killed == ["engine-0"]
 
 

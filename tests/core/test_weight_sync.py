@@ -93,7 +93,7 @@ class ScriptedTrainer:
 class Subject:
     """A weight sync and the pool, with engines by name."""
 
-    def __init__(self, dtype: str = "float32", **settings: Any) -> None:
+    def __init__(self, dtype: str = "float32", leave_s: float = 10.0, **settings: Any) -> None:
         config = load_config(base(), {"model.dtype": dtype, "weight_sync": settings})
         self.pool, waits = EnginePool(), Waits("master")
         self.trainer = ScriptedTrainer()
@@ -101,7 +101,7 @@ class Subject:
         tokens = np.arange(TOKENS + 1)
         probe = Experience("p", "p", "p", tokens, 1, np.ones_like(tokens), np.zeros(len(tokens)))
         pool = TrackedHandle(remote(self.pool, "engine_pool"), waits)
-        self.sync = WeightSync(config, trainer, pool, self.handles, [probe], waits)
+        self.sync = WeightSync(config, trainer, pool, self.handles, [probe], waits, leave_s=leave_s)
         self.engines: dict[str, ScriptedEngine] = {}
 
     async def admit(self, *names: str, version: int = 0, **faults: Any) -> None:
@@ -204,10 +204,9 @@ async def test_without_members_nothing_is_sent_and_whoever_joins_then_gets_every
 
 @pytest.mark.parametrize("faults", FAULTS, ids=str)
 async def test_an_engine_is_paused_after_a_round_that_failed_only_if_it_has_received_a_part(
-    faults: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    faults: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr("rayrft.core.weight_sync._LEAVE_S", 0.1)
-    made = await subject()
+    made = await subject(leave_s=0.1)
     vars(made.engines["engine-1"]).update(faults)
     with pytest.raises(RuntimeError if "fail" in faults else WeightSyncError) as failed:
         await made.sync.publish(3)
@@ -239,9 +238,8 @@ async def test_a_round_in_which_engines_die_is_repeated_with_those_that_are_left
     assert set((await made.members()).values()) == {4}, "its successor takes part in the next"
 
 
-async def test_a_link_that_fails_with_all_engines_alive_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayrft.core.weight_sync._LEAVE_S", 0.1)
-    made = await subject()
+async def test_a_link_that_fails_with_all_engines_alive_ends_the_run() -> None:
+    made = await subject(leave_s=0.1)
     made.trainer.problem = "connection reset"
     with pytest.raises(WeightSyncError, match="connection reset"):
         await made.sync.publish(3)
@@ -272,8 +270,7 @@ async def test_a_master_that_takes_over_publishes_nothing_older_than_what_an_eng
 
 async def test_a_call_that_hangs_after_another_has_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrft.core.weight_sync._SETTLE_S", 0.1)
-    monkeypatch.setattr("rayrft.core.weight_sync._LEAVE_S", 0.1)
-    made = await subject()
+    made = await subject(leave_s=0.1)
     made.engines["engine-0"].fail, made.engines["engine-1"].fail = "receive", "hang"
     with pytest.raises(RuntimeError, match="no weights"):
         await made.sync.publish(3)
@@ -282,8 +279,7 @@ async def test_a_call_that_hangs_after_another_has_failed_is_not_waited_for(monk
 async def test_an_engine_that_hangs_is_killed_at_the_deadline_and_the_round_repeated_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rayrft.core.weight_sync._LEAVE_S", 0.2)
-    made, killed = await subject(deadline_s=0.2), dict[str, Any]()
+    made, killed = await subject(deadline_s=0.2, leave_s=0.2), dict[str, Any]()
 
     def kill(engine: Handle[Any]) -> None:
         killed[engine.name] = asyncio.ensure_future(made.leave(engine.name))  # as the Master does
@@ -295,8 +291,7 @@ async def test_an_engine_that_hangs_is_killed_at_the_deadline_and_the_round_repe
 
 
 async def test_a_deadline_that_is_missed_while_all_engines_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayrft.core.weight_sync._LEAVE_S", 0.1)
-    made = await subject(deadline_s=0.2)
+    made = await subject(deadline_s=0.2, leave_s=0.1)
     monkeypatch.setattr(made.engines["engine-1"], "receive", lambda *_: asyncio.Event().wait())
     with pytest.raises(WeightSyncError, check=about("weight_sync")):
         await made.sync.publish(3)
@@ -323,11 +318,8 @@ def scores(**off: float) -> list[float]:
         (EXACT, {"few": float("inf")}, None),
     ],
 )
-async def test_log_probs_are_judged_by_mean_and_share(
-    dtype: str, off: dict[str, float], largest: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rayrft.core.weight_sync._LEAVE_S", 0.1)
-    made = await subject(dtype=dtype, probe_every=1)
+async def test_log_probs_are_judged_by_mean_and_share(dtype: str, off: dict[str, float], largest: float | None) -> None:
+    made = await subject(dtype=dtype, probe_every=1, leave_s=0.1)
     made.engines["engine-1"].scores = scores(**off)
     if largest is None:
         with pytest.raises(WeightSyncError, check=about("engine-1")):

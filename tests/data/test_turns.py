@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rayrft.algorithms import build, presets
-from rayrft.data.turns import Turns, group_advantages, turn_rewards
+from rayrft.data.turns import Turns, compute_advantages, turn_rewards
 from rayrft.errors import DataError
 from rayrft.experience import Experience
 from tests.errors import about
@@ -29,7 +29,7 @@ def row(repeat: str, *, observation: int = 4, mask: np.ndarray = MASK, **metrics
 def advantages(rows: list[Experience], rewards: list[float], name: str, **pieces: Any) -> list[list[float]]:
     """Of every token, by row."""
     algorithm = build("gigpo", {"advantage": name, **pieces})
-    return [values.tolist() for values in group_advantages(rows, algorithm, rewards)]
+    return [values.tolist() for values in compute_advantages(rows, algorithm, rewards)]
 
 
 def test_turns_are_the_runs_of_the_mask_and_the_reward_is_the_last_ones() -> None:
@@ -88,7 +88,7 @@ def test_of_one_turn_each_gigpo_is_grpo_twice_over() -> None:
 def test_every_algorithm_computes_advantages_on_action_tokens_alone(name: str) -> None:
     rows = [replace(each, greedy_reward=0.25) for each in scored({"right": 1.0}, {"right": 0.5})]
     rows = [replace(each, reward=reward) for each, reward in zip(rows, [1.0, 0.5], strict=True)]
-    found = group_advantages(rows, build(name))
+    found = compute_advantages(rows, build(name))
     assert all(values.dtype == np.float32 and not values[MASK == 0].any() for values in found)
     assert any(values.any() for values in found) == (name not in ("distill", "jsd"))
 
@@ -100,7 +100,7 @@ def scored(*components: dict[str, float]) -> list[Experience]:
 def test_components_of_rewards_are_compared_apart() -> None:
     rows = scored({"right": 1.0, "form": 5.0}, {"form": 5.0, "right": 0.0})
     for given in ({}, {"reward_components": {"right": 1.0}}, {"reward_components": {"form": 3.0, "right": 1.0}}):
-        found = group_advantages(rows, build("gdpo", given))
+        found = compute_advantages(rows, build("gdpo", given))
         assert [values[2] for values in found] == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
 
 
@@ -120,7 +120,7 @@ def test_a_row_without_a_component_of_its_reward_is_refused(
 ) -> None:
     algorithm = build("gdpo", {"reward_components": given})
     with pytest.raises(DataError, match=lacking, check=about("reward_components")):
-        group_advantages(scored(*components), algorithm)
+        compute_advantages(scored(*components), algorithm)
 
 
 def test_rewards_of_turns_are_on_their_last_tokens_and_those_of_steps_at_theirs() -> None:
@@ -132,9 +132,9 @@ def test_rewards_of_turns_are_on_their_last_tokens_and_those_of_steps_at_theirs(
 
 def test_remax_compares_with_the_greedy_answer() -> None:
     rows = [replace(row(str(number)), reward=reward, greedy_reward=0.75) for number, reward in enumerate([1.0, 0.5])]
-    assert [values[2] for values in group_advantages(rows, build("remax"))] == [0.25, -0.25]
+    assert [values[2] for values in compute_advantages(rows, build("remax"))] == [0.25, -0.25]
     with pytest.raises(ValueError, match="greedy"):
-        group_advantages([replace(row, greedy_reward=None) for row in rows], build("remax"))
+        compute_advantages([replace(row, greedy_reward=None) for row in rows], build("remax"))
 
 
 # Steps inside turns

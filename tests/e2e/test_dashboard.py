@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rayrft
-from tests.cluster.test_dashboards import needs_prometheus, prometheus, until_complete
+from tests.cluster.prometheus import needs_prometheus, prometheus, until_complete
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 

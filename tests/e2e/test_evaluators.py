@@ -15,7 +15,7 @@ import pytest
 import rayrft
 from tests.conftest import ROOT
 from tests.e2e.conftest import Call, endpoint_of
-from tests.e2e.test_serve import make_config
+from tests.e2e.serving import make_config
 from tests.newest import environment
 
 pytestmark = pytest.mark.slow

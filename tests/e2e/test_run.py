@@ -24,7 +24,7 @@ from rayrft.viewer.app import VIEWS
 from tests.conftest import ROOT
 from tests.e2e.conftest import Call, small_config
 from tests.hub import TOKEN, hub
-from tests.viewer.test_queries import Client
+from tests.viewer.client import Client
 
 
 @pytest.fixture(scope="module")

@@ -38,23 +38,8 @@ from tests.bench.lessons import calculator
 from tests.bench.lessons.multiplier import converse
 from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, Call, endpoint_of, free_port
+from tests.e2e.serving import make_config
 from tests.errors import about
-
-
-def make_config(folder: Path, port: int, **overrides: Any) -> dict[str, Any]:
-    (folder / "keys").write_text("sk-app\n")
-    return {
-        "name": "served",
-        "mode": "serve",
-        "storage": str(folder / "runs"),
-        "max_staleness": 4,
-        "model": {"tiny": {"layers": 2, "hidden_size": 64, "heads": 2}, "max_length": 512},
-        "explorer": {"sampling": {"max_tokens": 8}, "engine": {"count": 1}},
-        "trainer": {"ranks": 1},
-        "serve": {"port": port, "keys_file": str(folder / "keys")},
-        "stages": [{"name": "online", "algorithm": {"name": "grpo"}, "steps": 2, "batch_size": 8, "group_size": 4}],
-        **overrides,
-    }
 
 
 def agent(base_url: str, api_key: str, session: str, stream: bool) -> str:

@@ -57,7 +57,7 @@ async def running(
 ) -> AsyncIterator[Ran]:
     ran = Ran(folder, agent, say, options or {}, settings)
     yield ran
-    await ran.runner._workflow(AGENT).close()  # type: ignore[attr-defined]
+    await ran.runner.workflow(AGENT).close()  # type: ignore[attr-defined]
 
 
 def calls_a_tool(prompt: str) -> str:
@@ -142,7 +142,7 @@ async def test_an_application_that_exits_or_hangs_costs_its_attempt_and_its_proc
         assert rollout.failed == {"workflow_error": 2} and "exit code 3" in str(rollout.problem)
         rollout = await ran(n=2, chosen="hangs")
         assert rollout.failed == {"timeout": 2} and "explorer.deadline_s" in str(rollout.problem)
-        server = await ran.runner._workflow(AGENT)._listening  # type: ignore[attr-defined]
+        server = await ran.runner.workflow(AGENT)._listening  # type: ignore[attr-defined]
         async with asyncio.timeout(20):  # the endpoints of processes that are gone are gone, too
             while server.apps:
                 gc.collect()

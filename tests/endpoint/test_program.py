@@ -57,7 +57,7 @@ async def running(folder: Path, what: str, options: Any = None, **settings: Any)
     command = {"command": [PYTHON, "-S", "agent.py", what, "{question}"], **(options or {})}
     ran = Ran(folder, command, settings)
     yield ran
-    await ran.runner._workflow("program").close()  # type: ignore[attr-defined]
+    await ran.runner.workflow("program").close()  # type: ignore[attr-defined]
 
 
 async def test_the_calls_of_a_program_are_a_row_and_its_output_is_scored(tiny_model: Path) -> None:
@@ -168,7 +168,7 @@ async def test_real_agents_use_their_tools_and_their_files_are_scored(
     call = json.dumps({"name": tool, "arguments": {"file_path": "/box/answer.txt", "content": "forty-two"}})
     ran.policy.say = lambda prompt: "Done." if "forty-two" in prompt else f"<tool_call>{call}</tool_call>"
     rollout = await ran(question="Write the answer to everything into answer.txt")
-    await ran.runner._workflow("program").close()  # type: ignore[attr-defined]
+    await ran.runner.workflow("program").close()  # type: ignore[attr-defined]
     assert rollout.problem is None and ran.scored == ["forty-two"]
     [row] = rollout.rows
     assert [turn["role"] for turn in row.turns][-3:] == ["assistant", "tool", "assistant"]

@@ -78,7 +78,7 @@ class Ran:
 async def running(folder: Path, python: str, **options: Any) -> AsyncIterator[Ran]:
     ran = Ran(folder, python, **options)
     yield ran
-    await ran.runner._workflow("verifiers").close()  # type: ignore[attr-defined]
+    await ran.runner.workflow("verifiers").close()  # type: ignore[attr-defined]
     assert hosts() == []
 
 

@@ -127,7 +127,7 @@ def make_explorer(
 ) -> Explorer:
     """``buffer`` is a Buffer or `Taken`."""
     tasks, pool = list(tasks) or spelling(50), pool or EnginePool()
-    pool._membership = Membership(1, (Member(remote(engine, "engine-0"), 0),))
+    pool.membership = Membership(1, (Member(remote(engine, "engine-0"), 0),))
     tokenizer, held_out = partial(ChatTokenizer, model), tasks[:5]
     explorer = Explorer(config, tokenizer, remote(pool, "engine_pool"), remote(buffer), tasks, held_out, None)
     explorer._rewards = rewards or ScriptedRewards(1)

@@ -23,11 +23,9 @@ from rayrft.explorer.tools.call_formats import (
     ToolCall,
     call_formats,
     calls_of,
-    check_call_format,
-    open_call_format,
     probe_template,
 )
-from rayrft.explorer.tools.vllm_parsers import HostedParser, VllmCalls
+from rayrft.explorer.tools.vllm_parsers import HostedParser, VllmCalls, check_call_format, open_call_format
 from rayrft.trainer.tiny import make_tokenizer
 
 _TURNS = (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import ray
 import torch
 from ray.exceptions import RayTaskError
-from torch import Tensor, nn
+from torch import nn
 
 from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.explorer import EngineConfig, RepetitionConfig
@@ -26,13 +27,11 @@ from rayrft.config.trainer import LoraConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ModelError, RequestRefused
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
-from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.exchange import INTERRUPTED, Capacity, Chunk, Completion, Request, Sampling, Session
-from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.pipelines.run.models import AskedModel
 from rayrft.rewards import Reward, inline, register_reward
-from rayrft.runtime.waits import WaitReport, Waits
+from rayrft.runtime.waits import WaitReport
 from rayrft.trainer.learner import Learner
 from rayrft.trainer.loading import load_hf, load_policy
 from rayrft.trainer.lora import Lora
@@ -40,67 +39,13 @@ from rayrft.trainer.model import named_weights, write_hf
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.tiny import make_tiny_model
 from rayrft.weights.buckets import plan_buckets
-from rayrft.weights.channel import WeightChannel, open_store
 from rayrft.weights.files import VersionFolder
 from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
 from tests.algorithms.flat import token_logprobs
 from tests.errors import about
+from tests.explorer.live_engine import PROMPT, EngineUnderTest, linked, sampling
 from tests.pipelines.asked import ran
 from tests.pipelines.small import rows
-from tests.scripted import handle, remote
-
-PROMPT = [5, 40, 41, 42, 43, 3]
-
-
-@dataclass
-class EngineUnderTest:
-    """An engine actor, the model it was started from, and the trainer's end of its link."""
-
-    actor: Any
-    folder: Path
-    channel: WeightChannel
-    transfers: int = 0
-    reports: list[WaitReport] = field(default_factory=list)
-    """Its answers to heartbeats while it started."""
-
-    def model(self, seed: int | None = None) -> nn.Module:
-        """The model on disk; with a seed, its weights replaced by random ones."""
-        from transformers import AutoModelForCausalLM
-
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.folder).eval()
-        if seed is not None:
-            generator = torch.Generator().manual_seed(seed)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-        return model
-
-    def update(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        adapter: Adapter | None = None,
-        keep_cache: bool = False,
-    ) -> int:
-        """A round as of the weight sync, after which the engine must hold what was sent; gives the bytes of that."""
-        tensors = dict(weights)
-        metas = [TensorMeta.of(name, tensor, torch.float32) for name, tensor in tensors.items()]
-        parcel = Parcel(metas, 16 << 10, adapter)
-        ray.get(self.actor.pause.remote(keep_cache))
-        self.transfers += 1
-        receiving = self.actor.receive.remote(self.transfers, version)
-        sent = self.channel.send(self.transfers, parcel, (tensor.detach() for tensor in tensors.values()))
-        held = ray.get(receiving)
-        assert (held.version, held.digests) == (version, (sent,))
-        return parcel.nbytes
-
-    def generate(self, n: int = 4, prompt: list[int] = PROMPT, **options: Any) -> list[Completion]:
-        return ray.get(self.actor.generate.remote(Request(prompt, n, sampling(**options))))
-
-    async def client(self) -> EngineClient:
-        pool = EnginePool()
-        await pool.join([Member(handle(self.actor, "engine-0"), 0)])
-        return EngineClient(remote(pool, "engine_pool"), Waits("test"))
 
 
 @pytest.fixture(scope="module")
@@ -123,22 +68,6 @@ def engine(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     ray.kill(actor)
 
 
-def linked(actor: Any, number: int, transport: str = "gloo", **options: Any) -> WeightChannel:
-    """The trainer's end of a new link."""
-    host = "127.0.0.1"
-    store = open_store(60, host)
-    ends = {"senders": 1, "receivers": 1, "timeout_s": 60, "secret": "s"}
-    link = Link(transport, host, store.port, number=number, options=options, **ends)
-    connecting = actor.connect.remote(link, 0)
-    channel = WeightChannel(link, sends=True, index=0, device=torch.device("cpu"), store=store)
-    ray.get(connecting)
-    return channel
-
-
-def sampling(temperature: float = 1.0, max_tokens: int = 12, stop: tuple[int, ...] = ()) -> Sampling:
-    return Sampling(temperature, max_tokens, stop)
-
-
 @torch.no_grad()
 def recomputed(
     model: nn.Module, completion: Completion, temperature: float = 1.0, prompt: list[int] = PROMPT
@@ -155,13 +84,14 @@ def has_an_a() -> Reward:
 
 
 def test_an_engine_tells_what_it_does_while_it_starts(engine: EngineUnderTest) -> None:
-    phases = [report.doing.partition(",")[0] for report in engine.reports]
+    phases = [report.doing.partition(" since ")[0] for report in engine.reports]
     assert [*dict.fromkeys(phases)] in (
         ["imports vLLM", "loads the model"],
         ["waits to be started", "imports vLLM", "loads the model"],
     )
-    last = engine.reports[-1].doing
-    assert float(last.removeprefix("loads the model, ").removesuffix(" GB in memory")) > 0.5  # vLLM twice
+    last = re.fullmatch(r"loads the model since (\d\d:\d\d:\d\d), (.*) GB in memory", engine.reports[-1].doing)
+    assert last is not None and float(last[2]) > 0.5  # vLLM twice
+    assert len({report.doing.split(" since ")[1][:8] for report in engine.reports[-2:]}) == 1  # of the phase
     assert all(report.quiet_s < 60 and not report.waits for report in engine.reports)
 
 

@@ -96,13 +96,13 @@ class Subject:
 
     async def known(self) -> None:
         """Until the client knows who the members are now."""
-        generation = self.pool._membership.generation
+        generation = self.pool.membership.generation
         async with asyncio.timeout(20):
             while await self.pool.polls.get() != generation:
                 pass
 
     async def close(self) -> None:
-        for task in (*self._requests, self.client._following):
+        for task in (*self._requests, self.client.following):
             if task is not None:
                 task.cancel()
 
@@ -207,7 +207,7 @@ class DeadCore(Answering):
 async def test_requests_of_an_engine_that_dies_are_answered_by_another(subject: Subject, dead: Answering) -> None:
     await subject.join("engine-7", dead)
     asked = subject.ask()
-    left = await asyncio.wait_for(subject.pool.members(subject.pool._membership.generation), 20)
+    left = await asyncio.wait_for(subject.pool.members(subject.pool.membership.generation), 20)
     assert left.members == () and not asked.done(), "it waits for another to join"
     successor = HeldEngine()
     successor.released.set()
@@ -229,7 +229,7 @@ async def test_a_request_whose_engines_die_ends_alone_and_ends_no_third(subject:
 
 
 async def test_requests_that_wait_for_engines_that_all_have_died_and_are_not_replaced_end(subject: Subject) -> None:
-    subject.pool._membership = replace(subject.pool._membership, replaced=False)
+    subject.pool.membership = replace(subject.pool.membership, replaced=False)
     asked = [subject.ask() for _ in range(3)]
     await subject.join("engine-0", Unreached())
     for each in asked:
@@ -287,7 +287,7 @@ async def stream(
 
     request = Request([5], 1, replace(SAMPLING, **sampling), stream=True)
     asked = asyncio.ensure_future(subject.client.generate(request, (), receive))
-    await asyncio.wait_for(subject.pool.members(subject.pool._membership.generation), 20)
+    await asyncio.wait_for(subject.pool.members(subject.pool.membership.generation), 20)
     return asked, brought
 
 
@@ -326,7 +326,7 @@ async def test_the_death_of_a_successor_that_joined_before_its_predecessor_was_m
     await asyncio.gather(subject.pool.leave(handle, "it died"), subject.join("engine-0", DeadCore()))
     await subject.known()
     asked = subject.ask()
-    generation = subject.pool._membership.generation
+    generation = subject.pool.membership.generation
     assert (await asyncio.wait_for(subject.pool.members(generation), 20)).members == ()
     await subject.join("engine-0", first)
     assert await asyncio.wait_for(asked, 20) == [ANSWER]
@@ -390,8 +390,8 @@ async def test_a_pool_that_died_ends_every_request_for_its_members_are_no_longer
 
     subject.pool.members = dead  # type: ignore[method-assign]
     await subject.join("engine-1", HeldEngine())  # answers the poll that runs; the next one finds the pool dead
-    assert subject.client._following is not None
-    await asyncio.wait({subject.client._following}, timeout=20)
+    assert subject.client.following is not None
+    await asyncio.wait({subject.client.following}, timeout=20)
     for _ in range(2):
         with pytest.raises(ActorDied, check=about("engine_pool")):
             await subject.ask()
@@ -545,7 +545,7 @@ async def test_the_long_poll_answers_when_the_membership_changes_and_not_before(
 
 
 async def test_where_engines_are_not_replaced_a_death_is_raised_with_the_engines_name(subject: Subject) -> None:
-    subject.pool._membership = Membership(7, (), replaced=False)
+    subject.pool.membership = Membership(7, (), replaced=False)
     await subject.join("engine-7", DeadCore())
     with pytest.raises(ActorDied, check=about("engine-7")):
         await subject.ask()

@@ -18,7 +18,7 @@ from tests.errors import about
 from tests.scripted import remote
 
 SAMPLING = Sampling(1.0, 8, (1,))
-Answers = dict[int, exchange.Answer | exchange.Chunk]
+Answers = dict[int, exchange.EngineAnswer | exchange.Chunk]
 
 
 class Held(Answering):

@@ -15,7 +15,7 @@ import pytest
 from rayrft.algorithms import build
 from rayrft.buffer.events import GroupReport
 from rayrft.config import load_config
-from rayrft.data.turns import group_advantages
+from rayrft.data.turns import compute_advantages
 from rayrft.errors import ConfigError, OperatorFailed, RayrftError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.scoring import ScoredGroup, with_verified
@@ -51,7 +51,7 @@ class Verifying:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.pipeline._operators.close()
+        await self.pipeline.close()
 
     async def group(self) -> Taken:
         await run_group(self.explorer, self.config)
@@ -102,7 +102,7 @@ async def test_operators_in_an_actor_ask_the_models_that_it_is_given_and_know_th
         for row, said in zip(group(1), ("tac", "cat"), strict=True)
     ]
     worked = await actor.apply(_seen(task, rows), task)
-    await actor._operators.close()
+    await actor.close()
     assert worked.kept == [0] and worked.changed.column("reward").to_pylist() == [1.0] and not actor._tasks
 
 
@@ -295,7 +295,7 @@ async def explored(tiny_model: Path, engine: QuickEngine, rewards: Rewards, algo
 def of_answers(rows: list[Experience], algorithm: Any) -> list[list[float]]:
     """Advantages of the tokens after the prompt, as the trainer computes them."""
     rest = {name: value for name, value in algorithm.items() if name != "name"}
-    found = group_advantages(rows, build(algorithm["name"], rest))
+    found = compute_advantages(rows, build(algorithm["name"], rest))
     return [values[row.prompt_length :].tolist() for row, values in zip(rows, found, strict=True)]
 
 

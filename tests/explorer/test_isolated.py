@@ -41,7 +41,7 @@ async def running(tiny_model: Path, engines: Engines, **overrides: Any) -> Async
     try:
         yield runner
     finally:
-        workflow = runner._workflow(settings.explorer.workflow)
+        workflow = runner.workflow(settings.explorer.workflow)
         if isinstance(workflow, isolated.Isolated):
             await workflow.close()
 
@@ -87,7 +87,7 @@ async def test_rows_are_those_of_the_same_workflow_in_the_event_loop(tiny_model:
             "explorer.workflow_options": {workflow: {"hint": "Really?"}},
         }
         async with running(tiny_model, Engines(), **settings) as runner:
-            in_processes = isinstance(runner._workflow(workflow), isolated.Isolated)
+            in_processes = isinstance(runner.workflow(workflow), isolated.Isolated)
             rollouts = [await runner.run(TASK, group, 2, 1.0) for group in ("first", "second")]
             found.append([content(row) for rollout in rollouts for row in rollout.rows])
         assert in_processes == (name == "InProcess") and all(rollout.problem is None for rollout in rollouts)

@@ -17,8 +17,8 @@ from rayrft.config.explorer import EngineConfig
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.trainer.loading import load_policy
 from rayrft.trainer.model import named_weights
-from tests.explorer.test_engine import EngineUnderTest, linked
-from tests.trainer.test_loading import FAMILIES
+from tests.explorer.live_engine import EngineUnderTest, linked
+from tests.trainer.families import FAMILIES
 
 FRESH = 1e-5
 """Largest difference of log-probs."""

@@ -14,7 +14,7 @@ from rayrft.config.demonstrations import RowFormat
 from rayrft.config.serve import FeedbackConfig
 from rayrft.data.layouts import conversations
 from rayrft.errors import DataError
-from rayrft.feedback.exchange import FORMATS, TOOLS, read_feedback, write_feedback
+from rayrft.feedback.exchange import FORMATS, LABEL_TOOLS, read_feedback, write_feedback
 from rayrft.feedback.items import ShownAnswer
 from rayrft.feedback.judgements import Judgement, JudgementAdded, Judgements
 from tests.conftest import ROOT
@@ -86,7 +86,7 @@ def as_read(given: Sequence[Judgement], tool: str) -> list[Judgement]:
     return sorted(read, key=repr)
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", LABEL_TOOLS)
 def test_what_goes_to_another_tool_comes_back_as_it_was(tool: str, tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     records = exported(path, tool)

@@ -23,7 +23,7 @@ class Client:
     """Someone at a page, and the run behind it."""
 
     def __init__(self, folder: Path, served: FeedbackPage) -> None:
-        self.folder, self.page, self.rows = folder, served, cast(ScriptedRows, served._rows)
+        self.folder, self.page, self.rows = folder, served, cast(ScriptedRows, served.rows)
         transport = httpx.ASGITransport(served.app())
         self.http = httpx.AsyncClient(
             transport=transport, base_url="http://page", headers={"Authorization": f"Bearer {KEY}"}
@@ -185,7 +185,7 @@ async def test_what_is_said_as_a_run_returns_is_told_at_once(tmp_path: Path, mon
         assert await asyncio.to_thread(looking.wait, 60)
         (tmp_path / "running").touch()
         second = asyncio.create_task(client.judge("g/1", score=1))
-        await client.until(lambda: "judgement-2" in client.page._judgements.all)
+        await client.until(lambda: "judgement-2" in client.page.judgements.all)
         go_on.set()
         await first
         assert (await second)["outcome"] == "applied"
@@ -251,7 +251,7 @@ async def test_a_server_that_was_killed_goes_on_where_it_was(running: Path) -> N
 async def test_an_item_that_left_the_queue_can_still_be_judged(running: Path) -> None:
     async with opened(running, group("g", "a", "b")) as client:
         await client.post("me")
-        client.page._queue.items.clear()
+        client.page.queue.items.clear()
         assert (await client.judge("g/1", score=5))["outcome"] == "applied"
         pair = {"key": "pair:g", "answers": [{"id": "g/0"}, {"id": "g/1"}]}
         assert (await client.judge(pair, ranking=["g/1", "g/0"]))["outcome"] == "applied"
@@ -286,7 +286,7 @@ async def test_what_left_the_queue_comes_back_when_undone_and_skips_count_alone(
         item = (await client.post("next", view="one"))["item"]
         await client.judge(item, skipped=True, score=5, edit="Better.", labels=["polite"])
         assert client.told() == []
-        client.page._queue.items.clear()
+        client.page.queue.items.clear()
         back = await client.post("undo")
         assert back["item"]["key"] == item["key"] and (back["draft"]["score"], back["draft"]["edit"]) == (None, None)
         await client.judge(item, score=2)

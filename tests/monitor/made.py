@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from typing import Any
 
@@ -24,6 +25,7 @@ from rayrft.monitor.records import (
 from rayrft.pipelines.report import OperatorStats
 from rayrft.rewards.scorer import DomainStats
 from rayrft.trainer.result import FirstUpdate, PairRanking, StepMetrics, StepResult
+from tests.conftest import ROOT
 
 
 def _made(kind: type, changes: dict[str, Any], **values: Any) -> Any:
@@ -87,3 +89,12 @@ def every_record() -> list[Record]:
         RestartRecord("mix", 3, time.time(), "explorer", "run:explorer", "its process died", 2.0),
         NoteRecord("mix", 3, time.time(), "max_staleness: 0 -> 3", {"key": "max_staleness", "old": 0, "new": 3}),
     ]
+
+
+def documented() -> set[str]:
+    """The names in the first cells of the README's table."""
+    table = (
+        (ROOT / "rayrft" / "monitor" / "README.md").read_text().split("## Metrics in Prometheus")[1].split("\n## ")[0]
+    )
+    rows = re.findall(r"^\|([^|]+)\|", table, re.MULTILINE)
+    return {name for cell in rows for name in re.findall(r"`(rayrft_\w+)`", cell)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,18 +14,8 @@ import pytest
 from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord, RestartRecord
 from rayrft.monitor.sinks import RayMetrics, measurements
-from tests.conftest import ROOT
 from tests.core.given import run_folder
-from tests.monitor.made import every_record, step
-
-
-def documented() -> set[str]:
-    """The names in the first cells of the README's table."""
-    table = (
-        (ROOT / "rayrft" / "monitor" / "README.md").read_text().split("## Metrics in Prometheus")[1].split("\n## ")[0]
-    )
-    rows = re.findall(r"^\|([^|]+)\|", table, re.MULTILINE)
-    return {name for cell in rows for name in re.findall(r"`(rayrft_\w+)`", cell)}
+from tests.monitor.made import documented, every_record, step
 
 
 class Exported:

@@ -36,7 +36,7 @@ from tests.rewards.scored import pairs, real_rows, sandbox_of
 
 @pytest.fixture(scope="module", params=["bwrap", "unshare"])
 def isolation(request: pytest.FixtureRequest) -> str:
-    return sandbox_of(request.param)._isolation.name
+    return sandbox_of(request.param).isolation.name
 
 
 def result(response: str, settings: dict[str, Any] | None = None, /, **metadata: Any) -> RewardResult:

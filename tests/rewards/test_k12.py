@@ -259,7 +259,9 @@ NUMBERS = r"""
 5人        5 people  ≠  5米
 5 people   5个人
 $5         5 dollars  500 cents  \$5.00  about $5  ≠  5 cents  5元
-5元        ¥5  ≠  5角
+5元        ¥5  5￥  CNY 5  RMB 5  ≠  5角  $5
+€5         5€  EUR 5  5 euros  ≠  £5  5 cents
+£5         5£  GBP 5  5 GBP  ≠  $5
 5000000    $5 million
 5 km       The distance is 5 kilometres.
 12元       一共12元。

@@ -83,7 +83,8 @@ B, C            C and B
 2\text{ square feet}  288\text{ square inches}
 2\text{ cm}^2   2 square cm
 156^\circ       156 degrees  156
-\$6             6 dollars  ≠  6 cents  6 kg
+\$6             6 dollars  USD 6  ≠  6 cents  6 kg  ¥6
+¥6              6 yuan  6元  ￥6  CNY 6  ≠  6 dollars  €6
 \$2.50          250 cents
 3:1             6:2  ≠  1:3
 12              12 m/s  12 m/s^{2}  12 N m  12 TVs  12 MPH  12元  12 m^2  12 m²  12个  12平方厘米  {\bf 12}
@@ -212,7 +213,9 @@ BARE = r"""
 6.47213595499958  So it is 2 (1 + √5).
 84      The area is $12 (3+4)$ in all
 4       The radius is $8\left(\frac{1}{2}\right)$ in all
-29      He spent $29 on water
+29      He spent $29 on water  He spent ¥29 on water  So they pay €29 in all.  The fine is -¥29 + ¥58 in all
+7       So €3 + €4 = €7  So $3 + $4 = $7  So ¥3 + ¥4 = ¥7  So ¥3 + ¥4  It is £(3+4)  It is 7€  So it is 7¥
+12      So 3 × ¥4 = ¥12
 10%     He gets a 10% discount.
 6       There are 14 - 8 = 6 people who are not in the pool  It is 6 instead of 5
 25      Hence $AC^2 = 25$ indeed

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,13 @@ import psutil
 import pytest
 import ray
 
+from rayrft import rewards
 from rayrft.config.reward import RewardConfig, RewardPart
 from rayrft.errors import ConfigError
 from rayrft.experience import Task
 from rayrft.rewards import RewardResult, StepReward, Transcript, build_reward
 from rayrft.rewards.base import combine, score
-from rayrft.rewards.scorer import ActorBackend, DomainStats, RewardActor, Rewards, Scorer
+from rayrft.rewards.scorer import ActorBackend, DomainStats, HostedReward, RewardActor, Rewards, Scorer
 from tests.errors import about
 from tests.rewards.scored import result as at_once
 from tests.rewards.trouble import HERE, task, transcripts
@@ -390,6 +393,28 @@ async def test_a_judge_elsewhere_asks_the_models_that_its_process_is_given() -> 
     await actor.open()
     results = await actor.score(task("a"), transcripts("x", "y"))
     assert [result.components for result in results] == [{"said": 4.0}, {"said": 0.0}]
+
+
+async def test_a_reward_call_passes_six_functions() -> None:
+    """In the Explorer and in the process, apart from the queue, and from what they look up and count."""
+    passed, folder = set[str](), f"{Path(rewards.__file__).parent}{os.sep}"
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(folder) and code.co_name[0] != "<":
+            passed.add(code.co_qualname)
+
+    async with scorer_of(name=HERE + "moody", deadline_s=20.0, workers=1) as scorer:
+        hosted, [transcript] = HostedReward(HERE + "moody", {}), transcripts("say so")
+        sys.setprofile(note)
+        try:
+            [scored] = await scorer.score(task("a"), [transcript])
+            [again] = await hosted.score([(task("a"), transcript)])
+        finally:
+            sys.setprofile(None)
+    assert scored.value == again.value == 1.0
+    path = {"Rewards.score", "Scorer.score", "InProcesses.score", "HostedReward.score", "score", "checked"}
+    assert passed - {"Transcript.response", "Transcript.answers", "DomainStats.add"} == path
 
 
 async def test_a_reward_that_runs_inline_needs_no_process() -> None:

@@ -113,13 +113,13 @@ def test_packages_may_lie_in_tmp_and_where_a_program_does_not_see_them_it_is_ref
     tmp_path.chmod(0o755)
     (tmp_path / "planted.py").write_text("value = 42")
     monkeypatch.setattr(module.sysconfig, "get_path", lambda name: str(tmp_path))
-    packaged = Sandbox(sandbox._isolation.name, packages=True)
+    packaged = Sandbox(sandbox.isolation.name, packages=True)
     source = f"import sys\nsys.path.append({packaged.paths[0]!r})\nimport planted\nprint(planted.value)"
     assert run(packaged, source).stdout == b"42\n"
     with tempfile.TemporaryDirectory(dir="/dev/shm") as hidden:
         monkeypatch.setattr(module.sysconfig, "get_path", lambda name: hidden)
         with pytest.raises(ConfigError, match="does not see"):
-            Sandbox(sandbox._isolation.name, packages=True)
+            Sandbox(sandbox.isolation.name, packages=True)
 
 
 def test_a_wait_for_a_core_is_none_of_its_time(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ thread = threading.Thread(target=print, args=("threads work",))
 thread.start()
 thread.join()
 """
-    for each in (sandbox, Sandbox(sandbox._isolation.name, lenient=True)):
+    for each in (sandbox, Sandbox(sandbox.isolation.name, lenient=True)):
         assert run(each, source).stdout == b"threads work\n"
 
 
@@ -235,7 +235,7 @@ def test_nothing_stays_when_the_caller_is_killed(sandbox: Sandbox) -> None:
     caller = f"""
 import sys
 from rayrft.rewards.sandbox import Sandbox
-sandbox = Sandbox({sandbox._isolation.name!r})
+sandbox = Sandbox({sandbox.isolation.name!r})
 source = "import os, time\\nos.fork()\\nos.fork()\\nprint('up', flush=True)\\ntime.sleep(1000)"
 process = sandbox.start({{"p.py": source}}, [*sandbox.python, "p.py"])
 for _ in range(4):
@@ -341,7 +341,7 @@ def test_an_ordinary_user_is_served_as_well(sandbox: Sandbox, tmp_path_factory: 
     file = folder / "file"
     file.touch()
     os.chown(file, 65534, 65534)
-    code = ORDINARY.replace("ISOLATION", sandbox._isolation.name).replace("FILE", str(file))
+    code = ORDINARY.replace("ISOLATION", sandbox.isolation.name).replace("FILE", str(file))
     become = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
     result = subprocess.run([*become, python, "-B", "-c", code], cwd=folder, capture_output=True, text=True)
     if "cannot be isolated" in result.stderr:
@@ -355,13 +355,13 @@ def test_an_ordinary_user_is_served_as_well(sandbox: Sandbox, tmp_path_factory: 
 
 
 def test_the_first_that_works_is_taken_and_said(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = sandbox._isolation.name
+    name = sandbox.isolation.name
     for other in {"bwrap", "unshare"} - {name}:
         monkeypatch.setattr(type(ISOLATIONS[other]), "missing", lambda self: "it is not there")
     isolate.cache_clear()
     taken = Sandbox()
     isolate.cache_clear()
-    assert taken._isolation.name == name
+    assert taken.isolation.name == name
     means = {
         "bwrap": "bubblewrap: namespaces, seccomp and limits",
         "unshare": "namespaces, Landlock, seccomp and limits",

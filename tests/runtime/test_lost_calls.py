@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable
 from contextvars import ContextVar
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from rayrft.endpoint.keeper import RemoteSessions
 from rayrft.errors import ActorDied, ActorUnreachable
 from rayrft.runtime import handle
 from rayrft.runtime.actor_pool import ActorPool
 from rayrft.runtime.handle import Handle, root_cause, until_failed
 from rayrft.runtime.serving import applications
 from rayrft.runtime.serving.applications import Owner, delete_with
+from tests.errors import about
 from tests.scripted import Remote, remote
 
 LOST = ActorUnavailableError("the connection broke", None)
@@ -132,3 +135,29 @@ def test_a_handle_blocks_until_the_actor_has_died_and_not_until_a_call_is_lost(m
     monkeypatch.setattr(ray, "get", get)
     handle.until_dead(Handle("anchor", Mock()))
     assert not failures
+
+
+class Refused(Exception):
+    """An error that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("one fault", threading.Lock())
+
+
+def refuse() -> None:
+    raise Refused
+
+
+class RefusingKeeper:
+    async def stats(self) -> None:
+        refuse()
+
+
+async def test_an_error_that_cannot_be_pickled_is_raised_with_its_text(ray_cluster: Any) -> None:
+    keeper = handle.Handle[Any]("keeper", ray.remote(RefusingKeeper).options(num_cpus=0).remote())
+    for call, field in (
+        (asyncio.to_thread(applications.on_head, refuse), "refuse"),
+        (RemoteSessions(keeper).stats(), "keeper"),
+    ):
+        with pytest.raises(ActorDied, match=r"Refused: .*one fault", check=about(field)):
+            await call

@@ -173,8 +173,8 @@ def mine(rows: list[TrainRow]) -> list[TrainRow]:
 
 def on_policy(learner: Learner, rows: list[TrainRow]) -> list[TrainRow]:
     """The rows with the log-probs that the learner's own policy gives them, as an engine would."""
-    micros = learner._make_micro_batches([rows])
-    [batch] = with_logprobs(micros, "proximal_logprobs", learner.policy, learner._temperature)
+    micros = learner.make_micro_batches([rows])
+    [batch] = with_logprobs(micros, "proximal_logprobs", learner.policy, learner.temperature)
     found = {}
     for micro in batch:
         assert micro.tokens.proximal_logprobs is not None

@@ -97,7 +97,7 @@ def attempt(leases: list[Lease], *operators: Any, **rest: Any) -> tuple[list[Pro
         except OperatorFailed as error:
             return error
         finally:
-            await pipeline._operators.close()
+            await pipeline.close()
         return None
 
     return made, asyncio.run(all_of_them())

@@ -216,7 +216,7 @@ def moved_kto() -> Learner:
 
 def test_the_kl_is_the_mean_over_prompts_with_the_answers_of_others_and_at_least_0() -> None:
     learner, rows = moved_kto(), labelled()
-    [batch] = learner._compute_old_logprobs(learner._make_micro_batches([rows]), [rows])
+    [batch] = learner.compute_old_logprobs(learner.make_micro_batches([rows]), [rows])
     [found] = {float(point) for micro in batch for point in micro.tokens.reference_kl.tolist()}  # type: ignore[union-attr]
     assert learner.reference is not None
     gains = []
@@ -229,7 +229,7 @@ def test_the_kl_is_the_mean_over_prompts_with_the_answers_of_others_and_at_least
     assert found == pytest.approx(max(0.0, float(np.mean(gains))), abs=1e-5)
     assert np.mean(gains) != 0.0
     start = make_learner("kto")
-    [first] = start._compute_old_logprobs(start._make_micro_batches([rows]), [rows])
+    [first] = start.compute_old_logprobs(start.make_micro_batches([rows]), [rows])
     assert all(float(micro.tokens.reference_kl.abs().max()) < 1e-9 for micro in first)  # type: ignore[union-attr]
 
 

@@ -94,7 +94,7 @@ def _on_rank(kind: str, accumulate: Any, replicas: int) -> Measured:
     learner.accumulate = accumulate
     with counted_reductions() as reductions:
         found = measure(learner, dealt[ranks][rank])
-    batches = len(learner._make_micro_batches([dealt[ranks][rank]])[0])
+    batches = len(learner.make_micro_batches([dealt[ranks][rank]])[0])
     each = batches if accumulate == "sharded" else 1
     assert ranks == 1 or (batches > 1 and set(reductions.values()) == {each}), "of every unit of the model"
     return found

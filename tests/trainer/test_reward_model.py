@@ -46,7 +46,7 @@ def test_a_step_is_that_of_the_loss_by_hand_and_says_which_pairs_are_right() -> 
     assert last.policy_tokens == last.expert_tokens == 0 and torch.equal(flat(learner.policy.parameters()), policy)
     with torch.no_grad():
         assert learner.reward_model is not None
-        [batch] = learner._make_micro_batches([rows])
+        [batch] = learner.make_micro_batches([rows])
         scores = torch.cat([learner.reward_model(micro).view(-1, 2) for micro in batch])
     again = learner.step([rows]).metrics
     gaps = (scores[:, 0] - scores[:, 1]).abs()

@@ -24,9 +24,9 @@ from rayrft.trainer.model import gather, named_weights, save_hf
 from rayrft.trainer.policy import Policy
 from rayrft.trainer.rank import Rank
 from rayrft.weights.messages import Parcel, TensorMeta
+from tests.trainer.families import FAMILIES
 from tests.trainer.learners import CPU
 from tests.trainer.ranks import as_rank, on_ranks
-from tests.trainer.test_loading import FAMILIES
 from tests.weights.transfers import Gathered, counted, open_channel, transfer
 
 

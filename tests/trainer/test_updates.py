@@ -102,8 +102,8 @@ def test_the_kl_of_a_step_is_that_of_all_its_mini_batches() -> None:
     rows = own_rows()
     learner = make_learner("grpo", {"kl": "k2", "kl_coef": 1e-3}, update=UpdateConfig(epochs=2, mini_batches=3))
     updates = []
-    update = learner._update
-    learner._update = lambda *given: updates.append(update(*given)) or updates[-1]  # type: ignore
+    update = learner.update
+    learner.update = lambda *given: updates.append(update(*given)) or updates[-1]  # type: ignore
     expert = [replace(row, expert=True) for row in rows[:2]]
     result = learner.step([expert, rows[:4], rows[4:]])
     # The first has no own rows; of the others' KL by token the second is not 0, for the policy has moved.
@@ -149,8 +149,8 @@ def test_one_update_on_a_batch_costs_one_forward_pass_a_token(correction: str, m
         assert result.correction_weight == 1.0
         return
     # The same with the forward pass before the update.
-    [batch] = with_logprobs(asked._make_micro_batches([rows]), "proximal_logprobs", asked.policy, asked._temperature)
-    update = asked._update(batch, asked._count_denominators([batch])[0])
+    [batch] = with_logprobs(asked.make_micro_batches([rows]), "proximal_logprobs", asked.policy, asked.temperature)
+    update = asked.update(batch, asked.count_denominators([batch])[0])
     assert torch.equal(weights(learner), weights(asked))
     assert result.correction_weight == pytest.approx(float(update.parts.correction) / result.policy_tokens)
     assert result.correction_weight != pytest.approx(1.0, abs=1e-3) and result.ratio == pytest.approx(1.0)
@@ -266,7 +266,7 @@ def test_a_truncated_answer_is_worth_what_the_critic_makes_of_its_end(packs: boo
             model.set_attn_implementation("sdpa")
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(5))
     rows = [replace(row, reward=0.5, truncated=number % 2 == 0) for number, row in enumerate(own_rows(4))]
-    [batch] = learner._compute_old_logprobs(learner._make_micro_batches([rows]), [rows])
+    [batch] = learner.compute_old_logprobs(learner.make_micro_batches([rows]), [rows])
     critic.model.set_attn_implementation("sdpa")
     seen = 0
     for micro in batch:

@@ -253,3 +253,32 @@ class RecordedRun:
         right = int(100 * min(0.95, self.skill * 0.9))
         for temperature, less in ((0.0, 0), (1.0, 8)):
             self._records.append(evaluation("mix", self.steps, max(right - less, 0), temperature, self.steps))
+
+
+KEY = "sk-right"
+
+
+FILTERS = {
+    "min_reward": (1, lambda row: row["reward"] >= 1),
+    "max_reward": (0.5, lambda row: row["reward"] <= 0.5),
+    "min_tokens": (150, lambda row: sum(row["action_mask"]) >= 150),
+    "max_tokens": (150, lambda row: sum(row["action_mask"]) <= 150),
+    "min_staleness": (0, lambda row: row["uses"] > 0),
+    "max_staleness": (-1, lambda row: False),
+    "min_version": (6, lambda row: min(span["version"] for span in row["weight_versions"]) >= 6),
+    "max_version": (1, lambda row: min(span["version"] for span in row["weight_versions"]) <= 1),
+    "min_step": (12, lambda row: row["uses"] and row["trained_step"] == 11),
+    "max_step": (1, lambda row: row["uses"] and row["trained_step"] == 0),
+    "source": ("usual", lambda row: True),
+    "status": ("finished", lambda row: True),
+    "stop_reason": ("length", lambda row: row["stop_reason"] == "length"),
+    "group_status": ("trained", lambda row: row["group_status"] == "trained"),
+    "drop_reason": ("late", lambda row: row["group_status"] == "dropped"),
+    "task_id": ("task03", lambda row: row["task_id"] == "task03"),
+    "group_id": ("words/mix/4/task04", lambda row: row["group_id"] == "words/mix/4/task04"),
+    "text": ("DOCUMENT.TITLE", lambda row: row["experience_id"] == "words/mix/0/task00/0"),
+    "where": (
+        "stop_reason = 'length' and reward < 1",
+        lambda row: row["stop_reason"] == "length" and row["reward"] < 1,
+    ),
+}

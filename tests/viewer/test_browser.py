@@ -22,9 +22,8 @@ from rayrft.experience import TOKEN_REWARD
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import Viewer
 from rayrft.viewer.folders import Reports
-from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun, stretch
-from tests.viewer.test_advice import sick_run
-from tests.viewer.test_queries import FILTERS, KEY
+from tests.viewer.recorded import FILTERS, GROUPS, KEY, ROWS, SCRIPT, RecordedRun, stretch
+from tests.viewer.sick import sick_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra 'test'")
 expect = playwright.expect

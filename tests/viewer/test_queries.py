@@ -10,49 +10,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
 from rayrft.buffer.reader import Archive
 from rayrft.config import load_run_config
-from rayrft.config.serve import ViewerConfig
 from rayrft.core.services import REPORTS
 from rayrft.data.task_splits import COUNTS, TASKS_FILE
 from rayrft.monitor.records import read_records
-from rayrft.runtime.serving import key_digest
-from rayrft.viewer.app import VIEWS, Viewer
-from rayrft.viewer.folders import Reports
+from rayrft.viewer.app import VIEWS
 from rayrft.viewer.index import read_log_rows
-from tests.viewer.recorded import GROUPS, ROWS, SCRIPT, RecordedRun, stretch
-
-KEY = "sk-right"
-
-
-class Client:
-    """A page's requests to a viewer over a storage."""
-
-    def __init__(self, storage: Path, key: str = KEY, reports: Reports | None = None) -> None:
-        app = Viewer(storage, ViewerConfig(), (key_digest(KEY),), reports=reports).app()
-        headers = {"Authorization": f"Bearer {key}"}
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://page", headers=headers)
-
-    async def ask(self, query: str, expected: int = 200, **asked: Any) -> dict[str, Any]:
-        response = await self.http.get(f"/v1/{query}", params=asked, timeout=60)
-        assert response.status_code == expected, response.text
-        found: dict[str, Any] = response.json()
-        return found
-
-    async def rows(self, **asked: Any) -> dict[str, Any]:
-        """The rows of a run once its whole log is read."""
-        while (found := await self.ask("rows", **{"run": "words", **asked}))["log"]["lags"]:
-            pass
-        return found
-
-    async def refused(self, query: str, expected: int = 400, **asked: Any) -> tuple[str, str]:
-        """The parameter and the message of an error."""
-        error = (await self.ask(query, expected, **asked))["error"]
-        return error["param"], error["message"]
+from tests.viewer.client import Client
+from tests.viewer.recorded import FILTERS, GROUPS, ROWS, SCRIPT, RecordedRun, stretch
 
 
 @pytest.fixture
@@ -128,30 +97,6 @@ async def test_a_long_run_is_told_by_means_of_several_steps(tmp_path: Path) -> N
 
 
 ENDLESS = "range(1000000000) first, range(1000000000) second where first.range % 7 = second.range % 11"
-FILTERS = {
-    "min_reward": (1, lambda row: row["reward"] >= 1),
-    "max_reward": (0.5, lambda row: row["reward"] <= 0.5),
-    "min_tokens": (150, lambda row: sum(row["action_mask"]) >= 150),
-    "max_tokens": (150, lambda row: sum(row["action_mask"]) <= 150),
-    "min_staleness": (0, lambda row: row["uses"] > 0),
-    "max_staleness": (-1, lambda row: False),
-    "min_version": (6, lambda row: min(span["version"] for span in row["weight_versions"]) >= 6),
-    "max_version": (1, lambda row: min(span["version"] for span in row["weight_versions"]) <= 1),
-    "min_step": (12, lambda row: row["uses"] and row["trained_step"] == 11),
-    "max_step": (1, lambda row: row["uses"] and row["trained_step"] == 0),
-    "source": ("usual", lambda row: True),
-    "status": ("finished", lambda row: True),
-    "stop_reason": ("length", lambda row: row["stop_reason"] == "length"),
-    "group_status": ("trained", lambda row: row["group_status"] == "trained"),
-    "drop_reason": ("late", lambda row: row["group_status"] == "dropped"),
-    "task_id": ("task03", lambda row: row["task_id"] == "task03"),
-    "group_id": ("words/mix/4/task04", lambda row: row["group_id"] == "words/mix/4/task04"),
-    "text": ("DOCUMENT.TITLE", lambda row: row["experience_id"] == "words/mix/0/task00/0"),
-    "where": (
-        "stop_reason = 'length' and reward < 1",
-        lambda row: row["stop_reason"] == "length" and row["reward"] < 1,
-    ),
-}
 
 
 @pytest.mark.parametrize("name", FILTERS)

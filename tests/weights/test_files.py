@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,30 +21,12 @@ from torch import Tensor
 from rayrft.config import load_config
 from rayrft.errors import ConfigError, NoRoom, StorageError, WeightSyncError
 from rayrft.weights import files
-from rayrft.weights.buckets import empty_bucket, fill_bucket, plan_buckets, two_buffers
-from rayrft.weights.files import Manifest, Ref, VersionFolder, Versions, VersionWriter
+from rayrft.weights.files import Manifest, VersionFolder, Versions, VersionWriter
 from rayrft.weights.messages import Parcel
 from tests.config.given import base
 from tests.errors import about
-from tests.weights.test_transports import Ends, parcel, weights
-
-EVERY = 4
-
-
-def stepped(tensors: dict[str, Tensor], seed: int, share: float = 0.02) -> dict[str, Tensor]:
-    """The weights after a step, which changes that share of their values."""
-    chance = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.where(torch.rand(tensor.shape, generator=chance) < share, tensor + 1, tensor)
-        for name, tensor in tensors.items()
-    }
-
-
-def buckets(tensors: dict[str, Tensor]) -> Iterator[Tensor]:
-    for metas in plan_buckets(parcel(tensors).metas, 1200):
-        buffer = empty_bucket(metas, two_buffers([metas], "cpu")[0])
-        fill_bucket(buffer, metas, (tensors[meta.name] for meta in metas))
-        yield buffer
+from tests.weights.ends import Ends, buckets, parcel, weights
+from tests.weights.written import EVERY, Written, stepped
 
 
 class Files(Ends):
@@ -213,31 +194,6 @@ def test_two_runs_cannot_write_to_one_folder(ends: Callable[..., Files]) -> None
         with pytest.raises(WeightSyncError, match="another run"):
             future.result(30)
     first.arrives(2, weights(1))
-
-
-class Written:
-    """A writer, and what a reader finds."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = VersionFolder(str(folder))
-        self.writer = VersionWriter(self.folder, EVERY)
-        self.tensors, self.version = weights(0), 0
-
-    def step(self, seed: int = 0, count: int = 1) -> Ref:
-        for number in range(count):
-            self.tensors = stepped(self.tensors, seed + number)
-            self.version += 1
-            sent = replace(parcel(self.tensors), version=self.version)
-            ref, _ = self.writer.write(sent, buckets(self.tensors))
-            self.writer.remove_old()
-        return ref
-
-    def read_by(self, reader: Versions) -> bool:
-        """Whether the newest version, for a reader, has the weights."""
-        newest = self.folder.newest()
-        assert newest is not None
-        reader.read(newest)
-        return all(torch.equal(a, b) for a, b in zip(reader.buckets, buckets(self.tensors), strict=True))
 
 
 def test_a_reader_that_is_late_or_has_missed_versions_reads_what_lies_between(tmp_path: Path) -> None:

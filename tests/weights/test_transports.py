@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,16 +24,15 @@ from rayrft.config import RunConfig, load_config
 from rayrft.errors import ConfigError, WeightSyncError
 from rayrft.weights import Endpoint, channel, ipc, transports
 from rayrft.weights.broadcast import Gloo, Nccl
-from rayrft.weights.buckets import Digest, plan_buckets, two_buffers
-from rayrft.weights.channel import WeightChannel, open_store
-from rayrft.weights.messages import Adapter, Link, Parcel, TensorMeta
+from rayrft.weights.buckets import plan_buckets, two_buffers
+from rayrft.weights.channel import open_store
+from rayrft.weights.messages import Adapter, Link, Parcel
 from rayrft.weights.transport import SignedStore
 from tests.config.given import base
 from tests.conftest import ROOT
 from tests.errors import about
+from tests.weights.ends import CPU, HOST, Ends, parcel, weights
 
-HOST = "127.0.0.1"
-CPU = torch.device("cpu")
 SHARED_FILE = ROOT / "tests" / "samples" / "shared_file.py"
 
 
@@ -47,63 +45,6 @@ def only_built_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in [name for name in sys.modules if name.startswith("rayrft_plugin_shared_file")]:
         del sys.modules[name]
-
-
-def weights(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {f"w{index}": torch.randn(40, 3 + index, generator=generator) for index in range(5)}
-
-
-def parcel(tensors: dict[str, Tensor]) -> Parcel:
-    return Parcel([TensorMeta.of(name, tensor, tensor.dtype) for name, tensor in tensors.items()], 1200)
-
-
-class Ends:
-    """All ends of a link, each in a thread of its own."""
-
-    def __init__(
-        self,
-        transport: str,
-        senders: int,
-        receivers: int,
-        plugins: tuple[str, ...] = (),
-        options: dict[str, Any] | None = None,
-    ) -> None:
-        store = open_store(30, HOST)
-        link = Link(transport, HOST, store.port, 1, senders, receivers, 30, "s", plugins, options or {})
-        self._pool = ThreadPoolExecutor(senders + receivers)
-        ends = [(True, index) for index in range(senders)] + [(False, index) for index in range(receivers)]
-
-        def connect(end: tuple[bool, int]) -> WeightChannel:
-            sends, index = end
-            device = torch.device("cuda", index) if transport == "ipc" else CPU
-            own = store if end == (True, 0) else None
-            return WeightChannel(link, sends=sends, index=index, device=device, store=own)
-
-        channels = list(self._pool.map(connect, ends))
-        self.senders, self.receivers = channels[:senders], channels[senders:]
-
-    def transfer(self, number: int, tensors: dict[str, Tensor]) -> tuple[str, list[tuple[str, dict[str, Tensor]]]]:
-        """Return the digest sent, and of every receiver the digest and tensors that it got."""
-        sent, *got = (future.result(60) for future in self.start(number, tensors))
-        return sent, got
-
-    def start(self, number: int, tensors: dict[str, Tensor]) -> list[Future[Any]]:
-        """Start a transfer; return the futures of the first sender and of the receivers."""
-
-        def receive(channel: WeightChannel) -> tuple[str, dict[str, Tensor]]:
-            digest = Digest()
-            got = dict(channel.receive(channel.announced(number), digest))
-            return digest.value, got
-
-        sending = [self._pool.submit(end.send, number, parcel(tensors), iter(tensors.values())) for end in self.senders]
-        receiving = [self._pool.submit(receive, end) for end in self.receivers]
-        return [sending[0], *receiving]
-
-    def close(self) -> None:
-        for end in (*self.senders, *self.receivers):
-            end.close()
-        self._pool.shutdown()
 
 
 @pytest.fixture

@@ -28,9 +28,9 @@ from rayrft.buffer.events import Began, Event, check_version, decode, encode
 from rayrft.buffer.log.storage import Appender, Storage
 from rayrft.errors import StorageError
 
-_SNAPSHOT_BYTES = 8 << 20
-_SNAPSHOT_RATIO = 2
-"""A journal above `_SNAPSHOT_BYTES`, and above this multiple of the last snapshot, is replaced by a snapshot."""
+SNAPSHOT_BYTES = 8 << 20
+SNAPSHOT_RATIO = 2
+"""A journal above `SNAPSHOT_BYTES`, and above this multiple of the last snapshot, is replaced by a snapshot."""
 
 _SNAPSHOT = re.compile(r"snapshot-(\d{8})-[0-9a-f]{8}\.arrow$")
 _JOURNAL = "journal-{:08d}.jsonl"
@@ -127,7 +127,7 @@ class EventJournal:
     @property
     def is_long(self) -> bool:
         """Whether a snapshot should replace the journal."""
-        return self.position.nbytes > max(_SNAPSHOT_BYTES, _SNAPSHOT_RATIO * self._snapshot_bytes)
+        return self.position.nbytes > max(SNAPSHOT_BYTES, SNAPSHOT_RATIO * self._snapshot_bytes)
 
     def append(self, events: list[Event]) -> None:
         """Append events atomically. Raises StorageError; then none of them is in the journal."""

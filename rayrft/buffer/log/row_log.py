@@ -26,7 +26,7 @@ from rayrft.errors import DataError, StorageError
 from rayrft.experience import unpack
 from rayrft.runtime.ray_api import ray
 
-Ref = Any
+RowRef = Any
 """A reference to a packed block of rows in the object store (``ray.ObjectRef``)."""
 
 
@@ -60,7 +60,7 @@ class _Block:
     row: int
     """Its first row in the segment."""
     nbytes: int
-    ref: Ref
+    ref: RowRef
     tokens: np.ndarray
     """Tokens by row, 0 for masked ones: int32."""
 
@@ -130,7 +130,7 @@ class RowLog:
         """Write a message of groups that were validated before."""
         return self._write(message, unpack(message))
 
-    def refs(self, spans: list[RowSpan]) -> list[tuple[Ref, int, np.ndarray]]:
+    def refs(self, spans: list[RowSpan]) -> list[tuple[RowRef, int, np.ndarray]]:
         """Return each group's block, the index of its first row in it, and the tokens of its rows (0 if masked)."""
         self._clock += 1
         found = []

@@ -207,7 +207,7 @@ class EngineClient:
         self._numbers = itertools.count()
         self._replaced = True
         """See `Membership`."""
-        self._following: asyncio.Task[None] | None = None
+        self.following: asyncio.Task[None] | None = None
 
     async def generate(
         self, request: Request, sessions: Sequence[Session] = (), on_tokens: TokenCallback | None = None
@@ -265,12 +265,12 @@ class EngineClient:
 
     async def _begin(self, request: Request, sessions: Sequence[Session]) -> _Begun | None:
         """Wait for room on an engine, and take it. Returns None if the first session is interrupted meanwhile."""
-        if self._following is None:
+        if self.following is None:
             # In no request's context: Ray would cancel its calls together with that request.
-            self._following = asyncio.create_task(self._follow(), context=Context())
-            self._following.add_done_callback(self._fail)
-        if self._following.done():  # the pool died, and with it the knowledge of who is a member
-            self._following.result()
+            self.following = asyncio.create_task(self._follow(), context=Context())
+            self.following.add_done_callback(self._fail)
+        if self.following.done():  # the pool died, and with it the knowledge of who is a member
+            self.following.result()
         home = sessions[0].engine if sessions else None
         begun: asyncio.Future[_Begun | None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (home is None, next(self._numbers), request, home, begun))

@@ -191,7 +191,7 @@ class Session:
             del self._interrupts[interrupt]
 
 
-Answer = list[Completion] | RayrftError
+EngineAnswer = list[Completion] | RayrftError
 """The n answers to a request, or why it has none."""
 
 TokenCallback = Callable[[Chunk], None]
@@ -219,7 +219,7 @@ class Answering(ABC):
 
     async def exchange(
         self, client: str, requests: dict[int, Request], cancelled: Sequence[int], interrupted: Sequence[int] = ()
-    ) -> dict[int, Answer | Chunk]:
+    ) -> dict[int, EngineAnswer | Chunk]:
         """Begin a client's requests, by its numbers, abort those that are cancelled, and end the interrupted ones with
         what they have; return the answers that are finished, and what streams have brought, as soon as there is one.
 
@@ -241,7 +241,7 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[Request, asyncio.Future[list[Completion]]]] = {}
-        self._finished: dict[int, Answer] = {}
+        self._finished: dict[int, EngineAnswer] = {}
         self._brought: dict[int, Stream] = {}
         """Streams with tokens that are not collected."""
         self._aborted: set[int] = set()
@@ -267,7 +267,7 @@ class _Mailbox:
         elif self._finished.pop(number, None) is None:
             self._aborted.add(number)
 
-    async def collect(self) -> dict[int, Answer | Chunk]:
+    async def collect(self) -> dict[int, EngineAnswer | Chunk]:
         self._ready.set()
         self._ready = ready = asyncio.Event()
         if self._running and not self._finished and not self._brought:
@@ -364,7 +364,7 @@ class Requester:
         self._calls += 1
         asyncio.ensure_future(call).add_done_callback(self._receive)
 
-    def _receive(self, call: asyncio.Future[dict[int, Answer | Chunk]]) -> None:
+    def _receive(self, call: asyncio.Future[dict[int, EngineAnswer | Chunk]]) -> None:
         self._calls -= 1
         if call.cancelled():  # the event loop ends
             return

@@ -54,43 +54,43 @@ class EnginePool(Watched):
 
     def __init__(self, *, replaced: bool = True) -> None:
         """``replaced``: see `Membership`."""
-        self._membership = Membership(random.getrandbits(62), (), replaced)
+        self.membership = Membership(random.getrandbits(62), (), replaced)
         self._changed = asyncio.Condition()
 
     async def members(self, after: int = -1) -> Membership:
         """Return the membership as soon as its generation is not ``after``."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._membership.generation != after)
-            return self._membership
+            await self._changed.wait_for(lambda: self.membership.generation != after)
+            return self.membership
 
     async def newer(self, than: int) -> Membership | None:
         """Return the membership unless its generation is ``than``: it has a handle of every engine."""
-        return self._membership if self._membership.generation != than else None
+        return self.membership if self.membership.generation != than else None
 
     async def join(self, engines: Sequence[Member]) -> Membership:
         """Add engines that hold their version's weights, as one change; of those that are members, only the version
         changes. A member of the same name leaves: it has died, or there would not be another engine of its name."""
         joining = [engine.name for engine in engines]
-        others = tuple(member for member in self._membership.members if member.name not in joining)
+        others = tuple(member for member in self.membership.members if member.name not in joining)
         return await self._change((*others, *engines))
 
     async def leave(self, engine: Handle[RolloutEngine], reason: str) -> None:
         """Remove a member: it gets no new requests and no new weights. Nothing happens if it has left before, also if
         an engine of its name has joined since."""
-        left = tuple(member for member in self._membership.members if member.handle.actor != engine.actor)
-        if len(left) < len(self._membership.members):
+        left = tuple(member for member in self.membership.members if member.handle.actor != engine.actor)
+        if len(left) < len(self.membership.members):
             log.warning("%s leaves the engine pool: %s", engine.name, reason)
             await self._change(left)
 
     async def synced(self, names: Collection[str], version: int) -> None:
         """Record the version that these members now hold; the generation stays."""
-        held, before = {*names}, self._membership
+        held, before = {*names}, self.membership
         members = (replace(each, version=version) if each.name in held else each for each in before.members)
-        self._membership = replace(before, members=tuple(members))
+        self.membership = replace(before, members=tuple(members))
 
     async def _change(self, members: tuple[Member, ...]) -> Membership:
-        before = self._membership
-        self._membership = membership = replace(before, generation=before.generation + 1, members=members)
+        before = self.membership
+        self.membership = membership = replace(before, generation=before.generation + 1, members=members)
         async with self._changed:
             self._changed.notify_all()
         return membership

@@ -1,21 +1,81 @@
-"""Calls of tools as vLLM's tool parsers read them, in a process that imports vLLM."""
+"""Formats of calls by name, and calls as vLLM's tool parsers read them, in a process that imports vLLM."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib.util
 import logging
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 from rayrft.data.tokenizer import ChatTokenizer, Tools
 from rayrft.errors import CallFailed, ConfigError, nearest
-from rayrft.explorer.tools.call_formats import PROBE_TOOLS, CallFormat, Malformed, Probe, ToolCall, calls_of
+from rayrft.explorer.tools.call_formats import (
+    PROBE_TOOLS,
+    CallFormat,
+    HermesCalls,
+    Malformed,
+    Probe,
+    ToolCall,
+    call_formats,
+    calls_of,
+    probe_template,
+)
 from rayrft.runtime.processes.calls import CallQueue
 from rayrft.runtime.processes.pool import ProcessPool
 
 _START_S, _DEADLINE_S = 300.0, 60.0
 _REMEDY = "name the format in which the model writes calls, or add one of your own with register_call_format"
 _Reading = tuple[str, Tools]
+
+
+def check_call_format(name: str, field: str) -> None:
+    """Raise ConfigError, with the nearest name, unless `open_call_format` knows a format of this name."""
+    known = ["auto", *call_formats, *_vllm_parsers()]
+    if name not in known:
+        raise ConfigError("unknown format of calls", nearest(name, known), field=field, value=name)
+
+
+def _vllm_parsers() -> list[str]:
+    """Return the names of vLLM's tool parsers: those in its source, since importing it takes seconds."""
+    found = importlib.util.find_spec("vllm")
+    for folder in found.submodule_search_locations or () if found is not None else ():
+        tree = ast.parse(Path(folder, "tool_parsers", "__init__.py").read_text(encoding="utf-8"))
+        tables = (node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict))
+        return [str(key.value) for table in tables for key in table.keys if isinstance(key, ast.Constant)]
+    return []
+
+
+async def open_call_format(name: str, tokenizer: ChatTokenizer, field: str) -> CallFormat:
+    """Return a format by name: a registered one, ``auto``, or that of one of vLLM's tool parsers.
+
+    ``auto`` is the first format that reads back what the chat template shows of calls: of those of this package, then
+    of vLLM's parsers; ``hermes`` if the template shows none. Raises ConfigError if there is no such parser, or none
+    reads the template's calls.
+    """
+    if name in call_formats:
+        return call_formats.get(name, field)()
+    probe = probe_template(tokenizer)
+    if name == "auto":
+        if probe is None:
+            return HermesCalls()
+        for each in call_formats:
+            form = call_formats.get(each)()
+            if await form.read(probe.text, PROBE_TOOLS) == list(probe.calls):
+                return form
+    return await VllmCalls.open(tokenizer, None if name == "auto" else name, probe, field)
+
+
+async def check_template(tokenizer: ChatTokenizer, field: str) -> str | None:
+    """Open format ``auto`` for a tokenizer, and close it; return a notice where it is a guess. Raises ConfigError if
+    nothing reads the calls that the chat template shows."""
+    form = await open_call_format("auto", tokenizer, field)
+    await form.close()
+    if tokenizer.takes_tools or not tokenizer.shows_tool_calls:
+        return None
+    return f"{field}: the chat template shows calls and no tools: tools are described as text, and calls read as hermes"
 
 
 class HostedParser:

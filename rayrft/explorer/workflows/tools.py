@@ -14,16 +14,15 @@ from rayrft.explorer.tools.call_formats import (
     HermesCalls,
     as_response,
     call_formats,
-    check_call_format,
     instructed,
-    open_call_format,
 )
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.explorer.tools.toolbox import Toolbox, ToolLimits, ToolResult
+from rayrft.explorer.tools.vllm_parsers import check_call_format, open_call_format
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.base import register_workflow
 
-Message = dict[str, str]
+_Message = dict[str, str]
 
 
 @register_workflow("tool_calling")
@@ -54,7 +53,7 @@ class ToolCalling:
         self.call_format, self._max_turns = form, max_turns
         self._opening: asyncio.Future[CallFormat] | None = None
 
-    def opening(self, task: Task, tokenizer: ChatTokenizer) -> tuple[list[Message], Tools]:
+    def opening(self, task: Task, tokenizer: ChatTokenizer) -> tuple[list[_Message], Tools]:
         """Return the messages and tools of a task's first prompt."""
         if tokenizer.takes_tools:
             return task.messages, self._toolbox.schemas
@@ -80,7 +79,7 @@ class ToolCalling:
         return trajectory
 
 
-def _told(outcomes: list[ToolResult], tokenizer: ChatTokenizer) -> list[Message]:
+def _told(outcomes: list[ToolResult], tokenizer: ChatTokenizer) -> list[_Message]:
     """Return the results as messages: of role ``tool``, or as one of the user where the chat template has no such."""
     texts = [tokenizer.defuse(outcome.text) for outcome in outcomes]
     if tokenizer.takes_tools:

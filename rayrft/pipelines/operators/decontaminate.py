@@ -15,12 +15,13 @@ from rayrft.data.tables import open_table
 from rayrft.errors import ConfigError, DataError, nearest
 from rayrft.pipelines.operator import Applied, Context, Operator, TextColumns, register_operator, values_of
 from rayrft.pipelines.operators import hashing
+from rayrft.pipelines.operators.hash_bits import IDEOGRAPH, LETTER
 from rayrft.pipelines.rows import texts
 
 _SHORTEST = 8
 """Words in a row that are a hit if the answer is the same."""
 _SHOWN = 80
-Words = tuple[hashing.U64, hashing.I64]
+_Words = tuple[hashing.U64, hashing.I64]
 
 
 class EvaluationFile(Section):
@@ -145,7 +146,7 @@ def _forms(question: str, answer: str) -> Iterator[object]:
 class _Index:
     """n-grams of one length of the evaluation tasks, in a sorted array, and how many different rows have each."""
 
-    def __init__(self, texts: list[Words], length: int, common: int) -> None:
+    def __init__(self, texts: list[_Words], length: int, common: int) -> None:
         """n-grams of more than ``common`` evaluation tasks are not kept."""
         self.length = length
         found, owners = zip(*(_informative_ngrams(*each, length) for each in texts), strict=True)
@@ -172,12 +173,12 @@ class _Index:
         self._ends = self._ends[kept]
         self.rows = self.rows[kept]
 
-    def hits(self, words: Words) -> Iterator[tuple[int, list[int]]]:
+    def hits(self, words: _Words) -> Iterator[tuple[int, list[int]]]:
         """Iterate over the n-grams of rows that evaluation tasks have, too: the row, and the tasks."""
         for place, row in zip(*(each.tolist() for each in self.find(words)), strict=True):
             yield row, self._owners[self._starts[place] : self._ends[place]].tolist()
 
-    def find(self, words: Words) -> tuple[np.ndarray, np.ndarray]:
+    def find(self, words: _Words) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of n-grams of rows in the sorted ones, and the rows."""
         found, rows = _informative_ngrams(*words, self.length)
         if not len(self._grams):
@@ -193,8 +194,8 @@ def _informative_ngrams(hashes: np.ndarray, offsets: np.ndarray, length: int) ->
     found = []
     for size, ideographic in ((length, False), (2 * length, True)):
         grams, bounds = hashing.ngrams(hashes, offsets, size)
-        letters = hashing.count_words(hashes, offsets, size, hashing.LETTER)
-        ideographs = hashing.count_words(hashes, offsets, size, hashing.IDEOGRAPH)
+        letters = hashing.count_words(hashes, offsets, size, LETTER)
+        ideographs = hashing.count_words(hashes, offsets, size, IDEOGRAPH)
         informative = (2 * letters >= size) & ((2 * ideographs >= letters) == ideographic)
         found.append((grams[informative], np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))[informative]))
     return np.concatenate([grams for grams, _ in found]), np.concatenate([texts for _, texts in found])

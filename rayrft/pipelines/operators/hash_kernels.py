@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from rayrft.pipelines.operators.hashing import IDEOGRAPH, LETTER
+from rayrft.pipelines.operators.hash_bits import IDEOGRAPH, LETTER
 
 _PLAIN = ~(LETTER | IDEOGRAPH)
 _SECOND = np.uint64(0x9E3779B97F4A7C15)

@@ -14,11 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from rayrft.pipelines.operators.hash_bits import LETTER
+
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 
 PERMUTATIONS = 128
-LETTER, IDEOGRAPH = np.uint64(1), np.uint64(2)
 
 
 def words(texts: pa.Array) -> tuple[U64, I64]:

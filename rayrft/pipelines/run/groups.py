@@ -254,6 +254,10 @@ class OperatorActor:
         """Start the processes. Raises ConfigError if they cannot be started."""
         await self._operators.open()
 
+    async def close(self) -> None:
+        """End the processes."""
+        await self._operators.close()
+
     async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:
         """Process a group of answers to a task. Raises OperatorFailed."""
         self._tasks[task.id] = task
@@ -275,6 +279,10 @@ class ActorOperators:
     async def open(self) -> None:
         """Start the actors. Raises ConfigError if operators cannot be started."""
         await self._actors.open()
+
+    async def close(self) -> None:
+        """Kill the actors."""
+        self._actors.close()
 
     async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:
         """Process a group. Raises OperatorFailed, also if every actor that was tried failed."""

@@ -28,7 +28,7 @@ START_S = 300.0
 """Operators load models and compile as they start."""
 _ANSWER_BYTES = 1 << 31
 
-Note = Callable[[tuple[int, Outcome]], None]
+NoteWork = Callable[[tuple[int, Outcome]], None]
 """Takes the number of an operator, and what it did with a batch."""
 
 
@@ -132,7 +132,7 @@ class OperatorProcess:
         self._worker, self._links, self._deadline_s = worker, links, deadline_s
         self._serve = models.serve if models is not None else None
 
-    async def apply(self, numbers: Sequence[int], message: bytes, note: Note) -> bytes | None:
+    async def apply(self, numbers: Sequence[int], message: bytes, note: NoteWork) -> bytes | None:
         """Apply operators to a batch; return the rows that are left, or None if there are none."""
         await self._call(numbers[0], message, "load", message)
         for number in numbers:

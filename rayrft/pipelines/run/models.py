@@ -172,14 +172,14 @@ class RemoteChat(Remote):
         return RemoteChat(self.key[0], seed)
 
 
-Engines = Callable[[Collection[str]], AbstractAsyncContextManager[Mapping[str, AskedModel]]]
+RunEngines = Callable[[Collection[str]], AbstractAsyncContextManager[Mapping[str, AskedModel]]]
 """Runs engines for the models of these names that it knows, inside an ``async with``."""
 OpenModels = Callable[[Collection[str], bool], AbstractAsyncContextManager[ModelServer]]
 """Opens a `ModelServer`: takes the names of the models that operators ask, and whether answers are scored."""
 
 
-def running_engines(models: Mapping[str, ChatModel], configs: Mapping[str, AuxiliaryConfig]) -> Engines:
-    """Return `Engines` of models that are running already."""
+def running_engines(models: Mapping[str, ChatModel], configs: Mapping[str, AuxiliaryConfig]) -> RunEngines:
+    """Return `RunEngines` of models that are running already."""
 
     @asynccontextmanager
     async def engines(names: Collection[str]) -> AsyncIterator[Mapping[str, AskedModel]]:
@@ -189,7 +189,7 @@ def running_engines(models: Mapping[str, ChatModel], configs: Mapping[str, Auxil
 
 
 no_engines = running_engines({}, {})
-"""`Engines` without a model."""
+"""`RunEngines` without a model."""
 
 
 @asynccontextmanager
@@ -197,7 +197,7 @@ async def open_models(
     names: Collection[str],
     scores: bool,
     *,
-    engines: Engines,
+    engines: RunEngines,
     endpoints: Mapping[str, EndpointConfig],
     reward: RewardModelsConfig | None = None,
     score: Score | None = None,

@@ -28,11 +28,11 @@ from rayrft.pipelines.report import OperatorReport, Report
 from rayrft.pipelines.rows import grouped
 from rayrft.pipelines.run import host
 from rayrft.pipelines.run.distributed import Flow, Segment, distribute
-from rayrft.pipelines.run.host import Note, OperatorHost, OperatorProcess
+from rayrft.pipelines.run.host import NoteWork, OperatorHost, OperatorProcess
 from rayrft.pipelines.run.models import ModelServer, OpenModels
 from rayrft.registry import load_plugins
 
-Progress = Callable[[int, int], None]
+NoteGiven = Callable[[int, int], None]
 """Takes the number of an operator, and the rows that it was given."""
 
 
@@ -80,7 +80,7 @@ class Pipeline:
         take: Callable[[pa.RecordBatch], None],
         *,
         left_out: Callable[[str, list[LeftOut]], None] = lambda operator, rows: None,
-        progress: Progress = lambda operator, rows: None,
+        progress: NoteGiven = lambda operator, rows: None,
         models: OpenModels | None = None,
     ) -> Report:
         """Send rows through all operators. ``take`` gets the resulting batches, ``left_out`` the rows that an operator
@@ -98,7 +98,7 @@ class Pipeline:
         batches: Iterable[pa.RecordBatch],
         take: Callable[[pa.RecordBatch], None],
         left_out: Callable[[str, list[LeftOut]], None],
-        progress: Progress,
+        progress: NoteGiven,
         models: AbstractAsyncContextManager[ModelServer | None],
     ) -> Report:
         pool = host.operator_pool(self._create, self._plugins)
@@ -124,7 +124,7 @@ class Pipeline:
         return self.report
 
     async def _stream(
-        self, process: OperatorProcess, batches: Iterable[pa.RecordBatch], folder: Path, note: Note
+        self, process: OperatorProcess, batches: Iterable[pa.RecordBatch], folder: Path, note: NoteWork
     ) -> Flow:
         stream = _whole(batches)
         for numbers, distributed in zip(self._segments, self._distributed, strict=True):
@@ -150,14 +150,14 @@ class Pipeline:
             async for batch in stream:
                 yield batch
 
-    async def _in_process(self, process: OperatorProcess, numbers: Sequence[int], stream: Flow, note: Note) -> Flow:
+    async def _in_process(self, process: OperatorProcess, numbers: Sequence[int], stream: Flow, note: NoteWork) -> Flow:
         async with aclosing(stream):
             async for batch in stream:
                 rows = await process.apply(numbers, host.packed(batch), note)
                 if rows is not None:
                     yield host.unpacked(rows)
 
-    async def _in_actors(self, numbers: Sequence[int], stream: Flow, note: Note) -> Flow:
+    async def _in_actors(self, numbers: Sequence[int], stream: Flow, note: NoteWork) -> Flow:
         create = partial(OperatorHost, self._build, self._samples, self._leave_out, numbers)
         segment = Segment(tuple(numbers), self._build, create, self._plugins, self._deadline_s)
         async with aclosing(distribute(segment, stream, self._workers)) as results:

@@ -6,14 +6,14 @@ import re
 
 from rayrft.rewards.math.formula import TooLarge
 from rayrft.rewards.math.reading import Words, clear, read_answer
-from rayrft.rewards.text.notation import normalized, signs
+from rayrft.rewards.text.notation import CURRENCY_SIGNS, normalized, signs
 from rayrft.rewards.text.statements import LONGEST_STATEMENT, nfkc, statements
 from rayrft.rewards.text.units import HAN_UNIT, is_unit
 
 _COMMAND = r"\\[A-Za-z]+|\\[{}%]"
 _PIECE = (
     rf"(?:{_COMMAND}|\{{(?:[^{{}}]|\{{(?:[^{{}}]|\{{[^{{}}]*+\}})*+\}})*+\}}|\d+(?:\.\d+)?|\.\d+|(?<![A-Za-z'’])(?![aAI]\s+(?:[A-Za-z]{{2}}|\d))[A-Za-z](?![A-Za-z'’])"
-    r"|[-+*/^_=<>!|()\[\]]|[$€£])%?"
+    rf"|[-+*/^_=<>!|()\[\]]|[{CURRENCY_SIGNS}])%?"
 )
 _AND = r"(?:,\s*+(?:and\b|or\b)?|\band\b|\bor\b)"
 _RUN = re.compile(rf"{_PIECE}(?:\s*+{_AND}?\s*+{_PIECE})*+")

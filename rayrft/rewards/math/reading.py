@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import chain
 
 from rayrft.rewards.math.formula import CONSTANTS, Node, Unreadable, parse_formula
-from rayrft.rewards.text.notation import INEQUALITY, normalized, stripped
+from rayrft.rewards.text.notation import CURRENCIES, INEQUALITY, normalized, stripped
 from rayrft.rewards.text.numbers import Number, read_number, read_quantity, split_unit
 
 
@@ -249,6 +249,8 @@ def _scalar(text: str) -> MathAnswer:
         return Words(text)
     if _DATE.fullmatch(text):
         return Words(re.sub(r"[./年月]", "-", re.sub(r"(?<!\d)0+(?=\d)", "", text)).rstrip("日号"))
+    if len(signs := {*text} & {*CURRENCIES}) == 1:  # "3 × ¥4"
+        text = (sign := signs.pop()) + text.replace(sign, "").strip()
     if number := read_quantity(text):
         return number
     value, scale, unit = split_unit(text)

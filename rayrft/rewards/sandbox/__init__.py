@@ -327,18 +327,18 @@ class Sandbox:
         """The command that starts Python without `site` and packages."""
         self.folders = tuple(folders)
         self._root = Root.of_host([*self.paths, *folders])
-        self._isolation, self._lenient = isolate(isolation, (*self.paths, *folders), lenient), lenient
+        self.isolation, self._lenient = isolate(isolation, (*self.paths, *folders), lenient), lenient
 
     def describe(self) -> str:
         """Return one line on what isolates."""
-        if description := self._isolation.description:
+        if description := self.isolation.description:
             return f"code runs isolated by {description}"
         return "code runs with limits of time and memory and without isolation: it can read and write what you can"
 
     def start(self, files: Files, command: Sequence[str], limits: SandboxLimits = _USUAL) -> Process:
         """Start a program in a folder with files; ``command[0]`` is a path. Raises SandboxFailed if it cannot start."""
         raw = {name: data if isinstance(data, bytes) else data.encode(errors="replace") for name, data in files.items()}
-        return Process(self._isolation.start(Job(self._root, raw, command, limits, self._lenient)), limits)
+        return Process(self.isolation.start(Job(self._root, raw, command, limits, self._lenient)), limits)
 
     def run(
         self, files: Files, command: Sequence[str], stdin: bytes = b"", limits: SandboxLimits = _USUAL

@@ -8,6 +8,13 @@ from functools import lru_cache
 
 from rayrft.rewards.text.statements import nfkc
 
+CURRENCIES = {
+    "$": ("dollar", "USD"), "€": ("euro", "EUR"), "£": ("sterling", "GBP"), "¥": ("yuan", "CNY", "RMB"),
+}  # fmt: skip
+"""By sign: the unit, and its codes."""
+CURRENCY_SIGNS = "".join(CURRENCIES)
+CURRENCY_CODES = "|".join(code for _, *codes in CURRENCIES.values() for code in codes)
+"""Alternatives of a regular expression."""
 _SYMBOLS = {
     "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "\\div ", "√": "\\sqrt ", "π": "\\pi ", "∞": "\\infty ",
     "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∓": "\\mp ", "−": "-", "°": "^\\circ ", "\u222a": "\\cup ",

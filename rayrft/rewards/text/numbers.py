@@ -8,6 +8,7 @@ from fractions import Fraction
 from functools import lru_cache
 from math import prod
 
+from rayrft.rewards.text.notation import CURRENCY_CODES, CURRENCY_SIGNS
 from rayrft.rewards.text.statements import plain
 from rayrft.rewards.text.units import HAN_UNIT, is_unit
 
@@ -78,7 +79,9 @@ _MEASURED = re.compile(
     rf"|(?<=[\d}}%])(?=.) ?(?:(?i:{_SCALE})+ ?)?(?:{HAN_UNIT}|{_WORD}(?: ?/ ?{_WORD})?"
     rf"|(?<= ){_WORD}(?:(?: ?(?:[/*]|\\cdot) ?| ){_WORD})*)?|(?<=\\pi) (?=[A-Za-z]{{2}}){_WORD})"
 )
-_CURRENCY = re.compile(r"(?P<sign>-?) ?(?:US)?(?P<unit>[$€£¥]|USD|Rs\.?) ?(?P<value>[-\d.\\].*)")
+_CURRENCY = re.compile(
+    rf"(?P<sign>-?) ?(?:US)?(?P<unit>[{CURRENCY_SIGNS}]|{CURRENCY_CODES}|Rs\.?) ?(?P<value>[-\d.\\(].*)"
+)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _DEGREES = re.compile(r"(?P<value>.+?) ?\^ ?(?:\\circ|\{ ?\\circ ?\})(?: ?(?:([CF])(?:elsius|ahrenheit)?|(K)))?")
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pint
 
+from rayrft.rewards.text.notation import CURRENCIES
+
 REGISTRY: Any = pint.UnitRegistry(autoconvert_offset_to_baseunit=True)
-for unit in (
-    *("dollar = [dollar] = _ = USD = usd", "cent = dollar / 100", "euro = [euro] = _ = EUR = eur"),
-    *("sterling = [sterling] = _ = GBP = gbp", "yuan = [yuan] = _ = CNY = cny = RMB = rmb", "jiao = yuan / 10"),
-    "person = [person] = _ = people",
-):
+for unit, *codes in CURRENCIES.values():
+    REGISTRY.define(" = ".join([unit, f"[{unit}]", "_", *codes, *map(str.lower, codes)]))
+for unit in ("cent = dollar / 100", "jiao = yuan / 10", "person = [person] = _ = people"):
     REGISTRY.define(unit)

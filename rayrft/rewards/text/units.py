@@ -7,11 +7,13 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from rayrft.rewards.text.notation import CURRENCIES, CURRENCY_CODES
+
 HAN_UNIT = r"(?:(?![到至或和与及以多余不且而是则的有])[\u4e00-\u9fff]){1,8}(?:/[\u4e00-\u9fff]{1,4})?"
 _SHORT = re.compile(
     r"[kMGTdcmnpuμµ]?(?:m|g|s|N|J|W|V|A|Pa|Hz|L|l|mol|eV|Wh|bit|B|F|C|H|cal|K|T|Wb|ohm|bar)|[htΩ]|ha|min|hrs?|sec|day"
     r"|yrs?|mo|wk|am|pm|rad|deg|[mk]ph|rpm|ft|in|yd|mi|lbs?|oz|gal|atm|dB|pH|ton|pcs|pts|sq|cu|of|[ck]ms|kgs"
-    r"|USD|EUR|GBP|CNY|RMB|AM|PM|MPH|[CK][Mm]|K[Gg]|kM|[A-Z]{2,3}s"
+    rf"|{CURRENCY_CODES}|AM|PM|MPH|[CK][Mm]|K[Gg]|kM|[A-Z]{{2,3}}s"
 )
 """Units of few letters, which could be products of variables."""
 _NO_WORDS = (
@@ -53,7 +55,7 @@ _SYMBOLS = {
     "安培": "A", "帕斯卡": "Pa", "欧姆": "ohm", "赫兹": "Hz", "库仑": "C", "摩尔": "mol", "千": "k", "毫": "m",
     "牛": "N", "焦": "J", "瓦": "W", "伏": "V", "安": "A", "帕": "Pa", "欧": "ohm", "Ω": "ohm",
     "摄氏度": "degC", "°": "degree", "度": "degree", "每": "/", "个人": "person", "人": "person",
-    "美元": "dollar", "元": "yuan", "角": "jiao", "$": "dollar", "¢": "cent", "€": "euro", "£": "sterling", "¥": "yuan",
+    "美元": "dollar", "元": "yuan", "角": "jiao", "¢": "cent", **{sign: each[0] for sign, each in CURRENCIES.items()},
 }  # fmt: skip
 """Longer names first: they are replaced in this order."""
 _SPOKEN = [

@@ -21,7 +21,7 @@ from ray.util.metrics import Counter
 
 from rayrft.errors import ConfigError
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, Watched, named_actor
+from rayrft.runtime.handle import Handle, Watched, named_actor, root_cause
 from rayrft.runtime.serving.http import HttpService, HttpSettings
 
 P = ParamSpec("P")
@@ -49,12 +49,12 @@ class Owner:
 
 
 def on_head(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run a function on the head node, where Serve listens, and block. Raises its errors without Ray's wrappers."""
+    """Run a function on the head node, where Serve listens, and block. Raises its `root_cause`."""
     options = {"num_cpus": 0, "resources": {ray_api.HEAD_NODE_RESOURCE_NAME: 0.001}, "max_retries": 0}
     try:
         return cast(R, ray.get(ray.remote(function).options(**options).remote(*args, **kwargs)))
     except RayTaskError as error:
-        raise error.cause from None
+        raise root_cause(error, function.__name__.strip("_")) from None
 
 
 def start_serve(host: str, port: int, *, http: bool = True) -> None:

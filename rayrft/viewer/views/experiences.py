@@ -27,22 +27,22 @@ _RANGES = ("reward", "tokens", "staleness", "version", "step")
 _SORTS = (*_RANGES, "finished_at", "logprob", "group_deviation", "source", "status", "task_id")
 _TEXTS = (*CHOICES, "task_id", "group_id")
 
-Number = Annotated[float | None, BeforeValidator(lambda value: None if value == "" else value)]
+_Number = Annotated[float | None, BeforeValidator(lambda value: None if value == "" else value)]
 
 
 class RowsRequest(RunRequest):
     """Parameters of ``rows``: ranges with both ends, values, a text in question or answer, and a condition in SQL."""
 
-    min_reward: Number = None
-    max_reward: Number = None
-    min_tokens: Number = None
-    max_tokens: Number = None
-    min_staleness: Number = None
-    max_staleness: Number = None
-    min_version: Number = None
-    max_version: Number = None
-    min_step: Number = None
-    max_step: Number = None
+    min_reward: _Number = None
+    max_reward: _Number = None
+    min_tokens: _Number = None
+    max_tokens: _Number = None
+    min_staleness: _Number = None
+    max_staleness: _Number = None
+    min_version: _Number = None
+    max_version: _Number = None
+    min_step: _Number = None
+    max_step: _Number = None
     source: str = ""
     status: str = ""
     stop_reason: str = ""

@@ -1,0 +1,12 @@
+"""Inputs of a run without tasks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayrft.buffer.events import ModelTerms
+from rayrft.core.preflight import Prepared
+
+NOTHING: dict[str, Any] = {"tasks": [], "task_set": None, "held_out": [], "demonstrations": {}, "probe": []}
+TERMS: Any = {"terms": ModelTerms(9, 9, "digest"), "tokenizer": print}
+PREPARED = Prepared(run_id="id", model="model", **TERMS, **NOTHING)
