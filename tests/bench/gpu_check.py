@@ -307,13 +307,13 @@ def shared(options: argparse.Namespace) -> Iterator[str]:
 
 @section("GSM8K, ten steps, of which one loses an engine")
 def gsm8k(options: argparse.Namespace) -> Iterator[str]:
-    from tests.e2e.test_gsm8k import on_cpu
+    from tests.e2e.configs import gsm8k_on_cpu
 
     job = str(ROOT / "jobs" / "gsm8k_grpo.yaml")
     if options.dry:
         yield "Two steps on a few of the rows, without a death."
         yield ""
-        rows = on_cpu(ROOT / "tests" / "samples" / "gsm8k")
+        rows = gsm8k_on_cpu(ROOT / "tests" / "samples" / "gsm8k")
         yield from measured(job, {**rows, "tasks.sources.gsm8k.config": "default"})
         return
     if gpus() < 2:

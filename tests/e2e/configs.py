@@ -26,3 +26,20 @@ def vision_config(storage: Path, name: str, **overrides: Any) -> dict[str, Any]:
             **overrides,
         },
     )
+
+
+def gsm8k_on_cpu(dataset: Path) -> dict[str, Any]:
+    """What lets the job gsm8k_grpo run for two steps on CPUs."""
+    return {
+        "model": {"tiny": {"layers": 1, "hidden_size": 64, "heads": 2}, "max_length": 1024},
+        "tasks.sources.gsm8k.dataset": str(dataset),
+        "tasks.eval_size": 20,
+        "explorer.sampling": {"max_tokens": 16, "max_prompt_tokens": 200},
+        "explorer.engine": {"count": 1, "kv_cache_mib": 128},
+        "explorer.drop_zero_variance": False,
+        "trainer": {"ranks": 1},
+        "weight_sync": {"tolerance": 1e-4},
+        "reward": {"name": "math", "truncated": "score"},
+        "stages.grpo.steps": 2,
+        "stages.grpo.batch_size": 16,
+    }
