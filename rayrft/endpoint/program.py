@@ -31,8 +31,8 @@ class Program(Applications):
     """Runs ``command`` in a sandbox, in a folder of its own with the files of the task's ``metadata.files`` (texts by
     path). ``{question}`` in the command, in ``stdin`` and in the values of ``environment`` is the task's question. The
     program finds the model by ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and
-    ``ANTHROPIC_API_KEY``, and reaches nothing else; ``{base_url}`` and ``{api_key}`` in the environment are those of
-    OpenAI's API.
+    ``ANTHROPIC_API_KEY``, and reaches nothing else; ``{base_url}`` and ``{api_key}`` in the command and the environment
+    are those of OpenAI's API.
 
     The reward is that of `Applications` for what the program wrote to stdout or, with ``answer``, for the text of that
     file, where one that is missing is an empty text. With ``check``, it is 1 if that command then ends with status 0,
@@ -140,6 +140,7 @@ class _Box:
             "files": _files(task, "files"),
             "environment": {**variables, **{name: filled(value) for name, value in self.environment.items()}},
             "socket": access.socket,
+            "path": access.path,
             "keep": "." if self.check else self.answer,
         }
         said = self._in_sandbox(orders)
@@ -156,7 +157,7 @@ class _Box:
             "files": files,
             "environment": {"PATH": self.environment["PATH"]},
         }
-        return float(self._in_sandbox({**checking, "socket": None, "keep": None})["status"] == 0)
+        return float(self._in_sandbox({**checking, "socket": None, "path": access.path, "keep": None})["status"] == 0)
 
     def _in_sandbox(self, orders: dict[str, Any]) -> dict[str, Any]:
         """Run a command to its end. Raises SandboxFailed if it cannot start, or is ended by a limit."""

@@ -1,9 +1,10 @@
 """Runs a program in the sandbox of an attempt: a script that `program.py` sends there.
 
 It reads its orders from stdin, as JSON: ``command`` and its ``input``, the ``files`` of the folder (base64), its
-``environment``, the ``socket`` that leads out, or null, and what to ``keep`` of the folder. In the values of the
-environment, ``{url}`` is a port of loopback whose connections are passed on to the socket. At the end it writes one
-line of JSON: the exit ``status`` of the program, the end of its ``output``, and the ``files`` that it left.
+``environment``, the ``socket`` that leads out, or null, the ``path`` of the endpoint there, and what to ``keep`` of the
+folder. In the command and in the values of the environment, ``{url}`` before this path is a port of loopback whose
+connections are passed on to the socket. At the end it writes one line of JSON: the exit ``status`` of the program, the
+end of its ``output``, and the ``files`` that it left.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ def _kept(keep: str | None) -> dict[str, str]:
 
 
 async def _run(orders: dict[str, Any]) -> dict[str, Any]:
-    url = ""
+    mark, url = "{url}" + orders["path"], ""
     if orders["socket"] is not None:
         server = await asyncio.start_server(lambda *streams: _connect(orders["socket"], *streams), "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    environment = {name: value.replace("{url}", url) for name, value in orders["environment"].items()}
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{orders['path']}"
+    environment = {name: value.replace(mark, url) for name, value in orders["environment"].items()}
     process = await asyncio.create_subprocess_exec(
-        *orders["command"],
+        *(word.replace(mark, url) for word in orders["command"]),
         env={**os.environ, **environment},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,

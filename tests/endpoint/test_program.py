@@ -62,10 +62,10 @@ async def running(folder: Path, what: str, options: Any = None, **settings: Any)
 
 async def test_the_calls_of_a_program_are_a_row_and_its_output_is_scored(tiny_model: Path) -> None:
     async with running(tiny_model, "talks") as ran:
-        rollout = await ran(n=2, question="What {question} says: `$(reboot)`?")
+        rollout = await ran(n=2, question="What {question} says: `$(reboot)` {url}?")
         assert rollout.problem is None and ran.scored == ["Final: dog"] * 2
         for row in rollout.rows:
-            assert [turn["content"] for turn in row.turns][::2] == ["What {question} says: `$(reboot)`?", "Sure?"]
+            assert [turn["content"] for turn in row.turns][::2] == ["What {question} says: `$(reboot)` {url}?", "Sure?"]
             assert (row.reward, row.stop_reason) == (10.0, "stop")
 
 
@@ -140,8 +140,32 @@ def _sleeping() -> list[str]:
     return found
 
 
+WRITES = {"file_path": "/box/answer.txt", "content": "forty-two"}
+PROVIDER = 'model_providers.here={name="here",base_url="{base_url}",env_key="OPENAI_API_KEY",wire_api="responses"}'
+CODEX = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-c", PROVIDER]
+CODEX += ["-c", "model_provider=here"]
+AGENTS: dict[str, tuple[list[str], dict[str, str], tuple[str, dict[str, str]]]] = {
+    "@anthropic-ai/claude-code": (
+        ["@anthropic-ai/claude-code-linux-*/claude", "--dangerously-skip-permissions", "-p", "{question}"],
+        {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+        ("Write", WRITES),
+    ),
+    "@qwen-code/qwen-code": (
+        ["@qwen-code/qwen-code/cli.js", "-y", "-p", "{question}"],
+        {"OPENAI_MODEL": "policy"},
+        ("write_file", WRITES),
+    ),
+    "@openai/codex": (
+        ["@openai/codex-linux-*/vendor/*/bin/codex", "exec", "-m", "policy", *CODEX, "{question}"],
+        {"CODEX_HOME": "/box"},
+        ("exec_command", {"cmd": "printf forty-two > /box/answer.txt"}),
+    ),
+}
+"""The program below ``node_modules`` and its arguments, its environment, and the tool with which it writes a file."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("agent", ["@anthropic-ai/claude-code", "@qwen-code/qwen-code"])
+@pytest.mark.parametrize("agent", AGENTS)
 async def test_real_agents_use_their_tools_and_their_files_are_scored(
     tiny_model: Path, tmp_path: Path, agent: str
 ) -> None:
@@ -154,18 +178,13 @@ async def test_real_agents_use_their_tools_and_their_files_are_scored(
     installed = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
     if installed.returncode:
         pytest.skip(f"npm does not install {agent}: {installed.stderr[-200:]}")
-    packages = tmp_path / "node_modules"
-    if "claude" in agent:
-        [program] = packages.glob("@anthropic-ai/claude-code-linux-*/claude")
-        command = [str(program), "--dangerously-skip-permissions", "-p", "{question}"]
-        tool, environment = "Write", {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
-    else:
-        command = ["node", str(packages / agent / "cli.js"), "-y", "-p", "{question}"]
-        tool, environment = "write_file", {"OPENAI_MODEL": "policy"}
+    (place, *arguments), environment, (tool, given) = AGENTS[agent]
+    [program] = (tmp_path / "node_modules").glob(place)
+    command = [*(["node"] if program.suffix == ".js" else []), str(program), *arguments]
     options = {"command": command, "environment": environment, "folders": [str(tmp_path)], "answer": "answer.txt"}
     limits = {"model.max_length": 2_000_000, "explorer.sampling.max_tokens": 400, "explorer.deadline_s": 300.0}
     ran = Ran(tiny_model, options, limits)
-    call = json.dumps({"name": tool, "arguments": {"file_path": "/box/answer.txt", "content": "forty-two"}})
+    call = json.dumps({"name": tool, "arguments": given})
     ran.policy.say = lambda prompt: "Done." if "forty-two" in prompt else f"<tool_call>{call}</tool_call>"
     rollout = await ran(question="Write the answer to everything into answer.txt")
     await ran.runner.workflow("program").close()  # type: ignore[attr-defined]
