@@ -24,7 +24,8 @@ class Janitor(Watched):
 
 
 def hire_janitor(run: str, master: Handle[Watched]) -> None:
-    """Create the janitor of a run, which this process has started."""
+    """Create the janitor of a run, which this process has started: Ray restarts it, and repeats the call below."""
     options = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
-    actor = ray.remote(Janitor).options(name=actor_name(run, JANITOR), **options).remote()
+    repeated = {"max_restarts": -1, "max_task_retries": -1}
+    actor = ray.remote(Janitor).options(name=actor_name(run, JANITOR), **options, **repeated).remote()
     Handle[Janitor](JANITOR, actor).call(Janitor.guard, run, master)

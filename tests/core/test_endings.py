@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -21,8 +22,10 @@ from typer.testing import CliRunner
 import rayrft
 from rayrft.cli.main import app
 from rayrft.core.launch import find_status
+from rayrft.core.placement import JANITOR, actor_name, find_actor
 from rayrft.errors import ActorDied
 from rayrft.monitor.records import StepRecord
+from rayrft.runtime.handle import Watched, fetch, until_restarted
 from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
@@ -105,7 +108,9 @@ def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(
             run = rayrft.resume(run.folder, say=lambda _: None, **enough)
 
 
-def test_a_run_whose_driver_is_killed_gives_everything_back(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_run_whose_janitor_and_then_driver_are_killed_gives_everything_back(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
     config = small_config(tmp_path, "orphaned", evaluation={"enabled": False}, **WITHOUT_VLLM)
     config["stages"] = [{**config["stages"][0], "steps": 1_000_000}]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
@@ -116,7 +121,14 @@ def test_a_run_whose_driver_is_killed_gives_everything_back(ray_cluster: Any, tm
         assert driver.stdout is not None
         assert any("]  sft" in line for line in driver.stdout), "it takes steps"
         assert alive() > living
-        driver.kill()
+        try:
+            janitor = find_actor(actor_name("orphaned", JANITOR))
+            assert janitor is not None
+            os.kill(pid := fetch(janitor.call(Watched.pid)), signal.SIGKILL)
+            asyncio.run(until_restarted(janitor, pid))
+            assert any("]  sft" in line for line in driver.stdout), "it has repeated its call of the janitor"
+        finally:
+            driver.kill()
     until_free(living, room)
     assert groups() <= held
 
