@@ -437,8 +437,8 @@ class Master(Watched):
         self._drained |= new
         if new and self._parts is not None and new & self._parts.placement.nodes:
             await self._note("Ray drains a node of the run: the run writes a checkpoint")
-            with contextlib.suppress(RayrftError):  # the run ends
-                await self._steering.ask("checkpoint")
+            # Not awaited, as a step may be longer than a heartbeat may take. It fails if the run ends.
+            self._saving = asyncio.gather(self._steering.ask("checkpoint"), return_exceptions=True)
         return WaitReport([], 0.0)
 
     async def _note_replicas(self) -> WaitReport:

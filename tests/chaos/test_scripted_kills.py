@@ -320,10 +320,16 @@ def test_a_run_whose_disk_is_full_now_and_then_takes_every_step_once(
     assert disk.refusals > 20 and len(outcome.killed) == 3
 
 
-def test_a_run_writes_a_checkpoint_once_before_a_node_of_it_is_drained(
+def test_a_run_writes_a_checkpoint_once_before_a_node_of_it_is_drained_also_after_a_step_longer_than_a_stall(
     prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, checkpoint = list[int](), TrainLoop.checkpoint
+    written, checkpoint, train, draining = list[int](), TrainLoop.checkpoint, TrainLoop._train, set[str]()
+
+    async def train_long(loop: TrainLoop, step: int, *arguments: Any) -> Any:
+        if step == 4 and not draining:
+            draining.update({"node-1", "node of another run"})
+            await asyncio.sleep(2 * (loop.config.monitor.stall_s + loop.config.monitor.patience_s))
+        return await train(loop, step, *arguments)
 
     async def note(loop: TrainLoop) -> int:
         written.append(await checkpoint(loop))
@@ -331,10 +337,11 @@ def test_a_run_writes_a_checkpoint_once_before_a_node_of_it_is_drained(
 
     monkeypatch.setattr(TrainLoop, "checkpoint", note)
     monkeypatch.setattr(ScriptedPlacement, "nodes", {"node-1", "node-2"})
-    monkeypatch.setattr(module, "draining_nodes", lambda: {"node-1", "node of another run"})
+    monkeypatch.setattr(TrainLoop, "_train", train_long)
+    monkeypatch.setattr(module, "draining_nodes", draining.copy)
     outcome = simulate(25, 0, prepared, tmp_path)
     assert not outcome.problems, describe(outcome)
-    assert len(written) == 1
+    assert written == [5]
     notes = [each.text for each in read_records(outcome.folder) if isinstance(each, NoteRecord)]
     assert sum("drains a node" in text for text in notes) == 1
 
