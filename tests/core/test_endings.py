@@ -108,9 +108,7 @@ def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(
             run = rayrft.resume(run.folder, say=lambda _: None, **enough)
 
 
-def test_a_run_whose_janitor_and_then_driver_are_killed_gives_everything_back(
-    ray_cluster: Any, tmp_path: Path
-) -> None:
+def test_a_run_whose_janitor_and_then_driver_are_killed_gives_everything_back(ray_cluster: Any, tmp_path: Path) -> None:
     config = small_config(tmp_path, "orphaned", evaluation={"enabled": False}, **WITHOUT_VLLM)
     config["stages"] = [{**config["stages"][0], "steps": 1_000_000}]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections import Counter
@@ -14,16 +15,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import ActorUnavailableError
 
 from rayrft.buffer.ingest import Receipt
 from rayrft.buffer.validation import Limits, find_faults
 from rayrft.config.serve import ServeConfig
+from rayrft.endpoint import keeper as keeper_module
 from rayrft.endpoint.keeper import RemoteSessions, SessionKeeper
 from rayrft.endpoint.recording import Call, Choice, Conversation, OpenCall
 from rayrft.endpoint.sessions import Sessions
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.experience import MASKED, VersionSpan, to_batch
 from rayrft.explorer.engines.exchange import Completion
+from tests.endpoint.scripted import MODEL, serve
 from tests.errors import about
 from tests.scripted import remote
 
@@ -104,7 +108,7 @@ class Counting:
 async def test_a_clock_that_is_set_drops_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = Counting()
     keeper = buffer.keep(tmp_path)
-    sessions = RemoteSessions(remote(keeper))
+    sessions = RemoteSessions(remote(keeper), 60.0)
     begun = await sessions.begin("s", "task", ("u1",))
     later = time.time() + 1e9
     monkeypatch.setattr(time, "time", lambda: later)
@@ -124,7 +128,7 @@ async def test_calls_that_come_together_travel_together_and_a_cancelled_one_cost
         return await change(changes)
 
     keeper.change = counted  # type: ignore[method-assign]
-    sessions = RemoteSessions(remote(keeper))
+    sessions = RemoteSessions(remote(keeper), 60.0)
     calls = [asyncio.ensure_future(sessions.begin(str(number), None, ("u",))) for number in range(8)]
     await asyncio.sleep(0)
     calls[3].cancel()
@@ -141,10 +145,46 @@ async def test_calls_that_come_together_travel_together_and_a_cancelled_one_cost
     assert (await sessions.begin("c", None, ("u",))).session == "c"
 
 
+class AwayKeeper:
+    """A keeper that cannot be reached for so many calls."""
+
+    def __init__(self, keeper: SessionKeeper, calls: float) -> None:
+        self.keeper, self.calls = keeper, calls
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            self.calls -= 1
+            if self.calls >= 0:
+                raise ActorUnavailableError("it is being restarted", None)
+            return await getattr(self.keeper, name)(*arguments)
+
+        return call
+
+
+async def test_while_the_keeper_is_away_clients_wait_for_a_while_and_are_then_asked_to_try_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_RETRY_S", 0.0)
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    away = AwayKeeper(Counting().keep(tmp_path), 3)
+    sessions = RemoteSessions(remote(away), 60.0)
+    async with serve(tiny_model, sessions=sessions) as served:
+        answered = await served.http.post("/v1/chat/completions", json=chat)
+        assert answered.status_code == 200 and away.calls < 0
+        sessions._patience_s, away.calls = 0.0, math.inf
+        feedback = {"id": answered.json()["id"], "reward": 1.0}
+        for path, body in [("/v1/chat/completions", chat), ("/v1/feedback", feedback)]:
+            refused = await served.http.post(path, json=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            assert refused.json()["error"]["code"] == "unavailable"
+        away.calls = 0
+        assert (await served.http.post("/v1/feedback", json=feedback)).status_code == 200
+
+
 async def test_what_a_keeper_that_dies_has_open_is_counted_once_by_its_successor(tmp_path: Path) -> None:
     buffer = Counting()
     keeper = buffer.keep(tmp_path, group_size=2)
-    sessions = RemoteSessions(remote(keeper))
+    sessions = RemoteSessions(remote(keeper), 60.0)
     for name in ("trained", "trained too", "on its way", "on its way too", "waits for its group", "has no reward"):
         if name == "on its way":
             buffer.open.clear()
