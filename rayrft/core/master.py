@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.ledger import BufferStats, Ledger, RowStats
@@ -42,12 +42,13 @@ from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_en
 from rayrft.registry import load_plugins
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, is_restarted, root_cause
-from rayrft.runtime.stacks import find_stack
+from rayrft.runtime.stacks import find_stack, is_stopped
 from rayrft.runtime.trace import Trace
 from rayrft.runtime.waits import WaitReport, Waits
 from rayrft.trainer.trainer import Trainer
 from rayrft.weights.messages import SyncReport
 
+R = TypeVar("R")
 _STATS_DEADLINE_S = 5.0
 
 
@@ -238,7 +239,8 @@ class Master(Watched):
                 monitor.stall_s,
                 self._config.restarts.silent_s,
                 self._restarts.kill,
-                self._stack,
+                partial(self._look, find_stack),
+                partial(self._look, is_stopped),
             )
             self._stalls.starting = True
             watches = {**self._restarts.watches(), "stalls": self._stalls.watch()}
@@ -426,10 +428,10 @@ class Master(Watched):
             more["replicas"] = self._note_replicas
         return parts.heartbeats() | more
 
-    async def _stack(self, name: str) -> str:
-        """Return the calls in which an actor is; "" if they are not found."""
+    async def _look(self, look: Callable[[Handle[Any]], Awaitable[R]], name: str) -> R | None:
+        """Look at the process of an actor; None if the run has no actor of this name."""
         _, actor = self._parts.supervised().get(name, (None, None)) if self._parts is not None else (None, None)
-        return await find_stack(actor) if actor is not None else ""
+        return await look(actor) if actor is not None else None
 
     async def _save_before_drain(self) -> WaitReport:
         """Write a checkpoint when Ray begins to drain a node of the run, such as one that is preempted: a heartbeat."""

@@ -1,17 +1,24 @@
-"""Stacks of actors that do not progress, by py-spy, which Ray installs."""
+"""Stacks of actors that do not progress, by py-spy, which Ray installs; and whether they are stopped by a signal."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import re
 import subprocess
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import psutil
 
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.ray_api import ray
+
+R = TypeVar("R")
 
 _DUMP_S, _ANSWER_S = 10.0, 30.0
 _FRAMES = 4
@@ -23,15 +30,35 @@ _LIBRARY = re.compile(r".*\((asyncio/|concurrent/|multiprocessing/|queue\.py|sel
 async def find_stack(actor: Handle[Any]) -> str:
     """Return the calls in which the threads of an actor and of its child processes are, the innermost first; "" if they
     are not found: it has no process, its node does not answer, or py-spy may not look into its processes."""
+    return await _look(actor, dump) or ""
+
+
+async def is_stopped(actor: Handle[Any]) -> bool:
+    """Return whether a signal has stopped an actor's process, or a child of it that has no session of its own, such as
+    vLLM's core; False if its node does not answer."""
+    return await _look(actor, _is_stopped) or False
+
+
+async def _look(actor: Handle[Any], look: Callable[[int], R]) -> R | None:
+    """Call ``look`` with an actor's process id on its node; None if there is no process, or no answer."""
     found = await asyncio.to_thread(ray_api.actors, actor.actor._actor_id.hex())
     if not found or found["State"] != "ALIVE":
-        return ""
+        return None
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(found["Address"]["NodeID"], soft=False)
-    look = ray.remote(num_cpus=0, max_retries=0)(dump).options(scheduling_strategy=where)
+    task = ray.remote(num_cpus=0, max_retries=0)(look).options(scheduling_strategy=where)
     try:
-        return await asyncio.wait_for(look.remote(found["Pid"]), _ANSWER_S)
+        answer: R = await asyncio.wait_for(task.remote(found["Pid"]), _ANSWER_S)
+        return answer
     except (ray.exceptions.RayError, TimeoutError):
-        return ""
+        return None
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error, ProcessLookupError):  # one that has just ended
+        process = psutil.Process(pid)
+        own = (each for each in process.children(recursive=True) if os.getsid(each.pid) == os.getsid(pid))
+        return any(each.status() == psutil.STATUS_STOPPED for each in (process, *own))
+    return False
 
 
 def dump(pid: int) -> str:
