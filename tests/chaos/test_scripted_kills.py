@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.ledger import Ledger
@@ -24,11 +25,13 @@ from rayrft.core.master import Master
 from rayrft.core.preflight import Prepared, prepare
 from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import WeightSyncError
+from rayrft.files import Room
 from rayrft.monitor import sinks
 from rayrft.monitor.records import EvaluationRecord, NoteRecord, StepRecord, read_records
 from rayrft.monitor.summary import Summary
 from rayrft.rewards import Reward, inline, register_reward
 from rayrft.trainer.api import RankSetup
+from tests.chaos import simulated
 from tests.chaos.scripted_run import Cluster, ScriptedPlacement
 from tests.chaos.simulated import Actor, Life, Ref, VirtualLoop, World, describe_tasks
 from tests.e2e.conftest import small_config
@@ -319,6 +322,27 @@ def test_a_run_whose_disk_is_full_now_and_then_takes_every_step_once(
     outcome = simulate(24, 3, prepared, tmp_path)
     assert not outcome.problems, describe(outcome)
     assert disk.refusals > 20 and len(outcome.killed) == 3
+
+
+@pytest.mark.parametrize("full", [ObjectStoreFullError, OutOfDiskError])
+def test_a_run_whose_object_store_is_full_now_and_then_takes_every_step_once(
+    full: type[Exception], prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance, refusals, put = random.Random(1), Counter[str](), World.put
+
+    def put_if_room(world: World, value: Any) -> Ref:
+        life = simulated._life.get()
+        if life is not None and life.name != "master" and chance.random() < 0.5:  # it only puts the run's inputs
+            refusals[kind_of(life.name)] += 1
+            raise full("Failed to put the object")
+        return put(world, value)
+
+    monkeypatch.setattr(World, "put", put_if_room)
+    monkeypatch.setattr("rayrft.buffer.client._INLINE_BYTES", 0)
+    monkeypatch.setattr(Room, "poll_s", 0.001)
+    outcome = simulate(24, 3, prepared, tmp_path)
+    assert not outcome.problems, describe(outcome)
+    assert min(refusals["explorer"], refusals["buffer"]) > 5 and len(outcome.killed) == 3
 
 
 def test_a_run_writes_a_checkpoint_once_before_a_node_of_it_is_drained_also_after_a_step_longer_than_a_stall(

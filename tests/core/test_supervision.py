@@ -241,7 +241,7 @@ async def test_an_actor_whose_write_waits_for_room_is_noted_at_once_and_not_kill
     monitor.kill = lambda name: bool(killed.append(name))
     watching = asyncio.ensure_future(monitor.watch())
     assert await notes.come(1) == [ROOM, "buffer"]
-    assert "buffer waits for room on its disk (/runs/journal: 1.0 MB free)" in notes.texts[0]
+    assert "buffer waits for room to write (/runs/journal: 1.0 MB free)" in notes.texts[0]
     for _ in range(3):
         await asyncio.wait_for(asked.acquire(), 20)
     assert not killed and not watching.done() and "1.0 MB free" in monitor.overdue[0]
