@@ -28,6 +28,7 @@ from rayrft.runtime.waits import settle
 
 R = TypeVar("R")
 
+_FORGET_EVERY_S = 3600.0
 _RETRY_S = 0.5
 """Seconds between calls of a keeper that is away: Ray has no event for its return."""
 
@@ -111,10 +112,11 @@ class SessionKeeper(Watched):
         return dropped + erased, leased
 
     async def _forget_old(self, days: float) -> None:
-        """Erase sessions of this age, once an hour. Never returns."""
+        """Erase sessions of this age, now and then. Never returns."""
+        ahead = time.time() - time.monotonic()  # a clock that is set later erases nothing
         while True:
-            await self._buffer.call(Buffer.forget, [], time.time() - 86_400 * days)
-            await asyncio.sleep(3600)
+            await self._buffer.call(Buffer.forget, [], ahead + time.monotonic() - 86_400 * days)
+            await asyncio.sleep(_FORGET_EVERY_S)
 
     async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
         """Give the reward of a session; return its id once the Buffer has its group. Raises DataError and

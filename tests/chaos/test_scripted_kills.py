@@ -27,7 +27,7 @@ from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import WeightSyncError
 from rayrft.files import Room
 from rayrft.monitor import sinks
-from rayrft.monitor.records import EvaluationRecord, NoteRecord, StepRecord, read_records
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, RestartRecord, StepRecord, read_records
 from rayrft.monitor.summary import Summary
 from rayrft.rewards import Reward, inline, register_reward
 from rayrft.trainer.api import RankSetup
@@ -322,6 +322,18 @@ def test_a_run_whose_disk_is_full_now_and_then_takes_every_step_once(
     outcome = simulate(24, 3, prepared, tmp_path)
     assert not outcome.problems, describe(outcome)
     assert disk.refusals > 20 and len(outcome.killed) == 3
+
+
+def test_a_run_whose_clock_jumps_a_day_back_and_forth_takes_every_step_once(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance, now = random.Random(1), time.time
+    monkeypatch.setattr(time, "time", lambda: now() + chance.choice((-86_400.0, 0.0, 86_400.0)))
+    outcome = simulate(28, 10, prepared, tmp_path)
+    assert not outcome.problems, describe(outcome)
+    assert "master" in outcome.killed and len(outcome.killed) == 10
+    seconds = [each.seconds for each in read_records(outcome.folder) if isinstance(each, RestartRecord)]
+    assert len(seconds) > 1 and 0 < min(seconds) <= max(seconds) < 3600
 
 
 @pytest.mark.parametrize("full", [ObjectStoreFullError, OutOfDiskError])

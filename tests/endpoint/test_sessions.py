@@ -92,6 +92,11 @@ class Counting:
     def __init__(self) -> None:
         self.dropped, self.rows, self.open = Counter[str](), 0, asyncio.Event()
         self.open.set()
+        self.forgotten = asyncio.Queue[float]()
+
+    async def forget(self, names: list[str], before: float) -> tuple[int, int]:
+        self.forgotten.put_nowait(before)
+        return 0, 0
 
     async def discard(self, name: str, counts: dict[str, int]) -> None:
         self.dropped += counts
@@ -101,13 +106,19 @@ class Counting:
         self.rows += sum(entry.rows for entry in entries)
         return [Receipt(entry.group_id) for entry in entries]
 
-    def keep(self, folder: Path, group_size: int = 1) -> SessionKeeper:
-        return SessionKeeper(ServeConfig(), "run", group_size, remote(self), folder / "open_rows", drop_equal=False)
+    def keep(self, folder: Path, group_size: int = 1, **serve: Any) -> SessionKeeper:
+        config = ServeConfig(**serve)
+        return SessionKeeper(config, "run", group_size, remote(self), folder / "open_rows", drop_equal=False)
 
 
-async def test_a_clock_that_is_set_drops_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_clock_that_is_set_drops_no_session_and_erases_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_FORGET_EVERY_S", 0.01)
     buffer = Counting()
-    keeper = buffer.keep(tmp_path)
+    keeper = buffer.keep(tmp_path, keep_days=7)
+    await keeper.start()
+    kept_since = await buffer.forgotten.get()
     sessions = RemoteSessions(remote(keeper), 60.0)
     begun = await sessions.begin("s", "task", ("u1",))
     later = time.time() + 1e9
@@ -115,7 +126,12 @@ async def test_a_clock_that_is_set_drops_no_session(tmp_path: Path, monkeypatch:
     await sessions.answered(begun, Call("r1", (5,), ("u1",), (), ANSWERED, True, "engine-1"))
     left = keeper._sessions.next_expiry() - time.monotonic()
     assert 0 < left <= ServeConfig().reward_s
+    while not buffer.forgotten.empty():
+        buffer.forgotten.get_nowait()
+    assert 0 < await buffer.forgotten.get() - kept_since < 86_400
     await keeper.close()
+    for task in (keeper._expiring, keeper._forgetting):
+        task.cancel()
     assert buffer.dropped == {"run_ended": 1}
 
 
