@@ -112,6 +112,11 @@ class Outcome:
         evaluated = Counter(
             (each.stage, each.step, each.temperature) for each in records if isinstance(each, EvaluationRecord)
         )
+        idle = [
+            life.name
+            for life, each in self.cluster.services.items()
+            if each.until > each.since + 2 and not each.answers
+        ]
         accepted = ("late", "stale", "not_finite")
         filtered = sum(ledger.dropped[each] for each in ledger.dropped if each not in accepted)
         expected = {
@@ -129,6 +134,7 @@ class Outcome:
             f"staleness was {[step.staleness_max for step in steps]}": max(step.staleness_max or 0 for step in steps)
             <= self.cluster.max_staleness,
             f"an evaluation was recorded twice: {evaluated}": not evaluated or max(evaluated.values()) == 1,
+            f"engines had weights for three steps and answered nothing: {idle}": not idle,
             f"tasks are left:\n{self.left}": not self.left,
             f"errors that nobody retrieved: {self.log}": not self.log,
             f"actors were restarted more often than killed: {self.report}": self.fails
