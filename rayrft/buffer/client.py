@@ -18,8 +18,7 @@ from rayrft.buffer.ingest import GroupEntry, Receipt
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError
 from rayrft.experience import Experience, check_filled, check_schema, from_batch, pack, to_batch
-from rayrft.runtime.handle import Handle
-from rayrft.runtime.objects import put_object
+from rayrft.runtime.handle import Handle, put_object
 from rayrft.runtime.waits import settle
 
 if TYPE_CHECKING:

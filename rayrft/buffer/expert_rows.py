@@ -20,7 +20,7 @@ from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import DemonstrationKind, State
 from rayrft.buffer.validation import lengths_of
 from rayrft.errors import DataError
-from rayrft.runtime.objects import put_object
+from rayrft.runtime.handle import put_object
 
 
 @dataclass(frozen=True)

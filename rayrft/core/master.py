@@ -42,7 +42,7 @@ from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_en
 from rayrft.registry import load_plugins
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, is_restarted, root_cause
-from rayrft.runtime.stacks import find_stack, is_stopped
+from rayrft.runtime.stacks import dump, is_stopped, look_at
 from rayrft.runtime.trace import Trace
 from rayrft.runtime.waits import WaitReport, Waits
 from rayrft.trainer.trainer import Trainer
@@ -239,7 +239,7 @@ class Master(Watched):
                 monitor.stall_s,
                 self._config.restarts.silent_s,
                 self._restarts.kill,
-                partial(self._look, find_stack),
+                partial(self._look, dump),
                 partial(self._look, is_stopped),
             )
             self._stalls.starting = True
@@ -428,10 +428,10 @@ class Master(Watched):
             more["replicas"] = self._note_replicas
         return parts.heartbeats() | more
 
-    async def _look(self, look: Callable[[Handle[Any]], Awaitable[R]], name: str) -> R | None:
-        """Look at the process of an actor; None if the run has no actor of this name."""
+    async def _look(self, look: Callable[[int], R], name: str) -> R | None:
+        """Return what `look_at` does for an actor of this name; None if the run has none."""
         _, actor = self._parts.supervised().get(name, (None, None)) if self._parts is not None else (None, None)
-        return await look(actor) if actor is not None else None
+        return await look_at(actor, look) if actor is not None else None
 
     async def _save_before_drain(self) -> WaitReport:
         """Write a checkpoint when Ray begins to drain a node of the run, such as one that is preempted: a heartbeat."""

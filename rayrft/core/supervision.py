@@ -72,7 +72,7 @@ class StallMonitor:
         """Note overdue waits; return the seconds until the next poll. Raises Stalled."""
         reports = await self._ask_all()
         waits = quiet_waits([self.waits.report(), self._pings.report()], reports)
-        self._awaited = {wait.target for wait in waits if wait.quiet_s >= self._quiet_s}
+        self._awaited = {wait.target for wait in waits if wait.quiet_s >= self.patience_s / _POLLS}
         late = [wait for wait in waits if wait.quiet_s >= self.patience_s or wait.target == ROOM]
         self.overdue = [describe(wait) for wait in late]
         self._next_note = {key: self._next_note[key] for key in map(_key, late) if key in self._next_note}
@@ -98,7 +98,7 @@ class StallMonitor:
             remedy = "see its log in the Ray dashboard; if it only takes long, raise monitor.stall_s"
             raise Stalled(problem, remedy, field=stalled[0].target, value=stalled[0].what)
         soonest = min((self._due(wait) - wait.quiet_s for wait in waits), default=self.patience_s)
-        return min(max(soonest, 0.01 * self.patience_s), self._quiet_s, self.silent_s / _POLLS)
+        return min(max(soonest, 0.01 * self.patience_s), self.patience_s / _POLLS, self.silent_s / _POLLS)
 
     async def _ask_all(self) -> dict[str, WaitReport]:
         """Return the reports of the actors that answer soon. A call without an answer is kept, and counts as a wait."""
@@ -132,14 +132,9 @@ class StallMonitor:
     async def _kill_if_stopped(self, name: str) -> None:
         """Look now and then whether an actor that does not answer is stopped. Never returns."""
         while True:
-            await asyncio.sleep(self._quiet_s)  # a stop is not an event
+            await asyncio.sleep(self.patience_s / _POLLS)  # a stop is not an event
             if self.stopped is not None and not self.starting and await self.stopped(name):
                 self.kill(name)
-
-    @property
-    def _quiet_s(self) -> float:
-        """Time without an answer after which an actor is looked at."""
-        return self.patience_s / _POLLS
 
     def _due(self, wait: Wait) -> float:
         return self._next_note.get(_key(wait), 0.0 if wait.target == ROOM else self.patience_s)

@@ -27,7 +27,7 @@ from rayrft.runtime.waits import Waits
 
 PRIVATE = "private-"
 """Prefix of API keys whose requests are neither kept nor trained on."""
-_PATIENCE_S = 10.0
+_PATIENCE_S = 15.0
 """Time for an engine to join, or the keeper to be restarted, before requests are answered by 503."""
 
 

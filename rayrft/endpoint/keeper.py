@@ -23,15 +23,12 @@ from rayrft.endpoint.sessions import Sessions, SessionStats
 from rayrft.experience import to_batch
 from rayrft.explorer.scoring import ScoredGroup
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, Watched, once, root_cause
+from rayrft.runtime.handle import Handle, Watched, once, root_cause, when_reachable
 from rayrft.runtime.waits import settle
 
 R = TypeVar("R")
 
 _FORGET_EVERY_S = 3600.0
-_RETRY_S = 0.5
-"""Seconds between calls of a keeper that is away: Ray has no event for its return."""
-
 Change = Literal["begin", "answered", "failed"]
 """The method of `Sessions` that begins or ends a call."""
 
@@ -196,13 +193,12 @@ class RemoteSessions:
     """The sessions in the keeper's actor. Calls run outside of the request's context, or Ray would cancel them with the
     request, whose end the keeper must know; their errors are without Ray's wrappers.
 
-    Changes travel together: those that come while a call is open wait for its end. Calls fail with ActorUnreachable
-    once the keeper has been away for ``patience_s``: it may be restarted until then.
+    Changes travel together: those that come while a call is open wait for its end. A call fails with ActorUnreachable
+    if the keeper is away for ``patience_s``.
     """
 
     def __init__(self, keeper: Handle[SessionKeeper], patience_s: float) -> None:
         self._keeper, self._patience_s = keeper.with_options(max_task_retries=0), patience_s
-        self._away_since: float | None = None
         self._unsent: list[tuple[Change, tuple[Any, ...], asyncio.Future[Any]]] = []
         self._sending: asyncio.Task[None] | None = None
 
@@ -229,22 +225,14 @@ class RemoteSessions:
         return await self._call(SessionKeeper.stats)
 
     async def _call(self, method: Callable[..., Coroutine[Any, Any, R]], *args: Any) -> R:
-        from ray.exceptions import ActorUnavailableError, RayTaskError
+        from ray.exceptions import RayTaskError
 
-        while True:
-            try:
-                result: R = await Context().run(self._keeper.call, method, *args)
-                self._away_since = None
-                return result
-            except RayTaskError as error:
-                self._away_since = None
-                raise error.cause from None
-            except ray_api.ACTOR_ERRORS as error:
-                now = time.monotonic()
-                self._away_since = self._away_since or now
-                if not isinstance(error, ActorUnavailableError) or now - self._away_since >= self._patience_s:
-                    raise root_cause(error, "keeper") from None
-                await asyncio.sleep(_RETRY_S)
+        try:
+            return await when_reachable(lambda: Context().run(self._keeper.call, method, *args), self._patience_s)
+        except RayTaskError as error:
+            raise error.cause from None
+        except ray_api.ACTOR_ERRORS as error:
+            raise root_cause(error, "keeper") from None
 
     async def _change(self, name: Change, *args: Any) -> Any:
         changed = asyncio.get_running_loop().create_future()

@@ -10,7 +10,7 @@ import subprocess
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import psutil
 
@@ -19,7 +19,6 @@ from rayrft.runtime.handle import Handle
 from rayrft.runtime.ray_api import ray
 
 R = TypeVar("R")
-
 _DUMP_S, _ANSWER_S = 10.0, 30.0
 _FRAMES = 4
 """Innermost calls of a thread that are shown."""
@@ -27,42 +26,31 @@ _LIBRARY = re.compile(r".*\((asyncio/|concurrent/|multiprocessing/|queue\.py|sel
 """A call of which a thread that waits for work consists, or with which it begins."""
 
 
-async def find_stack(actor: Handle[Any]) -> str:
-    """Return the calls in which the threads of an actor and of its child processes are, the innermost first; "" if they
-    are not found: it has no process, its node does not answer, or py-spy may not look into its processes."""
-    return await _look(actor, dump) or ""
-
-
-async def is_stopped(actor: Handle[Any]) -> bool:
-    """Return whether a signal has stopped an actor's process, or a child of it that has no session of its own, such as
-    vLLM's core; False if its node does not answer."""
-    return await _look(actor, _is_stopped) or False
-
-
-async def _look(actor: Handle[Any], look: Callable[[int], R]) -> R | None:
-    """Call ``look`` with an actor's process id on its node; None if there is no process, or no answer."""
+async def look_at(actor: Handle[Any], look: Callable[[int], R]) -> R | None:
+    """Call ``look`` with an actor's process id on its node; None if it has no process, or its node does not answer."""
     found = await asyncio.to_thread(ray_api.actors, actor.actor._actor_id.hex())
     if not found or found["State"] != "ALIVE":
         return None
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(found["Address"]["NodeID"], soft=False)
     task = ray.remote(num_cpus=0, max_retries=0)(look).options(scheduling_strategy=where)
     try:
-        answer: R = await asyncio.wait_for(task.remote(found["Pid"]), _ANSWER_S)
-        return answer
+        return cast(R, await asyncio.wait_for(task.remote(found["Pid"]), _ANSWER_S))
     except (ray.exceptions.RayError, TimeoutError):
         return None
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process, or a child without a session of its own, such as vLLM's core."""
     with contextlib.suppress(psutil.Error, ProcessLookupError):  # one that has just ended
         process = psutil.Process(pid)
-        own = (each for each in process.children(recursive=True) if os.getsid(each.pid) == os.getsid(pid))
+        own = [each for each in process.children(recursive=True) if os.getsid(each.pid) == os.getsid(pid)]
         return any(each.status() == psutil.STATUS_STOPPED for each in (process, *own))
     return False
 
 
 def dump(pid: int) -> str:
-    """Return the stacks of a process of this machine and of its children, without threads that wait for work."""
+    """Return the calls in which the threads of a process and of its children are, the innermost first, without threads
+    that wait for work; "" if there are none, or py-spy may not look into the process."""
     spy = Path(sysconfig.get_path("scripts")) / "py-spy"
     command = [str(spy), "dump", "--nonblocking", "--subprocesses", "--pid", str(pid)]
     try:

@@ -275,8 +275,7 @@ def simulate(
     with (
         mock.patch.object(time, "monotonic", loop.time),
         mock.patch.object(module, "Placement", lambda _, parts, detached: ScriptedPlacement(cluster, parts)),
-        mock.patch.object(module, "find_stack", mock.AsyncMock(return_value="")),
-        mock.patch.object(module, "is_stopped", mock.AsyncMock(return_value=False)),
+        mock.patch.object(module, "look_at", mock.AsyncMock(return_value=None)),
         mock.patch.object(module, "is_restarted", lambda: world.begun["master"] > 1),
         mock.patch.object(sinks.RayMetrics, "write", lambda *_: None),
         mock.patch("rayrft.monitor.recorder.save_plot"),

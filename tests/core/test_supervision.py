@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from rayrft.core.supervision import StallMonitor, Stopped, quiet_waits, supervise, unless_stopped
 from rayrft.errors import ActorDied, DataError, RayrftError, Stalled, StorageError
 from rayrft.runtime.handle import Handle, TrackedHandle, Watched, fence, root_cause
-from rayrft.runtime.stacks import is_stopped
+from rayrft.runtime.stacks import is_stopped, look_at
 from rayrft.runtime.waits import ROOM, Wait, WaitReport, Waits
 from tests.errors import about
 from tests.scripted import remote
@@ -253,7 +253,7 @@ async def test_an_actor_that_a_signal_has_stopped_is_killed_long_before_a_silent
     pids, killed = {name: await each.call(Watched.pid) for name, each in actors.items()}, asyncio.Queue[str]()
     beats = {"stopped": lambda: actors["stopped"].call(Watched.pid), "hangs": never}
     monitor = StallMonitor(Waits("master"), beats, AsyncMock(), 3.0, 3600.0, 3600.0)
-    monitor.stopped = lambda name: is_stopped(actors[name])
+    monitor.stopped = lambda name: look_at(actors[name], is_stopped)
 
     def kill(name: str) -> bool:
         killed.put_nowait(name)

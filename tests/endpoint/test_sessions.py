@@ -180,7 +180,7 @@ class AwayKeeper:
 async def test_while_the_keeper_is_away_clients_wait_for_a_while_and_are_then_asked_to_try_again(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_RETRY_S", 0.0)
+    monkeypatch.setattr("rayrft.runtime.handle._RETRY_S", 0.0)
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
     away = AwayKeeper(Counting().keep(tmp_path), 3)
     sessions = RemoteSessions(remote(away), 60.0)

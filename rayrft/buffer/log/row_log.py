@@ -24,7 +24,7 @@ from rayrft.buffer.validation import Fault, Limits, find_faults, group_starts, i
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import unpack
-from rayrft.runtime.objects import put_object
+from rayrft.runtime.handle import put_object
 from rayrft.runtime.ray_api import ray
 
 Ref = Any
