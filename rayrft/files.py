@@ -24,7 +24,7 @@ _REMEDY = "free disk space or fix the storage, then: rayrft resume RUN"
 
 
 class Room:
-    """Waits of this process for room on a disk: see `held`."""
+    """Waits of this process for room on a disk, or in the object store: see `held`."""
 
     poll_s = 5.0
     """Pause before a write is tried again: there is no event for room on a disk."""

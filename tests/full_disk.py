@@ -1,4 +1,4 @@
-"""A disk that is full for a while."""
+"""A disk that is full, or fails, for a while."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ class FullDisk:
     """Takes half of the data of a write to a file of one of these names, and then no more, until ``full`` is false.
     Writes of this process wait for room, and try again at once."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str, full: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *names: str,
+        full: Callable[[], bool] | None = None,
+        error: int = errno.ENOSPC,
+    ) -> None:
+        self.error = error
         self.full = full or (lambda: not self.has_room)
         self.has_room = False
         self.refusals = 0
@@ -38,4 +45,4 @@ class FullDisk:
         self.refusals += 1
         if self.refusals > 1:
             self.waited_for.set()
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(self.error, os.strerror(self.error))

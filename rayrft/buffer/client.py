@@ -18,8 +18,7 @@ from rayrft.buffer.ingest import GroupEntry, Receipt
 from rayrft.buffer.schedule import Ticket
 from rayrft.errors import DataError
 from rayrft.experience import Experience, check_filled, check_schema, from_batch, pack, to_batch
-from rayrft.runtime.handle import Handle
-from rayrft.runtime.ray_api import ray
+from rayrft.runtime.handle import Handle, put_object
 from rayrft.runtime.waits import settle
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class BufferWriter:
 
     async def park(self, batch: pa.RecordBatch, ticket: Ticket) -> None:
         """Store the calls of a group's unfinished attempts; return when they are in the log."""
-        await self._buffer.call(Buffer.park, _entry(batch, ticket, GroupReport(), {}), [_payload(pack(batch))])
+        await self._buffer.call(Buffer.park, _entry(batch, ticket, GroupReport(), {}), [await _payload(pack(batch))])
 
     async def _send(self) -> None:
         """Send one call at a time, so that groups arrive in order. A full call is packed while another is in flight;
@@ -85,7 +84,7 @@ class BufferWriter:
                 await call
             sent = self._next()
             try:  # the schema of batches was checked
-                payload = _payload(_joined([rows for _, rows, _ in sent]).serialize())
+                payload = await _payload(_joined([rows for _, rows, _ in sent]).serialize())
             except DataError:
                 self._waiting[:0] = _converted(sent)
             except Exception as error:  # raised in the callers of `put`, as those of the call
@@ -158,8 +157,8 @@ def _fail(sent: list[_Waiting], error: Exception) -> None:
         settle(done, error)
 
 
-def _payload(message: pa.Buffer) -> Any:
-    return message if len(message) <= _INLINE_BYTES else ray.put(message)
+async def _payload(message: pa.Buffer) -> Any:
+    return message if len(message) <= _INLINE_BYTES else await asyncio.to_thread(put_object, message)
 
 
 def put_groups(buffer: Handle[Buffer], rows: list[Experience], algorithms: list[Algorithm], group_size: int) -> None:

@@ -20,7 +20,7 @@ from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import DemonstrationKind, State
 from rayrft.buffer.validation import lengths_of
 from rayrft.errors import DataError
-from rayrft.runtime.ray_api import ray
+from rayrft.runtime.handle import put_object
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class ExpertBlocks:
         file = expert_file(name, extent)
         if file not in self._blocks or len(self._blocks[file].tokens) < (extent.rows if rows is None else rows):
             batch = await asyncio.to_thread(read_log_rows, self._storage, file, extent)
-            self._blocks[file] = ExpertBlock(ray.put(batch.serialize()), lengths_of(batch.column("token_ids")))
+            ref = await asyncio.to_thread(put_object, batch.serialize())
+            self._blocks[file] = ExpertBlock(ref, lengths_of(batch.column("token_ids")))
         return self._blocks[file]
 
     async def names(self, name: str, extent: Extent) -> tuple[list[str], set[str]]:

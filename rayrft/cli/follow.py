@@ -108,9 +108,12 @@ def signals(received: Callable[[int], None]) -> Iterator[None]:
 
 def _report(handle: Run, summary: Summary) -> None:
     from rayrft.monitor.records import read_records
-    from rayrft.monitor.report import accuracy_table
+    from rayrft.monitor.report import accuracy_table, format_table
 
     say("\n" + accuracy_table(read_records(handle.folder)))
+    if summary.restarts:
+        counts = ([kind, f"{each.count}", f"{each.seconds:.1f}"] for kind, each in summary.restarts.items())
+        say("\n" + format_table([["restarted", "times", "seconds lost"], *counts]))
     if summary.ledger is not None:
         say(f"\nrows: {summary.ledger}")
     say(f"{summary.status} after {summary.seconds['total']:.0f} s, {summary.steps} steps")

@@ -45,10 +45,11 @@ class Janitor(Watched):
 
 
 def start_janitor(run: str, deadline_s: float) -> Handle[Janitor]:
-    """Create the janitor of a run that this process starts. ``deadline_s`` is the time that the run has to end if this
-    process dies."""
+    """Create the janitor of a run that this process starts: Ray restarts it, and repeats its calls. ``deadline_s`` is
+    the time that the run has to end if this process dies."""
     options = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
-    actor = ray.remote(Janitor).options(name=actor_name(run, JANITOR), **options).remote()
+    repeated = {"max_restarts": -1, "max_task_retries": -1}
+    actor = ray.remote(Janitor).options(name=actor_name(run, JANITOR), **options, **repeated).remote()
     janitor = Handle[Janitor](JANITOR, actor)
     janitor.call(Janitor.guard, run, [janitor.call(Watched.watch)], deadline_s)
     return janitor

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.ledger import BufferStats, Ledger, RowStats
@@ -42,12 +42,13 @@ from rayrft.monitor.summary import RunStatus, Summary, rows_in_log, status_at_en
 from rayrft.registry import load_plugins
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, is_restarted, once, root_cause
-from rayrft.runtime.stacks import find_stack
+from rayrft.runtime.stacks import dump, is_stopped, look_at
 from rayrft.runtime.trace import Trace
 from rayrft.runtime.waits import WaitReport, Waits
 from rayrft.trainer.trainer import Trainer
 from rayrft.weights.messages import SyncReport
 
+R = TypeVar("R")
 _STATS_DEADLINE_S = 5.0
 
 
@@ -240,7 +241,8 @@ class Master(Watched):
                 monitor.stall_s,
                 self._config.restarts.silent_s,
                 self._restarts.kill,
-                self._stack,
+                partial(self._look, dump),
+                partial(self._look, is_stopped),
             )
             self._stalls.starting = True
             watches = {**self._restarts.watches(), "stalls": self._stalls.watch()}
@@ -428,10 +430,10 @@ class Master(Watched):
             more["replicas"] = self._note_replicas
         return parts.heartbeats() | more
 
-    async def _stack(self, name: str) -> str:
-        """Return the calls in which an actor is; "" if they are not found."""
+    async def _look(self, look: Callable[[int], R], name: str) -> R | None:
+        """Return what `look_at` does for an actor of this name; None if the run has none."""
         _, actor = self._parts.supervised().get(name, (None, None)) if self._parts is not None else (None, None)
-        return await find_stack(actor) if actor is not None else ""
+        return await look_at(actor, look) if actor is not None else None
 
     async def _save_before_drain(self) -> WaitReport:
         """Write a checkpoint when Ray begins to drain a node of the run, such as one that is preempted: a heartbeat."""
@@ -439,8 +441,8 @@ class Master(Watched):
         self._drained |= new
         if new and self._parts is not None and new & self._parts.placement.nodes:
             await self._note("Ray drains a node of the run: the run writes a checkpoint")
-            with contextlib.suppress(RayrftError):  # the run ends
-                await self._steering.ask("checkpoint")
+            # Not awaited, as a step may be longer than a heartbeat may take. It fails if the run ends.
+            self._saving = asyncio.gather(self._steering.ask("checkpoint"), return_exceptions=True)
         return WaitReport([], 0.0)
 
     async def _note_replicas(self) -> WaitReport:

@@ -91,6 +91,7 @@ class Steering:
         self.config, self._progress, self._adopt = config, progress, adopt
         mark = self._mark = config.folder / _PAUSED
         self.paused_since = mark.stat().st_mtime if taken_over and mark.exists() else None
+        self._paused_at = time.monotonic() - max(time.time() - (self.paused_since or math.inf), 0.0)
         if self.paused_since is None:
             mark.unlink(missing_ok=True)
         self._later = deque[ConfigChange]()
@@ -199,7 +200,7 @@ class Steering:
     async def pause(self, loop: TrainLoop, text: str = "paused") -> int:
         """Hold the run; return its step."""
         if self.paused_since is None:
-            self.paused_since = time.time()
+            self.paused_since, self._paused_at = time.time(), time.monotonic()
             with contextlib.suppress(OSError):  # a full disk: the Master's successor does not know then
                 self._mark.touch()
             await loop.note(text)
@@ -207,7 +208,8 @@ class Steering:
 
     async def unpause(self, loop: TrainLoop) -> float:
         """Let the run continue; return the seconds it was paused."""
-        seconds, self.paused_since = time.time() - (self.paused_since or time.time()), None
+        seconds = time.monotonic() - self._paused_at if self.paused_since is not None else 0.0
+        self.paused_since = None
         self._mark.unlink(missing_ok=True)
         await loop.note(f"unpaused after {seconds:.1f} s", paused_s=seconds)
         return seconds

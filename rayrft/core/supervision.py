@@ -40,8 +40,10 @@ class StallMonitor:
     """Time without an answer after which an actor is killed."""
     kill: Callable[[str], bool] = lambda name: False
     """Kills an actor so that it is restarted; returns whether it can be."""
-    stack: Callable[[str], Awaitable[str]] | None = None
-    """Returns the calls in which an actor is, or ""."""
+    stack: Callable[[str], Awaitable[str | None]] | None = None
+    """Returns the calls in which an actor is, or nothing."""
+    stopped: Callable[[str], Awaitable[bool | None]] | None = None
+    """Returns whether a signal has stopped an actor, which is then killed. It is asked for one without an answer."""
     overdue: list[str] = field(default_factory=list)
     """Overdue waits, one line per wait."""
     starting: bool = False
@@ -54,8 +56,8 @@ class StallMonitor:
         self._polls, self._silent = 0, set[str]()
         """Polls so far, and the actors that keep no waits."""
         self._next_note: dict[tuple[str, str], float] = {}
-        self._late: list[Wait] = []
-        """Overdue waits at the latest poll: their targets are asked at each."""
+        self._awaited = set[str]()
+        """Targets of waits that were quiet at the latest poll: they are asked at each."""
 
     async def watch(self) -> None:
         """Note overdue waits. Raises Stalled after ``stall_s`` without progress, and StorageError for a lost note."""
@@ -71,7 +73,8 @@ class StallMonitor:
         """Note overdue waits; return the seconds until the next poll. Raises Stalled."""
         reports = await self._ask_all()
         waits = quiet_waits([self.waits.report(), self._pings.report()], reports)
-        late = self._late = [wait for wait in waits if wait.quiet_s >= self.patience_s or wait.target == ROOM]
+        self._awaited = {wait.target for wait in waits if wait.quiet_s >= self.patience_s / _POLLS}
+        late = [wait for wait in waits if wait.quiet_s >= self.patience_s or wait.target == ROOM]
         self.overdue = [describe(wait) for wait in late]
         self._next_note = {key: self._next_note[key] for key in map(_key, late) if key in self._next_note}
         if news := [wait for wait in late if wait.quiet_s >= self._due(wait)]:
@@ -101,9 +104,8 @@ class StallMonitor:
     async def _ask_all(self) -> dict[str, WaitReport]:
         """Return the reports of the actors that answer soon. A call without an answer is kept, and counts as a wait."""
         self._polls += 1
-        awaited = {wait.target for wait in self._late}
         for number, (name, ask) in enumerate(self.heartbeats.items(), self._polls):
-            skipped = name in self._silent - awaited and number % _SILENT_POLLS
+            skipped = name in self._silent - self._awaited and number % _SILENT_POLLS
             if name not in self._asking and not skipped:
                 self._asking[name] = asyncio.ensure_future(self._ping(name, ask))
         if self._asking:
@@ -120,10 +122,20 @@ class StallMonitor:
 
     async def _ping(self, name: str, ask: Callable[[], Awaitable[Any]]) -> Any:
         with self._pings.on(name, "heartbeat"):
+            looking = asyncio.create_task(self._kill_if_stopped(name))
             try:
                 return await ask()
             except ray.exceptions.RayError:  # `supervise` reports deaths, also of vLLM's core
                 return None
+            finally:
+                looking.cancel()
+
+    async def _kill_if_stopped(self, name: str) -> None:
+        """Look now and then whether an actor that does not answer is stopped. Never returns."""
+        while True:
+            await asyncio.sleep(self.patience_s / _POLLS)  # a stop is not an event
+            if self.stopped is not None and not self.starting and await self.stopped(name):
+                self.kill(name)
 
     def _due(self, wait: Wait) -> float:
         return self._next_note.get(_key(wait), 0.0 if wait.target == ROOM else self.patience_s)

@@ -28,6 +28,8 @@ from rayrft.runtime.waits import Waits
 
 _PRIVATE = "private-"
 """Prefix of API keys whose requests are neither kept nor trained on."""
+_PATIENCE_S = 15.0
+"""Time for an engine to join, or the keeper to be restarted, before requests are answered by 503."""
 
 
 class PolicyEndpoint(HttpService):
@@ -148,8 +150,8 @@ def build_endpoint(
 
     waits = Waits("endpoint", Trace(settings.trace, f"endpoint-{ray.get_runtime_context().get_worker_id()[:8]}"))
     responder = Responder(
-        EngineClient(handle(pool.name), waits, 1 / settings.config.replicas),
-        RemoteSessions(handle(keeper)) if keeper is not None else None,
+        EngineClient(handle(pool.name), waits, 1 / settings.config.replicas, _PATIENCE_S),
+        RemoteSessions(handle(keeper), _PATIENCE_S) if keeper is not None else None,
         ChatTokenizer(model, template=settings.template),
         settings,
     )

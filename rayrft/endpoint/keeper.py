@@ -23,12 +23,13 @@ from rayrft.endpoint.sessions import Sessions, SessionStats
 from rayrft.experience import to_batch
 from rayrft.explorer.scoring import ScoredGroup
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, Watched, once, root_cause
+from rayrft.runtime.handle import Handle, Watched, once, root_cause, when_reachable
 from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import settle
 
 R = TypeVar("R")
 
+_FORGET_EVERY_S = 3600.0
 _Change = Literal["begin", "answered", "failed"]
 """The method of `Sessions` that begins or ends a call."""
 
@@ -109,10 +110,11 @@ class SessionKeeper(Watched):
         return dropped + erased, leased
 
     async def _forget_old(self, days: float) -> None:
-        """Erase sessions of this age, once an hour. Never returns."""
+        """Erase sessions of this age, now and then. Never returns."""
+        ahead = time.time() - time.monotonic()  # a clock that is set later erases nothing
         while True:
-            await self._buffer.call(Buffer.forget, [], time.time() - 86_400 * days)
-            await asyncio.sleep(3600)
+            await self._buffer.call(Buffer.forget, [], ahead + time.monotonic() - 86_400 * days)
+            await asyncio.sleep(_FORGET_EVERY_S)
 
     async def feedback(self, name: str, reward: float, components: dict[str, float]) -> str:
         """Give the reward of a session; return its id once the Buffer has its group. Raises DataError and
@@ -192,11 +194,12 @@ class RemoteSessions:
     """The sessions in the keeper's actor. Calls run outside of the request's context, or Ray would cancel them with the
     request, whose end the keeper must know; their errors are without Ray's wrappers.
 
-    Changes travel together: those that come while a call is open wait for its end.
+    Changes travel together: those that come while a call is open wait for its end. A call fails with ActorUnreachable
+    if the keeper is away for ``patience_s``.
     """
 
-    def __init__(self, keeper: Handle[SessionKeeper]) -> None:
-        self._keeper = keeper
+    def __init__(self, keeper: Handle[SessionKeeper], patience_s: float) -> None:
+        self._keeper, self._patience_s = keeper.with_options(max_task_retries=0), patience_s
         self._unsent: list[tuple[_Change, tuple[Any, ...], asyncio.Future[Any]]] = []
         self._sending: asyncio.Task[None] | None = None
 
@@ -224,7 +227,7 @@ class RemoteSessions:
 
     async def _call(self, method: Callable[..., Coroutine[Any, Any, R]], *args: Any) -> R:
         try:
-            return await Context().run(self._keeper.call, method, *args)
+            return await when_reachable(lambda: Context().run(self._keeper.call, method, *args), self._patience_s)
         except (*ray_api.ACTOR_ERRORS, ray.exceptions.RayTaskError) as error:
             raise root_cause(error, "keeper") from None
 

@@ -28,7 +28,7 @@ from rayrft.endpoint.replies import CheckedRequest, ChoicesReply, DecodedAnswer,
 from rayrft.endpoint.responses import ResponseReply, ResponsesRequest
 from rayrft.endpoint.sessions import SessionStats
 from rayrft.endpoint.settings import EndpointSettings
-from rayrft.errors import DataError, ModelError
+from rayrft.errors import ActorUnreachable, DataError, ModelError
 from rayrft.explorer.engines import exchange
 from rayrft.explorer.engines.exchange import Chunk, Completion, Sampling, Session, TokenCallback
 from rayrft.explorer.tools.call_formats import CallFormat, HermesCalls, JsonCalls, instructed
@@ -402,8 +402,9 @@ class Responder:
             raise
 
     async def _failed(self, asks: list[CheckedRequest], error: BaseException) -> None:
+        away = isinstance(error, ActorUnreachable)  # a keeper's successor does not know the calls
         for ask in asks:
-            if self.sessions is not None and ask.begun is not None:
+            if self.sessions is not None and ask.begun is not None and not away:
                 with contextlib.suppress(Exception):  # the first error is raised
                     await asyncio.shield(self.sessions.failed(ask.begun, api_error(error).code))
 

@@ -19,6 +19,7 @@ from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Evaluation, measure
 from rayrft.explorer.evaluator import TaskActor
 from rayrft.explorer.group_flow import GroupFlow
+from rayrft.files import Room
 from rayrft.pipelines.experiences import ExperiencePipeline, experience_chain
 from rayrft.pipelines.report import OperatorStats
 from rayrft.pipelines.run.groups import LocalOperators, Operators
@@ -81,6 +82,7 @@ class Explorer(TaskActor):
     ) -> None:
         """``tokenizer`` loads the model's; ``operators`` makes remote operators on experiences, unless the Explorer
         runs them. ``feed`` is that of an explore job, whose Buffer belongs to no run; for others see `TaskActor`."""
+        Room.limit_s = config.monitor.stall_s / 2
         share, loaded = 1 / config.explorer.count, tokenizer()
         super().__init__(
             config, loaded, engine_pool, scoring, auxiliary or {}, Waits(name, Trace(config.trace_folder, name)), share

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import time
@@ -11,7 +12,8 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
-from rayrft.errors import ActorDied, ActorUnreachable, RayrftError
+from rayrft.errors import ActorDied, ActorUnreachable, NoRoom, RayrftError
+from rayrft.files import held
 from rayrft.runtime import ray_api
 from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import WaitReport, Waits
@@ -202,6 +204,15 @@ def answer(call: Awaitable[R], who: str, deadline_s: float | None = None) -> R:
         raise root_cause(error, who) from None
 
 
+@held
+def put_object(value: Any) -> Any:
+    """Put an object in Ray's object store; return its reference. Raises NoRoom if the store stays full: see `held`."""
+    try:
+        return ray.put(value)
+    except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+        raise NoRoom(death_reason(error), field="object store") from None
+
+
 def end(actors: Collection[Handle[Watched]]) -> None:
     """Kill actors, in this order; block until their names and memory are free for others."""
     watches = [actor.with_options(max_task_retries=0).call(Watched.watch) for actor in actors]
@@ -253,12 +264,16 @@ async def until_restarted(actor: Handle[Watched], pid: int) -> tuple[RayrftError
     return ActorDied("its process died", _REMEDY, field=actor.name), died
 
 
-async def when_reachable(call: Callable[[], Awaitable[R]]) -> R:
-    """Make a call, and make it again while its actor cannot be reached; return its result, in an event loop."""
+async def when_reachable(call: Callable[[], Awaitable[R]], patience_s: float = math.inf) -> R:
+    """Make a call, and make it again while its actor cannot be reached; return its result, in an event loop. Raises
+    Ray's error once ``patience_s`` have passed."""
+    began = time.monotonic()
     while True:
         try:
             return await call()
         except ray.exceptions.ActorUnavailableError:
+            if time.monotonic() - began >= patience_s:
+                raise
             await asyncio.sleep(_RETRY_S)
 
 

@@ -1,18 +1,24 @@
-"""Stacks of actors that do not progress, by py-spy, which Ray installs."""
+"""Stacks of actors that do not progress, by py-spy, which Ray installs; and whether they are stopped by a signal."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import re
 import subprocess
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
+
+import psutil
 
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.ray_api import ray
 
+R = TypeVar("R")
 _DUMP_S, _ANSWER_S = 10.0, 30.0
 _FRAMES = 4
 """Innermost calls of a thread that are shown."""
@@ -20,22 +26,31 @@ _LIBRARY = re.compile(r".*\((asyncio/|concurrent/|multiprocessing/|queue\.py|sel
 """A call of which a thread that waits for work consists, or with which it begins."""
 
 
-async def find_stack(actor: Handle[Any]) -> str:
-    """Return the calls in which the threads of an actor and of its child processes are, the innermost first; "" if they
-    are not found: it has no process, its node does not answer, or py-spy may not look into its processes."""
+async def look_at(actor: Handle[Any], look: Callable[[int], R]) -> R | None:
+    """Call ``look`` with an actor's process id on its node; None if it has no process, or its node does not answer."""
     found = await asyncio.to_thread(ray_api.actors, actor.actor._actor_id.hex())
     if not found or found["State"] != "ALIVE":
-        return ""
+        return None
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(found["Address"]["NodeID"], soft=False)
-    look = ray.remote(num_cpus=0, max_retries=0)(dump).options(scheduling_strategy=where)
+    task = ray.remote(num_cpus=0, max_retries=0)(look).options(scheduling_strategy=where)
     try:
-        return await asyncio.wait_for(look.remote(found["Pid"]), _ANSWER_S)
+        return cast(R, await asyncio.wait_for(task.remote(found["Pid"]), _ANSWER_S))
     except (ray.exceptions.RayError, TimeoutError):
-        return ""
+        return None
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process, or a child without a session of its own, such as vLLM's core."""
+    with contextlib.suppress(psutil.Error, ProcessLookupError):  # one that has just ended
+        process = psutil.Process(pid)
+        own = [each for each in process.children(recursive=True) if os.getsid(each.pid) == os.getsid(pid)]
+        return any(each.status() == psutil.STATUS_STOPPED for each in (process, *own))
+    return False
 
 
 def dump(pid: int) -> str:
-    """Return the stacks of a process of this machine and of its children, without threads that wait for work."""
+    """Return the calls in which the threads of a process and of its children are, the innermost first, without threads
+    that wait for work; "" if there are none, or py-spy may not look into the process."""
     spy = Path(sysconfig.get_path("scripts")) / "py-spy"
     command = [str(spy), "dump", "--nonblocking", "--subprocesses", "--pid", str(pid)]
     try:

@@ -13,7 +13,7 @@ from rayrft.files import Room
 from rayrft.runtime.trace import Trace
 
 R = TypeVar("R")
-ROOM = "room on its disk"
+ROOM = "room to write"
 
 
 async def unless(ends: Awaitable[Any], error: Callable[[], BaseException], work: Awaitable[R]) -> R:

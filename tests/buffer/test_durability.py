@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
 import resource
@@ -97,19 +98,20 @@ class TestFullDisk:
         buffer.restart()
         assert held(buffer) == [1, 2, 3]
 
+    @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
     @pytest.mark.parametrize("full", ["segment", "journal"])
     def test_a_write_of_a_run_waits_for_room_and_is_made_once(
-        self, buffer: LocalBuffer, full: str, monkeypatch: pytest.MonkeyPatch
+        self, buffer: LocalBuffer, full: str, error: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         put(buffer, 1)
-        disk = FullDisk(monkeypatch, full)
+        disk = FullDisk(monkeypatch, full, error=error)
 
         async def put_on_full_disk() -> None:
             report = GroupReport(rows=2)
             putting = asyncio.ensure_future(BufferWriter(remote(buffer.buffer)).put(to_batch(group(2)), report))
             assert await asyncio.to_thread(disk.waited_for.wait, 20)
             [wait] = (await buffer.buffer.waiting()).waits
-            assert wait.target == ROOM and f"/{full}" in wait.what and "MB free" in wait.what
+            assert wait.target == ROOM and f"/{full}" in wait.what and f"{os.strerror(error)} (" in wait.what
             assert await buffer.buffer.stats() and not putting.done(), "calls that only read are answered"
             disk.has_room = True
             await putting

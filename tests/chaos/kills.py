@@ -99,6 +99,11 @@ class Outcome:
         evaluated = Counter(
             (each.stage, each.step, each.temperature) for each in records if isinstance(each, EvaluationRecord)
         )
+        idle = [
+            life.name
+            for life, each in self.cluster.services.items()
+            if each.until > each.since + 2 and not each.answers
+        ]
         accepted = ("late", "stale", "not_finite")
         filtered = sum(ledger.dropped[each] for each in ledger.dropped if each not in accepted)
         expected = {
@@ -116,6 +121,7 @@ class Outcome:
             f"staleness was {[step.staleness_max for step in steps]}": max(step.staleness_max or 0 for step in steps)
             <= self.cluster.max_staleness,
             f"an evaluation was recorded twice: {evaluated}": not evaluated or max(evaluated.values()) == 1,
+            f"engines had weights for three steps and answered nothing: {idle}": not idle,
             f"tasks are left:\n{self.left}": not self.left,
             f"errors that nobody retrieved: {self.log}": not self.log,
             f"actors were restarted more often than killed: {self.report}": self.fails
@@ -257,7 +263,7 @@ def simulate(
         mock.patch.object(time, "monotonic", loop.time),
         mock.patch.object(module, "Placement", lambda _, parts, detached: ScriptedPlacement(cluster, parts)),
         mock.patch.object(module, "locate_files", lambda *_: "files: nowhere"),
-        mock.patch.object(module, "find_stack", mock.AsyncMock(return_value="")),
+        mock.patch.object(module, "look_at", mock.AsyncMock(return_value=None)),
         mock.patch.object(module, "is_restarted", lambda: world.begun["master"] > 1),
         mock.patch.object(sinks.RayMetrics, "write", lambda *_: None),
         mock.patch("rayrft.monitor.recorder.save_plot"),

@@ -37,6 +37,17 @@ LOAD_S, _ANSWER_S, _TRAIN_S, _SEND_S, _WRITE_S = 0.2, 0.05, 0.03, 0.03, 0.05
 """Longest times of what engines and ranks do."""
 
 
+@dataclass
+class Service:
+    """What a process of a rollout engine has done since it had weights."""
+
+    since: int
+    """The number of steps then."""
+    until: int = 0
+    """The number of steps at its end."""
+    answers: int = 0
+
+
 class Cluster:
     """What the processes of a run share beside their calls: links, collectives of ranks, and notes for the test."""
 
@@ -52,6 +63,7 @@ class Cluster:
         """Of the weights that engines have had, by version."""
         self.accepted: dict[str, int] = {}
         """Rows that the Buffer has acknowledged, by group."""
+        self.services: dict[Life, Service] = {}
         self.check: Callable[[RankSetup, Lease], None] = lambda setup, lease: None
         """Raises what a rank fails with on a batch."""
         self.engine: type[Any] = ScriptedEngine
@@ -79,6 +91,8 @@ class Cluster:
             self.accepted |= {each.group_id: rows[each.group_id] for each in result if not each.faults}
 
     def _ended(self, life: Life) -> None:
+        if life in self.services:
+            self.services[life].until = self.steps
         if isinstance(life.target, Buffer):
             life.target.store.storage.unlock()
         for transfer in self.links.values():
@@ -158,6 +172,8 @@ class ScriptedEngine(Answering, Watched):
         first = self._version
         await self._cluster.takes(_ANSWER_S)
         await self._running.wait()
+        if self._life in self._cluster.services:
+            self._cluster.services[self._life].answers += request.n
         return [self._answer(request, chance, first) for _ in range(request.n)]
 
     async def score(self, token_ids: list[int], images: tuple[str, ...] = ()) -> list[float]:
@@ -187,6 +203,8 @@ class ScriptedEngine(Answering, Watched):
         if self._cluster.digests.setdefault(version, digest) != digest:
             self._cluster.world.problems.append(f"{self._life.name} gets other weights of version {version}")
         self._version, self._digest = version, digest
+        if self._life.name.startswith("engine"):
+            self._cluster.services.setdefault(self._life, Service(self._cluster.steps))
         self._running.set()
         return EngineWeights(version, (digest,))
 

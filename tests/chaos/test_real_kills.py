@@ -138,6 +138,12 @@ def test_every_kill_is_a_restart_of_its_kind_and_the_run_finishes(disturbed: Dis
         print(f"{kind}: {len(seconds)} restarts, median {median(seconds):.1f} s, worst {max(seconds):.1f} s")
 
 
+def test_the_run_takes_steps_while_an_engine_that_died_is_being_replaced(disturbed: Disturbed) -> None:
+    steps = [step.time for step in recorded(disturbed.run, StepRecord)]
+    replaced = [each for each in recorded(disturbed.run, RestartRecord) if each.part == "engines"]
+    assert all(any(each.time - each.seconds < step < each.time for step in steps) for each in replaced), replaced
+
+
 def test_each_step_is_taken_once_on_fresh_rows(disturbed: Disturbed) -> None:
     summary, steps = disturbed.summary, recorded(disturbed.run, StepRecord)
     assert [step.step for step in steps] == list(range(1, summary.steps + 1))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from rayrft.config import StageConfig, load_config
 from rayrft.core import master as module
@@ -15,10 +18,12 @@ from rayrft.core.master import Master
 from rayrft.core.preflight import Prepared
 from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import WeightSyncError
-from rayrft.monitor.records import NoteRecord, read_records
-from tests.chaos.kills import describe, is_up, make_prepared, simulate
+from rayrft.files import Room
+from rayrft.monitor.records import NoteRecord, RestartRecord, read_records
+from tests.chaos import simulated
+from tests.chaos.kills import describe, is_up, kind_of, make_prepared, simulate
 from tests.chaos.scripted_run import Cluster, ScriptedPlacement
-from tests.chaos.simulated import Life
+from tests.chaos.simulated import Life, Ref, World
 from tests.full_disk import FullDisk
 
 
@@ -67,10 +72,49 @@ def test_a_run_whose_disk_is_full_now_and_then_takes_every_step_once(
     assert disk.refusals > 20 and len(outcome.killed) == 3
 
 
-def test_a_run_writes_a_checkpoint_once_before_a_node_of_it_is_drained(
+def test_a_run_whose_clock_jumps_a_day_back_and_forth_takes_every_step_once(
     prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, checkpoint = list[int](), TrainLoop.checkpoint
+    chance, now = random.Random(1), time.time
+    monkeypatch.setattr(time, "time", lambda: now() + chance.choice((-86_400.0, 0.0, 86_400.0)))
+    outcome = simulate(28, 10, prepared, tmp_path)
+    assert not outcome.problems, describe(outcome)
+    assert "master" in outcome.killed and len(outcome.killed) == 10
+    seconds = [each.seconds for each in read_records(outcome.folder) if isinstance(each, RestartRecord)]
+    assert len(seconds) > 1 and 0 < min(seconds) <= max(seconds) < 3600
+
+
+@pytest.mark.parametrize("full", [ObjectStoreFullError, OutOfDiskError])
+def test_a_run_whose_object_store_is_full_now_and_then_takes_every_step_once(
+    full: type[Exception], prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance, refusals, put = random.Random(1), Counter[str](), World.put
+
+    def put_if_room(world: World, value: Any) -> Ref:
+        life = simulated._life.get()
+        if life is not None and life.name != "master" and chance.random() < 0.5:  # it only puts the run's inputs
+            refusals[kind_of(life.name)] += 1
+            raise full("Failed to put the object")
+        return put(world, value)
+
+    monkeypatch.setattr(World, "put", put_if_room)
+    monkeypatch.setattr("rayrft.buffer.client._INLINE_BYTES", 0)
+    monkeypatch.setattr(Room, "poll_s", 0.001)
+    outcome = simulate(24, 3, prepared, tmp_path)
+    assert not outcome.problems, describe(outcome)
+    assert min(refusals["explorer"], refusals["buffer"]) > 5 and len(outcome.killed) == 3
+
+
+def test_a_run_writes_a_checkpoint_once_before_a_node_of_it_is_drained_also_after_a_step_longer_than_a_stall(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, checkpoint, train, draining = list[int](), TrainLoop.checkpoint, TrainLoop._train, set[str]()
+
+    async def train_long(loop: TrainLoop, step: int, *arguments: Any) -> Any:
+        if step == 4 and not draining:
+            draining.update({"node-1", "node of another run"})
+            await asyncio.sleep(2 * (loop.config.monitor.stall_s + loop.config.monitor.patience_s))
+        return await train(loop, step, *arguments)
 
     async def note(loop: TrainLoop) -> int:
         written.append(await checkpoint(loop))
@@ -78,10 +122,11 @@ def test_a_run_writes_a_checkpoint_once_before_a_node_of_it_is_drained(
 
     monkeypatch.setattr(TrainLoop, "checkpoint", note)
     monkeypatch.setattr(ScriptedPlacement, "nodes", {"node-1", "node-2"})
-    monkeypatch.setattr(module, "draining_nodes", lambda: {"node-1", "node of another run"})
+    monkeypatch.setattr(TrainLoop, "_train", train_long)
+    monkeypatch.setattr(module, "draining_nodes", draining.copy)
     outcome = simulate(25, 0, prepared, tmp_path)
     assert not outcome.problems, describe(outcome)
-    assert len(written) == 1
+    assert written == [5]
     notes = [each.text for each in read_records(outcome.folder) if isinstance(each, NoteRecord)]
     assert sum("drains a node" in text for text in notes) == 1
 

@@ -19,7 +19,7 @@ from rayrft.cli.follow import exit_on_signals, follow, signals
 from rayrft.cli.main import app
 from rayrft.core import launch
 from rayrft.errors import ActorDied, ConfigError
-from rayrft.monitor.summary import RunStatus, Summary, Totals, summarise
+from rayrft.monitor.summary import RestartCount, RunStatus, Summary, Totals, summarise
 from tests.errors import about
 
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGHUP, 129)]
@@ -66,10 +66,14 @@ class ScriptedRun:
         return self.summary
 
 
-def test_a_run_that_is_not_interrupted_gives_its_summary(tmp_path: Path) -> None:
+def test_a_run_that_is_not_interrupted_gives_its_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ScriptedRun(tmp_path, status="finished")
     assert follow(run) == run.summary  # type: ignore[arg-type]
-    assert run.calls == ["result"]
+    assert run.calls == ["result"] and "restarted" not in capsys.readouterr().out
+    run.summary = replace(run.summary, restarts={"engines": RestartCount(3, 41.26), "master": RestartCount(1, 2.0)})
+    follow(run)  # type: ignore[arg-type]
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["engines", "3", "41.3"] in printed and ["master", "1", "2.0"] in printed
 
 
 def test_a_run_that_is_stopped_from_elsewhere_does_not_end_as_a_finished_one(

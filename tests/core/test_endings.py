@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -18,8 +19,10 @@ from typer.testing import CliRunner
 import rayrft
 from rayrft.cli.main import app
 from rayrft.core.launch import find_status
+from rayrft.core.placement import JANITOR, actor_name, find_actor
 from rayrft.errors import ActorDied, PlacementError
 from rayrft.monitor.records import StepRecord
+from rayrft.runtime.handle import Watched, fetch, until_restarted
 from tests.conftest import ROOT
 from tests.core.leftovers import alive, free, groups, until_free
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
@@ -76,7 +79,7 @@ def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(
             run = rayrft.resume(run.folder, say=lambda _: None, **enough)
 
 
-def test_a_run_whose_driver_is_killed_saves_its_weights_and_gives_everything_back(
+def test_a_run_whose_janitor_and_then_driver_are_killed_saves_its_weights_and_gives_everything_back(
     ray_cluster: Any, tmp_path: Path
 ) -> None:
     config = small_config(tmp_path, "orphaned", evaluation={"enabled": False}, **WITHOUT_VLLM)
@@ -89,7 +92,14 @@ def test_a_run_whose_driver_is_killed_saves_its_weights_and_gives_everything_bac
         assert driver.stdout is not None
         assert any("]  sft" in line for line in driver.stdout), "it takes steps"
         assert alive() > living
-        driver.kill()
+        try:
+            janitor = find_actor(actor_name("orphaned", JANITOR))
+            assert janitor is not None
+            os.kill(pid := fetch(janitor.call(Watched.pid)), signal.SIGKILL)
+            asyncio.run(until_restarted(janitor, pid))
+            assert any("]  sft" in line for line in driver.stdout), "it has repeated its calls of the janitor"
+        finally:
+            driver.kill()
     deadline = time.monotonic() + 60
     while not (folder / "summary.json").exists():  # it is told to stop once the death is noticed
         assert time.monotonic() < deadline

@@ -29,7 +29,7 @@ from rayrft.monitor import sinks
 from rayrft.monitor.records import NoteRecord, RecordFile, read_records
 from rayrft.monitor.summary import Summary, read_summary
 from rayrft.runtime.handle import Handle, Watched
-from rayrft.runtime.waits import WaitReport
+from rayrft.runtime.waits import ROOM, WaitReport
 from tests.core.given import run_folder
 from tests.core.prepared import PREPARED
 from tests.errors import about
@@ -189,7 +189,7 @@ async def test_records_without_room_are_seen_at_once_and_written_once_when_there
     disk = FullDisk(monkeypatch, "metrics.jsonl")
     running = asyncio.ensure_future(run(subject))
     seen: list[Any] = []
-    while not any("room on its disk" in getattr(record, "text", "") for record in seen):
+    while not any(f"waits for {ROOM}" in getattr(record, "text", "") for record in seen):
         seen += await asyncio.wait_for(subject.records(len(seen)), 20)
     status = await subject.status()
     [waiting] = [line for line in status.waiting if "room" in line]

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -214,7 +215,9 @@ def steering_of(loop: TrainLoop) -> Steering:
 
 
 @pytest.mark.parametrize("ends", [StorageError, Stopped])
-async def test_a_failing_explorer_and_a_stop_end_a_pause(loop: TrainLoop, ends: type[Exception]) -> None:
+async def test_a_failing_explorer_and_a_stop_end_a_pause_also_if_the_clock_is_set_meanwhile(
+    loop: TrainLoop, ends: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     steering, exploring = steering_of(loop), asyncio.get_running_loop().create_future()
     held = asyncio.ensure_future(steering.border(loop, partial(loop.unless_ended, exploring=exploring)))
     await held
@@ -222,6 +225,8 @@ async def test_a_failing_explorer_and_a_stop_end_a_pause(loop: TrainLoop, ends: 
     await asyncio.sleep(0)
     held = asyncio.ensure_future(steering.border(loop, partial(loop.unless_ended, exploring=exploring)))
     assert await asyncio.wait_for(asked, 20) == 0 and steering.paused_since is not None and not held.done()
+    now, jump = time.time(), 86_400.0 if ends is Stopped else -86_400.0
+    monkeypatch.setattr(time, "time", lambda: now + jump)
     if ends is Stopped:
         loop.stop.set()
     else:
@@ -229,7 +234,7 @@ async def test_a_failing_explorer_and_a_stop_end_a_pause(loop: TrainLoop, ends: 
     with pytest.raises(ends):
         await asyncio.wait_for(held, 20)
     notes = [record.data for record in await loop.recorder.after(0) if isinstance(record, NoteRecord)]
-    assert steering.paused_since is None and "paused_s" in notes[-1]
+    assert steering.paused_since is None and 0 < notes[-1]["paused_s"] < 3600
 
 
 async def test_requests_of_a_run_that_has_ended_are_refused(loop: TrainLoop) -> None:

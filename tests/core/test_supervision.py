@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 import threading
 from collections import Counter
 from typing import Any
@@ -15,7 +17,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rayrft.core.supervision import StallMonitor, Stopped, quiet_waits, supervise, unless_stopped
 from rayrft.errors import ActorDied, DataError, RayrftError, Stalled, StorageError
-from rayrft.runtime.handle import TrackedHandle, Watched, root_cause
+from rayrft.runtime.handle import Handle, TrackedHandle, Watched, fence, root_cause
+from rayrft.runtime.stacks import is_stopped, look_at
 from rayrft.runtime.waits import ROOM, Wait, WaitReport, Waits
 from tests.errors import about
 from tests.scripted import remote
@@ -238,11 +241,35 @@ async def test_an_actor_whose_write_waits_for_room_is_noted_at_once_and_not_kill
     monitor.kill = lambda name: bool(killed.append(name))
     watching = asyncio.ensure_future(monitor.watch())
     assert await notes.come(1) == [ROOM, "buffer"]
-    assert "buffer waits for room on its disk (/runs/journal: 1.0 MB free)" in notes.texts[0]
+    assert "buffer waits for room to write (/runs/journal: 1.0 MB free)" in notes.texts[0]
     for _ in range(3):
         await asyncio.wait_for(asked.acquire(), 20)
     assert not killed and not watching.done() and "1.0 MB free" in monitor.overdue[0]
     watching.cancel()
+
+
+async def test_an_actor_that_a_signal_has_stopped_is_killed_long_before_a_silent_one(ray_cluster: Any) -> None:
+    actors = {name: Handle(name, ray.remote(Watched).options(num_cpus=0).remote()) for name in ("stopped", "hangs")}
+    pids, killed = {name: await each.call(Watched.pid) for name, each in actors.items()}, asyncio.Queue[str]()
+    beats = {"stopped": lambda: actors["stopped"].call(Watched.pid), "hangs": never}
+    monitor = StallMonitor(Waits("master"), beats, AsyncMock(), 3.0, 3600.0, 3600.0)
+    monitor.stopped = lambda name: look_at(actors[name], is_stopped)
+
+    def kill(name: str) -> bool:
+        killed.put_nowait(name)
+        actors[name].kill()
+        return True
+
+    monitor.kill = kill
+    watching = asyncio.ensure_future(monitor.watch())
+    os.kill(pids["stopped"], signal.SIGSTOP)
+    with monitor.waits.on("stopped", "an answer"):  # else it is asked at every twelfth poll
+        assert await asyncio.wait_for(killed.get(), 60) == "stopped"
+    await actors["hangs"].call(Watched.pid)
+    await fence(actors["stopped"])
+    assert killed.empty() and not watching.done()
+    watching.cancel()
+    actors["hangs"].kill()
 
 
 async def test_a_heartbeat_that_fails_is_left_to_those_who_watch_the_actor() -> None:

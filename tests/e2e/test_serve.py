@@ -96,7 +96,7 @@ def command(path: Path, cluster: Any) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_an_application_is_served_and_trained_on_until_ctrl_c_saves_the_weights(
+def test_an_application_is_served_and_trained_on_though_the_keeper_dies_until_ctrl_c_saves_the_weights(
     ray_cluster: Any, tmp_path: Path, port: int, command_line: Call
 ) -> None:
     path = tmp_path / "served.yaml"
@@ -128,6 +128,10 @@ def test_an_application_is_served_and_trained_on_until_ctrl_c_saves_the_weights(
         agent(url, "sk-app", "unrewarded", stream=False)
         stats = http.get("/stats").json()
         assert stats["sessions"]["feedback"] == {"accepted": 8, "twice": 2, "unknown": 1}
+        os.kill(run.pids()["keeper"], signal.SIGKILL)
+        agent(url, "sk-app", "unrewarded too", stream=False)  # it waits, or is refused and tries again
+        restart = next(record for record in run.records() if isinstance(record, RestartRecord))
+        assert restart.actor == "keeper" and restart.seconds > 0
         for number in range(8, 16):
             run.reward(agent(url, "sk-app", f"s-{number}", stream=False), float(number % 2))
         next(record for record in run.records() if isinstance(record, StepRecord) and record.step == 2)
@@ -145,7 +149,8 @@ def test_an_application_is_served_and_trained_on_until_ctrl_c_saves_the_weights(
     summary = read_summary(run.folder)
     assert summary.status == "stopped" and summary.steps == 2
     assert summary.ledger.closes and summary.ledger.trained == 16, summary.ledger
-    assert summary.ledger.dropped["run_ended"] >= 1
+    assert summary.ledger.dropped["keeper_died"] >= 1 and summary.ledger.dropped["run_ended"] >= 1
+    assert {kind: restarts.count for kind, restarts in summary.restarts.items()} == {"keeper": 1}
     spans = [span for span in read_spans(run.folder, 0, math.inf) if span.actor.startswith("endpoint-")]
     assert ("engine-0", "generate") in {(span.lane, span.name) for span in spans}
     # Its weights have another name than those of a finished run.

@@ -18,7 +18,7 @@ from rayrft.config.explorer import SamplingConfig
 from rayrft.config.serve import ServeConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.app import PolicyEndpoint
-from rayrft.endpoint.responder import Responder
+from rayrft.endpoint.responder import Responder, SessionStore
 from rayrft.endpoint.sessions import Sessions
 from rayrft.endpoint.settings import EndpointSettings
 from rayrft.errors import RequestRefused
@@ -138,6 +138,7 @@ async def serve(
     *,
     max_length: int = MAX_LENGTH,
     keys: tuple[str, ...] = ("sk-0", KEY),
+    sessions: SessionStore | None = None,
     **config: Any,
 ) -> AsyncIterator[Served]:
     """Serve a scripted policy with the tokenizer of a folder."""
@@ -146,7 +147,7 @@ async def serve(
     settings = EndpointSettings(
         ServeConfig(**config), MODEL, max_length, SamplingConfig(max_tokens=64), tuple(map(key_digest, keys))
     )
-    endpoint = PolicyEndpoint(Responder(policy, book, tokenizer, settings))
+    endpoint = PolicyEndpoint(Responder(policy, sessions or book, tokenizer, settings))
     server = uvicorn.Server(uvicorn.Config(endpoint.app(), port=0, log_level="warning", lifespan="off"))
     running = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it

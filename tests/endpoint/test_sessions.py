@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections import Counter
@@ -14,16 +15,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import ActorUnavailableError
 
 from rayrft.buffer.ingest import Receipt
 from rayrft.buffer.validation import Limits, find_faults
 from rayrft.config.serve import ServeConfig
+from rayrft.endpoint import keeper as keeper_module
 from rayrft.endpoint.keeper import RemoteSessions, SessionKeeper
 from rayrft.endpoint.recording import Call, Choice, Conversation, OpenCall
 from rayrft.endpoint.sessions import Sessions
 from rayrft.errors import DataError, FeedbackRefused
 from rayrft.experience import MASKED, VersionSpan, to_batch
 from rayrft.explorer.engines.exchange import Completion
+from tests.endpoint.scripted import MODEL, serve
 from tests.errors import about
 from tests.scripted import remote
 
@@ -88,6 +92,11 @@ class Counting:
     def __init__(self) -> None:
         self.dropped, self.rows, self.open = Counter[str](), 0, asyncio.Event()
         self.open.set()
+        self.forgotten = asyncio.Queue[float]()
+
+    async def forget(self, names: list[str], before: float) -> tuple[int, int]:
+        self.forgotten.put_nowait(before)
+        return 0, 0
 
     async def discard(self, name: str, counts: dict[str, int]) -> None:
         self.dropped += counts
@@ -97,21 +106,32 @@ class Counting:
         self.rows += sum(entry.rows for entry in entries)
         return [Receipt(entry.group_id) for entry in entries]
 
-    def keep(self, folder: Path, group_size: int = 1) -> SessionKeeper:
-        return SessionKeeper(ServeConfig(), "run", group_size, remote(self), folder / "open_rows", drop_equal=False)
+    def keep(self, folder: Path, group_size: int = 1, **serve: Any) -> SessionKeeper:
+        config = ServeConfig(**serve)
+        return SessionKeeper(config, "run", group_size, remote(self), folder / "open_rows", drop_equal=False)
 
 
-async def test_a_clock_that_is_set_drops_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_clock_that_is_set_drops_no_session_and_erases_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_FORGET_EVERY_S", 0.01)
     buffer = Counting()
-    keeper = buffer.keep(tmp_path)
-    sessions = RemoteSessions(remote(keeper))
+    keeper = buffer.keep(tmp_path, keep_days=7)
+    await keeper.start()
+    kept_since = await buffer.forgotten.get()
+    sessions = RemoteSessions(remote(keeper), 60.0)
     begun = await sessions.begin("s", "task", ("u1",))
     later = time.time() + 1e9
     monkeypatch.setattr(time, "time", lambda: later)
     await sessions.answered(begun, Call("r1", (5,), ("u1",), (), ANSWERED, True, "engine-1"))
     left = keeper._sessions.next_expiry() - time.monotonic()
     assert 0 < left <= ServeConfig().reward_s
+    while not buffer.forgotten.empty():
+        buffer.forgotten.get_nowait()
+    assert 0 < await buffer.forgotten.get() - kept_since < 86_400
     await keeper.close()
+    for task in (keeper._expiring, keeper._forgetting):
+        task.cancel()
     assert buffer.dropped == {"run_ended": 1}
 
 
@@ -124,7 +144,7 @@ async def test_calls_that_come_together_travel_together_and_a_cancelled_one_cost
         return await change(changes)
 
     keeper.change = counted  # type: ignore[method-assign]
-    sessions = RemoteSessions(remote(keeper))
+    sessions = RemoteSessions(remote(keeper), 60.0)
     calls = [asyncio.ensure_future(sessions.begin(str(number), None, ("u",))) for number in range(8)]
     await asyncio.sleep(0)
     calls[3].cancel()
@@ -141,10 +161,46 @@ async def test_calls_that_come_together_travel_together_and_a_cancelled_one_cost
     assert (await sessions.begin("c", None, ("u",))).session == "c"
 
 
+class AwayKeeper:
+    """A keeper that cannot be reached for so many calls."""
+
+    def __init__(self, keeper: SessionKeeper, calls: float) -> None:
+        self.keeper, self.calls = keeper, calls
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            self.calls -= 1
+            if self.calls >= 0:
+                raise ActorUnavailableError("it is being restarted", None)
+            return await getattr(self.keeper, name)(*arguments)
+
+        return call
+
+
+async def test_while_the_keeper_is_away_clients_wait_for_a_while_and_are_then_asked_to_try_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayrft.runtime.handle._RETRY_S", 0.0)
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    away = AwayKeeper(Counting().keep(tmp_path), 3)
+    sessions = RemoteSessions(remote(away), 60.0)
+    async with serve(tiny_model, sessions=sessions) as served:
+        answered = await served.http.post("/v1/chat/completions", json=chat)
+        assert answered.status_code == 200 and away.calls < 0
+        sessions._patience_s, away.calls = 0.0, math.inf
+        feedback = {"id": answered.json()["id"], "reward": 1.0}
+        for path, body in [("/v1/chat/completions", chat), ("/v1/feedback", feedback)]:
+            refused = await served.http.post(path, json=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            assert refused.json()["error"]["code"] == "unavailable"
+        away.calls = 0
+        assert (await served.http.post("/v1/feedback", json=feedback)).status_code == 200
+
+
 async def test_what_a_keeper_that_dies_has_open_is_counted_once_by_its_successor(tmp_path: Path) -> None:
     buffer = Counting()
     keeper = buffer.keep(tmp_path, group_size=2)
-    sessions = RemoteSessions(remote(keeper))
+    sessions = RemoteSessions(remote(keeper), 60.0)
     for name in ("trained", "trained too", "on its way", "on its way too", "waits for its group", "has no reward"):
         if name == "on its way":
             buffer.open.clear()

@@ -446,6 +446,30 @@ async def test_a_client_uses_its_share_of_the_engines(subject: Subject) -> None:
     await begun(engine, 2)
 
 
+async def test_a_client_without_patience_for_a_pool_without_engines_fails_its_requests_and_no_others(
+    subject: Subject,
+) -> None:
+    subject.client = EngineClient(remote(subject.pool, "engine_pool"), subject.waits, patience_s=0.05)
+    with pytest.raises(EngineFailed, check=about("engine_pool")):
+        await subject.ask()
+    engine = await subject.join("engine-0", HeldEngine(answers=1))
+    await subject.known()
+    first = subject.ask()
+    await begun(engine, 1)
+    waits = subject.ask()
+    with pytest.raises(EngineFailed):  # as long after that request
+        await EngineClient(remote(EnginePool()), Waits("test"), patience_s=0.05).generate(Request([5], 1, SAMPLING))
+    engine.released.set()
+    assert await first == await waits == [ANSWER]
+    engine.released.clear()
+    subject.ask()
+    await begun(engine, 2)
+    waits = subject.ask()
+    await subject.leave("engine-0")
+    with pytest.raises(EngineFailed):
+        await waits
+
+
 async def test_what_waits_for_room_may_be_interrupted_or_cancelled_and_says_when_it_begins(subject: Subject) -> None:
     engine = await subject.join("engine-0", HeldEngine(answers=1))
     subject.ask(1)

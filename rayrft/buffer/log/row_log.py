@@ -24,6 +24,7 @@ from rayrft.buffer.validation import Fault, Limits, find_faults, group_starts, i
 from rayrft.config.buffer import BufferConfig
 from rayrft.errors import DataError, StorageError
 from rayrft.experience import unpack
+from rayrft.runtime.handle import put_object
 from rayrft.runtime.ray_api import ray
 
 RowRef = Any
@@ -268,7 +269,7 @@ class RowLog:
         self._block_bytes += len(message)
         batch = unpack(message)
         tokens = np.where(is_masked(batch), 0, lengths_of(batch.column("token_ids")))
-        return _Block(row, len(message), ray.put(message), tokens)
+        return _Block(row, len(message), put_object(message), tokens)
 
     def _drop_blocks(self, segment: _Segment) -> None:
         self._block_bytes -= sum(block.nbytes for block in segment.blocks)

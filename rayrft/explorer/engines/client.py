@@ -194,11 +194,14 @@ class EngineClient:
     one to join.
     """
 
-    def __init__(self, pool: Handle[EnginePool], waits: Waits, share: float = 1.0) -> None:
-        """``share`` is the part of the engines' capacity that this client may use."""
+    def __init__(
+        self, pool: Handle[EnginePool], waits: Waits, share: float = 1.0, patience_s: float | None = None
+    ) -> None:
+        """``share`` is the part of the engines' capacity that this client may use. Requests that have waited for
+        ``patience_s`` fail if there is no member then."""
         self._pool = TrackedHandle(pool, waits, endless=[EnginePool.members])
         self._waits = waits
-        self._share = share
+        self._share, self._patience_s = share, patience_s
         self._engines: dict[str, _Engine] = {}
         self._lengths: defaultdict[int, AnswerLengths] = defaultdict(AnswerLengths)
         """By the number of answers of a request."""
@@ -216,9 +219,9 @@ class EngineClient:
         others follow. For ``on_tokens`` see `Requester.ask`.
 
         If the engine dies, another one samples the answers from the beginning, with the same seed; an answer that
-        streams is continued instead. Raises EngineFailed if that one dies too, or if the request failed for another
-        reason; ActorDied if engines that die are not replaced; RequestRefused; and DataError for images that cannot be
-        read.
+        streams is continued instead. Raises EngineFailed if that one dies too, if none joins for too long, or if the
+        request failed for another reason; ActorDied if engines that die are not replaced; RequestRefused; and DataError
+        for images that cannot be read.
         """
         stream = _Stream(on_tokens) if on_tokens is not None else None
         for tries_left in reversed(range(_TRIES)):
@@ -287,12 +290,18 @@ class EngineClient:
                     waiting.enter_context(session.queued())
                 if sessions:
                     waiting.enter_context(sessions[0].interruptible(partial(settle, begun, None)))
-                return await begun
+                while not begun.done():
+                    await asyncio.wait({begun}, timeout=self._patience_s)
+                    if not begun.done() and not self._engines:
+                        raise EngineFailed("no engine is up", "ask again", field="engine_pool")
+                return begun.result()
         except asyncio.CancelledError:
             if begun.done() and not begun.cancelled() and (taken := begun.result()):
                 taken[0].take(taken[1], -1)
                 self._dispatch()
             raise
+        finally:
+            begun.cancel()
 
     def _dispatch(self) -> None:
         """Let begin what has room, in order."""

@@ -283,8 +283,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(504, "The request was not answered in time.", code="timeout", kind="server_error")
     log.error("a request failed", exc_info=error)  # not for the client: it may name actors, addresses and files
     if isinstance(error, ActorDied | ActorUnreachable | EngineFailed):
-        code = "engine_died" if isinstance(error, ActorDied) else "engine_failed"
-        text, headers = "No engine answered; try again.", {"Retry-After": "5"}
+        code = {ActorDied: "engine_died", ActorUnreachable: "unavailable"}.get(type(error), "engine_failed")
+        text, headers = "A part of the server does not answer; try again.", {"Retry-After": "5"}
         return ApiError(503, text, code=code, kind="server_error", headers=headers)
     known = f"{error.field}: {error.problem}." if isinstance(error, StorageError) else "the server's log says why."
     return ApiError(500, f"The request failed: {known}", code="internal_error", kind="server_error")
