@@ -117,7 +117,7 @@ def _unproven(gap: OptionGap | None, bounds: ProbeBounds) -> tuple[str, str]:
 
 
 def _gap(config: EngineConfig, section: str, name: str, value: Any) -> OptionGap | None:
-    """Return what is proven of an option; None if nothing is with this release of vLLM."""
+    """Return the proven gap of an option; None if none is proven with this release of vLLM."""
     if config.proven is None:
         return None
     try:
