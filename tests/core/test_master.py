@@ -189,7 +189,7 @@ async def test_records_without_room_are_seen_at_once_and_written_once_when_there
     disk = FullDisk(monkeypatch, "metrics.jsonl")
     running = asyncio.ensure_future(run(subject))
     seen: list[Any] = []
-    while not any(f"waits for {ROOM}" in getattr(record, "text", "") for record in seen):
+    while not any(ROOM in getattr(record, "text", "") for record in seen):
         seen += await asyncio.wait_for(subject.records(len(seen)), 20)
     status = await subject.status()
     [waiting] = [line for line in status.waiting if "room" in line]
