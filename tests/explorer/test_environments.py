@@ -8,7 +8,9 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from rayrft.explorer.environments import Environments
 from rayrft.explorer.environments.gymnasium import GymnasiumEnvironment
 from rayrft.explorer.replay import replay
 from rayrft.explorer.rollout import Rollout
+from rayrft.explorer.workflows.base import check_workflows
 from tests.conftest import ROOT
 from tests.e2e.conftest import free_port
 from tests.errors import about
@@ -228,13 +231,13 @@ async def test_others_say_what_they_render_or_see(id: str, actions: list[str], s
 )
 def test_an_environment_that_its_library_does_not_know_is_refused(place: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, check=about(field)):
-        Environments(config(**place).explorer.environment)  # type: ignore[arg-type]
+        check_workflows(config(**place).explorer, [])
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ConfigError, match=r"install 'rayrft\[gymnasium\]'"):
-        Environments(config(**lake()).explorer.environment)  # type: ignore[arg-type]
+        check_workflows(config(**lake()).explorer, [])
 
 
 # Of other libraries, played for real by the runner
@@ -286,7 +289,33 @@ async def test_an_openenv_server_is_acted_in(echo_server: str, tiny_model: Path)
     assert earned(rollout) == [6.0] and rollout.rows[0].metrics == {"invalid_actions": 1.0}
 
 
-async def test_an_openenv_server_that_is_not_there_fails_the_attempt(tiny_model: Path) -> None:
+@pytest.fixture(scope="module")
+def another_server() -> Iterator[str]:
+    """A server without sessions, as those of OpenEnv 0.1 are."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("options", [{}, {"observation": "ecko"}])
+@pytest.mark.parametrize("server", ["echo_server", "another_server", None])
+def test_an_openenv_server_is_tried_before_the_run(
+    server: str | None, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue(server) if server else "http://127.0.0.1:9"
+    explorer = config(**played("openenv", url=url, **options)).explorer
+    if server == "echo_server" and not options:
+        check_workflows(explorer, [])
+        return
+    wrong = ("observation", "ecko") if server == "echo_server" else ("url", url)
+    with pytest.raises(ConfigError, check=about(f"explorer.environment.options.{wrong[0]}", wrong[1])) as refused:
+        check_workflows(explorer, [])
+    assert ("echo" if server == "echo_server" else "openenv 0.2") in refused.value.remedy
+
+
+async def test_an_openenv_server_that_is_gone_fails_the_attempt(tiny_model: Path) -> None:
     place = played("openenv", url="http://127.0.0.1:9")
     rollout, _ = await play(tiny_model, "episode", "tac", failures=True, **place)
-    assert rollout.failed == {"environment_error": 1} and "connect" in str(rollout.problem)
+    assert rollout.failed == {"environment_error": 1} and "refused" in str(rollout.problem)

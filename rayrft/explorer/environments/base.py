@@ -85,8 +85,8 @@ register_environment = environments.register
 def environment_factory(config: EnvironmentConfig) -> partial[Environment]:
     """Return a factory of environments: of a registered name, or of the class at ``package.module:attribute``.
 
-    Raises ConfigError for ``explorer.environment.name`` if there is none or a package is missing that it needs, or for
-    ``explorer.environment.options`` if it does not take them.
+    Raises ConfigError for ``explorer.environment.name`` if there is none, or for ``explorer.environment.options`` if it
+    does not take them.
     """
     factory = environments.get(config.name, "explorer.environment.name")
     try:
@@ -95,8 +95,6 @@ def environment_factory(config: EnvironmentConfig) -> partial[Environment]:
         problem = f"environment {config.name!r} rejects its options: {error}"
         remedy = "see the parameters of the environment"
         raise ConfigError(problem, remedy, field="explorer.environment.options", value=config.options) from None
-    if (check := getattr(factory, "check", None)) is not None:
-        check(**resolved(config.options))
     return partial(factory, **resolved(config.options))
 
 

@@ -4,7 +4,8 @@ tried until solved."""
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
 from rayrft.data.reasoning import split_reasoning
 from rayrft.errors import ConfigError
@@ -12,10 +13,18 @@ from rayrft.experience import Task, reaches
 from rayrft.explorer.environments.base import Step, register_environment
 from rayrft.registry import check_installed
 
+if TYPE_CHECKING:
+    from websockets.sync.client import ClientConnection
+
+
+_TIMEOUT_S = 60.0
+_NEEDS_MORE = re.compile("EXECUTION_ERROR|CAPACITY_REACHED")
+"""Errors with which a server that begins no episode now may still begin those of tasks."""
+
 
 @register_environment("openenv")
 class OpenEnvEnvironment:
-    """A session with the OpenEnv server at ``url``, by the generic client: actions and observations are fields.
+    """A session with the OpenEnv server at ``url``, of `openenv` 0.2 to 0.10: actions and observations are fields.
 
     The answer is the field ``action`` of an action with ``fixed`` other fields; without ``action``, it is the action as
     JSON, and another text does nothing and counts as metric ``invalid_actions``. ``observation`` names the field that
@@ -25,24 +34,38 @@ class OpenEnvEnvironment:
     def __init__(
         self, url: str, action: str | None = None, observation: str | None = None, fixed: dict[str, Any] | None = None
     ) -> None:
-        from openenv.core import GenericEnvClient
-
-        self._client = GenericEnvClient(base_url=url)
+        self._url = url
+        self._socket: ClientConnection | None = None
         self._action, self._observation, self._fixed = action, observation, fixed or {}
 
     @staticmethod
-    def check(url: str, **_: Any) -> None:
-        """Raise ConfigError unless the client is installed."""
-        extra = "pip install 'rayrft[openenv]'"
-        check_installed("openenv", extra, ConfigError, "explorer.environment.name", "openenv")
+    def check(url: str, observation: str | None = None, **_: Any) -> None:
+        """Raise ConfigError unless a server at ``url`` begins an episode."""
+        extra, field = "pip install 'rayrft[openenv]'", "explorer.environment.options"
+        check_installed("websockets", extra, ConfigError, "explorer.environment.name", "openenv")
+        from websockets.exceptions import WebSocketException
+
+        session, seen = OpenEnvEnvironment(url), dict[str, Any]()
+        try:
+            seen = session._ask("reset", {"seed": 0}, _TIMEOUT_S)["observation"]
+        except (OSError, WebSocketException, RuntimeError, LookupError, TypeError, ValueError) as error:
+            if not _NEEDS_MORE.search(str(error)):
+                problem = f"no OpenEnv server begins an episode there: {type(error).__name__}: {error}"
+                remedy = "start the server, or give the URL of one of openenv 0.2 to 0.10, which answers at /ws"
+                raise ConfigError(problem, remedy, field=f"{field}.url", value=url) from None
+        finally:
+            session.close()
+        if seen and observation is not None and observation not in seen:
+            remedy = f"name one of {', '.join(seen)}"
+            raise ConfigError("observations lack it", remedy, field=f"{field}.observation", value=observation)
 
     @staticmethod
     def prepare(**_: Any) -> None:
         """Import the client."""
-        import openenv.core  # noqa: F401
+        import websockets.sync.client  # noqa: F401
 
     def reset(self, task: Task, seed: int) -> str:
-        return self._told(self._client.reset(seed=seed, **task.metadata.get("environment", {})).observation)
+        return self._told(self._ask("reset", {"seed": seed, **task.metadata.get("environment", {})}))
 
     def step(self, action: str) -> Step:
         action = split_reasoning(action)[1]
@@ -53,14 +76,29 @@ class OpenEnvEnvironment:
                 fields = {**self._fixed, **json.loads(action)}
             except (ValueError, TypeError):
                 return Step("That is no action: answer with a JSON object.", info={"invalid_actions": 1})
-        result = self._client.step(fields)
-        return Step(self._told(result.observation), reward=float(result.reward or 0.0), done=bool(result.done))
+        found = self._ask("step", fields)
+        return Step(self._told(found), reward=float(found.get("reward") or 0.0), done=bool(found.get("done")))
 
     def close(self) -> None:
-        self._client.close()
+        if self._socket is not None:
+            self._socket.close()
 
-    def _told(self, observation: dict[str, Any]) -> str:
-        told = observation if self._observation is None else observation[self._observation]
+    def _ask(self, kind: str, data: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+        """Send a message of the session, and return the data of the answer. Raises RuntimeError for an error there."""
+        if self._socket is None:
+            from websockets.sync.client import connect
+
+            self._socket = connect(re.sub("^http", "ws", self._url.rstrip("/")) + "/ws", max_size=None)
+        self._socket.send(json.dumps({"type": kind, "data": data}))
+        answer = json.loads(self._socket.recv(timeout_s))
+        if answer["type"] != "observation":
+            raise RuntimeError(f"the server answers {answer}")
+        found: dict[str, Any] = answer["data"]
+        return found
+
+    def _told(self, found: dict[str, Any]) -> str:
+        fields = found["observation"]
+        told = fields if self._observation is None else fields[self._observation]
         return told if isinstance(told, str) else json.dumps(told, ensure_ascii=False)
 
 

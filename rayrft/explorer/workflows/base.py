@@ -74,10 +74,12 @@ def check_workflows(
     config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()
 ) -> dict[str | None, Workflow]:
     """Return the config's workflow (None) and those that tasks name. Raises ConfigError unless they and the environment
-    can be built."""
+    can be built, and the environment's own check passes."""
     built: dict[str | None, Workflow] = {None: build_workflow(config.workflow, config, auxiliary=auxiliary)}
     if config.environment is not None:
-        environment_factory(config.environment)
+        create = environment_factory(config.environment)
+        if (check := getattr(create.func, "check", None)) is not None:
+            check(**create.keywords)
     for name in {task.workflow for task in tasks if task.workflow}:
         built[name] = build_workflow(name, config, "workflow of a task", auxiliary=auxiliary)
     return built
