@@ -103,12 +103,14 @@ class Restarts:
         self._added = asyncio.Queue[tuple[Part[Any], Handle[Any]]]()
         self._changed = asyncio.Condition()
         self._died_at = -_GRACE_S
+        self._over = False
+        """Whether the run ends, and no actor is replaced."""
         self._rewinds = asyncio.Event()
 
     def watches(self) -> dict[str, Awaitable[Any]]:
         """Return for each supervised actor a call that ends only by raising why the run cannot continue."""
         watches = {name: self._watch(part, actor) for name, (part, actor) in self._parts.supervised().items()}
-        return {**watches, "added": self._watch_added()}
+        return {name: self._until_over(watch) for name, watch in {**watches, "added": self._watch_added()}.items()}
 
     def add(self, part: Part[Any], actor: Handle[Any]) -> None:
         """Watch one more actor."""
@@ -133,7 +135,8 @@ class Restarts:
             await self._changed.wait_for(lambda: not self._dead)
 
     async def survive(self, actor: Handle[Any], call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call of an actor, and again of its successor if it dies; return the result."""
+        """Make a call of an actor, and again of its successor if it dies; return the result. Raises the error of an
+        actor that is not replaced, as the run ends."""
         while True:
             known = self._restarts[actor.name]
             try:
@@ -142,7 +145,9 @@ class Restarts:
                 await asyncio.sleep(_AWAY_S)  # Ray has no event for its return
             except ray_api.ACTOR_ERRORS:
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._restarts[actor.name] > known)  # noqa: B023 - at once
+                    await self._changed.wait_for(lambda: self._over or self._restarts[actor.name] > known)  # noqa: B023 - at once
+                if self._over:
+                    raise
 
     async def explore(
         self, buffer: Handle[Buffer], stage: Callable[[], StageConfig], explorer: Handle[Explorer]
@@ -204,6 +209,15 @@ class Restarts:
                 await self._changed.wait_for(lambda: self._dead or time.monotonic() - self._died_at < _GRACE_S)
                 return True
         return False
+
+    async def _until_over(self, watch: Awaitable[None]) -> None:
+        try:
+            await watch
+        except (Exception, asyncio.CancelledError):
+            async with self._changed:
+                self._over = True
+                self._changed.notify_all()
+            raise
 
     async def _watch(self, part: Part[Any], actor: Handle[Any]) -> None:
         pid = await actor.untracked.call(Watched.pid) if part.on_death == "restart" else 0

@@ -244,6 +244,25 @@ async def test_a_call_is_made_again_at_the_successor(subject: Subject, monkeypat
     assert len(subject.said) == 1
 
 
+@pytest.mark.parametrize("by_death", [True, False])
+async def test_a_call_of_a_dead_actor_ends_with_the_run(monkeypatch: pytest.MonkeyPatch, by_death: bool) -> None:
+    """Nobody replaces the actor: the run has ended by this death, or by another failure, which cancels the watches."""
+    subject, called = Subject(monkeypatch, per_hour=0), asyncio.Event()
+
+    async def call() -> None:
+        called.set()
+        raise ActorDiedError
+
+    calling = asyncio.ensure_future(subject.restarts.survive(subject.part.handle, call))
+    await called.wait()
+    if by_death:
+        subject.part.living.die()
+    else:
+        subject.watch.cancel()
+    with pytest.raises(ActorDiedError):
+        await asyncio.wait_for(calling, 20)
+
+
 async def forever() -> None:
     await asyncio.Event().wait()
 
