@@ -191,7 +191,7 @@ class Leasing:
         self._store = store
         self._experts = experts
         self._lock = asyncio.Lock()
-        self._sampler = samplers.get(store.config.sampler.name, "buffer.sampler.name")
+        samplers.get(store.config.sampler.name, "buffer.sampler.name")  # raises for an unknown one
         self.waits = Waits("buffer")
 
     async def lease(self, step: int, world_size: int, deadline_s: float) -> Lease:
@@ -278,7 +278,7 @@ class Leasing:
         """Draw groups from the pool; None if there are too few."""
         state = self._store.state
         rng = generator(state.seed, "batches", state.training.draws)
-        return draw(self._sampler, state.groups, state.config, count, max(step, state.clock), rng)
+        return draw(samplers.get(state.config.name), state.groups, state.config, count, max(step, state.clock), rng)
 
     def _lacks_demonstrations(self) -> bool:
         """Whether the stage trains on demonstrations alone, and none is left that may be drawn."""

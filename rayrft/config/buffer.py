@@ -12,8 +12,9 @@ from rayrft.config.base import Changeable, LocalPath, Name, Section, invalid, se
 class SamplerConfig(Section):
     """Sampling of a step's groups. ``fifo`` uses every group once; the others draw from a pool of recent groups."""
 
-    name: str = "fifo"
-    """fifo, uniform, priority, or ``package.module:attribute``."""
+    name: Changeable[str] = "fifo"
+    """fifo, uniform, priority, or ``package.module:attribute``. While the run is running, uniform and priority can be
+    exchanged."""
     score: str = "reward_deviation"
     """priority: a group's base score: reward_deviation, failure, td_error (of a critic, after a first training),
     priority (which operators of ``pipelines.experiences`` write), or ``package.module:attribute``."""
@@ -77,8 +78,8 @@ class BufferConfig(Section):
 
     @property
     def needs_scores(self) -> bool:
-        """Whether sampling or eviction uses a group's score."""
-        return self.sampler.name not in ("fifo", "uniform") or self.when_full == "evict_lowest_priority"
+        """Whether sampling or eviction uses a group's score, or may after a change of the sampler."""
+        return self.sampler.name != "fifo" or self.when_full == "evict_lowest_priority"
 
     @section_rule
     def _sizes(self) -> None:

@@ -36,6 +36,12 @@ def change_config(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
         patterns = sorted({re.sub(r"^(stages)\.[^.]+|(algorithm)\..+", r"\1\2.*", each) for each in may_change})
         problem, remedy = "cannot change while the run is running", f"{_RESUME}; these can: {', '.join(patterns)}"
         raise ConfigError(problem, remedy, field=key, value=after.get(key))
+    samplers = [each.buffer.sampler.name for each in (config, new)]
+    if samplers[0] != samplers[1] and {*samplers} != {"uniform", "priority"}:
+        problem = "only uniform and priority can be exchanged while the run is running"
+        raise ConfigError(problem, _RESUME, field="buffer.sampler.name", value=samplers[1])
+    if new.evaluation.enabled and not config.evaluation.enabled:
+        raise ConfigError("can only be disabled while the run is running", _RESUME, field="evaluation.enabled")
     for old, stage in zip(config.stages, new.stages, strict=True):
         one, other, field = old.algorithm.build(), stage.algorithm.build(), f"stages.{stage.name}.algorithm"
         if terms := sorted(one.needs.keys() ^ other.needs.keys() or one.terms ^ other.terms):

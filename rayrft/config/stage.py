@@ -191,11 +191,12 @@ class EvaluationConfig(Section):
     """One evaluation each; 0 is greedy."""
     samples: Changeable[int] = Field(1, ge=1)
     """Attempts per task, at temperatures above 0: accuracy is then mean@samples, beside pass@samples."""
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Changeable[int | None] = Field(None, ge=1)
     """Longest answer, in tokens; by default ``explorer.sampling.max_tokens``."""
     engines: int = Field(0, ge=0)
     """Engines like ``explorer.engine`` that evaluate during training. 0: rollout engines evaluate between steps."""
-    enabled: bool = True
+    enabled: Changeable[bool] = True
+    """While the run is running it can only be disabled."""
 
 
 class MonitorConfig(Section):

@@ -105,12 +105,7 @@ class Explorer(TaskActor):
             pipeline=self._make_pipeline(loaded.path, operators) if config.pipelines.experiences else None,
             limits_tries=not feed,
         )
-
-        max_tokens = config.evaluation.max_tokens
-        self._evaluator = self._evaluator_on(self._engines, max_tokens)
-        self._evaluator_beside = (
-            self._evaluator_on(EngineClient(evaluation_pool, self._waits), max_tokens) if evaluation_pool else None
-        )
+        self._evaluating = EngineClient(evaluation_pool, self._waits) if evaluation_pool else None
 
     @once
     async def start(self) -> None:
@@ -158,8 +153,9 @@ class Explorer(TaskActor):
     async def evaluate(self, temperature: float, beside: bool = False) -> Evaluation:
         """Attempt every held-out task, as in training, on the rollout engines or, ``beside`` them, on those that only
         evaluate."""
-        evaluator = self._evaluator_beside if beside else self._evaluator
-        assert evaluator is not None  # there are such engines
+        engines = self._evaluating if beside else self._engines
+        assert engines is not None  # there are such engines
+        evaluator = self._evaluator_on(engines, self._config.evaluation.max_tokens)
         await self._trained_rewards()
         samples = self._config.evaluation.samples if temperature else 1
         groups = [group async for group in evaluator.each(self._held_out, samples, temperature)]

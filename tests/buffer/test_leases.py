@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from rayrft.algorithms import build
 from rayrft.buffer import client
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.leases import Unit, balance, deal
+from rayrft.config.buffer import SamplerConfig
 from rayrft.errors import DataError, LeaseEnded
 from rayrft.experience import MASKED, to_batch
 from rayrft.trainer.batches import fetch_rows
@@ -119,6 +121,16 @@ def test_groups_are_drawn_by_how_far_the_critic_missed_them_and_again_after_a_re
     buffer.do("feedback", "7/0", None, {"quality": "good"})
     drawn = {name for step in range(4, 20) for name in buffer.trained(step)}
     assert drawn == {"2/0", "2/1", "7/0", "7/1"}, "what is new counts as much as the greatest error; others stay"
+
+
+def test_a_sampler_that_is_exchanged_draws_by_the_scores_of_the_groups_that_were_there_before(opened: Opened) -> None:
+    uniform = SamplerConfig(name="uniform", alpha=3.0, max_uses=100)
+    buffer, stage = opened(sampler=uniform.model_dump()), plan(1, scheduled=False, name="mix", sampler=uniform)
+    buffer.put([(group(number, deviation=float(number == 2)), None) for number in range(4)])
+    buffer.do("open_stage", stage)
+    assert {name[0] for step in range(20) for name in buffer.trained(step)} > {"2"}
+    buffer.do("adjust_stage", replace(stage, sampler=uniform.model_copy(update={"name": "priority"})))
+    assert {name[0] for step in range(20, 40) for name in buffer.trained(step)} == {"2"}
 
 
 # Tickets, what comes of them, and producers that end or die

@@ -49,15 +49,18 @@ def daemons() -> Iterator[psutil.Process]:
 
 
 def held() -> dict[str, int]:
-    """Files that the daemons have open, bytes in the object store, and pieces of other shared memory."""
+    """Files that the daemons have open, ports on which they listen, bytes in the object store, and pieces of other
+    shared memory."""
     store = round(ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"])
     files = {each.name(): each.num_fds() for each in daemons()}
-    return {**files, "objects": store, "shared": len(os.listdir("/dev/shm"))}
+    sockets = [socket for each in daemons() for socket in each.net_connections("tcp")]
+    ports = sum(socket.status == psutil.CONN_LISTEN for socket in sockets)
+    return {**files, "ports": ports, "objects": store, "shared": len(os.listdir("/dev/shm"))}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_hundred_cancelled_runs_leave_no_process_no_file_and_no_shared_memory(tmp_path: Path) -> None:
+def test_a_hundred_cancelled_runs_leave_no_process_file_port_or_shared_memory(tmp_path: Path) -> None:
     config = small_config(tmp_path, "cancelled", evaluation={"enabled": False})
     config["stages"][1]["steps"] = 10_000
     living, room, reserved, working = alive(), free(), groups(), at_work(own_raylet())

@@ -15,6 +15,7 @@ import rayrft
 from rayrft.errors import RayrftError
 from rayrft.monitor.records import RestartRecord, StepRecord
 from tests.chaos.processes import find, more_steps, recorded, send, until
+from tests.chaos.test_two_runs import weights
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 KILLS = 20
@@ -65,8 +66,14 @@ def test_random_kills_are_survived(seed: int, tmp_path: Path) -> None:
     config: dict[str, Any] = small_config(tmp_path, "random", **WITHOUT_VLLM)
     config["evaluation"] = {"engines": 1, "samples": 1}
     config["stages"][1] |= {"steps": 10_000, "evaluate_every": 4}
-    changes = {"explorer.engine.count": 2, "explorer.count": 2, "trainer.ranks": 2, "checkpoint.every": 3}
-    run = rayrft.start(config, say=lambda _: None, **changes, **{"restarts.backoff_s": 0})
+    changes: dict[str, Any] = {
+        "explorer.engine.count": 2,
+        "explorer.count": 2,
+        "trainer.ranks": 2,
+        "checkpoint.every": 3,
+    }
+    changes |= {"restarts.backoff_s": 0}
+    run = rayrft.start(config, say=lambda _: None, **changes)
     try:
         more_steps(run, 1)
         reaper = Reaper(run, seed)
@@ -83,6 +90,11 @@ def test_random_kills_are_survived(seed: int, tmp_path: Path) -> None:
     assert max(step.staleness_max or 0 for step in steps) == 0
     assert summary.ledger is not None and summary.ledger.closes
     assert summary.ledger.trained == sum(step.usual_rows for step in steps) == 16 * (summary.steps - 3)
+    config |= {"storage": str(tmp_path / "undisturbed")}
+    config["stages"][1] |= {"steps": summary.steps - 3}
+    undisturbed = rayrft.start(config, say=lambda _: None, **changes)
+    assert undisturbed.result().steps == summary.steps and not recorded(undisturbed, RestartRecord)
+    assert weights(run) == weights(undisturbed)
     killed, counted = Counter(reaper.killed), Counter(record.part for record in restarts)
     assert killed.total() == KILLS and killed.keys() >= counted.keys() - {"trainer"}
     assert {kind: each.count for kind, each in summary.restarts.items()} == counted

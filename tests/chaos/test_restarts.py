@@ -47,16 +47,20 @@ def survived(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tupl
     config["stages"][1] |= {"steps": 4 * len(KINDS) + 4, "evaluate_every": 4}
     changes = {"explorer.engine.count": 2, "explorer.count": 2, "trainer.ranks": 2, "checkpoint.every": 3}
     run = rayrft.start(config, say=lambda _: None, **changes, **{"restarts.backoff_s": 0})
-    records, left = list[Record](), [*KINDS]
+    records, left, scaled = list[Record](), [*KINDS], False
     try:
         for record in run.records():
             records.append(record)
             if isinstance(record, StepRecord) and record.step == 1:
                 assert run.scale(3) == 2
+            if isinstance(record, RestartRecord) and record.actor == "engine-2":
+                assert run.scale(2) == 3 and "engine-2" not in run.pids()
+                scaled = True
             due = 4 + 4 * (len(KINDS) - len(left))
             taken = isinstance(record, StepRecord) and record.usual_rows and record.step >= due
             if left and taken and {left[0], "trainer"} - {"rank"} <= run.pids().keys():  # or at a later step
                 kill(run, left.pop(0))
+        assert scaled
         return run.result(), records
     finally:
         run.kill()

@@ -1,4 +1,4 @@
-"""Two runs at once on one cluster: deaths in one of them change nothing in the other."""
+"""Two runs at once on one cluster: deaths in one of them change nothing in the other, nor in its own result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def weights(run: rayrft.Run) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_run_beside_one_whose_engine_and_trainer_die_ends_with_the_weights_that_it_has_alone(tmp_path: Path) -> None:
+def test_a_run_whose_engine_and_trainer_die_and_one_beside_it_end_with_the_weights_that_they_have_alone(
+    tmp_path: Path,
+) -> None:
     with (
         running(make_config(tmp_path, "dying", 10_000)) as dying,
         running(make_config(tmp_path, "calm", 10_000)) as calm,
@@ -52,7 +54,8 @@ def test_a_run_beside_one_whose_engine_and_trainer_die_ends_with_the_weights_tha
             assert run.result().status == "finished"
     assert [each.part for each in recorded(dying, RestartRecord)] == ["engines", "trainer"]
     assert not recorded(calm, RestartRecord)
-    steps = len(recorded(calm, StepRecord))
-    with running(make_config(tmp_path / "alone", "calm", steps - 3)) as alone:
-        assert alone.result().steps == steps
-    assert weights(calm) == weights(alone)
+    for run in (calm, dying):
+        steps = len(recorded(run, StepRecord))
+        with running(make_config(tmp_path / "alone", run.name, steps - 3)) as alone:
+            assert alone.result().steps == steps
+        assert weights(run) == weights(alone), run.name

@@ -177,18 +177,24 @@ def test_a_job_is_submitted_from_outside_with_its_working_directory(
     assert lost.returncode != 0 and "storage: is inside the job's copy of its working directory" in lost.stdout
 
 
-def test_ctrl_c_ends_the_following_alone_and_a_job_that_is_stopped_saves_its_weights_and_its_summary(
+def test_ctrl_c_ends_the_following_alone_and_a_job_that_is_stopped_is_saved_and_continued_by_the_next_submission(
     nodes: dict[str, str], on: On, config: Callable[..., Path], tmp_path: Path
 ) -> None:
     job, address = [str(ROOT / ".venv/bin/ray"), "job"], "http://10.77.0.1:8265"
-    command = [*job, "submit", "--submission-id", "halted", "--", RAYRFT, "run", str(config("halted", **WITHOUT_VLLM))]
+    run = ["--", RAYRFT, "run", str(config("halted", on_existing="resume", **WITHOUT_VLLM))]
+    command = [*job, "submit", "--submission-id", "halted", *run]
     assert _interrupted(nodes, address, *command, "stages.mix.steps=100000") != 0
     assert "RUNNING" in on(0, *job, "status", "halted", RAY_ADDRESS=address).stdout
     assert on(0, *job, "stop", "halted", RAY_ADDRESS=address).returncode == 0
     # Ray has killed the driver; who starts the run again waits for its end.
-    again = on(1, RAYRFT, "resume", str(tmp_path / "runs" / "halted"), "trainer.cpus=1000")
-    assert "needs" in again.stderr and "1000" in again.stderr, again.stdout + again.stderr
-    _assert_saved(tmp_path / "runs" / "halted")
+    refused = on(1, RAYRFT, "resume", str(folder := tmp_path / "runs" / "halted"), "trainer.cpus=1000")
+    assert "needs" in refused.stderr and "1000" in refused.stderr, refused.stdout + refused.stderr
+    _assert_saved(folder)
+    taken = max(record.step for record in read_records(folder) if isinstance(record, StepRecord))
+    again = on(0, *job, "submit", *run, f"stages.mix.steps={taken}", RAY_ADDRESS=address)
+    assert again.returncode == 0 and "finished after" in again.stdout, again.stdout + again.stderr
+    steps = [record.step for record in read_records(folder) if isinstance(record, StepRecord)]
+    assert steps == [*range(1, 3 + taken + 1)], "those after the stop follow those before it"
 
 
 def test_ctrl_c_of_the_script_that_submits_stops_the_job(

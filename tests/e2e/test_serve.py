@@ -220,6 +220,8 @@ async def test_a_thousand_streams_are_counted_and_neither_those_that_leave_nor_a
             named = ray.util.list_named_actors(all_namespaces=True)
             [replica] = [each for each in named if each["name"].startswith("SERVE_REPLICA::crowded:serve")]
             os.kill(actors(ray.get_actor(**replica)._actor_id.hex())["Pid"], signal.SIGKILL)
+            asked = [http.post("/chat/completions", json=body(number)) for number in range(1500)]
+            crowd = await asyncio.gather(*asked)
             async with asyncio.timeout(120):
                 while (await http.post("/chat/completions", json=body(0))).status_code != 200:
                     pass
@@ -230,6 +232,8 @@ async def test_a_thousand_streams_are_counted_and_neither_those_that_leave_nor_a
         summary = run.result()
         run.kill()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    refused = [answer for answer in crowd if answer.status_code == 503]
+    assert refused and all(answer.headers["retry-after"] == "5" for answer in refused), "its queue was full"
     assert statuses == {200: 999} and summary.restarts.keys() == {"replicas"}
     assert restart.actor.startswith("crowded:serve#") and restart.seconds > 0
     assert stats["requests"].keys() == {"200", "499 client_gone"}

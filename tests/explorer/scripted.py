@@ -143,10 +143,12 @@ class QuickEngine(Answering):
         super().__init__()
         self.version = 0
         self.asked: list[tuple[int, float]] = []
+        self.limits: list[int] = []
         self.stop_reason = stop_reason
 
     async def generate(self, request: Request) -> list[Completion]:
         self.asked.append((request.n, request.sampling.temperature))
+        self.limits.append(request.sampling.max_tokens)
         answer = (5, 6, 1) if request.sampling.temperature else (5, 6, 6, 6, 1)
         logprobs = tuple(-0.5 - place / 8 for place in range(len(answer)))
         return [Completion(answer, logprobs, ((0, len(answer), self.version),), self.stop_reason)] * request.n

@@ -345,7 +345,12 @@ async def test_an_explorer_continues_with_a_changed_config(tiny_model: Path) -> 
     engine, taken, settings = QuickEngine(), Taken(), config(**{"stages.grpo.algorithm": {"name": "remax"}})
     rewards = Rewards(1.0, 0.0, 0.25)
     explorer = make_explorer(settings, tiny_model, engine, taken, rewards)
-    changed = load_config(settings, {"explorer.sampling.temperature": 0.5, "reward.fallback": 0.5})
+    changes = {"explorer.sampling.temperature": 0.5, "reward.fallback": 0.5, "evaluation.max_tokens": 2}
+    changed = load_config(settings, changes)
     await explorer.adjust(changed)
     await run_group(explorer, settings)
     assert sorted(engine.asked) == [(1, 0.0), (2, 0.5)] and rewards.adjusted == changed.reward
+    assert {*engine.limits} == {settings.explorer.sampling.max_tokens}
+    engine.limits.clear()
+    await explorer.evaluate(0.0)
+    assert {*engine.limits} == {2}

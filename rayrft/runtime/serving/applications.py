@@ -194,6 +194,9 @@ def _open(application: HttpApplication) -> str:
         ray_actor_options={"num_cpus": config.cpus},
         # Requests above the service's own bound must reach it, to be answered with status 429.
         max_ongoing_requests=100 * config.max_requests,
+        # Without a replica so many wait; others are answered by 503 with Retry-After.
+        max_queued_requests=config.max_requests * config.replicas,
+        backpressure_config={"retry_after_s": 5},
         **WATCHED_CLOSELY,
     )
     serve.run(deployment.bind(application), name=name, route_prefix=f"/{route}")
