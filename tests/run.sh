@@ -11,7 +11,7 @@
 #            kind of actor dies, 20 random kills, two runs at once, a hundred cancelled ones, a bench that is killed, operators of Data-Juicer,
 #            evaluation on engines beside training and settings of the Buffer, each in a real run, reloads of seven families, the
 #            check of GPUs on CPUs, shared GPUs under kills,
-#            the feedback page while its server is away, a real Prometheus beside a run, newest releases of ten integrations, lm-eval, inspect-ai, verifiers,
+#            the feedback page while its server is away, a real Prometheus beside a run, the newest release of every integration, lm-eval, inspect-ai, verifiers,
 #            every config in jobs/, the README's first commands, a cluster of two nodes, SLURM and the Containerfile
 #            (with slurm-wlm, munge and debootstrap), and every bench at its smallest
 #

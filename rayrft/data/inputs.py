@@ -83,13 +83,13 @@ def load_demonstrations(
             encoder = RowEncoder(name, spec, tokenizer, most, held_out, whole, labelled)
             found[name], report = from_source(encoder)
             skipped = report.counts
-            notices += [f"demonstrations {name!r}: {count} rows, {shown}" for shown, count in encoder.layouts.items()]
+            notices += [f"demonstrations {name!r}: {count:,} rows, {shown}" for shown, count in encoder.layouts.items()]
         if spec.held_out:
             found[name], held = hold_out(name, found[name], spec.held_out, config.seed)
             found[held_out_name(name)] = held
             skipped["held out, in pairs"] = len(held) // 2
-        if reasons := dict(+skipped):
-            notices.append(f"demonstrations {name!r}: left out {reasons}")
+        gone = (+skipped).most_common()
+        notices += [f"demonstrations {name!r}: {count:,} left out as {reason}" for reason, count in gone]
     return found, notices
 
 

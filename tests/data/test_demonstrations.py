@@ -15,11 +15,15 @@ import pytest
 
 from rayrft.buffer.events import Extent
 from rayrft.buffer.state import ExpertCursor
+from rayrft.config import load_config
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.data.demonstrations import RowEncoder, from_dataset, from_source, from_tasks, hold_out
+from rayrft.data.inputs import load_demonstrations
+from rayrft.data.task_splits import TaskSplits
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
 from rayrft.experience import Experience, Task, from_batch, to_batch
+from tests.config.given import base
 from tests.data import expert_data
 from tests.data.expert_data import MULTI_TURN, SHAPES, Rows, described, fetched, jsonl, load, spoken
 from tests.errors import about
@@ -39,6 +43,18 @@ def test_every_kind_of_file_gives_the_same_rows(
     rows, left_out = load(write(SHAPES[shape], tmp_path), tokenizer)
     assert described(rows) == described(expected) and rows
     assert len(left_out) == 0
+
+
+def test_what_was_read_is_told_before_the_run(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    rows = [{"prompt": f"say {i}", "response": "it is" if i < 1200 else "it is " * 30} for i in range(2500)]
+    gold = {"path": jsonl(rows, tmp_path), "prompt": "prompt"}
+    config = load_config(base(), {"demonstrations": {"expert": gold}, "model.max_length": 64})
+    demonstrations, notices = load_demonstrations(config, TaskSplits([], [], [], {}), tokenizer)
+    assert len(demonstrations["expert"]) == 1200
+    assert notices == [
+        "demonstrations 'expert': 2,500 rows, prompt and response: prompt → prompt, response → response",
+        "demonstrations 'expert': 1,300 left out as too long",
+    ]
 
 
 def test_the_mask_of_a_conversation_holds_all_turns_of_the_assistant(tokenizer: ChatTokenizer, tmp_path: Path) -> None:

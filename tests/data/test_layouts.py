@@ -25,7 +25,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
 from rayrft.experience import Experience, Task
 from rayrft.trainer.tiny import make_tokenizer
-from tests.data.expert_data import Rows, jsonl
+from tests.data.expert_data import Rows, jsonl, parquet
 
 USER = {"role": "user", "content": "What is 2 + 2?"}
 ANSWER = {"role": "assistant", "content": "It is 4."}
@@ -387,11 +387,14 @@ TASKS: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
 }
 
 
+@pytest.mark.parametrize("write", [jsonl, parquet])
 @pytest.mark.parametrize("name", TASKS)
-def test_tasks_of_a_known_layout_go_in_as_they_are(name: str, tmp_path: Path) -> None:
+def test_tasks_of_a_known_layout_go_in_as_they_are(
+    name: str, write: Callable[[Rows, Path], Path], tmp_path: Path
+) -> None:
     row, expected = TASKS[name]
     read: list[RowsRead] = []
-    [task] = tasks(read, path=jsonl([row], tmp_path))
+    [task] = tasks(read, path=write([row], tmp_path))
     assert (task.question, task.answer) == expected
     assert name.startswith(next(iter(read[0].layouts)).partition(":")[0])
     shown = row.get("prompt", row.get("messages"))

@@ -60,7 +60,7 @@ class TestData:
         limits = {"model.max_length": longest - 1, "sampling.max_prompt_tokens": longest - 2, "sampling.max_tokens": 1}
         overrides = {key.replace("sampling", "explorer.sampling"): limit for key, limit in limits.items()}
         prepared = prepare(load_config(small_config(tmp_path, "short"), words | overrides), "run")
-        assert f"demonstrations 'gold': left out {{'too long': {lengths.count(longest)}}}" in prepared.notices
+        assert f"demonstrations 'gold': {lengths.count(longest)} left out as too long" in prepared.notices
         assert prepared.limits.max_length == longest - 1
 
 
