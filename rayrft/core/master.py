@@ -431,7 +431,7 @@ class Master(Watched):
         return parts.heartbeats() | more
 
     async def _look(self, look: Callable[[int], R], name: str) -> R | None:
-        """Look at the actor of this name, and return the result of `look_at`; None if the run has none."""
+        """Call `look_at` with the actor of this name; return its result, or None if the run has no such actor."""
         _, actor = self._parts.supervised().get(name, (None, None)) if self._parts is not None else (None, None)
         return await look_at(actor, look) if actor is not None else None
 
