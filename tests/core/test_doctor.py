@@ -169,8 +169,10 @@ def test_all_nodes_of_a_run_are_compared_at_its_start(ray_cluster: Any, monkeypa
     [node] = cluster_nodes(ray_api.total_resources_per_node())
     plan = [Bundles("engines", 1, 0.1, 1.0, 0.1, ""), Bundles("buffer", 1, 0.1, 0.0, 0.1, "")]
     machines = {node.name: SOUND, "head": HEAD}
-    monkeypatch.setattr(module, "ask_nodes", lambda nodes, function: machines)
-    assert check_gpus(plan) == pytest.approx(81_000 * 2**20 / 1e9)
+    asked: list[set[str]] = []
+    monkeypatch.setattr(module, "ask_nodes", lambda nodes, function: asked.append(nodes) or machines)
+    monkeypatch.setattr(module, "fitting_nodes", lambda parts: {node.id, *["head"] * (len(parts) > 1)})
+    assert check_gpus(plan) == pytest.approx(81_000 * 2**20 / 1e9) and asked == [{node.id, "head"}]
     machines["head"] = replace(HEAD, versions={**VERSIONS, "rayrft": "0.2.0"})
     with pytest.raises(ClusterError, match=r"^node head: rayrft 0.2.0, and 0.1.0 on one"):
         check_gpus(plan)
