@@ -116,7 +116,7 @@ def _unproven(gap: OptionGap | None, bounds: ProbeBounds) -> tuple[str, str]:
 
 
 def _gap(config: EngineConfig, section: str, name: str, value: Any) -> OptionGap | None:
-    """Return what is proven of an option; None if nothing is with this release of vLLM."""
+    """Return the gap of an option by the file of the config; None if it has none with this release of vLLM."""
     if config.proven is None:
         return None
     try:
