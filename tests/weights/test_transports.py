@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -128,6 +130,17 @@ def test_a_bucket_travels_while_the_next_is_filled_and_the_one_before_is_loaded(
         *("begin 0", "begin 1", "end 0", "load 0"),
         *("begin 2", "end 1", "load 1", "end 2", "load 2"),
     ]
+
+
+def test_a_buffer_is_taken_again_once_no_tensor_of_it_is_held() -> None:
+    transport = Gloo()
+    transport._group, transport._device = RecordedGroup(), CPU
+    with mock.patch.object(np, "empty", wraps=np.empty) as made:
+        for buffer in transport.receive(parcel({}), [64] * 9):
+            del buffer
+        assert made.call_count <= 3
+        held = [buffer[8:] for buffer in transport.receive(parcel({}), [64] * 9)]
+        assert len({each.data_ptr() for each in held}) == 9
 
 
 def test_only_ends_that_send_read_their_buckets(exported: dict[str, Tensor]) -> None:
