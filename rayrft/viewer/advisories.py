@@ -183,9 +183,8 @@ def _failed(run: Evidence) -> tuple[str, str, str, str] | None:
     if not (share := run.lost(*_FAILED)) > 0.2:
         return None
     found = f"{share:.0%} of the attempts end without a trajectory: their workflow, environment or deadline fails"
-    worst = max(_FAILED, key=run.lost)
     remedy = "see the notes of the run; mend explorer.workflow or explorer.environment"
-    return found, remedy, run.incomplete, f"lost: {worst}"
+    return found, remedy, run.incomplete, f"lost: {max(_FAILED, key=run.lost)}"
 
 
 @_cause("Answers come too late", "run")
