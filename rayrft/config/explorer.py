@@ -67,9 +67,6 @@ class EngineConfig(Section):
         if self.gpus and self.kv_cache_mib != default:
             remedy = "set gpu_memory_utilization, or remove it"
             raise invalid("kv_cache_mib", "is only used without GPUs", remedy, value=self.kv_cache_mib)
-        if self.gpu_memory_utilization and not self.gpus:
-            remedy = "set gpus, or remove it; on CPUs kv_cache_mib counts"
-            raise invalid("gpu_memory_utilization", "needs GPUs", remedy, value=self.gpu_memory_utilization)
         if max(self.gpus, 1) != self.tensor_parallel and self.gpus:
             problem = f"must equal tensor_parallel, {self.tensor_parallel}"
             raise invalid("gpus", problem, f"give {self.tensor_parallel}, or set tensor_parallel", value=self.gpus)

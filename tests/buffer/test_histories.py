@@ -34,7 +34,7 @@ def forget_requests(patch: pytest.MonkeyPatch) -> None:
     """A request for tickets that comes after a later one is taken for a new one."""
 
     async def admit(self: Buffer, producer: str, call: int, count: int, real: Any = Buffer.admit) -> Any:
-        calls = self._state.feeds[""].calls
+        calls = self.state.feeds[""].calls
         if producer in calls and calls[producer][0] > call:
             del calls[producer]
         return await real(self, producer, call, count)
@@ -46,7 +46,7 @@ def take_back_any_lease(patch: pytest.MonkeyPatch) -> None:
     """A lease is given back whichever of its step was meant."""
 
     async def requeue(self: Buffer, step: int, draw: int, real: Any = Buffer.requeue) -> None:
-        record = self._state.training.leases.get(step)
+        record = self.state.training.leases.get(step)
         await real(self, step, draw if record is None else record.draw)
 
     patch.setattr(Buffer, "requeue", requeue)
@@ -68,7 +68,7 @@ def open_any_stage(patch: pytest.MonkeyPatch) -> None:
     """A stage that was opened and closed is opened again."""
 
     async def open_stage(self: Buffer, plan: Any, real: Any = Buffer.open_stage) -> None:
-        self._state.stage.opened.clear()
+        self.state.stage.opened.clear()
         await real(self, plan)
 
     patch.setattr(Buffer, "open_stage", open_stage)

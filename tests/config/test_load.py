@@ -230,7 +230,6 @@ HALF = {**EVEN, "gpu_memory_utilization": 0.8}
         ({**EXPLORES, "trainer.gpus": 1}, "trainer.gpus", 1.0),
         ({**EXPLORES, "explorer.engine.gpus": 1}, None, {"explorer.engine.gpus": 1.0}),
         ({**GPUS, "explorer.engine.kv_cache_mib": 128}, "explorer.engine.kv_cache_mib", 128),
-        ({"explorer.engine.gpu_memory_utilization": 0.5}, "explorer.engine.gpu_memory_utilization", 0.5),
         ({**TRAINS, "trainer.gpus": 0.5, "trainer.ranks": 2}, "trainer.gpus", 0.5),
         ({**TRAINS, "trainer.gpus": 0.5, "trainer.ranks": 1}, None, {"trainer.gpus": 0.5}),
         ({**HALVES, "weight_sync.backend": "files"}, "trainer.gpus", 0.5),

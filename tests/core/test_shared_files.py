@@ -85,7 +85,9 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
         return {node: function(path, *arguments) for node in asked}
 
     here = SimpleNamespace(get_node_id=lambda: "node-1")
-    monkeypatch.setattr(shared_files, "ray", SimpleNamespace(get_runtime_context=lambda: here))
+    monkeypatch.setattr(
+        shared_files, "ray", SimpleNamespace(get_runtime_context=lambda: here, is_initialized=lambda: True)
+    )
     monkeypatch.setattr(shared_files, "ray_api", SimpleNamespace(total_resources_per_node=dict))
     monkeypatch.setattr(shared_files, "cluster_nodes", lambda _: [ClusterNode(name, {}, id=name) for name in nodes])
     monkeypatch.setattr(shared_files, "ask_nodes", ask)

@@ -157,7 +157,7 @@ async def test_an_error_that_cannot_be_pickled_is_raised_with_its_text(ray_clust
     keeper = handle.Handle[Any]("keeper", ray.remote(RefusingKeeper).options(num_cpus=0).remote())
     for call, field in (
         (asyncio.to_thread(applications.on_head, refuse), "refuse"),
-        (RemoteSessions(keeper).stats(), "keeper"),
+        (RemoteSessions(keeper, 15.0).stats(), "keeper"),
     ):
         with pytest.raises(ActorDied, match=r"Refused: .*one fault", check=about(field)):
             await call
