@@ -67,7 +67,8 @@ async def test_an_engine_whose_core_is_killed_says_so_whatever_is_asked_of_it(mo
     cores = [multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,)) for _ in range(2)]
     for core in cores:
         core.start()
-    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_actor_name=lambda: "run:engine-1"))
+    context = SimpleNamespace(get_actor_name=lambda: "run:engine-1", get_actor_id=lambda: None)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
     engine, _ = await started(EngineConfig(), monkeypatch, cores)
     watching = asyncio.ensure_future(engine.watch())
     await asyncio.sleep(0)
