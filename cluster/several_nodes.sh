@@ -24,8 +24,6 @@ state=${RAYRFT_NODES:-/tmp/rayrft-nodes}
 ray=$here/../.venv/bin/ray
 network=10.77.0
 export PATH=$here/../.venv/bin:$PATH
-# All processes ask again for answers that a cut link has lost, after 50 s instead of 7 minutes.
-export RAY_grpc_client_keepalive_time_ms=30000 RAY_grpc_client_keepalive_timeout_ms=20000
 
 fail() {
   printf 'several_nodes: %s\n' "$1" >&2

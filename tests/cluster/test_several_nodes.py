@@ -121,7 +121,7 @@ def test_a_run_goes_on_over_a_link_that_loses_and_delays_packets_and_is_cut_for_
         subprocess.run([*SCRIPT, "--cut", "2"], env=nodes, check=True)
         time.sleep(15)  # less than Ray takes to give the node up
         subprocess.run([*SCRIPT, "--plug", "2"], env=nodes, check=True)
-        said, _ = running.communicate(timeout=800)  # answers may be lost: Ray asks for them again after 50 s
+        said, _ = running.communicate(timeout=800)  # answers may be lost: Ray asks for them again after 7 minutes
     subprocess.run([*SCRIPT, "--slow", "2", "0", "0"], env=nodes)
     assert running.returncode == 0, said
     summary = read_summary(tmp_path / "runs" / "link")
@@ -188,7 +188,7 @@ def test_ctrl_c_ends_the_following_alone_and_a_job_that_is_stopped_is_saved_and_
     assert on(0, *job, "stop", "halted", RAY_ADDRESS=address).returncode == 0
     # Ray has killed the driver; who starts the run again waits for its end.
     refused = on(1, RAYRFT, "resume", str(folder := tmp_path / "runs" / "halted"), "trainer.cpus=1000")
-    assert "needs" in refused.stderr and "1000" in refused.stderr, refused.stdout + refused.stderr
+    assert "the run needs 1001 CPU" in refused.stderr, refused.stdout + refused.stderr
     _assert_saved(folder)
     taken = max(record.step for record in read_records(folder) if isinstance(record, StepRecord))
     again = on(0, *job, "submit", *run, f"stages.mix.steps={taken}", RAY_ADDRESS=address)
