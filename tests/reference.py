@@ -107,8 +107,8 @@ def names_reference() -> str:
 
 _CHANGES = [
     "0.1.0: weights as files are of format 2; those of format 1 are refused.",
-    "0.1.0: rewards that compare answers with a reference (`exact`, `math`, `k12`, `vision`) are refused where no task has "
-    "one; GPUs that are given and not used, and `kv_cache_mib` beside GPUs, are refused.",
+    "0.1.0: rewards that compare answers with a reference (`exact`, `math`, `k12`, `vision`) are refused where no task "
+    "has one; GPUs that are given and not used, and `kv_cache_mib` beside GPUs, are refused.",
     "0.1.0: a run saves its weights and ends when the process that started it dies; it was killed with it.",
     "0.1.0: a placement group `<run>:name` reserves the name of a run for the process that starts it.",
     "0.1.0: names of Ray's metrics end in their unit, or in `_total` for counters, and have `domain`, `operator` and "
