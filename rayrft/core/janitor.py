@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable
+from typing import Any
 
 from rayrft.core.placement import JANITOR, NAMESPACE, actor_name, clear_run, find_actor
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, Watched, until_failed
+from rayrft.runtime.handle import Handle, Watched, fetch, until_failed
 from rayrft.runtime.ray_api import ray
+
+_CANCEL_S = 5.0
 
 
 class Janitor(Watched):
@@ -44,12 +47,31 @@ class Janitor(Watched):
         ray.actor.exit_actor()
 
 
-def start_janitor(run: str, deadline_s: float) -> Handle[Janitor]:
-    """Create the janitor of a run that this process starts: Ray restarts it, and repeats its calls. ``deadline_s`` is
-    the time that the run has to end if this process dies."""
-    options = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
-    repeated = {"max_restarts": -1, "max_task_retries": -1}
-    actor = ray.remote(Janitor).options(name=actor_name(run, JANITOR), **options, **repeated).remote()
-    janitor = Handle[Janitor](JANITOR, actor)
-    janitor.call(Janitor.guard, run, [janitor.call(Watched.watch)], deadline_s)
-    return janitor
+class Guard:
+    """The janitor of a run, as the process that starts the run sees it."""
+
+    def __init__(self, run: str, deadline_s: float) -> None:
+        """Create the janitor, which Ray restarts with its calls. ``deadline_s`` is the time that the run has to end if
+        this process dies."""
+        options = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
+        repeated = {"max_restarts": -1, "max_task_retries": -1}
+        actor = ray.remote(Janitor).options(name=actor_name(run, JANITOR), **options, **repeated).remote()
+        self._run, self._janitor = run, Handle[Janitor](JANITOR, actor)
+        leash = self._janitor.call(Watched.watch)
+        self._calls: list[Any] = [self._janitor.call(Janitor.guard, run, [leash], deadline_s), leash]
+
+    def attend(self, master: Handle[Watched]) -> None:
+        """Have the run cleared once its Master is dead for good."""
+        self._calls.append(self._janitor.call(Janitor.attend, self._run, master))
+
+    def until_up(self) -> None:
+        """Block until the janitor is on guard."""
+        fetch(self._janitor.call(Watched.pid), actor_name(self._run, JANITOR))
+
+    def end(self) -> None:
+        """Cancel the calls, before the janitor is killed: Ray would print that it repeats them."""
+        calls, self._calls = self._calls, []
+        for call in calls:
+            ray.cancel(call)
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=_CANCEL_S)

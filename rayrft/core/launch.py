@@ -13,11 +13,10 @@ from rayrft.config import RunConfig, load_config, load_run_config
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import check_gpus
-from rayrft.core.janitor import Janitor, start_janitor
+from rayrft.core.janitor import Guard
 from rayrft.core.master import Master
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import (
-    JANITOR,
     Placement,
     actor_name,
     check_room,
@@ -121,14 +120,16 @@ def _start(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     connect()
     _check_name(checked.name)
     reserve_name(checked.name)
+    guard = Guard(checked.name, checked.monitor.stall_s)
     try:
-        return _place(checked, progress, say)
+        return _place(checked, progress, guard, say)
     except BaseException:
+        guard.end()
         clear_run(checked.name)
         raise
 
 
-def _place(checked: RunConfig, progress: Progress | None, say: Callable[[str], None]) -> Run:
+def _place(checked: RunConfig, progress: Progress | None, guard: Guard, say: Callable[[str], None]) -> Run:
     """Check that the cluster suits the run, prepare it, and start its Master, which outlives this process."""
     parts = plan_placement(checked)
     say(show_plan(checked.name, parts))
@@ -137,7 +138,6 @@ def _place(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
     if (gpu_gb := check_gpus(parts)) is not None:
         check_memory(checked, gpu_gb)
         share = engine_share(checked, gpu_gb)
-    janitor = start_janitor(checked.name, checked.monitor.stall_s)
     placement = Placement(checked.name, parts, detached=True)
     placement.reserve(["master"], checked.placement.wait_s, say)
     began = progress or Progress(uuid.uuid4().hex)
@@ -154,12 +154,12 @@ def _place(checked: RunConfig, progress: Progress | None, say: Callable[[str], N
         write_config(checked)  # the overrides apply to later resumes, too
         remove_summary(checked.folder)
 
-    fetch(janitor.call(Janitor.pid), actor_name(checked.name, JANITOR))  # it is on guard before there is a Master
+    guard.until_up()  # before there is a Master
     placed = placement.actor(Master, "master", name="master", restarts=checked.restarts.per_hour)
     master = placed.create(checked, began)
-    janitor.call(Janitor.attend, checked.name, master)
+    guard.attend(master)
     outcome = master.call(Master.run, [ray.put(prepared)])
-    return Run(checked.name, checked.folder, master, outcome, earlier)
+    return Run(checked.name, checked.folder, master, outcome, earlier, guard)
 
 
 def attach(name: str) -> Run:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.config import load_config
+from rayrft.core.janitor import Guard
 from rayrft.core.master import Master
 from rayrft.core.placement import actor_name, clear_run, find_actor
 from rayrft.core.run_files import RunFiles
@@ -57,13 +58,15 @@ class Run(RunFiles):
         master: Handle[Master],
         outcome: Awaitable[Summary] | None = None,
         earlier: int = 0,
+        guard: Guard | None = None,
     ) -> None:
-        """``earlier`` is the number of records of earlier attempts."""
+        """``earlier`` is the number of records of earlier attempts. The process that starts the run has a ``guard``."""
         super().__init__(folder, name)
         self._master = master
         self._master_name = actor_name(name, "master")
         self._outcome = outcome
         self._earlier = earlier
+        self._guard = guard
 
     def dataset(
         self, store: str = "usual", *, columns: Sequence[str] | None = None, where: str | None = None
@@ -323,6 +326,8 @@ class Run(RunFiles):
             return summarise(self.name, *self._death(), Totals(), None, 0.0)
         # The Master first, which would otherwise report the deaths of the others as failures; also if it is dead and
         # not listed, because a process that holds its handle still sees its name as taken.
+        if self._guard is not None:
+            self._guard.end()
         end([self._master])
         clear_run(self.name)
         if (summary := read_summary(self.folder)) is not None:

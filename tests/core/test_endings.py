@@ -64,7 +64,7 @@ def finish(run: rayrft.Run) -> None:
     "ends", [(kill, fail, finish), pytest.param((lose_the_master, stop, finish), marks=pytest.mark.slow)]
 )
 def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(
-    ends: tuple[Callable[[rayrft.Run], None], ...], tmp_path: Path
+    ends: tuple[Callable[[rayrft.Run], None], ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = small_config(tmp_path, "ending", evaluation={"enabled": False}, **WITHOUT_VLLM)
     config |= {"stages": [{**config["stages"][0], "steps": 1_000_000}], "restarts": {"per_hour": 0}}
@@ -77,6 +77,7 @@ def test_a_run_gives_everything_back_however_it_ends_and_can_be_gone_on_with(
         if following is not None:
             enough = {"stages.warmup.steps": len(run.metrics()) + 1} if following is finish else {}
             run = rayrft.resume(run.folder, say=lambda _: None, **enough)
+    assert "Janitor" not in "".join(capfd.readouterr()), "Ray repeats no call of an actor that a run has ended"
 
 
 def test_a_run_whose_janitor_and_then_driver_are_killed_saves_its_weights_and_gives_everything_back(
