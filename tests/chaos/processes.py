@@ -109,3 +109,7 @@ def more_steps(run: rayrft.Run, count: int) -> None:
 def new_restarts(run: rayrft.Run, known: int) -> list[RestartRecord]:
     """Wait for restarts after the first ones."""
     return until(run, lambda: recorded(run, RestartRecord)[known:])
+
+
+def final_weights(run: rayrft.Run) -> bytes:
+    return (run.folder / "checkpoints" / "final" / "model.safetensors").read_bytes()

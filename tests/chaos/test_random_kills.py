@@ -14,8 +14,7 @@ import pytest
 import rayrft
 from rayrft.errors import RayrftError
 from rayrft.monitor.records import RestartRecord, StepRecord
-from tests.chaos.processes import find, more_steps, recorded, send, until
-from tests.chaos.test_two_runs import weights
+from tests.chaos.processes import final_weights, find, more_steps, recorded, send, until
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 KILLS = 20
@@ -94,7 +93,7 @@ def test_random_kills_are_survived(seed: int, tmp_path: Path) -> None:
     config["stages"][1] |= {"steps": summary.steps - 3}
     undisturbed = rayrft.start(config, say=lambda _: None, **changes)
     assert undisturbed.result().steps == summary.steps and not recorded(undisturbed, RestartRecord)
-    assert weights(run) == weights(undisturbed)
+    assert final_weights(run) == final_weights(undisturbed)
     killed, counted = Counter(reaper.killed), Counter(record.part for record in restarts)
     assert killed.total() == KILLS and killed.keys() >= counted.keys() - {"trainer"}
     assert {kind: each.count for kind, each in summary.restarts.items()} == counted

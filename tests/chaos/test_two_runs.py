@@ -11,7 +11,7 @@ import pytest
 
 import rayrft
 from rayrft.monitor.records import RestartRecord, StepRecord
-from tests.chaos.processes import find, more_steps, new_restarts, recorded, send
+from tests.chaos.processes import final_weights, find, more_steps, new_restarts, recorded, send
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 
@@ -29,10 +29,6 @@ def running(config: dict[str, Any]) -> Iterator[rayrft.Run]:
         yield run
     finally:
         run.kill()
-
-
-def weights(run: rayrft.Run) -> bytes:
-    return (run.folder / "checkpoints" / "final" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
@@ -58,4 +54,4 @@ def test_a_run_whose_engine_and_trainer_die_and_one_beside_it_end_with_the_weigh
         steps = len(recorded(run, StepRecord))
         with running(make_config(tmp_path / "alone", run.name, steps - 3)) as alone:
             assert alone.result().steps == steps
-        assert weights(run) == weights(alone), run.name
+        assert final_weights(run) == final_weights(alone), run.name

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -92,6 +94,41 @@ def test_the_jobs_that_share_a_buffer_run(other_process: Call, tmp_path: Path, t
         explore = both.submit(run, other_process, "explore", tmp_path, tiny_model, "tasks.sources.0.size=40")
         train = both.submit(run, other_process, "train", tmp_path, tiny_model)
     assert explore.result().status == "finished" and train.result().ledger.closes
+
+
+@pytest.mark.slow
+def test_the_bench_runs(other_process: Call, tmp_path: Path, tiny_model: Path) -> None:
+    models = [f"bench.models.{name}={tiny_model}" for name in ("untrained", "warmup", "mix")]
+    size = ["tasks.eval_size=4", "bench.tasksets.longer.size=4", "bench.samples=2", "bench.k=[1,2]"]
+    done = other_process("bench", str(ROOT / "jobs" / "bench.yaml"), f"storage={tmp_path}", *models, *size)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {model.name for model in (tmp_path / "bench" / "bench" / "attempts").iterdir()} == {"untrained", "warmup", "mix"}
+
+
+@pytest.mark.slow
+def test_the_endpoint_is_served_until_its_last_step(ray_cluster: Any, tmp_path: Path, port: int) -> None:
+    size = [f"storage={tmp_path}", f"serve.port={port}", "stages.online.steps=1", "stages.online.batch_size=4"]
+    command = [sys.executable, "-m", "rayrft", "serve", "policy", str(ROOT / "jobs" / "serve.yaml"), *size]
+    environment = {**os.environ, "RAY_ADDRESS": ray_cluster.address_info["gcs_address"], "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        try:
+            seen = list[str]()
+            assert any(seen.append(line) or "endpoint at" in line for line in process.stdout), "".join(seen)
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}/serve/v1", timeout=60) as http:
+                model = http.get("/models").json()["data"][0]["id"]
+                asked = {"model": model, "messages": [{"role": "user", "content": "Name a colour."}]}
+                for number in range(4):
+                    answer = http.post("/chat/completions", json=asked, headers={"X-Session-Id": f"s-{number}"})
+                    assert answer.status_code == 200, answer.text
+                    http.post("/feedback", json={"id": f"s-{number}", "reward": float(number % 2)}).raise_for_status()
+            rest, _ = process.communicate(timeout=300)
+        finally:
+            process.kill()
+    assert process.returncode == 0, rest
+    assert read_summary(tmp_path / "serve").ledger.closes
 
 
 @pytest.mark.slow
