@@ -102,7 +102,8 @@ def test_the_bench_runs(other_process: Call, tmp_path: Path, tiny_model: Path) -
     size = ["tasks.eval_size=4", "bench.tasksets.longer.size=4", "bench.samples=2", "bench.k=[1,2]"]
     done = other_process("bench", str(ROOT / "jobs" / "bench.yaml"), f"storage={tmp_path}", *models, *size)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {model.name for model in (tmp_path / "bench" / "bench" / "attempts").iterdir()} == {"untrained", "warmup", "mix"}
+    attempts = tmp_path / "bench" / "bench" / "attempts"
+    assert {model.name for model in attempts.iterdir()} == {"untrained", "warmup", "mix"}
 
 
 @pytest.mark.slow
