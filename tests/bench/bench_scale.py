@@ -3,7 +3,7 @@
 `rayrft.start` starts the run: driver, Master, Explorers, Buffer, engine pool and Trainer actor are real, with step
 loop, supervision, leases and log. Engines (one per GPU, 64 answers in flight in each) and ranks (one per four GPUs) are
 scripted; eight host actors stand for all of them. Engines answer with random tokens of the right number once all
-requests of a step have come, or, with steps ahead, the oldest ones. Ranks fetch their rows, and return at once.
+requests of a step have come. Ranks fetch their rows, and return at once.
 
 The run is held in the training call of three steps: before and after the measured steps, and after one more, in which
 every call is pickled again to know its size. Processor seconds are those of the processes: at rest, while the run is
@@ -131,7 +131,6 @@ def config_of(gpus: int, options: Any, steps: int) -> Any:
         "evaluation.enabled": False,
         "checkpoint.every": None,
         "model.max_length": 48 + options.tokens,
-        "max_staleness": options.ahead,
         "explorer.count": options.explorers,
         "explorer.over_sampling": 1.0,
         "explorer.drop_zero_variance": False,
@@ -158,10 +157,8 @@ def measure(gpus: int, options: Any) -> None:
     began, last = time.monotonic(), _WARM_UP + options.steps
     how = {"namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": 100_000}
     held = [[_WARM_UP, last, last + 1]] + [[]] * (HOSTS - 1)
-    config = config_of(gpus, options, last + 1 + options.ahead)  # groups are asked for as steps need them
-    oldest = max(1, config.stages[0].groups // HOSTS) if options.ahead else None
-    made = [ray.remote(Host).options(name=f"host-{index}", **how) for index in range(HOSTS)]
-    kept = [host.remote(each, oldest) for host, each in zip(made, held, strict=True)]
+    kept = [ray.remote(Host).options(name=f"host-{index}", **how).remote(each) for index, each in enumerate(held)]
+    config = config_of(gpus, options, last + 1)
     with mock.patch.object(launch, "Master", ScriptedMaster):
         run = launch.start(config, say=lambda line: None)
     watching = threading.Thread(target=run.watch, args=(lambda line: None,), daemon=True)
@@ -185,11 +182,8 @@ def measure(gpus: int, options: Any) -> None:
     kept[0].go.remote()
     until_held()
     sizes, most = tallies.take(), max(ray.get([host.most.remote() for host in kept]))
-    if options.ahead:
-        run.kill()
-    else:
-        kept[0].go.remote()
-        run.result()
+    kept[0].go.remote()
+    run.result()
 
     rest_s = {kind: (first.seconds[kind] - at_rest.seconds[kind]) / (first.at - at_rest.at) for kind in ACTORS}
     busy_s = {kind: end.seconds[kind] - first.seconds[kind] - rest_s[kind] * (end.at - first.at) for kind in ACTORS}
@@ -216,7 +210,6 @@ def main() -> None:
         explorers=1,
         tokens=(32, "tokens of an answer"),
         rows=(int, "answers of a step with 512 GPUs; by default 64 of each engine"),
-        ahead=(0, "steps whose requests are in flight beyond the present one: `max_staleness`"),
         group=16,
         rest=(20.0, "seconds at rest that are measured"),
         calls=(0, "number of kinds of calls that are listed"),

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -152,7 +152,7 @@ class HostedMethod:
 
 @tallied
 class ScriptedEngine(Answering, Watched):
-    """Answers the requests of training when its host lets it, one after the other; others at once."""
+    """Answers the requests of training when its host has all of a step, one after the other; others at once."""
 
     def __init__(self, host: Host) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class ScriptedEngine(Answering, Watched):
 
     async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:
         self._asked += 1
-        await self._host.turn(self._asked * request.n)
+        await self._host.all_asked(self._asked * request.n)
         place, self._asked = self._asked, self._asked - 1
         await asyncio.sleep(place * _PACE_S)
         stop, length = request.sampling.stop_token_ids[0], request.sampling.max_tokens
@@ -227,13 +227,11 @@ class ScriptedRank:
 
 
 class Host:
-    """Simulates the engines and ranks of one GPU in eight. Host 0 pauses at the steps in ``held``. Requests are
-    answered when no other has come for a while: all of them, or the ``oldest`` ones."""
+    """Simulates the engines and ranks of one GPU in eight. Host 0 pauses at the steps in ``held``."""
 
-    def __init__(self, held: Sequence[int], oldest: int | None = None) -> None:
+    def __init__(self, held: Sequence[int]) -> None:
         self._engines: dict[int, ScriptedEngine] = {}
-        self._held, self._oldest, self._open = {*held}, oldest, asyncio.Event()
-        self._waiting = deque[asyncio.Future[None]]()
+        self._held, self._asked, self._open = {*held}, asyncio.Event(), asyncio.Event()
         self._opening: asyncio.TimerHandle | None = None
         self._reached: asyncio.Queue[int] = asyncio.Queue()
         self._most = 0
@@ -246,23 +244,17 @@ class Host:
     async def run_ranks(self, setup: RankSetup, indices: Iterable[int]) -> None:
         await asyncio.gather(*(ScriptedRank(self, index, setup.trainer).run() for index in indices))
 
-    async def turn(self, in_flight: int) -> None:
-        """Wait until a request is answered; ``in_flight`` are the answers of its engine."""
+    async def all_asked(self, in_flight: int) -> None:
+        """Wait until no request has come for a while; ``in_flight`` are those of the engine."""
         self._most = max(self._most, in_flight)
-        self._waiting.append(asked := asyncio.get_running_loop().create_future())
-        self._answer_later()
-        await asked
-
-    def _answer_later(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
         self._opening = asyncio.get_running_loop().call_later(_QUIET_S, self._answer)
+        await self._asked.wait()
 
     def _answer(self) -> None:
-        for _ in range(min(self._oldest or len(self._waiting), len(self._waiting))):
-            self._waiting.popleft().set_result(None)
-        if self._waiting:
-            self._answer_later()
+        self._asked.set()
+        self._asked = asyncio.Event()
 
     async def hold(self, step: int) -> None:
         if step in self._held:
