@@ -105,7 +105,7 @@ def test_a_run_whose_janitor_and_then_driver_are_killed_saves_its_weights_and_gi
     while not (folder / "summary.json").exists():  # it is told to stop once the death is noticed
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    with pytest.raises(PlacementError, match="1000"):  # after the end: who goes on with it waits for its weights
+    with pytest.raises(PlacementError, match="1000"):  # a resumed run first waits for the end of this one
         rayrft.resume(folder, say=lambda _: None, **{"trainer.cpus": 1000})
     status = find_status(str(folder))
     assert status.status == "stopped" and status.step > 0
