@@ -5,46 +5,65 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Awaitable
 from typing import Any
 
 from rayrft.core.placement import JANITOR, NAMESPACE, actor_name, clear_run, find_actor
+from rayrft.errors import ActorUnreachable
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, fetch, until_failed
 from rayrft.runtime.ray_api import ray
 
+_CALLED_S = 60.0
+"""Time in which the process that starts the run makes its calls, and repeats them to a restarted janitor."""
 _CANCEL_S = 5.0
 
 
 class Janitor(Watched):
-    """The actor. Both of its tasks end with the run's actors, and its own process."""
+    """The actor. It ends with the run's other actors."""
 
-    async def guard(self, run: str, started_by: list[Awaitable[None]], deadline_s: float) -> None:
+    def __init__(self, run: str, deadline_s: float, called_s: float = _CALLED_S) -> None:
+        """``deadline_s`` is the time that the run has to end once the process that started it has died: also if that
+        makes no call of `guard` for ``called_s``, as when it died together with the janitor's node."""
+        self._run, self._deadline_s = run, deadline_s
+        self._guarded = threading.Event()
+        threading.Thread(target=self._unless_guarded, args=(called_s,), daemon=True).start()
+
+    async def guard(self, started_by: list[Awaitable[None]]) -> None:
         """Wait until the process that starts the run has died: ``started_by`` holds a call of that process, which never
-        returns. Let the run save its weights and end, within the deadline."""
+        returns. Let the run save its weights and end."""
+        self._guarded.set()
         with contextlib.suppress(ray.exceptions.OwnerDiedError):
             await started_by[0]
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # such as the error with which the run fails
-            await asyncio.wait_for(self._stop(run), deadline_s)
-        await self._clear(run)
+        await asyncio.to_thread(self._end)
 
-    async def attend(self, run: str, master: Handle[Watched]) -> None:
+    async def attend(self, master: Handle[Watched]) -> None:
         """Wait until the Master is dead and Ray will not restart it."""
         with contextlib.suppress(*ray_api.ACTOR_DEATHS):
             await until_failed(master)
-        await self._clear(run)
+        await asyncio.to_thread(self._clear)
 
-    async def _stop(self, run: str) -> None:
-        """Ask the run to end, and wait for it, if it has a Master."""
+    def _unless_guarded(self, called_s: float) -> None:
+        if not self._guarded.wait(called_s):
+            self._end()
+
+    def _end(self) -> None:
+        """Ask the run to end, wait for it, if it has a Master, and clear it."""
         from rayrft.core.master import Master  # imports what few janitors need
 
-        if (master := await asyncio.to_thread(find_actor, actor_name(run, "master"))) is not None:
-            await master.call(Master.stop)
-            await master.call(Master.run, [])
+        if (master := find_actor(name := actor_name(self._run, "master"))) is not None:
+            # The run may fail, and the Master may be restarted, which has lost what it would run.
+            with contextlib.suppress(ray.exceptions.RayError, ActorUnreachable):
+                fetch(master.call(Master.stop), name, self._deadline_s)
+                fetch(master.call(Master.run, []), name, self._deadline_s)
+        self._clear()
 
-    async def _clear(self, run: str) -> None:
-        await asyncio.to_thread(clear_run, run, spare=actor_name(run, JANITOR))
-        ray.actor.exit_actor()
+    def _clear(self) -> None:
+        own = actor_name(self._run, JANITOR)
+        clear_run(self._run, spare=own)
+        if (janitor := find_actor(own)) is not None:
+            janitor.kill()
 
 
 class Guard:
@@ -53,16 +72,16 @@ class Guard:
     def __init__(self, run: str, deadline_s: float) -> None:
         """Create the janitor, which Ray restarts with its calls. ``deadline_s`` is the time that the run has to end if
         this process dies."""
-        options = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
+        options = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "name": actor_name(run, JANITOR)}
         repeated = {"max_restarts": -1, "max_task_retries": -1}
-        actor = ray.remote(Janitor).options(name=actor_name(run, JANITOR), **options, **repeated).remote()
+        actor = ray.remote(Janitor).options(**options, **repeated).remote(run, deadline_s)
         self._run, self._janitor = run, Handle[Janitor](JANITOR, actor)
         leash = self._janitor.call(Watched.watch)
-        self._calls: list[Any] = [self._janitor.call(Janitor.guard, run, [leash], deadline_s), leash]
+        self._calls: list[Any] = [self._janitor.call(Janitor.guard, [leash]), leash]
 
     def attend(self, master: Handle[Watched]) -> None:
         """Have the run cleared once its Master is dead for good."""
-        self._calls.append(self._janitor.call(Janitor.attend, self._run, master))
+        self._calls.append(self._janitor.call(Janitor.attend, master))
 
     def until_up(self) -> None:
         """Block until the janitor is on guard."""

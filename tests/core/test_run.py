@@ -17,8 +17,9 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table
 
 from rayrft.buffer.ledger import Ledger, RowStats
+from rayrft.core.janitor import Janitor
 from rayrft.core.launch import attach, find_status, running_runs, start, starting_runs
-from rayrft.core.placement import clear_run, reserve_name
+from rayrft.core.placement import NAMESPACE, clear_run, named_actors, reserve_name
 from rayrft.core.run import Run
 from rayrft.errors import ActorDied, DataError, PlacementError, RunNotFound
 from rayrft.monitor.records import NoteRecord, RecordFile, read_records
@@ -178,6 +179,30 @@ def test_a_handle_of_a_run_that_ended_leaves_the_next_of_its_name_alone(run: Run
     assert run.status().status == "killed"
     assert following.status().status == "running" and not read_summary(run.folder)
     following.kill()
+
+
+class Saving(Watched):
+    """A Master that notes how it ends."""
+
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+
+    async def stop(self) -> None:
+        self.notes.write_text("stopped")
+
+    async def run(self, prepared_refs: list[Any]) -> None:
+        self.notes.write_text(self.notes.read_text() + ", saved")
+
+
+def test_a_run_whose_janitor_is_called_by_nobody_saves_and_is_cleared(tmp_path: Path) -> None:
+    """As where the process that started it died together with the node of the janitor."""
+    reserve_name("lost")
+    options = {"namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
+    ray.remote(Saving).options(name="lost:master", **options).remote(notes := tmp_path / "notes")
+    janitor = ray.remote(Janitor).options(name="lost:janitor", **options).remote("lost", 30.0, 0.1)
+    assert ray.wait([janitor.watch.remote()], timeout=60)[0], "it has ended"
+    assert notes.read_text() == "stopped, saved"
+    assert not groups_of("lost:") and not named_actors("lost:")
 
 
 def test_a_start_removes_the_groups_of_a_dead_run_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
