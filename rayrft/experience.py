@@ -282,6 +282,7 @@ SCHEMA = pa.schema(
 _NAMES = SCHEMA.names
 _TYPES = {f.name: f.type for f in SCHEMA}
 _LISTS = [f.name for f in SCHEMA if pa.types.is_list(f.type) and pa.types.is_primitive(f.type.value_type)]
+_ARRAYS = {name: np.dtype(_TYPES[name].value_type.to_pandas_dtype()) for name in _LISTS}
 _REQUIRED = [(index, f.name) for index, f in enumerate(SCHEMA) if not f.nullable]
 _MAPS = [f.name for f in SCHEMA if pa.types.is_map(f.type)]
 _DEFAULTS = {f.name: f.default for f in fields(Experience) if f.default is not MISSING} | dict.fromkeys(_MAPS, ())
@@ -299,6 +300,8 @@ def to_batch(experiences: Sequence[Experience]) -> pa.RecordBatch:
 def _column(name: str, values: Sequence[Any]) -> pa.Array:
     """Convert a field of rows. Raises DataError for a misfit."""
     try:
+        if name in _ARRAYS and (array := _ragged(values, _ARRAYS[name])) is not None:
+            return array
         if convert := _CONVERT.get(name):
             values = convert(values)
         if name in _DEFAULTS and {*map(id, values)} == {id(_DEFAULTS[name])}:
@@ -307,6 +310,16 @@ def _column(name: str, values: Sequence[Any]) -> pa.Array:
     except _MISFITS as error:
         problem = f"a value is not of type {_TYPES[name]}: {first_line(error)}"
         raise DataError(problem, "see the fields of Experience for its type", field=name) from None
+
+
+def _ragged(values: Sequence[Any], of: np.dtype) -> pa.Array | None:
+    """Return a column of lists from numpy arrays of one type, in a fifth of Arrow's time; None for other values."""
+    if not values or not all(type(value) is np.ndarray and value.ndim == 1 for value in values):
+        return None
+    flat, ends = np.concatenate(values), np.cumsum([0, *map(len, values)])
+    if flat.dtype != of or ends[-1] > np.iinfo(np.int32).max:
+        return None
+    return pa.ListArray.from_arrays(ends.astype(np.int32), flat)
 
 
 @lru_cache(maxsize=1024)

@@ -49,6 +49,19 @@ def test_a_batch_has_the_schema_whatever_its_rows_leave_out() -> None:
     assert to_batch([]).schema.equals(SCHEMA)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_arrays_of_any_kind_and_lists_are_stored_alike(mixed: bool) -> None:
+    """Rows whose arrays are those of the schema are converted together, others one by one."""
+    wide = np.arange(12, dtype=np.int32 if not mixed else np.int64)
+    tokens = [wide[::3], wide[:0], wide[5:9], [7] if mixed else wide[-1:]]
+    logprobs = [np.array([np.nan, -1.0], np.float32), np.zeros(0, np.float64 if mixed else np.float32)] * 2
+    rows = [make_row(token_ids=ids, logprobs=of) for ids, of in zip(tokens, logprobs, strict=True)]
+    back = from_batch(to_batch(rows))
+    assert [row.token_ids.tolist() for row in back] == [[0, 3, 6, 9], [], [5, 6, 7, 8], [7] if mixed else [11]]
+    assert [row.logprobs.tolist() for row in back[1:]] == [[], pytest.approx([np.nan, -1.0], nan_ok=True), []]
+    assert {(row.token_ids.dtype, row.logprobs.dtype) for row in back} == {(np.dtype("int32"), np.dtype("float32"))}
+
+
 def test_slices_of_a_batch_give_their_own_rows() -> None:
     batch = to_batch([make_row(experience_id=str(i), token_ids=np.arange(i, i + 4, dtype=np.int32)) for i in range(5)])
     [row] = from_batch(batch.slice(3, 1))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import Annotated, Any, Union, dataclass_transform
 
+import numpy as np
 import pyarrow as pa
 from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
 
@@ -32,7 +33,7 @@ class GroupReport:
     def of(cls, group: list[Experience]) -> GroupReport:
         """Return the report on a group whose rows have their rewards."""
         rewards = [row.reward for row in group if row.reward is not None]
-        tokens = sum(int(row.action_mask.sum()) for row in group)
+        tokens = sum(int(np.count_nonzero(row.action_mask)) for row in group)
         truncated = sum(row.stop_reason in TRUNCATED for row in group)
         return cls(len(group), sum(rewards), len(rewards), tokens, truncated)
 

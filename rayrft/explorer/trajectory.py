@@ -242,16 +242,20 @@ class Trajectory:
     def transcript(self) -> Transcript:
         """The conversation up to the last answer."""
         turns = tuple(self.messages[: self._answered])
-        given = sum(turn["role"] == "assistant" for turn in turns) - len(self._actions)
-        end = max((start + len(completion.token_ids) for start, completion in self._actions[-1:]), default=0)
-        ids = tuple(self._ids[self._prompt_length : end])
+        given = [turn["role"] for turn in turns].count("assistant") - len(self._actions)
+        ids = tuple(self._ids[self._prompt_length : self._end])
         return Transcript(turns, self.images[: self._seen], self.stop_reason, max(0, given), ids)
+
+    @property
+    def _end(self) -> int:
+        """The number of tokens up to the end of the last answer; 0 without one."""
+        return self._actions[-1][0] + len(self._actions[-1][1].token_ids) if self._actions else 0
 
     def to_experience(self, experience_id: str, group_id: str, task: Task) -> Experience:
         """Build the row up to the end of the last answer. Arrays are [tokens]; the action mask is 1 on answers."""
-        end = self._actions[-1][0] + len(self._actions[-1][1].token_ids)
+        end = self._end
         mask, logprobs, versions = action_columns(self._actions, end)
-        return Experience(
+        return _UNFILLED.with_fields(
             experience_id=experience_id,
             group_id=group_id,
             task_id=task.id,
@@ -265,9 +269,15 @@ class Trajectory:
             turns=tuple(self.messages[: self._answered]),
             images=self.images[: self._seen],
             metrics=self._metrics,
+            reward_components={},
+            labels={},
             created_at=self._started,
             finished_at=time.time(),
         )
+
+
+_UNFILLED = Experience("", "", "", np.zeros(0), 0, np.zeros(0), np.zeros(0))
+"""Copying it takes a third of the time in which a row is made from its fields."""
 
 
 def action_columns(

@@ -167,6 +167,9 @@ def checked(found: object, transcript: Transcript, *, whole: bool = True) -> Rew
             return found
     if found.value is None:
         return _unknown(found, found.reason)
+    plain = (found.components, found.turns, found.steps, found.shaping) == ({}, (), (), 0.0)
+    if plain and type(found.value) is float and math.isfinite(found.value):
+        return found
     if len(found.turns) not in (0, len(transcript.answers)):
         raise ValueError(f"{len(found.turns)} rewards of turns, and the model had {len(transcript.answers)}")
     components = {name: float(value) for name, value in found.components.items()}
