@@ -3,7 +3,7 @@
 `rayrft.start` starts the run: driver, Master, Explorers, Buffer, engine pool and Trainer actor are real, with step
 loop, supervision, leases and log. Engines (one per GPU, 64 answers in flight in each) and ranks (one per four GPUs) are
 scripted; eight host actors stand for all of them. Engines answer with random tokens of the right number once all
-requests of a step have come. Ranks fetch their rows, and return at once.
+requests of a step have come, or, with steps ahead, the oldest ones. Ranks fetch their rows, and return at once.
 
 The run is held in the training call of three steps: before and after the measured steps, and after one more, in which
 every call is pickled again to know its size. Processor seconds are those of the processes: at rest, while the run is
@@ -12,6 +12,7 @@ held, and beyond that per step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 import threading
@@ -28,6 +29,7 @@ from rayrft.config import load_config
 from rayrft.core import launch
 from rayrft.core.placement import NAMESPACE
 from rayrft.core.run import Run
+from rayrft.errors import ActorDied
 from rayrft.monitor.records import StepRecord, read_records
 from rayrft.monitor.report import format_table
 from rayrft.trainer.api import Mailbox
@@ -36,7 +38,8 @@ from tests.bench.hosts import HOSTS, Host, ScriptedMaster, hosts
 from tests.conftest import ROOT
 
 ENGINES_PER_RANK, ANSWERS = 4, 64
-_WARM_UP, _SETTLE_S = 2, 2.0
+_WARM_UP, _SETTLE_S = 2, 8.0
+"""Steps before the measured ones; seconds until all answers have come of requests that a step has let in."""
 _SMALL = {"cpus": 0.001, "memory_gib": 1 / 1024}
 
 EXPLORER_CALLS = {"exchange", "capacity", "admit", "leased", "closed", "put", "drop", "fail", "added_tasks"}
@@ -56,8 +59,6 @@ class Snapshot:
 
     @classmethod
     def of(cls, processes: dict[str, list[psutil.Process]]) -> Snapshot:
-        """Take it once the run is at rest."""
-        time.sleep(_SETTLE_S)
         seconds, memory = Counter[str](), Counter[str]()
         for kind, several in processes.items():
             times = [process.cpu_times() for process in several]
@@ -131,6 +132,7 @@ def config_of(gpus: int, options: Any, steps: int) -> Any:
         "evaluation.enabled": False,
         "checkpoint.every": None,
         "model.max_length": 48 + options.tokens,
+        "max_staleness": options.ahead,
         "explorer.count": options.explorers,
         "explorer.over_sampling": 1.0,
         "explorer.drop_zero_variance": False,
@@ -152,16 +154,23 @@ def processes_of(run: Run) -> dict[str, list[psutil.Process]]:
     return {kind: found[kind] for kind in ACTORS}
 
 
+def watch(run: Run) -> None:
+    with contextlib.suppress(ActorDied):  # it is killed at the end
+        run.watch(lambda line: None)
+
+
 def measure(gpus: int, options: Any) -> None:
     """Run it, and print a table."""
     began, last = time.monotonic(), _WARM_UP + options.steps
     how = {"namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": 100_000}
     held = [[_WARM_UP, last, last + 1]] + [[]] * (HOSTS - 1)
-    kept = [ray.remote(Host).options(name=f"host-{index}", **how).remote(each) for index, each in enumerate(held)]
-    config = config_of(gpus, options, last + 1)
+    config = config_of(gpus, options, last + 1 + options.ahead)  # groups are asked for as steps need them
+    made = [ray.remote(Host).options(name=f"host-{index}", **how) for index in range(HOSTS)]
+    ahead = options.ahead * config.stages[0].groups
+    kept = [host.remote(held[index], (ahead + index) // HOSTS) for index, host in enumerate(made)]
     with mock.patch.object(launch, "Master", ScriptedMaster):
         run = launch.start(config, say=lambda line: None)
-    watching = threading.Thread(target=run.watch, args=(lambda line: None,), daemon=True)
+    watching = threading.Thread(target=watch, args=(run,), daemon=True)
     watching.start()
 
     def until_held() -> None:
@@ -169,6 +178,7 @@ def measure(gpus: int, options: Any) -> None:
         while not ray.wait([reached], timeout=1.0)[0]:
             if not watching.is_alive():
                 run.result()  # raises why the run ended
+        time.sleep(_SETTLE_S)
 
     until_held()
     up_s, processes, tallies = time.monotonic() - began, processes_of(run), Tallies(run, options.explorers)
@@ -182,8 +192,11 @@ def measure(gpus: int, options: Any) -> None:
     kept[0].go.remote()
     until_held()
     sizes, most = tallies.take(), max(ray.get([host.most.remote() for host in kept]))
-    kept[0].go.remote()
-    run.result()
+    if options.ahead:  # its last requests are never answered
+        run.kill()
+    else:
+        kept[0].go.remote()
+        run.result()
 
     rest_s = {kind: (first.seconds[kind] - at_rest.seconds[kind]) / (first.at - at_rest.at) for kind in ACTORS}
     busy_s = {kind: end.seconds[kind] - first.seconds[kind] - rest_s[kind] * (end.at - first.at) for kind in ACTORS}
@@ -210,6 +223,7 @@ def main() -> None:
         explorers=1,
         tokens=(32, "tokens of an answer"),
         rows=(int, "answers of a step with 512 GPUs; by default 64 of each engine"),
+        ahead=(0, "steps whose requests are in flight beyond the present one: `max_staleness`"),
         group=16,
         rest=(20.0, "seconds at rest that are measured"),
         calls=(0, "number of kinds of calls that are listed"),

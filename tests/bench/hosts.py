@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -58,13 +58,12 @@ def tallied(cls: type) -> type:
         @functools.wraps(method)
         async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             state = self.__dict__
-            tally = state.setdefault("_tally", Counter())
-            tally[method.__name__, "calls"] += 1
+            state.setdefault("_tally", Counter())[method.__name__, "calls"] += 1
             if state.get("_sizing"):
-                tally[method.__name__, "bytes"] += _size((args, kwargs))
+                state["_tally"][method.__name__, "bytes"] += _size((args, kwargs))
             value = await method(self, *args, **kwargs)
             if state.get("_sizing"):
-                tally[method.__name__, "bytes"] += _size(value)
+                state["_tally"][method.__name__, "bytes"] += _size(value)
             return value
 
         return call
@@ -125,7 +124,7 @@ class Hosted:
     """Stands for Ray's handle of an engine, which a host stands for."""
 
     def __init__(self, host: Any, index: int) -> None:
-        self._host, self._index = host, index
+        self._host, self._index, self._actor_id = host, index, host._actor_id
 
     def remote(self) -> Hosted:
         """Stand for the creation of the actor."""
@@ -152,7 +151,7 @@ class HostedMethod:
 
 @tallied
 class ScriptedEngine(Answering, Watched):
-    """Answers the requests of training when its host has all of a step, one after the other; others at once."""
+    """Answers the requests of training when its host lets it, one after the other; others at once."""
 
     def __init__(self, host: Host) -> None:
         super().__init__()
@@ -162,7 +161,7 @@ class ScriptedEngine(Answering, Watched):
 
     async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:
         self._asked += 1
-        await self._host.all_asked(self._asked * request.n)
+        await self._host.turn(self._asked * request.n)
         place, self._asked = self._asked, self._asked - 1
         await asyncio.sleep(place * _PACE_S)
         stop, length = request.sampling.stop_token_ids[0], request.sampling.max_tokens
@@ -227,11 +226,13 @@ class ScriptedRank:
 
 
 class Host:
-    """Simulates the engines and ranks of one GPU in eight. Host 0 pauses at the steps in ``held``."""
+    """Simulates the engines and ranks of one GPU in eight. Host 0 pauses at the steps in ``held``. When no request has
+    come for a while, the oldest are answered, all but ``in_flight`` of them."""
 
-    def __init__(self, held: Sequence[int]) -> None:
+    def __init__(self, held: Sequence[int], in_flight: int) -> None:
         self._engines: dict[int, ScriptedEngine] = {}
-        self._held, self._asked, self._open = {*held}, asyncio.Event(), asyncio.Event()
+        self._held, self._in_flight, self._open = {*held}, in_flight, asyncio.Event()
+        self._waiting = deque[asyncio.Future[None]]()
         self._opening: asyncio.TimerHandle | None = None
         self._reached: asyncio.Queue[int] = asyncio.Queue()
         self._most = 0
@@ -244,17 +245,18 @@ class Host:
     async def run_ranks(self, setup: RankSetup, indices: Iterable[int]) -> None:
         await asyncio.gather(*(ScriptedRank(self, index, setup.trainer).run() for index in indices))
 
-    async def all_asked(self, in_flight: int) -> None:
-        """Wait until no request has come for a while; ``in_flight`` are those of the engine."""
-        self._most = max(self._most, in_flight)
+    async def turn(self, of_engine: int) -> None:
+        """Wait until a request is to be answered; its engine has so many answers in flight."""
+        self._most = max(self._most, of_engine)
+        self._waiting.append(asked := asyncio.get_running_loop().create_future())
         if self._opening is not None:
             self._opening.cancel()
         self._opening = asyncio.get_running_loop().call_later(_QUIET_S, self._answer)
-        await self._asked.wait()
+        await asked
 
     def _answer(self) -> None:
-        self._asked.set()
-        self._asked = asyncio.Event()
+        while len(self._waiting) > self._in_flight:
+            self._waiting.popleft().set_result(None)
 
     async def hold(self, step: int) -> None:
         if step in self._held:
