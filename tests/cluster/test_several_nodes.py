@@ -66,6 +66,12 @@ def on(nodes: dict[str, str]) -> On:
     return run
 
 
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run whose node is lost."""
+    return tmp_path_factory.mktemp("runs") / "cut"
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Callable[..., Path]:
     """Writes a small run's config, with Explorer and engines on node 2, and Buffer and ranks on node 1."""
@@ -226,11 +232,11 @@ def _assert_saved(folder: Path) -> None:
 
 
 def test_a_cut_link_is_named_with_both_addresses_within_a_minute(
-    nodes: dict[str, str], config: Callable[..., Path]
+    nodes: dict[str, str], config: Callable[..., Path], cut: Path
 ) -> None:
-    """The last test that needs the second node."""
+    """The next test continues the run."""
     command = [*SCRIPT, "--exec", "1", RAYRFT, "run", str(config("cut", restarts={"per_hour": 0}, **WITHOUT_VLLM))]
-    command += ["stages.mix.steps=100000"]
+    command += ["stages.mix.steps=100000", f"storage={cut.parent}"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=nodes, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as running:
         assert running.stdout is not None and running.stderr is not None  # they are pipes
@@ -242,6 +248,28 @@ def test_a_cut_link_is_named_with_both_addresses_within_a_minute(
         running.communicate(timeout=180)
     assert running.returncode == 1 and "its node has died" in said
     assert named < 60
+
+
+def test_a_run_that_has_lost_a_node_is_resumed_waits_for_another_and_has_ranks_on_both(
+    nodes: dict[str, str], cut: Path
+) -> None:
+    """The last test that needs the second node. Neither rank fits beside the other."""
+    taken = len([record for record in read_records(cut) if isinstance(record, StepRecord)])
+    subprocess.run([*SCRIPT, "--kill", "2"], env=nodes, check=True)
+    command = [*SCRIPT, "--exec", "1", RAYRFT, "resume", str(cut), f"stages.mix.steps={taken + 3}"]
+    command += ["trainer.ranks=2", "trainer.cpus=1.2", "placement.labels.ranks={}", "placement.wait_s=120"]
+    with subprocess.Popen(command, env=nodes, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None  # it is a pipe
+        waits = next((line for line in running.stdout if line.startswith("waiting up to 120 s for nodes")), "")
+        subprocess.run([*SCRIPT, "--join", "2"], env=nodes, check=True)
+        said, _ = running.communicate(timeout=500)
+    assert running.returncode == 0, said
+    assert "the run needs 3.2 CPU and the cluster has 2 free: node-1" in waits
+    summary = read_summary(cut)
+    assert summary is not None and summary.ledger is not None
+    assert summary.status == "finished" and summary.ledger.closes
+    steps = [record.step for record in read_records(cut) if isinstance(record, StepRecord)]
+    assert steps == [*range(1, 3 + taken + 3 + 1)], "nothing twice, nothing lost"
 
 
 def test_a_user_who_is_not_root_has_a_cluster_in_a_user_namespace(nodes: dict[str, str], tmp_path: Path) -> None:
