@@ -107,7 +107,11 @@ def check_placement(parts: list[Bundles], nodes: Sequence[ClusterNode], which: s
             scale, unit = (_GIB, " GiB") if resource == "memory" else (1, "")
             needed, there = (f"{amount / scale:.4g}{unit}" for amount in (need[resource], available))
             problem = f"the run needs {needed} {resource} and the cluster has {there} {which}: {_show_nodes(nodes)}"
-            raise PlacementError(problem, f"lower {keys}, stop other runs, or add nodes", field="placement")
+            raise PlacementError(
+                problem,
+                f"lower {keys}, stop other runs, or add nodes, for which placement.wait_s waits",
+                field="placement",
+            )
     left = [_Node(node) for node in nodes]
     for part in parts:
         placed = _place(part, left)
@@ -117,7 +121,9 @@ def check_placement(parts: list[Bundles], nodes: Sequence[ClusterNode], which: s
                 f"{placed} of {part.count} bundles of {part.name!r} fit on a node and GPU{labels} beside the groups "
                 f"before them: a bundle needs {_amounts(part.bundle)}, and there is left {_show_nodes(left)}"
             )
-            remedy = "lower the resources of one bundle, stop other runs, or add nodes"
+            remedy = (
+                "lower the resources of one bundle, stop other runs, or add nodes, for which placement.wait_s waits"
+            )
             raise PlacementError(problem, remedy, field="placement")
 
 
