@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
+from rayrft.cli.main import app
+from rayrft.config import load_config, parse_override
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
 from rayrft.explorer.rollout import Runner
@@ -70,6 +74,50 @@ def test_links_lead_somewhere(readme: Path) -> None:
 def test_examples_of_configs_are_yaml(readme: Path) -> None:
     for block in re.findall(r"```yaml\n(.*?)```", readme.read_text(), re.DOTALL):
         assert isinstance(yaml.safe_load(block), dict), block
+
+
+def commands(text: str) -> list[list[str]]:
+    """The arguments of each ``rayrft`` in the shell blocks of a text."""
+    found = []
+    for line in "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while "rayrft" in words:
+            after = words[words.index("rayrft") + 1 :]
+            words = after[after.index("&") :] if "&" in after else []
+            found.append(after[: len(after) - len(words)])
+    return found
+
+
+def parsed(arguments: list[str]) -> dict[str, Any]:
+    """The values of a command line's options, as its own parser reads them."""
+    command, rest = typer.main.get_command(app), [*arguments]
+    while hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    return command.make_context(" ".join(arguments), rest).params
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_are_those_of_the_command_line(readme: Path) -> None:
+    for arguments in commands(readme.read_text()):
+        parsed(arguments)
+
+
+def test_the_commands_of_the_readme_name_files_and_keys_that_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``my.yaml`` is the config that the page shows."""
+    text = READMES[0].read_text()
+    [mine, *_] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "my.yaml").write_text(mine)
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    monkeypatch.chdir(tmp_path)
+    block = text.partition("## Commands")[2].partition("## ")[0]
+    found = commands(block)
+    assert len(found) == len(re.findall(r"^\w", re.findall(r"```bash\n(.*?)```", block, re.DOTALL)[0], re.M))
+    for arguments in found:
+        [config] = [word for word in arguments if word.endswith(".yaml")] or ["my.yaml"]
+        overrides = [word for word in arguments if re.match(r"[\w.]+=", word) and arguments[0] != "bench"]
+        assert load_config(config, dict(map(parse_override, overrides)))
 
 
 async def test_the_examples_of_a_reward_and_a_workflow_run(tiny_model: Path) -> None:
