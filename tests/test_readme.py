@@ -15,6 +15,7 @@ import yaml
 
 from rayrft.cli.main import app
 from rayrft.config import load_config, parse_override
+from rayrft.config.changes import change_config
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Task
 from rayrft.explorer.rollout import Runner
@@ -117,7 +118,8 @@ def test_the_commands_of_the_readme_name_files_and_keys_that_exist(
     for arguments in found:
         [config] = [word for word in arguments if word.endswith(".yaml")] or ["my.yaml"]
         overrides = [word for word in arguments if re.match(r"[\w.]+=", word) and arguments[0] != "bench"]
-        assert load_config(config, dict(map(parse_override, overrides)))
+        change = change_config if arguments[0] == "set" else load_config
+        assert change(load_config(config), dict(map(parse_override, overrides)))
 
 
 async def test_the_examples_of_a_reward_and_a_workflow_run(tiny_model: Path) -> None:
