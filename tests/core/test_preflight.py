@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from rayrft.config import load_config
+from rayrft.config import RunConfig, load_config
+from rayrft.config.base import Section
 from rayrft.config.reward import RewardConfig
 from rayrft.core.preflight import Prepared, prepare
 from rayrft.data.inputs import choose_probe
@@ -17,6 +21,7 @@ from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task
 from rayrft.rewards.checks import check_rewards
+from tests.conftest import ROOT
 from tests.e2e.conftest import small_config
 from tests.errors import about
 
@@ -197,3 +202,40 @@ def test_a_reward_of_ones_own_need_not_accept_the_truth_but_must_give_a_number()
     assert "it is unknown for '7' to 'question 0'" in notice
     with pytest.raises(ConfigError, match="raised TypeError", check=about("reward.name", own)):
         scored(own, ["7"], value=[1.0])
+
+
+def test_a_config_is_checked_by_a_list_of_calls_that_reads_top_to_bottom(tmp_path: Path) -> None:
+    """The config, or a section of it, comes to few files, each function takes the whole config once, and none hands it
+    back to a file of ``core``."""
+    config = load_config(ROOT / "jobs" / "pipelines.yaml", {"storage": tmp_path})
+    visits = list[tuple[str, str, str, bool]]()
+
+    @cache
+    def place(file: str) -> str:
+        path = Path(file)
+        return str(path.relative_to(ROOT / "rayrft")) if path.is_relative_to(ROOT / "rayrft") else "config/"
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event != "call" or (file := place(code.co_filename)).startswith("config/"):
+            return
+        given = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+        if any(isinstance(each, Section) for each in given):
+            caller = frame.f_back
+            while caller is not None and place(caller.f_code.co_filename).startswith("config/"):
+                caller = caller.f_back
+            whole = any(isinstance(each, RunConfig) for each in given)
+            visits.append((file, code.co_qualname, place(caller.f_code.co_filename) if caller else "", whole))
+
+    sys.setprofile(profile)
+    try:
+        prepare(config, "run")
+    finally:
+        sys.setprofile(None)
+    assert len({file for file, *_ in visits}) <= 25
+    taken = Counter((file, name) for file, name, _, whole in visits if whole)
+    assert len(taken) <= 25 and {*taken.values()} == {1}, taken
+    helpers = {name for file, name in taken if file == "core/preflight.py"} - {"prepare"}
+    assert len(helpers) <= 4, helpers
+    up = [name for file, name, caller, _ in visits if file.startswith("core/") and not caller.startswith("core/")]
+    assert up == ["prepare"]
