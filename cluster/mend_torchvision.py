@@ -2,7 +2,7 @@
 
 Its compiled part cannot be loaded then, and its Python part dies at import for want of two operators. They are declared
 here, in the installed package, so that every process finds them; nothing is behind them. Image transforms are Python,
-and work; `torchvision.ops` refuses with an error of its own. Does nothing where torchvision is missing or mended.
+and work; `torchvision.ops` refuses with an error of its own. Does nothing where torchvision is missing or patched.
 """
 
 from importlib.util import find_spec

@@ -70,7 +70,7 @@ say "installing rayrft[$extras] (about three minutes the first time)"
 "${pip[@]}" install -q -c "$constraints" ${index[@]+"${index[@]}"} -e ".[$extras]"
 
 # vLLM asks for these; builds for another torch break `import vllm` and `import transformers`. Vision models need
-# torchvision, of which that can be mended; the others they do without, as text models do without any.
+# torchvision, which can be patched; the others they do without, as text models do without any.
 .venv/bin/python cluster/mend_torchvision.py
 for package in torchvision torchaudio torchcodec; do
   if .venv/bin/python -c "import importlib.util as u; raise SystemExit(u.find_spec('$package') is None)" &&

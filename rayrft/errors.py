@@ -65,7 +65,7 @@ class ActorDied(RayrftError):
 
 
 class RequestRefused(RayrftError):
-    """An engine does not take a request, such as one that is too long; the engine is well, and others are answered."""
+    """An engine does not take a request, such as one that is too long; the engine stays healthy."""
 
 
 class ActorUnreachable(RayrftError):
@@ -73,7 +73,7 @@ class ActorUnreachable(RayrftError):
 
 
 class EndpointFailed(RayrftError):
-    """An endpoint did not answer a request, or with something that is no answer; ``value`` is its URL."""
+    """An endpoint did not answer a request, or gave an invalid response; ``value`` is its URL."""
 
 
 class EngineFailed(EndpointFailed):

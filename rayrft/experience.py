@@ -219,13 +219,13 @@ class ExperienceGroup:
 
     def _card(self, row: Experience, asked: int) -> list[Markup]:
         versions = sorted({span.version for span in row.weight_versions})
-        told: dict[str, Any] = {
+        shown: dict[str, Any] = {
             "reward": "unknown" if row.reward is None else row.reward,
             "parts": row.reward_components,
         }
-        told |= {"labels": row.labels, "versions": versions, "status": row.status, "stopped by": row.stop_reason}
-        told |= {"error": row.error, "tokens": self._tokens(row), "row": row.experience_id.removeprefix(self.group_id)}
-        return [*_blocks(row.turns[asked:]), *map(picture, row.images), facts(told)]
+        shown |= {"labels": row.labels, "versions": versions, "status": row.status, "stopped by": row.stop_reason}
+        shown |= {"error": row.error, "tokens": self._tokens(row), "row": row.experience_id.removeprefix(self.group_id)}
+        return [*_blocks(row.turns[asked:]), *map(picture, row.images), facts(shown)]
 
     def _tokens(self, row: Experience) -> Markup | None:
         """Return the tokens after the prompt: those of the model the redder the less probable, up to 0.1 %."""

@@ -21,6 +21,15 @@ PATTERNS = [
     r"\bfor ever\b",
     r"\bof its own kind\b",
     r"\bsigns? of life\b",
+    r"\bmend(s|ed|ing)?\b",
+    r"\bown rows?\b",
+    r"\bat_rest\b",
+    r"\bow(e|es|ed)\b",
+    r"\bfates?\b",
+    r"\ball the same\b",
+    r"\b(is|are|was|were) (told|well)\b",
+    r"\bthose that (is|are)\b",
+    r"""(?<!there)(?<!\s)[\s"']+(is|are|was|were) no\b(?! longer)""",
 ]
 PAGES = sorted(
     path

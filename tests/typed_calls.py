@@ -29,6 +29,6 @@ class Blocking:
 
 
 def blocking(actor: Handle[Blocking], actors: PlacedClass[[int], Blocking]) -> None:
-    ready: int = fetch(actor.call(Blocking.ready))  # type: ignore[assignment]  # a method that is no coroutine
+    ready: int = fetch(actor.call(Blocking.ready))  # type: ignore[assignment]  # a method that is not a coroutine
     actors.create("0")  # type: ignore[arg-type]  # a wrong argument of the constructor
     del ready

@@ -37,10 +37,10 @@ class Algorithm:
     """The loss of a step is ``(1 - mu) usual + mu sft + preference + unpaired``, where
     ``usual = policy + kl_coef kl + entropy_coef entropy + distillation_coef distillation``.
 
-    Own rows (sampled by the policy) feed only the first term, expert rows the second (MIX as in Trinity-RFT, Pan et al.
-    2025, arXiv:2505.17826), pairs the third, to which ``chosen_coef`` adds the chosen answers' likelihood, and labelled
-    rows the fourth; every stream has its own global denominator. GRPO has mu = 0, SFT mu = 1.
-    A term of weight 0 is not computed, so both extremes are exact. The loss of a reward model is `score_loss` instead.
+    Usual rows (sampled by the policy) feed only the first term, expert rows the second (MIX as in Trinity-RFT, Pan et
+    al. 2025, arXiv:2505.17826), pairs the third, to which ``chosen_coef`` adds the chosen answers' likelihood, and
+    labelled rows the fourth; every stream has its own global denominator. GRPO has mu = 0, SFT mu = 1. A term of weight
+    0 is not computed, so both extremes are exact. The loss of a reward model is `score_loss` instead.
 
     `rayrft.algorithms.presets.build` makes an Algorithm with all names and coefficients checked.
     """

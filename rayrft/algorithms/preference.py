@@ -6,8 +6,8 @@ number of pairs. Both rows of a pair are in the same micro-batch.
 Notation: w is the chosen answer, l the rejected one, ``log pi(y)`` the sum over the answer's tokens, ``|y|`` their
 number, ``h(y) = log pi(y) - log pi_ref(y)``, and ``m = h(w) - h(l)`` the margin, all in nats.
 
-A negative log-likelihood of the chosen answers is no piece: the field ``chosen_coef`` of an algorithm adds it to any of
-them (`Pairs.nll`).
+A negative log-likelihood of the chosen answers is not a piece: the field ``chosen_coef`` of an algorithm adds it to any
+of them (`Pairs.nll`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _TIS = "truncated"
 for _preset in (
     # Expert rows.
     Algorithm("sft", sft="nll"),
-    # Own rows in groups. `grpo` is GRPO in its present form: the token mean and the higher upper clip of DAPO, no KL.
+    # Usual rows in groups. `grpo` is GRPO in its present form: the token mean and the higher upper clip of DAPO, no KL.
     # The paper's own is `aggregation: sequence_mean_token_mean, clip_high: 0.2, kl: k3, kl_coef: 0.04`.
     Algorithm("grpo", advantage="grpo", policy_loss="ppo", coefficients={"clip_high": 0.28}),
     Algorithm("dr_grpo", advantage="dr_grpo", policy_loss="ppo", aggregation="constant"),
@@ -47,7 +47,7 @@ for _preset in (
     Algorithm("red_weight", advantage="dr_grpo", policy_loss="red_weight"),
     Algorithm("raft", advantage="accept", policy_loss="raft"),
     Algorithm("gigpo", advantage="gigpo", policy_loss="ppo"),
-    # Own rows without groups.
+    # Usual rows without groups.
     Algorithm("reinforce_pp", advantage="reinforce_pp", policy_loss="ppo", normalise_advantages=True),
     Algorithm("reinforce_pp_baseline", advantage="reinforce_pp_baseline", policy_loss="ppo", normalise_advantages=True),
     Algorithm("remax", advantage="remax", policy_loss="reinforce"),

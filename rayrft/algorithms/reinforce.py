@@ -101,7 +101,7 @@ def rec(
       moved far in the wrong direction are corrected;
     * ``all``: everywhere.
 
-    Bounds as in Trinity-RFT, whose own default is no mask (``all``); the default here is the paper's
+    Bounds as in Trinity-RFT, whose own default is not to mask (``all``); the default here is the paper's
     REC-OneSide-NoIS.
     """
     ratio, advantages = token_ratio(logprobs, batch).detach(), batch.advantages

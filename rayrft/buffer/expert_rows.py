@@ -1,6 +1,6 @@
 """Demonstrations: named sets of rows, one file per set, drawn in whole epochs.
 
-A set may grow: rows are appended to its file, and those that are there keep their numbers. A replacement is written to
+A set may grow: rows are appended to its file, and existing rows keep their numbers. A replacement is written to
 another file, because earlier leases still need the old rows.
 """
 

@@ -54,7 +54,7 @@ class GroupTable:
     segment: Annotated[np.ndarray, np.int32]
     row: Annotated[np.ndarray, np.int64]
     rows: Annotated[np.ndarray, np.int32]
-    masked: Annotated[np.ndarray, np.int32]  # of the rows, those that are never trained
+    masked: Annotated[np.ndarray, np.int32]  # rows that are never trained
     tokens: Annotated[np.ndarray, np.int32]
     nbytes: Annotated[np.ndarray, np.int64]
     version: Annotated[np.ndarray, np.int64]

@@ -45,7 +45,7 @@ class Retention:
         # The last group may exceed the bound by a part of itself.
         room = 0 if full else -(-rows // job.group_size)
         if stage.open and stage.plan is not None and all(lease.acked for lease in state.training.leases.values()):
-            # The next step must get its groups even if those that are held have more rows than usual: it frees room.
+            # The next step must get its groups even if the held ones have more rows than usual: it frees room.
             room = max(room, stage.plan.groups - state.eligible - held)
         return max(0, min(free, room))
 

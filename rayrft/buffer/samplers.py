@@ -1,4 +1,4 @@
-"""Samplers, which draw the groups of a step from those that are ready.
+"""Samplers, which draw the groups of a step from the ready groups.
 
 A draw keeps nothing: it depends only on the seed, the number of earlier draws and the columns of the group table, so a
 restarted Buffer draws the same. Steps and policy versions both count optimiser steps.

@@ -4,7 +4,7 @@ In a `WindowedSchedule`, a group admitted at version v has the deadline v + ``ma
 by earliest deadline, and only if the steps after it have room for all other active groups (running or ready) by their
 deadlines. Otherwise it waits for a straggler that is due. So every admitted group can be consumed in time in whatever
 order groups finish, and none is dropped for its age: schedule.md beside this file has the proof and an example. If
-``over_sampling`` > 1, more groups than needed are in flight, a step takes those that are ready first, and groups that
+``over_sampling`` > 1, more groups than needed are in flight, a step takes the first ready ones, and groups that
 can no longer be in time are dropped and counted.
 
 A stage whose groups are used more than once, or whose producers need no tickets, has a `PoolSchedule`, which draws from

@@ -51,7 +51,7 @@ _SkipDamaged = Annotated[bool, typer.Option(help="skip files that cannot be read
 
 @app.command()
 def stats(run: RunName, storage: Storage = RUNS) -> None:
-    """Print rows and bytes by store and fate."""
+    """Print rows and bytes by store and group_status."""
     print(json.dumps(asdict(_archive(run, storage).stats()), indent=2))
 
 
@@ -118,9 +118,7 @@ def import_rows(
     file: Annotated[Path, typer.Argument(parser=local_path, help="a file written by `data export`, with all columns")],
     name: Annotated[str, typer.Option(help="the store of demonstrations to create or replace")],
     where: _Where = None,
-    add: Annotated[
-        bool, typer.Option("--add", help="add the rows that are new, and keep those that are there")
-    ] = False,
+    add: Annotated[bool, typer.Option("--add", help="add new rows, and keep the existing ones")] = False,
     storage: Storage = RUNS,
 ) -> None:
     """Load the rows of a file as demonstrations into a running run."""

@@ -232,7 +232,7 @@ class Master(Watched):
             before = self._recorder.restarts() if taken_over else []
             self._restarts = Restarts(parts, self._config.restarts, self._note_restart, self._blame, self._note, before)
             self._loop = await self._make_loop(parts)
-            parts.admit, parts.at_rest = self._admit_replaced, self._changing_weights
+            parts.admit, parts.idle_ranks = self._admit_replaced, self._changing_weights
             self._stalls = StallMonitor(
                 self._waits,
                 self._heartbeats(parts),

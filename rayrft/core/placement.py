@@ -157,7 +157,7 @@ def cluster_nodes(resources: Mapping[str, Mapping[str, float]]) -> list[ClusterN
 
 
 def draining_nodes() -> set[str]:
-    """Return the ids of the nodes that Ray drains, such as those that are preempted."""
+    """Return the ids of the nodes that Ray drains, such as preempted ones."""
     return {*ray_api.state.get_draining_nodes()} if ray.is_initialized() else set()
 
 

@@ -36,7 +36,7 @@ _GRACE_S = 5.0
 _AWAY_S = 1.0
 """Seconds between calls of an actor that cannot be reached."""
 _DEATHS = (ActorDied, ActorUnreachable, DeviceFailed, RowsFailed, NotFinite)
-"""Errors of an actor that a restart may mend: the others are of the config, the data or the program."""
+"""Errors of an actor that a restart may fix: the others have their cause in the config, the data or the program."""
 
 
 class Rewound(Exception):

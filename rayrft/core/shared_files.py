@@ -111,7 +111,8 @@ def _on(names: set[str]) -> str:
 
 
 def ask_nodes(nodes: Iterable[str], function: Callable[..., T], *arguments: Any) -> dict[str, T]:
-    """Return a function's answer on each node, given by id, by the nodes' names; without those that are lost meanwhile.
+    """Return a function's answer on each node, given by id, by the nodes' names; nodes that are lost meanwhile are
+    missing.
 
     Raises ClusterError if a node cannot run it.
     """

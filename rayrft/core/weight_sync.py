@@ -140,7 +140,7 @@ class WeightSync:
         await self._tell(RolloutEngine.wake_up)
 
     async def _tell(self, method: Callable[[RolloutEngine], Awaitable[None]]) -> None:
-        """Make a call of all engines, if they sleep while the ranks train; also of those that are no members."""
+        """Make a call of all engines, also of non-members, if they sleep while the ranks train."""
         if self.config.explorer.engine.sleep:
             calls = (engine.call(method) for engine in self.engines())
             for answer in await asyncio.gather(*calls, return_exceptions=True):

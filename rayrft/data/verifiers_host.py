@@ -18,7 +18,7 @@ _KEY = "RAYRFT_ENDPOINT_KEY"
 def main() -> None:
     """Answer the first order: ``{"environment": …}``, and ``{"tasks": limit}`` with it to list tasks."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the library prints is no answer
+    os.dup2(2, 1)  # what the library prints is not an answer
 
     def answer(**said: Any) -> None:
         print(json.dumps(said), file=answers)

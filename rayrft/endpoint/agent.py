@@ -47,8 +47,8 @@ class Processes(Protocol):
 
 
 def pool(create: Callable[[], Any], processes: int, warm_up: Callable[[], None] | None = None) -> Processes:
-    """Return up to ``processes`` processes with an application each. One that is well after an attempt is used again,
-    with the modules that it has imported."""
+    """Return up to ``processes`` processes with an application each. A process that is healthy after an attempt is used
+    again, with the modules that it has imported."""
     if processes < 1:
         raise TypeError(f"processes must be at least 1, not {processes}")
     return ProcessPool(create, processes=processes, plugins=loaded_plugins(), warm_up=warm_up)

@@ -67,7 +67,7 @@ class Program(Applications):
     ) -> None:
         for field, words in ("command", command), ("check", check if check is not None else ["/"]):
             if isinstance(words, str) or not words or not all(isinstance(word, str) for word in words):
-                raise ConfigError("is no list of words", "give [program, argument, …]", field=field, value=words)
+                raise ConfigError("is not a list of words", "give [program, argument, …]", field=field, value=words)
         if status not in ("zero", "any"):
             raise ConfigError("is neither zero nor any", "choose one of them", field="status", value=status)
         if isolation == _WITHOUT_SOCKETS:
@@ -75,7 +75,7 @@ class Program(Applications):
             raise ConfigError(problem, remedy, field="isolation", value=isolation)
         for folder in folders:
             if not os.path.isdir(folder):
-                raise ConfigError("is no folder", "give one that every node has", field="folders", value=folder)
+                raise ConfigError("is not a folder", "give one that every node has", field="folders", value=folder)
         limits = SandboxLimits(
             wall_s=_ENDLESS,
             cpu_s=_ENDLESS,
@@ -180,8 +180,8 @@ def _files(task: Task, name: str) -> dict[str, str]:
     """Return files of a task's metadata, encoded. Raises DataError unless they are texts by paths inside a folder."""
     files = task.metadata.get(name) or {}
     if not isinstance(files, dict):
-        raise DataError("is no mapping of paths to texts", field=f"metadata.{name}", value=files)
+        raise DataError("is not a mapping of paths to texts", field=f"metadata.{name}", value=files)
     for path, text in files.items():
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or not isinstance(text, str):
-            raise DataError("is no text at a path inside the folder", field=f"metadata.{name}", value=path)
+            raise DataError("is not a text at a path inside the folder", field=f"metadata.{name}", value=path)
     return {path: base64.b64encode(text.encode()).decode() for path, text in files.items()}

@@ -94,7 +94,7 @@ class _Hosts:
 
     @contextlib.asynccontextmanager
     async def lease(self) -> AsyncIterator[_Host]:
-        """Lease a process; one that is well afterwards is used again. Raises CallFailed if it cannot start."""
+        """Lease a process, which is used again if it stays healthy. Raises CallFailed if it cannot start."""
         async with self._places:
             host = self._ready.pop() if self._ready else await self._start()
             try:

@@ -31,7 +31,7 @@ class Engines(Protocol):
 
 @dataclass(frozen=True)
 class Parking:
-    """How to park a group: when told to, or after ``budget`` sampled tokens of an attempt. It resumes ``begun``."""
+    """How to park a group: on request, or after ``budget`` sampled tokens of an attempt. It resumes ``begun``."""
 
     budget: int | None = None
     begun: Sequence[Experience] = ()
@@ -105,7 +105,7 @@ class _Attempt:
     open: set[asyncio.Task[Any]] = field(default_factory=set)
     """Those that wait for an answer."""
     suspended: int = 0
-    """Of the open ones, those that are not answered any more."""
+    """Number of open calls that are not answered any more."""
     sampled: int = 0
     """Tokens, since it was resumed."""
     parked: bool = False
@@ -221,7 +221,7 @@ class GroupCalls:
                     call = await self._finish(attempt, repeat, number, call, max_tokens)
                 finally:
                     attempt.open.remove(task)
-                    if attempt.suspended:  # once those that are cancelled with this one have ended, too
+                    if attempt.suspended:  # once the calls that are cancelled with this one have ended, too
                         asyncio.get_running_loop().call_soon(attempt.park_if_idle)
             return call.answer
 

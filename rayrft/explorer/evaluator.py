@@ -62,8 +62,8 @@ class Evaluator:
     async def each(
         self, tasks: Sequence[Task], samples: int, temperature: float, done: dict[str, int] | None = None
     ) -> AsyncIterator[list[Attempt]]:
-        """Attempt every task ``samples`` times, less those that are ``done`` by its id; yield the attempts at each task
-        as they end. Raises ActorDied if an engine has died."""
+        """Attempt every task ``samples`` times, less the attempts that are ``done`` by its id; yield the attempts at
+        each task as they end. Raises ActorDied if an engine has died."""
         # More at once would only wait for the engines.
         engine = self._config.explorer.engine
         room = asyncio.Semaphore(max(1, engine.count * engine.max_running // samples))

@@ -213,7 +213,7 @@ class GroupFlow:
 
     def _count_failure(self, number: int, problem: str) -> None:
         """Count a failed group. Raise RayrftError if too many failed in a row, in the order in which groups were
-        started: those that fail at once do not wait for those that are sampling."""
+        started: a group that fails at once does not wait for groups that are sampling."""
         self.failed = {each for each in self.failed if each > number - _REMEMBERED} | {number}
         first = last = number
         while first - 1 in self.failed:

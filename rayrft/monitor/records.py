@@ -30,7 +30,7 @@ class StepRecord:
     scoring or verification was running; they overlap the rest if ``max_staleness`` is 1 or more.
 
     ``reward`` is the mean over all answers sampled since the previous step, kept or dropped, and in mode ``train`` over
-    the step's own rows.
+    the step's usual rows.
     """
 
     kind: ClassVar[str] = "step"

@@ -23,13 +23,13 @@ class Bottleneck:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def add(self, step: StepRecord) -> None:
-        """Add a step, unless it trained without own rows."""
+        """Add a step, unless it trained without usual rows."""
         if step.usual_rows:
             for part, seconds in {**step.seconds, "step": step.step_s}.items():
                 self._seconds[part] += seconds
 
     def verdict(self, max_staleness: int, *, explores: bool = True) -> str:
-        """Name the bottleneck over the steps, and its remedy. Empty without own rows."""
+        """Name the bottleneck over the steps, and its remedy. Empty without usual rows."""
         seconds = self._seconds
         if not (total := seconds["step"]):
             return ""

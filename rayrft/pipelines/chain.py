@@ -264,7 +264,7 @@ def same_values(old: pa.Array, new: pa.Array) -> bool:
 def _different(old: pa.Array, new: pa.Array) -> pa.Array:
     if pa.types.is_nested(old.type) or old.type != new.type:
         pairs = zip(old.to_pylist(), new.to_pylist(), strict=True)
-        # As texts, too, for NaN is no NaN.
+        # As texts, too, for NaN is not equal to NaN.
         return pa.array([one != other and repr(one) != repr(other) for one, other in pairs], pa.bool_())
     either_null = pc.xor(pc.is_null(old), pc.is_null(new))
     different = pc.or_(pc.fill_null(pc.not_equal(old, new), False), either_null)

@@ -124,7 +124,7 @@ class Operator(Generic[O]):
 
     @property
     def writes(self) -> Mapping[str, pa.DataType]:
-        """The columns that it sets, of which those that are there are replaced and the others appended."""
+        """The columns that it sets: existing ones are replaced, and the others appended."""
         return {}
 
     @property

@@ -70,7 +70,7 @@ def _digest(value: object) -> str:
 
 
 def fit_columns(rows: pa.RecordBatch, schema: pa.Schema, blank: Collection[str] = ()) -> pa.RecordBatch:
-    """Return rows with the columns of a schema in its order; those that are missing or ``blank`` are null."""
+    """Return rows with the columns of a schema in its order; missing columns and ``blank`` ones are null."""
     columns = []
     for column in schema:
         there = column.name in rows.schema.names and column.name not in blank

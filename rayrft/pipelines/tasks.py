@@ -122,7 +122,7 @@ def _processed(
     )
     kept: list[dict[str, Any]] = []
     made_of: dict[tuple[str, str], str] = {}
-    """The first parent of each made row, of those that are left out, too: others may be made of these."""
+    """The first parent of each made row, also of rows that are left out: others may be made of these."""
 
     def see(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         made_of.update({(row["source"], row["id"]): lineage(row).parents[0] for row in rows if lineage(row).parents})
@@ -267,7 +267,7 @@ def _without_evaluation_tasks(
 
     def shown(task: Task) -> Task:
         text = dedup_key(task.question, task.images)
-        # Episodes of one question are told apart by their environment: by `Task.dedup_key`.
+        # Episodes of one question differ by their environment: by `Task.dedup_key`.
         text = "" if text in episodes and "environment" in task.metadata else text
         return replace(task, question=text, metadata={})
 

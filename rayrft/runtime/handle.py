@@ -122,7 +122,7 @@ class TrackedHandle(Handle[T_co]):
     """A handle whose calls are recorded as ``waits`` of the caller, for use in its event loop. Sent to another process
     it becomes a plain handle. ``endless`` calls, which last as long as the run or block while there is no work, are not
     recorded. ``labels`` name a call from its arguments where the method's name is not enough. The trace has calls by
-    these names, but not those that are ``untraced``.
+    these names, but not the ``untraced`` ones.
     """
 
     def __init__(

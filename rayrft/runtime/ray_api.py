@@ -46,7 +46,7 @@ PRIVATE = {
 """Modules of the private names, which are attributes of this module."""
 
 _ERRORS = {
-    # Of a call to an actor that is dead. Ray ends actors whose node is short of memory: that is no RayActorError.
+    # Of a call to an actor that is dead. Ray ends actors whose node is short of memory: that is not a RayActorError.
     "ACTOR_DEATHS": ("ActorDiedError", "OutOfMemoryError"),
     # Of a call to an actor that is dead or cannot be reached.
     "ACTOR_ERRORS": ("RayActorError", "OutOfMemoryError"),

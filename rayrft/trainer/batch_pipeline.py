@@ -166,8 +166,8 @@ class BatchPipeline:
 
 
 def _rows(lease: Lease, blocks: dict[Any, pa.RecordBatch]) -> list[list[_Row]]:
-    """Return the rows of the batch, in an order of mini-batches and ids: groups of own rows first, with those of their
-    rows that are not trained, and then demonstrations and pairs."""
+    """Return the rows of the batch, in an order of mini-batches and ids: groups of usual rows first, with those of
+    their rows that are not trained, and then demonstrations and pairs."""
     groups = dict[tuple[int, str], dict[int, _Row]]()
     experts = list[tuple[int, str, list[_Row]]]()
     for share in lease.shares:

@@ -12,7 +12,7 @@ from rayrft.trainer.batches import MicroBatch
 from rayrft.trainer.result import RowGap
 
 _MOST = 32
-"""Tokens of the row that are told."""
+"""Tokens of the row that are reported."""
 
 
 @torch.no_grad()

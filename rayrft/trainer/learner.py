@@ -156,7 +156,7 @@ class Learner:
             batches = self.compute_old_logprobs(batches, mini_batches)
         epochs, self._widest_gap, self._has_looked = self._update_config.epochs, None, False
         updates = [self.update(*each) for _ in range(epochs) for each in zip(batches, over, strict=True)]
-        # Coefficients adapt only if own rows have weight in the loss (else KL and entropy are unknown) and the policy
+        # Coefficients adapt only if usual rows have weight in the loss (else KL and entropy are unknown) and the policy
         # is trained (not during the critic's warm-up, nor by an update that is skipped).
         skipped = not all(update.is_finite for update in updates)
         adapts = self._step >= self._critic_warmup_steps and self.algorithm.mu(self._policy_step) < 1.0 and not skipped
@@ -343,7 +343,7 @@ class Learner:
 
     def _backward(self, batch: list[MicroBatch], over: Denominators) -> LossParts:
         """Accumulate the gradient of a mini-batch, if gradients are enabled; return its loss parts over all ranks. The
-        first one of a step that has own rows shows where engine and trainer differ most."""
+        first one of a step that has usual rows shows where engine and trainer differ most."""
         looks, seen = over.policy_tokens > 0 and not self._has_looked, list[tuple[MicroBatch, Tensor]]()
 
         def share(micro: MicroBatch) -> tuple[Tensor, Tensor]:

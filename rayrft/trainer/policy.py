@@ -207,7 +207,7 @@ class Policy(nn.Module):
     def output(self, batch: MicroBatch, *, temperature: float, entropy_gradient: bool = False) -> PolicyOutput:
         """Compute the inputs of losses, with gradient (of the entropy only if ``entropy_gradient``).
 
-        ``temperature`` is the sampler's, for own rows; demonstrations and pairs, which were not sampled, use 1.
+        ``temperature`` is the sampler's, for usual rows; demonstrations and pairs, which were not sampled, use 1.
         """
         with blaming(batch):
             logprobs, entropy, candidates = self(batch, temperature, entropy_gradient)

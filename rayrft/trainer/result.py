@@ -43,7 +43,7 @@ class StepMetrics:
     """Metrics of one step over all ranks, nested in the step's record: means over its updates (epochs x mini-batches).
 
     Losses are unweighted (before mu). Policy metrics are means over own action tokens, 0 if there are none. ``kl`` is
-    the mean of the first epoch, which sees every row once; ``logprob_gap`` is that of the first update with own rows.
+    the mean of the first epoch, which sees every row once; ``logprob_gap`` is that of the first update with usual rows.
     ``correction_weight`` is 1 without a correction. Coefficients are those of this step, 0 without such a term.
     ``skipped_updates`` is the number of updates whose loss or gradient is not finite (`TrainerConfig.not_finite`).
 
@@ -99,10 +99,10 @@ class RowGap:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A rank's report of one step. ``first_update`` is the first one that has own rows.
+    """A rank's report of one step. ``first_update`` is the first one that has usual rows.
 
     ``value_errors``: see `rayrft.trainer.annotation.value_errors`; empty without a critic. ``reward_sum`` is over the
-    ``scored`` own rows of this rank, whose reward is known.
+    ``scored`` usual rows of this rank, whose reward is known.
     """
 
     metrics: StepMetrics
@@ -111,7 +111,7 @@ class StepResult:
     reward_sum: float = 0.0
     scored: int = 0
     widest_gap: RowGap | None = None
-    """In the first update that has own rows, of this rank's."""
+    """In the first update that has usual rows, of this rank's."""
 
     @classmethod
     def of(

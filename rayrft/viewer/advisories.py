@@ -1,7 +1,7 @@
 """Advisories: causes for which a reward stays flat, each with numbers, rows as evidence, and the key to change.
 
 Causes have an order. A run that is sick itself (engines compute something else, rewards fail) hides what its numbers
-say of data and settings, so then only its sickness is told; nor is a setting blamed while the data explain it.
+say of data and settings, so then only its fault is reported; nor is a setting blamed while the data explain it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Advisory:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a run's last stage with own rows: its steps as columns of equal length (`RecordTable.columns`),
-    its evaluations at the lowest temperature, all marks, and the rows of its log."""
+    """What is known of a run's last stage with usual rows: its steps as columns of equal length
+    (`RecordTable.columns`), its evaluations at the lowest temperature, all marks, and the rows of its log."""
 
     columns: Mapping[str, np.ndarray]
     evaluations: Sequence[Mapping[str, Any]]
@@ -119,7 +119,7 @@ Check = Callable[[Evidence], tuple[str, str, str, str] | None]
 """Returns what was found, the remedy, rows and optionally a curve; None if the run has no such trouble."""
 
 CHECKS: list[tuple[str, _Kind, Check]] = []
-"""All causes, in the order in which they are told."""
+"""All causes, in the order in which they are reported."""
 
 
 def _cause(name: str, kind: _Kind) -> Callable[[Check], Check]:
@@ -174,7 +174,7 @@ def _unknown(run: Evidence) -> tuple[str, str, str, str] | None:
     if not (share := run.lost("reward_unknown")) > 0.2:
         return None
     found = f"{share:.0%} of the answers have no reward: scoring fails or takes too long"
-    remedy = "see the notes of the run; raise reward.deadline_s or reward.workers, or mend the reward"
+    remedy = "see the notes of the run; raise reward.deadline_s or reward.workers, or fix the reward"
     return found, remedy, run.incomplete, "lost: reward_unknown"
 
 
@@ -183,7 +183,7 @@ def _failed(run: Evidence) -> tuple[str, str, str, str] | None:
     if not (share := run.lost(*_FAILED)) > 0.2:
         return None
     found = f"{share:.0%} of the attempts end without a trajectory: their workflow, environment or deadline fails"
-    remedy = "see the notes of the run; mend explorer.workflow or explorer.environment"
+    remedy = "see the notes of the run; fix explorer.workflow or explorer.environment"
     return found, remedy, run.incomplete, f"lost: {max(_FAILED, key=run.lost)}"
 
 
@@ -223,7 +223,7 @@ def _zero_variance(run: Evidence) -> tuple[str, str, str, str] | None:
     found = f"all answers to a task earn the same in {share:.0%} of the groups: they have no advantage to learn from"
     remedy = (
         "give harder tasks" if right else "give easier tasks or a reward in parts, or begin with a stage of SFT"
-    ) + "; the order near_half (tasks.sampler) draws those that are sometimes solved"
+    ) + "; the order near_half (tasks.sampler) draws tasks that are sometimes solved"
     return found, remedy, f"{run.recent} and group_deviation = 0", "reward"
 
 

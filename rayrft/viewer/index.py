@@ -106,7 +106,7 @@ class RowIndex:
     def __init__(self, run: Path) -> None:
         self._run = run
         self.generation = 0
-        """Number of changes by this process: of the tables, and of what a query was told of them."""
+        """Number of changes by this process: of the tables, and of the answers to queries about them."""
         self.problem = ""
         """Why the log cannot be read."""
         self._told = False
@@ -211,7 +211,7 @@ class RowIndex:
             self.problem = ""
         except RayrftError as error:
             self.problem = str(error)
-        if self._told:  # those who were told that the table lags shall ask again
+        if self._told:  # pages that got a table that lags shall ask again
             self._told = False
             self.generation += 1
 

@@ -201,7 +201,7 @@ class Versions:
             raise self._folder._broken(serial, _MANIFEST, problem)
 
     def _plan(self, parcel: Parcel) -> list[list[TensorMeta]]:
-        """Plan the buckets of a parcel, and let those that are held have their sizes."""
+        """Plan the buckets of a parcel, and give held buckets their sizes."""
         planned = wire.plan_buckets(parcel.metas, parcel.bucket_bytes)
         sizes = [wire.bucket_bytes(metas) for metas in planned]
         if sizes != [bucket.numel() for bucket in self.buckets]:

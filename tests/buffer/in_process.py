@@ -147,7 +147,7 @@ class LocalBuffer:
         return lease.step, shares, lease.usual_rows, lease.expert_rows, lease.staleness, lease.rollouts
 
     def resume(self, step: int, life: str) -> Ledger:
-        """What a resumed run is told, except how the log was mended for it."""
+        """What a resumed run is told, except how the log was repaired for it."""
         resumed: Resumed = self.run(self.buffer.resume(step, life))
         return resumed.ledger
 

@@ -89,7 +89,7 @@ def test_what_is_missing_or_of_another_type_or_number_is_refused_before_anything
         assert ledger(buffer)[0] == 0
 
 
-def test_a_refused_group_is_counted_once_and_may_come_again_mended(buffer: LocalBuffer) -> None:
+def test_a_refused_group_is_counted_once_and_may_come_again_repaired(buffer: LocalBuffer) -> None:
     broken = changed(group(1), reward=float("nan"))
     for _ in range(3):
         assert refused(buffer, broken) == {"1/0": "reward not finite"}

@@ -299,7 +299,7 @@ class TestLostEnd:
         for _ in range(2):
             with pytest.raises(StorageError, check=about(str(file))):
                 buffer.open()
-        assert {each: each.read_bytes() for each in before} == before, "left as it was, so that it can be mended"
+        assert {each: each.read_bytes() for each in before} == before, "left as it was, so that it can be repaired"
 
     @pytest.mark.parametrize("line", [0, 3, 6])
     def test_one_that_was_on_the_disk_is_damage(self, opened: Opened, line: int) -> None:

@@ -83,7 +83,7 @@ class Disturbed:
 
 
 def disturb(run: Run, disturbance: Disturbance) -> None:
-    """Send the signal at the moment, and return when the run has mended that."""
+    """Send the signal at the moment, and return when the run has recovered."""
     target, by, moment, kind = disturbance
     before = len(recorded(run, RestartRecord))
     pid = until(run, lambda: find(run, target))

@@ -42,7 +42,7 @@ FOUND = {
     69: "an evaluation waited forever for the engines of a pool that was restarted",
     202: "an engine could not join while its dead predecessor was a member",
 }
-"""Seeds of runs that failed, and why. Each fault that is mended changes what later runs draw."""
+"""Seeds of runs that failed, and why. Each fault that is fixed changes what later runs draw."""
 
 
 @pytest.mark.parametrize("seed", FOUND)

@@ -68,14 +68,14 @@ def test_a_run_keeps_copies_of_its_plugins_which_are_found_where_these_are_gone(
     config = load_config(run_with(EXAMPLE, cache, policy_loss="a_test_piece"), {"storage": str(tmp_path / "runs")})
     open_folder(config)
     assert load_config(config.folder / "config.yaml").plugins == [EXAMPLE, cache], "they are where they were"
-    cache.write_text(source + "# mended\n")
+    cache.write_text(source + "# fixed\n")
     write_config(config)
     cache.unlink()
     policy_losses._functions._pieces.pop("a_test_piece")  # as in a later process
     moved = config.folder.rename(tmp_path / "elsewhere")
     found = load_config(moved / "config.yaml", {"storage": str(tmp_path), "name": "elsewhere"})
     [copy] = moved.glob("plugins/1-*")
-    assert found.plugins == [EXAMPLE, copy] and copy.read_text().endswith("# mended\n")
+    assert found.plugins == [EXAMPLE, copy] and copy.read_text().endswith("# fixed\n")
     write_config(found)
     assert load_config(moved / "config.yaml").plugins == [EXAMPLE, copy]
 

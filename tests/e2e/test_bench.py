@@ -1,4 +1,4 @@
-"""A bench from its config to its result, killed in between, and mended; without vLLM, which is not its subject."""
+"""A bench from its config to its result, killed in between, and repaired; without vLLM, which is not its subject."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ async def test_a_lake_is_crossed_by_its_map(tiny_model: Path) -> None:
     first, second, *_, after_nonsense = (turn["content"] for turn in row.turns if turn["role"] == "user")
     assert "PFF\nFHF\nFFG" in first and "left, down, right, up" in first and "row 1, column 1" in first
     assert second == "SPF\nFHF\nFFG\nYou are at row 1, column 2."
-    assert after_nonsense.startswith("That is no action") and "row 2, column 3" in after_nonsense
+    assert after_nonsense.startswith("That is not an action") and "row 2, column 3" in after_nonsense
 
 
 def test_an_environment_is_made_early_and_again_only_for_what_tasks_change(monkeypatch: pytest.MonkeyPatch) -> None:

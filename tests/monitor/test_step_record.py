@@ -59,7 +59,7 @@ def test_a_first_step_is_doubted_where_policies_differ_that_must_not(
         (float("nan"), (0, 0), True, "ends"),
         (4e-4, (0, 0), False, "warns"),
         (4e-4, (0, 1), True, None),  # sampled by an earlier policy
-        (4e-4, (), True, None),  # no own rows
+        (4e-4, (), True, None),  # no usual rows
     ],
 )
 def test_engines_whose_fresh_rows_the_trainer_does_not_recognise_end_the_run(

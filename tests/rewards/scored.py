@@ -30,7 +30,7 @@ def real_rows(data_set: str, file: str) -> list[dict[str, Any]]:
 
 
 def score(reward: Reward, task: Task, response: str) -> RewardResult:
-    """Return the result of a reward that is no coroutine."""
+    """Return the result of a reward that is not a coroutine."""
     return score_inline(reward, task, Transcript.of(task, response))
 
 

@@ -58,7 +58,7 @@ def test_a_step_says_by_how_much_the_critic_missed_each_group_of_own_rows() -> N
     parts = [rows[0], replace(rows[0], group="gold", expert=True)], rows[1:]
     results = [make_learner("ppo").step([part]) for part in parts]
     assert group_value_errors(results) == pytest.approx({"a": 0.75, "b": 2.0})
-    assert [(each.reward_sum, each.scored) for each in results] == [(1.0, 1), (-1.5, 2)], "of own rows alone"
+    assert [(each.reward_sum, each.scored) for each in results] == [(1.0, 1), (-1.5, 2)], "of usual rows alone"
     assert make_learner("grpo").step([rows]).value_errors == {}
 
 
@@ -106,7 +106,7 @@ def test_the_kl_of_a_step_is_that_of_all_its_mini_batches() -> None:
     learner.update = lambda *given: updates.append(update(*given)) or updates[-1]  # type: ignore
     expert = [replace(row, expert=True) for row in rows[:2]]
     result = learner.step([expert, rows[:4], rows[4:]])
-    # The first has no own rows; of the others' KL by token the second is not 0, for the policy has moved.
+    # The first has no usual rows; of the others' KL by token the second is not 0, for the policy has moved.
     tokens = [sum(int(row.mask.sum()) for row in each) for each in (rows[:4], rows[4:])]
     kls = [float(each.parts.kl) for each in updates[1:3]]
     assert kls[0] == pytest.approx(0.0, abs=1e-12) and kls[1] > 0

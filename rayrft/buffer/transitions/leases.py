@@ -157,7 +157,7 @@ def drop_stale(state: State) -> None:
 
 
 def _release(state: State, slots: list[int]) -> list[int]:
-    """Release groups from a lease; return the slots of those that are in no other one."""
+    """Release groups from a lease; return the slots of groups that no other lease has."""
     state.groups.pending[slots] -= 1
     return [slot for slot in slots if state.groups.pending[slot] == 0]
 

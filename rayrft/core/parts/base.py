@@ -126,8 +126,8 @@ class RunParts:
     """Whether another Master, which has died, has created the actors."""
     admit: Callable[[list[Handle[Any]]], Awaitable[Any]] | None = None
     """Sends the current weights to policy engines, and lets them take requests; None before the run is up."""
-    at_rest: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext
-    """Lets the ranks do nothing inside."""
+    idle_ranks: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext
+    """A context in which the ranks do nothing."""
 
     def __post_init__(self) -> None:
         self._parts = [kind(self) for kind in self.kinds]
@@ -147,7 +147,7 @@ class RunParts:
         return {actor.name: (part, actor) for part in self for actor in part.supervised}
 
     def heartbeats(self) -> dict[str, Callable[[], Awaitable[Any]]]:
-        """Return the heartbeat of each supervised actor, which is no wait of the Master."""
+        """Return the heartbeat of each supervised actor, which does not count as a wait of the Master."""
 
         def heartbeat(actor: Handle[Any], method: Any) -> Awaitable[Any]:
             return actor.untracked.call(method)  # of the successor, once the actor was replaced

@@ -271,7 +271,7 @@ class PolicyEngines(EngineRole):
             return
         trainer = self.run[TrainerPart]
         await trainer.up.wait()
-        async with self.run.at_rest(), trainer.loading:
+        async with self.run.idle_ranks(), trainer.loading:
             yield
 
     async def admit(self, group: EngineGroup, engines: list[Handle[Any]]) -> None:
@@ -280,7 +280,7 @@ class PolicyEngines(EngineRole):
 
 
 class EvaluationEngines(EngineRole):
-    """Engines that only evaluate. Each evaluation lets those that are alive join, with its weights."""
+    """Engines that only evaluate. Each evaluation lets the live ones join, with its weights."""
 
     name = "evaluation"
 

@@ -96,7 +96,7 @@ def check_options(config: EngineConfig, section: str, *, bounds: ProbeBounds | N
         elif name in _FIXED:
             problem = "is set by rayrft, which relies on it"
         elif name not in known:
-            problem, remedy = "is no argument of this release of vLLM", nearest(name, known)
+            problem, remedy = "is not an argument of this release of vLLM", nearest(name, known)
         elif bounds is not None and name in _ALTER:
             problem, remedy = _unproven(_gap(config, section, name, value), bounds)
         elif not _fits(value, known[name]):

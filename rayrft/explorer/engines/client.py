@@ -36,8 +36,8 @@ from rayrft.runtime.handle import Handle, TrackedHandle, death_reason, when_reac
 from rayrft.runtime.waits import Waits, settle
 
 _SPILL_ANSWERS, _SPILL_RATIO = 8, 1.5
-"""A session leaves its engine when that owes so many answers, and so many times as many, more than another: decoding
-behind them would take longer than the prefix takes to be computed again."""
+"""A session leaves its engine for another one if its load is higher by this many answers and by this factor. Decoding
+behind these answers would take longer than computing the prefix again."""
 
 _RECENT, _FEWEST = 1024, 8
 """Requests that an estimate is made from, at most and at least."""
@@ -98,7 +98,7 @@ class _Cost:
 
 
 class _Engine:
-    """A member, and what it owes this client."""
+    """A member, and its load: the requests of this client that are in flight."""
 
     def __init__(self, member: Member, capacity: Capacity, share: float) -> None:
         self.name, self.handle = member.name, member.handle
@@ -117,7 +117,7 @@ class _Engine:
 
     def take(self, cost: _Cost, sign: int = 1) -> None:
         self.answers += sign * cost.answers
-        # Nothing is left of rounding where nothing is owed.
+        # Without answers in flight, nothing is left of rounding.
         self._tokens = self._tokens + sign * cost.tokens if self.answers else 0.0
         self._variance = max(self._variance + sign * cost.variance, 0.0) if self.answers else 0.0
 
@@ -187,11 +187,10 @@ def _reason(error: Exception) -> str:
 class EngineClient:
     """Sends requests to the members, and to no other engine, from one process.
 
-    The n answers to one prompt are one request, so that they share its prefix; it goes to the member that owes this
-    client the fewest answers, or to that of its session. A request begins when its engine has room for it: what begins
-    later waits here, the next turn of a session before others, so that no answer is driven out of the cache and
-    computed again. An engine that left finishes the requests that it has. While there is no member, requests wait for
-    one to join.
+    The n answers to one prompt are one request, so that they share its prefix; it goes to the least-loaded member, or
+    to that of its session. A request begins when its engine has room for it: what begins later waits here, the next
+    turn of a session before others, so that no answer is driven out of the cache and computed again. An engine that
+    left finishes the requests that it has. While there is no member, requests wait for one to join.
     """
 
     def __init__(
@@ -318,8 +317,8 @@ class EngineClient:
             heapq.heappop(self._queue)
 
     def _choose(self, cost: _Cost, home: str | None) -> _Engine | None:
-        """Return the engine named ``home`` if it is a member with room that does not owe many more answers than the one
-        with the fewest, else the latter; None while there is no room."""
+        """Return the engine named ``home`` if it is a member with room and not much more load than the least-loaded
+        one, else the latter; None while there is no room."""
         least = min(self._engines.values(), key=_answers, default=None)
         if least is not None and not least.has_room(cost):  # then all are looked at, which takes longer
             with_room = (engine for engine in self._engines.values() if engine.has_room(cost))
@@ -341,7 +340,7 @@ class EngineClient:
             except ray_api.ACTOR_DEATHS as error:
                 raise ActorDied(f"the actor died: {death_reason(error)}", field="engine_pool") from None
             self._replaced = membership.replaced
-            # In an order of its own: of engines that owe as few answers each client takes the first.
+            # In an order of its own: of engines with the same load each client takes the first.
             members = random.sample(membership.members, len(membership.members))
             engines = await asyncio.gather(*map(self._engine, members))
             self._engines = {engine.name: engine for engine in engines if engine is not None}

@@ -168,7 +168,7 @@ class Session:
 
     def interrupt(self) -> None:
         """End the requests in flight: they are answered with the tokens that were sampled until then, which are none if
-        they wait for an engine. Those that are on the way to one are answered in full."""
+        they wait for an engine. Requests on the way to an engine are answered in full."""
         for interrupt in list(self._interrupts):
             interrupt()
 
@@ -220,7 +220,7 @@ class Answering(ABC):
     async def exchange(
         self, client: str, requests: dict[int, Request], cancelled: Sequence[int], interrupted: Sequence[int] = ()
     ) -> dict[int, EngineAnswer | Chunk]:
-        """Begin a client's requests, by its numbers, abort those that are cancelled, and end the interrupted ones with
+        """Begin a client's requests, by its numbers, abort the cancelled ones, and end the interrupted ones with
         what they have; return the answers that are finished, and what streams have brought, as soon as there is one.
 
         A call ends the call before it of the same client, which then returns none.

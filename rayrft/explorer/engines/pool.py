@@ -68,8 +68,8 @@ class EnginePool(Watched):
         return self.membership if self.membership.generation != than else None
 
     async def join(self, engines: Sequence[Member]) -> Membership:
-        """Add engines that hold their version's weights, as one change; of those that are members, only the version
-        changes. A member of the same name leaves: it has died, or there would not be another engine of its name."""
+        """Add engines that hold their version's weights, as one change; of present members only the version changes. A
+        member of the same name leaves: it has died, or there would not be another engine of its name."""
         joining = [engine.name for engine in engines]
         others = tuple(member for member in self.membership.members if member.name not in joining)
         return await self._change((*others, *engines))

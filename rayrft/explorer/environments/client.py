@@ -73,7 +73,7 @@ class EnvironmentClient:
         if not isinstance(step, Step):
             raise EnvironmentFailed(f"step() returned {type(step).__name__}, not a Step", field="step")
         if not isinstance(step.reward, int | float) or not math.isfinite(step.reward):
-            raise EnvironmentFailed("the reward is no finite number", field="step", value=step.reward)
+            raise EnvironmentFailed("the reward is not a finite number", field="step", value=step.reward)
         self._checked(step.observation)
         return step
 

@@ -1,4 +1,4 @@
-"""Gymnasium environments with a few named actions, told in text."""
+"""Gymnasium environments with a few named actions, rendered as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _COLOURED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
 
 @dataclass(frozen=True)
 class TextRenderer:
-    """How an environment is told: its rules, its map and its state, and by which words an action can be named."""
+    """How an environment is rendered as text: its rules, its map and its state, and by which words an action can be
+    named."""
 
     rules: str
     actions: tuple[tuple[str, ...], ...]
@@ -40,7 +41,7 @@ class GymnasiumEnvironment:
 
     With an ``id`` it is made before an attempt asks for it; without, tasks name theirs, or it is FrozenLake.
 
-    FrozenLake, Taxi and CliffWalking have a text of their own; others are told by what they render as text, or else by
+    FrozenLake, Taxi and CliffWalking have a text of their own; others show what they render as text, or else by
     their observation, and ``actions`` names theirs. ``options`` go to ``gymnasium.make``; the ice of FrozenLake is not
     slippery unless they say so. ``show_map``: with every observation or with the first alone.
 
@@ -93,7 +94,7 @@ class GymnasiumEnvironment:
         assert self._env is not None, "reset() comes first"
         number = find_action(action, self._text_renderer.actions)
         if number is None:
-            parts = ["That is no action.", self._named_actions, self._map(), self._state()]
+            parts = ["That is not an action.", self._named_actions, self._map(), self._state()]
             text = "\n".join(filter(None, parts))
             return Step(text, reward=self._invalid_reward, info={"invalid_actions": 1})
         self._observation, reward, terminated, truncated, _ = self._env.step(self._first + number)
@@ -139,7 +140,7 @@ def find_action(answer: str, actions: tuple[tuple[str, ...], ...]) -> int | None
     tagged = re.findall(r"<answer>(.*?)(?:</answer>|$)", answer, re.DOTALL | re.IGNORECASE)
     text = (tagged[-1] if tagged else answer).lower()
     last = [
-        (found.end(), len(word), number)  # "pick up" is no "up"
+        (found.end(), len(word), number)  # "pick up" is not "up"
         for number, words in enumerate(actions)
         for word in words
         for found in re.finditer(rf"(?<![\w-]){re.escape(word.lower())}(?!\w)", text)
@@ -156,8 +157,8 @@ def _make(id: str, options: dict[str, Any]) -> Any:
 
 
 def _known(id: str) -> TextRenderer | None:
-    """The telling of ``FrozenLake8x8-v1`` is that of FrozenLake."""
-    return next((telling for name, telling in _TELLINGS.items() if id.rpartition("/")[2].startswith(name)), None)
+    """Return the renderer of an id, such as that of FrozenLake for ``FrozenLake8x8-v1``, or None."""
+    return next((renderer for name, renderer in _RENDERERS.items() if id.rpartition("/")[2].startswith(name)), None)
 
 
 def _text_renderer(env: Any, id: str, actions: list[str] | None) -> TextRenderer:
@@ -225,7 +226,7 @@ def _taxi_state(env: Any) -> str:
     return f"The taxi is at {_at(row, column)}. The passenger is {where} and wants to go to {target}."
 
 
-_TELLINGS = {
+_RENDERERS = {
     "FrozenLake": TextRenderer(
         "You are on a frozen lake, at P. Walk over the ice (S, F) to the goal (G), and not into a hole (H).",
         (("left", "west"), ("down", "south"), ("right", "east"), ("up", "north")),

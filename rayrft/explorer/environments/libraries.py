@@ -75,7 +75,7 @@ class OpenEnvEnvironment:
             try:
                 fields = {**self._fixed, **json.loads(action)}
             except (ValueError, TypeError):
-                return Step("That is no action: answer with a JSON object.", info={"invalid_actions": 1})
+                return Step("That is not an action: answer with a JSON object.", info={"invalid_actions": 1})
         found = self._ask("step", fields)
         return Step(self._told(found), reward=float(found.get("reward") or 0.0), done=bool(found.get("done")))
 
@@ -98,8 +98,8 @@ class OpenEnvEnvironment:
 
     def _told(self, found: dict[str, Any]) -> str:
         fields = found["observation"]
-        told = fields if self._observation is None else fields[self._observation]
-        return told if isinstance(told, str) else json.dumps(told, ensure_ascii=False)
+        text = fields if self._observation is None else fields[self._observation]
+        return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
 
 
 @register_environment("reasoning_gym")
@@ -138,8 +138,8 @@ class ReasoningGymEnvironment:
         self._best = max(self._best, score)
         if reaches(score, self._enough):
             return Step("That is right.", earned, done=True, info={"solved": 1})
-        told = f"That is not right: it scores {score:.2f} of 1, your best answer {self._best:.2f}."
-        return Step(f"{told} Attempts left: {self._left}.", earned, done=self._left == 0)
+        text = f"That is not right: it scores {score:.2f} of 1, your best answer {self._best:.2f}."
+        return Step(f"{text} Attempts left: {self._left}.", earned, done=self._left == 0)
 
     def close(self) -> None:
         pass

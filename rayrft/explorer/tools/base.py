@@ -89,7 +89,7 @@ def find_tool(name: str) -> tuple[str, Callable[..., Any]]:
 
 
 def shortened(value: Any, limit: int) -> str:
-    """Write a result as text, or JSON if it is no text, cut after ``limit`` characters."""
+    """Write a result as text, or JSON if it is not a text, cut after ``limit`` characters."""
     text = value if isinstance(value, str) else _json(value)
     if len(text) <= limit:
         return text

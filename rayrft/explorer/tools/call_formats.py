@@ -36,7 +36,7 @@ class CallFormat(ABC):
     begins = ""
     """The text that a call begins with; empty if there is none, so that any text may be part of a call."""
     instructions = ""
-    """What models are told whose chat template shows no tools; empty if the format needs one that does."""
+    """Instructions for models whose chat template shows no tools; empty if the format needs one that does."""
 
     async def read(self, text: str, tools: Tools) -> list[ToolCall | Malformed]:
         """Return the calls in an answer, in order; none if it attempts none. Those in its reasoning are not meant."""
@@ -50,7 +50,7 @@ class CallFormat(ABC):
         """Return the calls in an answer without reasoning."""
 
     def written(self, call: str) -> str:
-        """Return a call, which is JSON, as the model is told to write it."""
+        """Return a call, which is JSON, as the instructions tell the model to write it."""
         return call
 
     def content(self, text: str) -> str:
@@ -219,7 +219,7 @@ def calls_of(functions: Sequence[tuple[str, str]]) -> list[ToolCall | Malformed]
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)

@@ -138,7 +138,7 @@ class McpServer:
         try:
             async with asyncio.timeout(within_s):
                 await client.list_tools(cache_mode="bypass")
-        except Exception:  # the server hangs, or is no more: either way it is of no use
+        except Exception:  # the server hangs or has ended: either way it cannot be used
             self._drop(client)
 
     def _end(self, connection: asyncio.Task[None]) -> None:

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What the model is told of a call. ``error`` is the kind of its failure: ``malformed``, ``unknown``,
-    ``arguments``, ``timeout`` or ``failed``."""
+    """The message that the model is shown about a call. ``error`` is the kind of its failure: ``malformed``,
+    ``unknown``, ``arguments``, ``timeout`` or ``failed``."""
 
     text: str
     error: str | None = None

@@ -85,7 +85,7 @@ class HostedParser:
         from transformers import AutoTokenizer
         from vllm.tool_parsers import ToolParserManager
 
-        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # a call that cannot be read is no event
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # a call that cannot be read is not worth a log line
         self._tokenizer = AutoTokenizer.from_pretrained(path)
         names = sorted(ToolParserManager.list_registered())
         if name is not None and name not in names:

@@ -38,7 +38,7 @@ class Workflow(Protocol):
 workflows: Registry[Callable[..., Workflow]] = Registry("workflow")
 """Name to class or factory, which is called with its options in ``explorer.workflow_options``."""
 register_workflow = workflows.register
-# Applications that call an endpoint, whose room is above this one.
+# Applications that call an endpoint, whose package is above this one.
 workflows.register_at("agent", "rayrft.endpoint.agent:Agent")
 workflows.register_at("program", "rayrft.endpoint.program:Program")
 workflows.register_at("verifiers", "rayrft.endpoint.verifiers:Verifiers")
@@ -49,7 +49,7 @@ def build_workflow(
 ) -> Workflow:
     """Create the workflow of a registered name or ``package.module:attribute``; ``auxiliary``: names of models.
 
-    Raises ConfigError for ``field`` if there is none or its ``run`` is no coroutine function, for
+    Raises ConfigError for ``field`` if there is none or its ``run`` is not a coroutine function, for
     ``explorer.workflow_options`` if it rejects them, and for ``explorer.environment`` or ``auxiliary`` if it needs one
     that is not configured.
     """
@@ -66,7 +66,7 @@ def build_workflow(
     require_auxiliary(getattr(workflow, "needs_auxiliary", ()), auxiliary)
     if not inspect.iscoroutinefunction(inspect.unwrap(getattr(workflow, "run", None))):  # type: ignore[arg-type]
         remedy = "write async def run, and blocking = True in its class if it may block"
-        raise ConfigError(f"run() of workflow {name!r} is no coroutine function", remedy, field=field, value=name)
+        raise ConfigError(f"run() of workflow {name!r} is not a coroutine function", remedy, field=field, value=name)
     return Isolated(create, config.workflow_processes) if getattr(workflow, "blocking", False) else workflow
 
 

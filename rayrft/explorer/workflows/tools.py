@@ -28,12 +28,12 @@ _Message = dict[str, str]
 @register_workflow("tool_calling")
 class ToolCalling:
     """Answers, calling ``tools`` and those of ``mcp`` servers until an answer calls none, at most ``max_turns`` answers
-    in all. The last answer is scored. What is wrong with a call is told to the model, and counted in the row's metrics:
+    in all. The last answer is scored. The model is shown what is wrong with a call; the row's metrics count it:
     ``tool_calls``, ``tool_errors``, and ``tool_<kind>`` for the kinds of errors (`ToolResult`).
 
-    ``tools`` are registered names or ``package.module:attribute``, with the options of those that are classes in
-    ``tool_options``; ``mcp`` has the parameters of `McpServer` by the server's name; ``form`` is how the model writes
-    calls (`open_call_format`); the other parameters are the `ToolLimits`.
+    ``tools`` are registered names or ``package.module:attribute``, ``tool_options`` has the options of classes; ``mcp``
+    has the parameters of `McpServer` by the server's name; ``form`` is how the model writes calls (`open_call_format`);
+    the other parameters are the `ToolLimits`.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import * as store from "./store.js";
 const $ = (id) => document.getElementById(id);
 const VIEWS = { one: "Answer", pair: "Pair", group: "Rank" };
 const LETTERS = "ABCDEFGHI";
-const SLOW_MS = 3000; // a person who waits longer is told so
+const SLOW_MS = 3000; // a person who waits longer sees a message
 
 let about = null;
 let item = null;

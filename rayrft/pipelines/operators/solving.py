@@ -261,7 +261,7 @@ _BETRAYS = re.compile(
 class HintedSolutions(SolutionOperator[HintedOptions]):
     """Make expert rows of right answers to hard tasks: by many tries, and then by tries with a hint. Each is checked by
     the reward, and stored with the question alone, without the hint; answers that speak of a hint or copy it are not
-    stored. Tasks without such an answer, and those that are not hard, make none."""
+    stored. Tasks without such an answer, and easy tasks, make none."""
 
     def __init__(self, options: HintedOptions, context: Context) -> None:
         super().__init__(options, context)

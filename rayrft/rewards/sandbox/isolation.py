@@ -242,7 +242,7 @@ class Bubblewrap(Isolation):
 
 
 class Namespaces(Isolation):
-    """Namespaces and mounts by a launcher in Python, with Landlock as a second wall around files."""
+    """Namespaces and mounts by a launcher in Python, with Landlock as a second barrier around files."""
 
     name, description = "unshare", "namespaces, Landlock, seccomp and limits"
 

@@ -103,7 +103,7 @@ def _raise_loopback() -> None:
 
 
 def _confine_files(writable: list[str], lenient: bool) -> None:
-    """A second wall, by Landlock: only these folders can be written and, unless lenient, there is no TCP."""
+    """A second barrier, by Landlock: only these folders can be written and, unless lenient, there is no TCP."""
     version = _call("Landlock", _LANDLOCK_CREATE, None, 0, 1)
     everything = (1 << 13 + (version >= 2) + (version >= 3) + (version >= 5)) - 1
     reading = 0b1101  # execute, read a file, read a folder

@@ -32,7 +32,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "io_uring_register": (427, 427), "userfaultfd": (323, 282), "lookup_dcookie": (212, 18),
     "personality": (135, 92), "syslog": (103, 116), "modify_ldt": (154, None), "uselib": (134, None),
     "_sysctl": (156, None),
-    # memory that is no process's, which the watch would not see
+    # memory that belongs to no process, which the watch would not see
     "memfd_create": (319, 279), "memfd_secret": (447, None), "shmget": (29, 194), "shmat": (30, 196),
     "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
     # the machine

@@ -92,14 +92,14 @@ const table = (found, now) => {
 
 const fact = (name, ...value) => make("div", {}, make("dt", { textContent: name }), make("dd", {}, ...value));
 
-const fate = (row) => {
+const outcome = (row) => {
   if (row.group_status === "dropped") return row.drop_reason ? `dropped: ${row.drop_reason}` : "dropped; the log does not say why";
   if (row.group_status === "trained") return `trained in step ${row.step}`;
   return { ready: "waits for training", leased: "in the batch of a step", parked: "parked, unfinished", demonstration: "a demonstration" }[row.group_status] ?? row.group_status;
 };
 
 const facts = (row, now) => {
-  const became = row.step ? link({ view: "experiences", run: now.run, min_step: row.step, max_step: row.step }, fate(row)) : fate(row);
+  const became = row.step ? link({ view: "experiences", run: now.run, min_step: row.step, max_step: row.step }, outcome(row)) : outcome(row);
   const pairs = (of) => Object.entries(of).map(([name, value]) => `${name} ${typeof value === "number" ? number(value) : value}`).join(" · ");
   const late = row.late_feedback.map(({ reward, labels }) => `${reward ?? ""} ${pairs(labels)}`).join("; ");
   const seconds = row.times[1] - row.times[0];
