@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,19 @@ for path in sys.argv[1:]:
 def test_every_job_is_loaded_and_planned() -> None:
     """In a process of its own: the plug-ins of jobs register pieces."""
     files = [ROOT / "jobs" / f"{name}.yaml" for name in JOBS]
-    for file in files:
-        text = file.read_text()
-        assert len([line for line in text.splitlines() if line.startswith("#")]) >= 2 and f"jobs/{file.name}" in text
     done = subprocess.run([sys.executable, "-c", PLAN, *files], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", [*JOBS, "quickstart_controls"])
+def test_a_job_begins_with_what_it_does_how_it_is_run_and_what_it_takes(name: str) -> None:
+    head = list(
+        takewhile(lambda line: line.startswith("# "), (ROOT / "jobs" / f"{name}.yaml").read_text().splitlines())
+    )
+    assert len(head) >= 3 and re.match(r"# Run\b.*: (.* )?(rayrft|bash) ", head[-2])
+    commands = re.findall(r"jobs/\w+\.(?:yaml|sh)", head[-2])
+    assert f"jobs/{name}.yaml" in commands and all((ROOT / command).exists() for command in commands)
+    assert re.search(r"\d+ s on two cores|\d+ GPUs", head[-1])
 
 
 def test_a_finished_quickstart_that_is_resumed_ends_with_status_0(tmp_path: Path) -> None:
