@@ -5,8 +5,8 @@ on. Every piece is one function, whose docstring gives formula and paper, and wh
 coefficients. Your own piece is registered by a decorator such as ``@policy_losses.register("mine")``.
 
 Shapes: ``[T]`` are the tokens of one micro-batch, flat, ``[N]`` its rows (`TokenBatch`). Every loss is a *sum* over the
-micro-batch divided by a denominator that is global to the optimiser step (all ranks, all micro-batches), so that the
-sum of the parts gives the same loss and gradient for every split of the batch.
+micro-batch divided by a denominator that is global to the optimiser step (all ranks, all micro-batches). So the sum of
+the parts gives the same loss and gradient for every split of the batch.
 """
 
 from rayrft.algorithms.advantages import GroupFacts, group_advantages, group_relative_advantages

@@ -59,7 +59,7 @@ def check_shape(rewards: Tensor) -> None:
 
 def centre_rewards(rewards: Tensor) -> Tensor:
     """Compute ``r_i - mean(r)`` for ``[n]`` rewards; exactly 0 if all are equal up to the rounding of sums and of
-    float32, for such differences are noise, which a division by the standard deviation would enlarge."""
+    float32. Such differences are noise, which a division by the standard deviation would enlarge."""
     check_shape(rewards)
     if rewards.numel() < 2 or bool(rewards.max() - rewards.min() <= _ROUNDING * rewards.abs().max()):
         return torch.zeros_like(rewards)
@@ -174,8 +174,8 @@ def opmd_advantage(rewards: Tensor, group: GroupFacts, *, baseline_tau: Positive
     """OPMD: ``A_i = r_i - tau log(1/n sum_j exp(r_j / tau))`` (Pan et al. 2025, arXiv:2505.17826).
 
     The baseline estimates tau log Z, where Z normalises the policy that maximises reward minus tau times the KL to the
-    old one: the mean for tau to infinity, the maximum for tau to 0, and never below the mean. 0 if all rewards are
-    equal.
+    old one. It is the mean for tau to infinity, the maximum for tau to 0, and never below the mean. 0 if all rewards
+    are equal.
 
     Trinity-RFT's default baseline is the plain mean (`dr_grpo`), which the preset `opmd` uses; this one is its option
     ``logavgexp``.

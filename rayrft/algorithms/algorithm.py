@@ -38,9 +38,9 @@ class Algorithm:
     ``usual = policy + kl_coef kl + entropy_coef entropy + distillation_coef distillation``.
 
     Usual rows (sampled by the policy) feed only the first term, expert rows the second (MIX as in Trinity-RFT, Pan et
-    al. 2025, arXiv:2505.17826), pairs the third, to which ``chosen_coef`` adds the chosen answers' likelihood, and
-    labelled rows the fourth; every stream has its own global denominator. GRPO has mu = 0, SFT mu = 1. A term of weight
-    0 is not computed, so both extremes are exact. The loss of a reward model is `score_loss` instead.
+    al. 2025, arXiv:2505.17826), pairs the third, and labelled rows the fourth. ``chosen_coef`` adds the likelihood of
+    the chosen answers to the third. Every stream has its own global denominator. GRPO has mu = 0, SFT mu = 1. A term of
+    weight 0 is not computed, so both extremes are exact. The loss of a reward model is `score_loss` instead.
 
     `rayrft.algorithms.presets.build` makes an Algorithm with all names and coefficients checked.
     """
@@ -107,9 +107,9 @@ class Algorithm:
         return self._bound("advantage")(self._shaped(rewards, group.rewarded), group)
 
     def token_advantages(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch with rewards clipped and scaled, and with the advantages that only the trainer can compute:
-        from rewards and values, with returns; with a KL in the reward, minus the old policy's KL summed from the token
-        to the end of its row.
+        """Return the batch with rewards clipped and scaled, and with the advantages that only the trainer can compute.
+        They are computed from rewards and values, with returns. With a KL in the reward, the old policy's KL is
+        subtracted, summed from the token to the end of its row.
 
         Raises ValueError if the batch lacks a field.
         """
@@ -247,8 +247,8 @@ class Algorithm:
     def zero_advantage_is_noop(self) -> bool:
         """Whether usual rows with zero advantage contribute no gradient, so that dropping them loses nothing.
 
-        False if advantages are still to be computed or normalised, if the policy loss has a gradient at 0 (`kimi`), or
-        if a KL (in loss or reward), an entropy term or a teacher has a weight.
+        False if advantages are still to be computed or normalised, or if the policy loss has a gradient at 0 (`kimi`).
+        False also if a KL (in loss or reward), an entropy term or a teacher has a weight.
         """
         if self.policy_loss == NONE or self._has("policy_loss", "moves_at_zero"):
             return False

@@ -67,9 +67,10 @@ def sequence_truncated(
     sequence_cap: Positive = 2.0,
     sequence_ratio: Literal["product", "geometric"] = "product",
 ) -> Tensor:
-    """Truncated importance sampling of whole answers: ``w_i = min(s_i, sequence_cap)`` on all tokens of an answer, with
-    ``s_i = prod_t pi_prox(y_t) / pi_behaviour(y_t)``, the weight for which the gradient is unbiased, or its geometric
-    mean ``s_i^(1/|y_i|)``, biased and of far lower variance (cap 2 as in verl's ``rollout_is: sequence``; TRL has 3).
+    """Truncated importance sampling of whole answers: ``w_i = min(s_i, sequence_cap)`` on all tokens of an answer.
+    ``s_i = prod_t pi_prox(y_t) / pi_behaviour(y_t)`` is the weight for which the gradient is unbiased. Its geometric
+    mean ``s_i^(1/|y_i|)`` is biased, with far lower variance. The cap is 2 as in verl's ``rollout_is: sequence``; TRL
+    has 3.
     """
     return _sequence_ratio(logprobs, batch, sequence_ratio).clamp(max=sequence_cap)
 
@@ -93,9 +94,9 @@ def sequence_mask(
     logprobs: Tensor, batch: TokenBatch, *, sequence_low: Positive = 0.99, sequence_high: Positive = 1.01
 ) -> Tensor:
     """1 on answers whose geometric mean of token ratios to the behaviour policy is within [sequence_low,
-    sequence_high], else 0: an answer on which engine and trainer disagree is masked as a whole (Liu et al. 2025, "When
-    speed kills stability"). Unlike the product, the geometric mean does not scale with length. Token noise averages out
-    in it, so bounds are narrow (as in SkyRL; verl has 0.999 to 1.001)."""
+    sequence_high], else 0. So an answer on which engine and trainer disagree is masked as a whole (Liu et al. 2025,
+    "When speed kills stability"). Unlike the product, the geometric mean does not scale with length. Token noise
+    averages out in it, so bounds are narrow (as in SkyRL; verl has 0.999 to 1.001)."""
     ratio = _sequence_ratio(logprobs, batch, "geometric")
     return ((ratio >= sequence_low) & (ratio <= sequence_high)).to(ratio.dtype)
 

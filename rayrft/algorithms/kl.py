@@ -2,9 +2,9 @@
 
 With ``d_t = log pi(y_t) - log pi_ref(y_t)``, clamped to +-20, an estimate is ``[T]`` nats per token. As values, k1 and
 k3 are unbiased if the policy sampled the tokens, and k2 nearly so if the policies are close. As losses their gradients
-matter: that of k2 is unbiased, that of k1 is 0 on average (use it in the reward, or straight through), and that of k3
-is the gradient of the other direction, ``KL(pi_ref || pi)``. Straight-through variants (``_st``) have the value of
-their name and the gradient of k2. If another policy sampled the tokens, all are biased but `k3_unbiased`.
+matter. That of k2 is unbiased. That of k1 is 0 on average: use it in the reward, or straight through. That of k3 is the
+gradient of the other direction, ``KL(pi_ref || pi)``. Straight-through variants (``_st``) have the value of their name
+and the gradient of k2. If another policy sampled the tokens, all are biased but `k3_unbiased`.
 """
 
 from __future__ import annotations

@@ -69,9 +69,9 @@ class LossParts:
     """A micro-batch's share of the step's loss and of the step's metrics; all scalars.
 
     ``loss`` carries the gradient. Terms exclude their coefficients and are divided by their global denominators; the KL
-    also excludes importance weights, because its controller may follow it. Those from the entropy on are sums over
-    action tokens of usual rows, to be divided by ``Denominators.policy.tokens`` after summation, those of pairs are
-    sums over pairs, and the others after them sums over labelled answers.
+    also excludes importance weights, because its controller may follow it. From the entropy on, fields are sums over
+    action tokens of usual rows, to be divided by ``Denominators.policy.tokens`` after summation. The fields of pairs
+    are sums over pairs, and the others after them sums over labelled answers.
     """
 
     loss: Tensor

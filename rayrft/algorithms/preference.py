@@ -113,8 +113,8 @@ def difference(values: Tensor) -> Tensor:
 def dpo(pairs: Pairs, *, beta: Positive = 0.1, label_smoothing: BelowHalf = 0.0) -> Tensor:
     """DPO: ``-log sigmoid(beta m)`` (Rafailov et al. 2023, arXiv:2305.18290, eq. 7).
 
-    With label smoothing e, the probability of a wrong label: ``-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)``
-    (conservative DPO, Mitchell 2023), which has a finite minimum at ``m = log((1 - e) / e) / beta``. e is below 1/2, at
+    Label smoothing e is the probability of a wrong label: ``-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)``
+    (conservative DPO, Mitchell 2023). It has a finite minimum at ``m = log((1 - e) / e) / beta``. e is below 1/2, at
     which labels carry no information.
     """
     return _smoothed(beta * pairs.margin, 1 - label_smoothing, label_smoothing)
@@ -122,9 +122,9 @@ def dpo(pairs: Pairs, *, beta: Positive = 0.1, label_smoothing: BelowHalf = 0.0)
 
 @preferences.register("dpo_robust", needs=["pairs", "reference"])
 def dpo_robust(pairs: Pairs, *, beta: Positive = 0.1, label_smoothing: BelowHalf = 0.1) -> Tensor:
-    """Robust DPO: ``(-(1 - e) log sigmoid(beta m) + e log sigmoid(-beta m)) / (1 - 2e)``, whose mean over labels that
-    are wrong with probability e is DPO's loss on the right ones (Chowdhury et al. 2024, arXiv:2403.00409; TRL's
-    ``robust``). Unlike with smoothed labels, the margin has no finite goal."""
+    """Robust DPO: ``(-(1 - e) log sigmoid(beta m) + e log sigmoid(-beta m)) / (1 - 2e)`` (Chowdhury et al. 2024,
+    arXiv:2403.00409; TRL's ``robust``). Its mean over labels that are wrong with probability e is DPO's loss on the
+    right ones. Unlike with smoothed labels, the margin has no finite goal."""
     e = label_smoothing
     return _smoothed(beta * pairs.margin, 1 - e, -e) / (1 - 2 * e)
 
@@ -193,9 +193,10 @@ def simpo(pairs: Pairs, *, beta: Positive = 2.0, target_margin: NonNegative = 1.
 
 @preferences.register("orpo", needs=["pairs"])
 def orpo(pairs: Pairs, *, beta: Positive = 0.1) -> Tensor:
-    """ORPO's odds ratio: ``-beta log sigmoid(log odds(w) - log odds(l))`` with ``odds(y) = p / (1 - p)`` of the
-    geometric mean ``p = pi(y)^(1/|y|)`` (Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7; beta is its lambda, 0.1 in
-    TRL), without a reference. The preset adds the likelihood of the chosen answer (``chosen_coef: 1``)."""
+    """ORPO's odds ratio, without a reference: ``-beta log sigmoid(log odds(w) - log odds(l))`` with
+    ``odds(y) = p / (1 - p)`` of the geometric mean ``p = pi(y)^(1/|y|)``. Source: Hong et al. 2024, arXiv:2403.07691,
+    eq. 6 and 7; beta is its lambda, 0.1 in TRL. The preset adds the likelihood of the chosen answer
+    (``chosen_coef: 1``)."""
     means = pairs.means.clamp(max=_CERTAIN)
     return -beta * logsigmoid(difference(means - torch.log(-torch.expm1(means))))
 
@@ -206,9 +207,9 @@ def bradley_terry(scores: Tensor, margin: Tensor | None = None, *, center: NonNe
     answer (Ouyang et al. 2022, arXiv:2203.02155, eq. 1; margin: Touvron et al. 2023, "Llama 2", arXiv:2307.09288,
     sec. 3.2.2).
 
-    The first term knows only differences; ``center`` keeps the scores of a prompt around 0, so that those of different
-    prompts can be compared (Eisenstein et al. 2023, arXiv:2312.09244; 0.01 in TRL's examples, where it is off by
-    default, too).
+    The first term knows only differences. ``center`` keeps the scores of a prompt around 0, so that those of different
+    prompts can be compared (Eisenstein et al. 2023, arXiv:2312.09244). TRL's examples have 0.01; it is off by default
+    there, too.
     """
     gap = difference(scores) if margin is None else difference(scores) - margin
     return -logsigmoid(gap) + center * scores.sum(0).square()

@@ -70,9 +70,8 @@ def topr_token(logprobs: Tensor, batch: TokenBatch) -> TokenLoss:
 
 @policy_losses.register("sppo")
 def sppo(logprobs: Tensor, batch: TokenBatch, *, log_clip: Positive = 0.3) -> TokenLoss:
-    """sPPO: ``-A_t log(clip(rho_t, 1/(1 + log_clip), 1 + log_clip))`` (Vaswani et al. 2022, arXiv:2108.05828; bounds
-    as in Trinity-RFT): unlike PPO's, the bound holds for either sign of A_t, and the gradient does not grow with
-    rho_t."""
+    """sPPO: ``-A_t log(clip(rho_t, 1/(1 + log_clip), 1 + log_clip))`` (Vaswani et al. 2022, arXiv:2108.05828; bounds as
+    in Trinity-RFT). Unlike PPO's, the bound holds for either sign of A_t, and the gradient does not grow with rho_t."""
     bound = math.log1p(log_clip)
     ratio = log_ratio(logprobs, batch.old_logprobs)
     return TokenLoss(-batch.advantages * ratio.clamp(-bound, bound), ratio.detach().abs() > bound)

@@ -67,8 +67,8 @@ class ActionTokens:
 
 def token_rewards(batch: TokenBatch, penalty: Tensor | None = None) -> Tensor:
     """Return token rewards ``[T]``: the rewards of turns and steps on the last token of each, plus a row's reward on
-    its last action token, minus a penalty on every action token (``kl_coef`` times the KL, for a KL in the reward:
-    Ouyang et al. 2022, arXiv:2203.02155).
+    its last action token, minus a penalty on every action token. For a KL in the reward the penalty is ``kl_coef``
+    times the KL (Ouyang et al. 2022, arXiv:2203.02155).
 
     Raises ValueError if the batch has no rewards.
     """
@@ -115,9 +115,9 @@ def gae(
 
 
 def with_penalty(batch: TokenBatch, penalty: Tensor) -> TokenBatch:
-    """Return the batch with advantages ``A_t - sum_{i >= t} penalty_i``, over the action tokens i of usual rows: token
-    rewards for advantages that are constant within an answer (REINFORCE++, Hu et al. 2025, arXiv:2501.03262, where A_t
-    is the reward and the penalty ``kl_coef`` times the KL).
+    """Return the batch with advantages ``A_t - sum_{i >= t} penalty_i``, over the action tokens i of usual rows. These
+    are token rewards for advantages that are constant within an answer. In REINFORCE++ (Hu et al. 2025,
+    arXiv:2501.03262) A_t is the reward and the penalty ``kl_coef`` times the KL.
 
     Group baselines do not include the penalty. (verl subtracts the penalty of the whole answer from its reward, before
     groups are compared.)

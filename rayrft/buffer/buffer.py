@@ -43,8 +43,8 @@ from rayrft.runtime.waits import WaitReport
 class Buffer(Watched):
     """Stores ``usual`` rows in whole groups and ``expert`` rows (demonstrations, by name), and the task cursor.
 
-    ``run`` is the id of the run whose log is in ``folder``; ``tasks`` creates the task set; ``limits`` are the model's;
-    ``logged`` is the result of `flush` in the checkpoint to resume from; writes wait ``room_s`` on a full disk.
+    ``run`` is the id of the run whose log is in ``folder``. ``tasks`` creates the task set; ``limits`` are the model's.
+    ``logged`` is the result of `flush` in the checkpoint to resume from. Writes wait ``room_s`` on a full disk.
     """
 
     def __init__(
@@ -246,8 +246,8 @@ class Buffer(Watched):
         await give_feedback(self.store, experience_id, reward, labels or {})
 
     async def forget(self, ids: list[str], before: float = 0.0) -> tuple[int, int]:
-        """Erase the rows of these experience, session or response ids, and of all sessions that were finished before
-        this time, from the log, with the groups that have them; groups that are held are dropped as ``forgotten``.
+        """Erase the rows of these experience, session or response ids from the log, with the groups that have them. The
+        same holds for all sessions that were finished before this time. Held groups are dropped as ``forgotten``.
 
         Returns the number of erased rows, and of those that can be erased later: a checkpoint must cover their step.
         """

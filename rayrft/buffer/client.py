@@ -164,9 +164,10 @@ async def _payload(message: pa.Buffer) -> Any:
 def put_groups(buffer: Handle[Buffer], rows: list[Experience], algorithms: list[Algorithm], group_size: int) -> None:
     """Put rows, grouped by their group ids; return when they are in the log.
 
-    Raises DataError, and puts nothing, if a row does not fit its columns' types or lacks a reward that advantages of
-    the stages' ``algorithms`` need, or a group has not ``group_size`` trajectories; also if the Buffer rejected groups:
-    ``value`` maps experience or group ids to faults. Rejected groups may be put again, fixed; the others are stored.
+    Raises DataError, and puts nothing, if a row does not fit its columns' types, or lacks a reward that advantages of
+    the stages' ``algorithms`` need, or if a group has not ``group_size`` trajectories. Raises it also if the Buffer
+    rejected groups: ``value`` maps experience or group ids to faults. Rejected groups may be put again, fixed; the
+    others are stored.
     """
     by_group: dict[str, list[Experience]] = {}
     for row in from_batch(to_batch(rows)):  # with the columns' types

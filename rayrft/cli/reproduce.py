@@ -35,9 +35,9 @@ measures: Registry[Callable[[Path, int], Figures]] = Registry("measure")
 class Recipe(Section):
     """A learning claim: what is run, and in which band the mean over the seeds must be.
 
-    A figure of a run is ``STAGE greedy`` or ``STAGE sampled``, the accuracy at the end of a stage, ``STAGE greedy
-    best``, that of the stage's best evaluation, or ``STAGE greedy at 40``, that after so many of its steps. ``A - B``
-    is a difference, ``A - B | C`` that from the larger of two.
+    A figure of a run is an accuracy: ``STAGE greedy`` or ``STAGE sampled`` at the end of a stage, ``STAGE greedy best``
+    of the stage's best evaluation, or ``STAGE greedy at 40`` after so many of its steps. ``A - B`` is a difference,
+    ``A - B | C`` that from the larger of two.
     """
 
     about: str

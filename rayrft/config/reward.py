@@ -126,8 +126,8 @@ class RewardModelsConfig(RewardModelConfig):
 
 
 class LengthReward(Section):
-    """Kimi k1.5's length reward (Kimi Team 2025, arXiv:2501.12599, sec. 2.3.3): shorter answers of a group earn more.
-    If a group's rows have between ``min`` and ``max`` sampled tokens, a row of length ``l`` earns ``weight`` times
+    """Kimi k1.5's length reward (Kimi Team 2025, arXiv:2501.12599, sec. 2.3.3): shorter answers of a group earn more. A
+    group's rows have between ``min`` and ``max`` sampled tokens. A row of length ``l`` earns ``weight`` times
     ``lambda = 0.5 - (l - min) / (max - min)`` if it is right, else ``weight`` times ``min(0, lambda)``."""
 
     weight: Changeable[float] = Field(1.0, gt=0)

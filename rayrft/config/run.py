@@ -38,8 +38,8 @@ class RunConfig(Section):
     storage: LocalPath = Path("runs")
     """The run folder is ``<storage>/<name>``."""
     on_existing: Literal["rename", "resume", "refuse"] = "rename"
-    """What a run does with the folder of an earlier run of its name: rename it by its date, resume that run (one
-    command then starts and resumes, as schedulers need it), or refuse to start."""
+    """Effect of a folder of an earlier run of this name. The run renames it by its date, resumes that run (one command
+    then starts and resumes, as schedulers need it), or refuses to start."""
     seed: int = 0
     max_staleness: Changeable[int] = Field(0, ge=0)
     """Largest number of optimiser steps between sampling a token and training on it: 0 is synchronous."""

@@ -113,8 +113,9 @@ class FeedbackConfig(HttpConfig):
     replicas: int = Field(1, ge=1, le=1)
     """One, because it records which person has which item."""
     rule: Literal["random", "uncertain", "low_deviation", "disagreement"] = "random"
-    """Order of items, after rows that wait for training: random, or first the lowest mean log-prob of a token, groups
-    with the most equal rewards, or answers on which reward parts, reward and people differ most."""
+    """Order of items, after rows that wait for training. It is random, or the first are answers with the lowest mean
+    log-prob of a token, groups with the most equal rewards, or answers on which reward parts, reward and people differ
+    most."""
     agreement: int = Field(1, ge=1)
     """People who see each item."""
     lease_s: float = Field(300.0, gt=0)

@@ -63,13 +63,14 @@ class TrainerConfig(Section):
     """``layers``: compile every decoder layer (`torch.compile`), which takes minutes at the first step, and needs a C
     compiler on every node. Attention on CPUs is not compiled."""
     accumulate: Accumulate = "auto"
-    """Gradients of a step's micro-batches add up ``sharded``, reduced after each, or ``unsharded``, reduced once: less
-    communication, and 4 more bytes a parameter on every rank; auto: unsharded if that is at most 1 GiB."""
+    """Gradients of a step's micro-batches add up ``sharded``, reduced after each, or ``unsharded``, reduced once. The
+    latter needs less communication, and 4 more bytes a parameter on every rank; auto takes it if that is at most 1
+    GiB."""
     cpu_offload: bool = False
     """GPUs: keep parameters, gradients and optimiser state in CPU memory while unused."""
     not_finite: Literal["end", "skip", "rollback"] = "end"
-    """Effect of a loss or gradient that is not finite: the run ends; the update is skipped, and its rows count as
-    trained; or the run returns to its latest checkpoint and drops the batch, as ``not_finite``."""
+    """Effect of a loss or gradient that is not finite. The run ends, or the update is skipped and its rows count as
+    trained, or the run returns to its latest checkpoint and drops the batch as ``not_finite``."""
     rollbacks: int = Field(3, ge=1)
     """Largest number of these returns since the run was started or resumed; one more ends the run. Each is also one of
     ``restarts.per_hour``."""

@@ -38,8 +38,8 @@ def connect(*, start: bool = True) -> None:
     On this machine the cluster of the latest `ray start` is used; with ``start=False`` also another, if it is the only
     one. A token is sent only to a cluster that requires one, whatever lies in the home folder.
 
-    Raises ClusterError, within seconds, if nothing answers at RAY_ADDRESS, if cluster and process do not agree on a
-    token, if Ray does not start, or if ``start=False`` and there is no cluster or more than one.
+    Raises ClusterError, within seconds, if nothing answers at RAY_ADDRESS, if Ray does not start, or if cluster and
+    process do not agree on a token. Raises it also if ``start=False`` and there is no cluster or more than one.
     """
     if ray.is_initialized():
         return

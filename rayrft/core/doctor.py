@@ -177,9 +177,9 @@ def judge(machines: list[Machine], with_gpus: Collection[Machine] = ()) -> list[
 
 
 def check_gpus(plan: list[Bundles]) -> float | None:
-    """Raise ClusterError if a node on which the plan may place actors with GPUs cannot run them: Ray counts the GPUs
-    that the driver shows, whether torch can use them or not; or if its nodes, or this one, have several versions of
-    rayrft. Returns the memory of the smallest GPU, in GB (1e9 bytes); None if none is asked for."""
+    """Raise ClusterError if a node on which the plan may place actors with GPUs cannot run them, or if its nodes, or
+    this one, have several versions of rayrft. Ray counts the GPUs that the driver shows, whether torch can use them or
+    not. Returns the memory of the smallest GPU, in GB (1e9 bytes); None if none is asked for."""
     placed = [each for each in plan if each.gpus]
     if not placed:
         return None

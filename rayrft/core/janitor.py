@@ -24,8 +24,9 @@ class Janitor(Watched):
     """The actor. It ends with the run's other actors."""
 
     def __init__(self, run: str, deadline_s: float, called_s: float = _CALLED_S) -> None:
-        """``deadline_s`` is the time that the run has to end once the process that started it has died: also if that
-        makes no call of `guard` for ``called_s``, as when it died together with the janitor's node."""
+        """``deadline_s`` is the time that the run has to end once the process that started it has died. The process
+        counts as dead, too, if it makes no call of `guard` for ``called_s``, as when it died together with the
+        janitor's node."""
         self._run, self._deadline_s = run, deadline_s
         self._guarded = threading.Event()
         threading.Thread(target=self._unless_guarded, args=(called_s,), daemon=True).start()

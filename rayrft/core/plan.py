@@ -158,7 +158,7 @@ def plan_memory(config: RunConfig, gpu_gb: float, *, activations: bool = True) -
 
 
 def engine_share(config: RunConfig, gpu_gb: float) -> float | None:
-    """Return the share of a GPU of so many GB that an engine beside a trainer rank takes; None if the config gives it,
+    """Return the share of a GPU of so many GB that an engine beside a trainer rank takes. None if the config gives it,
     if they share no GPU, or if the rank's memory cannot be counted. Raises PlacementError if it is too little."""
     if not config.colocated or config.explorer.engine.gpu_memory_utilization or config.model.path is None:
         return None

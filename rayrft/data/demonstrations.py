@@ -195,7 +195,7 @@ def hold_out(
 ) -> tuple[list[Experience], list[Experience]]:
     """Split preference pairs, by chance, into those to train on and the held-out ones, each in their order.
 
-    Held out are all pairs of as many prompts as give ``held_out`` of them, a share below 1 or a number: a model that
+    Held out are all pairs of as many prompts as give ``held_out`` of them, a share below 1 or a number. A model that
     has seen a prompt's other answers would be ranked too well. Raises DataError unless all are pairs, in both parts.
     """
     field, pairs = f"demonstrations.{name}.held_out", list(zip(rows[::2], rows[1::2], strict=False))

@@ -40,10 +40,10 @@ def attention_cost(model: str) -> float:
     """Return the cost of attention in training a row, per token squared: with s tokens the row costs as much as
     ``s + attention_cost s^2`` tokens without attention.
 
-    A token's products with W weights, those of its experts and of the head included, take ``2 W`` operations forward,
-    and causal attention ``2 A s^2`` for a row, with A the widths of all heads that attend to the whole row. Backward is
-    twice as much of both (Kaplan et al. 2020, arXiv:2001.08361). So the cost is ``A / W``: 9.6e-5 for Qwen3-0.6B, whose
-    rows of 10,000 tokens cost twice as much as their tokens.
+    A token's products with W weights, those of its experts and of the head included, take ``2 W`` operations forward.
+    Causal attention takes ``2 A s^2`` for a row, with A the widths of all heads that attend to the whole row. Backward
+    is twice as much of both (Kaplan et al. 2020, arXiv:2001.08361). So the cost is ``A / W``: 9.6e-5 for Qwen3-0.6B,
+    whose rows of 10,000 tokens cost twice as much as their tokens.
     """
     text = transformers.AutoConfig.from_pretrained(model).get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers

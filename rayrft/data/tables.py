@@ -111,9 +111,9 @@ def _convert(row: dict[str, Any], kinds: Mapping[str, str]) -> str | None:
 class TableWriter:
     """Writes batches of a schema to a JSONL or Parquet file, which appears when the block ends, if it succeeds.
 
-    In JSONL maps are objects and ``turns`` are chat messages, so the file can also be used as demonstrations, with
-    ``demonstrations.<name>: {path: …, messages: turns}`` in a config, which tokenises them again; times and the like
-    are texts. Raises DataError if the file cannot be written, or JSONL has no form for the values of a column.
+    In JSONL maps are objects, ``turns`` are chat messages, and times and the like are texts. So the file can also be
+    used as demonstrations, with ``demonstrations.<name>: {path: …, messages: turns}`` in a config, which tokenises them
+    again. Raises DataError if the file cannot be written, or JSONL has no form for the values of a column.
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:

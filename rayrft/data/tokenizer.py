@@ -188,8 +188,9 @@ class ChatTokenizer:
         *,
         last: int,
     ) -> list[int]:
-        """Token ids that follow the last turn of ``messages``, which is the assistant's and ends with token ``last``:
-        what the chat template closes it with, unless that does, ``observed``, and the beginning of the next turn.
+        """Token ids that follow the last turn of ``messages``, which is the assistant's and ends with token ``last``.
+        They close the turn as the chat template does, unless ``last`` does that, and continue with ``observed`` and the
+        beginning of the next turn.
 
         Appended to the sequence as it was sampled, they leave every token before them as it is, even if the template
         would write earlier turns differently now. Raises DataError where it refuses the messages or changes the turn.
@@ -307,7 +308,7 @@ class ChatTokenizer:
 
     def tokens_at(self, token_ids: Sequence[int], text: str, ends: Sequence[int]) -> list[int]:
         """Return for each character offset of ``ends``, which increase, the index of the token with which the answer's
-        ``text`` up to there is complete: of the one that its last character, or the last byte of that, is in.
+        ``text`` up to there is complete. That token has the last byte of the last character.
 
         Raises ValueError if that is not what the tokens begin with.
         """

@@ -58,8 +58,9 @@ class Applications:
     """Attempts of applications in ``processes``, whose method ``run`` gets a task and how it reaches the model. Calls
     of the model that continue each other are one row of the attempt, others are further rows.
 
-    All rows have the reward that the application posts to ``/feedback``; else the number, or the result, that ``run``
-    returns; else the run's reward of the text that it returns, or of the last answer if it returns None.
+    All rows have the reward that the application posts to ``/feedback``. Without one, they have the number, or the
+    result, that ``run`` returns. Else the run's reward scores the text that it returns, or the last answer if it
+    returns None.
 
     ``tool_calls`` is the form in which the model writes calls of tools, ``history`` what later calls see of earlier
     answers: see `ServeConfig`.

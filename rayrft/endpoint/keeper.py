@@ -100,7 +100,7 @@ class SessionKeeper(Watched):
         self._send()
 
     async def forget(self, name: str) -> tuple[int, int]:
-        """Erase a session, by its id or that of a response, with the groups of its rows; return the number of erased
+        """Erase a session, by its id or that of a response, with the groups of its rows. Return the number of erased
         rows, and of rows that can be erased once a checkpoint covers their step."""
         dropped = self._sessions.forget(name)
         while self._sending:  # the session's group may be on its way to the Buffer

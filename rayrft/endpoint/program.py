@@ -36,7 +36,7 @@ class Program(Applications):
 
     The reward is that of `Applications` for what the program wrote to stdout or, with ``answer``, for the text of that
     file, where one that is missing is an empty text. With ``check``, it is 1 if that command then ends with status 0,
-    else 0: it runs in a sandbox without network, in a folder of what the program left and of the files in
+    else 0. The command runs in a sandbox without network, in a folder with what the program left and the files in
     ``metadata.check_files``, which the program cannot see. A program that ends with another status than 0 fails its
     attempt, unless ``status: any``.
 

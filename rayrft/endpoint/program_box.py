@@ -1,8 +1,8 @@
 """Runs a program in the sandbox of an attempt: a script that `program.py` sends there.
 
-It reads its orders from stdin, as JSON: ``command`` and its ``input``, the ``files`` of the folder (base64), its
-``environment``, the ``socket`` that leads out, or null, the ``path`` of the endpoint there, and what to ``keep`` of the
-folder. In the command and in the values of the environment, ``{url}`` before this path is a port of loopback whose
+It reads its orders from stdin, as JSON: ``command`` with its ``input`` and ``environment``, the ``files`` of the folder
+(base64), and what to ``keep`` of it. ``socket`` is the one that leads out, or null, and ``path`` that of the endpoint
+there. In the command and in the values of the environment, ``{url}`` before this path is a port of loopback whose
 connections are passed on to the socket. At the end it writes one line of JSON: the exit ``status`` of the program, the
 end of its ``output``, and the ``files`` that it left.
 """

@@ -111,8 +111,8 @@ def measure(attempts: Iterable[Attempt], ks: Sequence[int] = (), *, seed: int = 
 
 
 def pass_at(n: int, right: int, k: int) -> float:
-    """Estimate without bias the chance that one of k attempts is right, from n of which some are (Chen et al. 2021,
-    arXiv:2107.03374, eq. 1): 1 - C(n - right, k) / C(n, k), as a product that cannot overflow.
+    """Estimate without bias the chance that one of k attempts is right, from n attempts of which ``right`` are. It is
+    ``1 - C(n - right, k) / C(n, k)`` (Chen et al. 2021, arXiv:2107.03374, eq. 1), as a product that cannot overflow.
 
     Raises ValueError if k is more than n.
     """
@@ -174,7 +174,7 @@ def over_tasks(values: Sequence[float], seed: int = 0) -> Estimate:
     """Return the mean of one value per task, with its 95 % interval.
 
     Attempts at one task are not independent, so the bootstrap (percentile, by ``seed``) resamples tasks. If every value
-    is 0 or 1, or all values are equal, it is the Wilson interval, whose width is not 0: no variable in [0, 1] varies
+    is 0 or 1, or all values are equal, it is the Wilson interval, whose width is not 0. No variable in [0, 1] varies
     more than one of 0 and 1 with the same mean.
     """
     if not values:

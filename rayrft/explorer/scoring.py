@@ -125,8 +125,8 @@ def mask_truncated(group: ScoredGroup) -> ScoredGroup:
 
 def mask_old(group: ScoredGroup, oldest: int) -> ScoredGroup:
     """Exclude the tokens that were sampled under weights before version ``oldest`` from training. A row without others
-    is kept for its reward alone, and so is one that would lose a turn of those that have rewards by their number, or
-    the token of a step that has one; without another row, all are dropped."""
+    is kept for its reward alone. So is one that would lose the token of a step with a reward, or one of the turns with
+    rewards by their number. Without another row, all are dropped."""
     rows, dropped = [], 0
     for row in group.rows:
         old = [span for span in row.weight_versions if span.version < oldest]

@@ -89,7 +89,7 @@ def order_of(item: Item, rule: str, judgements: Judgements) -> tuple[bool, float
     """Return the sort key of an item: items that wait for training first, then by the rule.
 
     ``uncertain`` is least confidence per token (Settles and Craven 2008, "An Analysis of Active Learning Strategies for
-    Sequence Labeling Tasks"); ``disagreement`` is query by committee (Seung et al. 1992), whose members are the reward,
+    Sequence Labeling Tasks"). ``disagreement`` is query by committee (Seung et al. 1992), whose members are the reward,
     its parts and people.
     """
     value = {

@@ -50,9 +50,8 @@ class Verified:
 
 
 def check_experiences(config: RunConfig, model: str | None) -> None:
-    """Raise ConfigError if one of the operators on experiences does not fit, if one makes rows without
-    `pipelines.made`, or if none writes the priority that groups are drawn by; ``model`` is the folder or id of the
-    run's model."""
+    """Raise ConfigError if an operator on experiences does not fit or makes rows without `pipelines.made`, or if none
+    writes the priority that groups are drawn by. ``model`` is the folder or id of the run's model."""
     links, made = experience_chain(config, model).build(), config.pipelines.made
     makers = [link for link in links if link.operator.kind == "synthesise"]
     if makers and made is None:

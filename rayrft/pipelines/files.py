@@ -55,10 +55,9 @@ def process(
 
     ``left_out`` is a JSONL file to write to: what was left out, by which operator and why, and which rows are broken.
     ``models`` opens the models that operators ask. Of experiences they see what they would in a run, too, which is not
-    written: ``response``, with ``tasks`` (by id) what these say, and the columns of a batch, as if the rows that a step
-    has trained on were one.
-    Raises ConfigError before anything is read if an operator does not fit, DataError if sources do not fit each other
-    or a file cannot be written, and OperatorFailed.
+    written: ``response``, with ``tasks`` (by id) the columns of these, and the columns of a batch. The rows that a step
+    has trained on count as one batch. Raises ConfigError before anything is read if an operator does not fit, DataError
+    if sources do not fit each other or a file cannot be written, and OperatorFailed.
     """
     for path in filter(None, (out, left_out)):
         if path.resolve() in {Path(source.name).resolve() for source in sources}:

@@ -55,9 +55,10 @@ ModelName = Annotated[str, Asks()]
 
 @dataclass(frozen=True)
 class Context:
-    """What operators may need besides their options: the tasks of the evaluation sets, the path of the run's model, of
-    which they use embeddings and the tokenizer with the run's ``template``, the names of models that they may ask, and
-    whether there is a reward to check answers by (`rayrft.pipelines.run.models`)."""
+    """What operators may need besides their options: the tasks of the evaluation sets, the path of the run's model, the
+    names of models that they may ask, and whether there is a reward to check answers by
+    (`rayrft.pipelines.run.models`). Of the run's model they use embeddings, and the tokenizer with the run's
+    ``template``."""
 
     evaluation: Sequence[Task] = ()
     tokenizer: str | None = None

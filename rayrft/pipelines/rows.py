@@ -29,8 +29,8 @@ def id_column(schema: pa.Schema) -> str:
 
 
 class Ids:
-    """Gives rows ids, no two of them the same: those that they have, else a digest of what the row holds, whatever
-    columns are null in it, and from the second row of an id on with a number behind it."""
+    """Gives rows ids, no two of them the same. A row keeps its id; without one it gets a digest of what it holds,
+    whatever columns are null in it. From the second row of an id on, a number follows."""
 
     def __init__(self) -> None:
         self._seen: Counter[bytes] = Counter()

@@ -187,9 +187,9 @@ def process_added(
     """Process tasks as if they stood at the end of a source, by index; ``earlier`` are those that were added before.
 
     Operators that look at single rows see the new tasks alone. If one looks at more, all operators see the tasks of all
-    sources before them, so that what is there already counts: a near-duplicate of it is left out, a share is one of
-    all. New tasks are left out, too, that ask what another one asks, or show an evaluation task, as at the start of the
-    run. The sources are read again. Raises the errors of `load_processed`.
+    sources before them, so that existing tasks count. A near-duplicate of one is left out, and a share is one of all.
+    New tasks are left out, too, that ask what another one asks, or show an evaluation task, as at the start of the run.
+    The sources are read again. Raises the errors of `load_processed`.
     """
     assert config.tasks is not None  # it draws tasks
     bench, names = load_bench_tasks(config.bench, config.seed, lambda read: None), source_names(config)

@@ -32,11 +32,11 @@ def check_rewards(
     """Build all rewards of tasks, each with the number of its source, and return the rewards' notices. ``workflow`` is
     that of tasks that name none.
 
-    A reward that needs no running model scores a reference answer of each domain and source; if it accepts the truth as
-    an answer, up to 200 of them, of which the wrong ones are in a notice. A reward that a stage trains is not built.
-    Raises ConfigError if a task's domain has no reward, or if a reward cannot be built, needs an unknown auxiliary
-    model or more time than its deadline, fails on an answer, accepts no reference answer of a source, or needs answers
-    and a source has none, unless a workflow may give its reward.
+    A reward that needs no running model scores a reference answer of each domain and source. One that accepts the truth
+    as an answer scores up to 200 of them, and a notice has the wrong ones. A reward that a stage trains is not built.
+    Raises ConfigError if a task's domain has no reward, or if a reward cannot be built, fails on an answer, accepts no
+    reference answer of a source, or needs an unknown auxiliary model or more time than its deadline. It is also raised
+    if a reward needs answers and a source has none, unless a workflow may give its reward.
     """
     examples: dict[str, dict[int, list[Task]]] = {}
     for task, source in tasks:

@@ -87,8 +87,8 @@ def _ordered(tree: Any) -> Any:
 
 
 def same_text(wanted: str, found: str, tolerance: float = 0.0) -> bool:
-    """Whether what a program wrote is what it should, but for white space at the ends of lines and of the text; with
-    a tolerance, words that are numbers, but no integers, need only be so near."""
+    """Whether a program's output is the expected one, but for white space at the ends of lines and of the text. With a
+    tolerance, words that are numbers, but not integers, need only be so near."""
     lines, others = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (wanted, found))
     if lines == others or not tolerance or len(lines) != len(others):
         return lines == others

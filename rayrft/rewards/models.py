@@ -152,8 +152,8 @@ _REDUCED = {"min": min, "product": math.prod, "mean": fmean, "last": itemgetter(
 @imports("torch", "transformers")
 class ProcessModel(_Classifier):
     """The probability that the steps of the answers are right, by a frozen `AutoModelForTokenClassification` with two
-    labels, of which label 1 is right: a process reward model (Lightman et al. 2023, "Let's Verify Step by Step",
-    arXiv:2305.20050) in the form of TRL's PRMTrainer.
+    labels, of which label 1 is right. This is a process reward model (Lightman et al. 2023, "Let's Verify Step by
+    Step", arXiv:2305.20050) in the form of TRL's PRMTrainer.
 
     An answer is split at every ``separator``. The model reads the messages before it by its chat template, then each
     step with the separator; the probability of a step is that of label 1 at the separator's last token. The value is

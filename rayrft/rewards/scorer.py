@@ -36,7 +36,7 @@ Models = Callable[[], Mapping[str, ChatModel]]
 class Scorer:
     """Scores transcripts by the reward model of their task's domain.
 
-    A reward that is a coroutine runs in the event loop, a blocking one in a process: the result of a call that raises,
+    A reward that is a coroutine runs in the event loop, a blocking one in a process. The result of a call that raises,
     hangs or kills its process is unknown, and no other call is affected.
     """
 

@@ -49,8 +49,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def dump(pid: int) -> str:
-    """Return the calls in which the threads of a process and of its children are, the innermost first, without threads
-    that wait for work; "" if there are none, or py-spy may not look into the process."""
+    """Return the calls in which the threads of a process and of its children are, the innermost first. Threads that
+    wait for work are left out. "" if there are none, or py-spy may not look into the process."""
     spy = Path(sysconfig.get_path("scripts")) / "py-spy"
     command = [str(spy), "dump", "--nonblocking", "--subprocesses", "--pid", str(pid)]
     try:

@@ -1,7 +1,7 @@
 """Sequence packing: several rows in one sequence, without attention between them, and equal prefixes only once.
 
 The rows of a micro-batch are concatenated to one sequence, so that linear layers see no padding. Tokens before the
-first in which two rows differ, such as the prompt of a group, have the same states in both: they are computed for one
+first in which two rows differ, such as the prompt of a group, have the same states in both. They are computed for one
 row, and the other attends to these. Only attention needs the row boundaries: on a GPU the variable-length kernel takes
 them; elsewhere rows of nearly the same length are batched for attention, which was the fastest way tried on CPUs.
 """

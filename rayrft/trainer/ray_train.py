@@ -1,8 +1,8 @@
 """Ray Train on a placement group of the run.
 
 Ray Train by default creates an unnamed placement group. If its controller is killed, as when a run fails, a cleaner
-actor removes the group only after the dashboard reports that the controller is dead; without an answering dashboard,
-group and actor leak until the cluster ends, and nothing tells which run they belong to. So the ranks live in a group
+actor removes the group only after the dashboard reports that the controller is dead. Without an answering dashboard,
+group and actor leak until the cluster ends, and nothing shows which run they belong to. So the ranks live in a group
 that the run creates and removes like all its others, and the cleaner actor is left out, as is the one for datasets.
 """
 

@@ -50,8 +50,8 @@ class StepMetrics:
     Pairs of a preference loss or a reward model: ``pair_accuracy`` is the share whose chosen answer has the higher
     score (`Pairs.scores`, or the reward model's), ``pair_margin`` the mean difference, ``pair_score`` the mean score.
 
-    Labelled answers, in nats, 0 if there are none: ``good_score`` and ``bad_score`` are means of
-    ``log pi(y) - log pi_ref(y)``, which times beta is TRL's ``rewards/chosen`` and ``rewards/rejected``;
+    Labelled answers, in nats, 0 if there are none. ``good_score`` and ``bad_score`` are means of
+    ``log pi(y) - log pi_ref(y)``, which times beta is TRL's ``rewards/chosen`` and ``rewards/rejected``.
     ``label_margin`` is their difference if there are both. ``good_logprob`` and ``bad_logprob`` are means of
     ``log pi(y)`` (``logps``). ``reference_kl`` is the KL from the reference that scores are compared with, at least 0.
     """

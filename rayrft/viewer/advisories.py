@@ -1,7 +1,7 @@
 """Advisories: causes for which a reward stays flat, each with numbers, rows as evidence, and the key to change.
 
-Causes have an order. A run that is sick itself (engines compute something else, rewards fail) hides what its numbers
-say of data and settings, so then only its fault is reported; nor is a setting blamed while the data explain it.
+Causes have an order. A fault of the run itself (engines compute something else, rewards fail) hides what its numbers
+show about data and settings, so then only this fault is reported. Nor is a setting blamed while the data explain it.
 """
 
 from __future__ import annotations

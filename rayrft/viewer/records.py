@@ -91,7 +91,8 @@ class RecordTable:
 
     def columns(self, *names: str) -> dict[str, np.ndarray]:
         """Return these columns, by default all, and those by which runs are compared beside ``step``: ``samples`` and
-        ``tokens``, sampled so far, and ``hours``; float64 of one length, NaN where a step does not have the number."""
+        ``tokens``, sampled so far, and ``hours``. They are float64 of one length, NaN where a step does not have the
+        number."""
         with self._lock:
             wanted = {"step", "time", "sampled_rows", "sampled_tokens", *(names or self._columns)}
             found = {name: np.full(self.steps, np.nan) for name in wanted}

@@ -1,12 +1,13 @@
 """Weights as files in a folder or an object store, for engines that no network of the trainer reaches.
 
 The first rank writes each version below one address, and engines read it. A version is a folder named by its serial
-number, which is never used again: a file for each bucket of which anything has changed, and ``manifest.json``
-(`Manifest`), which is written last: without it the version does not exist.
+number, which is never used again. It has a file for each bucket of which anything has changed, and ``manifest.json``
+(`Manifest`). The manifest is written last: without it the version does not exist.
 
-A bucket's file has its bytes, or the difference to the version before, compressed by Zstandard: for each word that has
-changed, of as many bytes as a value of the weights' dtype, a gap of 16 bits, which is the number of words between the
-word and the one listed before; then all these words. Where a gap needs more bits, unchanged words are listed, too.
+A bucket's file has its bytes, or the difference to the version before, compressed by Zstandard. A word has as many
+bytes as a value of the weights' dtype. A difference begins with a gap of 16 bits for each changed word: the number of
+words between it and the changed word before. Then all changed words follow. Where a gap needs more bits, unchanged
+words are listed, too.
 """
 
 from __future__ import annotations

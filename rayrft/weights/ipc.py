@@ -1,7 +1,7 @@
 """CUDA IPC for a trainer rank and an engine on one GPU, where NCCL does not support two ranks.
 
-The rank puts a handle to one bucket after another into the link's store; the engine on its GPU maps the memory, copies
-it, and acknowledges: never more than one bucket is held twice.
+The rank puts a handle to one bucket after another into the link's store. The engine on its GPU maps the memory, copies
+it, and acknowledges. So never more than one bucket is held twice.
 """
 
 from __future__ import annotations

@@ -79,8 +79,9 @@ class EventJournal:
         """Read the journal, truncate its torn tail, and open it for appending.
 
         The tail starts after the last intact line, or before the first event that did not survive and was not synced.
-        Raises StorageError, and changes no file, if anything before the tail is damaged, or if the tail starts before
-        the synced position or before ``least``, the position of the checkpoint that the run resumes from.
+        Raises StorageError, and changes no file, if anything before the tail is damaged. Raises it also if the tail
+        starts before the synced position, or before ``least``, the position of the checkpoint that the run resumes
+        from.
         """
         found, synced, number = self.read(), self._synced(), self.position.number
         bounds = {"synced position": synced, "position of the checkpoint that the run resumes from": least}

@@ -188,9 +188,9 @@ class EngineClient:
     """Sends requests to the members, and to no other engine, from one process.
 
     The n answers to one prompt are one request, so that they share its prefix; it goes to the least-loaded member, or
-    to that of its session. A request begins when its engine has room for it: what begins later waits here, the next
-    turn of a session before others, so that no answer is driven out of the cache and computed again. An engine that
-    left finishes the requests that it has. While there is no member, requests wait for one to join.
+    to that of its session. A request begins when its engine has room for it, so that no answer is driven out of the
+    cache and computed again. Until then it waits here, the next turn of a session before others. An engine that left
+    finishes the requests that it has. While there is no member, requests wait for one to join.
     """
 
     def __init__(
@@ -219,8 +219,8 @@ class EngineClient:
 
         If the engine dies, another one samples the answers from the beginning, with the same seed; an answer that
         streams is continued instead. Raises EngineFailed if that one dies too, if none joins for too long, or if the
-        request failed for another reason; ActorDied if engines that die are not replaced; RequestRefused; and DataError
-        for images that cannot be read.
+        request failed for another reason. Raises ActorDied if engines that die are not replaced, RequestRefused, and
+        DataError for images that cannot be read.
         """
         stream = _Stream(on_tokens) if on_tokens is not None else None
         for tries_left in reversed(range(_TRIES)):

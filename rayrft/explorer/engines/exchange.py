@@ -220,8 +220,8 @@ class Answering(ABC):
     async def exchange(
         self, client: str, requests: dict[int, Request], cancelled: Sequence[int], interrupted: Sequence[int] = ()
     ) -> dict[int, EngineAnswer | Chunk]:
-        """Begin a client's requests, by its numbers, abort the cancelled ones, and end the interrupted ones with
-        what they have; return the answers that are finished, and what streams have brought, as soon as there is one.
+        """Begin a client's requests, by its numbers, abort the cancelled ones, and end the interrupted ones with what
+        they have. Return the finished answers, and the chunks of streams, as soon as there is one.
 
         A call ends the call before it of the same client, which then returns none.
         """

@@ -60,11 +60,11 @@ class Step:
 class Environment(Protocol):
     """Something to act in by text, made for an attempt at a task and closed however that ends.
 
-    If the class's ``step`` is a coroutine function, it lives in the Explorer's event loop; if it is a plain one, which
-    may block, or the class has an attribute ``blocking = True``, in a process of its own. What it does depends on task,
-    seed and actions alone. Two static methods are called with the options if they are there: ``check`` before the run
-    starts, to raise ConfigError for what cannot be, and ``prepare`` before processes are forked, to import or load what
-    they share.
+    If the class's ``step`` is a coroutine function, the environment runs in the Explorer's event loop. If it is a plain
+    one, which may block, or the class has an attribute ``blocking = True``, it runs in a process of its own. What it
+    does depends on task, seed and actions alone. Two optional static methods are called with the options. ``check`` is
+    called before the run starts, to raise ConfigError for what cannot be. ``prepare`` is called before processes are
+    forked, to import or load what they share.
     """
 
     def reset(self, task: Task, seed: int) -> Observation | Awaitable[Observation]:

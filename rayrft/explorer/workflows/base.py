@@ -49,7 +49,7 @@ def build_workflow(
 ) -> Workflow:
     """Create the workflow of a registered name or ``package.module:attribute``; ``auxiliary``: names of models.
 
-    Raises ConfigError for ``field`` if there is none or its ``run`` is not a coroutine function, for
+    Raises ConfigError for ``field`` if there is none or its ``run`` is not a coroutine function. Raises it for
     ``explorer.workflow_options`` if it rejects them, and for ``explorer.environment`` or ``auxiliary`` if it needs one
     that is not configured.
     """

@@ -31,9 +31,9 @@ class ToolCalling:
     in all. The last answer is scored. The model is shown what is wrong with a call; the row's metrics count it:
     ``tool_calls``, ``tool_errors``, and ``tool_<kind>`` for the kinds of errors (`ToolResult`).
 
-    ``tools`` are registered names or ``package.module:attribute``, ``tool_options`` has the options of classes; ``mcp``
-    has the parameters of `McpServer` by the server's name; ``form`` is how the model writes calls (`open_call_format`);
-    the other parameters are the `ToolLimits`.
+    ``tools`` are registered names or ``package.module:attribute``; ``tool_options`` has the options of classes. ``mcp``
+    has the parameters of `McpServer` by the server's name. ``form`` is how the model writes calls (`open_call_format`).
+    The other parameters are the `ToolLimits`.
     """
 
     def __init__(

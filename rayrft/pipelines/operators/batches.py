@@ -21,7 +21,8 @@ from rayrft.pipelines.rows import numbers
 _ADDED = {"place": pa.int64(), "step": pa.int64(), "trained": pa.bool_(), "weight": pa.float32()}
 BATCHES = pa.schema([*SCHEMA, *_ADDED.items()])
 """The columns that operators on batches see: those of `experience.SCHEMA`, the row's place in the batch, the optimiser
-step, whether the row is trained (else its reward alone counts, in its group's advantages), and its weight in the loss.
+step, whether the row is trained, and its weight in the loss. If a row is not trained, its reward alone counts, in its
+group's advantages.
 """
 
 

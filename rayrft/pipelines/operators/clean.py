@@ -100,8 +100,8 @@ _BLANK_LINES = re.compile(r"\n{3,}")
 @register_operator("normalise")
 class Normalise(TextCleaner[NormaliseOptions]):
     """Normalise Unicode and white space: one form of each character, no control, invisible or bidirectional characters,
-    no tags, no escapes of terminals, plain spaces and line ends, none at the ends of lines or text, at most one blank
-    line. Indents and spaces within lines stay."""
+    no tags, no escapes of terminals. Spaces and line ends are plain, with none at the ends of lines or text, and at
+    most one blank line. Indents and spaces within lines stay."""
 
     def change(self, text: str) -> str:
         if not _ODD.search(text):

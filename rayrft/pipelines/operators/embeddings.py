@@ -99,9 +99,9 @@ def similarities(points: np.ndarray, to: np.ndarray) -> np.ndarray:
 
 
 def farthest(points: np.ndarray, count: int) -> np.ndarray:
-    """Return the indices of ``count`` of n unit vectors, such that none of the others is far from all of them: first
-    the one that is nearest to the middle, then each time the one that is farthest from those chosen (Gonzalez 1985,
-    within twice the smallest possible largest distance). Work: ``n · count``."""
+    """Return the indices of ``count`` of n unit vectors, such that none of the others is far from all of them. The
+    first is the vector nearest to the middle, each next one is farthest from those chosen (Gonzalez 1985). The largest
+    distance is within twice the smallest possible. Work: ``n · count``."""
     if not count or not len(points):
         return np.empty(0, np.int64)
     middle = np.asarray(points.mean(axis=0, dtype=np.float32))[None]

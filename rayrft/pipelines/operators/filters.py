@@ -88,8 +88,8 @@ class OutlierOptions(Section):
     """Numbers; of a list or a text, the length."""
     by: str = "group_id"
     deviations: float = Field(3.0, gt=0)
-    """How far from the group's median, in standard deviations, which are estimated from the median absolute deviation
-    (times 1.4826), or, if more than half of the group are equal, from the mean one (times 1.2533)."""
+    """Largest distance from the group's median, in standard deviations. These are estimated from the median absolute
+    deviation (times 1.4826) or, if more than half of the group are equal, from the mean one (times 1.2533)."""
     min_rows: int = Field(4, ge=3)
     """Smaller groups stay as they are."""
 

@@ -1,8 +1,8 @@
 """Words, n-grams and MinHash signatures of texts, computed on Arrow's memory: a million texts in about a minute.
 
 A word is a run of letters and digits, a single ideograph, or a sign of a formula. Case, width (NFKC), punctuation and
-white space do not count; a point between digits does, a comma between digits does not (1,000 is 1000), and a minus,
-slash or asterisk counts beside a digit or bracket, as in x - 1, though not in well-known.
+white space do not count. A point between digits does, a comma between digits does not (1,000 is 1000). A minus, slash
+or asterisk counts beside a digit or bracket, as in x - 1, though not in well-known.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Operators of Data-Juicer (Chen et al. 2023, arXiv:2309.02033) by their names, in an interpreter that has it.
 
-Data-Juicer pins packages that rayrft needs in other versions, and installs more as it runs: it is in an environment of
-its own, one that is named or a runtime environment of Ray, from which a process (`juicer_worker`) takes and gives Arrow
-batches.
+Data-Juicer pins packages that rayrft needs in other versions, and installs more as it runs. So it is in an environment
+of its own: one that is named, or a runtime environment of Ray. From there a process (`juicer_worker`) takes and gives
+Arrow batches.
 """
 
 from __future__ import annotations

@@ -240,8 +240,8 @@ class HintedOptions(FoundOptions):
     per_task: int = Field(1, ge=1)
     """Rows to make of a task: those found without a hint first, then the shortest."""
     by: str | None = None
-    """Column that tells groups apart whose rows are of one task, such as ``group_id`` of experiences: rows are made of
-    the group's first one, and the group's rewards say whether the task is hard, beside the tries."""
+    """Column by which rows of one task form groups, such as ``group_id`` of experiences. Rows are made of the group's
+    first one, and the group's rewards show whether the task is hard, beside the tries."""
     instructions: str | None = None
     """Replaces the model's instructions on the hint."""
 

@@ -37,8 +37,9 @@ class VariationOptions(Section):
 @register_operator("numeric_variation")
 class NumericVariation(Operator[VariationOptions]):
     """Make worked problems with other numbers. Numbers of the question that its calculations use once, and only there,
-    are replaced at random; the solution is calculated again, and checked: the original one must come out of the same
-    calculation, every new one must be true as it is written, positive where the original is, and have no more decimals.
+    are replaced at random, and the solution is calculated again. Two checks follow. The original solution must come out
+    of the same calculation. Every new number must be true as it is written, positive where the original is, and have no
+    more decimals.
 
     Numbers that might mean something else, such as 2 (half, twice), 7 (a week) or 100 (per cent), stay. A problem of
     which none can be varied for sure makes no row.

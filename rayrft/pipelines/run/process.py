@@ -87,7 +87,7 @@ class Pipeline:
         left out; ``models`` opens the models that operators ask.
 
         Raises OperatorFailed if an operator raises, ends its process or returns what does not fit, or a model that it
-        asks died, and OperatorTimeout if a batch takes longer than the deadline without waits for answers.
+        asks died. Raises OperatorTimeout if a batch takes longer than the deadline, without waits for answers.
         """
         asks, scores = host.asked_by(self.links)
         opened = models(asks, scores) if models is not None and (asks or scores) else nullcontext()
