@@ -121,7 +121,7 @@ def attempt_all(
         for model in models
         for name, (_, sources) in tasksets.items()
     }
-    missing = {key: _missing(config, file, tasksets[key[1]][0]) for key, file in files.items()}
+    missing = {key: missing_tasks(config, file, tasksets[key[1]][0]) for key, file in files.items()}
     todo = {
         model: {name: tasks for name, (tasks, _) in tasksets.items() if missing[model.name, name]} for model in models
     }
@@ -153,7 +153,7 @@ def attempt_all(
                         _attempt(config, placement, model, pools, todo[model], files, say)
         except RayrftError as error:
             error.remedy = error.remedy or "start the bench again: it resumes"
-            now = {key: _missing(config, file, tasksets[key[1]][0]) for key, file in files.items()}
+            now = {key: missing_tasks(config, file, tasksets[key[1]][0]) for key, file in files.items()}
             if not isinstance(error, ActorDied | ActorUnreachable) or now == missing:
                 raise
             pause_s = budget.spend(error)
@@ -200,7 +200,7 @@ def _attempt(
         answer(starting, "explorer", stall_s)
         for name, tasks in tasksets.items():
             file, what = files[model.name, name], f"{model.name} on {name}"
-            left, seen = len(_missing(config, file, tasks)), 0
+            left, seen = len(missing_tasks(config, file, tasks)), 0
             say(f"{what}: {left} of {len(tasks)} tasks to attempt")
             running = worker.call(BenchWorker.run, tasks, file)
             while True:
@@ -320,7 +320,7 @@ def attempts_in(config: RunConfig, file: Path, tasks: list[Task]) -> list[Attemp
     return [attempt for attempt in found if attempt.task_id in ids and attempt.repeat < config.bench.samples]
 
 
-def _missing(config: RunConfig, file: Path, tasks: list[Task]) -> list[Task]:
+def missing_tasks(config: RunConfig, file: Path, tasks: list[Task]) -> list[Task]:
     """Return the tasks that have not all their attempts in a file."""
     done = Counter(attempt.task_id for attempt in attempts_in(config, file, tasks))
     return [task for task in tasks if done[task.id] < config.bench.samples]

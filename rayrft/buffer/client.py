@@ -24,7 +24,7 @@ from rayrft.runtime.waits import settle
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
 
-_INLINE_BYTES = 64 << 10
+INLINE_BYTES = 64 << 10
 """Smaller messages are sent inside the call; larger ones are put in the object store and sent by reference."""
 
 _CALL_BYTES = 4 << 20
@@ -158,7 +158,7 @@ def _fail(sent: list[_Waiting], error: Exception) -> None:
 
 
 async def _payload(message: pa.Buffer) -> Any:
-    return message if len(message) <= _INLINE_BYTES else await asyncio.to_thread(put_object, message)
+    return message if len(message) <= INLINE_BYTES else await asyncio.to_thread(put_object, message)
 
 
 def put_groups(buffer: Handle[Buffer], rows: list[Experience], algorithms: list[Algorithm], group_size: int) -> None:

@@ -104,10 +104,10 @@ def doctor(config: str | Path | dict[str, Any] | RunConfig | None = None, **over
         expected = checked.explorer.engine.gpus > 0 or checked.trainer.gpus > 0
         with_gpus = [machine for machine in machines if machine.gpus] or machines
         findings = judge(machines, with_gpus if expected else ())
-        return ReportTable([*findings, *_judge_files(checked, nodes)])
+        return ReportTable([*findings, *judge_files(checked, nodes)])
 
 
-def _judge_files(config: RunConfig, nodes: list[str]) -> Iterator[Finding]:
+def judge_files(config: RunConfig, nodes: list[str]) -> Iterator[Finding]:
     """Judge the files that a config names: on this machine, and whether the others of these nodes see them."""
     models = {"model.path": config.model.path}
     models |= {f"auxiliary.{name}.model": each.model for name, each in config.auxiliary.items()}

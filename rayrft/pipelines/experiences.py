@@ -113,7 +113,7 @@ class ExperiencePipeline:
         out on which it raises. Raises OperatorFailed if ``on_error`` is ``stop``.
         """
         try:
-            worked = await self._operators.apply(_seen(task, rows), task)
+            worked = await self._operators.apply(experience_batch(task, rows), task)
             kept, made = self._split(worked, rows)
         except OperatorFailed as error:
             if self._stops:
@@ -142,7 +142,7 @@ class ExperiencePipeline:
         return kept, worked.made.select(SCHEMA.names).cast(SCHEMA)
 
 
-def _seen(task: Task, rows: list[Experience]) -> pa.RecordBatch:
+def experience_batch(task: Task, rows: list[Experience]) -> pa.RecordBatch:
     """Return rows with the columns of `EXPERIENCES`."""
     batch = to_batch(rows)
     more = {

@@ -194,13 +194,13 @@ class ProcessModel(_Classifier):
         rows = [answer.row for each, fits in zip(answers, fitting, strict=True) if fits for answer in each]
         outputs = iter(self._outputs(rows))
         return [
-            self._result(each, [next(outputs)[answer.places].softmax(-1)[:, 1].tolist() for answer in each])
+            self.result_of(each, [next(outputs)[answer.places].softmax(-1)[:, 1].tolist() for answer in each])
             if fits
             else RewardResult(None, reason=f"the answer is longer than the model's {limit} positions")
             for each, fits in zip(answers, fitting, strict=True)
         ]
 
-    def _result(self, answers: list[_Answer], values: list[list[float]]) -> RewardResult:
+    def result_of(self, answers: list[_Answer], values: list[list[float]]) -> RewardResult:
         """Return the reward of answers, whose steps have these values."""
         steps = [step for each in values for step in each]
         right = next((number for number, step in enumerate(steps) if step <= 0.5), len(steps))

@@ -89,7 +89,7 @@ class Checkpointer:
 
     def save(self, learner: Learner, folder: Path, done: Callable[[str | None], None]) -> None:
         """Copy the state and write the copy in the background; ``done`` receives the error message, or None."""
-        state = tree_map_only(Tensor, _to_host, _state(learner, folder))
+        state = tree_map_only(Tensor, to_host, checkpoint_state(learner, folder))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -132,7 +132,7 @@ class Checkpointer:
         self._rebase(learner.policy, folder)
         with _typed_errors(folder):
             names = _Reader(str(folder)).read_metadata().state_dict_metadata
-        state = _state(learner, folder, set(names))
+        state = checkpoint_state(learner, folder, set(names))
         _read(state, folder, process_group=self._group)
         for name, (model, optimizer) in _models(learner).items():
             states.set_model_state_dict(model, state[name], options=_TRAINED_ONLY)
@@ -151,7 +151,7 @@ class Checkpointer:
             load_hf(policy, base)
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     """Copy a tensor into the host's memory: from a GPU into pinned memory, which is faster, and without waiting."""
     tensor = tensor.detach()
     if tensor.device.type != "cuda":
@@ -235,7 +235,7 @@ def _models(learner: Learner) -> dict[str, tuple[nn.Module, Optimizer | None]]:
     return models if critic is None else {**models, "critic": (critic, critic.optimizer)}
 
 
-def _state(learner: Learner, folder: Path, written: set[str] | None = None) -> _State:
+def checkpoint_state(learner: Learner, folder: Path, written: set[str] | None = None) -> _State:
     """Return the state to save, or, given the names ``written`` in a checkpoint, the tensors that `load` fills."""
     lora = learner.policy.lora
     # The frozen weights relative to the checkpoint, as a run may be moved; empty if they are the run's model, or none.

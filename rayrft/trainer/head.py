@@ -52,7 +52,7 @@ def head_top_logprobs(
     logprobs = torch.empty(len(hidden), k, dtype=dtype, device=hidden.device)
     ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     for part in _chunks(len(hidden), chunk or _chunk(hidden, len(weight))):
-        logp = _logits(hidden[part], weight, _part(temperature, part), dtype).log_softmax(-1, dtype=dtype)
+        logp = head_logits(hidden[part], weight, _part(temperature, part), dtype).log_softmax(-1, dtype=dtype)
         logprobs[part], ids[part] = logp[:, :vocabulary].topk(k)
     return logprobs, ids
 
@@ -66,7 +66,7 @@ class _Head(torch.autograd.Function):
         logprobs = torch.empty(targets.shape, dtype=dtype, device=hidden.device)
         entropy = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         for part in _chunks(len(hidden), chunk):
-            logp = _logits(hidden[part], weight, _part(temperature, part), dtype).log_softmax(-1, dtype=dtype)
+            logp = head_logits(hidden[part], weight, _part(temperature, part), dtype).log_softmax(-1, dtype=dtype)
             logprobs[part] = logp.gather(-1, targets[part])
             # nansum: p log p = 0 where p = 0. Any other NaN also shows in the log-prob.
             entropy[part] = -logp.exp().mul_(logp).nansum(-1)
@@ -90,7 +90,7 @@ class _Head(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         for part in _chunks(len(hidden), ctx.chunk):
-            logits = _logits(hidden[part], weight, _part(temperature, part), dtype)
+            logits = head_logits(hidden[part], weight, _part(temperature, part), dtype)
             if by_entropy is None:
                 slope = logits.softmax(-1, dtype=dtype).mul_(-total[part])
             else:
@@ -109,7 +109,7 @@ class _Head(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor | None, dtype: torch.dtype) -> Tensor:
+def head_logits(hidden: Tensor, weight: Tensor, temperature: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Compute ``[T, V]`` logits. On a GPU half-precision products keep their float32 accumulators: rounded to bfloat16,
     a logit of 16 is off by up to 1/16 nat, which is most of the gap between engine and trainer."""
     logits = (

@@ -186,9 +186,9 @@ def packed_attention(
         raise NotImplementedError(f"its attention has {named[0]}, which packed attention lacks")
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     if uses_kernel(query.device, query.dtype):
-        out = _kernel(query, key, value, packing, scaling, sliding_window)
+        out = attention_by_kernel(query, key, value, packing, scaling, sliding_window)
     else:
-        out = _buckets(query, key, value, packing, scaling, sliding_window)
+        out = attention_by_buckets(query, key, value, packing, scaling, sliding_window)
     return out[None], None
 
 
@@ -198,7 +198,7 @@ def uses_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type in ("cuda", "meta") and dtype in (torch.float16, torch.bfloat16)
 
 
-def _kernel(
+def attention_by_kernel(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
@@ -223,7 +223,7 @@ def _kernel(
 
 
 @torch.compiler.disable  # else a layer would be compiled again for every number of buckets
-def _buckets(
+def attention_by_buckets(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
     """Compute the attention of the computed tokens, ``[C, heads, D]``."""

@@ -67,7 +67,7 @@ def test_it_runs(bench: str) -> None:
 
 def test_a_kernel_that_fails_in_a_benchs_precision_is_told_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "uses_kernel", lambda device, dtype: dtype == torch.bfloat16)
-    monkeypatch.setattr(packing, "_kernel", mock.Mock(side_effect=TypeError("no such kernel")))
+    monkeypatch.setattr(packing, "attention_by_kernel", mock.Mock(side_effect=TypeError("no such kernel")))
     policy = Policy(SHAPES["tiny"].model())
     with pytest.raises(RuntimeError, match="no such kernel"):
         make_learner(policy, "grpo", tokens=64, device=torch.device("cpu"), compute=torch.bfloat16)

@@ -140,7 +140,7 @@ def test_what_is_missing_is_told_by_task_and_what_is_too_much_is_left_out(tmp_pa
     for task, count in zip(tasks, (3, 1, 0), strict=True):
         lines.append(*(to_line(Attempt(task.id, repeat, 1.0)) for repeat in range(count)))
     lines.append(to_line(Attempt("of another set", 0, 1.0)))
-    assert bench._missing(config, file, tasks) == tasks[1:]
+    assert bench.missing_tasks(config, file, tasks) == tasks[1:]
     found = bench.attempts_in(config, file, tasks)
     assert [(attempt.task_id, attempt.repeat) for attempt in found] == [
         (tasks[0].id, 0),

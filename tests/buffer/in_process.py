@@ -32,7 +32,7 @@ class ObjectTable:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._messages: list[pa.Buffer] = []
         monkeypatch.setattr("ray.put", self.put)
-        monkeypatch.setattr("rayrft.buffer.client._INLINE_BYTES", 1 << 40)
+        monkeypatch.setattr("rayrft.buffer.client.INLINE_BYTES", 1 << 40)
         monkeypatch.setattr("ray.get", lambda refs: [self._messages[ref] for ref in refs])
 
     def put(self, message: pa.Buffer) -> int:

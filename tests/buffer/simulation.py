@@ -237,7 +237,7 @@ class World:
         """Start the process, and send it the calls that have no answer yet."""
         self._life, context = Life(), self._clients.copy()
         context.run(_LIFE.set, self._life)
-        self._buffer = context.run(self._open)
+        self.buffer = context.run(self._open)
         # The turn of the loop after which this process is killed.
         end = self.loop.turns + self.rng.randint(1, 400) if self._kills else math.inf
 
@@ -274,8 +274,8 @@ class World:
         """Leave the disk as it is, without the process."""
         self._life.alive = False
         self.loop.after_turn = lambda: None
-        self._buffer.store.journal.close()
-        self._buffer.store.storage.unlock()
+        self.buffer.store.journal.close()
+        self.buffer.store.storage.unlock()
 
     # Calls.
 
@@ -303,7 +303,7 @@ class World:
 
         async def execute() -> None:
             try:
-                result, error = await getattr(self._buffer, call.method)(*call.arguments), None
+                result, error = await getattr(self.buffer, call.method)(*call.arguments), None
             except Exception as failure:  # whatever it is, it goes to the caller
                 result, error = None, failure
             delay = self.rng.expovariate(1 / 0.02)
@@ -480,7 +480,7 @@ async def check(world: World) -> None:
     assert {*uses, *held} <= sent and len(set(held)) == len(held)
     assert max(uses.values(), default=0) <= world.setting.sampler.get("max_uses", 1), "trained too often"
     dropped = dict(stats.ledger.dropped)
-    parked = len(world._buffer.state.stage.begun)
+    parked = len(world.buffer.state.stage.begun)
     assert len(held) + parked == stats.ledger.held
     dropped.pop("unfinished", 0)
     filtered, failed = dropped.pop("zero_variance", 0), stats.ledger.dropped_tasks.get("workflow_error", 0)

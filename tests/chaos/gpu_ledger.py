@@ -92,9 +92,9 @@ class Vllm:
     async def collective_rpc(self, method: str, args: tuple[int]) -> list[str]:
         assert "weights" not in self._asleep, "weights need memory"
         self._note("transfer")
-        self._engine.scripted._running.clear()
+        self._engine.scripted.running.clear()
         weights = await self._engine.scripted.receive(args[0], self._engine.receives)
-        self._engine.scripted._running.clear()
+        self._engine.scripted.running.clear()
         return list(weights.digests)
 
     async def update_weight_version(self, version: str) -> None:

@@ -154,8 +154,8 @@ class ScriptedEngine(Answering, Watched):
         super().__init__()
         self._cluster, self._life = cluster, life
         self._version, self._digest = 0, ""
-        self._running = asyncio.Event()
-        self._running.set()
+        self.running = asyncio.Event()
+        self.running.set()
         self._link: Transfer | None = None
 
     async def start(
@@ -168,10 +168,10 @@ class ScriptedEngine(Answering, Watched):
 
     async def generate(self, request: Request, stream: Stream | None = None) -> list[Completion]:
         chance = random.Random(request.sampling.seed)
-        await self._running.wait()
+        await self.running.wait()
         first = self._version
         await self._cluster.takes(_ANSWER_S)
-        await self._running.wait()
+        await self.running.wait()
         if self._life in self._cluster.services:
             self._cluster.services[self._life].answers += request.n
         return [self._answer(request, chance, first) for _ in range(request.n)]
@@ -191,10 +191,10 @@ class ScriptedEngine(Answering, Watched):
 
     async def pause(self, keep_cache: bool = False) -> None:
         await self._cluster.takes(_SEND_S)
-        self._running.clear()
+        self.running.clear()
 
     async def receive(self, number: int, version: int) -> EngineWeights:
-        assert self._link is not None and not self._running.is_set()  # it is connected and paused
+        assert self._link is not None and not self.running.is_set()  # it is connected and paused
         digest = await self._link.exchange(2 * number, self._place, "")
         await self._cluster.takes(_SEND_S)
         await self._link.exchange(2 * number + 1, self._place, "")
@@ -205,11 +205,11 @@ class ScriptedEngine(Answering, Watched):
         self._version, self._digest = version, digest
         if self._life.name.startswith("engine"):
             self._cluster.services.setdefault(self._life, Service(self._cluster.steps))
-        self._running.set()
+        self.running.set()
         return EngineWeights(version, (digest,))
 
     async def resume(self) -> None:
-        self._running.set()
+        self.running.set()
 
     def _answer(self, request: Request, chance: random.Random, first: int) -> Completion:
         sampling = request.sampling

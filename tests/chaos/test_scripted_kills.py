@@ -98,7 +98,7 @@ def test_a_run_whose_object_store_is_full_now_and_then_takes_every_step_once(
         return put(world, value)
 
     monkeypatch.setattr(World, "put", put_if_room)
-    monkeypatch.setattr("rayrft.buffer.client._INLINE_BYTES", 0)
+    monkeypatch.setattr("rayrft.buffer.client.INLINE_BYTES", 0)
     monkeypatch.setattr(Room, "poll_s", 0.001)
     outcome = simulate(24, 3, prepared, tmp_path)
     assert not outcome.problems, describe(outcome)

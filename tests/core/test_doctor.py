@@ -154,7 +154,7 @@ def test_other_nodes_are_asked_for_the_files_that_a_config_names(
     monkeypatch.setattr("rayrft.core.shared_files.ask_nodes", answers)
     monkeypatch.setattr(module, "find_model", lambda path, field: path)
     config = load_config(base(), {"storage": str(tmp_path), "auxiliary.user.model": "org/model"})
-    said = [str(each) for each in module._judge_files(config, [own, "other"]) if each.state == "fault"]
+    said = [str(each) for each in module.judge_files(config, [own, "other"]) if each.state == "fault"]
     assert [line.split(".")[0] for line in said] == [
         f"fault  storage: node two does not see {tmp_path}",
         "fault  auxiliary",
@@ -162,7 +162,7 @@ def test_other_nodes_are_asked_for_the_files_that_a_config_names(
     marker, files = asked
     assert files == {"auxiliary.user.model": ["org/model"]} and not marker.exists()
     asked.clear()
-    assert [*module._judge_files(config, [own])] and asked == []
+    assert [*module.judge_files(config, [own])] and asked == []
 
 
 def test_all_nodes_of_a_run_are_compared_at_its_start(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_an_error_for_want_of_memory_says_which_setting_saves_how_much(
     trainer = trainer.model_copy(update={"accumulate": "unsharded"})
     savings = partial(memory_savings, models["qwen3 0.6B"], trainer, half=True)
     assert said(clip)["accumulate: sharded"] == pytest.approx(4 / 2 * 0.6e9, rel=0.1)
-    monkeypatch.setattr("rayrft.trainer.dcp._state", full)
+    monkeypatch.setattr("rayrft.trainer.dcp.checkpoint_state", full)
     for outside in (
         lambda: gather(mock.Mock(to=full), torch.bfloat16),
         lambda: save_hf(mock.Mock(state_dict=full), mock.Mock(), tmp_path, dtype=torch.bfloat16),

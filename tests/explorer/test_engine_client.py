@@ -80,15 +80,15 @@ class Subject:
     def __init__(self) -> None:
         self.pool, self.waits = WatchedPool(), Waits("explorer")
         self.client = EngineClient(remote(self.pool, "engine_pool"), self.waits)
-        self._requests: list[asyncio.Task[list[Completion]]] = []
+        self.requests: list[asyncio.Task[list[Completion]]] = []
 
     async def join(self, name: str, engine: Any) -> Any:
         await self.pool.join([Member(remote(engine, name), 0)])
         return engine
 
     def ask(self, n: int = 1, *sessions: Session) -> asyncio.Task[list[Completion]]:
-        self._requests.append(asyncio.create_task(self.client.generate(Request([5], n, SAMPLING), sessions)))
-        return self._requests[-1]
+        self.requests.append(asyncio.create_task(self.client.generate(Request([5], n, SAMPLING), sessions)))
+        return self.requests[-1]
 
     async def leave(self, name: str) -> None:
         [handle] = [member.handle for member in (await self.pool.members()).members if member.name == name]
@@ -102,7 +102,7 @@ class Subject:
                 pass
 
     async def close(self) -> None:
-        for task in (*self._requests, self.client.following):
+        for task in (*self.requests, self.client.following):
             if task is not None:
                 task.cancel()
 
@@ -417,7 +417,7 @@ async def test_a_request_waits_until_an_engine_has_room_and_next_turns_of_sessio
     assert (wait.what, wait.count) == ("room in their caches", 2)
     held[2].cancel()
     await begun(engine, 1)
-    assert engine.asked == [2, 1, 3, 1] and next_turn in subject._requests and not later.done()
+    assert engine.asked == [2, 1, 3, 1] and next_turn in subject.requests and not later.done()
     engine.released.set()
     assert await next_turn == await later == [ANSWER]
 
@@ -533,7 +533,7 @@ async def test_long_tailed_answers_fill_the_cache_and_seldom_overflow_it(subject
     tokens, sampling = 4000, Sampling(1.0, 400, (1,))
     engine = await subject.join("engine-0", Decoding(np.random.default_rng(n), tokens))
     for _ in range(8000 // n):
-        subject._requests.append(asyncio.create_task(subject.client.generate(Request([5], n, sampling))))
+        subject.requests.append(asyncio.create_task(subject.client.generate(Request([5], n, sampling))))
     await subject.known()
     used = []
     while subject.client._queue:

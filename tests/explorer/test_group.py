@@ -21,7 +21,7 @@ from rayrft.experience import Experience, Task
 from rayrft.explorer.scoring import ScoredGroup, with_verified
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
-from rayrft.pipelines.experiences import VERIFIED, Verified, _seen, check_experiences, experience_chain
+from rayrft.pipelines.experiences import VERIFIED, Verified, check_experiences, experience_batch, experience_chain
 from rayrft.pipelines.run.groups import GroupHost, OperatorActor
 from rayrft.rewards import RewardResult
 from tests.buffer.rows import group
@@ -101,7 +101,7 @@ async def test_operators_in_an_actor_ask_the_models_that_it_is_given_and_know_th
         replace(row, task_id=task.id, turns=({"role": "assistant", "content": said},))
         for row, said in zip(group(1), ("tac", "cat"), strict=True)
     ]
-    worked = await actor.apply(_seen(task, rows), task)
+    worked = await actor.apply(experience_batch(task, rows), task)
     await actor.close()
     assert worked.kept == [0] and worked.changed.column("reward").to_pylist() == [1.0] and not actor._tasks
 

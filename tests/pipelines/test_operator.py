@@ -14,7 +14,7 @@ from rayrft.pipelines import Context
 from rayrft.pipelines.chain import apply_link
 from rayrft.pipelines.operator import operators
 from rayrft.pipelines.rows import Ids
-from rayrft.pipelines.run.groups import _difference
+from rayrft.pipelines.run.groups import group_difference
 from rayrft.pipelines.run.host import packed, unpacked
 from rayrft.registry import load_plugins
 from tests.errors import about
@@ -129,7 +129,7 @@ def test_no_number_is_no_other_value_than_no_number() -> None:
         other = batch.set_column(2, "number", pa.array([7.0, 1.0, None]))
         assert applied("shout", other)[1].changed == 3
         message = [packed(batch), packed(pa.RecordBatch.from_pylist(batch.to_pylist(), schema=batch.schema))]
-        kept, changed, made = _difference(*map(unpacked, message), "id")
+        kept, changed, made = group_difference(*map(unpacked, message), "id")
         assert (kept, changed.schema.names, made) == ([0, 1, 2], [], None)
 
 

@@ -148,8 +148,8 @@ def test_a_process_model_gives_each_answer_what_its_steps_come_to(tiny_model: Pa
     result = ProcessModel(str(folder)).score(TASK, transcript)
     assert result.turns == pytest.approx((min(one), min(two)), abs=1e-5)
     assert result.value == pytest.approx(min(one + two), abs=1e-5) and result.components["steps"] == 5
-    assert ProcessModel(str(folder))._result([], [[0.9, 0.45], [0.8]]).components == {"steps": 3, "right": 1}
-    assert ProcessModel(str(folder))._result([], [[0.9, 0.55], [0.8]]).components == {"steps": 3, "right": 3}
+    assert ProcessModel(str(folder)).result_of([], [[0.9, 0.45], [0.8]]).components == {"steps": 3, "right": 1}
+    assert ProcessModel(str(folder)).result_of([], [[0.9, 0.55], [0.8]]).components == {"steps": 3, "right": 3}
     assert result.steps == ()
     by_step = ProcessModel(str(folder), per="step").score(TASK, transcript)
     assert by_step.turns == () and by_step.value == result.value

@@ -268,10 +268,10 @@ def test_nothing_is_left_open_or_unreaped(sandbox: Sandbox) -> None:
     with sandbox.start({}, [*sandbox.python, "-c", "input()"]) as process:
         pass
     # What nobody reaps would fill a container whose own process 1 reaps nobody.
-    assert not os.path.exists(f"/proc/{process._first_pid}")
+    assert not os.path.exists(f"/proc/{process.first_pid}")
     with sandbox.start({}, [*sandbox.python, "-c", "print()"]) as process:
         process.wait()
-    assert not os.path.exists(f"/proc/{process._first_pid}")
+    assert not os.path.exists(f"/proc/{process.first_pid}")
     with pytest.raises(ZeroDivisionError), sandbox.start({}, [*sandbox.python, "-c", "input()"]):
         _ = 1 / 0
     assert left() == before

@@ -278,9 +278,9 @@ def test_what_lies_on_a_gpu_is_copied_into_pinned_memory_which_is_freed_once_it_
 ) -> None:
     events: list[str] = []
     with FakeTensorMode(), mock.patch.object(torch, "empty_like", wraps=torch.empty_like) as made:
-        assert dcp._to_host(torch.ones(3, device="cuda")).device.type == "cpu"
+        assert dcp.to_host(torch.ones(3, device="cuda")).device.type == "cpu"
         assert made.call_args.kwargs == {"device": "cpu", "pin_memory": True}
-        assert dcp._to_host(torch.ones(3)).device.type == "cpu" and made.call_count == 1
+        assert dcp.to_host(torch.ones(3)).device.type == "cpu" and made.call_count == 1
     monkeypatch.setattr(dist, "new_group", lambda backend: None)
     states: list[dict[str, Any]] = []
     monkeypatch.setattr(dcp, "save", lambda state, **_: states.append(state) or events.append(f"write {bool(state)}"))  # type: ignore[func-returns-value]

@@ -252,7 +252,7 @@ def test_no_row_is_blamed_for_a_device(fault: Exception, remedy: str | None, mon
     ("place", "phase"),
     [
         ("rayrft.trainer.policy.head_logprobs", "the forward pass of 54 tokens"),
-        ("rayrft.trainer.head._logits", "the head of 54 tokens"),
+        ("rayrft.trainer.head.head_logits", "the head of 54 tokens"),
         ("rayrft.algorithms.loss.LossParts.zero", "the loss"),
         ("torch.autograd._engine_run_backward", "the backward pass"),
         ("rayrft.trainer.optimizer._LocalAdamW.step", "the optimiser's step"),

@@ -38,8 +38,8 @@ from transformers import (
 
 from rayrft.errors import ModelError
 from rayrft.trainer import packing
-from rayrft.trainer.head import _logits, chunk_tokens, head_logprobs, head_top_logprobs
-from rayrft.trainer.packing import Packing
+from rayrft.trainer.head import chunk_tokens, head_logits, head_logprobs, head_top_logprobs
+from rayrft.trainer.packing import Packing, attention_by_buckets
 from rayrft.trainer.policy import Policy, scored_batch
 from tests.algorithms.flat import token_logprobs
 from tests.errors import about
@@ -207,8 +207,10 @@ def test_kernel_and_buckets_get_the_same_rows(of: Any, window: int | None, monke
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     layout = scored_batch(of()).packing
     query, key, value = (torch.randn(len(layout.computed), heads, 8) for heads in (4, 2, 2))
-    found = packing._kernel(query, key, value, layout, 0.3, window)
-    torch.testing.assert_close(found, by_buckets(query, key, value, layout, 0.3, window), atol=1e-5, rtol=1e-4)
+    found = packing.attention_by_kernel(query, key, value, layout, 0.3, window)
+    torch.testing.assert_close(
+        found, attention_by_buckets(query, key, value, layout, 0.3, window), atol=1e-5, rtol=1e-4
+    )
 
 
 FA3 = """
@@ -264,21 +266,15 @@ def test_logits_exist_for_as_many_tokens_as_the_policy_is_set_to() -> None:
     policy, batch = make(PLAIN[2]), scored_batch(rows())
     policy.enable_fast_paths(pack=True)
     policy.head_chunk = 3
-    with mock.patch("rayrft.trainer.head._logits", wraps=_logits) as made:
+    with mock.patch("rayrft.trainer.head.head_logits", wraps=head_logits) as made:
         policy.output(batch, temperature=1.0)
         policy.top_logprobs(batch, 1.0, 2, 40)
     assert {len(call.args[0]) for call in made.call_args_list[:-1]} <= {3, len(batch.predicted) % 3}
 
 
-def by_buckets(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> Tensor:
-    """What the kernel of a GPU gives, in plain torch."""
-    parts = [packing._bucket(query, key, value, each, scaling, window) for each in packed.buckets]
-    return torch.cat(parts)[packed.index]
-
-
 def leaking(query: Any, key: Any, value: Any, packed: Packing, scaling: Any, window: Any) -> Tensor:
     whole = Packing.of([np.arange(len(query))])
-    return by_buckets(query, key, value, whole, scaling, window)
+    return attention_by_buckets(query, key, value, whole, scaling, window)
 
 
 REFUSING = mock.Mock(side_effect=RuntimeError("head size 20 is not taken\nnor is 21"))
@@ -297,16 +293,16 @@ class OneWay(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("kernel", "said"),
     [
-        (by_buckets, None),
+        (attention_by_buckets, None),
         (leaking, "with the attention kernel log-probs would differ by"),
         (REFUSING, "the attention kernel fails: head size 20 is not taken"),
-        (lambda *given: OneWay.apply(by_buckets(*given)), "the attention kernel fails: no way back"),
+        (lambda *given: OneWay.apply(attention_by_buckets(*given)), "the attention kernel fails: no way back"),
     ],
     ids=["right", "leaking", "refusing", "without a gradient"],
 )
 def test_a_half_precision_kernel_is_tried_first(kernel: Any, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "uses_kernel", lambda device, dtype: dtype == torch.bfloat16)
-    monkeypatch.setattr(packing, "_kernel", kernel)
+    monkeypatch.setattr(packing, "attention_by_kernel", kernel)
     policy = make(PLAIN[2])
     before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
     remark = policy.enable_fast_paths(pack=True, compute=torch.bfloat16)
@@ -445,7 +441,7 @@ def test_a_logit_of_minus_infinity_counts_0_in_the_entropy_and_has_no_gradient()
 def test_on_a_gpu_logits_of_half_precision_are_not_rounded() -> None:
     with FakeTensorMode(), torch.no_grad():
         hidden, weight = (torch.empty(size, 4, dtype=torch.bfloat16, device="cuda") for size in (8, 16))
-        assert _logits(hidden, weight, None, torch.float32).dtype == torch.float32
+        assert head_logits(hidden, weight, None, torch.float32).dtype == torch.float32
 
 
 def test_hidden_states_that_are_no_numbers_are_not_passed_over() -> None:

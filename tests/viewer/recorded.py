@@ -97,12 +97,12 @@ class RecordedRun:
     def train(self, steps: int = 1) -> None:
         """Take steps: put their groups, train on them, and record it."""
         for _ in range(steps):
-            groups = [self._group() for _ in range(GROUPS)]
+            groups = [self.group() for _ in range(GROUPS)]
             self.buffer.put(
                 [(rows, None) for rows in groups], dropped={"zero_variance": ROWS} if self.steps % 3 else None
             )
             if self.steps % 5 == 4:
-                self.buffer.put([(self._group(age=4), None)])
+                self.buffer.put([(self.group(age=4), None)])
             self.buffer.trained(self.steps, advance=True)
             self.steps += 1
             if self.steps % 10 == 0:
@@ -138,7 +138,7 @@ class RecordedRun:
     def skill(self) -> float:
         return 0.15 + 0.75 * (1 - np.exp(-self.steps / 18))
 
-    def _group(self, age: int = 0) -> list[Experience]:
+    def group(self, age: int = 0) -> list[Experience]:
         number, self._groups = self._groups, self._groups + 1
         version, task = max(self.steps - age, 0), number % 7
         images: tuple[str, ...] = ()

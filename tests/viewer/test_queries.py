@@ -203,7 +203,7 @@ async def test_pass_rates_are_told_by_source_if_a_run_has_several(copied: Path) 
 
 async def test_a_task_that_was_solved_before_and_is_no_more_is_unlearned(tmp_path: Path) -> None:
     def rewarded(good: set[str]) -> None:
-        rows = [run._group() for _ in range(GROUPS)]
+        rows = [run.group() for _ in range(GROUPS)]
         run.buffer.put(
             [([row.with_fields(reward=float(row.task_id in good)) for row in group], None) for group in rows]
         )

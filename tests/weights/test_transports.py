@@ -108,9 +108,20 @@ class RecordedGroup:
         return SimpleNamespace(wait=lambda: self.events.append(f"end {number}"))
 
 
+class RecordedGloo(Gloo):
+    """One end of a link over a group that records."""
+
+    def __init__(self, *, sends: bool) -> None:
+        self.group = RecordedGroup()
+        self.connect(Endpoint(sends, 0, 1, 1, CPU, None, 1.0, "s"))
+
+    def _form(self, *_: Any) -> Any:
+        return self.group
+
+
 def test_a_bucket_travels_while_the_next_is_filled_and_the_one_before_is_loaded() -> None:
-    group, transport = RecordedGroup(), Gloo()
-    transport._group, transport._device = group, CPU
+    transport = RecordedGloo(sends=True)
+    group = transport.group
 
     def filled() -> Iterator[Tensor]:
         for number in range(3):
@@ -122,7 +133,8 @@ def test_a_bucket_travels_while_the_next_is_filled_and_the_one_before_is_loaded(
         *("fill 0", "begin 0", "fill 1", "end 0", "begin 1"),
         *("fill 2", "end 1", "begin 2", "end 2"),
     ]
-    group = transport._group = RecordedGroup()
+    transport = RecordedGloo(sends=False)
+    group = transport.group
     for number, buffer in enumerate(transport.receive(parcel({}), [8, 16, 24])):
         group.events.append(f"load {number}")
         assert buffer.numel() == 8 * (number + 1)
@@ -133,8 +145,7 @@ def test_a_bucket_travels_while_the_next_is_filled_and_the_one_before_is_loaded(
 
 
 def test_a_buffer_is_taken_again_once_no_tensor_of_it_is_held() -> None:
-    transport = Gloo()
-    transport._group, transport._device = RecordedGroup(), CPU
+    transport = RecordedGloo(sends=False)
     with mock.patch.object(np, "empty", wraps=np.empty) as made:
         for buffer in transport.receive(parcel({}), [64] * 9):
             del buffer

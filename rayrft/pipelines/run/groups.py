@@ -103,7 +103,7 @@ class GroupHost(OperatorHost):
             outcomes.append(self.apply(number))
             if not outcomes[-1].given:
                 break
-        kept, changed, made = _difference(before, self._rows, self._key)
+        kept, changed, made = group_difference(before, self._rows, self._key)
         return kept, packed(changed), None if made is None else packed(made), outcomes
 
     def apply(self, number: int) -> Outcome:
@@ -134,7 +134,7 @@ def _split_by_group(together: GroupResult, groups: list[pa.RecordBatch], key: st
     return found
 
 
-def _difference(
+def group_difference(
     before: pa.RecordBatch, after: pa.RecordBatch, key: str
 ) -> tuple[list[int], pa.RecordBatch, pa.RecordBatch | None]:
     """Return the places of the rows that remain, their changed columns, and new rows."""
@@ -221,7 +221,7 @@ class LocalOperators:
             message = packed(pa.RecordBatch.from_pylist([], self._links[-1].gives)) if left is None else left
             if left is None:
                 break
-        return GroupResult(*_difference(rows, unpacked(message), self._key), [each for _, each in outcomes])
+        return GroupResult(*group_difference(rows, unpacked(message), self._key), [each for _, each in outcomes])
 
 
 class OperatorActor:

@@ -108,7 +108,7 @@ class Process:
 
     def _begin(self) -> None:
         first = self._process.pid if self._started.status is None else self._read_first()
-        self._first_pid, self._first = first, os.pidfd_open(first)
+        self.first_pid, self._first = first, os.pidfd_open(first)
         for fd in (self._stdin, self._stdout, self._stderr):
             os.set_blocking(fd, False)
         for fd in (self._stdout, self._stderr, self._first):
@@ -199,7 +199,7 @@ class Process:
             self._why = why
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 if self._started.status is None:
-                    os.killpg(self._first_pid, signal.SIGKILL)
+                    os.killpg(self.first_pid, signal.SIGKILL)
                 else:
                     signal.pidfd_send_signal(self._first, signal.SIGKILL)
         return self.wait()
@@ -282,7 +282,7 @@ class Process:
             code: int | None = self._process.wait()
             code = 128 - code if code is not None and code < 0 else code
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._first_pid, signal.SIGKILL)
+                os.killpg(self.first_pid, signal.SIGKILL)
         else:
             self._process.wait()
             while said := os.read(self._started.status, 4096):
