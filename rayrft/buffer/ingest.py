@@ -11,7 +11,7 @@ import pyarrow as pa
 from rayrft.buffer import events as e
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.groups import GroupStatus, group_key
-from rayrft.buffer.log.row_log import Appended
+from rayrft.buffer.log.row_log import AppendResult
 from rayrft.buffer.retention import Retention
 from rayrft.buffer.schedule import Ticket
 from rayrft.buffer.store import Store
@@ -139,7 +139,7 @@ def _refused(entry: GroupEntry, reasons: dict[str, int]) -> e.GroupDropped:
     return e.GroupDropped(entry.sequence, dropped, report, entry.key, entry.digest)
 
 
-def _stored_group(entry: GroupEntry, done: Appended, place: int) -> e.StoredGroup:
+def _stored_group(entry: GroupEntry, done: AppendResult, place: int) -> e.StoredGroup:
     """Return the journal's entry for the ``place``-th appended group."""
     found = Counter(f"rejected: {fault.reason}" for fault in done.faults.get(done.groups[place], []))
     dropped = {**entry.dropped, **found}

@@ -84,7 +84,7 @@ class ArchiveStats(RowStats):
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedState:
     """State of a Buffer that a run resumes with; ``torn_bytes`` of unfinished writes were truncated from the log."""
 
     ledger: Ledger

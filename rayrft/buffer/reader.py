@@ -17,7 +17,7 @@ from rayrft.buffer.events import FeedbackNoted
 from rayrft.buffer.expert_rows import expert_file
 from rayrft.buffer.groups import GroupStatus, GroupTable, unknown_row
 from rayrft.buffer.ledger import ArchiveStats
-from rayrft.buffer.log.journal import EventJournal, Position, Recovered
+from rayrft.buffer.log.journal import EventJournal, Position, Recovery
 from rayrft.buffer.log.segments import read_log_rows, segment_name, segment_sizes
 from rayrft.buffer.log.storage import Storage
 from rayrft.buffer.state import State
@@ -79,7 +79,7 @@ class StateReader:
         return Reading(state, recovered.torn_bytes + torn)
 
 
-def _read_journal(storage: Storage, after: Position) -> tuple[Recovered, Position]:
+def _read_journal(storage: Storage, after: Position) -> tuple[Recovery, Position]:
     """Read the journal, and return the end of its events, too; retry if a live Buffer starts a new one and deletes the
     old one meanwhile."""
     for _ in range(_ATTEMPTS):

@@ -23,7 +23,7 @@ from rayrft.core.parts.explorer import ExplorerPart
 from rayrft.core.parts.table import KINDS, plan_placement
 from rayrft.core.parts.trainer import TrainerPart
 from rayrft.core.placement import Placement, actor_name, draining_nodes
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 from rayrft.core.restarts import Restarts, Rewound
 from rayrft.core.run_folder import write_config
 from rayrft.core.shared_buffer import join_feed, join_trainer, open_shared_buffer
@@ -89,10 +89,10 @@ class Master(Watched):
     async def run(self, prepared_refs: list[Any]) -> Summary:
         """Run all stages; return the summary. Raises the root cause if the run fails, after writing the summary.
 
-        ``prepared_refs`` holds one reference to a `Prepared`, inside a list so that it is fetched here. A later call
+        ``prepared_refs`` holds one reference to a `PreparedRun`, inside a list so that it is fetched here. A later call
         waits for the run of the first.
         """
-        prepared: Prepared = await prepared_refs[0]
+        prepared: PreparedRun = await prepared_refs[0]
         placement = Placement(self._config.name, plan_placement(self._config), detached=True)
         stats: BufferStats | None = None
         try:
@@ -208,7 +208,7 @@ class Master(Watched):
         """The version of the weights that the engines have, and the ledger of rows, as far as the Master knows."""
         return (self._loop.published, self._loop.ledger) if self._loop is not None else (0, Ledger())
 
-    async def _outcome(self, prepared: Prepared, placement: Placement) -> RayrftError | None:
+    async def _outcome(self, prepared: PreparedRun, placement: Placement) -> RayrftError | None:
         """Create the actors and run all stages; return why the run failed, or None if it finished or was stopped."""
         try:
             groups = [each.name for each in plan_placement(self._config) if each.name != "master" and not each.served]

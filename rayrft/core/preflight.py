@@ -48,7 +48,7 @@ _PROBES = [Task.create("probe", question, "12") for question in ("How much is 5 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedRun:
     """Checked and loaded inputs that the actors are started with."""
 
     run_id: str
@@ -94,7 +94,7 @@ def prepare(
     resumed: bool = False,
     engines: RunEngines | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> Prepared:
+) -> PreparedRun:
     """Load and check everything a run reads, and create its folder; the folder of a ``resumed`` run is kept.
 
     ``engines`` has the auxiliary models for operators on its tasks; ``say`` receives what these did. Raises DataError,
@@ -149,7 +149,7 @@ def prepare(
     demonstrations, skipped = load_demonstrations(config, splits, tokenizer)
     compared = chain(splits.evaluation, splits.train, _PROBES) if config.rolls_out else []
     learns = [stage.algorithm.build() for stage in config.stages if stage.groups]
-    return Prepared(
+    return PreparedRun(
         run_id=run_id,
         model=model,
         tokenizer=partial(pickle.loads, pickle.dumps(tokenizer)),

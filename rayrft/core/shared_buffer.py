@@ -8,7 +8,7 @@ from rayrft.buffer.shared import FeedProgress, SharedBuffer, SharedStatus
 from rayrft.config import RunConfig
 from rayrft.core.parts.buffer import BUFFER
 from rayrft.core.placement import Placement, actor_name, find_actor, named_actors, remove_groups, running_runs
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 from rayrft.errors import ActorDied, PlacementError, RunNotFound, nearest
 from rayrft.runtime.handle import Handle, answer, end, fetch
 
@@ -35,7 +35,7 @@ def open_shared_buffer(config: RunConfig) -> Handle[SharedBuffer]:
     return buffer
 
 
-async def join_feed(buffer: Handle[SharedBuffer], config: RunConfig, prepared: Prepared) -> FeedProgress:
+async def join_feed(buffer: Handle[SharedBuffer], config: RunConfig, prepared: PreparedRun) -> FeedProgress:
     """Start or resume the feed of an explore job; return its progress."""
     stage = config.explored_stage
     assert prepared.task_set is not None  # the mode needs tasks
@@ -51,7 +51,7 @@ async def join_feed(buffer: Handle[SharedBuffer], config: RunConfig, prepared: P
     )
 
 
-async def join_trainer(buffer: Handle[SharedBuffer], config: RunConfig, prepared: Prepared, step: int) -> None:
+async def join_trainer(buffer: Handle[SharedBuffer], config: RunConfig, prepared: PreparedRun, step: int) -> None:
     """Let a train job, which has taken ``step`` steps, take the batches."""
     await buffer.call(SharedBuffer.join_trainer, prepared.run_id, config.name, prepared.terms, step, running_runs())
 

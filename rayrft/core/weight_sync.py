@@ -28,7 +28,7 @@ from rayrft.runtime.ray_api import ray
 from rayrft.runtime.waits import Waits, cancel
 from rayrft.trainer.api import RankApi
 from rayrft.trainer.trainer import Ranks, Trainer
-from rayrft.weights.messages import Link, Sent, SyncReport
+from rayrft.weights.messages import Link, SendReport, SyncReport
 
 _RESUME_S = 10.0
 """Time that engines have to resume after a round that failed: one that hangs must not hide why it did."""
@@ -286,7 +286,7 @@ class WeightSync:
             raise WeightSyncError(problem, remedy, field="weight_sync") from None
 
 
-def _verify(version: int, sent: Sent, held: Mapping[str, EngineWeights]) -> None:
+def _verify(version: int, sent: SendReport, held: Mapping[str, EngineWeights]) -> None:
     for name, weights in held.items():
         if weights.version != version or any(digest != sent.digest for digest in weights.digests):
             problem = (

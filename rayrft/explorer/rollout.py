@@ -100,7 +100,7 @@ class BusyClock:
 
 
 @dataclass(frozen=True)
-class _Shared:
+class _SharedObjects:
     """Objects that runners share. ``logged``: the kinds of failures whose traceback is logged."""
 
     environments: Environments | None
@@ -119,7 +119,7 @@ class Runner:
         score: ScoreAnswers,
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
         scores_inline: Callable[[Task], bool] = lambda task: False,
-        shared: _Shared | None = None,
+        shared: _SharedObjects | None = None,
     ) -> None:
         """``scores_inline``: whether the rewards of a task do not wait. Its attempts are scored together then."""
         self._config = config
@@ -132,7 +132,7 @@ class Runner:
         self._images = config.folder / "images"
         self.rolling, self.scoring = BusyClock(), BusyClock()
         environment = config.explorer.environment
-        self._shared = shared or _Shared(Environments(environment, config.plugins) if environment else None)
+        self._shared = shared or _SharedObjects(Environments(environment, config.plugins) if environment else None)
         self.workflow(config.explorer.workflow)
 
     def beside(self, engines: Engines, max_tokens: int | None = None) -> Runner:

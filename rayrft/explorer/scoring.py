@@ -12,7 +12,7 @@ import numpy as np
 from rayrft.buffer.events import GroupReport
 from rayrft.config.reward import LengthReward, RewardConfig
 from rayrft.experience import MASKED, TRUNCATED, Experience, reaches, rewards_by_token
-from rayrft.pipelines.experiences import Verified
+from rayrft.pipelines.experiences import VerifiedGroup
 from rayrft.rewards import RewardResult
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def length_rewards(lengths: Sequence[int], values: Sequence[float], config: Leng
     ]
 
 
-def with_verified(group: ScoredGroup, verified: Verified) -> ScoredGroup:
+def with_verified(group: ScoredGroup, verified: VerifiedGroup) -> ScoredGroup:
     """Return the group with the rows that operators have left, and the others counted. Where an operator has given a
     row another reward, that is its reward before shaping, too."""
     before = {row.experience_id: (row.reward, raw) for row, raw in zip(group.rows, group.raw_rewards, strict=True)}

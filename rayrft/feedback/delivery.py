@@ -25,7 +25,7 @@ _AGAIN_S = 5.0
 
 
 @dataclass(frozen=True)
-class Delivered:
+class DeliveryOutcome:
     """The outcome of a judgement in the run. ``kept``: it is in the journal, and the run does not have it yet."""
 
     outcome: str
@@ -52,7 +52,7 @@ class Delivery:
         """Start a round of sending."""
         self._wake.set()
 
-    async def settle(self, judgement: Judgement, within_s: float) -> Delivered:
+    async def settle(self, judgement: Judgement, within_s: float) -> DeliveryOutcome:
         """Return the outcome of a judgement, or of its undoing, after at most ``within_s`` seconds."""
         self.wake()
         with contextlib.suppress(TimeoutError):
@@ -63,18 +63,18 @@ class Delivery:
                         break
         return self.state(judgement)
 
-    def state(self, judgement: Judgement) -> Delivered:
+    def state(self, judgement: Judgement) -> DeliveryOutcome:
         """Return the outcome of a judgement so far."""
         if self._is_unsent(judgement):
-            return Delivered("kept")
+            return DeliveryOutcome("kept")
         known = self._judgements
         sent: list[RowSent | EditSent] = [known.sent[row] for row in judgement.rows if row in known.sent]
         edit = known.edits.get(judgement.id)
         sent += [edit] if edit is not None and edit.withdrawn != (judgement.id in known.all) else []
         for outcome in ("refused", "late"):
             if found := [each for each in sent if each.outcome == outcome]:
-                return Delivered(outcome, found[0].reason)
-        return Delivered("applied")
+                return DeliveryOutcome(outcome, found[0].reason)
+        return DeliveryOutcome("applied")
 
     async def close(self) -> None:
         """End."""

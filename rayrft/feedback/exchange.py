@@ -35,14 +35,14 @@ _USERS = uuid.uuid5(uuid.NAMESPACE_URL, "rayrft:feedback")
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportCounts:
     """Numbers of rows that were written, and of judgements whose answers are no longer in the log."""
 
     rows: int
     missing: int
 
 
-def write_feedback(judgements: Judgements, answers: dict[str, ShownAnswer], path: Path, form: str) -> Exported:
+def write_feedback(judgements: Judgements, answers: dict[str, ShownAnswer], path: Path, form: str) -> ExportCounts:
     """Write judgements to a JSONL file. ``answers`` are those in the run's log by experience id.
 
     ``pairs``: ``prompt, chosen, rejected`` of picks and rankings, by majority; ``answers``: edited answers as
@@ -64,7 +64,7 @@ def write_feedback(judgements: Judgements, answers: dict[str, ShownAnswer], path
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows[form]]
     with atomic_file(path) as partial, partial.open("w") as file:
         file.writelines(lines)
-    return Exported(len(lines), len(judgements.all) - len(there))
+    return ExportCounts(len(lines), len(judgements.all) - len(there))
 
 
 def read_feedback(path: Path, tool: str, answers: dict[str, ShownAnswer], settings: FeedbackConfig) -> list[Judgement]:

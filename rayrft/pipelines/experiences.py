@@ -36,7 +36,7 @@ _WRITABLE = {*SCHEMA.names} - {*_SAMPLED}
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedGroup:
     """What became of a group of rows."""
 
     rows: list[Experience]
@@ -106,7 +106,7 @@ class ExperiencePipeline:
         """End the processes or actors of the operators."""
         await self._operators.close()
 
-    async def process(self, task: Task, rows: list[Experience]) -> Verified:
+    async def process(self, task: Task, rows: list[Experience]) -> VerifiedGroup:
         """Verify the rows of a group.
 
         A group on which an operator fails is left out as a whole, unless it looks at single rows: then those are left
@@ -118,9 +118,11 @@ class ExperiencePipeline:
         except OperatorFailed as error:
             if self._stops:
                 raise
-            return Verified([], Counter({self._log.fail(error, len(rows), len(rows)): len(rows)}), None, str(error))
+            return VerifiedGroup(
+                [], Counter({self._log.fail(error, len(rows), len(rows)): len(rows)}), None, str(error)
+            )
         left_out, problem = self._log.add(worked.outcomes, {row.experience_id for row in rows})
-        return Verified(kept, left_out, made, problem)
+        return VerifiedGroup(kept, left_out, made, problem)
 
     def take_stats(self) -> dict[str, OperatorStats]:
         """Return the counts since the last call by operator."""

@@ -31,7 +31,7 @@ from rayrft.registry import load_plugins
 
 
 @dataclass(frozen=True)
-class Processed:
+class ProcessingResult:
     """What came of `process`: the rows written, and the broken ones by source."""
 
     report: Report
@@ -49,7 +49,7 @@ def process(
     progress: NoteGiven = lambda operator, rows: None,
     models: OpenModels | None = None,
     tasks: Mapping[str, Task] | None = None,
-) -> Processed:
+) -> ProcessingResult:
     """Send the rows of all sources, one after another, through the operators of a pipeline, and write what is left
     to ``out`` (JSONL or Parquet), which appears when all is done.
 
@@ -110,7 +110,7 @@ def process(
             left_out=list_rows,
             models=models,
         )
-    return Processed(report, writer.rows, broken)
+    return ProcessingResult(report, writer.rows, broken)
 
 
 def _kinds(config: PipelineConfig, context: Context, sources: Sequence[RowSource]) -> dict[str, str]:

@@ -58,7 +58,7 @@ class Trace:
 
     def on(self, lane: str, name: str, count: int = 1) -> AbstractContextManager[None]:
         """Record ``count`` activities of this name inside, in the lane of what is busy or waited for."""
-        return _Recorded(self, lane, name, count)
+        return _Recording(self, lane, name, count)
 
     def begin(self, lane: str, name: str, count: int = 1) -> None:
         """Record that activities begin; `end` must follow."""
@@ -148,7 +148,7 @@ class Trace:
                 self._schedule()
 
 
-class _Recorded(AbstractContextManager[None]):
+class _Recording(AbstractContextManager[None]):
     """The context of activities."""
 
     def __init__(self, trace: Trace, lane: str, name: str, count: int) -> None:

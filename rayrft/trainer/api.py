@@ -14,7 +14,7 @@ from rayrft.config.model import TemplateConfig
 from rayrft.config.stage import StageConfig
 from rayrft.config.trainer import TrainerConfig
 from rayrft.runtime.handle import Handle
-from rayrft.weights.messages import Link, Sent
+from rayrft.weights.messages import Link, SendReport
 
 if TYPE_CHECKING:
     from rayrft.algorithms import Algorithm
@@ -43,7 +43,7 @@ class RankApi(Protocol):
         """Connect to the engines of a link, and close the link before; return why that failed, if it did: an engine
         that died must not end the ranks."""
 
-    def send(self, number: int, version: int, bucket_bytes: int) -> Sent:
+    def send(self, number: int, version: int, bucket_bytes: int) -> SendReport:
         """Send the weights of a version to all engines of the link, as its transfer ``number``. If that fails, the link
         is closed, which ends the transfer at the other engines, too."""
 

@@ -40,7 +40,7 @@ from rayrft.trainer.result import PairRanking, StepResult
 from rayrft.trainer.reward_model import RewardClassifier, padding_of
 from rayrft.trainer.value_model import Critic
 from rayrft.weights.channel import WeightChannel, open_store
-from rayrft.weights.messages import Adapter, Link, Parcel, Sent, TensorMeta
+from rayrft.weights.messages import Adapter, Link, Parcel, SendReport, TensorMeta
 
 _REPORT_S = 5.0
 """Seconds between reports of a start."""
@@ -189,9 +189,9 @@ class Rank(RankApi):
             return _lost_engine(error)
         return None
 
-    def send(self, number: int, version: int, bucket_bytes: int) -> Sent:
+    def send(self, number: int, version: int, bucket_bytes: int) -> SendReport:
         if self._channel is None:  # it failed, or was that of ranks which have died
-            return Sent("", 0, "no link to the engines")
+            return SendReport("", 0, "no link to the engines")
         policy, lora = self.learner.policy, self.learner.policy.lora
         # An adapter is small and engines merge it in float32, so it is not rounded.
         dtype = self._compute if lora is None else torch.float32
@@ -199,10 +199,10 @@ class Rank(RankApi):
         parcel = Parcel(metas, bucket_bytes, Adapter(lora.base, lora.scale) if lora is not None else None, version)
         try:
             with self.learner.phase("send"):
-                return Sent(self._channel.send(number, parcel, self._gathered(parcel)), parcel.nbytes)
+                return SendReport(self._channel.send(number, parcel, self._gathered(parcel)), parcel.nbytes)
         except (RuntimeError, WeightSyncError) as error:  # of torch.distributed, or of a transport: an engine is gone
             self._disconnect()
-            return Sent("", parcel.nbytes, _lost_engine(error))
+            return SendReport("", parcel.nbytes, _lost_engine(error))
 
     def _disconnect(self) -> None:
         if self._channel is not None:

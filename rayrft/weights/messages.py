@@ -95,7 +95,7 @@ class Parcel:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SendReport:
     """Digest (first rank only) and size of the weights sent; ``problem`` is why they did not reach the engines."""
 
     digest: str

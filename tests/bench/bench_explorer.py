@@ -15,7 +15,7 @@ import ray
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.config import RunConfig
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 from rayrft.explorer.engines.exchange import Answering, Completion, Request, Stream
 from rayrft.explorer.explorer import Explorer
 from tests.bench.helpers import Exploring, actor, parse, percentiles, quickstart, start_ray
@@ -77,7 +77,7 @@ class MeasuredExplorer(Explorer):
             self._lags.append(loop.time() - due)
 
 
-async def measure(config: RunConfig, prepared: Prepared, in_flight: int, groups: int, at_once: int) -> str:
+async def measure(config: RunConfig, prepared: PreparedRun, in_flight: int, groups: int, at_once: int) -> str:
     """Return a row of the table."""
     stage = config.stages[-1]
     waves = in_flight // stage.groups

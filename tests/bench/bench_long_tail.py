@@ -20,7 +20,7 @@ import ray
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.leases import Lease
 from rayrft.config import RunConfig, load_config
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import unpack
 from rayrft.explorer.engines.exchange import INTERRUPTED, Answering, Completion, Request, Stream
@@ -156,7 +156,7 @@ async def trained_tokens(lease: Lease) -> int:
     return count
 
 
-async def measure(config: RunConfig, prepared: Prepared, mode: Mode, steps: int, warm_up: int) -> tuple[float, str]:
+async def measure(config: RunConfig, prepared: PreparedRun, mode: Mode, steps: int, warm_up: int) -> tuple[float, str]:
     """Return the tokens that are trained per second, and a row of the table."""
     settings = {"explorer.partial": mode.partial, "explorer.over_sampling": mode.over, "max_staleness": mode.staleness}
     config = load_config(config, settings)

@@ -15,7 +15,7 @@ import ray
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.config import RunConfig
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.engine import RolloutEngine
@@ -57,7 +57,7 @@ class LabelledEngine(RolloutEngine):
 class Sides:
     """Both sides, on the same engines."""
 
-    def __init__(self, config: RunConfig, prepared: Prepared, over_sampling: float, staleness: int) -> None:
+    def __init__(self, config: RunConfig, prepared: PreparedRun, over_sampling: float, staleness: int) -> None:
         self._config, self._prepared, self._stage = config, prepared, config.stages[-1]
         self._plan: dict[str, Any] = {"max_staleness": staleness, "over_sampling": over_sampling}
         self._in_flight = int(over_sampling * (staleness + 1) * self._stage.groups)

@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from rayrft.config import RunConfig
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.explorer.engines.client import EngineClient
 from rayrft.explorer.engines.engine import RolloutEngine
@@ -37,7 +37,9 @@ async def update(engine: Handle[RolloutEngine], keep_cache: bool, every_s: float
         pauses.append(time.perf_counter() - began)
 
 
-async def measure(config: RunConfig, prepared: Prepared, rounds: int, count: int, in_flight: int, every: float) -> None:
+async def measure(
+    config: RunConfig, prepared: PreparedRun, rounds: int, count: int, in_flight: int, every: float
+) -> None:
     [engine] = engines = await start_engines(config, prepared.model)
     client, tokenizer = EngineClient(await start_pool(engines), Waits("bench")), ChatTokenizer(prepared.model)
     prompts = [tokenizer.prompt(task.messages) for task in prepared.tasks]

@@ -14,7 +14,7 @@ import ray
 from vllm.outputs import RequestOutput
 
 from rayrft.config import RunConfig
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import Experience, Task
 from rayrft.explorer.engines.client import EngineClient
@@ -50,7 +50,7 @@ def fewest(row: Experience) -> int:
     return int(observed + turns)
 
 
-async def measure(config: RunConfig, prepared: Prepared, groups: int, in_flight: int) -> None:
+async def measure(config: RunConfig, prepared: PreparedRun, groups: int, in_flight: int) -> None:
     engines = await start_engines(config, prepared.model, CountingEngine)
     pool, tokenizer = await start_pool(engines), ChatTokenizer(prepared.model)
 

@@ -17,7 +17,7 @@ import ray
 from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.schedule import StagePlan
 from rayrft.config import RunConfig, StageConfig, load_config
-from rayrft.core.preflight import Prepared, prepare
+from rayrft.core.preflight import PreparedRun, prepare
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.pool import EnginePool, Member
 from rayrft.explorer.explorer import Explorer
@@ -89,7 +89,7 @@ def actor(cls: Any, name: str, *arguments: Any) -> Handle[Any]:
     return Handle(name, ray.remote(cls).options(num_cpus=0, max_concurrency=100_000).remote(*arguments))
 
 
-def quickstart(settings: dict[str, Any]) -> tuple[RunConfig, Prepared]:
+def quickstart(settings: dict[str, Any]) -> tuple[RunConfig, PreparedRun]:
     """Return the quickstart's config with these settings, and what its run prepares in a new storage."""
     config = load_config(ROOT / "jobs" / "quickstart.yaml", {"storage": tempfile.mkdtemp(prefix="bench-")} | settings)
     return config, prepare(config, "bench")
@@ -117,7 +117,7 @@ async def start_pool(engines: list[Handle[Any]]) -> Handle[EnginePool]:
 class Exploring:
     """The Explorer and the Buffer of a run, around its engines or their stand-ins."""
 
-    def __init__(self, config: RunConfig, prepared: Prepared, explorer: type[Explorer] = Explorer) -> None:
+    def __init__(self, config: RunConfig, prepared: PreparedRun, explorer: type[Explorer] = Explorer) -> None:
         self._config, self._prepared, self._class = config, prepared, explorer
 
     async def start(self, engines: list[Handle[Any]]) -> None:

@@ -31,7 +31,7 @@ from rayrft.explorer.explorer import Explorer
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.trainer.api import Mailbox, RankSetup
 from rayrft.trainer.trainer import Trainer
-from rayrft.weights.messages import Sent
+from rayrft.weights.messages import SendReport
 from tests.monitor.made import result
 
 HOSTS = 8
@@ -213,8 +213,8 @@ class ScriptedRank:
 
     async def connect(self, link: Any) -> None: ...
 
-    async def send(self, number: int, version: int, bucket_bytes: int) -> Sent:
-        return Sent("digest", 0)
+    async def send(self, number: int, version: int, bucket_bytes: int) -> SendReport:
+        return SendReport("digest", 0)
 
     async def score(self, sequences: list[list[int]], images: Any = None) -> list[list[float]]:
         return [[-1.0] * (len(tokens) - 1) for tokens in sequences]

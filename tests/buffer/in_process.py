@@ -16,7 +16,7 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.client import BufferWriter
 from rayrft.buffer.events import GroupReport
 from rayrft.buffer.leases import BlockRows, Lease
-from rayrft.buffer.ledger import Ledger, Resumed
+from rayrft.buffer.ledger import Ledger, ResumedState
 from rayrft.buffer.schedule import Ticket
 from rayrft.config.buffer import BufferConfig
 from rayrft.data.task_sampler import TaskSet
@@ -148,7 +148,7 @@ class LocalBuffer:
 
     def resume(self, step: int, life: str) -> Ledger:
         """What a resumed run is told, except how the log was repaired for it."""
-        resumed: Resumed = self.run(self.buffer.resume(step, life))
+        resumed: ResumedState = self.run(self.buffer.resume(step, life))
         return resumed.ledger
 
     def held(self) -> list[tuple[str, float | None]]:

@@ -33,7 +33,7 @@ from rayrft.buffer.events import Extent, GroupReport, StoredRows
 from rayrft.buffer.ingest import GroupEntry
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.log import journal
-from rayrft.buffer.log.row_log import Appended, RowSpan
+from rayrft.buffer.log.row_log import AppendResult, RowSpan
 from rayrft.buffer.schedule import StagePlan, Ticket
 from rayrft.buffer.validation import Limits
 from rayrft.data.task_sampler import TaskSetSpec
@@ -129,15 +129,17 @@ class Rows:
         self._world = world
         del world.disk[max((extent.rows for extent in committed), default=0) :]
 
-    def take(self, message: pa.Buffer, wanted: list[int], whole: list[int], announced: int, limits: Limits) -> Appended:
+    def take(
+        self, message: pa.Buffer, wanted: list[int], whole: list[int], announced: int, limits: Limits
+    ) -> AppendResult:
         groups = [group for place, group in enumerate(json.loads(message.to_pybytes())) if place in wanted]
         row = len(self._world.disk)
         self._world.disk += [name for name, _ in groups]
         stored = [StoredRows(row + place, 1, 0, 1, 1, version, 1.0) for place, (_, version) in enumerate(groups)]
         extent = Extent(0, len(self._world.disk), len(self._world.disk))
-        return Appended(extent, row, wanted, stored)
+        return AppendResult(extent, row, wanted, stored)
 
-    def append(self, message: pa.Buffer) -> Appended:
+    def append(self, message: pa.Buffer) -> AppendResult:
         return self.take(message, [0], [], 1, Limits())
 
     def refs(self, spans: list[RowSpan]) -> list[tuple[Any, int, np.ndarray]]:

@@ -16,7 +16,7 @@ from rayrft.core.plan import PartMemory
 from rayrft.explorer.engines.engine import RolloutEngine
 from rayrft.explorer.engines.exchange import Capacity, Completion, Request, Stream
 from rayrft.trainer.result import StepResult
-from rayrft.weights.messages import Link, Sent
+from rayrft.weights.messages import Link, SendReport
 from tests.chaos.scripted_run import LOAD_S, Cluster, ScriptedEngine, ScriptedRank
 from tests.chaos.simulated import Life, World
 
@@ -160,7 +160,7 @@ class LedgerRank(ScriptedRank):
         with self._using("gradients", "gathered", "head", "activations"):
             return await super().train(lease)
 
-    async def send(self, number: int, version: int, bucket_bytes: int) -> Sent:
+    async def send(self, number: int, version: int, bucket_bytes: int) -> SendReport:
         with self._using("gathered", beside=self._cluster.gpus.buckets):
             return await super().send(number, version, bucket_bytes)
 

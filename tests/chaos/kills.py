@@ -19,7 +19,7 @@ from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core import master as module
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.master import Master
-from rayrft.core.preflight import Prepared, prepare
+from rayrft.core.preflight import PreparedRun, prepare
 from rayrft.monitor import sinks
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
 from rayrft.monitor.summary import Summary
@@ -65,7 +65,7 @@ def make_config(
     return load_config(config, changes)
 
 
-def make_prepared(storage: Path) -> Prepared:
+def make_prepared(storage: Path) -> PreparedRun:
     """The inputs of all runs."""
     found = prepare(make_config(storage, "prepared"), "run")
     tokenizer = found.tokenizer()
@@ -208,7 +208,7 @@ def is_up(master: Life | None) -> bool:
 def simulate(
     seed: int,
     kills: int,
-    prepared: Prepared,
+    prepared: PreparedRun,
     folder: Path,
     say: Callable[[str], None] = lambda _: None,
     check: Check | None = None,

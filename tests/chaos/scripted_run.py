@@ -30,7 +30,7 @@ from rayrft.trainer.api import Mailbox, RankSetup
 from rayrft.trainer.blame import device_failed
 from rayrft.trainer.result import FirstUpdate, StepMetrics, StepResult
 from rayrft.trainer.trainer import Trainer
-from rayrft.weights.messages import Link, Sent
+from rayrft.weights.messages import Link, SendReport
 from tests.chaos.simulated import Life, Ref, World, sent
 
 LOAD_S, _ANSWER_S, _TRAIN_S, _SEND_S, _WRITE_S = 0.2, 0.05, 0.03, 0.03, 0.05
@@ -327,7 +327,7 @@ class ScriptedRank:
         self._link = self._cluster.transfer(link)
         return await self._unless_broken(self._link.join(self._index, self._life, link.timeout_s))
 
-    async def send(self, number: int, version: int, bucket_bytes: int) -> Sent:
+    async def send(self, number: int, version: int, bucket_bytes: int) -> SendReport:
         assert self._link is not None  # connect comes first
         digest = hashlib.sha1(json.dumps(self._weights).encode()).hexdigest()
         problem = await self._unless_broken(self._link.exchange(2 * number, self._index, digest))
@@ -335,7 +335,7 @@ class ScriptedRank:
         problem = problem or await self._unless_broken(self._link.exchange(2 * number + 1, self._index, digest))
         if problem:
             self._link.leave(None)
-        return Sent(digest, 16, problem)
+        return SendReport(digest, 16, problem)
 
     async def score(self, sequences: list[list[int]], images: Any = None) -> list[list[float]]:
         digest = hashlib.sha1(json.dumps(self._weights).encode()).hexdigest()

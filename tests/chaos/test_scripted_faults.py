@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rayrft.buffer.leases import Lease
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 from rayrft.errors import NotFinite, OutOfMemory
 from rayrft.monitor.records import NoteRecord, RestartRecord, read_records
 from rayrft.trainer.api import RankSetup
@@ -17,7 +17,7 @@ from tests.chaos.kills import Outcome, describe, make_prepared, simulate
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
     return make_prepared(tmp_path_factory.mktemp("prepared"))
 
 
@@ -48,7 +48,9 @@ ROLLS_BACK = {"trainer.not_finite": "rollback", "trainer.rollbacks": 3}
 
 
 @pytest.mark.parametrize("seed", [30, 31, 32], ids=["synchronous", "two steps off", "one step off"])
-def test_a_run_rolls_back_and_drops_batches_that_are_not_finite(seed: int, prepared: Prepared, tmp_path: Path) -> None:
+def test_a_run_rolls_back_and_drops_batches_that_are_not_finite(
+    seed: int, prepared: PreparedRun, tmp_path: Path
+) -> None:
     spoiled = Spoiled({4: 1, 7: 2})
     outcome = simulate(seed, 0, prepared, tmp_path, check=spoiled, **ROLLS_BACK)
     assert not outcome.problems, describe(outcome)
@@ -59,13 +61,13 @@ def test_a_run_rolls_back_and_drops_batches_that_are_not_finite(seed: int, prepa
     assert sum("rollback 3 of at most 3" in text for text in texts(outcome)) == 2, "a note, and the restart"
 
 
-def test_one_rollback_more_than_allowed_ends_the_run_with_the_cause(prepared: Prepared, tmp_path: Path) -> None:
+def test_one_rollback_more_than_allowed_ends_the_run_with_the_cause(prepared: PreparedRun, tmp_path: Path) -> None:
     outcome = simulate(30, 0, prepared, tmp_path, check=Spoiled({4: 9}), **ROLLS_BACK)
     assert isinstance(outcome.error, NotFinite) and "draw" in outcome.error.value and outcome.error.remedy
     assert sum("rollback" in text for text in texts(outcome)) == 6
 
 
-def test_by_default_the_first_loss_that_is_not_finite_ends_the_run(prepared: Prepared, tmp_path: Path) -> None:
+def test_by_default_the_first_loss_that_is_not_finite_ends_the_run(prepared: PreparedRun, tmp_path: Path) -> None:
     outcome = simulate(30, 0, prepared, tmp_path, check=Spoiled({4: 1}))
     assert isinstance(outcome.error, NotFinite) and not any("rollback" in text for text in texts(outcome))
 
@@ -82,14 +84,14 @@ class Crowded:
 
 
 def test_ranks_that_run_out_of_memory_continue_with_half_the_tokens_in_a_micro_batch(
-    prepared: Prepared, tmp_path: Path
+    prepared: PreparedRun, tmp_path: Path
 ) -> None:
     outcome = simulate(30, 0, prepared, tmp_path, check=Crowded(4096))
     assert not outcome.problems, describe(outcome)
     assert sum("micro_batch_tokens is 4096 from now on, not 8192" in text for text in texts(outcome)) == 2
 
 
-def test_ranks_that_run_out_of_memory_again_end_the_run_with_the_remedy(prepared: Prepared, tmp_path: Path) -> None:
+def test_ranks_that_run_out_of_memory_again_end_the_run_with_the_remedy(prepared: PreparedRun, tmp_path: Path) -> None:
     outcome = simulate(30, 0, prepared, tmp_path, check=Crowded(1024))
     assert isinstance(outcome.error, OutOfMemory) and outcome.error.value == "the node"
     assert "lower trainer.micro_batch_tokens (4096)" in outcome.error.remedy

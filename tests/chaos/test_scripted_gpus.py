@@ -11,7 +11,7 @@ import pytest
 
 from rayrft.config import load_config
 from rayrft.core.plan import engine_share, plan_memory
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 from tests.chaos.gpu_ledger import GpuLedger, use_gpus
 from tests.chaos.kills import STEPS, Outcome, describe, make_prepared, simulate
 from tests.core.given import config_of
@@ -22,11 +22,11 @@ SHARED = {"explorer.engine.gpus": 0.45, "trainer.gpus": 0.5, "weight_sync.backen
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
     return make_prepared(tmp_path_factory.mktemp("prepared"))
 
 
-def run(prepared: Prepared, folder: Path, *, sleep: bool, name: str, ranks: int, kills: int, seed: int) -> Outcome:
+def run(prepared: PreparedRun, folder: Path, *, sleep: bool, name: str, ranks: int, kills: int, seed: int) -> Outcome:
     """A run with the memory of a large model."""
     SHAPES[name].save_pretrained(folder / "model")
     changes: dict[str, Any] = {**SHARED, "explorer.engine.sleep": sleep, "evaluation.engines": 0}
@@ -50,7 +50,7 @@ MORE = [pytest.param(True, "qwen3 0.6B", 2, 20, seed, marks=pytest.mark.slow) fo
     [(False, "qwen3 0.6B", 2, 0, 30), (True, "qwen3 8B", 4, 0, 30), (True, "qwen3 0.6B", 2, 20, 30), *MORE],
 )
 def test_an_engine_and_a_rank_never_need_more_than_their_gpu_has(
-    sleep: bool, name: str, ranks: int, kills: int, seed: int, prepared: Prepared, tmp_path: Path
+    sleep: bool, name: str, ranks: int, kills: int, seed: int, prepared: PreparedRun, tmp_path: Path
 ) -> None:
     outcome = run(prepared, tmp_path, sleep=sleep, name=name, ranks=ranks, kills=kills, seed=seed)
     assert not outcome.problems, describe(outcome)

@@ -15,7 +15,7 @@ from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 from rayrft.config import StageConfig, load_config
 from rayrft.core import master as module
 from rayrft.core.master import Master
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import WeightSyncError
 from rayrft.files import Room
@@ -28,7 +28,7 @@ from tests.full_disk import FullDisk
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
     return make_prepared(tmp_path_factory.mktemp("prepared"))
 
 
@@ -46,7 +46,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("seed", FOUND)
-def test_kills_that_once_broke_a_run_are_survived(seed: int, prepared: Prepared, tmp_path: Path) -> None:
+def test_kills_that_once_broke_a_run_are_survived(seed: int, prepared: PreparedRun, tmp_path: Path) -> None:
     outcome = simulate(seed, 20, prepared, tmp_path)
     assert not outcome.problems, describe(outcome)
 
@@ -55,7 +55,7 @@ MORE = [pytest.param(seed, 20, marks=pytest.mark.slow) for seed in range(100, 11
 
 
 @pytest.mark.parametrize(("seed", "kills"), [(20, 10), (21, 10), (22, 10), *MORE])
-def test_kills_are_survived(seed: int, kills: int, prepared: Prepared, tmp_path: Path) -> None:
+def test_kills_are_survived(seed: int, kills: int, prepared: PreparedRun, tmp_path: Path) -> None:
     outcome = simulate(seed, kills, prepared, tmp_path)
     assert not outcome.problems, describe(outcome)
     assert len(outcome.killed) == kills
@@ -63,7 +63,7 @@ def test_kills_are_survived(seed: int, kills: int, prepared: Prepared, tmp_path:
 
 
 def test_a_run_whose_disk_is_full_now_and_then_takes_every_step_once(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(1)
     disk = FullDisk(monkeypatch, "segment", "journal", "metrics", full=lambda: chance.random() < 0.5)
@@ -73,7 +73,7 @@ def test_a_run_whose_disk_is_full_now_and_then_takes_every_step_once(
 
 
 def test_a_run_whose_clock_jumps_a_day_back_and_forth_takes_every_step_once(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance, now = random.Random(1), time.time
     monkeypatch.setattr(time, "time", lambda: now() + chance.choice((-86_400.0, 0.0, 86_400.0)))
@@ -86,7 +86,7 @@ def test_a_run_whose_clock_jumps_a_day_back_and_forth_takes_every_step_once(
 
 @pytest.mark.parametrize("full", [ObjectStoreFullError, OutOfDiskError])
 def test_a_run_whose_object_store_is_full_now_and_then_takes_every_step_once(
-    full: type[Exception], prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    full: type[Exception], prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance, refusals, put = random.Random(1), Counter[str](), World.put
 
@@ -106,7 +106,7 @@ def test_a_run_whose_object_store_is_full_now_and_then_takes_every_step_once(
 
 
 def test_a_run_writes_a_checkpoint_once_before_a_node_of_it_is_drained_also_after_a_step_longer_than_a_stall(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, checkpoint, train, draining = list[int](), TrainLoop.checkpoint, TrainLoop.train, set[str]()
 
@@ -131,14 +131,14 @@ def test_a_run_writes_a_checkpoint_once_before_a_node_of_it_is_drained_also_afte
     assert sum("drains a node" in text for text in notes) == 1
 
 
-def test_a_seed_reproduces_a_run(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_seed_reproduces_a_run(prepared: PreparedRun, tmp_path: Path) -> None:
     first, second = (simulate(23, 5, prepared, tmp_path / name) for name in "ab")
     assert (first.killed, first.seconds) == (second.killed, second.seconds)
     assert len(first.killed) == 5
 
 
 def test_steps_before_the_first_checkpoint_are_repeated_on_the_model_of_the_beginning(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     between, failures = TrainLoop.between_steps, [WeightSyncError("an engine died")]
 
@@ -155,7 +155,7 @@ def test_steps_before_the_first_checkpoint_are_repeated_on_the_model_of_the_begi
     assert not failures and outcome.report["trainer"][1] == 1, "no checkpoint has these weights: the ranks are new"
 
 
-def test_a_run_is_scaled_up_and_down_while_its_actors_are_killed(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_run_is_scaled_up_and_down_while_its_actors_are_killed(prepared: PreparedRun, tmp_path: Path) -> None:
     engines = list[set[str]]()
 
     async def user(master: Master, cluster: Cluster) -> None:
@@ -178,7 +178,7 @@ def test_a_run_is_scaled_up_and_down_while_its_actors_are_killed(prepared: Prepa
 
 
 def test_a_paused_run_whose_master_dies_stays_paused_after_the_same_step_with_the_config_of_each_step(
-    prepared: Prepared, tmp_path: Path
+    prepared: PreparedRun, tmp_path: Path
 ) -> None:
     held, temperatures = list[int | str](), list[float]()
 

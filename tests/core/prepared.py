@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rayrft.buffer.events import ModelTerms
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 
 NOTHING: dict[str, Any] = {"tasks": [], "task_set": None, "held_out": [], "demonstrations": {}, "probe": []}
 TERMS: Any = {"terms": ModelTerms(9, 9, "digest"), "tokenizer": print}
-PREPARED = Prepared(run_id="id", model="model", **TERMS, **NOTHING)
+PREPARED = PreparedRun(run_id="id", model="model", **TERMS, **NOTHING)

@@ -12,7 +12,7 @@ from rayrft.config import load_config
 from rayrft.config.guards import METRICS, GuardConfig
 from rayrft.core.checkpoints import Checkpoints
 from rayrft.core.master import Master
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 from rayrft.core.steering import Steering
 from rayrft.errors import ConfigError, GuardTripped
 from rayrft.monitor import sinks
@@ -26,7 +26,7 @@ from tests.monitor import made
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedRun:
     return make_prepared(tmp_path_factory.mktemp("prepared"))
 
 
@@ -102,7 +102,7 @@ async def unpause(master: Master, cluster: Cluster) -> None:
 
 
 def test_guards_warn_and_hold_after_steps_out_of_bounds_and_are_changed_while_the_run_is_paused(
-    prepared: Prepared, tmp_path: Path
+    prepared: PreparedRun, tmp_path: Path
 ) -> None:
     held = {"field": "reward", "below": 2, "steps": 4, "action": "hold"}
     warns = {"field": "usual_rows", "above": 3, "below": -1, "steps": 3}
@@ -117,7 +117,9 @@ def test_guards_warn_and_hold_after_steps_out_of_bounds_and_are_changed_while_th
     assert said[5:] == [(12, "guards.2: probe_gap was 0 or missing at all steps: the run may not have it")]
 
 
-def test_a_guard_stops_a_run_with_a_checkpoint_from_which_it_can_be_resumed(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_guard_stops_a_run_with_a_checkpoint_from_which_it_can_be_resumed(
+    prepared: PreparedRun, tmp_path: Path
+) -> None:
     stops = {"field": "expert_rows", "above": 3, "steps": 3, "action": "stop"}
     outcome = simulate(30, 0, prepared, tmp_path, **guards(stops))
     assert isinstance(outcome.error, GuardTripped) and about("guards.0")(outcome.error)
@@ -130,7 +132,7 @@ def test_a_guard_stops_a_run_with_a_checkpoint_from_which_it_can_be_resumed(prep
 
 @pytest.mark.parametrize("saved", [True, False], ids=["at a checkpoint", "after a checkpoint"])
 def test_a_paused_run_stays_paused_after_the_same_step_when_its_ranks_die(
-    saved: bool, prepared: Prepared, tmp_path: Path
+    saved: bool, prepared: PreparedRun, tmp_path: Path
 ) -> None:
     held: list[Any] = []
 

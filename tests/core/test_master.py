@@ -22,7 +22,7 @@ from rayrft.core.parts.buffer import BufferPart
 from rayrft.core.parts.engines import EvaluationEngines, PolicyEngines
 from rayrft.core.parts.explorer import ExplorerPart
 from rayrft.core.parts.trainer import TrainerPart
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 from rayrft.errors import ActorDied, ConfigError, DataError, RayrftError, StorageError
 from rayrft.experience import Task
 from rayrft.monitor import sinks
@@ -89,7 +89,7 @@ def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     return Master(config, Progress("id")), trainer
 
 
-async def run(master: Master, inputs: Prepared = PREPARED) -> Summary:
+async def run(master: Master, inputs: PreparedRun = PREPARED) -> Summary:
     prepared = asyncio.get_running_loop().create_future()
     prepared.set_result(inputs)
     return await asyncio.wait_for(master.run([prepared]), 30)

@@ -15,7 +15,7 @@ import pytest
 from rayrft.config import RunConfig, load_config
 from rayrft.config.base import Section
 from rayrft.config.reward import RewardConfig
-from rayrft.core.preflight import Prepared, prepare
+from rayrft.core.preflight import PreparedRun, prepare
 from rayrft.data.inputs import choose_probe
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, DataError
@@ -38,7 +38,7 @@ def test_the_probe_is_of_sequences_that_leave_an_engine_room_for_a_token(tiny_mo
 ROWS = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(20)]
 
 
-def start(model: Path, folder: Path, lines: list[str], *, resumed: bool = False, **overrides: Any) -> Prepared:
+def start(model: Path, folder: Path, lines: list[str], *, resumed: bool = False, **overrides: Any) -> PreparedRun:
     """Prepare a run on a file of these lines."""
     folder.mkdir(exist_ok=True)
     path = folder / "tasks.jsonl"

@@ -18,7 +18,7 @@ from rayrft.explorer.engines.pool import EnginePool
 from rayrft.runtime.handle import Handle, TrackedHandle
 from rayrft.runtime.waits import Waits
 from rayrft.trainer.api import RankCall
-from rayrft.weights.messages import Link, Sent
+from rayrft.weights.messages import Link, SendReport
 from tests.config.given import base
 from tests.errors import about
 from tests.scripted import remote
@@ -87,7 +87,7 @@ class ScriptedTrainer:
             return [[[self.logprob] * (len(s) - 1) for s in call.args[0]]]
         answers: dict[str, list[Any]] = {"locate": [("host", 1), None], "connect": [None, None]}
         problem, self.problem = self.problem, None
-        return {**answers, "send": [Sent("abc", 16, problem), Sent("", 16)]}[call.method]
+        return {**answers, "send": [SendReport("abc", 16, problem), SendReport("", 16)]}[call.method]
 
 
 class Subject:

@@ -14,7 +14,7 @@ import pytest
 
 from rayrft.data.tokenizer import Tools
 from rayrft.errors import ActorDied, EngineFailed
-from rayrft.explorer.tools.call_formats import HermesCalls, Malformed, ToolCall, register_call_format
+from rayrft.explorer.tools.call_formats import HermesCalls, MalformedCall, ToolCall, register_call_format
 from rayrft.runtime.serving import key_digest
 from tests.endpoint.scripted import KEY, MAX_LENGTH, MODEL, Served, serve
 
@@ -265,7 +265,7 @@ async def test_a_call_that_cannot_be_read_is_shown_as_it_is(tiny_model: Path) ->
 
 @register_call_format("raising")
 class Raising(HermesCalls):
-    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | MalformedCall]:
         raise KeyError("arguments")
 
 

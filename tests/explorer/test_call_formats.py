@@ -18,7 +18,7 @@ from rayrft.explorer.tools import vllm_parsers
 from rayrft.explorer.tools.call_formats import (
     PROBE_TOOLS,
     CallFormat,
-    Malformed,
+    MalformedCall,
     Probe,
     ToolCall,
     call_formats,
@@ -104,7 +104,7 @@ class InThisProcess(CallFormat):
         self.begins = probe.begins
         self.parser = HostedParser(tokenizer.path, name, probe)
 
-    async def read_answer(self, answer: str, tools: tuple[dict[str, object], ...]) -> list[ToolCall | Malformed]:
+    async def read_answer(self, answer: str, tools: tuple[dict[str, object], ...]) -> list[ToolCall | MalformedCall]:
         return calls_of(self.parser.read([(answer, tools)])[0])
 
 
@@ -155,10 +155,10 @@ async def test_a_call_that_is_cut_off_or_garbled_is_malformed_or_none(
     form = await open_call_format("auto", known, "form") if FORMATS[name][0] else InThisProcess(known, None)
     first = probe.text.partition("Paris")[0]
     if FORMATS[name][0]:
-        assert all(isinstance(found, Malformed) for found in await form.read(first, PROBE_TOOLS) or [None])
+        assert all(isinstance(found, MalformedCall) for found in await form.read(first, PROBE_TOOLS) or [None])
     for text in (first, first.replace(probe.calls[0].name, ""), "No call."):
         for found in await form.read(text, PROBE_TOOLS):
-            assert isinstance(found, Malformed) or found.arguments.get("city") != "Paris"
+            assert isinstance(found, MalformedCall) or found.arguments.get("city") != "Paris"
 
 
 async def test_a_parser_of_vllm_works_in_a_process_and_what_it_cannot_read_is_told(
@@ -170,7 +170,7 @@ async def test_a_parser_of_vllm_works_in_a_process_and_what_it_cannot_read_is_to
         probe = probed(known)
         assert await form.read(probe.text, PROBE_TOOLS) == list(probe.calls)
         [malformed] = await form.read("So: <tool_call><arg_key>", PROBE_TOOLS)
-        assert isinstance(malformed, Malformed) and "<tool_call>" in malformed.problem
+        assert isinstance(malformed, MalformedCall) and "<tool_call>" in malformed.problem
         assert await form.read("Nothing to call.", PROBE_TOOLS) == []
     finally:
         await form.close()
@@ -201,7 +201,7 @@ async def test_a_parser_that_raises_hangs_or_dies_costs_that_call_alone(
     try:
         for answer in ("raise", "hang", "die"):
             found, good = await asyncio.gather(form.read(answer, ()), form.read("good", ()))
-            assert [type(each) for each in found] == [Malformed] and good == [ToolCall("look", {})], answer
+            assert [type(each) for each in found] == [MalformedCall] and good == [ToolCall("look", {})], answer
     finally:
         await form.close()
 

@@ -21,7 +21,7 @@ from rayrft.experience import Experience, Task
 from rayrft.explorer.scoring import ScoredGroup, with_verified
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows import register_workflow
-from rayrft.pipelines.experiences import VERIFIED, Verified, check_experiences, experience_batch, experience_chain
+from rayrft.pipelines.experiences import VERIFIED, VerifiedGroup, check_experiences, experience_batch, experience_chain
 from rayrft.pipelines.run.groups import GroupHost, OperatorActor
 from rayrft.rewards import RewardResult
 from tests.buffer.rows import group
@@ -109,7 +109,7 @@ async def test_operators_in_an_actor_ask_the_models_that_it_is_given_and_know_th
 def test_a_reward_that_an_operator_gives_counts_before_shaping_and_others_stay_what_they_were_before_it() -> None:
     first, second, third = (replace(row, reward=np.float32(0.9).item()) for row in group(1, 3))
     scored = ScoredGroup([first, second, third], Counter(), GroupReport(), raw_rewards=[1.0, 1.0, 0.0])
-    given = Verified([replace(second, reward=0.25), third], Counter({"worth: too low": 1}))
+    given = VerifiedGroup([replace(second, reward=0.25), third], Counter({"worth: too low": 1}))
     verified = with_verified(scored, given)
     assert verified.raw_rewards == [0.25, 0.0] and verified.dropped == {"worth: too low": 1}
 

@@ -42,7 +42,7 @@ async def running(tiny_model: Path, engines: Engines, **overrides: Any) -> Async
         yield runner
     finally:
         workflow = runner.workflow(settings.explorer.workflow)
-        if isinstance(workflow, isolated.Isolated):
+        if isinstance(workflow, isolated.IsolatedWorkflow):
             await workflow.close()
 
 
@@ -87,7 +87,7 @@ async def test_rows_are_those_of_the_same_workflow_in_the_event_loop(tiny_model:
             "explorer.workflow_options": {workflow: {"hint": "Really?"}},
         }
         async with running(tiny_model, Engines(), **settings) as runner:
-            in_processes = isinstance(runner.workflow(workflow), isolated.Isolated)
+            in_processes = isinstance(runner.workflow(workflow), isolated.IsolatedWorkflow)
             rollouts = [await runner.run(TASK, group, 2, 1.0) for group in ("first", "second")]
             found.append([content(row) for rollout in rollouts for row in rollout.rows])
         assert in_processes == (name == "InProcess") and all(rollout.problem is None for rollout in rollouts)

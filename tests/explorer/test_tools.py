@@ -24,7 +24,7 @@ from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.rollout import Rollout
 from rayrft.explorer.tools.base import function_tool, shortened
-from rayrft.explorer.tools.call_formats import HermesCalls, Malformed, ToolCall, call_formats, register_call_format
+from rayrft.explorer.tools.call_formats import HermesCalls, MalformedCall, ToolCall, call_formats, register_call_format
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.explorer.tools.toolbox import Toolbox, ToolLimits, ToolResult
 from rayrft.trainer.tiny import make_tokenizer
@@ -38,7 +38,7 @@ ADD = {"name": "add", "arguments": {"a": 1}}
 ADDED, STOPPED = ToolCall("add", {"a": 1}), ToolCall("stop", {})
 
 
-def read_calls(answer: str, form: str) -> list[ToolCall | Malformed]:
+def read_calls(answer: str, form: str) -> list[ToolCall | MalformedCall]:
     return asyncio.run(call_formats.get(form)().read(answer, ()))
 
 
@@ -90,8 +90,10 @@ def test_calls_are_read_between_marks_or_in_plain_json(form: Any, answer: str, c
 def test_a_call_that_cannot_be_read_is_told_in_both_forms(call: str) -> None:
     for answer, form in ((block(call), "hermes"), (f"I add: {call}", "json")):
         [found] = read_calls(answer, form)
-        assert isinstance(found, Malformed) and found.problem and len(found.problem) < 200
-    assert all(isinstance(call, Malformed) for text in ("", "add", "[]") for call in read_calls(block(text), "hermes"))
+        assert isinstance(found, MalformedCall) and found.problem and len(found.problem) < 200
+    assert all(
+        isinstance(call, MalformedCall) for text in ("", "add", "[]") for call in read_calls(block(text), "hermes")
+    )
 
 
 @given(st.text(st.sampled_from(list('{}[]"\\:,<>/ natool_cemrguxs1`\n')), max_size=60))
@@ -427,7 +429,7 @@ async def test_what_is_wrong_with_calls_is_told_and_counted_by_kind(qwen: Path) 
 class Torn(HermesCalls):
     """A format of a user's own that raises on what it does not expect."""
 
-    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | MalformedCall]:
         if "torn" in answer:
             raise IndexError("no such part")
         return await super().read_answer(answer, tools)

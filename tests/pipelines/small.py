@@ -15,7 +15,7 @@ from rayrft.data.tables import open_table
 from rayrft.experience import SCHEMA, Experience, from_batch, to_batch
 from rayrft.pipelines import Context
 from rayrft.pipelines.chain import ChainLink, Outcome, apply_link, build_chain
-from rayrft.pipelines.files import Processed, process
+from rayrft.pipelines.files import ProcessingResult, process
 from rayrft.pipelines.rows import Ids
 from tests.buffer.rows import group
 
@@ -72,7 +72,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def processed(files: list[Path], out: Path, *operators: dict[str, Any], **settings: Any) -> Processed:
+def processed(files: list[Path], out: Path, *operators: dict[str, Any], **settings: Any) -> ProcessingResult:
     """What a pipeline writes of files to ``out``; a file beside it has the rows that are left out."""
     config = PipelineConfig.model_validate({"operators": operators, "plugins": [str(OWN)], **settings})
     return process([open_table(file) for file in files], config, out, left_out=out.with_name("left_out.jsonl"))
@@ -80,7 +80,7 @@ def processed(files: list[Path], out: Path, *operators: dict[str, Any], **settin
 
 def run(
     given: list[Any], folder: Path, operators: list[dict[str, Any]], **settings: Any
-) -> tuple[list[dict[str, Any]], Processed]:
+) -> tuple[list[dict[str, Any]], ProcessingResult]:
     """The rows that come out, and the report."""
     done = processed([write(folder / "in.jsonl", given)], out := folder / "out.jsonl", *operators, **settings)
     return read(out), done

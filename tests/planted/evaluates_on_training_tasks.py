@@ -4,11 +4,11 @@ from typing import Any
 
 from rayrft.core import preflight
 
-right = preflight.Prepared
+right = preflight.PreparedRun
 
 
-def prepared(**fields: Any) -> preflight.Prepared:
+def prepared(**fields: Any) -> preflight.PreparedRun:
     return right(**{**fields, "held_out": fields["tasks"]})
 
 
-preflight.Prepared = prepared  # type: ignore[misc,assignment]
+preflight.PreparedRun = prepared  # type: ignore[misc,assignment]

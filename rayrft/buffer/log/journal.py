@@ -53,7 +53,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Recovered:
+class Recovery:
     """Contents of the journal: the latest snapshot, if any, the events since, and the bytes of its torn tail."""
 
     snapshot: pa.Buffer | None
@@ -75,7 +75,7 @@ class EventJournal:
         self.position = Position()
         """End of the journal."""
 
-    def open(self, survived: Callable[[Event], bool] = lambda event: True, least: Position = Position()) -> Recovered:
+    def open(self, survived: Callable[[Event], bool] = lambda event: True, least: Position = Position()) -> Recovery:
         """Read the journal, truncate its torn tail, and open it for appending.
 
         The tail starts after the last intact line, or before the first event that did not survive and was not synced.
@@ -105,9 +105,9 @@ class EventJournal:
             self._storage.cut(_JOURNAL.format(number), end)
         self.position = Position(number, end)
         self._file = self._storage.open(_JOURNAL.format(number), end)
-        return Recovered(found.snapshot, found.events[:kept], found.ends[:kept], torn)
+        return Recovery(found.snapshot, found.events[:kept], found.ends[:kept], torn)
 
-    def read(self, after: Position = Position()) -> Recovered:
+    def read(self, after: Position = Position()) -> Recovery:
         """Read the journal without its torn tail; change no file. If it is the one of ``after``, a position in it that
         is not its start, read the events from there on, without the snapshot."""
         names = self._storage.files()
@@ -123,7 +123,7 @@ class EventJournal:
         events, ends = _parse(data, name)
         self.position = Position(number, start + (ends[-1] if ends else 0))
         torn = start + len(data) - self.position.nbytes
-        return Recovered(snapshot, events, [start + end for end in ends], torn, start)
+        return Recovery(snapshot, events, [start + end for end in ends], torn, start)
 
     @property
     def is_long(self) -> bool:

@@ -45,7 +45,7 @@ class RowSpan:
 
 
 @dataclass(frozen=True)
-class Appended:
+class AppendResult:
     """Result of appending a message: the stored groups, from row ``row`` of the segment on, and their indices in the
     message. ``faults`` are the rejected rows by group index."""
 
@@ -101,7 +101,9 @@ class RowLog:
         if committed and (extent := self._segments[self._newest].extent).nbytes < config.segment_bytes:
             self._file = storage.open(segment_name(self._newest), extent.nbytes)
 
-    def take(self, message: pa.Buffer, wanted: list[int], whole: list[int], announced: int, limits: Limits) -> Appended:
+    def take(
+        self, message: pa.Buffer, wanted: list[int], whole: list[int], announced: int, limits: Limits
+    ) -> AppendResult:
         """Write the groups at the indices ``wanted`` of a message, without invalid rows; a group in ``whole`` with an
         invalid row is not written at all.
 
@@ -124,10 +126,10 @@ class RowLog:
             batch, groups = batch.take(np.flatnonzero(keep)), np.unique(of_row[keep]).tolist()
             message = batch.serialize()
         if not groups:
-            return Appended(Extent(-1), 0, [], [], faults)
+            return AppendResult(Extent(-1), 0, [], [], faults)
         return replace(self._write(message, batch), groups=groups, faults=faults)
 
-    def append(self, message: pa.Buffer) -> Appended:
+    def append(self, message: pa.Buffer) -> AppendResult:
         """Write a message of groups that were validated before."""
         return self._write(message, unpack(message))
 
@@ -217,7 +219,7 @@ class RowLog:
     def _is_pending(self, segment: _Segment, row: int) -> bool:
         return self._grows(segment) and bool(self._pending) and row >= self._pending[0][0]
 
-    def _write(self, message: pa.Buffer, batch: pa.RecordBatch) -> Appended:
+    def _write(self, message: pa.Buffer, batch: pa.RecordBatch) -> AppendResult:
         starts = group_starts(batch)
         score = np.ones(len(starts)) if self._score is None else self._score(batch, starts)
         if self._file is None:
@@ -240,7 +242,7 @@ class RowLog:
             self._file = None
             self._spill()
         stored = stored_rows(batch, starts, score, row, len(message))
-        return Appended(segment.extent, row, list(range(len(starts))), stored)
+        return AppendResult(segment.extent, row, list(range(len(starts))), stored)
 
     def _read(self, segment: _Segment) -> pa.RecordBatch:
         return read_log_rows(self._storage, segment_name(segment.extent.segment), segment.extent)

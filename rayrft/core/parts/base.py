@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 from rayrft.buffer.shared import SharedBuffer
 from rayrft.config import RunConfig
 from rayrft.core.placement import Bundles, Placement
-from rayrft.core.preflight import Prepared
+from rayrft.core.preflight import PreparedRun
 from rayrft.errors import RayrftError
 from rayrft.runtime.handle import Handle, TrackedHandle, Watched
 from rayrft.runtime.waits import Waits
@@ -114,7 +114,7 @@ class RunParts:
 
     kinds: list[type[Part[Any]]]
     config: RunConfig
-    prepared: Prepared
+    prepared: PreparedRun
     placement: Placement
     waits: Waits
     """Waits of the Master, in which calls of the actors are recorded."""

@@ -24,7 +24,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Malformed:
+class MalformedCall:
     """A call that cannot be read, and why."""
 
     problem: str
@@ -38,15 +38,15 @@ class CallFormat(ABC):
     instructions = ""
     """Instructions for models whose chat template shows no tools; empty if the format needs one that does."""
 
-    async def read(self, text: str, tools: Tools) -> list[ToolCall | Malformed]:
+    async def read(self, text: str, tools: Tools) -> list[ToolCall | MalformedCall]:
         """Return the calls in an answer, in order; none if it attempts none. Those in its reasoning are not meant."""
         try:
             return await self.read_answer(split_reasoning(text)[1], tools)
         except Exception as error:  # a format of a user's own may raise anything on what a model writes
-            return [Malformed(f"the call cannot be read: {type(error).__name__}: {error}")]
+            return [MalformedCall(f"the call cannot be read: {type(error).__name__}: {error}")]
 
     @abstractmethod
-    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | MalformedCall]:
         """Return the calls in an answer without reasoning."""
 
     def written(self, call: str) -> str:
@@ -73,7 +73,7 @@ class HermesCalls(CallFormat):
     begins = "<tool_call>"
     instructions = 'To call tools, write for each call <tool_call>{"name": its name, "arguments": {…}}</tool_call>.'
 
-    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | MalformedCall]:
         # The last one may lack its end, as serving engines allow.
         found = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", answer, re.S)
         return [_call(_decoded(text.strip())) for text in found]
@@ -89,7 +89,7 @@ class JsonCalls(CallFormat):
 
     instructions = 'To call tools, write for each call {"name": its name, "arguments": {…}} and nothing else.'
 
-    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | MalformedCall]:
         return list(_json_calls(answer))
 
 
@@ -99,7 +99,7 @@ class HarmonyCalls(CallFormat):
 
     begins = "to=functions."
 
-    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | MalformedCall]:
         # The mark after a name may have been left out of the text, as the template also writes it between turns.
         known = sorted((tool["function"]["name"] for tool in tools), key=len, reverse=True)
         found = re.findall(r"to=functions\.([\w.-]*)((?:(?!to=).)*)", answer, re.S)
@@ -165,7 +165,7 @@ def probe_template(tokenizer: ChatTokenizer) -> Probe | None:
     return None
 
 
-def _json_calls(answer: str) -> Iterator[ToolCall | Malformed]:
+def _json_calls(answer: str) -> Iterator[ToolCall | MalformedCall]:
     end = 0
     for start in re.finditer(r"\{", answer):
         if start.start() < end:
@@ -174,7 +174,7 @@ def _json_calls(answer: str) -> Iterator[ToolCall | Malformed]:
             found, end = _DECODER.raw_decode(answer, start.start())
         except (ValueError, RecursionError) as error:
             if re.match(r'\{\s*"(name|arguments|parameters)"', answer[start.start() :]):
-                yield Malformed(f"the call is not JSON: {error}")
+                yield MalformedCall(f"the call is not JSON: {error}")
                 return
             continue
         inner = found.get("function")
@@ -187,33 +187,33 @@ def _decoded(text: str) -> Any:
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
-        return Malformed(f"the call is not JSON: {error}")
+        return MalformedCall(f"the call is not JSON: {error}")
 
 
-def _harmony_call(name: str, rest: str) -> ToolCall | Malformed:
+def _harmony_call(name: str, rest: str) -> ToolCall | MalformedCall:
     before, brace, _ = rest.partition("{")
     try:
         return _call({"name": name or None, "arguments": _DECODER.raw_decode(rest, len(before))[0] if brace else {}})
     except (ValueError, RecursionError) as error:
-        return Malformed(f"the call is not JSON: {error}")
+        return MalformedCall(f"the call is not JSON: {error}")
 
 
-def _call(found: Any) -> ToolCall | Malformed:
-    if isinstance(found, Malformed):
+def _call(found: Any) -> ToolCall | MalformedCall:
+    if isinstance(found, MalformedCall):
         return found
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return Malformed('a call is a JSON object with "name", a text, and "arguments", an object')
+        return MalformedCall('a call is a JSON object with "name", a text, and "arguments", an object')
     arguments = found.get("arguments", found.get("parameters", {}))
     if isinstance(arguments, str):  # as in the API of OpenAI
         arguments = _decoded(arguments)
-    if isinstance(arguments, Malformed):
+    if isinstance(arguments, MalformedCall):
         return arguments
     if not isinstance(arguments, dict):
-        return Malformed('"arguments" is not a JSON object')
+        return MalformedCall('"arguments" is not a JSON object')
     return ToolCall(found["name"], arguments)
 
 
-def calls_of(functions: Sequence[tuple[str, str]]) -> list[ToolCall | Malformed]:
+def calls_of(functions: Sequence[tuple[str, str]]) -> list[ToolCall | MalformedCall]:
     """Return calls from names and arguments as JSON."""
     return [_call({"name": name, "arguments": arguments or "{}"}) for name, arguments in functions]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rayrft.errors import CallFailed, CallTimeout, ConfigError
 from rayrft.explorer.tools.base import TOOLS, Tool, ToolFailed, ToolHost, find_tool, function_tool, methods, shortened
-from rayrft.explorer.tools.call_formats import Malformed, ToolCall
+from rayrft.explorer.tools.call_formats import MalformedCall, ToolCall
 from rayrft.explorer.tools.mcp_servers import McpServer
 from rayrft.registry import loaded_plugins
 from rayrft.runtime.processes.pool import ProcessPool
@@ -155,7 +155,7 @@ class ToolSession:
         self._lock = asyncio.Lock()
         self._worker: Worker | None = None
 
-    async def run(self, calls: Sequence[ToolCall | Malformed]) -> list[ToolResult]:
+    async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolResult]:
         """Run the calls of one answer concurrently; return their outcomes in order. Those of objects run one after
         another, and those beyond the limit not at all."""
         return await asyncio.gather(*(self._run(call, number) for number, call in enumerate(calls)))
@@ -172,9 +172,9 @@ class ToolSession:
                     self._worker = None
                     await self._lease.aclose()
 
-    async def _run(self, call: ToolCall | Malformed, number: int) -> ToolResult:
+    async def _run(self, call: ToolCall | MalformedCall, number: int) -> ToolResult:
         tools, limits = self._toolbox.tools, self._toolbox.limits
-        if isinstance(call, Malformed):
+        if isinstance(call, MalformedCall):
             return ToolResult(f"Error: {call.problem}", "malformed")
         if call.name not in tools:
             return ToolResult(f"Error: there is no tool {call.name[:80]!r}, but {', '.join(tools)}", "unknown")

@@ -16,7 +16,7 @@ from rayrft.explorer.tools.call_formats import (
     PROBE_TOOLS,
     CallFormat,
     HermesCalls,
-    Malformed,
+    MalformedCall,
     Probe,
     ToolCall,
     call_formats,
@@ -152,15 +152,15 @@ class VllmCalls(CallFormat):
         await made._queue.open()
         return made
 
-    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | Malformed]:
+    async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | MalformedCall]:
         if self.begins and self.begins not in answer:
             return []
         try:
             found = calls_of(await self._queue.put((answer, tools)).done)
         except CallFailed as error:  # a parser may raise, hang or die on what a model writes
-            return [Malformed(f"vLLM's parser {self.name} failed on the call: {error}")]
+            return [MalformedCall(f"vLLM's parser {self.name} failed on the call: {error}")]
         if not found and self.begins:
-            return [Malformed(f"vLLM's parser {self.name} reads no call after {self.begins}")]
+            return [MalformedCall(f"vLLM's parser {self.name} reads no call after {self.begins}")]
         return found
 
     async def close(self) -> None:

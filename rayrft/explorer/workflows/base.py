@@ -15,7 +15,7 @@ from rayrft.errors import ConfigError, DataError
 from rayrft.experience import Task
 from rayrft.explorer.environments import EnvironmentClient, environment_factory
 from rayrft.explorer.trajectory import Model, Trajectory
-from rayrft.explorer.workflows.isolated import Isolated
+from rayrft.explorer.workflows.isolated import IsolatedWorkflow
 from rayrft.registry import Registry
 
 
@@ -67,7 +67,7 @@ def build_workflow(
     if not inspect.iscoroutinefunction(inspect.unwrap(getattr(workflow, "run", None))):  # type: ignore[arg-type]
         remedy = "write async def run, and blocking = True in its class if it may block"
         raise ConfigError(f"run() of workflow {name!r} is not a coroutine function", remedy, field=field, value=name)
-    return Isolated(create, config.workflow_processes) if getattr(workflow, "blocking", False) else workflow
+    return IsolatedWorkflow(create, config.workflow_processes) if getattr(workflow, "blocking", False) else workflow
 
 
 def check_workflows(

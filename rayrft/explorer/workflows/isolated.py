@@ -19,7 +19,7 @@ from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.registry import loaded_plugins
 from rayrft.runtime.processes.pool import ProcessPool
-from rayrft.runtime.processes.remote import Raised, Remote, call_object, raised
+from rayrft.runtime.processes.remote import ErrorReply, Remote, call_object, raised
 
 _LARGEST = 64 << 20
 """Bytes of the largest request of a process, such as an observation with images."""
@@ -49,7 +49,7 @@ class RemoteEnvironment(Remote, of=EnvironmentClient, attributes="seed", without
 _HANDLES = {each._of: each for each in (RemoteModel, RemoteTrajectory, RemoteAuxiliary, RemoteEnvironment)}
 
 
-class Isolated:
+class IsolatedWorkflow:
     """The workflow that ``create`` makes; each attempt has an instance in one of up to ``processes`` processes."""
 
     def __init__(self, create: Callable[[], Any], processes: int) -> None:
@@ -89,7 +89,7 @@ class _Attempt:
             raise
         except Exception as error:  # the workflow may catch it
             self.errors.append(error)
-            return Raised(error, len(self.errors) - 1)
+            return ErrorReply(error, len(self.errors) - 1)
 
     def handle(self, value: Any) -> Any:
         """Return a handle to an object that stays here; other values as they are."""

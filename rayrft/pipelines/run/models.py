@@ -25,7 +25,7 @@ from rayrft.json_lines import open_lines
 from rayrft.rewards import RewardResult, Transcript, build_reward, where
 from rayrft.rewards.judge import ChatModel, OpenAIModel, digest
 from rayrft.rewards.scorer import Scorer
-from rayrft.runtime.processes.remote import Raised, Remote, call_object, remote_method
+from rayrft.runtime.processes.remote import ErrorReply, Remote, call_object, remote_method
 
 Score = Callable[[Task, list[Transcript]], Awaitable[list[RewardResult]]]
 
@@ -112,7 +112,7 @@ class ModelServer:
                 return await call_object(self, method, arguments, named)
             return await self.chat(*key, *arguments, **named)
         except RequestRefused as error:
-            return Raised(error)
+            return ErrorReply(error)
 
     async def score(self, task: Task, transcripts: list[Transcript]) -> list[RewardResult]:
         """Return the rewards of answers to a task."""

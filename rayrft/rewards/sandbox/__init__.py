@@ -31,7 +31,7 @@ from functools import lru_cache
 from typing import Literal, Self
 
 from rayrft.errors import ConfigError, SandboxFailed
-from rayrft.rewards.sandbox.isolation import ISOLATIONS, Files, Isolation, Job, Root, SandboxLimits, Started, bytecode
+from rayrft.rewards.sandbox.isolation import ISOLATIONS, Files, Isolation, Job, Launch, Root, SandboxLimits, bytecode
 from rayrft.runtime.processes.run_clock import RunClock
 
 __all__ = ["ISOLATIONS", "Files", "Process", "ProgramOutcome", "Sandbox", "SandboxLimits", "bytecode", "isolate"]
@@ -84,7 +84,7 @@ class ProgramOutcome:
 class Process:
     """A program in a sandbox. Leaving its context kills it with all its processes."""
 
-    def __init__(self, started: Started, limits: SandboxLimits) -> None:
+    def __init__(self, started: Launch, limits: SandboxLimits) -> None:
         self._started, self._process, self._limits = started, started.process, limits
         assert started.process.stdin and started.process.stdout and started.process.stderr
         self._pipes = started.process.stdin, started.process.stdout, started.process.stderr

@@ -115,7 +115,7 @@ class Job:
 
 
 @dataclass
-class Started:
+class Launch:
     """A program about to run. ``status`` reports its first process and its exit; a write to ``go`` starts it. Without
     these, ``process`` is its first process."""
 
@@ -136,8 +136,8 @@ class Isolation(ABC):
         return None
 
     @abstractmethod
-    def start(self, job: Job) -> Started:
-        """Start a program, which waits for `Started.go` if that is set."""
+    def start(self, job: Job) -> Launch:
+        """Start a program, which waits for `Launch.go` if that is set."""
 
 
 def _popen(command: Sequence[str], fds: Sequence[int], **options: Any) -> subprocess.Popen[bytes]:
@@ -146,14 +146,14 @@ def _popen(command: Sequence[str], fds: Sequence[int], **options: Any) -> subpro
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=fds, **options)
 
 
-def _supervised(start: Callable[[int, int], tuple[Sequence[str], list[int]]]) -> Started:
+def _supervised(start: Callable[[int, int], tuple[Sequence[str], list[int]]]) -> Launch:
     """Start a command that reports on a descriptor and waits for another; ``start`` returns it and its other ones."""
     status, status_inside = os.pipe()
     go_inside, go = os.pipe()
     fds: list[int] = []
     try:
         command, fds = start(status_inside, go_inside)
-        return Started(_popen(command, [status_inside, go_inside, *fds]), status, go)
+        return Launch(_popen(command, [status_inside, go_inside, *fds]), status, go)
     except BaseException:
         os.close(status)
         os.close(go)
@@ -199,7 +199,7 @@ class Bubblewrap(Isolation):
         lacking = [tool for tool in tools if shutil.which(tool, path=ENVIRONMENT["PATH"]) is None]
         return f"there is no {' and no '.join(lacking)}" if lacking else None
 
-    def start(self, job: Job) -> Started:
+    def start(self, job: Job) -> Launch:
         def command(status: int, go: int) -> tuple[list[str], list[int]]:
             fds = [_in_memory(seccomp.program(lenient=job.lenient))]
             words = ["bwrap", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]
@@ -246,7 +246,7 @@ class Namespaces(Isolation):
 
     name, description = "unshare", "namespaces, Landlock, seccomp and limits"
 
-    def start(self, job: Job) -> Started:
+    def start(self, job: Job) -> Launch:
         def command(status: int, go: int) -> tuple[list[str], list[int]]:
             size = job.limits.folder_mib << 20
             devices = [path for path in _DEVICES if os.path.exists(path)]
@@ -274,7 +274,7 @@ class Runsc(Isolation):
     def missing(self) -> str | None:
         return None if shutil.which("runsc") else "there is no runsc"
 
-    def start(self, job: Job) -> Started:
+    def start(self, job: Job) -> Launch:
         bundle = Path(tempfile.mkdtemp(prefix="rayrft-sandbox-"))
         (bundle / "rootfs").mkdir()
         (bundle / "files").mkdir(mode=0o755)
@@ -289,7 +289,7 @@ class Runsc(Isolation):
             subprocess.run(["runsc", "delete", "--force", bundle.name], capture_output=True)
             shutil.rmtree(bundle, ignore_errors=True)
 
-        return Started(process, clean=clean)
+        return Launch(process, clean=clean)
 
     @staticmethod
     def _config(job: Job, bundle: Path) -> dict[str, Any]:
@@ -331,7 +331,7 @@ class Nothing(Isolation):
 
     name, description = "none_i_trust_the_code", ""
 
-    def start(self, job: Job) -> Started:
+    def start(self, job: Job) -> Launch:
         folder = tempfile.mkdtemp(prefix="rayrft-code-")
         for name, content in job.files.items():
             Path(folder, name).write_bytes(content)
@@ -339,7 +339,7 @@ class Nothing(Isolation):
         limits = {name: limit for name, limit in job.limits.rlimits().items() if name != "NPROC"}  # it is per user
         environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
         process = _popen([*_prlimit(limits), *job.command], [], cwd=folder, env=environment)
-        return Started(process, clean=lambda: shutil.rmtree(folder, ignore_errors=True))
+        return Launch(process, clean=lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 ISOLATIONS: dict[str, Isolation] = {each.name: each for each in (Bubblewrap(), Namespaces(), Runsc(), Nothing())}

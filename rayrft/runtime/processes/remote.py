@@ -24,7 +24,7 @@ raised = dict[Exception, int]()
 
 
 @dataclass(frozen=True)
-class Raised:
+class ErrorReply:
     """The reply to a call that raised: the error is raised in the process."""
 
     error: Exception
@@ -75,7 +75,7 @@ async def call_object(target: Any, name: str, arguments: tuple[Any, ...], named:
 
 
 def _value(reply: Any) -> Any:
-    if isinstance(reply, Raised):
+    if isinstance(reply, ErrorReply):
         if reply.number is not None:
             raised[reply.error] = reply.number
         raise reply.error
