@@ -164,7 +164,7 @@ case ${1:-} in
     printf 'nameserver 127.0.0.1\n' >"$state/resolv.conf"
     printf '%s' "$([ -n "${RAYRFT_NODE_SECRETLESS:-}" ] && echo disabled || echo token)" >"$state/mode"
     head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$state/token"
-    # The bridge is made in there: a command from here might come before the namespace is another one.
+    # The bridge is made in there: a command from here might come before the namespace has changed.
     setsid unshare --net bash -c 'ip link add bridge type bridge && ip link set bridge up && exec sleep infinity' &
     printf '%s' "$!" >"$state/bridge.pid"
     until [ "$(cat "/proc/$!/comm" 2>/dev/null)" = sleep ]; do

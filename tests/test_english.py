@@ -29,6 +29,8 @@ PATTERNS = [
     r"\ball the same\b",
     r"\b(is|are|was|were) (told|well)\b",
     r"\bthose that (is|are)\b",
+    r"\b(is another one|are others|in vain)\b",
+    r'"""What (became|came) of\b',
     r"""(?<!there)(?<!\s)[\s"']+(is|are|was|were) no\b(?! longer)""",
 ]
 PAGES = sorted(

@@ -60,7 +60,7 @@ def write_card(run_folder: Path, to: Path, step: int) -> None:
 
 
 def check_hub(repo: str) -> None:
-    """Raise ConfigError unless the hub knows the user, so that nothing is exported in vain."""
+    """Raise ConfigError unless the hub knows the user, before anything is exported."""
     from huggingface_hub import HfApi
 
     with _refusals(repo):

@@ -74,10 +74,10 @@ def check_same_tasks(config: RunConfig, splits: TaskSplits) -> None:
         for number, (old, new) in enumerate(zip_longest(before.get(name, []), now.get(name, [])), start=1):
             if old != new:
                 same = sorted(chain(*before.values())) == sorted(chain(*now.values()))
-                change = "the same tasks are in another order" if same else "the tasks are others"
+                change = "the same tasks are in another order than" if same else "the tasks differ from those"
                 found = f"{name} task {number} was {old} and is {new} ({questions.get(new)!r})"
                 remedy = "give the tasks that the run was started with, in their order, or start a new run"
-                raise DataError(f"{change} than at the run's start: {found}", remedy, field="tasks.sources")
+                raise DataError(f"{change} at the run's start: {found}", remedy, field="tasks.sources")
 
 
 def check_log(config: RunConfig) -> None:

@@ -195,8 +195,8 @@ class Responder:
         return body.model_copy(update={"chat_template_kwargs": {**options, **body.chat_template_kwargs}})
 
     def _plain(self, body: ChatRequest) -> list[dict[str, Any]]:
-        """Return the messages in the form that is compared; an answer without its reasoning is another one than that
-        which was sampled, if the history is that of the template. Raises DataError."""
+        """Return the messages in the form that is compared; an answer without its reasoning
+        differs from the sampled one, if the history is that of the template. Raises DataError."""
         messages = [each.plain() for each in body.messages]
         if self._config.history == "template":
             tools, bare = body.shown_tools, not self._tokenizer.takes_tools

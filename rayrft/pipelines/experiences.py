@@ -37,7 +37,7 @@ _WRITABLE = {*SCHEMA.names} - {*_SAMPLED}
 
 @dataclass(frozen=True)
 class VerifiedGroup:
-    """What became of a group of rows."""
+    """Result of verifying a group of rows."""
 
     rows: list[Experience]
     """Those that stay, in their order."""

@@ -32,7 +32,7 @@ from rayrft.registry import load_plugins
 
 @dataclass(frozen=True)
 class ProcessingResult:
-    """What came of `process`: the rows written, and the broken ones by source."""
+    """Result of `process`: the rows written, and the broken ones by source."""
 
     report: Report
     rows: int

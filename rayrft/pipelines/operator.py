@@ -72,7 +72,7 @@ class Applied:
     """What an operator made of a batch of R rows.
 
     ``rows`` are the R rows in their order, changed or not. ``reasons`` has R entries: None for a row that stays, else
-    why it is left out; what stands after the first ": " is a detail that rows are not counted by. ``made`` are rows of
+    why it is left out; the text after the first ": " is a detail that rows are not counted by. ``made`` are rows of
     the same columns that are added, and ``parents`` has the indices of those that each of them was made of.
     """
 

@@ -159,7 +159,7 @@ class OperatorLog:
         if len(set(kept)) < len(kept):
             raise self.wrong("rows are there twice")
         if wrong := [name for name in changed if name in fixed]:
-            raise self.wrong(f"column {wrong[0]!r} of a row is another one after the operators")
+            raise self.wrong(f"changed column {wrong[0]!r} of a row")
 
     def take(self) -> dict[str, OperatorStats]:
         """Return the counts since the last call by operator; a second operator of one name has a number behind it."""

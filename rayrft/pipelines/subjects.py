@@ -106,7 +106,7 @@ def _subject(name: str, row: dict[str, Any], options: SubjectOptions, response: 
 class AskingOperator(Operator[O]):
     """An operator that asks, for all rows of a batch at once: a subclass implements `work` instead of `apply`.
 
-    What came of a request depends on the row's id and the options alone, as far as the model's answers do.
+    The result of a request depends on the row's id and the options alone, as far as the model's answers do.
     """
 
     def apply(self, rows: pa.RecordBatch) -> Applied:

@@ -212,7 +212,7 @@ class Versions:
 
 
 class VersionWriter(Versions):
-    """Writes a version in full if there is none before, its tensors are others, or the ``full_every``-th time."""
+    """Writes a version in full if it is the first, if its tensors differ, or the ``full_every``-th time."""
 
     def __init__(self, folder: VersionFolder, full_every: int) -> None:
         super().__init__(folder)

@@ -56,7 +56,7 @@ def test_a_resume_on_tasks_in_another_order_names_the_first_that_differs(tiny_mo
     with pytest.raises(DataError, match="the same tasks are in another order", check=about("tasks.sources")) as caught:
         start(tiny_model, tmp_path, ROWS[::-1], resumed=True)
     assert f"training task 1 was {first.tasks[0].id} and is " in caught.value.problem
-    with pytest.raises(DataError, match=r"the tasks are others .* \('new'\)", check=about("tasks.sources")):
+    with pytest.raises(DataError, match=r"the tasks differ .* \('new'\)", check=about("tasks.sources")):
         start(tiny_model, tmp_path, [json.dumps({"question": "new", "answer": "1"}), *ROWS[1:]], resumed=True)
 
 

@@ -54,7 +54,7 @@ class CallFormat(ABC):
         return call
 
     def content(self, text: str) -> str:
-        """Return the text of an answer that has calls, without them: its reasoning, and what stands before."""
+        """Return the text of an answer that has calls, without them: its reasoning, and the text before."""
         reasoning, answer = split_reasoning(text)
         return reasoning + (answer.partition(self.begins)[0] if self.begins else "")
 

@@ -247,7 +247,7 @@ class LanguageOptions(OneColumn):
     among: tuple[str, ...] = ("en", "zh", "es", "fr", "de", "ru", "ja", "ko", "pt", "it", "ar", "hi")
     """The languages to distinguish: fewer are faster and surer."""
     min_confidence: float = Field(0.5, ge=0, le=1)
-    """A text is left out if its most probable language is another one with at least this probability."""
+    """A text is left out if its most probable language differs, with at least this probability."""
     min_letters: int = Field(20, ge=1)
     """Shorter texts stay."""
 

@@ -297,7 +297,7 @@ def _shows(answer: str, hint: str, question: str) -> bool:
 
 
 _COPIED = 8
-"""Words of a hint, from which on an answer that has them all in their order is its copy."""
+"""An answer that contains a whole hint of at least this many words is a copy of it."""
 
 
 class CorrectedOptions(FoundOptions):

@@ -1,4 +1,4 @@
-"""All runs: what became of them, their latest numbers, and several on one axis."""
+"""All runs: their status, their latest numbers, and several on one axis."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ const listed = (row, now) => {
   return line;
 };
 
-// What became of the log, where it is not as it should be.
+// State of the log, where it is not as it should be.
 export const notices = (log) =>
   [
     log.problem,
