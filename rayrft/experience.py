@@ -37,7 +37,7 @@ ROUNDING = 1e-6
 
 
 def reaches(value: float, least: float = 1.0) -> bool:
-    """Return whether a reward or a share is at least ``least``, by default full marks, up to rounding: a computed value
+    """Return whether a reward or a share is at least ``least``, by default full marks, up to rounding. A computed value
     or one of a float32 column may miss the bound by 1e-6 of it."""
     return value >= least - ROUNDING * abs(least)
 

@@ -153,7 +153,7 @@ def reinforce_pp(rewards: Tensor, group: GroupFacts) -> Tensor:
 @group_advantages.register("reinforce_pp_baseline", traits=["compares"])
 def reinforce_pp_baseline(rewards: Tensor, group: GroupFacts) -> Tensor:
     """REINFORCE++ with baseline: ``A_i = r_i - mean(r)``, which the trainer then normalises over the whole batch (Hu et
-    al. 2025, arXiv:2501.03262): unlike in GRPO, the deviation is over all answers to all tasks."""
+    al. 2025, arXiv:2501.03262). Unlike in GRPO, the deviation is over all answers to all tasks."""
     return centre_rewards(rewards)
 
 

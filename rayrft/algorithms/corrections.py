@@ -113,7 +113,7 @@ def divergence_mask(
     """1 where an estimate of the KL of the behaviour policy to the proximal one is at most ``divergence_cap`` nats,
     else 0 (verl's rejection by ``token_k3``, ``seq_mean_k3``, ``seq_sum_k3``, ``seq_max_k3`` and the same of k2).
 
-    With ``g_t = log pi_prox(y_t) - log pi_behaviour(y_t)``, k2 is ``g_t^2 / 2`` and k3 ``exp(g_t) - 1 - g_t``; neither
+    With ``g_t = log pi_prox(y_t) - log pi_behaviour(y_t)``, k2 is ``g_t^2 / 2`` and k3 ``exp(g_t) - 1 - g_t``. Neither
     is negative, so that, unlike in `sequence_mask`, differences of opposite sign do not cancel. ``divergence_of``: each
     token, or whole answers by the mean, sum or maximum over their tokens. The cap is verl's for ``seq_mean_k3``.
     """
@@ -135,7 +135,7 @@ def off_policy_mask(logprobs: Tensor, batch: TokenBatch, *, off_policy_cap: Posi
     arXiv:2512.02556, sec. 3.1; OPSM in slime).
 
     An answer is left behind if ``1/|y_i| sum_t log (pi_behaviour(y_t) / pi(y_t)) > off_policy_cap``, in nats per token
-    and with the present policy, not the proximal one: pushing further down what is already unlikely destabilises. The
+    and with the present policy, not the proximal one. Pushing further down what is already unlikely destabilises. The
     paper does not give its threshold; 0.5 is TRL's example.
     """
     behind = batch.spread(batch.mean(log_ratio(batch.behaviour_logprobs, logprobs.detach()))) > off_policy_cap

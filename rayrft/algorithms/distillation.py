@@ -25,9 +25,9 @@ def reverse_kl(output: PolicyOutput, batch: TokenBatch, *, ratio_cap: Positive =
     arXiv:2306.08543; as a per-token advantage: Lu 2025, "On-policy distillation").
 
     ``w_t d_t`` with ``d_t = log pi(y_t) - log teacher(y_t)``, clamped to +-20, and ``w_t = min(rho_t, ratio_cap)``,
-    where rho_t is the ratio to the behaviour policy: truncated importance sampling, as in the correction `truncated`.
-    Its gradient ``w_t d_t grad log pi(y_t)`` is unbiased for the KL at the visited states while the cap does not bind.
-    A token's effect on later states is ignored. Raises ValueError if the batch has no teacher log-probs.
+    where rho_t is the ratio to the behaviour policy. This is truncated importance sampling, as in the correction
+    `truncated`. Its gradient ``w_t d_t grad log pi(y_t)`` is unbiased for the KL at the visited states while the cap
+    does not bind. A token's effect on later states is ignored. Raises ValueError if the batch has no teacher log-probs.
     """
     if batch.teacher_logprobs is None:
         raise ValueError("reverse_kl needs the teacher's log-probs of the sampled tokens")

@@ -160,9 +160,9 @@ def hinge(pairs: Pairs, *, beta: Positive = 0.1) -> Tensor:
 
 @preferences.register("apo_zero", needs=["pairs", "reference"])
 def apo_zero(pairs: Pairs, *, beta: Positive = 0.1) -> Tensor:
-    """APO-zero: ``1 - sigmoid(beta h(w)) + sigmoid(beta h(l))``: the chosen answer becomes likelier and the rejected
-    one less likely, each for itself (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7, plus 1 as in TRL). For
-    chosen answers that are better than the policy's."""
+    """APO-zero: ``1 - sigmoid(beta h(w)) + sigmoid(beta h(l))`` (D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7,
+    plus 1 as in TRL). The chosen answer becomes likelier and the rejected one less likely, each for itself. For chosen
+    answers that are better than the policy's."""
     chosen, rejected = (beta * pairs.gains).sigmoid()
     return 1 - chosen + rejected
 

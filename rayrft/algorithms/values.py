@@ -129,8 +129,8 @@ def with_penalty(batch: TokenBatch, penalty: Tensor) -> TokenBatch:
 
 
 def row_value_errors(batch: TokenBatch) -> Tensor:
-    """Compute the mean of ``|R_t - V_t|`` over the action tokens of a row, ``[N]``: the TD error of Schaul et al. 2016
-    (arXiv:1511.05952), here of the lambda-return that `gae` computes. 0 for expert rows.
+    """Compute the mean of ``|R_t - V_t|`` over the action tokens of a row, ``[N]``. It is the TD error of Schaul et al.
+    2016 (arXiv:1511.05952), here of the lambda-return that `gae` computes. 0 for expert rows.
 
     Raises ValueError if the batch has no returns or values.
     """
@@ -148,8 +148,8 @@ def squared(values: Tensor, batch: TokenBatch) -> Tensor:
 
 @value_losses.register("clipped")
 def clipped(values: Tensor, batch: TokenBatch, *, value_clip: Positive = 0.2) -> Tensor:
-    """``1/2 max((V_t - R_t)^2, (clip(V_t, V_old - value_clip, V_old + value_clip) - R_t)^2)``: no gradient for values
-    that already moved far from the old ones in this step (OpenAI Baselines' PPO2; also TRL and verl).
+    """``1/2 max((V_t - R_t)^2, (clip(V_t, V_old - value_clip, V_old + value_clip) - R_t)^2)`` (OpenAI Baselines' PPO2;
+    also TRL and verl). Values that already moved far from the old ones in this step have no gradient.
 
     Raises ValueError if the batch has no returns or old values.
     """

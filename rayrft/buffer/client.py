@@ -99,7 +99,7 @@ class BufferWriter:
 
     def _next(self) -> list[_Waiting]:
         """Return the groups of the next call: all waiting ones up to `_CALL_BYTES`, and up to a group id that occurs
-        twice, since groups of one id cannot be told apart in one message."""
+        twice. In one message, groups of one id could not be distinguished."""
         count, nbytes, names = 0, 0, set[str]()
         while count < len(self._waiting) and nbytes < _CALL_BYTES:
             entry = self._waiting[count][0]

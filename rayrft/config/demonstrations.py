@@ -12,9 +12,9 @@ class RowFormat(RowSelection):
     """Columns of demonstration rows.
 
     By default the layout of a row is recognised by its columns (`rayrft.data.layouts`). If a config names any of the
-    first five columns, a row with ``chosen`` and ``rejected`` is a preference pair, else one with ``messages`` is a
-    conversation, else it is a ``prompt`` with its ``response``. A side is a text or a list of chat messages; a list
-    that does not begin with the assistant contains its own prompt.
+    first five columns, a row with ``chosen`` and ``rejected`` is a preference pair. Else one with ``messages`` is a
+    conversation, and any other is a ``prompt`` with its ``response``. A side is a text or a list of chat messages; a
+    list that does not begin with the assistant contains its own prompt.
     """
 
     messages: str | None = None

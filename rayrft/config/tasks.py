@@ -27,8 +27,8 @@ _REQUIRED = {
 class TaskSourceConfig(RowsConfig, RowSelection):
     """A source of tasks: rows of a file, data set or Ray Dataset, generated tasks, or your own reader.
 
-    ``dataset`` is also a data set's name (reasoning_gym) or an environment's id (gymnasium, verifiers); ``options`` are
-    those of it, and ``path`` is also a file of tasks that rayrft wrote (tasks), or the folder to draw in (squares).
+    ``dataset`` is also a data set's name (reasoning_gym) or an environment's id (gymnasium, verifiers), and ``options``
+    are its own. ``path`` is also a file of tasks that rayrft wrote (tasks), or the folder to draw in (squares).
     """
 
     name: str | None = None

@@ -83,7 +83,7 @@ class Turns:
     step, which gets the turn's reward, too. The state of a later step is that of the turn and the tokens since then.
 
     Rewards of turns are used by ``step_wise``, ``gigpo``, ``process`` and the advantages of a critic (`turn_rewards`),
-    which know only the turns of the same row; all others use the reward of the row alone.
+    which know only the turns of the same row. All others use the reward of the row alone.
     """
 
     rewards: Tensor

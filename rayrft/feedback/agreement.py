@@ -26,9 +26,9 @@ def interval(one: float, other: float) -> float:
 def cohen_kappa(pairs: Sequence[tuple[V, V]], distance: Distance[V] = nominal) -> float | None:
     """Return Cohen's kappa of two people, from their values of each item.
 
-    kappa = 1 - D_o / D_e, with D_o the mean distance of the two values of an item, and D_e that of the values if each
-    person had given theirs to any items (Cohen 1960, "A Coefficient of Agreement for Nominal Scales"; with a distance,
-    1968, "Weighted Kappa"). None without items, or if both gave one and the same value to all.
+    kappa = 1 - D_o / D_e (Cohen 1960, "A Coefficient of Agreement for Nominal Scales"; with a distance, 1968, "Weighted
+    Kappa"). D_o is the mean distance of the two values of an item, and D_e that of the values if each person had given
+    theirs to any items. None without items, or if both gave one and the same value to all.
     """
     if not pairs:
         return None
@@ -41,9 +41,9 @@ def cohen_kappa(pairs: Sequence[tuple[V, V]], distance: Distance[V] = nominal) -
 def krippendorff_alpha(units: Iterable[Sequence[V]], distance: Distance[V] = nominal) -> float | None:
     """Return Krippendorff's alpha from people's values of each item; items with fewer than two do not count.
 
-    alpha = 1 - D_o / D_e, with D_o the mean distance of two values of one item, each item weighing as many as it has
-    values, and D_e that of any two values (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"). None
-    without two values of one item, or if all are the same.
+    alpha = 1 - D_o / D_e (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"). D_o is the mean distance of
+    two values of one item, each item weighing as many as it has values, and D_e that of any two values. None without
+    two values of one item, or if all are the same.
     """
     units = [list(unit) for unit in units if len(unit) > 1]
     counts = Counter(value for unit in units for value in unit)

@@ -98,8 +98,8 @@ def _processed(
     engines: RunEngines | None,
     left_out: Callable[[str, list[LeftOut]], None] = lambda operator, rows: None,
 ) -> tuple[list[list[tuple[Task, str]]], list[OperatorReport]]:
-    """Send the tasks of all sources, one after another, through the operators of ``pipelines.tasks``; return those of
-    each source, each with the id of the one that it, or its first parent, began as.
+    """Send the tasks of all sources, one after another, through the operators of ``pipelines.tasks``. Return the tasks
+    of each source, each with the id of the task that it, or its first parent, began as.
 
     A task keeps its id, whatever is changed; a made one gets domain, workflow, images and metadata of its first parent.
     What models answer is kept in ``<storage>/answers.<name>.jsonl``, and not asked again. Raises as `Pipeline` does.

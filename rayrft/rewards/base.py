@@ -121,9 +121,9 @@ class BatchRewardModel(RewardModel, Protocol):
 
 
 Reward = RewardFunction | RewardModel
-"""The product of a factory. Optional attributes: ``needs_auxiliary``, the names of auxiliary models that it asks;
-``longest_s``, its own time limit in seconds, which must be below its deadline; ``notice``, a line that is printed
-before a run starts; ``accepts_truth``, whether it gives 1 to the reference answer of a task, which is checked."""
+"""The product of a factory. Optional attributes: ``needs_auxiliary`` has the names of auxiliary models that it asks.
+``longest_s`` is its own time limit in seconds, which must be below its deadline. ``notice`` is a line that is printed
+before a run starts. ``accepts_truth`` is whether it gives 1 to the reference answer of a task, which is checked."""
 Factory = TypeVar("Factory", bound="Callable[..., Reward]")
 
 rewards: Registry[Callable[..., Reward]] = Registry("reward")

@@ -59,7 +59,7 @@ class Judge:
     """The grade of an answer by a generative judge, in [0, 1].
 
     The judge is an auxiliary model of the run (``auxiliary``, the name of its section), or any endpoint that speaks the
-    API of OpenAI (``url`` and ``model``; the key is in the environment variable ``key_variable``).
+    API of OpenAI (``url`` and ``model``). The key is in the environment variable ``key_variable``.
 
     * ``compare: none``: the judge gives a whole number from ``low`` to ``high``, which is scaled to [0, 1].
     * ``compare: reference``: the judge compares the response with the task's answer: 1 if the response is better, .5

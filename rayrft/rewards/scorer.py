@@ -1,5 +1,5 @@
-"""Scoring by the rewards of a config: each call by itself, under a deadline, in a process that can be killed; in the
-process of an Explorer, or in reward actors on any node (on Ray Serve: `rayrft.rewards.service`)."""
+"""Scoring by the rewards of a config: each call by itself, under a deadline, in a process that can be killed. It runs
+in the process of an Explorer, or in reward actors on any node (on Ray Serve: `rayrft.rewards.service`)."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def _cut(config: Any) -> None:
 
 def _filled(kind: Any, build: Callable[[Any], Policy], device: torch.device, cut: bool) -> Any:
     """Return a subclass of a model class of transformers, whose `from_pretrained` lets ``build`` make a policy of the
-    model before its weights are read, each then onto the device and as it is sharded."""
+    model before its weights are read. Each weight is then read onto the device, as it is sharded."""
 
     class Filled(kind):
         @classmethod

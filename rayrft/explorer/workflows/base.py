@@ -27,8 +27,8 @@ class Workflow(Protocol):
     has ``opening(task, tokenizer)``, its messages and tools, by which prompts are measured before a run.
 
     One instance serves all tasks of a run, in the Explorer's event loop, and must not block it. One that may block has
-    a class attribute ``blocking = True``: each attempt has an instance and a process of its own, in which ``model`` and
-    ``env`` are handles to those in the Explorer. They have the same methods, but no tokenizer."""
+    a class attribute ``blocking = True``. Then each attempt has an instance and a process of its own, in which
+    ``model`` and ``env`` are handles to those in the Explorer. They have the same methods, but no tokenizer."""
 
     async def run(
         self, task: Task, model: Model, env: EnvironmentClient | None = None
