@@ -30,6 +30,7 @@ INTEGRATIONS = {
     "datasets": ["tests/data/test_row_sources.py", "tests/data/test_layouts.py"],
     "huggingface_hub": ["tests/data/test_hub.py"],
     "peft": ["tests/trainer/test_lora.py"],
+    "torchao": ["tests/trainer/test_optimizer.py"],
     "reasoning-gym": ["tests/data/test_task_sources.py", "tests/explorer/test_environments.py"],
     "tensorboard": ["tests/monitor/test_sinks.py"],
     "lingua-language-detector": ["tests/pipelines/test_filters.py"],

@@ -35,6 +35,7 @@ class LoraConfig(Section):
 
 
 Accumulate = Literal["auto", "sharded", "unsharded"]
+AdamMoments = Literal["float32", "8bit"]
 
 
 class TrainerConfig(Section):
@@ -66,6 +67,9 @@ class TrainerConfig(Section):
     """Gradients of a step's micro-batches add up ``sharded``, reduced after each, or ``unsharded``, reduced once. The
     latter needs less communication, and 4 more bytes a parameter on every rank; auto takes it if that is at most 1
     GiB."""
+    moments: AdamMoments = "float32"
+    """AdamW's two moments. ``8bit``: quantised in blocks (Dettmers et al. 2022, arXiv:2110.02861) by the package
+    torchao, which every node needs: 2 bytes a parameter instead of 8. It is resumed with as many ranks as before."""
     cpu_offload: bool = False
     """GPUs: keep parameters, gradients and optimiser state in CPU memory while unused."""
     not_finite: Literal["end", "skip", "rollback"] = "end"

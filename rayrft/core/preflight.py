@@ -39,6 +39,7 @@ from rayrft.pipelines.report import summary
 from rayrft.pipelines.run.models import RunEngines
 from rayrft.pipelines.run.process import in_thread
 from rayrft.pipelines.tasks import load_processed
+from rayrft.registry import check_installed
 from rayrft.rewards.checks import check_rewards
 from rayrft.trainer.batch_pipeline import check_batches
 from rayrft.weights.files import VersionFolder
@@ -105,6 +106,8 @@ def prepare(
     samplers.get(config.buffer.sampler.name, "buffer.sampler.name")
     scores.get(config.buffer.sampler.score, "buffer.sampler.score")
     check_sinks(config)
+    if config.trainer.moments == "8bit":
+        check_installed("torchao", "pip install torchao, on every node", ConfigError, "trainer.moments", "8bit")
     if config.endpoint is not None:
         check_call_format(config.endpoint.tool_calls, "serve.tool_calls")
     keys = read_keys(config.endpoint) if config.endpoint is not None else ()

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from rayrft.algorithms import Algorithm, Coefficients, Denominators, LossParts, count, sum_gains
 from rayrft.algorithms.normalisation import Moments, normalise, sum_moments
 from rayrft.config.stage import StageConfig, UpdateConfig
-from rayrft.config.trainer import Accumulate, OptimizerConfig
+from rayrft.config.trainer import Accumulate, AdamMoments, OptimizerConfig
 from rayrft.errors import NotFinite
 from rayrft.runtime.trace import Trace
 from rayrft.trainer.annotation import Batches, each_micro, value_errors, with_logprobs, with_teacher, with_values
@@ -99,6 +99,7 @@ class Learner:
         """Whether an update whose loss or gradient is not finite is skipped, instead of an error."""
         self.accumulate: Accumulate = "auto"
         """Where gradients of micro-batches add up; see `TrainerConfig`."""
+        self.moments: AdamMoments = "float32"
         self._micro_batch_tokens = micro_batch_tokens
         self.temperature = temperature
         self._device = device
@@ -125,7 +126,8 @@ class Learner:
         self._critic_warmup_steps = self._update_config.critic_warmup_steps if critic is not None else 0
         self.reward_model = reward_model
         updates = self._update_config.updates_per_step
-        self.optimizer = Optimizer(self.trained.parameters(), optimizer, steps - self._critic_warmup_steps, updates)
+        own_steps = steps - self._critic_warmup_steps
+        self.optimizer = Optimizer(self.trained.parameters(), optimizer, own_steps, updates, self.moments)
         self.reference = Reference(self.policy) if "reference" in algorithm.needs else None
         self.critic = critic
         self.teacher = teacher

@@ -25,8 +25,8 @@ from rayrft.trainer.head import LOGITS, chunk_tokens
 from rayrft.trainer.learner import accumulates_whole
 
 _META = torch.device("meta")
-_STATE, _GRADIENT = 12, 4
-"""Bytes of a trained parameter: its master weight and two moments; its gradient."""
+_WEIGHT, _GRADIENT, _MOMENTS = 4, 4, {"float32": 8, "8bit": 2}
+"""Bytes of a trained parameter: its master weight; its gradient; two moments."""
 
 _TOKENS = 1024
 """Tokens with which activations are counted."""
@@ -117,6 +117,7 @@ def memory_savings(
         "set trainer.accumulate: sharded": {"accumulate": "sharded"},
         f"raise trainer.ranks to {ranks}": {"ranks": ranks},
     }
+    changes["set trainer.moments: 8bit (package torchao)"] = {"moments": "8bit"}
     if config.gpus:
         changes["set trainer.cpu_offload: true"] = {"cpu_offload": True}
 
@@ -177,11 +178,12 @@ def rank_memory(
     models = (_GRADIENT * trained if reference and not adapter else 0) + (
         compute * teacher.parameters if teacher else 0
     )
-    models += (_STATE + _GRADIENT) * trained if critic else 0
+    state = _WEIGHT + _MOMENTS[config.moments]
+    models += (state + _GRADIENT) * trained if critic else 0
     logits = LOGITS * 4 * (config.head_chunk or chunk_tokens(shape.vocabulary, gpu_bytes)) * shape.vocabulary
     on_gpu = 0 if config.cpu_offload else 1
     return RankMemory(
-        states=on_gpu * (_STATE * trained + frozen) / ranks,
+        states=on_gpu * (state * trained + frozen) / ranks,
         gradients=on_gpu * _GRADIENT * trained / (1 if whole else ranks),
         gathered=compute * (shape.root + 2 * shape.layer),
         head=4 * shape.vocabulary * shape.hidden + logits,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from rayrft.config.trainer import OptimizerConfig
+from rayrft.config.trainer import AdamMoments, OptimizerConfig
 
 
 class _LocalAdamW(torch.optim.AdamW):
@@ -29,8 +30,14 @@ class Optimizer:
     """AdamW over the ``steps`` of a stage. ``updates`` counts the updates made, which determines the learning rate."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, steps: int, updates_per_step: int = 1
+        self,
+        parameters: Iterable[nn.Parameter],
+        config: OptimizerConfig,
+        steps: int,
+        updates_per_step: int = 1,
+        moments: AdamMoments = "float32",
     ) -> None:
+        self.moments = moments
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.config = config
         self.steps = steps
@@ -41,9 +48,12 @@ class Optimizer:
     def reset(self) -> None:
         """Discard the moments; the learning-rate schedule continues."""
         config = self.config
-        self.adam = _LocalAdamW(
-            self._parameters, lr=self.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-        )
+        make: Callable[..., torch.optim.Optimizer] = partial(_LocalAdamW, fused=True)
+        if self.moments == "8bit":
+            from torchao.optim import AdamW8bit
+
+            make = AdamW8bit
+        self.adam = make(self._parameters, lr=self.lr, betas=config.betas, weight_decay=config.weight_decay)
 
     @property
     def lr(self) -> float:
@@ -76,7 +86,8 @@ class Optimizer:
     def step(self) -> None:
         """Apply the accumulated gradient and zero it."""
         for group in self.adam.param_groups:
-            group["lr"] = self.lr
+            # That of torchao is a tensor, so that its compiled step stays valid.
+            group["lr"] = group["lr"].fill_(self.lr) if isinstance(group["lr"], Tensor) else self.lr
         self.adam.step()
         self.adam.zero_grad()
         self.updates += 1

@@ -120,6 +120,7 @@ class Rank(RankApi):
             trace=Trace(setup.trace, f"rank-{index}"),
         )
         self.learner.skips, self.learner.accumulate = setup.config.not_finite == "skip", setup.config.accumulate
+        self.learner.moments = setup.config.moments
         self._checkpointer = Checkpointer()
         self._channel: WeightChannel | None = None
         self._store: TCPStore | None = None
@@ -141,7 +142,8 @@ class Rank(RankApi):
         critic = teacher = reward_model = None
         if "critic" in algorithm.needs:
             critic = self._loader.load(self._setup.model, Critic)  # not from the current policy
-            critic.open_stage(stage.critic_optimizer, stage.steps, stage.update.updates_per_step)
+            updates = stage.update.updates_per_step
+            critic.open_stage(stage.critic_optimizer, stage.steps, updates, self.learner.moments)
         if stage.teacher:
             teacher = self._loader.load(stage.teacher, lambda policy: policy, field="teacher", frozen=True)
         if algorithm.trains_reward_model:

@@ -87,6 +87,13 @@ def add(one: int, two: int) -> int:
     return one + two
 
 
+def test_a_package_that_is_missing_is_asked_for_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = load_config(ROOT / "jobs" / "quickstart.yaml", {"storage": tmp_path, "trainer.moments": "8bit"})
+    with pytest.raises(ConfigError, match=r"trainer\.moments: needs a package that is not installed: torchao"):
+        prepare(config, "run")
+
+
 def test_prompts_are_measured_as_the_workflow_sends_them(tiny_model: Path, tmp_path: Path) -> None:
     rows = [*ROWS[:10], *(json.dumps({"question": "x" * 60 + str(n), "answer": "x"}) for n in range(10))]
     limit = {"explorer.sampling.max_prompt_tokens": 40}

@@ -131,6 +131,14 @@ def _load_and_draw(folder: Path) -> Any:
     return weights(learner), reseeded
 
 
+def _load_quantised(folder: Path) -> str:
+    learner = drawing()
+    learner.moments = "8bit"
+    with pytest.raises(ModelError) as raised:
+        Checkpointer().load(learner, folder)
+    return str(raised.value)
+
+
 def test_a_loss_that_draws_random_numbers_draws_the_same_ones_after_a_resume(tmp_path: Path) -> None:
     written, expected, drawn = on_ranks(2, _draw_and_continue, tmp_path)
     resumed, reseeded = on_ranks(2, _load_and_draw, tmp_path)
@@ -139,6 +147,7 @@ def test_a_loss_that_draws_random_numbers_draws_the_same_ones_after_a_resume(tmp
     assert not reseeded, "the state is that of a beginning"
     _, reseeded = on_ranks(1, _load_and_draw, tmp_path)
     assert reseeded, "on another number of ranks, it follows from seed, step and rank"
+    assert "trainer.moments: 8-bit moments are not divided" in on_ranks(1, _load_quantised, tmp_path)
 
 
 def _save_and_take_weights(folder: Path) -> Any:
