@@ -140,11 +140,13 @@ class PolicyOutput:
     logprobs: Tensor
     entropy: Tensor
     candidates: Tensor | None = None
+    balance: Tensor | None = None
+    """The loss that balances the load of experts, if it has a weight."""
 
     def only(self, mask: Tensor) -> Self:
         """Set values and gradients outside the mask to zero."""
         candidates = None if self.candidates is None else keep(self.candidates, mask)
-        return type(self)(keep(self.logprobs, mask), keep(self.entropy, mask), candidates)
+        return type(self)(keep(self.logprobs, mask), keep(self.entropy, mask), candidates, self.balance)
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:

@@ -78,6 +78,9 @@ class TrainerConfig(Section):
     rollbacks: int = Field(3, ge=1)
     """Largest number of these returns since the run was started or resumed; one more ends the run. Each is also one of
     ``restarts.per_hour``."""
+    router_loss: float = Field(0.0, ge=0)
+    """Mixtures of experts: the weight of the loss that balances their load (Fedus et al. 2021, arXiv:2101.03961, eq. 4
+    to 6), the mean over the micro-batches of an update. It is not part of the loss that is reported."""
     lora: LoraConfig | None = None
     """Train only an adapter. Every stage starts a new one, on its initial weights with their adapter merged."""
 
@@ -87,10 +90,12 @@ class TrainerConfig(Section):
         return self.ranks // self.replicas
 
     @section_rule
-    def _copies(self) -> None:
+    def _used(self) -> None:
         if self.ranks % self.replicas:
             problem = f"must divide ranks, {self.ranks}"
             raise invalid("replicas", problem, "give the number of nodes, or 1", value=self.replicas)
+        if self.router_loss and self.lora is not None:
+            raise invalid("router_loss", "is not used with an adapter, which leaves routers as they are", "remove it")
 
 
 @dataclass(frozen=True)

@@ -357,6 +357,9 @@ class Learner:
                 parts = self.algorithm.loss(output, micro.tokens, over, step=self._policy_step)
                 if looks:
                     seen.append((micro, output.logprobs.detach()))
+                if output.balance is not None and len(micro.predicted):
+                    balance = output.balance / (len(batch) * self._ranks)
+                    return parts.loss + self.policy.router_loss * balance, parts.stack()
             return parts.loss, parts.stack()
 
         with self.phase("forward and backward"):

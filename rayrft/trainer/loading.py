@@ -149,6 +149,8 @@ class Loader:
             policy.head_chunk = config.head_chunk
             if config.gradient_checkpointing and not frozen:
                 policy.checkpoint_layers()
+            if config.router_loss and not frozen:
+                policy.balance_experts(config.router_loss)
             if config.compile == "layers":
                 policy.compile_layers()
             if lora is not None:

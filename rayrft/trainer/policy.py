@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -40,6 +41,7 @@ class Policy(nn.Module):
     ``packs``: rows of a micro-batch share one sequence (see `rayrft.trainer.packing`); else they are padded.
     ``chunks_head``: logits are computed for a few tokens at a time (see `rayrft.trainer.head`), for ``head_chunk`` if
     that is not None.
+    ``router_loss``: the weight of the loss that balances experts; see `TrainerConfig`.
     ``lora``: the adapter that is trained instead of the model's own weights, if any.
     ``images``: reads the images of rows, for a vision model.
     """
@@ -52,6 +54,7 @@ class Policy(nn.Module):
         self.packs = False
         self.chunks_head = False
         self.head_chunk: int | None = None
+        self.router_loss = 0.0
         self.lora: Lora | None = None
 
     def checkpoint_layers(self) -> None:
@@ -68,6 +71,13 @@ class Policy(nn.Module):
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers:
             layer.training = True  # only the layer itself, not its submodules: else it does not checkpoint
+
+    def balance_experts(self, weight: float) -> None:
+        """Compute the loss that balances experts from now on. Raises ModelError if transformers has none for it."""
+        if not hasattr(self.model, "num_experts") or _balancing(self.model) is None:
+            problem, remedy = "the model has no experts whose load could be balanced", "set it to 0"
+            raise ModelError(problem, remedy, field="trainer.router_loss", value=type(self.model).__name__)
+        self.router_loss = weight
 
     def compile_layers(self) -> None:
         """Compile every decoder layer at its first call, for micro-batches of any size. Call it before the model is
@@ -166,26 +176,29 @@ class Policy(nn.Module):
 
     def forward(
         self, batch: MicroBatch, temperature: float, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute log-prob and entropy of every action token, both ``[T]`` and 0 elsewhere, and the log-probs of the
-        batch's candidates, if any, ``[T, K]``; see `PolicyOutput`."""
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Compute log-prob and entropy of every action token, both ``[T]`` and 0 elsewhere, log-probs of the batch's
+        candidates, if any, ``[T, K]``, and the loss that balances experts, if it has a weight: see `PolicyOutput`."""
         inputs, before = model_inputs(batch, packs=self.packs, images=self.images)
         chosen, temperatures = batch.token_ids[batch.predicted], _temperatures(batch, temperature)
         targets = chosen if batch.candidates is None else torch.cat([chosen[:, None], batch.candidates], 1)
+        if balances := bool(self.router_loss) and torch.is_grad_enabled():
+            inputs["output_router_logits"] = True
+        output = run_model(self.model.base_model if self.chunks_head else self.model, inputs)
+        balance = self._balance(output.router_logits, batch) if balances else None
         if self.chunks_head:
-            states = self._head_inputs(inputs, before)
+            states = self._states(output, before)
             logprobs, entropy = head_logprobs(*states, targets, temperatures, chunk=self.head_chunk)
         else:
-            logits = run_model(self.model, inputs).logits.flatten(0, 1)[before]
             logprobs, entropy = chosen_logprobs(
-                logits,
+                output.logits.flatten(0, 1)[before],
                 targets,
                 temperature=1.0 if temperatures is None else temperatures[:, None],
                 entropy_gradient=entropy_gradient,
             )
         if batch.candidates is None:
-            return _scatter(batch, logprobs), _scatter(batch, entropy), None
-        return _scatter(batch, logprobs[:, 0]), _scatter(batch, entropy), _scatter(batch, logprobs[:, 1:])
+            return _scatter(batch, logprobs), _scatter(batch, entropy), None, balance
+        return _scatter(batch, logprobs[:, 0]), _scatter(batch, entropy), _scatter(batch, logprobs[:, 1:]), balance
 
     @torch.no_grad()
     def top_logprobs(self, batch: MicroBatch, temperature: float, k: int, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -195,7 +208,7 @@ class Policy(nn.Module):
             inputs, before = model_inputs(batch, packs=self.packs, images=self.images)
             temperatures = _temperatures(batch, temperature)
             if self.chunks_head:
-                states = self._head_inputs(inputs, before)
+                states = self._states(run_model(self.model.base_model, inputs), before)
                 logprobs, ids = head_top_logprobs(*states, temperatures, k, vocabulary, chunk=self.head_chunk)
             else:
                 logits = run_model(self.model, inputs).logits.flatten(0, 1)[before]
@@ -210,13 +223,22 @@ class Policy(nn.Module):
         ``temperature`` is the sampler's, for usual rows; demonstrations and pairs, which were not sampled, use 1.
         """
         with blaming(batch):
-            logprobs, entropy, candidates = self(batch, temperature, entropy_gradient)
-        return PolicyOutput(logprobs, entropy if entropy_gradient else entropy.detach(), candidates)
+            logprobs, entropy, candidates, balance = self(batch, temperature, entropy_gradient)
+        return PolicyOutput(logprobs, entropy if entropy_gradient else entropy.detach(), candidates, balance)
 
-    def _head_inputs(self, inputs: dict[str, Any], before: Tensor) -> tuple[Tensor, Tensor]:
+    def _states(self, output: Any, before: Tensor) -> tuple[Tensor, Tensor]:
         """Return the predicting states, ``[A, H]``, and the weight of the head, ``[V, H]``."""
-        states = run_model(self.model.base_model, inputs).last_hidden_state.flatten(0, 1)[before]
-        return states, self.model.get_output_embeddings().weight
+        return output.last_hidden_state.flatten(0, 1)[before], self.model.get_output_embeddings().weight
+
+    def _balance(self, logits: tuple[Tensor, ...], batch: MicroBatch) -> Tensor:
+        """Return the loss that balances experts, over all tokens but padding."""
+        mask, balancing = None, _balancing(self.model)
+        assert balancing is not None  # `balance_experts` has checked it
+        if not self.packs:
+            mask = batch.token_ids.new_zeros(len(batch.lengths), batch.packing.longest)
+            mask[batch.tokens.sequence, batch.packing.positions] = 1
+        balance: Tensor = balancing(logits, self.model.num_experts, self.model.num_experts_per_tok, mask)
+        return balance
 
     @torch.no_grad()
     def _logprobs(self, batch: MicroBatch) -> Tensor:
@@ -290,6 +312,11 @@ class Reference:
 def _copy_into(target: dict[str, Tensor] | dict[str, nn.Parameter], source: dict[str, Tensor]) -> None:
     for name, value in source.items():
         target[name].copy_(value)
+
+
+def _balancing(model: Any) -> Callable[..., Tensor] | None:
+    """Return transformers' own load-balancing loss for a model's architecture, if it has one."""
+    return getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
 
 
 def _reason(error: Exception) -> str:

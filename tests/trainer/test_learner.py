@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from rayrft.config.stage import UpdateConfig
 from rayrft.config.trainer import OptimizerConfig, TrainerConfig
@@ -25,6 +28,7 @@ from rayrft.trainer.learner import Learner
 from rayrft.trainer.optimizer import Optimizer
 from rayrft.trainer.policy import Policy
 from tests.errors import about
+from tests.trainer.families import FAMILIES
 from tests.trainer.learners import (
     gradient,
     gradient_of,
@@ -433,3 +437,28 @@ def test_in_half_precision_weights_and_sums_of_gradients_are_in_float32_and_grad
 
     torch.testing.assert_close(*found["recomputed"], rtol=1e-9, atol=1e-12)
     assert found["recomputed"][0].any()
+
+
+def _router_gradients(weight: float, pack: bool) -> list[Tensor]:
+    """Gradients of the routers from an update on all rows, which every rank has."""
+    torch.manual_seed(0)
+    policy = Policy(AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["qwen3 moe"])))
+    assert policy.enable_fast_paths(pack=pack) is None
+    policy.balance_experts(weight)
+    learner = make_learner("grpo", policy=policy, sharded=dist.is_initialized())
+    learner.gradient(own_rows())
+    routers = [each for name, each in policy.named_parameters() if name.endswith("mlp.gate.weight")]
+    assert routers
+    gradients = (each.grad for each in routers)
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients if each is not None]
+
+
+@pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
+def test_the_gradient_of_the_balance_of_experts_is_its_mean_over_micro_batches_on_any_number_of_ranks(
+    pack: bool,
+) -> None:
+    without, single, double = (_router_gradients(weight, pack) for weight in (0.0, 0.5, 1.0))
+    for none, one, two in zip(without, single, double, strict=True):
+        assert (one - none).abs().max() > 1e-5
+        torch.testing.assert_close(two - none, 2 * (one - none), atol=1e-6, rtol=1e-3)
+    torch.testing.assert_close(on_ranks(2, _router_gradients, 1.0, pack), double, atol=1e-6, rtol=1e-4)

@@ -3,6 +3,7 @@ head gives the numbers and the gradients of the plain one, in less memory."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import sys
@@ -447,3 +448,23 @@ def test_on_a_gpu_logits_of_half_precision_are_not_rounded() -> None:
 def test_hidden_states_that_are_no_numbers_are_not_passed_over() -> None:
     hidden = torch.tensor([[float("nan"), 1.0]])
     assert head_logprobs(hidden, torch.ones(3, 2), torch.tensor([1]), torch.ones(1))[0].isnan().all()
+
+
+@pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
+def test_the_loss_that_balances_experts_is_that_of_transformers(pack: bool) -> None:
+    policy, own = make(copy.deepcopy(PLAIN[-1])), make(copy.deepcopy(PLAIN[-1]))
+    assert policy.enable_fast_paths(pack=pack) is None and policy.packs == pack
+    sequences = [torch.arange(first, first + length) for first, length in ((0, 9), (20, 4), (40, 13))]
+    batch = scored_batch(sequences)
+    assert policy.output(batch, temperature=1.0).balance is None, "it has no weight"
+    policy.balance_experts(0.1)
+    found = policy.output(batch, temperature=1.0).balance
+    padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(each)) for each in sequences], batch_first=True)
+    expected = own.model(padded, attention_mask=mask, output_router_logits=True).aux_loss
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_model_without_experts_has_no_load_to_balance() -> None:
+    with pytest.raises(ModelError, check=about("trainer.router_loss", "LlamaForCausalLM")):
+        make(PLAIN[0]).balance_experts(0.1)
