@@ -21,7 +21,7 @@ from rayrft.core.checkpoints import Checkpoints, export, find_folder
 from rayrft.core.cluster import connect
 from rayrft.core.doctor import check_gpus
 from rayrft.core.parts.engines import EngineGroup, policy_model, serve_engines
-from rayrft.core.parts.rewards import remote_models, remote_scoring, reward_service
+from rayrft.core.parts.rewards import remote_models, remote_scoring, reward_actors, reward_service
 from rayrft.core.parts.table import plan_placement
 from rayrft.core.placement import NAMESPACE, Placement, actor_name, check_room, fitting_nodes, show_plan
 from rayrft.core.plan import check_memory
@@ -39,6 +39,7 @@ from rayrft.explorer.workflows.base import check_workflows
 from rayrft.pipelines.report import summary
 from rayrft.pipelines.tasks import load_splits, read_report
 from rayrft.rewards.checks import check_rewards
+from rayrft.rewards.scorer import RewardActor
 from rayrft.runtime.handle import Handle, answer, end
 from rayrft.runtime.ray_api import ray
 
@@ -140,17 +141,18 @@ def attempt_all(
         named = named_files(config, images)
         named["bench.models"] = [model.path for model in models]
         check_shared(folder, named, fitting_nodes(plan))
-        placement, groups = Placement(run, plan), dict[str, EngineGroup]()
+        placement, groups, rewards = Placement(run, plan), dict[str, EngineGroup](), list[Handle[RewardActor]]()
         budget, pause_s = budget or Budget(config.restarts), -1.0
         try:
             placement.reserve([each.name for each in plan if not each.served], config.placement.wait_s, say)
             groups |= EngineGroup.auxiliary(placement, config.auxiliary, config.seed)
             serve_engines(groups.values(), config.monitor.stall_s)
             pools = {name: group.pool for name, group in groups.items()}
+            rewards = reward_actors(config, placement, pools)
             with _rewards_open(config, pools):
                 for model in models:
                     if todo[model]:
-                        _attempt(config, placement, model, pools, todo[model], files, say)
+                        _attempt(config, placement, model, pools, rewards, todo[model], files, say)
         except RayrftError as error:
             error.remedy = error.remedy or "start the bench again: it resumes"
             now = {key: missing_tasks(config, file, tasksets[key[1]][0]) for key, file in files.items()}
@@ -159,7 +161,7 @@ def attempt_all(
             pause_s = budget.spend(error)
             say(f"{error.field}: {error.problem}; the bench continues with new actors in {pause_s:.0f} s")
         finally:
-            end([actor for group in groups.values() for actor in group.actors])
+            end([*rewards, *(actor for group in groups.values() for actor in group.actors)])
             placement.remove()
         if pause_s >= 0:
             time.sleep(pause_s)
@@ -185,6 +187,7 @@ def _attempt(
     placement: Placement,
     model: BenchModel,
     pools: dict[str, Handle[EnginePool]],
+    rewards: list[Handle[RewardActor]],
     tasksets: Mapping[str, list[Task]],
     files: Mapping[tuple[str, str], Path],
     say: Callable[[str], None],
@@ -192,7 +195,7 @@ def _attempt(
     """Attempt task sets with one model, on actors of its own: the next model may be of another kind."""
     policy, stall_s = EngineGroup.policy(placement, policy_model(config, model.path)), config.monitor.stall_s
     worker = placement.actor(BenchWorker, "explorer", name="explorer").create(
-        config, model.path, policy.pool, remote_scoring(config, placement, pools), pools
+        config, model.path, policy.pool, remote_scoring(config, rewards), pools
     )
     try:
         starting = worker.call(BenchWorker.start)

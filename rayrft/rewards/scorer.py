@@ -23,10 +23,9 @@ from rayrft.rewards import base
 from rayrft.rewards.base import Reward, RewardResult, Transcript, build_reward
 from rayrft.rewards.judge import ChatModel
 from rayrft.runtime.actor_pool import TRIES, ActorPool
-from rayrft.runtime.handle import Handle
+from rayrft.runtime.handle import Handle, Watched, once
 from rayrft.runtime.processes.calls import CallQueue
 from rayrft.runtime.processes.pool import ProcessPool
-from rayrft.runtime.ray_api import hide_gpus
 
 _START_S = 120.0
 Models = Callable[[], Mapping[str, ChatModel]]
@@ -315,20 +314,29 @@ class Rewards:
         return taken
 
 
-class RewardActor(Scorer):
+class RewardActor(Scorer, Watched):
     """The actor: a scorer, with its processes."""
 
     def __init__(self, config: RewardModelsConfig, plugins: list[Path], models: Models | None = None) -> None:
-        hide_gpus()
         load_plugins(plugins)
         super().__init__(config, plugins, models() if models else None)
 
+    @once
+    async def open(self) -> None:
+        await super().open()
+
+    async def score(self, task: Task, transcripts: Sequence[Transcript]) -> list[RewardResult]:
+        await self.open()  # the call may have been sent to a predecessor that has died
+        return await super().score(task, transcripts)
+
 
 class ActorBackend:
-    """Scores by ``count`` reward actors: each call by the one with the fewest results to return."""
+    """Scores by reward actors that Ray restarts: each call by the one with the fewest results to return."""
 
-    def __init__(self, create: Callable[[], Handle[RewardActor]], count: int) -> None:
-        self._actors = ActorPool(create, lambda actor: actor.call(RewardActor.open), count, "actor")
+    def __init__(self, actors: Sequence[Handle[RewardActor]]) -> None:
+        self._actors = ActorPool(
+            iter(actors).__next__, lambda actor: actor.call(RewardActor.open), len(actors), "actor", restarted=True
+        )
 
     async def open(self) -> None:
         """Start the actors. Raises ConfigError where a reward cannot be built."""

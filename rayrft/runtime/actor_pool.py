@@ -1,4 +1,4 @@
-"""Calls spread over actors of one class, each of which is replaced when it dies."""
+"""Calls spread over actors of one class, each of which is replaced or restarted when it dies."""
 
 from __future__ import annotations
 
@@ -33,12 +33,19 @@ async def with_retry(call: Callable[[], Awaitable[R]], who: str) -> tuple[R, int
 
 class ActorPool(Generic[A]):
     """``count`` actors that ``create`` makes and ``start`` starts, in an event loop. Calls go to the least loaded actor
-    that has started; ``who`` names the actors in errors."""
+    that has started; ``who`` names the actors in errors. ``restarted``: Ray restarts those that die, and repeats the
+    call of ``start``, but not the others."""
 
     def __init__(
-        self, create: Callable[[], Handle[A]], start: Callable[[Handle[A]], Awaitable[None]], count: int, who: str
+        self,
+        create: Callable[[], Handle[A]],
+        start: Callable[[Handle[A]], Awaitable[None]],
+        count: int,
+        who: str,
+        *,
+        restarted: bool = False,
     ) -> None:
-        self._create, self._start, self._count, self._who = create, start, count, who
+        self._create, self._start, self._count, self._who, self._restarted = create, start, count, who, restarted
         self._starts: dict[Handle[A], asyncio.Future[None]] = {}
         self._load = Counter[Handle[A]]()
 
@@ -49,7 +56,7 @@ class ActorPool(Generic[A]):
     async def open(self, *, any_started: bool = False) -> None:
         """Start the actors; raises their errors. ``any_started``: return once one has started or failed."""
         for _ in range(self._count):
-            self._add()
+            self._begin()
         if any_started:
             await asyncio.wait(self._starts.values(), return_when=asyncio.FIRST_COMPLETED)
         else:
@@ -71,20 +78,22 @@ class ActorPool(Generic[A]):
             self._load[actor] += load
             try:
                 start.result()
-                return await ask(actor)
+                return await ask(actor.with_options(max_task_retries=0))
             except ray_api.ACTOR_ERRORS as error:
-                died = isinstance(error, ray_api.ACTOR_DEATHS) or start.exception() is not None
-                if died and self._starts.pop(actor, None) is not None:
-                    actor.kill()  # one whose start was not answered may be alive
-                    self._add()
+                died = self._restarted or isinstance(error, ray_api.ACTOR_DEATHS) or start.exception() is not None
+                if died and self._starts.get(actor) is start:
+                    if not self._restarted:
+                        self._starts.pop(actor)
+                        actor.kill()  # one whose start was not answered may be alive
+                    self._begin(actor if self._restarted else None)
                 raise
             finally:
                 self._load[actor] -= load
 
         return await with_retry(call_one, self._who)
 
-    def _add(self) -> None:
+    def _begin(self, actor: Handle[A] | None = None) -> None:
         # In no call's context: Ray would cancel the start, which all calls wait for, together with that call.
         context = Context()
-        actor = context.run(self._create)
+        actor = actor or context.run(self._create)
         self._starts[actor] = asyncio.ensure_future(context.run(self._start, actor))

@@ -75,7 +75,7 @@ async def scoring(config: RewardConfig) -> AsyncIterator[Score]:
         await asyncio.to_thread(delete_applications, service.all_versions)
         anchor.kill()
     elif config.placement == "pool":
-        scoring = ActorBackend(lambda: actor(RewardActor, "reward", config, []), config.actors)
+        scoring = ActorBackend([actor(RewardActor, "reward", config, []) for _ in range(config.actors)])
         pool = Rewards(config, [], lambda: scoring)
         await pool.open()
         yield pool.score

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -19,17 +20,28 @@ from rayrft.config import RunConfig, dump_config, load_config
 from rayrft.core import master as module
 from rayrft.core.checkpoints import Checkpoints, Progress
 from rayrft.core.master import Master
+from rayrft.core.parts.endpoint import KeeperPart
 from rayrft.core.preflight import PreparedRun, prepare
+from rayrft.endpoint.keeper import RemoteSessions
+from rayrft.experience import Task
+from rayrft.explorer.engines import auxiliary
 from rayrft.monitor import sinks
 from rayrft.monitor.records import EvaluationRecord, StepRecord, read_records
 from rayrft.monitor.summary import Summary
 from rayrft.rewards import Reward, inline, register_reward
+from rayrft.rewards.base import Transcript
+from rayrft.rewards.judge import ChatModel
+from rayrft.runtime.waits import cancel
 from rayrft.trainer.api import RankSetup
 from tests.chaos.scripted_run import Cluster, ScriptedPlacement
 from tests.chaos.simulated import Actor, Life, Ref, VirtualLoop, World, describe_tasks
 from tests.e2e.conftest import small_config
 
-KINDS = ("engine", "evaluation", "engine_pool", "evaluation_pool", "explorer", "trainer", "rank", "buffer", "master")
+_SERVICES = ("auxiliary-judge", "reward", "operators", "keeper")
+KINDS = (
+    *("engine", "evaluation", "engine_pool", "evaluation_pool", "explorer", "trainer", "rank", "buffer", "master"),
+    *_SERVICES,
+)
 MOMENTS = ("send", "connect", "checkpoint", "train", "restore", "open_stage", "save")
 """Calls of the ranks during which actors are killed, among other times."""
 STEPS = 12
@@ -43,6 +55,28 @@ DEADLINE_S = 4000.0
 def length_parity() -> Reward:
     """1 for answers of even length: some groups have no variance."""
     return lambda task, response: float(len(response) % 2)
+
+
+@register_reward("judged parity")
+class JudgedParity:
+    """The same, once an auxiliary model has answered."""
+
+    def use(self, models: Mapping[str, ChatModel]) -> None:
+        self._judge = models["judge"]
+
+    async def score(self, task: Task, transcript: Transcript) -> float:
+        await self._judge.with_seed(0).chat([{"role": "user", "content": task.question}], max_tokens=4)
+        return float(len(transcript.response) % 2)
+
+
+def with_services(judge: str, endpoint: bool) -> dict[str, Any]:
+    """Return the keys of a run with reward and operator actors, and an auxiliary model."""
+    keys: dict[str, Any] = {
+        "auxiliary": {"judge": {"model": judge, "max_length": 48}},
+        "reward": {"name": "judged parity", "placement": "pool"},
+        "pipelines": {"experiences": [{"name": "reward_deviation"}], "actors": {}},
+    }
+    return keys | ({"serve": {}} if endpoint else {})
 
 
 def make_config(
@@ -85,6 +119,10 @@ class Outcome:
     seconds: float = 0.0
     fails: bool = False
     """Whether ranks fail, too."""
+    services: bool = False
+    """Whether the run has what `with_services` gives it."""
+    opted_out: int = 0
+    """Answers that the keeper of sessions was asked not to keep."""
 
     @property
     def problems(self) -> list[str]:
@@ -122,6 +160,8 @@ class Outcome:
             <= self.cluster.max_staleness,
             f"an evaluation was recorded twice: {evaluated}": not evaluated or max(evaluated.values()) == 1,
             f"engines had weights for three steps and answered nothing: {idle}": not idle,
+            f"{self.opted_out} answers were not to be kept, of {ledger}": self.opted_out
+            <= ledger.dropped.get("opted_out", 0) + ledger.dropped.get("keeper_died", 0),
             f"tasks are left:\n{self.left}": not self.left,
             f"errors that nobody retrieved: {self.log}": not self.log,
             f"actors were restarted more often than killed: {self.report}": self.fails
@@ -135,6 +175,7 @@ class Outcome:
         """Kills and restarts by kind."""
         kills, restarts = Counter(map(kind_of, self.killed)), self.summary.restarts if self.summary else {}
         parts = {"engine": "engines", "evaluation_pool": "engine_pool", "rank": "trainer"}
+        parts["auxiliary-judge"] = "auxiliary engines"
         counted = Counter[str]()
         for kind, count in kills.items():
             counted[parts.get(kind, kind)] += count
@@ -158,6 +199,8 @@ class Reaper:
     def __init__(self, cluster: Cluster, outcome: Outcome, kills: int, say: Callable[[str], None]) -> None:
         self._cluster, self._outcome, self._left, self._say = cluster, outcome, kills, say
         self._world, self._chance = cluster.world, random.Random(outcome.seed)
+        self._kinds = self._chance.sample(KINDS, len(KINDS)) if outcome.services else []
+        """Those that are killed first."""
 
     async def reap(self) -> None:
         for step in sorted(self._chance.randrange(STEPS - 1) for _ in range(self._left)):
@@ -190,7 +233,11 @@ class Reaper:
         if self._left <= 0 or not kinds:
             return
         starting = [actor for actor in self._world.living if actor.starting]
-        if starting and self._chance.random() < 0.5:
+        first = next((kind for kind in self._kinds if kind in kinds), None)
+        if first is not None:
+            self._kinds.remove(first)
+            actor = self._chance.choice(kinds[first])
+        elif starting and self._chance.random() < 0.5:
             actor = self._chance.choice(starting)
         else:
             actor = self._chance.choice(kinds[self._chance.choice(list(kinds))])
@@ -198,6 +245,17 @@ class Reaper:
         self._outcome.killed.append(actor.name)
         self._say(f"{self._world.loop.time():.3f} step {self._cluster.steps} {moment}: {actor.name} is killed")
         actor.kill(restart=True)
+
+
+async def opt_out(cluster: Cluster, outcome: Outcome) -> None:
+    """Ask the keeper of sessions again and again not to keep an answer, as a replica of the endpoint does."""
+    while (keeper := cluster.world.handle("keeper")) is None:  # noqa: ASYNC110 - in simulated time
+        await asyncio.sleep(0.1)
+    sessions = RemoteSessions(keeper, 60.0)
+    while True:
+        await sessions.opted_out(1)
+        outcome.opted_out += 1
+        await asyncio.sleep(0.05)
 
 
 def is_up(master: Life | None) -> bool:
@@ -218,14 +276,16 @@ def simulate(
 ) -> Outcome:
     """A run that is killed as the seed says, and whose ranks fail where ``check`` raises; ``user`` steers it.
     ``machines`` gives its cluster others."""
-    max_staleness = (0, 2, 1)[seed % 3]
-    config = make_config(folder, f"run-{seed}", max_staleness, seed // 3 % 2, **changes)
+    max_staleness, services = (0, 2, 1)[seed % 3], bool(seed % 2)
+    more = with_services(prepared.model, endpoint=max_staleness > 0) if services else {}
+    config = make_config(folder, f"run-{seed}", max_staleness, seed // 3 % 2, **more, **changes)
     config.folder.mkdir(parents=True)
     (config.folder / "config.yaml").write_text(dump_config(config))
     loop = VirtualLoop()
     world = World(loop, seed)
     cluster = Cluster(world, max_staleness)
-    outcome = Outcome(seed, cluster, config.folder, fails=check is not None)
+    outcome = Outcome(seed, cluster, config.folder, fails=check is not None, services=services)
+    serve = mock.MagicMock(**{"replaced_replicas.return_value": {}})
     cluster.check = check or cluster.check
     machines(cluster)
     loop.set_exception_handler(
@@ -238,6 +298,8 @@ def simulate(
         running = asyncio.ensure_future(master.call(Master.run, [Ref(prepared, None)]))
         while not running.done() and not is_up(master.actor._actor.life):  # noqa: ASYNC110 - in simulated time
             await asyncio.sleep(0.1)
+        client = asyncio.ensure_future(opt_out(cluster, outcome) if config.records_sessions else asyncio.sleep(0))
+        serve.delete_applications.side_effect = lambda _: client.cancel()
         reaper = Reaper(cluster, outcome, kills, say)
         reaping = asyncio.ensure_future(user(master.actor._actor.life.target, cluster) if user else reaper.reap())
         try:
@@ -249,9 +311,7 @@ def simulate(
         except Exception as error:
             outcome.error = error
         finally:
-            running.cancel()
-            reaping.cancel()
-            await asyncio.gather(running, reaping, return_exceptions=True)
+            await cancel(running, reaping, client)
             master.actor._actor.kill(restart=False)
         outcome.seconds = loop.time()
         await asyncio.sleep(1)
@@ -262,6 +322,9 @@ def simulate(
     with (
         mock.patch.object(time, "monotonic", loop.time),
         mock.patch.object(module, "Placement", lambda _, parts, detached: ScriptedPlacement(cluster, parts)),
+        mock.patch.dict(sys.modules, {"rayrft.runtime.serving.applications": serve}),
+        mock.patch.object(KeeperPart, "open", mock.AsyncMock(return_value=None)),
+        mock.patch.object(auxiliary, "ChatTokenizer", lambda *_, **__: prepared.tokenizer()),
         mock.patch.object(module, "locate_files", lambda *_: "files: nowhere"),
         mock.patch.object(module, "look_at", mock.AsyncMock(return_value=None)),
         mock.patch.object(module, "is_restarted", lambda: world.begun["master"] > 1),

@@ -22,9 +22,11 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.leases import Lease
 from rayrft.config.explorer import EngineConfig
 from rayrft.core.placement import Bundles
-from rayrft.experience import from_batch, unpack
+from rayrft.experience import Task, from_batch, unpack
 from rayrft.explorer.engines.engine import EngineWeights, RolloutEngine
 from rayrft.explorer.engines.exchange import Answering, Capacity, Completion, Request, Stream
+from rayrft.pipelines.chain import Outcome
+from rayrft.pipelines.run.groups import GroupResult, OperatorActor
 from rayrft.runtime.handle import Handle, Watched
 from rayrft.trainer.api import Mailbox, RankSetup
 from rayrft.trainer.blame import device_failed
@@ -373,6 +375,21 @@ class ScriptedRank:
         return None
 
 
+class ScriptedOperators(Watched):
+    """Operators that leave a group as it is."""
+
+    def __init__(self, cluster: Cluster, life: Life, *_: Any) -> None:
+        self._cluster = cluster
+
+    async def start(self) -> None:
+        await self._cluster.takes(LOAD_S)
+
+    async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:
+        await self._cluster.takes(_SEND_S)
+        count = rows.num_rows
+        return GroupResult([*range(count)], rows.select([]), None, [Outcome(count, count, 0, 0, 0.0)])
+
+
 @dataclass
 class ScriptedPlacement:
     """Creates the actors of a run in a `World`, but for those that a Master before this one has left."""
@@ -423,7 +440,11 @@ class Placed:
         return self.cluster.world.create(self.name, self._maker(arguments, keywords), restarts=self.restarts)
 
     def _maker(self, arguments: Any, keywords: Any) -> Callable[[Life], Any]:
-        scripted: dict[Any, Any] = {RolloutEngine: self.cluster.engine, Trainer: ScriptedTrainer}
+        scripted: dict[Any, Any] = {
+            RolloutEngine: self.cluster.engine,
+            Trainer: ScriptedTrainer,
+            OperatorActor: ScriptedOperators,
+        }
         arguments, keywords = sent((arguments, keywords), None)
 
         def make(life: Life) -> Any:

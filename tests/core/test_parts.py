@@ -70,6 +70,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     return parts
 
 
+OPERATORS = {"experiences": [{"name": "reward_deviation"}], "actors": {}}
 ENGINES = ["engine_pool", "engine-0", "engine-1"]
 
 
@@ -83,6 +84,10 @@ ENGINES = ["engine_pool", "engine-0", "engine-1"]
                 *("explorer-0", *ENGINES, "evaluation_pool", "evaluation-0"),
                 *("engine_pool-judge", "auxiliary-judge-0", "buffer", "trainer"),
             ],
+        ),
+        (
+            {"reward": {"name": "exact", "placement": "pool"}, "pipelines": OPERATORS},
+            ["explorer-0", "reward-0", "operators-0", *ENGINES, "buffer", "trainer"],
         ),
         ({"mode": "train"}, ["buffer", "trainer"]),
         ({"mode": "explore", "buffer": {"name": "lake"}}, ["explorer-0", *ENGINES, "buffer"]),

@@ -367,12 +367,13 @@ async def test_a_task_of_a_domain_without_a_reward_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-async def test_reward_actors_share_the_work_and_one_that_dies_is_replaced(tmp_path: Path) -> None:
+async def test_reward_actors_share_the_work_and_one_that_dies_is_restarted(tmp_path: Path) -> None:
     config = RewardConfig(
         name=HERE + "names_its_actor", options={"mark": str(tmp_path / "mark")}, placement="pool", actors=2
     )
-    placed = ray.remote(RewardActor).options(num_cpus=0)
-    pool = Rewards(config, [], lambda: ActorBackend(lambda: handle(placed.remote(config, [])), config.actors))
+    placed = ray.remote(RewardActor).options(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+    actors = [handle(placed.remote(config, [])) for _ in range(config.actors)]
+    pool = Rewards(config, [], lambda: ActorBackend(actors))
     await pool.open()
     groups = await asyncio.gather(*(pool.score(task("a"), transcripts("where")) for _ in range(2)))
     first, second = (group[0].answer for group in groups)

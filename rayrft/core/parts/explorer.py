@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,12 +11,11 @@ from rayrft.core.parts.base import Part, has_explorers
 from rayrft.core.parts.buffer import BufferPart
 from rayrft.core.parts.engines import AuxiliaryEngines, EvaluationEngines, PolicyEngines
 from rayrft.core.parts.rewards import RewardsPart, remote_scoring
-from rayrft.core.placement import Bundles, Placement
+from rayrft.core.placement import Bundles
 from rayrft.explorer.engines.auxiliary import auxiliary_models
-from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.explorer import Explorer
 from rayrft.pipelines.experiences import experience_chain
-from rayrft.pipelines.run.groups import ActorOperators, OperatorActor, Operators
+from rayrft.pipelines.run.groups import ActorOperators, OperatorActor
 from rayrft.rewards import where
 from rayrft.runtime.handle import Handle
 from rayrft.runtime.ray_api import ray
@@ -53,21 +51,21 @@ class ExplorerPart(Part[Explorer]):
 
     def _make(self, index: int) -> Handle[Explorer]:
         config, run = self.config, self.run
-        prepared, placement, pools = run.prepared, run.placement, run[AuxiliaryEngines].pools
+        prepared, pools, operators = run.prepared, run[AuxiliaryEngines].pools, run[OperatorsPart].actors
         policy, evaluation = run[PolicyEngines].group, run[EvaluationEngines].group
         assert policy is not None  # there is one where groups are sampled
         name = f"explorer-{index}"
-        return placement.actor(Explorer, self.name, name=name, bundle=index).create(
+        return run.placement.actor(Explorer, self.name, name=name, bundle=index).create(
             config,
             prepared.tokenizer,
             policy.pool,
             run[BufferPart].actor,
             *self._tasks,
-            remote_scoring(config, placement, pools),
+            remote_scoring(config, run[RewardsPart].actors[index :: config.explorer.count]),
             prepared.run_id if config.mode == "explore" else "",
             pools,
             evaluation.pool if evaluation is not None else None,
-            remote_operators(config, prepared.model, placement, pools),
+            partial(ActorOperators, operators[index :: config.explorer.count]) if operators else None,
             name,
         )
 
@@ -78,7 +76,7 @@ class ExplorerPart(Part[Explorer]):
 
 
 class OperatorsPart(Part[OperatorActor]):
-    """The actors of operators on experiences, which the Explorers create and replace, unless they run the operators."""
+    """The actors of operators on experiences, unless the Explorers run the operators."""
 
     name = "operators"
     on_death = "restart"
@@ -91,17 +89,18 @@ class OperatorsPart(Part[OperatorActor]):
         count, note = config.explorer.count * actors.count, ", ".join(each.name for each in experiences)
         return [Bundles(cls.name, count, actors.cpus, actors.gpus, actors.memory_gib, note)]
 
+    def create(self) -> list[Handle[OperatorActor]]:
+        config, placement, pools = self.config, self.run.placement, self.run[AuxiliaryEngines].pools
+        count, chain = placement.count(self.name), experience_chain(config, self.run.prepared.model)
+        models = partial(auxiliary_models, config.auxiliary, pools, share=1 / count) if pools else None
+        return [
+            self.track(
+                placement.actor(
+                    OperatorActor, self.name, name=f"{self.name}-{index}", bundle=index, restarts=-1
+                ).create(chain, config.pipelines, models, config.auxiliary, config.scoring)
+            )
+            for index in range(count)
+        ]
 
-def remote_operators(
-    config: RunConfig, model: str, placement: Placement, pools: Mapping[str, Handle[EnginePool]]
-) -> Callable[[], Operators] | None:
-    """Return a factory of an Explorer's remote operators, which may ask these models; None if they are not remote."""
-    pipelines = config.pipelines
-    if not pipelines.experiences or pipelines.actors is None:
-        return None
-    share = 1 / (config.explorer.count * pipelines.actors.count)
-    models = partial(auxiliary_models, config.auxiliary, dict(pools), share=share) if pools else None
-    placed = placement.actor(OperatorActor, OperatorsPart.name)
-    chain = experience_chain(config, model)
-    create = partial(placed.create, chain, pipelines, models, config.auxiliary, config.scoring)
-    return partial(ActorOperators, create, pipelines.actors.count)
+    async def restarted(self, actor: Handle[OperatorActor]) -> None:
+        await actor.call(OperatorActor.start)

@@ -1,9 +1,9 @@
-"""Rewards outside the Explorers: in actors, which the Explorers create and replace, or on Ray Serve."""
+"""Rewards outside the Explorers: in actors, which Ray restarts when they die, or on Ray Serve."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,14 @@ class RewardsPart(Part[RewardActor]):
         scored_by = {part.name for model in config.reward.models.values() for part in model.scored_by}
         count = config.explorer.count * config.reward.actors
         return [Bundles(cls.name, count, 0.1, 0, 0.25, ", ".join(sorted(scored_by)))]
+
+    def create(self) -> list[Handle[RewardActor]]:
+        actors = reward_actors(self.config, self.run.placement, self.run[AuxiliaryEngines].pools)
+        return [self.track(actor) for actor in actors]
+
+    async def restarted(self, actor: Handle[RewardActor]) -> None:
+        if not self.config.reward.stages:  # else it starts when it is needed
+            await actor.call(RewardActor.open)
 
     async def deploy(self) -> None:
         """Deploy the rewards that are on Ray Serve. The start of the Explorers, which need them, begins with it."""
@@ -96,16 +104,28 @@ def remote_models(config: RunConfig, pools: Mapping[str, Handle[EnginePool]]) ->
     return partial(auxiliary_models, config.auxiliary, dict(pools), share=1 / scorers) if pools else None
 
 
-def remote_scoring(
+def reward_actors(
     config: RunConfig, placement: Placement, pools: Mapping[str, Handle[EnginePool]]
-) -> Callable[[], ScoringBackend] | None:
-    """Return a factory of an Explorer's remote scorers, which may ask these auxiliary models; None if it scores."""
-    if config.reward.placement == "beside":
-        return None
-    if (service := reward_service(config)) is not None:
-        from rayrft.rewards.service import ServeBackend
+) -> list[Handle[RewardActor]]:
+    """Create the reward actors, if the run has them, which may ask these auxiliary models. They start when they are
+    needed: a stage may train what scores."""
+    if config.reward.placement != "pool":
+        return []
+    models, name = remote_models(config, pools), RewardsPart.name
+    return [
+        placement.actor(RewardActor, name, name=f"{name}-{index}", bundle=index, restarts=-1).create(
+            config.scoring, config.plugins, models
+        )
+        for index in range(placement.count(name))
+    ]
 
-        return partial(ServeBackend, service)
-    placed, models = placement.actor(RewardActor, RewardsPart.name), remote_models(config, pools)
-    create = partial(placed.create, config.scoring, config.plugins, models)
-    return partial(ActorBackend, create, config.reward.actors)
+
+def remote_scoring(config: RunConfig, actors: Sequence[Handle[RewardActor]]) -> Callable[[], ScoringBackend] | None:
+    """Return a factory of an Explorer's remote scorers, by these actors if there are any; None if it scores."""
+    if actors:
+        return partial(ActorBackend, actors)
+    if (service := reward_service(config)) is None:
+        return None
+    from rayrft.rewards.service import ServeBackend
+
+    return partial(ServeBackend, service)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from rayrft.pipelines.run.models import ModelServer, OpenModels, open_models, ru
 from rayrft.registry import load_plugins
 from rayrft.rewards.scorer import Models
 from rayrft.runtime.actor_pool import ActorPool
-from rayrft.runtime.handle import Handle
+from rayrft.runtime.handle import Handle, Watched, once
 from rayrft.runtime.processes.calls import CallQueue, QueuedCall
 from rayrft.runtime.processes.worker import Worker
 
@@ -224,7 +224,7 @@ class LocalOperators:
         return GroupResult(*group_difference(rows, unpacked(message), self._key), [each for _, each in outcomes])
 
 
-class OperatorActor:
+class OperatorActor(Watched):
     """The actor: operators with their processes, on any node. They may ask the ``auxiliary`` models that ``models``
     opens, and have answers scored by ``reward``."""
 
@@ -250,6 +250,7 @@ class OperatorActor:
         )
         self._operators = LocalOperators(chain, config, opened)
 
+    @once
     async def start(self) -> None:
         """Start the processes. Raises ConfigError if they cannot be started."""
         await self._operators.open()
@@ -260,6 +261,7 @@ class OperatorActor:
 
     async def apply(self, rows: pa.RecordBatch, task: Task) -> GroupResult:
         """Process a group of answers to a task. Raises OperatorFailed."""
+        await self.start()  # the call may have been sent to a predecessor that has died
         self._tasks[task.id] = task
         self._groups[task.id] += 1
         try:
@@ -271,10 +273,16 @@ class OperatorActor:
 
 
 class ActorOperators:
-    """Operators in actors: a group goes to the actor with the fewest rows in flight."""
+    """Operators in actors that Ray restarts: a group goes to the actor with the fewest rows in flight."""
 
-    def __init__(self, create: Callable[[], Handle[OperatorActor]], count: int) -> None:
-        self._actors = ActorPool(create, lambda actor: actor.call(OperatorActor.start), count, "operators")
+    def __init__(self, actors: Sequence[Handle[OperatorActor]]) -> None:
+        self._actors = ActorPool(
+            iter(actors).__next__,
+            lambda actor: actor.call(OperatorActor.start),
+            len(actors),
+            "operators",
+            restarted=True,
+        )
 
     async def open(self) -> None:
         """Start the actors. Raises ConfigError if operators cannot be started."""
