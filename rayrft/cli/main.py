@@ -286,10 +286,15 @@ for _request, _done in {
     "pause": "paused after step {}",
     "unpause": "was paused for {:.0f} s",
     "checkpoint": "wrote the checkpoint of step {}",
-    "evaluate": "evaluated: {}",
     "skip_stage": "ends the stage after {} steps",
 }.items():
     app.command(_request.replace("_", "-"))(_steer(_request, _done))
+
+
+@app.command()
+def evaluate(name: str, temperature: float | None = None, samples: int | None = None) -> None:
+    """Evaluate a running run now, at the config's temperatures and samples or others."""
+    print(f"{name}: evaluated: {launch.attach(name).evaluate(temperature, samples)}")
 
 
 @app.command()

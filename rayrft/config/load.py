@@ -208,7 +208,8 @@ def explain(error: ValidationError, raw: dict[str, Any], model: type[BaseModel])
         return ConfigError(cause.problem, cause.remedy, field=at, value=cause.value)
     message = problem["msg"].removeprefix("Value error, ")
     value = None if isinstance(problem["input"], dict | BaseModel) else problem["input"]
-    limit = _section_at(model, path[:-1]).model_fields.get(path[-1]) if kind.startswith("greater_than") else None
+    keys = getattr(_section_at(model, path[:-1]), "model_fields", {})  # none of a list of numbers
+    limit = keys.get(path[-1]) if kind.startswith("greater_than") else None
     optional = limit is not None and type(None) in typing.get_args(limit.annotation)
     remedy = "give null for none, or for the default" if optional else ""
     return ConfigError(message, remedy, field=field or "config", value=value)

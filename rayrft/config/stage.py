@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -187,7 +187,7 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     """Accuracy on the held-out tasks."""
 
-    temperatures: Changeable[tuple[float, ...]] = (0.0, 1.0)
+    temperatures: Changeable[tuple[Annotated[float, Field(ge=0, le=2)], ...]] = (0.0, 1.0)
     """One evaluation each; 0 is greedy."""
     samples: Changeable[int] = Field(1, ge=1)
     """Attempts per task, at temperatures above 0: accuracy is then mean@samples, beside pass@samples."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from rayrft.config import RunConfig, StageConfig
+from rayrft.config.stage import EvaluationConfig
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.parts.engines import EngineGroup
 from rayrft.core.restarts import Restarts
@@ -49,9 +50,12 @@ class Evaluations:
         """Step that the latest evaluation is of."""
         self._skipped = 0
 
-    async def begin(self, stage: StageConfig) -> asyncio.Future[list[EvaluationRecord]] | None:
+    async def begin(
+        self, stage: StageConfig, other: EvaluationConfig | None = None
+    ) -> asyncio.Future[list[EvaluationRecord]] | None:
         """Evaluate the policy, if evaluation is enabled; with evaluation engines return once they have its weights.
-        Return the future records, none if an evaluation engine dies.
+        Return the future records, none if an evaluation engine dies. The accuracy by an ``other`` config than the run's
+        does not judge the step's checkpoint.
 
         One that is due while the one before has not ended is skipped and counted.
         """
@@ -68,15 +72,17 @@ class Evaluations:
         try:
             loaded = await self._load()
         except ray_api.ACTOR_ERRORS as died:
-            await self._lose(stage, self._step, died)
+            await self._lose(stage, self._step, died, other)
             return None
         if loaded:
-            self.saving.evaluating(self._step)
-            self._running = asyncio.ensure_future(self._beside(stage, self._step, self.progress.stage_step))
+            if other is None:
+                self.saving.evaluating(self._step)
+            self._running = asyncio.ensure_future(self._beside(stage, self._step, self.progress.stage_step, other))
         else:
             if not stage.groups:
                 await self.publish()
-            self._running = asyncio.ensure_future(self._evaluate(stage, self._step, self.progress.stage_step, False))
+            evaluating = self._evaluate(stage, self._step, self.progress.stage_step, False, other)
+            self._running = asyncio.ensure_future(evaluating)
             await self._running
         return self._running
 
@@ -107,7 +113,9 @@ class Evaluations:
         await self.engines.pool.call(EnginePool.join, self.engines.loaded)
         return True
 
-    async def _beside(self, stage: StageConfig, step: int, stage_step: int) -> list[EvaluationRecord]:
+    async def _beside(
+        self, stage: StageConfig, step: int, stage_step: int, other: EvaluationConfig | None
+    ) -> list[EvaluationRecord]:
         """Evaluate during training. Without evaluation engines that are alive, the evaluation is lost."""
         assert self.engines is not None  # they evaluate
 
@@ -115,29 +123,33 @@ class Evaluations:
             return ActorDied("all evaluation engines died", field="evaluation")
 
         try:
-            return await unless(self.engines.emptied.wait(), died, self._evaluate(stage, step, stage_step, True))
+            evaluating = self._evaluate(stage, step, stage_step, True, other)
+            return await unless(self.engines.emptied.wait(), died, evaluating)
         except ActorDied as error:
-            await self._lose(stage, step, error)
+            await self._lose(stage, step, error, other)
             return []
 
-    async def _lose(self, stage: StageConfig, step: int, error: BaseException) -> None:
+    async def _lose(self, stage: StageConfig, step: int, error: BaseException, other: EvaluationConfig | None) -> None:
         self._skipped += 1
-        self.saving.evaluated(step, None)
+        if other is None:
+            self.saving.evaluated(step, None)
         await self.recorder.note(f"the evaluation of step {step} is lost: {root_cause(error)}", stage.name, step)
 
-    async def _evaluate(self, stage: StageConfig, step: int, stage_step: int, beside: bool) -> list[EvaluationRecord]:
-        records = []
-        for number, temperature in enumerate(self.config.evaluation.temperatures):
+    async def _evaluate(
+        self, stage: StageConfig, step: int, stage_step: int, beside: bool, other: EvaluationConfig | None
+    ) -> list[EvaluationRecord]:
+        records, config = [], other or self.config.evaluation
+        for number, temperature in enumerate(config.temperatures):
             started = time.perf_counter()
             explorer = self.explorers[0]
-            evaluating = partial(explorer.call, Explorer.evaluate, temperature, beside)
+            evaluating = partial(explorer.call, Explorer.evaluate, temperature, config.samples, beside)
             result = await self.restarts.survive(explorer, evaluating)
             seconds = time.perf_counter() - started
             if set(result.versions) - {step}:
                 problem = f"answers were sampled under versions {[*result.versions]} in an evaluation of version {step}"
                 remedy = "an engine was sent weights meanwhile, which is a bug: please report it"
                 raise WeightSyncError(problem, remedy, field="evaluation")
-            if number == 0:
+            if number == 0 and other is None:
                 self.saving.evaluated(step, result.accuracy.value if result.count else None)
             skipped, self._skipped = self._skipped, 0
             record = EvaluationRecord.of(stage.name, step, stage_step, temperature, result, seconds, skipped)

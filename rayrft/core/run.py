@@ -275,9 +275,13 @@ class Run(RunFiles):
         """Write a checkpoint after the present optimiser step, or while the run is paused; return its step."""
         return self._steer("checkpoint")
 
-    def evaluate(self) -> list[EvaluationRecord]:
-        """Evaluate after the present optimiser step, or while the run is paused; return a record per temperature."""
-        return self._steer("evaluate")
+    def evaluate(self, temperature: float | None = None, samples: int | None = None) -> list[EvaluationRecord]:
+        """Evaluate after the present optimiser step, or while the run is paused; return a record per temperature. A
+        ``temperature`` or number of ``samples`` replaces the config's for this evaluation alone, which does not count
+        for the best checkpoints. Raises ConfigError, and changes nothing, if it is invalid."""
+        given = {"temperatures": None if temperature is None else [temperature], "samples": samples}
+        changes = {f"evaluation.{key}": value for key, value in given.items() if value is not None}
+        return self._steer("evaluate", changes)
 
     def set(self, key: str, value: Any, **more: Any) -> int:
         """Change a key of the config, and ``more`` together with it, after the present optimiser step; return that

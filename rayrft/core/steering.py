@@ -120,6 +120,8 @@ class Steering:
             raise ConfigError("the run is not paused", "pause it first", field="unpause")
         if request == "change" and not self._requests:  # refuse at once if possible: a step may be long
             self._changed(*arguments)
+        if request == "evaluate":
+            load_config(self.config, *arguments)
         answer = asyncio.get_running_loop().create_future()
         self._requests.append((request, arguments, answer))
         self._arrived.set()

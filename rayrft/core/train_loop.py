@@ -16,7 +16,8 @@ from rayrft.buffer.buffer import Buffer
 from rayrft.buffer.leases import Lease
 from rayrft.buffer.ledger import Ledger
 from rayrft.buffer.schedule import StagePlan
-from rayrft.config import RunConfig, StageConfig
+from rayrft.config import RunConfig, StageConfig, load_config
+from rayrft.config.stage import EvaluationConfig
 from rayrft.core.checkpoints import Progress, Saver
 from rayrft.core.evaluations import Evaluations
 from rayrft.core.parts.engines import EngineGroup
@@ -167,10 +168,11 @@ class TrainLoop:
         await self.note("writes a checkpoint", checkpoint=self.progress.step)
         await self._saving.checkpoint(self._records)
 
-    async def evaluate(self) -> asyncio.Future[list[EvaluationRecord]]:
-        """Evaluate between two steps; with evaluation engines the future is done later. Raises ConfigError if that is
-        not possible."""
-        if (found := await self._evaluate(self.config.stages[self.progress.stage])) is None:
+    async def evaluate(self, changes: dict[str, Any]) -> asyncio.Future[list[EvaluationRecord]]:
+        """Evaluate between two steps, with these changes of the config; with evaluation engines the future is done
+        later. Raises ConfigError if that is not possible."""
+        other = load_config(self.config, changes).evaluation if changes else None
+        if (found := await self._evaluate(self.config.stages[self.progress.stage], other=other)) is None:
             problem = "the run does not evaluate, its reward model is not trained yet, or an evaluation is running"
             raise ConfigError(problem, "set evaluation.enabled, or try again later", field="evaluation")
         return found
@@ -385,13 +387,13 @@ class TrainLoop:
             await self._checkpoint()
 
     async def _evaluate(
-        self, stage: StageConfig, *, ended: bool = False
+        self, stage: StageConfig, *, ended: bool = False, other: EvaluationConfig | None = None
     ) -> asyncio.Future[list[EvaluationRecord]] | None:
         """Evaluate, unless a reward model that scores is still to be trained, by this stage if it has not ``ended``;
-        raise Stopped if the run is stopped meanwhile."""
+        raise Stopped if the run is stopped meanwhile. ``other``: see `Evaluations.begin`."""
         if self.progress.stage + ended <= self.config.scored_after:
             return None
-        return await unless_stopped(self.stop, self._evaluations.begin(stage))
+        return await unless_stopped(self.stop, self._evaluations.begin(stage, other))
 
     async def _rank_pairs(self, stage: StageConfig) -> None:
         """Rank the preference pairs that are held out from the stage, if there are any."""

@@ -150,14 +150,14 @@ class Explorer(TaskActor):
         if self._stage is not None:
             self._stage = next(each for each in config.stages if each.name == self._stage.name)
 
-    async def evaluate(self, temperature: float, beside: bool = False) -> Evaluation:
+    async def evaluate(self, temperature: float, samples: int = 1, beside: bool = False) -> Evaluation:
         """Attempt every held-out task, as in training, on the rollout engines or, ``beside`` them, on those that only
-        evaluate."""
+        evaluate: so many times at temperatures above 0, else once."""
         engines = self._evaluating if beside else self._engines
         assert engines is not None  # there are such engines
         evaluator = self._evaluator_on(engines, self._config.evaluation.max_tokens)
         await self._trained_rewards()
-        samples = self._config.evaluation.samples if temperature else 1
+        samples = samples if temperature else 1
         groups = [group async for group in evaluator.each(self._held_out, samples, temperature)]
         return measure(chain.from_iterable(groups), [samples], seed=self._config.seed)
 

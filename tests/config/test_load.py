@@ -141,6 +141,7 @@ REFRESH = "stages.mix.update.reference_refresh"
         ({"stages": []}, "stages", (None,)),
         ({"model.tiny": None}, "model.path", (None,)),
         ({"evaluation.max_tokens": 30}, "evaluation.max_tokens", (30,)),
+        ({"evaluation.temperatures": [0.0, -1.0]}, "evaluation.temperatures.1", (-1.0,)),
         ({**SHARED, "evaluation.engines": 1}, "evaluation.engines", (1,)),
         ({**KL, "trainer.lora.rank": 4, REFRESH: 2}, REFRESH, ()),
     ],

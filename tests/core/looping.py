@@ -31,7 +31,7 @@ class EvaluatesForEver:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
 
-    async def evaluate(self, temperature: float, beside: bool) -> None:
+    async def evaluate(self, temperature: float, samples: int, beside: bool) -> None:
         self.asked.set()
         await asyncio.Event().wait()
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 
+from rayrft.config.stage import EvaluationConfig
 from rayrft.core.checkpoints import Checkpoints, Progress, Saver
 from rayrft.core.evaluations import Evaluations
 from rayrft.errors import WeightSyncError
@@ -29,11 +30,11 @@ class ScriptedExplorer:
     """Evaluates when it is told to."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[float, bool]] = []
+        self.asked: list[tuple[float, int, bool]] = []
         self.answers: asyncio.Queue[Evaluation | Exception] = asyncio.Queue()
 
-    async def evaluate(self, temperature: float, beside: bool) -> Evaluation:
-        self.asked.append((temperature, beside))
+    async def evaluate(self, temperature: float, samples: int, beside: bool) -> Evaluation:
+        self.asked.append((temperature, samples, beside))
         answer = await self.answers.get()
         if isinstance(answer, Exception):
             raise answer
@@ -77,11 +78,11 @@ class Subject:
         shared = (self.recorder, self.progress, self.saver, sync, self._publish, restarts())
         self.subject = Evaluations(config, [remote(self.explorer)], group, *shared)
 
-    async def at(self, step: int) -> None:
+    async def at(self, step: int, other: EvaluationConfig | None = None) -> None:
         """What the train loop does at a step of the stage."""
         self.progress.step = self.progress.stage_step = step
         self.progress.accuracy = None
-        await self.subject.begin(self.stage)
+        await self.subject.begin(self.stage, other)
 
     @property
     def evaluated(self) -> list[tuple[int, int, int]]:
@@ -110,9 +111,20 @@ async def test_without_engines_of_its_own_it_is_over_when_it_returns(make: Make)
     made = make(0)
     made.explorer.answers.put_nowait(answer(4))
     await made.at(4)
-    assert made.evaluated == [(4, 4, 0)] and made.explorer.asked == [(0.0, False)]
+    assert made.evaluated == [(4, 4, 0)] and made.explorer.asked == [(0.0, 1, False)]
     assert made.published == 1, "the stage samples nothing, so the engines have older weights"
     assert made.progress.accuracy == 1.0
+
+
+@pytest.mark.parametrize("engines", [0, 1])
+async def test_an_evaluation_by_another_config_does_not_judge_the_checkpoint(make: Make, engines: int) -> None:
+    made = make(engines)
+    for right in (True, False):
+        made.explorer.answers.put_nowait(answer(4, right))
+    await made.at(4, EvaluationConfig(temperatures=(0.5, 0.7), samples=3))
+    await made.subject.end()
+    assert made.explorer.asked == [(0.5, 3, bool(engines)), (0.7, 3, bool(engines))]
+    assert len(made.evaluated) == 2 and made.progress.accuracy is None and not made.checkpoints.evaluating
 
 
 async def test_the_record_comes_later_and_is_of_the_step_whose_weights_were_loaded(make: Make) -> None:

@@ -34,12 +34,13 @@ from rayrft.core.supervision import Stopped
 from rayrft.core.train_loop import TrainLoop
 from rayrft.errors import ConfigError, RunFinished, StorageError
 from rayrft.monitor import sinks
-from rayrft.monitor.records import NoteRecord, StepRecord, read_records
+from rayrft.monitor.records import EvaluationRecord, NoteRecord, StepRecord, read_records
 from tests.core.given import run_folder
 from tests.core.looping import Subject
 from tests.core.resumable import Wishes
 from tests.core.resuming import Process, end_of, make_config, trained
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
+from tests.errors import about
 from tests.trainer.learners import qwen3
 
 MU, LR, STEPS = (f"stages.mix.{key}" for key in ("algorithm.mu", "optimizer.lr", "steps"))
@@ -167,7 +168,10 @@ def test_a_running_run_is_steered_from_here_and_from_another_process(ray_cluster
     status = run.status()
     assert (status.status, status.step) == ("paused", held) and status.paused_since
     [record] = run.evaluate()
-    assert record.step == held and record.count
+    assert (record.step, record.temperature, record.samples) == (held, 0.0, 1) and record.count
+    [sampled] = run.evaluate(temperature=0.5, samples=2)
+    assert (sampled.step, sampled.temperature, sampled.samples) == (held, 0.5, 2)
+    assert sampled.count == 2 * record.count
 
     before = (run.folder / "config.yaml").read_text()
     for key, value, reason in (
@@ -179,6 +183,13 @@ def test_a_running_run_is_steered_from_here_and_from_another_process(ray_cluster
         with pytest.raises(ConfigError, match=f"(?i){reason}") as refused:
             run.set(key, value)
         assert refused.value.field == key
+    for wrong, field in (({"temperature": -1.0}, "evaluation.temperatures.0"), ({"samples": 0}, "evaluation.samples")):
+        with pytest.raises(ConfigError, check=about(field)):
+            run.evaluate(**wrong)
+    assert (
+        len([each for each in read_records(run.folder) if isinstance(each, EvaluationRecord) and each.step == held])
+        == 2
+    )
     assert (run.folder / "config.yaml").read_text() == before and not (run.folder / "changes.jsonl").exists()
 
     assert run.set("stages.mix.optimizer.lr", 0.0, max_staleness=0) == held
@@ -278,8 +289,9 @@ def test_every_request_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     said = [CliRunner().invoke(app, command.split()).output for command in COMMANDS]
     assert said[:3] == ["r: paused after step 7\n", "r: was paused for 3 s\n", "r: changed after step 8\n"]
     run.set.assert_called_once_with("max_staleness", 2, **{"stages.mix.optimizer.lr": 1e-5})
-    assert all(method.called for method in (run.checkpoint, run.evaluate, run.skip_stage))
+    run.evaluate.assert_called_once_with(0.5, 2)
+    assert all(method.called for method in (run.checkpoint, run.skip_stage))
 
 
 COMMANDS = ["pause r", "unpause r", "set r max_staleness=2 stages.mix.optimizer.lr=1e-5"]
-COMMANDS += ["checkpoint r", "evaluate r", "skip-stage r"]
+COMMANDS += ["checkpoint r", "evaluate r --temperature 0.5 --samples 2", "skip-stage r"]
