@@ -423,9 +423,7 @@ class Master(Watched):
         self._restarts.running = True
 
     def _heartbeats(self, parts: RunParts) -> dict[str, Callable[[], Awaitable[Any]]]:
-        more: dict[str, Callable[[], Awaitable[Any]]] = (
-            {"nodes": self._save_before_drain} if self._config.trains else {}
-        )
+        more: dict[str, Callable[[], Awaitable[Any]]] = {"nodes": self._prepare_drain} if self._config.trains else {}
         if self._config.endpoint is not None or self._config.reward.placement == "serve":
             more["replicas"] = self._note_replicas
         return parts.heartbeats() | more
@@ -435,15 +433,22 @@ class Master(Watched):
         _, actor = self._parts.supervised().get(name, (None, None)) if self._parts is not None else (None, None)
         return await look_at(actor, look) if actor is not None else None
 
-    async def _save_before_drain(self) -> WaitReport:
-        """Write a checkpoint when Ray begins to drain a node of the run, such as one that is preempted: a heartbeat."""
+    async def _prepare_drain(self) -> WaitReport:
+        """Write a checkpoint when Ray begins to drain a node of the run, such as one that is preempted, and let its
+        engines take no more requests: a heartbeat."""
         new = await asyncio.to_thread(draining_nodes) - self._drained
         self._drained |= new
         if new and self._parts is not None and new & self._parts.placement.nodes:
             await self._note("Ray drains a node of the run: the run writes a checkpoint")
             # Not awaited, as a step may be longer than a heartbeat may take. It fails if the run ends.
-            self._saving = asyncio.gather(self._steering.ask("checkpoint"), return_exceptions=True)
+            saving = self._steering.ask("checkpoint")
+            self._draining = asyncio.gather(saving, self._drain(self._parts, new), return_exceptions=True)
         return WaitReport([], 0.0)
+
+    async def _drain(self, parts: RunParts, nodes: set[str]) -> None:
+        async with self._changing_weights():  # an engine that leaves while it is paused would stay paused
+            for part in parts:
+                await part.drain(nodes)
 
     async def _note_replicas(self) -> WaitReport:
         """Record the replicas that Ray Serve has replaced since the last call: a heartbeat."""

@@ -311,6 +311,13 @@ class Placement:
         """The ids of the nodes of the reserved groups."""
         return {node for name in self._groups for node in self.nodes_of(name)}
 
+    def node_of(self, name: str, bundle: int) -> str | None:
+        """Return the id of the node of a bundle, which may have been added; None if it is not placed."""
+        added = self._groups.get(f"{name}-{bundle}")
+        table = ray.util.placement_group_table(added or self._groups[name])
+        nodes: dict[int, str] = table.get("bundles_to_node_id", {})
+        return nodes.get(0 if added else bundle)
+
     def nodes_of(self, name: str) -> set[str]:
         """Return the ids of the nodes of a group; none if it is not reserved."""
         table = ray.util.placement_group_table(self._groups[name]) if name in self._groups else {}

@@ -409,6 +409,9 @@ class ScriptedPlacement:
     def nodes(self) -> set[str]:
         return set()
 
+    def node_of(self, name: str, bundle: int) -> str:
+        return f"node-{bundle + 1}"
+
     def extend(self, name: str, bundle: int) -> None: ...
 
     def shrink(self, name: str, bundle: int) -> None: ...

@@ -135,15 +135,18 @@ def test_a_run_whose_object_store_is_full_now_and_then_takes_every_step_once(
     assert min(refusals["explorer"], refusals["buffer"]) > 5 and len(outcome.killed) == 3
 
 
-def test_a_run_writes_a_checkpoint_once_before_a_node_of_it_is_drained_also_after_a_step_longer_than_a_stall(
+def test_before_a_node_is_drained_a_run_writes_a_checkpoint_once_and_its_engine_takes_no_more_requests(
     prepared: PreparedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, checkpoint, train, draining = list[int](), TrainLoop.checkpoint, TrainLoop.train, set[str]()
+    clusters, answers = list[Cluster](), list[dict[str, int]]()
 
     async def train_long(loop: TrainLoop, step: int, *arguments: Any) -> Any:
         if step == 4 and not draining:
             draining.update({"node-1", "node of another run"})
             await asyncio.sleep(2 * (loop.config.monitor.stall_s + loop.config.monitor.patience_s))
+        if step in (8, 11):
+            answers.append({life.name: each.answers for life, each in clusters[0].services.items()})
         return await train(loop, step, *arguments)
 
     async def note(loop: TrainLoop) -> int:
@@ -154,9 +157,11 @@ def test_a_run_writes_a_checkpoint_once_before_a_node_of_it_is_drained_also_afte
     monkeypatch.setattr(ScriptedPlacement, "nodes", {"node-1", "node-2"})
     monkeypatch.setattr(TrainLoop, "train", train_long)
     monkeypatch.setattr(module, "draining_nodes", draining.copy)
-    outcome = simulate(25, 0, prepared, tmp_path)
+    outcome = simulate(25, 0, prepared, tmp_path, machines=clusters.append)
     assert not outcome.problems, describe(outcome)
     assert written == [2, 5, 12], "those at the ends of stages are others"
+    before, after = answers
+    assert before["engine-0"] == after["engine-0"] > 0 and before["engine-1"] < after["engine-1"]
     notes = [each.text for each in read_records(outcome.folder) if isinstance(each, NoteRecord)]
     assert sum("drains a node" in text for text in notes) == 1
 

@@ -71,6 +71,9 @@ class Part(Generic[A]):
     async def lost(self, actor: Handle[A]) -> None:
         """Let the other parts do without an actor that has died, until it is replaced."""
 
+    async def drain(self, nodes: set[str]) -> None:
+        """Let the other parts do without the actors on nodes that Ray drains."""
+
     async def restarted(self, actor: Handle[A]) -> None:
         """Restore what an actor that Ray has restarted needs of the other parts."""
 

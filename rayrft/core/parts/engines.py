@@ -52,7 +52,7 @@ class EngineGroup:
         self.pool = _tracked(placed.create(replaced=waits is not None), waits)
         self.engines = [_tracked(self._create(index), waits) for index in range(placement.count(group))]
         self.lost: set[str] = set()
-        """Names of engines that have died and are not replaced."""
+        """Names of engines that have died and are not replaced, or that leave."""
         self.emptied = asyncio.Event()
         """Set when the last engine has died; `Evaluations` clears it."""
         self.loaded: list[Member] = []
@@ -81,7 +81,7 @@ class EngineGroup:
 
     @property
     def alive(self) -> list[Handle[RolloutEngine]]:
-        """The engines that have not died, or were replaced."""
+        """The engines that have not died and do not leave, or were replaced."""
         return [engine for engine in self.engines if engine.name not in self.lost]
 
     def start(self, first: int = 0) -> list[Awaitable[None]]:
@@ -95,12 +95,22 @@ class EngineGroup:
         await self._start(index)
         self.lost.discard(engine.name)
 
-    async def lose(self, engine: Handle[RolloutEngine]) -> None:
-        """Send no more requests to an engine that has died."""
+    async def drain(self, nodes: set[str]) -> None:
+        """Send no more requests to the engines on these nodes, if there are others: until they die, and are replaced,
+        they finish what they have."""
+        alive, count = self.alive, range(len(self.engines))
+        on = await asyncio.to_thread(lambda: [self._placement.node_of(self._group, index) for index in count])
+        leaving = [engine for engine, node in zip(self.engines, on, strict=True) if node in nodes and engine in alive]
+        if len(leaving) < len(alive):
+            for engine in leaving:
+                await self.lose(engine, "its node is drained")
+
+    async def lose(self, engine: Handle[RolloutEngine], reason: str = "it died") -> None:
+        """Send no more requests to an engine that has died, or leaves."""
         self.lost.add(engine.name)
         if not self.alive:
             self.emptied.set()
-        await self.pool.call(EnginePool.leave, engine.untracked, "it died")
+        await self.pool.call(EnginePool.leave, engine.untracked, reason)
 
     def grow(self) -> None:
         """Create one more engine, which is not started yet; outside of event loops. Raises PlacementError."""
@@ -215,6 +225,10 @@ class EngineRole(Part[Any]):
 
     async def lost(self, actor: Handle[Any]) -> None:
         await self._group_of(actor).lose(actor)
+
+    async def drain(self, nodes: set[str]) -> None:
+        for group in self.groups.values():
+            await group.drain(nodes)
 
     async def replace(self, actor: Handle[Any]) -> None:
         group = self._group_of(actor)
