@@ -133,7 +133,7 @@ class Stalled(RayrftError):
 
 
 class LeaseEnded(RayrftError):
-    """No batch can be leased; ``value``: ``deadline``, ``end_of_data`` or ``stage_closed``."""
+    """No batch can be leased; ``value``: ``deadline``, ``end_of_data``, ``stage_closed`` or ``resumed``."""
 
 
 class RowsFailed(RayrftError):

@@ -181,6 +181,7 @@ _REMEDIES = {
     "prompts too long)",
     "end_of_data": "the tasks are exhausted or the producers have finished: raise tasks.epochs, or train fewer steps",
     "stage_closed": "the stage ended while a step waited",
+    "resumed": "the run resumed while a step waited",
 }
 
 
@@ -227,7 +228,11 @@ class Leasing:
             # A request for a step that was never leased shows that all leased steps have been repeated.
             await store.commit(e.VersionAdvanced(state.training.version))
         drawn: list[e.BatchLeased] = []
-        seen, loop = self._ready(), asyncio.get_running_loop()
+        seen, loop, attempts = self._ready(), asyncio.get_running_loop(), len(state.training.attempts)
+
+        def end_reason() -> str | None:
+            # The Master has died that asked, and its successor repeats steps, for which this one would wait.
+            return "resumed" if len(state.training.attempts) > attempts else self._end_reason()
 
         def ready() -> bool:
             nonlocal seen
@@ -237,7 +242,7 @@ class Leasing:
                 seen = now
             if (lease := self._draw(step)) is not None:
                 drawn.append(lease)
-            return bool(drawn) or self._end_reason() is not None
+            return bool(drawn) or end_reason() is not None
 
         try:
             # A wait without a deadline is not a stall.
@@ -248,7 +253,7 @@ class Leasing:
         except TimeoutError:
             raise self._ended("deadline", step, f"none arrived for {deadline_s:g} s") from None
         if not drawn:
-            raise self._ended(self._end_reason() or "deadline", step, "no more can arrive")
+            raise self._ended(end_reason() or "deadline", step, "no more can arrive")
         return drawn[0]
 
     def _draw(self, step: int) -> e.BatchLeased | None:

@@ -205,6 +205,20 @@ def test_tickets_of_the_life_before_go_to_the_next(buffer: LocalBuffer) -> None:
     assert buffer.do("admit", "one", 2, 1) == ("DataError", "one")
 
 
+def test_a_lease_in_flight_ends_when_another_master_repeats_earlier_steps(buffer: LocalBuffer) -> None:
+    buffer.do("open_stage", plan(1))
+    buffer.put([(group(0), buffer.do("admit", "explorer", 1, 1)[0])])
+    rows = buffer.trained(0, advance=True)
+    buffer.do("admit", "explorer", 2, 1)
+    waiting = buffer.begin("lease", 1, 2, 1000.0)
+    assert buffer.do("advance", 1) is None and not waiting.done()
+    buffer.resume(0, "again")
+    buffer.do("open_stage", plan(1))
+    assert buffer.trained(0, advance=True) == rows
+    with pytest.raises(LeaseEnded, check=about("buffer.lease", "resumed")):
+        buffer.run(waiting)
+
+
 # Dealing rows to ranks
 
 
