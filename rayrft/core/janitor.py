@@ -12,12 +12,11 @@ from typing import Any
 from rayrft.core.placement import JANITOR, NAMESPACE, actor_name, clear_run, find_actor
 from rayrft.errors import ActorUnreachable
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, Watched, fetch, until_failed
+from rayrft.runtime.handle import Handle, Watched, cancel_calls, fetch, until_failed
 from rayrft.runtime.ray_api import ray
 
 _CALLED_S = 60.0
 """Time in which the process that starts the run makes its calls, and repeats them to a restarted janitor."""
-_CANCEL_S = 5.0
 
 
 class Janitor(Watched):
@@ -89,9 +88,6 @@ class Guard:
         fetch(self._janitor.call(Watched.pid), actor_name(self._run, JANITOR))
 
     def end(self) -> None:
-        """Cancel the calls, before the janitor is killed: Ray would print that it repeats them."""
+        """Cancel the calls, before the janitor is killed."""
         calls, self._calls = self._calls, []
-        for call in calls:
-            ray.cancel(call)
-        if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=_CANCEL_S)
+        cancel_calls(calls)

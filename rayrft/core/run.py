@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from rayrft.buffer.buffer import Buffer
 from rayrft.config import load_config
@@ -31,7 +31,16 @@ from rayrft.monitor.summary import (
     write_summary,
 )
 from rayrft.runtime import ray_api
-from rayrft.runtime.handle import Handle, answer, death_reason, end, fetch, fetch_when_reachable, root_cause
+from rayrft.runtime.handle import (
+    Handle,
+    answer,
+    cancel_calls,
+    death_reason,
+    end,
+    fetch,
+    fetch_when_reachable,
+    root_cause,
+)
 from rayrft.runtime.ray_api import ray
 
 if TYPE_CHECKING:
@@ -44,6 +53,7 @@ if TYPE_CHECKING:
     from rayrft.pipelines.tasks import AddedTasks
 
 
+T = TypeVar("T")
 ANSWER_S = 60.0
 """Deadline of calls that the Master answers at once; others have none, since the Master ends a run that has stalled."""
 
@@ -65,6 +75,8 @@ class Run(RunFiles):
         self._master = master
         self._master_name = actor_name(name, "master")
         self._outcome = outcome
+        self._calls: dict[str, Awaitable[Any]] = {} if outcome is None else {"run": outcome}
+        """The latest call of each method of the Master that may last."""
         self._earlier = earlier
         self._guard = guard
 
@@ -183,8 +195,8 @@ class Run(RunFiles):
         count = first
         while True:
             try:
-                new = fetch_when_reachable(partial(self._master.call, Master.records, count))
-            except ray_api.ACTOR_ERRORS:
+                new = fetch_when_reachable(partial(self._call, Master.records, count))
+            except ray_api.ENDED_CALLS:
                 summary = self._end()
                 yield from read_records(self.folder)[count:]
                 if summary.error:
@@ -241,7 +253,7 @@ class Run(RunFiles):
             cause = root_cause(error)
             self._end(cause)
             raise cause from None
-        except (*ray_api.ACTOR_ERRORS, ActorUnreachable):  # the outcome is lost; the run may be alive
+        except (*ray_api.ENDED_CALLS, ActorUnreachable):  # the outcome is lost; the run may be alive
             for _ in self.records():
                 pass
             summary = self._end()
@@ -259,8 +271,8 @@ class Run(RunFiles):
         if self._outcome is not None:
             atexit.register(self._wait)
         try:
-            fetch(self._master.call(Master.stop), self._master_name, ANSWER_S)
-        except ray_api.ACTOR_ERRORS:
+            fetch(self._call(Master.stop), self._master_name, ANSWER_S)
+        except ray_api.ENDED_CALLS:
             self._end()
 
     def pause(self) -> int:
@@ -312,6 +324,10 @@ class Run(RunFiles):
         except ray.exceptions.RayTaskError as error:
             raise root_cause(error, self._master_name) from None
 
+    def _call(self, method: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> Awaitable[T]:
+        call = self._calls[method.__name__] = self._master.call(method, *arguments)
+        return call
+
     def _wait(self) -> None:
         with contextlib.suppress(RayrftError):
             if ray.is_initialized():
@@ -332,6 +348,7 @@ class Run(RunFiles):
         # not listed, because a process that holds its handle still sees its name as taken.
         if self._guard is not None:
             self._guard.end()
+        cancel_calls(self._calls.values())
         end([self._master])
         clear_run(self.name)
         if (summary := read_summary(self.folder)) is not None:

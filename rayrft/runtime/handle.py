@@ -22,6 +22,7 @@ _RETRY_S = 1.0
 """Seconds between calls of an actor that cannot be reached: Ray has no event for its return."""
 _ANSWER_S = 300.0
 """Deadline of calls: the Buffer may have to read freed blocks back from the log before it answers."""
+_CANCEL_S = 5.0
 _REMEDY = "see its log in the Ray dashboard"
 _USED = re.compile(r"\(IP: ([^,]+),.*was (\S+) used / (\S+) limit")
 """In the text of Ray's OutOfMemoryError."""
@@ -211,6 +212,14 @@ def put_object(value: Any) -> Any:
         return ray.put(value)
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
         raise NoRoom(death_reason(error), field="object store") from None
+
+
+def cancel_calls(calls: Collection[Awaitable[Any]]) -> None:
+    """Cancel calls before their actors are killed: Ray would print that it repeats them."""
+    for call in calls:
+        ray.cancel(call, recursive=False)
+    if calls:
+        ray.wait([*calls], num_returns=len(calls), timeout=_CANCEL_S)
 
 
 def end(actors: Collection[Handle[Watched]]) -> None:

@@ -50,6 +50,8 @@ _ERRORS = {
     "ACTOR_DEATHS": ("ActorDiedError", "OutOfMemoryError"),
     # Of a call to an actor that is dead or cannot be reached.
     "ACTOR_ERRORS": ("RayActorError", "OutOfMemoryError"),
+    # Likewise, or of one that was cancelled because this process ends the actor.
+    "ENDED_CALLS": ("RayActorError", "OutOfMemoryError", "TaskCancelledError"),
 }
 """Tuples of Ray's errors, which are attributes of this module."""
 
