@@ -240,10 +240,12 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu_gb: Annotated[float, typer.Option(help="memory of a GPU, in GB of 1e9 bytes")] = 80.0,
-    step_s: Annotated[float, typer.Option(help="seconds of a step, for what a day writes")] = 60.0,
+    step_s: Annotated[
+        float | None, typer.Option(help="seconds of a step; by default as the run's folder has them, or 60")
+    ] = None,
 ) -> None:
-    """Print what engines and ranks need of the GPUs' memory, and what fits, and what a step writes. Status 1 if they do
-    not fit."""
+    """Print the GPU memory of engines and ranks, what fits, and what a day writes to the disk. Status 1 if they
+    do not fit."""
     found = plan_memory(config, gpu_gb=gpu_gb, step_s=step_s, **changes(overrides))
     parts = [part for part in found if isinstance(part, PartMemory)]
     print(found if parts else f"nothing runs on GPUs: set explorer.engine.gpus and trainer.gpus\n{found}".rstrip())

@@ -1,18 +1,23 @@
-"""What a run on GPUs needs of their memory, part by part, and which settings fit; nothing is loaded or started."""
+"""What a run needs of GPU memory and disk, part by part, and which settings fit; nothing is loaded or started."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rayrft.config import RunConfig, load_config
 from rayrft.config.explorer import EngineConfig
+from rayrft.config.stage import StageConfig
 from rayrft.config.trainer import TrainerConfig
 from rayrft.errors import ConfigError, ModelError, PlacementError
 from rayrft.markup import ReportTable
-from rayrft.trainer.memory import RankMemory, Shape, activation_bytes, rank_memory, shape_of
+from rayrft.monitor.records import StepRecord, read_records
+from rayrft.trainer.memory import RankMemory, Shape, activation_bytes, checkpoint_bytes, rank_memory, shape_of
 
 _GB = 1e9
 _USABLE = 0.95
@@ -80,49 +85,91 @@ _ROW_BYTES, _TOKEN_BYTES = 550, 13
 """About what the Buffer's log has of a row, and of each of its tokens with its text."""
 
 
+_DAY_S, _STEP_S = 86_400, 60.0
+"""Seconds of a day, and of a step that was not measured."""
+
+
 @dataclass(frozen=True)
 class StepVolume:
-    """What a step of a stage trains on and writes, at most: an answer may be shorter than it may be."""
+    """What the steps of a stage train on and write, at most: an answer may be shorter than it may be."""
 
     stage: str
     rows: int
+    """Sampled rows of a step; 0 if the stage samples none."""
     tokens: int
     log_mb: float
-    """MB (1e6 bytes) of the Buffer's log."""
-    day_gb: float
-    """GB of it in a day of steps of so many seconds; of this the log keeps ``buffer.log_bytes``."""
+    """MB (1e6 bytes) of the Buffer's log that a step writes."""
     step_s: float
+    log_gb: float
+    """GB of the Buffer's log in a day."""
+    checkpoint_gb: float = 0.0
+    """GB of a checkpoint; 0 without a trainer, and for a model that is made when the run starts."""
+    checkpoints_gb: float = 0.0
+    """GB of checkpoints in a day."""
+    disk_gb: float = 0.0
+    """GB on the disk after a day: ``buffer.log_bytes`` bounds the log, and ``checkpoint`` the number of checkpoints."""
 
     def __str__(self) -> str:
         step = f"{self.rows:,} rows and {self.tokens:,} tokens a step at most, {self.log_mb:.3g} MB of log"
-        return f"stage {self.stage}: {step}; {self.day_gb:.3g} GB a day at {self.step_s:g} s a step"
+        day = f"{self.log_gb:.3g} GB of log"
+        if self.checkpoint_gb:
+            day += f" and {self.checkpoints_gb:.3g} GB of checkpoints of {self.checkpoint_gb:.3g} GB"
+        day += f", and leaves {self.disk_gb:.3g} GB on the disk"
+        return f"stage {self.stage}: {step}; a day at {self.step_s:.3g} s a step writes {day}"
 
     @property
     def cells(self) -> dict[str, object]:
-        names = "stage", "rows", "tokens, at most", "MB of log", "GB a day", "seconds of a step"
-        return dict(zip(names, vars(self).values(), strict=True))
+        names = "stage", "rows", "tokens, at most", "MB of log", "seconds of a step", "GB of log a day"
+        more = "GB of a checkpoint", "GB of checkpoints a day", "GB on the disk after a day"
+        return dict(zip((*names, *more), vars(self).values(), strict=True))
 
 
 def plan(
-    config: str | Path | dict[str, Any] | RunConfig, gpu_gb: float = 80.0, step_s: float = 60.0, **overrides: Any
+    config: str | Path | dict[str, Any] | RunConfig, gpu_gb: float = 80.0, step_s: float | None = None, **overrides: Any
 ) -> ReportTable[PartMemory | StepVolume]:
     """Return the memory that engines and ranks need on GPUs of so many GB, with settings that fit, and the volume of
-    steps of so many seconds. ``overrides`` are dotted keys. Raises ConfigError for an invalid config, and as
-    `plan_memory`."""
+    steps of ``step_s`` seconds. By default the seconds are measured in the run's folder, or 60. ``overrides`` are
+    dotted keys. Raises ConfigError for an invalid config, and as `plan_memory`."""
     checked = load_config(config, overrides)
     return ReportTable([*plan_memory(checked, gpu_gb), *plan_steps(checked, step_s)])
 
 
-def plan_steps(config: RunConfig, step_s: float) -> list[StepVolume]:
-    """Return the volume of a step of each stage that samples answers."""
-    sampling, volumes = config.explorer.sampling, list[StepVolume]()
+def plan_steps(config: RunConfig, step_s: float | None) -> list[StepVolume]:
+    """Return the volume of the steps of each stage that samples answers or writes checkpoints."""
+    sampling, volumes, measured = config.explorer.sampling, list[StepVolume](), _measured_seconds(config)
     longest = min(sampling.max_prompt_tokens + sampling.max_tokens, config.model.max_length)
     for stage in config.stages:
-        if rows := stage.groups * stage.group_size:
-            size = rows * (_ROW_BYTES + _TOKEN_BYTES * longest)
-            day_gb = size / 1e9 * 86_400 / step_s
-            volumes.append(StepVolume(stage.name, rows, rows * longest, size / 1e6, day_gb, step_s))
+        rows, checkpoint_gb = stage.groups * stage.group_size, _checkpoint_gb(config, stage)
+        if not (rows or checkpoint_gb):
+            continue
+        size, seconds = rows * (_ROW_BYTES + _TOKEN_BYTES * longest), step_s or measured.get(stage.name, _STEP_S)
+        log_gb = size / _GB * _DAY_S / seconds
+        every, kept = config.checkpoint.every or stage.steps, config.checkpoint.keep_last + config.checkpoint.keep_best
+        written = _DAY_S / seconds * math.ceil(stage.steps / every) / stage.steps
+        disk_gb = min(log_gb, config.buffer.log_bytes / _GB) + min(written, kept) * checkpoint_gb
+        sizes = checkpoint_gb, written * checkpoint_gb, disk_gb
+        volumes.append(StepVolume(stage.name, rows, rows * longest, size / 1e6, seconds, log_gb, *sizes))
     return volumes
+
+
+def _measured_seconds(config: RunConfig) -> dict[str, float]:
+    """Return the median seconds of the steps of each stage that the run's folder has records of."""
+    found = defaultdict[str, list[float]](list)
+    if (config.folder / "metrics.jsonl").is_file():
+        for record in read_records(config.folder):
+            if isinstance(record, StepRecord):
+                found[record.stage].append(record.step_s)
+    return {stage: median(seconds) for stage, seconds in found.items()}
+
+
+def _checkpoint_gb(config: RunConfig, stage: StageConfig) -> float:
+    """Return the size of a checkpoint; 0 without a trainer, or if the model is not made yet."""
+    made = config.folder / "model"
+    if not config.trains or (config.model.path is None and not made.is_dir()):
+        return 0.0
+    algorithm, shape = stage.algorithm.build(), shape_of(str(config.model.path or made))
+    beside = {"reference": "reference" in algorithm.needs, "critic": "critic" in algorithm.needs}
+    return checkpoint_bytes(shape, config.trainer, **beside, reward_model=algorithm.trains_reward_model) / _GB
 
 
 def plan_memory(config: RunConfig, gpu_gb: float, *, activations: bool = True) -> list[PartMemory]:

@@ -168,8 +168,7 @@ def rank_memory(
     `activation_bytes`. On a GPU of ``gpu_bytes`` the head takes its share of them, unless the config has the tokens of
     a chunk."""
     compute, ranks, tokens = 2 if half else 4, config.shards, config.micro_batch_tokens
-    adapter = 0 if config.lora is None else config.lora.rank * shape.linear
-    trained = adapter or shape.parameters
+    adapter, trained = config.lora is not None, _trained(shape, config)
     frozen = compute * shape.parameters if adapter else 0
     whole = accumulates_whole(config.accumulate, trained)
     of_layer = activation * compute / 2
@@ -190,6 +189,18 @@ def rank_memory(
         activations=activations,
         models=on_gpu * models / ranks,
     )
+
+
+def checkpoint_bytes(shape: Shape, config: TrainerConfig, *, reference: bool, critic: bool, reward_model: bool) -> int:
+    """Return the size of a checkpoint: weights and moments of trained models, weights of the reference (none with an
+    adapter), and those of the policy in a stage that trains a reward model."""
+    frozen = (reference and config.lora is None) + reward_model
+    return _trained(shape, config) * (_STATE * (1 + critic) + _WEIGHT * frozen)
+
+
+def _trained(shape: Shape, config: TrainerConfig) -> int:
+    """Return the number of the policy's parameters that are trained: all, or those of an adapter."""
+    return shape.parameters if config.lora is None else config.lora.rank * shape.linear
 
 
 def _shape(model: Any) -> Shape:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rayrft.cli.main import app
 from rayrft.config import load_config
 from rayrft.config.trainer import LoraConfig, OptimizerConfig, TrainerConfig
-from rayrft.core.plan import StepVolume, check_memory, engine_share, plan, plan_memory
+from rayrft.core.plan import StepVolume, check_memory, engine_share, plan, plan_memory, plan_steps
 from rayrft.errors import ConfigError, PlacementError
 from rayrft.trainer.blame import device_failed
 from rayrft.trainer.dcp import Checkpointer
@@ -205,9 +205,31 @@ def test_an_engine_has_its_buckets_and_room_for_so_many_tokens(models: dict[str,
 def test_a_model_that_is_made_at_the_start_has_a_plan_on_cpus_alone() -> None:
     [volume] = plan({**base(), "demonstrations": {}, "stages": [GRPO]}, step_s=86.4)
     assert isinstance(volume, StepVolume) and volume.tokens > 0
-    assert volume.day_gb == pytest.approx(volume.log_mb) and f"{volume.rows} rows" in str(volume)
+    assert volume.log_gb == pytest.approx(volume.log_mb) and f"{volume.rows} rows" in str(volume)
+    assert volume.disk_gb == volume.log_gb and not volume.checkpoint_gb, "the size of its model is not known"
     with pytest.raises(ConfigError, check=about("model.path")):
         plan(base(), **{"trainer.gpus": 1, "explorer.engine.gpus": 1})
+
+
+def test_a_day_of_checkpoints_is_planned_with_what_retention_leaves(models: dict[str, str]) -> None:
+    def volume(step_s: float = 86.4, **changes: Any) -> StepVolume:
+        config = load_config(config_of(models["qwen3 0.6B"], 2), {"stages.grpo.steps": 400, **changes})
+        [found] = plan_steps(config, step_s)
+        return found
+
+    parameters, at_most = shape_of(models["qwen3 0.6B"]).parameters, {"buffer.log_bytes": 1 << 30}
+    plain = volume()
+    assert plain.checkpoint_gb == pytest.approx(12 * parameters / 1e9)
+    assert plain.checkpoints_gb == pytest.approx(20 * plain.checkpoint_gb), "1,000 steps, every 50"
+    assert plain.disk_gb == pytest.approx(plain.log_gb + 2 * plain.checkpoint_gb)
+    assert volume(**{"checkpoint.keep_best": 3}).disk_gb == pytest.approx(plain.log_gb + 5 * plain.checkpoint_gb)
+    assert volume(**at_most).disk_gb == pytest.approx(1.073741824 + 2 * plain.checkpoint_gb)
+    assert volume(86400.0).disk_gb == pytest.approx(plain.log_gb / 1000 + plain.checkpoint_gb / 50), "less than one"
+    at_end = volume(**{"checkpoint.every": None, "stages.grpo.steps": 500})
+    assert at_end.checkpoints_gb == pytest.approx(2 * plain.checkpoint_gb)
+    assert volume(**{"stages.grpo.algorithm.kl": "k3"}).checkpoint_gb == pytest.approx(16 * parameters / 1e9)
+    adapter = volume(**{"trainer.lora": {"rank": 8}, "stages.grpo.algorithm.kl": "k3"})
+    assert adapter.checkpoint_gb == pytest.approx(12 * 8 * shape_of(models["qwen3 0.6B"]).linear / 1e9)
 
 
 def test_the_command_says_what_fits(models: dict[str, str], tmp_path: Path) -> None:

@@ -77,13 +77,19 @@ def test_the_summary_closes_its_ledger_and_says_how_it_went(finished: Any) -> No
 
 def test_the_plan_said_what_its_steps_write(finished: Any) -> None:
     run, _, _ = finished
-    [volume] = [each for each in rayrft.plan(run.folder / "config.yaml", step_s=1.0) if isinstance(each, StepVolume)]
+    volumes = [each for each in rayrft.plan(run.folder / "config.yaml") if isinstance(each, StepVolume)]
+    warmup, volume = volumes
     rows = list(Archive.of_run(run.folder).rows())
     count, tokens = sum(batch.num_rows for batch in rows), sum(len(row) for batch in rows for row in batch["token_ids"])
     size = sum(file.stat().st_size for file in (run.folder / "buffer").glob("*"))
     assert (volume.stage, volume.rows) == ("mix", 16) and volume.tokens / volume.rows >= tokens / count
     expected = volume.log_mb * 1e6 / volume.rows - 13 * (volume.tokens / volume.rows - tokens / count)
     assert 0.5 < size / count / expected < 2, (size, count, expected)
+    for step, planned in ((3, warmup), (7, volume)):
+        checkpoint = sum(file.stat().st_size for file in (run.folder / f"checkpoints/step-{step:06d}").rglob("*"))
+        assert checkpoint == pytest.approx(planned.checkpoint_gb * 1e9, rel=0.25), step
+        seconds = run.metrics().query("stage == @planned.stage").step_s
+        assert planned.step_s == pytest.approx(seconds.median())
 
 
 def test_every_step_is_recorded_with_what_it_was_made_of(finished: Any) -> None:

@@ -57,7 +57,10 @@ def served(storage: Path, reports: Reports | None = None) -> Iterator[str]:
 
 def plan(config: RunConfig) -> list[Any]:
     [stage] = config.stages
-    return [PartMemory("rank", 2, {"states": 1.5}, 80.0), StepVolume(stage.name, 16, 768, 0.02, 1.8, 60.0)]
+    return [
+        PartMemory("rank", 2, {"states": 1.5}, 80.0),
+        StepVolume(stage.name, 16, 768, 0.02, 60.0, 1.8, 7.2, 207.0, 16.2),
+    ]
 
 
 def doctor(config: RunConfig) -> list[Any]:
@@ -372,6 +375,7 @@ def test_the_plan_of_a_run_and_the_doctors_findings_are_tables(opened: Open) -> 
     window.see("table.rows").to_have_count(2)
     window.see("table.rows >> nth=0").to_contain_text("states 1.5")
     window.see("table.rows >> nth=1 >> td >> nth=0").to_have_text("mix")
+    window.see("table.rows >> nth=1").to_contain_text("GB of checkpoints a day")
     window.click("button:has-text('Examine')")
     window.see("section .problem").to_contain_text("no model")
 

@@ -37,6 +37,6 @@ export const show = async (asked, main, current) => {
     machines.replaceChildren(...(await report(asked.run, "doctor")));
     examine.disabled = false;
   };
-  main.replaceChildren(make("h2", { textContent: "Plan" }), soft("Memory on GPUs of 80 GB, and what a step of 60 s writes: rayrft plan"), ...plan, make("h2", { textContent: "Doctor" }), make("div", { className: "controls" }, examine), machines);
+  main.replaceChildren(make("h2", { textContent: "Plan" }), soft("Memory on GPUs of 80 GB, and what a day of steps writes to the disk: rayrft plan"), ...plan, make("h2", { textContent: "Doctor" }), make("div", { className: "controls" }, examine), machines);
   return () => {};
 };
