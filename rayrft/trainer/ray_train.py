@@ -77,6 +77,7 @@ def _controller_on(group: Any) -> type:
     class Controller(ray_api.TrainController):
         worker_group_cls = Workers
 
+    Controller.__qualname__ = Controller.__name__  # which the Ray dashboard shows
     return Controller
 
 

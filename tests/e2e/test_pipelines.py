@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ray.util.state import list_actors
+from ray.util.state import list_actors, list_placement_groups
 from typer.testing import CliRunner
 
 import rayrft
@@ -23,6 +24,7 @@ from rayrft.errors import ActorDied
 from rayrft.experience import from_batch
 from rayrft.monitor.records import StepRecord, read_records
 from rayrft.monitor.summary import read_summary
+from tests.conftest import ROOT
 from tests.e2e.conftest import WITHOUT_VLLM, small_config
 
 OPERATORS = [
@@ -60,20 +62,51 @@ def pipelines(storage: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def failed(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> rayrft.Run:
-    """The run, of which a rank was killed after its third step."""
+def shown_and_failed(
+    ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[tuple[str, str, str | None]], rayrft.Run]:
+    """The actors of the run as the Ray dashboard lists them after the third step, each by class, name and placement
+    group; and the run, of which a rank was killed then."""
     run = rayrft.start(pipelines(tmp_path_factory.mktemp("operated")), say=lambda _: None)
     next(record for record in run.records() if isinstance(record, StepRecord) and record.step == 3)
-    alive = [("class_name", "=", "RayTrainWorker"), ("state", "=", "ALIVE")]
-    [rank, *_] = list_actors(address=ray.get_runtime_context().gcs_address, filters=alive)
+    options: dict[str, Any] = {"address": ray.get_runtime_context().gcs_address, "limit": 1000, "detail": True}
+    groups = {each.placement_group_id: each.name for each in list_placement_groups(**options)}
+    alive = list_actors(filters=[("state", "=", "ALIVE")], **options)
+    shown = [(each.class_name, each.name, groups.get(each.placement_group_id)) for each in alive]
     try:
-        os.kill(rank.pid, signal.SIGKILL)
+        os.kill(next(each.pid for each in alive if each.class_name == "RayTrainWorker"), signal.SIGKILL)
         with pytest.raises(ActorDied) as caught:
             run.result()
         assert "trainer" in str(caught.value.field)
     finally:
         run.kill()
+    return shown, run
+
+
+@pytest.fixture
+def failed(shown_and_failed: Any) -> rayrft.Run:
+    _, run = shown_and_failed
     return run
+
+
+def test_the_ray_dashboards_pages_of_actors_and_placement_groups_read_like_the_picture(shown_and_failed: Any) -> None:
+    shown, _ = shown_and_failed
+    of_run = {each for each in shown if "operated:" in f"{each[1]} {each[2]}"}
+    assert of_run == {
+        ("Explorer", "operated:explorer-0", "operated:explorer"),
+        ("ScriptedEngine", "operated:engine-0", "operated:engines"),
+        ("EnginePool", "operated:engine_pool", "operated:engine_pool"),
+        ("OperatorActor", "", "operated:operators"),
+        ("Buffer", "operated:buffer", "operated:buffer"),
+        ("Trainer", "operated:trainer", "operated:trainer"),
+        ("Controller", "", "operated:trainer"),
+        ("RayTrainWorker", "", "operated:ranks"),
+        ("Master", "operated:master", "operated:master"),
+        ("Janitor", "operated:janitor", None),
+    }
+    [picture] = re.findall(r"## How it works\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for noun in ("Explorer", "Buffer", "Trainer", "Master", "engine"):
+        assert noun in picture and any(noun in kind.replace("Engine", "engine") for kind, _, _ in of_run)
 
 
 def test_a_dead_rank_ends_the_run_with_the_trainers_name_and_the_folder_stays_readable(failed: rayrft.Run) -> None:
