@@ -203,7 +203,8 @@ class MonitorConfig(Section):
     """Metric sinks besides ``metrics.jsonl`` and Ray's metrics, the trace, and limits on waits."""
 
     trace: bool = True
-    """Whether actors record what they worked on or waited for, for the viewer's timeline and ``rayrft trace``."""
+    """Whether actors record for the viewer and ``rayrft trace`` what they worked on or waited for, and answers that the
+    Buffer does not store: of dropped groups and evaluations."""
     sinks: tuple[str, ...] = ()
     """Such as ``wandb``, ``tensorboard``, ``mlflow`` and ``trackio``."""
     project: str = "rayrft"

@@ -19,6 +19,7 @@ from rayrft.explorer.engines.pool import EnginePool
 from rayrft.explorer.evaluation import Evaluation, measure
 from rayrft.explorer.evaluator import TaskActor
 from rayrft.explorer.group_flow import GroupFlow
+from rayrft.explorer.unstored import UnstoredAnswers
 from rayrft.files import Room
 from rayrft.pipelines.experiences import ExperiencePipeline, experience_chain
 from rayrft.pipelines.report import OperatorStats
@@ -92,6 +93,7 @@ class Explorer(TaskActor):
         self._tasks = {task.id: task for task in tasks}
         self._calls = 0
         self._held_out = held_out
+        self._unstored = UnstoredAnswers(config.trace_folder, name)
         self._stage: StageConfig | None = None
         """The stage that is explored."""
         self._scoring: asyncio.Future[None] | None = None
@@ -102,6 +104,7 @@ class Explorer(TaskActor):
             self._buffer,
             self._tasks,
             self._waits,
+            self._unstored,
             pipeline=self._make_pipeline(loaded.path, operators) if config.pipelines.experiences else None,
             limits_tries=not feed,
         )
@@ -159,7 +162,9 @@ class Explorer(TaskActor):
         await self._trained_rewards()
         samples = samples if temperature else 1
         groups = [group async for group in evaluator.each(self._held_out, samples, temperature)]
-        return measure(chain.from_iterable(groups), [samples], seed=self._config.seed)
+        attempts = [*chain.from_iterable(groups)]
+        await self._unstored.add_evaluated(self._held_out, attempts, temperature)
+        return measure(attempts, [samples], seed=self._config.seed)
 
     async def timings(self) -> Timings:
         """Return the timings since the last call."""

@@ -20,6 +20,7 @@ from rayrft.explorer import scoring
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.rollout import BusyClock, Rollout, Runner
 from rayrft.explorer.scoring import ScoredGroup
+from rayrft.explorer.unstored import UnstoredAnswers
 from rayrft.pipelines.experiences import ExperiencePipeline
 from rayrft.runtime.handle import TrackedHandle, root_cause
 from rayrft.runtime.waits import Waits
@@ -43,6 +44,7 @@ class GroupFlow:
         buffer: TrackedHandle[Buffer],
         tasks: MutableMapping[str, Task],
         waits: Waits,
+        unstored: UnstoredAnswers,
         *,
         pipeline: ExperiencePipeline | None = None,
         limits_tries: bool = True,
@@ -57,6 +59,7 @@ class GroupFlow:
         self._added = 0
         """Number of tasks that were added to the task set and are known here."""
         self._waits = waits
+        self._unstored = unstored
         self.pipeline = pipeline
         self._limits_tries = limits_tries
         self.verifying = BusyClock()
@@ -99,7 +102,7 @@ class GroupFlow:
         group = score(rollout.rows, rollout.results)
         for baseline in greedy:
             group = scoring.with_baseline(group, score(baseline.rows, baseline.results))
-        name = group_id(self.config, stage, ticket)
+        name, answers = group_id(self.config, stage, ticket), group.rows or rollout.rows
         verified = await self._verify(task, name, group)
         group = scoring.with_failures(self._filter(verified, algorithm, ticket), rollout.failed)
         verified_s = time.perf_counter() - began
@@ -112,6 +115,7 @@ class GroupFlow:
                 return self._count_failure(number, f"workflow {workflow!r} on task {task.id}: {root_cause(error)}")
         else:
             await self._buffer.call(Buffer.drop, ticket, dict(group.dropped), group.report)
+            await self._unstored.add_dropped(task, answers, group.dropped)
         parts = {"rollout": rolled_s, "reward": rollout.scored_s}
         parts |= {"operators": verified_s - sum(parts.values()), "store": time.perf_counter() - began - verified_s}
         self._waits.trace.add("groups", name if group.rows else f"{name} dropped", began, parts)

@@ -38,7 +38,7 @@ class Advisory:
     curve: str = ""
     """Field of the records that shows it."""
     logged: bool = True
-    """Whether the log has rows that show it; if not, ``where`` are the latest ones."""
+    """Whether the run folder has answers that show it; if not, ``where`` are the latest rows of the log."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Evidence:
         """The condition that rows of the first window meet."""
         return f"source = 'usual' and version < {int(self.columns['version'][self._window - 1])}"
 
-    def ask(self, what: str, where: str) -> tuple[Any, ...]:
-        """Return the row of a query of the experiences that meet a condition, with NaN for a number that is missing."""
-        [found] = self.rows.execute(f"select {what} from experiences where {where}").fetchall()
+    def ask(self, what: str, where: str, table: str = "experiences") -> tuple[Any, ...]:
+        """Return the row of a query of the rows that meet a condition, with NaN for a number that is missing."""
+        [found] = self.rows.execute(f"select {what} from {table} where {where}").fetchall()
         return tuple(np.nan if value is None else value for value in found)
 
     @cached_property
@@ -141,7 +141,7 @@ def advise(evidence: Evidence) -> list[Advisory]:
             break
         if (found := check(evidence)) is not None:
             text, remedy, where, curve = found
-            logged = bool(where and evidence.ask("count(*)", where)[0])
+            logged = bool(where and evidence.ask("count(*)", where, "answers")[0])
             told.append(Advisory(name, kind, text, remedy, where if logged else evidence.recent, curve, logged))
     return told
 

@@ -32,7 +32,9 @@ from rayrft.buffer.reader import StateReader, log_folder
 from rayrft.buffer.state import State
 from rayrft.config import load_run_config
 from rayrft.errors import RayrftError, StorageError
-from rayrft.experience import SCHEMA, json_digest
+from rayrft.experience import SCHEMA, Experience, VersionSpan, json_digest
+from rayrft.explorer.unstored import FOLDER
+from rayrft.json_lines import read_lines
 from rayrft.registry import Lazy
 
 if TYPE_CHECKING:
@@ -48,7 +50,9 @@ _PIECE = 4096
 """Rows that a thread of DuckDB reads at a time."""
 _SHOWN = 200
 """Characters of a question and an answer that are kept, to be shown and searched."""
-_TABLES = """
+_UNSTORED = -(1 << 40)
+"""Places of answers that the Buffer did not store are less."""
+_TABLES = f"""
 create table about (version varchar, value varchar);
 create table places (place bigint, first integer, group_status varchar, step bigint, uses integer, drop_reason varchar);
 create table rows (place bigint, file varchar, row integer, experience_id varchar, group_id varchar, task_id varchar,
@@ -57,8 +61,10 @@ create table rows (place bigint, file varchar, row integer, experience_id varcha
     question varchar, answer varchar, components map(varchar, float), metrics map(varchar, float),
     finished_at double, group_rows integer, group_reward double,
     group_deviation double, group_status varchar, step bigint, uses integer, drop_reason varchar);
-create view experiences as select *, reward - group_reward as advantage, step - 1 - version as staleness from rows;
+create view answers as select *, reward - group_reward as advantage, step - 1 - version as staleness from rows;
+create view experiences as select * from answers where place > {_UNSTORED};
 """
+"""Answers are the experiences, which are rows of the log, and answers that the Buffer did not store."""
 _READ = f"""
 with scalars as (select place, file, row, experience_id, group_id, task_id, source, status, stop_reason,
     left(error, {_SHOWN}) as error, reward::double as reward, prompt_length as prompt_tokens,
@@ -74,6 +80,12 @@ insert into rows select scalars.*, count(*) over of_group, avg(reward) over of_g
     group_status, step, uses, drop_reason
 from scalars join places using (place) window of_group as (partition by place, group_id)
 """
+_ADD = f"""
+insert into rows by name select * replace (left(question, {_SHOWN}) as question, left(answer, {_SHOWN}) as answer),
+    {_UNSTORED} - (hash(group_id) % {1 << 32})::bigint - 1 as place, count(*) over of_group as group_rows,
+    avg(reward) over of_group as group_reward, stddev_pop(reward) over of_group as group_deviation
+from new_answers window of_group as (partition by group_id)
+"""
 _MOVE = """
 delete from rows where place in (select place from places except select place from new_places);
 update rows set group_status = changed.group_status, step = changed.step, uses = changed.uses,
@@ -83,8 +95,18 @@ delete from places;
 insert into places select * from new_places
 """
 """Brings the places up to date, and what their rows have of them: little changes at a time."""
+_ANSWER = pa.schema(
+    {
+        **dict.fromkeys(("experience_id", "group_id", "task_id", "source", "status", "stop_reason"), pa.string()),
+        **dict.fromkeys(("error", "question", "answer", "group_status", "drop_reason", "file"), pa.string()),
+        **dict.fromkeys(("reward", "finished_at"), pa.float64()),
+        **dict.fromkeys(("tokens", "version", "uses"), pa.int64()),
+        **dict.fromkeys(("components", "metrics"), pa.map_(pa.string(), pa.float32())),
+    }
+)
+"""Of an answer that the Buffer did not store."""
 _MENTIONED = [name for name in SCHEMA.names if re.search(rf"\b{name}\b", _READ)]
-_VERSION = json_digest([_TABLES, _READ, _MOVE])
+_VERSION = json_digest([_TABLES, _READ, _ADD, _MOVE])
 """Of the tables; files with others are deleted."""
 
 
@@ -137,6 +159,11 @@ class RowIndex:
         with contextlib.suppress(RayrftError):
             return self._log[0].folder
         return None
+
+    @property
+    def _answers(self) -> list[Path]:
+        """The files of answers that the Buffer did not store."""
+        return sorted((self._run / FOLDER).glob("*.jsonl"))
 
     def update(self, wait_s: float) -> None:
         """Read what was appended to the log, in a thread; wait at most so long for it."""
@@ -195,6 +222,12 @@ class RowIndex:
             raise StorageError("the file is damaged", remedy, field=str(storage.folder / file)) from None
         return pa.concat_batches(found)
 
+    def read_answers(self, file: str, group_id: str) -> list[Experience]:
+        """Return the answers of a group that the Buffer did not store, without tokens."""
+        written = json.dumps(group_id).encode()
+        with (self._run / FOLDER / file).open("rb") as lines:
+            return [_experience(json.loads(line)) for line in lines if written in line and line.endswith(b"\n")]
+
     def late_feedback(self, experience_id: str) -> list[dict[str, Any]]:
         """Return the feedback that came after a row was trained."""
         notes = self._read_about().get("late", [])
@@ -205,8 +238,9 @@ class RowIndex:
     def _update(self) -> None:
         try:
             storage, reader = self._log
-            files = storage.files()
-            if (seen := [*map(list, files.items())]) != self._read_about().get("files"):
+            unstored = [[path.name, path.stat().st_size] for path in self._answers]
+            seen = [*map(list, storage.files().items()), *unstored]
+            if seen != self._read_about().get("files"):
                 self._extend(storage, reader.read().state, seen)
             self.problem = ""
         except RayrftError as error:
@@ -224,8 +258,11 @@ class RowIndex:
         late = [asdict(note) for notes in contents.late_feedback.values() for note in notes]
         ledger = asdict(state.ledger(recount=True))
         about: dict[str, Any] = {"run": state.meta.run, "extents": kept, "ledger": ledger, "late": late, "damaged": {}}
-        about["choices"] = old.get("choices")
-        self._write(about, old.get("extents", {}).keys() - kept.keys(), places=_places(state, experts))
+        about["choices"], ends = old.get("choices"), old.get("answers", {}) if old.get("run") == state.meta.run else {}
+        sizes = {path.name: path.stat().st_size for path in self._answers}
+        about["answers"] = {name: end for name, end in ends.items() if end <= sizes.get(name, -1)}
+        stale = {*old.get("extents", ()), *old.get("answers", ())} - kept.keys() - about["answers"].keys()
+        self._write(about, stale, places=_places(state, experts))
         for name, extent in {**extents, **experts}.items():
             known = about["extents"].get(name)
             before = Extent(*known) if known and known[2] <= extent.nbytes else None
@@ -239,16 +276,27 @@ class RowIndex:
             about["extents"][name] = astuple(extent)
             rows = _placed(state, extent, batch, name, before.rows if before else 0, name in experts)
             self._write(about, set() if before else {name}, rows=rows)
+        for path in self._answers:
+            if lines := list(read_lines(path, _answer_row, about["answers"].get(path.name, 0))):
+                about["answers"][path.name] = lines[-1][0]
+                rows = pa.Table.from_pylist([{**row, "file": path.name} for _, row in lines if row], _ANSWER)
+                self._write(about, set(), answers=rows)
         with self.cursor() as connection:
-            sql = "select distinct {0} from experiences where {0} is not null order by 1 limit 50"
+            sql = "select distinct {0} from answers where {0} is not null order by 1 limit 50"
             found = {name: connection.execute(sql.format(name)).fetchall() for name in CHOICES}
         about["choices"] = {name: [value for (value,) in values] for name, values in found.items()}
         self._write({**about, "files": seen}, set())
 
     def _write(
-        self, about: dict[str, Any], stale: set[str], places: pa.Table | None = None, rows: pa.Table | None = None
+        self,
+        about: dict[str, Any],
+        stale: set[str],
+        places: pa.Table | None = None,
+        rows: pa.Table | None = None,
+        answers: pa.Table | None = None,
     ) -> None:
-        """Change the tables in one transaction: without the rows of ``stale`` files, and with new places and rows."""
+        """Change the tables in one transaction: without the rows of ``stale`` files, and with new places, rows and
+        answers that the Buffer did not store."""
         with self._database.cursor() as connection:
             connection.begin()
             if stale:
@@ -259,6 +307,9 @@ class RowIndex:
             if rows is not None:
                 connection.register("new_rows", rows)
                 connection.execute(_READ)
+            if answers is not None:
+                connection.register("new_answers", answers)
+                connection.execute(_ADD)
             connection.execute("update about set value = $1", [json.dumps(about)])
             connection.commit()
         self.generation += 1
@@ -316,6 +367,39 @@ def _placed(state: State, extent: Extent, batch: pa.RecordBatch, file: str, firs
     columns = {"place": places, "file": pa.repeat(pa.scalar(file), len(numbers)), "row": numbers.astype(np.int32)}
     table = pa.table({**columns, **{name: batch.column(name) for name in _MENTIONED}})
     return pa.Table.from_batches(table.to_batches(_PIECE))  # else DuckDB reads them with one thread
+
+
+def _answer_row(line: bytes) -> dict[str, Any] | None:
+    """Return an answer that the Buffer did not store; None for a line that a crash has torn."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    maps = {name: list(row[name].items()) for name in ("components", "metrics") if name in row}
+    return {"status": "finished", "uses": 0, **row, **maps}
+
+
+def _experience(row: dict[str, Any]) -> Experience:
+    none, version = np.zeros(0, np.float32), row["version"]
+    return Experience(
+        row["experience_id"],
+        row["group_id"],
+        row["task_id"],
+        token_ids=none,
+        prompt_length=0,
+        action_mask=none,
+        logprobs=none,
+        source=row["source"],
+        weight_versions=() if version is None else (VersionSpan(0, 0, version),),
+        reward=row["reward"],
+        reward_components=row.get("components", {}),
+        metrics=row.get("metrics", {}),
+        stop_reason=row["stop_reason"],
+        error=row["error"],
+        turns=({"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"] or ""}),
+        created_at=row["finished_at"],
+        finished_at=row["finished_at"],
+    )
 
 
 def _open(path: Path) -> duckdb.DuckDBPyConnection:

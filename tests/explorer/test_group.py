@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -354,3 +355,32 @@ async def test_an_explorer_continues_with_a_changed_config(tiny_model: Path) -> 
     engine.limits.clear()
     await explorer.evaluate(0.0)
     assert {*engine.limits} == {2}
+
+
+async def test_answers_of_dropped_groups_and_evaluations_are_lines_of_the_run_folder(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    settings = config(storage=str(tmp_path), **{"reward.on_unknown": "drop_group"})
+    settings.folder.mkdir()
+    for rewards in ((1.0, 0.0), (1.0, 1.0), (1.0, None)):  # stored, without variance, unknown
+        await run_group(make_explorer(settings, tiny_model, QuickEngine(), Taken(), Rewards(*rewards)), settings)
+    explorer = make_explorer(settings, tiny_model, QuickEngine("length"), Taken(), Rewards(0.5))
+    await explorer.evaluate(1.0)
+    lines = [json.loads(line) for line in (settings.folder / "answers" / "explorer.jsonl").read_text().splitlines()]
+    task, *_ = explorer.flow.tasks
+    shown = [(each["group_status"], each.get("drop_reason"), each["reward"], each["tokens"]) for each in lines[:4]]
+    assert shown == [
+        *[("dropped", "zero_variance", 1.0, 3)] * 2,
+        *[("dropped", "reward_unknown", None, 3)] * 2,
+    ]
+    assert {each["experience_id"] for each in lines[:4]} == {f"a/grpo/0/{task}/{repeat}" for repeat in (0, 1)}
+    assert {(each["group_status"], each["reward"], each["stop_reason"]) for each in lines[4:]} == {
+        ("evaluation", 0.0, "length")
+    }
+    assert len({each["task_id"] for each in lines[4:]}) == len(lines[4:]) == 5 and lines[4]["version"] == 0
+    assert lines[4]["question"].startswith("Spell this word backward") and lines[4]["answer"] == lines[0]["answer"]
+
+    off = config(storage=str(tmp_path), name="off", **{"monitor.trace": False})
+    off.folder.mkdir()
+    await make_explorer(off, tiny_model, QuickEngine(), Taken(), Rewards(0.5)).evaluate(1.0)
+    assert not any(off.folder.iterdir())

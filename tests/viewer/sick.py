@@ -74,6 +74,7 @@ def planted(
     connection = duckdb.connect()
     connection.register("given", pa.Table.from_pylist(rows, SCHEMA))
     connection.execute("create table experiences as select * from given")
+    connection.execute("create view answers as select * from experiences")
     deaths = range(0, STEPS, restarts) if restarts else []
     held_out = accuracy or (lambda done: 0.2 + 0.6 * done)
     return Evidence(

@@ -6,7 +6,9 @@ import asyncio
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,13 @@ from rayrft.buffer.reader import Archive
 from rayrft.config import load_run_config
 from rayrft.core.services import REPORTS
 from rayrft.data.task_splits import COUNTS, TASKS_FILE
+from rayrft.experience import Task
+from rayrft.explorer.evaluation import Attempt
+from rayrft.explorer.unstored import UnstoredAnswers
 from rayrft.monitor.records import read_records
 from rayrft.viewer.app import VIEWS
 from rayrft.viewer.index import read_log_rows
+from tests.buffer.rows import group
 from tests.viewer.client import Client
 from tests.viewer.recorded import FILTERS, GROUPS, ROWS, SCRIPT, RecordedRun, stretch
 
@@ -387,3 +393,36 @@ async def test_advice_on_a_sick_run_leads_to_its_rows(copied: Path) -> None:
     assert [each["name"] for each in found["advisories"]] == ["Updates are skipped"] and found["steps"] == 12
     assert (await client.rows(where=found["advisories"][0]["where"]))["count"] > 0
     await client.http.aclose()
+
+
+async def test_answers_that_the_buffer_did_not_store_are_found_with_their_reason(copied: Path) -> None:
+    task = Task.create("test", "What is two and two?", "4")
+    rows = [replace(row, turns=({"role": "assistant", "content": SCRIPT},)) for row in group(7)]
+    writer, client = UnstoredAnswers(copied / "words", "explorer-0"), Client(copied)
+    before = await client.rows()
+    await writer.add_dropped(task, rows, Counter(zero_variance=1, reward_unknown=1))
+    with (copied / "words" / "answers" / "explorer-0.jsonl").open("a") as file:
+        file.write("torn by a crash\n")
+    attempts = [
+        Attempt(task.id, number, float(number), response=f"It is {number}.", tokens=4, versions=(9,))
+        for number in (0, 1)
+    ]
+    await writer.add_evaluated([task], attempts, 0.5)
+
+    found = await client.rows(drop_reason="zero_variance")
+    assert [row["answer"] for row in found["rows"]] == [SCRIPT] * len(rows) and found["log"]["damaged"] == {}
+    assert (await client.rows())["count"] == before["count"] + len(rows), "answers of evaluations are measured apart"
+    row = await client.ask("row", run="words", id=rows[0].experience_id)
+    assert (row["group_status"], row["drop_reason"]) == ("dropped", "zero_variance") and row["token_count"] == 0
+    assert [turn["content"] for turn in row["turns"]] == [task.question, SCRIPT] and len(row["group"]) == len(rows)
+
+    found = await client.rows(group_status="evaluation", sort="reward", where="metrics['temperature'] = 0.5")
+    assert [(row["version"], row["reward"], row["answer"]) for row in found["rows"]] == [
+        (9, 0.0, "It is 0."),
+        (9, 1.0, "It is 1."),
+    ]
+    assert found["means"]["groups"] == 1 and "evaluation" in found["log"]["choices"]["group_status"]
+    tasks = await client.ask("tasks", run="words")
+    assert task.id not in {each["task_id"] for each in tasks["tasks"]}, "pass rates are those of training"
+    (copied / "words" / "answers" / "explorer-0.jsonl").write_text("")
+    assert (await client.rows(drop_reason="zero_variance"))["count"] == 0, "the file of a new run"

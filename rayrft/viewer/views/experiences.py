@@ -87,9 +87,11 @@ def _rows(runs: Runs, asked: RowsRequest) -> dict[str, Any]:
     if asked.text:
         conditions.append("(contains(lower(answer), lower(?)) or contains(lower(question), lower(?)))")
         values += [asked.text] * 2
+    if not (asked.group_status or asked.task_id or asked.group_id or "evaluation" in asked.where):
+        conditions.append("group_status <> 'evaluation'")
     order = f"{asked.sort.lstrip('-')} {'desc' if asked.sort.startswith('-') else 'asc'} nulls last, experience_id"
     with index.cursor() as connection, _naming_condition(asked.where):
-        found = "experiences"
+        found = "answers"
         if asked.where:  # an expression alone: neither a second statement nor a file
             chosen = connection.table(found).filter(duckdb.SQLExpression(asked.where))
             chosen.create_view(found := "chosen_rows")
@@ -125,7 +127,7 @@ def _row(runs: Runs, asked: RowRequest) -> dict[str, Any]:
     tokens = shown.token_ids[:_TOKENS].tolist()
     texts = _decoder(run.path, str((run.config.get("model") or {}).get("path") or ""))
     with run.rows.cursor() as connection:
-        sql = f"select {_LISTED} from experiences where group_id = ? order by row"
+        sql = f"select {_LISTED} from answers where group_id = ? order by row, experience_id"
         facts = {each["experience_id"]: each for each in dicts(connection.execute(sql, [row["group_id"]]))}
     return {
         **facts[asked.id],
@@ -167,8 +169,8 @@ def _found(run: RunFolder, experience_id: str) -> tuple[dict[str, Any], list[Exp
     """Return where a row is, and the rows of its group. Raises ApiError 404 for an unknown id."""
     names = ["file", "row", "group_id", "group_rows", "first"]
     with run.rows.cursor() as connection:
-        sql = "select r.file, r.row, group_id, group_rows, first, place < 0 from rows r join places using (place)"
-        found = connection.execute(f"{sql} where experience_id = ?", [experience_id]).fetchall()
+        sql = "select r.file, r.row, group_id, group_rows, first, place < 0 from rows r left join places using (place)"
+        found = connection.execute(f"{sql} where experience_id = ? order by place", [experience_id]).fetchall()
     if not found:
         lags = run.rows.about()["lags"]
         why = "it is still being read" if lags else "rows leave it when it reaches buffer.log_bytes"
@@ -176,6 +178,8 @@ def _found(run: RunFolder, experience_id: str) -> tuple[dict[str, Any], list[Exp
         raise ApiError(404, problem, code="row_not_found", param="id")
     *values, is_expert = found[-1]
     row = dict(zip(names, values, strict=True))
+    if row["first"] is None:
+        return row, run.rows.read_answers(row["file"], row["group_id"])
     span = (row["row"], 1) if is_expert else (row["first"], row["group_rows"])
     return row, from_batch(run.rows.read_group(row["file"], *span))
 

@@ -18,7 +18,7 @@ const card = (each, run) =>
     make(
       "div",
       { className: "controls" },
-      link({ view: "experiences", run, where: each.where }, each.logged ? "rows that show it" : "latest rows (the log does not have those that show it)"),
+      link({ view: "experiences", run, where: each.where }, each.logged ? "rows that show it" : "latest rows (those that show it are not recorded)"),
       ...(each.curve ? [link({ view: "run", run }, `curves, with ${each.curve}`)] : []),
     ),
   );

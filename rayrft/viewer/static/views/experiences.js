@@ -9,7 +9,7 @@ const CHOICES = { group_status: "group", source: "source", stop_reason: "ended b
 const SORTS = { finished_at: "time", reward: "reward", tokens: "length", staleness: "staleness", version: "version", step: "step", logprob: "log-prob", group_deviation: "difference in group", source: "source", status: "status", task_id: "task" };
 const PAGE = 50;
 const FILTERS = [...Object.keys(RANGES).flatMap((name) => [`min_${name}`, `max_${name}`]), ...Object.keys(CHOICES), "task_id", "group_id", "text", "where", "sort", "offset"];
-const STATUS = { trained: "good", dropped: "drop", ready: "calm", leased: "calm", parked: "warn", demonstration: "accent" };
+const STATUS = { trained: "good", dropped: "drop", ready: "calm", leased: "calm", parked: "warn", demonstration: "accent", evaluation: "accent" };
 const COLOURINGS = { logprob: "log-prob", advantage: "reward − group mean", gap: "teacher − engine", trainer: "trainer − engine", version: "version", mask: "who wrote it" };
 
 let opened = null; // whether the person has opened or closed the filters
@@ -95,7 +95,7 @@ const fact = (name, ...value) => make("div", {}, make("dt", { textContent: name 
 const outcome = (row) => {
   if (row.group_status === "dropped") return row.drop_reason ? `dropped: ${row.drop_reason}` : "dropped; the log does not say why";
   if (row.group_status === "trained") return `trained in step ${row.step}`;
-  return { ready: "waits for training", leased: "in the batch of a step", parked: "parked, unfinished", demonstration: "a demonstration" }[row.group_status] ?? row.group_status;
+  return { ready: "waits for training", leased: "in the batch of a step", parked: "parked, unfinished", demonstration: "a demonstration", evaluation: "measured in an evaluation" }[row.group_status] ?? row.group_status;
 };
 
 const facts = (row, now) => {
@@ -224,7 +224,7 @@ const detail = async (now, drawer, current) => {
     const row = await query("row", { run: now.run, id: now.id });
     if (!current()) return;
     const top = drawer.dataset.id === now.id ? drawer.scrollTop : 0;
-    drawer.replaceChildren(bar, facts(row, now), trajectory(row, now), tokens(row, now), siblings(row, now));
+    drawer.replaceChildren(bar, facts(row, now), trajectory(row, now), row.token_ids.length ? tokens(row, now) : "", siblings(row, now));
     drawer.dataset.id = now.id;
     drawer.scrollTop = top;
   } catch (error) {
