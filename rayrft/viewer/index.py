@@ -48,6 +48,8 @@ _QUERY_S = 20.0
 _UNUSED_DAYS = 60
 _PIECE = 4096
 """Rows that a thread of DuckDB reads at a time."""
+_WRITTEN = 122_880
+"""Rows of a transaction: DuckDB compresses so many together, and writes fewer to its log and again to the table."""
 _SHOWN = 200
 """Characters of a question and an answer that are kept, to be shown and searched."""
 _UNSTORED = -(1 << 40)
@@ -263,6 +265,7 @@ class RowIndex:
         about["answers"] = {name: end for name, end in ends.items() if end <= sizes.get(name, -1)}
         stale = {*old.get("extents", ()), *old.get("answers", ())} - kept.keys() - about["answers"].keys()
         self._write(about, stale, places=_places(state, experts))
+        stale, read = set[str](), list[pa.Table]()
         for name, extent in {**extents, **experts}.items():
             known = about["extents"].get(name)
             before = Extent(*known) if known and known[2] <= extent.nbytes else None
@@ -274,8 +277,14 @@ class RowIndex:
                 about["damaged"][name] = str(error)
                 continue
             about["extents"][name] = astuple(extent)
-            rows = _placed(state, extent, batch, name, before.rows if before else 0, name in experts)
-            self._write(about, set() if before else {name}, rows=rows)
+            stale |= set() if before else {name}
+            read.append(_placed(state, extent, batch, name, before.rows if before else 0, name in experts))
+            # The newest rows are shown at once.
+            if len(about["extents"]) == 1 or sum(rows.num_rows for rows in read) >= _WRITTEN:
+                self._write(about, stale, rows=pa.concat_tables(read))
+                stale, read = set(), []
+        if read:
+            self._write(about, stale, rows=pa.concat_tables(read))
         for path in self._answers:
             if lines := list(read_lines(path, _answer_row, about["answers"].get(path.name, 0))):
                 about["answers"][path.name] = lines[-1][0]
@@ -416,8 +425,9 @@ def _open(path: Path) -> duckdb.DuckDBPyConnection:
 
 def _connect(path: str) -> duckdb.DuckDBPyConnection:
     """Open a database, and create its tables unless it has them. Raises duckdb.Error for tables of other versions."""
-    # No access to other files and to extensions.
-    connection = duckdb.connect(path, config={"enable_external_access": False, "lock_configuration": True})
+    # No access to other files and to extensions. Each checkpoint writes the table's last rows again.
+    config = {"enable_external_access": False, "lock_configuration": True, "wal_autocheckpoint": "128MB"}
+    connection = duckdb.connect(path, config=config)
     if not connection.execute("select * from duckdb_tables()").fetchall():
         connection.execute(_TABLES)
         connection.execute("insert into about values ($1, '{}')", [_VERSION])
