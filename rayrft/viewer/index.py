@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rayrft.buffer.events import Extent
 from rayrft.buffer.expert_rows import expert_file
@@ -74,9 +75,7 @@ with scalars as (select place, file, row, experience_id, group_id, task_id, sour
     list_sum(logprobs)::double / nullif(list_sum(action_mask), 0) as logprob,
     list_min(list_transform(weight_versions, lambda span: span.version)) as version,
     list_max(list_transform(weight_versions, lambda span: span.version)) as newest_version,
-    len(turns) as turns, coalesce(len(images), 0) as images,
-    left(list_filter(turns, lambda turn: turn['role'] = 'user')[1]['content'], {_SHOWN}) as question,
-    left(list_filter(turns, lambda turn: turn['role'] = 'assistant')[-1]['content'], {_SHOWN}) as answer,
+    turns, coalesce(len(images), 0) as images, question, answer,
     reward_components as components, metrics, finished_at from new_rows)
 insert into rows select scalars.*, count(*) over of_group, avg(reward) over of_group, stddev_pop(reward) over of_group,
     group_status, step, uses, drop_reason
@@ -374,8 +373,37 @@ def _placed(state: State, extent: Extent, batch: pa.RecordBatch, file: str, firs
         starts, counts = groups.row[slots][of_row], groups.rows[slots][of_row]
         places = np.where((of_row >= 0) & (numbers < starts + counts), _place(np.int64(extent.segment), starts), -1)
     columns = {"place": places, "file": pa.repeat(pa.scalar(file), len(numbers)), "row": numbers.astype(np.int32)}
-    table = pa.table({**columns, **{name: batch.column(name) for name in _MENTIONED}})
+    question, answer = _texts(batch.column("turns"))
+    turns = {"turns": pc.list_value_length(batch.column("turns")), "question": question, "answer": answer}
+    table = pa.table({**{name: batch.column(name) for name in _MENTIONED}, **columns, **turns})
     return pa.Table.from_batches(table.to_batches(_PIECE))  # else DuckDB reads them with one thread
+
+
+def _texts(turns: pa.ListArray) -> tuple[pa.Array, pa.Array]:
+    """Return the beginnings of the first question and the last answer of every row, in an eighth of DuckDB's time."""
+    starts, flat = turns.offsets.to_numpy(), turns.flatten()
+    row = np.repeat(np.arange(len(turns)), np.diff(starts))
+    ends = flat.offsets.to_numpy()
+    turn = np.repeat(np.arange(len(flat)), np.diff(ends))
+    keys, values = (each[ends[0] : ends[-1]] for each in (flat.keys, flat.items))
+
+    def numbers(names: list[str], texts: pa.Array) -> np.ndarray:
+        return pc.index_in(texts, pa.array(names)).fill_null(-1).to_numpy()
+
+    key = numbers(["role", "content"], keys)
+    role = np.full(len(flat), -1)
+    role[turn[key == 0]] = numbers(["user", "assistant"], values.filter(pa.array(key == 0)))
+    content = np.full(len(flat) + 1, -1)  # the last one is of rows without such a turn
+    content[turn[key == 1]] = np.flatnonzero(key == 1)
+
+    def of_rows(chosen: np.ndarray) -> pa.Array:
+        """Return the content of the turns; of several turns of a row the last counts."""
+        place = np.full(len(turns), len(flat))
+        place[row[chosen]] = chosen
+        at = content[place]
+        return pc.utf8_slice_codeunits(values.take(pa.array(at, mask=at < 0)), 0, _SHOWN)
+
+    return of_rows(np.flatnonzero(role == 0)[::-1]), of_rows(np.flatnonzero(role == 1))
 
 
 def _answer_row(line: bytes) -> dict[str, Any] | None:
@@ -426,8 +454,10 @@ def _open(path: Path) -> duckdb.DuckDBPyConnection:
 def _connect(path: str) -> duckdb.DuckDBPyConnection:
     """Open a database, and create its tables unless it has them. Raises duckdb.Error for tables of other versions."""
     # No access to other files and to extensions. Each checkpoint writes the table's last rows again.
-    config = {"enable_external_access": False, "lock_configuration": True, "wal_autocheckpoint": "128MB"}
-    connection = duckdb.connect(path, config=config)
+    connection = duckdb.connect(
+        path,
+        config={"enable_external_access": False, "lock_configuration": True, "wal_autocheckpoint": "128MB"},
+    )
     if not connection.execute("select * from duckdb_tables()").fetchall():
         connection.execute(_TABLES)
         connection.execute("insert into about values ($1, '{}')", [_VERSION])
