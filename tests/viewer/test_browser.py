@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from rayrft.config import RunConfig
 from rayrft.config.serve import ViewerConfig
 from rayrft.core.plan import PartMemory, StepVolume
 from rayrft.errors import ModelError
-from rayrft.experience import TOKEN_REWARD
+from rayrft.experience import TOKEN_REWARD, Task
+from rayrft.explorer.evaluation import Attempt
+from rayrft.explorer.unstored import UnstoredAnswers
 from rayrft.runtime.serving import key_digest
 from rayrft.viewer.app import Viewer
 from rayrft.viewer.folders import Reports
@@ -378,6 +382,23 @@ def test_the_plan_of_a_run_and_the_doctors_findings_are_tables(opened: Open) -> 
     window.see("table.rows >> nth=1").to_contain_text("GB of checkpoints a day")
     window.click("button:has-text('Examine')")
     window.see("section .problem").to_contain_text("no model")
+
+
+def test_an_answer_of_an_evaluation_is_shown_without_tokens(opened: Open, storage: Path, tmp_path: Path) -> None:
+    shutil.copytree(storage / "words", tmp_path / "words", symlinks=True)
+    writer, task = UnstoredAnswers(tmp_path / "words", "explorer-0"), Task.create("test", "How many are there?", "4")
+    attempts = [Attempt(task.id, number, 0.0, response=f"It is {SCRIPT} {number}", versions=(9,)) for number in (0, 1)]
+    with ThreadPoolExecutor(1) as thread:  # Playwright's loop is in this one
+        thread.submit(asyncio.run, writer.add_evaluated([task], attempts, 0.0)).result()
+    with served(tmp_path) as url:
+        window = opened("?view=experiences&run=words&group_status=evaluation", url=url)
+        window.see("table.rows tbody tr").to_have_count(2)
+        window.click("table.rows tbody tr >> nth=0 >> a")
+        window.see("#drawer dl").to_contain_text("measured in an evaluation")
+        window.see("#drawer .sibling").to_have_count(2)
+        window.see("#drawer .turns").to_contain_text(SCRIPT)
+        window.see("#drawer .tokens").to_have_count(0)
+        window.context.close()
 
 
 @pytest.mark.parametrize("width", [1280, 390])

@@ -67,9 +67,10 @@ export const field = (label, ...inputs) => make("label", { className: "field" },
 export const smoothing = (value, onchange) =>
   field("smoothing", input("smoothing", value, onchange, { type: "range", min: 0, max: 0.98, step: 0.02 }));
 
-// A table with its heads, and the pages around it.
+// A table with its heads, whose last column takes the room if it is long, and the pages around it.
 export const listing = (heads, lines) => {
-  const head = make("thead", {}, make("tr", {}, ...heads.map((textContent, at) => make("th", { textContent, className: at === heads.length - 1 ? "what" : "" }))));
+  const last = lines[0]?.lastChild.classList.contains("what") ? "what" : "";
+  const head = make("thead", {}, make("tr", {}, ...heads.map((textContent, at) => make("th", { textContent, className: at === heads.length - 1 ? last : "" }))));
   return make("div", { className: "scroll" }, make("table", { className: "rows" }, head, make("tbody", {}, ...lines)));
 };
 export const pages = (what, first, shown, total, size, turn) => {
@@ -168,6 +169,7 @@ export const chart = (title, x, series, { marks = [], bands = [], height = 190, 
       if (mark.kind === "stage") {
         ctx.fillStyle = ink;
         ctx.font = `${10 * devicePixelRatio}px system-ui`;
+        ctx.textAlign = "left"; // it is that of the axes
         ctx.fillText(mark.text, at + 3 * devicePixelRatio, bbox.top + 9 * devicePixelRatio);
       }
     }
