@@ -18,7 +18,7 @@ from rayrft.explorer.evaluation import Attempt
 
 log = logging.getLogger(__name__)
 
-FOLDER = "answers"
+ANSWERS = "answers"
 """Of these files in a run folder, one by Explorer. A line is an answer, with names as in the viewer's table of rows."""
 _LONGEST = 2000
 """Characters of a question and of an answer that are written."""
@@ -28,7 +28,7 @@ class UnstoredAnswers:
     """Writer of the file of an Explorer; without a run folder nothing is written."""
 
     def __init__(self, folder: Path | None, actor: str) -> None:
-        self._file = folder / FOLDER / f"{actor}.jsonl" if folder is not None and folder.is_dir() else None
+        self._file = folder / ANSWERS / f"{actor}.jsonl" if folder is not None and folder.is_dir() else None
 
     async def add_dropped(self, task: Task, rows: list[Experience], dropped: Counter[str]) -> None:
         """Write the rows of a group of which no row is stored, with the reason that dropped most of them."""

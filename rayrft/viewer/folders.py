@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rayrft.config import RunConfig
 from rayrft.data.task_splits import COUNTS, TASKS_FILE
 from rayrft.errors import RayrftError, nearest
-from rayrft.explorer.unstored import FOLDER
+from rayrft.explorer.unstored import ANSWERS
 from rayrft.monitor.summary import Summary, read_summary
 from rayrft.runtime.serving.http import ApiError
 from rayrft.viewer.index import RowIndex
@@ -99,7 +99,7 @@ class RunFolder:
     def watched(self) -> list[Path]:
         """The folders whose files change while the run is running."""
         log = self.rows.log if "rows" in self.__dict__ else None
-        return [self.path, *(each for each in (log, self.path / FOLDER) if each is not None and each.is_dir())]
+        return [self.path, *(each for each in (log, self.path / ANSWERS) if each is not None and each.is_dir())]
 
     def status(self) -> dict[str, Any]:
         """Return the run's status as its files tell it, with ``problems`` of files that cannot be read."""

@@ -34,7 +34,7 @@ from rayrft.buffer.state import State
 from rayrft.config import load_run_config
 from rayrft.errors import RayrftError, StorageError
 from rayrft.experience import SCHEMA, Experience, VersionSpan, json_digest
-from rayrft.explorer.unstored import FOLDER
+from rayrft.explorer.unstored import ANSWERS
 from rayrft.json_lines import read_lines
 from rayrft.registry import Lazy
 
@@ -164,7 +164,7 @@ class RowIndex:
     @property
     def _answers(self) -> list[Path]:
         """The files of answers that the Buffer did not store."""
-        return sorted((self._run / FOLDER).glob("*.jsonl"))
+        return sorted((self._run / ANSWERS).glob("*.jsonl"))
 
     def update(self, wait_s: float) -> None:
         """Read what was appended to the log, in a thread; wait at most so long for it."""
@@ -226,7 +226,7 @@ class RowIndex:
     def read_answers(self, file: str, group_id: str) -> list[Experience]:
         """Return the answers of a group that the Buffer did not store, without tokens."""
         written = json.dumps(group_id).encode()
-        with (self._run / FOLDER / file).open("rb") as lines:
+        with (self._run / ANSWERS / file).open("rb") as lines:
             return [_experience(json.loads(line)) for line in lines if written in line and line.endswith(b"\n")]
 
     def late_feedback(self, experience_id: str) -> list[dict[str, Any]]:
