@@ -417,25 +417,21 @@ def _answer_row(line: bytes) -> dict[str, Any] | None:
 
 
 def _experience(row: dict[str, Any]) -> Experience:
+    """Return an answer that the Buffer did not store as a row without tokens."""
+    same = ("experience_id", "group_id", "task_id", "source", "reward", "stop_reason", "error", "finished_at")
+    texts = ("user", row["question"]), ("assistant", row["answer"] or "")
     none, version = np.zeros(0, np.float32), row["version"]
     return Experience(
-        row["experience_id"],
-        row["group_id"],
-        row["task_id"],
+        **{name: row[name] for name in same},
         token_ids=none,
-        prompt_length=0,
         action_mask=none,
         logprobs=none,
-        source=row["source"],
+        prompt_length=0,
         weight_versions=() if version is None else (VersionSpan(0, 0, version),),
-        reward=row["reward"],
         reward_components=row.get("components", {}),
         metrics=row.get("metrics", {}),
-        stop_reason=row["stop_reason"],
-        error=row["error"],
-        turns=({"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"] or ""}),
+        turns=tuple({"role": role, "content": text} for role, text in texts),
         created_at=row["finished_at"],
-        finished_at=row["finished_at"],
     )
 
 
