@@ -395,6 +395,29 @@ async def test_advice_on_a_sick_run_leads_to_its_rows(copied: Path) -> None:
     await client.http.aclose()
 
 
+async def test_the_first_question_and_the_last_answer_of_a_row_are_listed(tmp_path: Path) -> None:
+    several = (
+        ("system", "Be brief."),
+        ("user", "first?"),
+        ("assistant", "one"),
+        ("user", "second?"),
+        ("assistant", "é" * 300),
+    )
+    run = RecordedRun(tmp_path)
+    rows = [
+        replace(row, turns=tuple({"role": role, "content": text} for role, text in turns))
+        for row, turns in zip(group(5, 3), (several, (), (("user", "alone?"),)), strict=True)
+    ]
+    run.buffer.put([(rows, None)])
+    run.close()
+    found = (await Client(tmp_path).rows(group_id="5", sort="reward"))["rows"]
+    assert [(row["question"], row["answer"], row["turns"]) for row in found] == [
+        ("first?", "é" * 200, 5),
+        (None, None, 0),
+        ("alone?", None, 1),
+    ]
+
+
 async def test_answers_that_the_buffer_did_not_store_are_found_with_their_reason(copied: Path) -> None:
     task = Task.create("test", "What is two and two?", "4")
     rows = [replace(row, turns=({"role": "assistant", "content": SCRIPT},)) for row in group(7)]
