@@ -195,7 +195,7 @@ def checkpoint_bytes(shape: Shape, config: TrainerConfig, *, reference: bool, cr
     """Return the size of a checkpoint: weights and moments of trained models, weights of the reference (none with an
     adapter), and those of the policy in a stage that trains a reward model."""
     frozen = (reference and config.lora is None) + reward_model
-    return _trained(shape, config) * (_STATE * (1 + critic) + _WEIGHT * frozen)
+    return _trained(shape, config) * ((_WEIGHT + _MOMENTS[config.moments]) * (1 + critic) + _WEIGHT * frozen)
 
 
 def _trained(shape: Shape, config: TrainerConfig) -> int:
