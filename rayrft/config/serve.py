@@ -75,7 +75,7 @@ class ServeConfig(HttpConfig):
     """The format of the model's tool calls: hermes (JSON between ``<tool_call>`` and ``</tool_call>``), json (bare),
     harmony (gpt-oss), one of vLLM's tool parsers, or auto: the one that reads what the chat template shows."""
     reasoning: Literal["split", "keep"] = "split"
-    """Whether reasoning in ``<think>`` is ``reasoning_content`` of a chat message, or stays in its content."""
+    """Whether reasoning is ``reasoning_content`` of a chat message, or stays in its content."""
     history: History = "sampled"
     """Earlier answers in later calls of a session. ``sampled``: with their reasoning, so that the session is one row.
     ``template``: as the chat template shows them; a call for which it leaves reasoning out begins another row."""

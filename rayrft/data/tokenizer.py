@@ -14,7 +14,14 @@ from typing import Any
 
 from rayrft.config.model import TemplateConfig
 from rayrft.data.images import ImageReader, insert_images
-from rayrft.data.reasoning import REASONING_MARKS, opened_reasoning, split_reasoning
+from rayrft.data.reasoning import (
+    REASONING_MARKS,
+    ReasoningMarks,
+    ReasoningSplit,
+    opened_reasoning,
+    split_reasoning,
+    unread_reasoning,
+)
 from rayrft.errors import DataError, ModelError, first_line
 
 _TOKEN_CHARACTERS = 16
@@ -123,6 +130,11 @@ class ChatTokenizer:
         """Whether the chat template shows reasoning, or begins answers with it."""
         return re.search(r"think|reasoning", self._template) is not None
 
+    @property
+    def unread_reasoning(self) -> str | None:
+        """The name of the form in which the model writes reasoning, if answers are not split there."""
+        return unread_reasoning(self._template) if self._marks is None else None
+
     def shown_calls(self, calls: list[dict[str, Any]], tools: Tools) -> str | None:
         """Return the text in which the chat template shows an assistant's calls of tools, without the end of the turn;
         None if it rejects them."""
@@ -195,20 +207,55 @@ class ChatTokenizer:
         Appended to the sequence as it was sampled, they leave every token before them as it is, even if the template
         would write earlier turns differently now. Raises DataError where it refuses the messages or changes the turn.
         """
+        if observed[0]["role"] == "tool" and self._ties_results_to_calls:
+            rest = self._after_calls(messages[-1], observed, tools, options, last)
+        else:
+            rest = self._after_answer(messages, self._with_images(observed, images), tools, options, last)
+        ids = self.tokens(rest)
+        return _repeat(ids, self.images.repeats(ids, images)) if images else ids
+
+    def _after_answer(
+        self, messages: Messages, observed: Messages, tools: Tools, options: Mapping[str, Any] | None, last: int
+    ) -> str:
+        """Return the text that follows an answer, whose place is found by a text in it."""
         answer = _ANSWER
         while any(answer in message["content"] for message in observed):
             answer = f"[{answer}]"
-        shown = [*messages[:-1], {"role": "assistant", "content": answer}, *self._with_images(observed, images)]
+        shown = [*messages[:-1], {"role": "assistant", "content": answer}, *observed]
         text, _ = self._render(shown, tools, options, add_generation_prompt=True)
         _, mark, rest = text.rpartition(answer)
         if not mark:
             raise DataError("the chat template leaves the assistant's turn out once another message follows")
         for mark in map(self._mark, (self.end_id, last) if last in self.stop_ids else ()):
             if rest.lstrip().startswith(mark):  # it is there already
-                rest = rest.lstrip().removeprefix(mark)
-                break
-        ids = self.tokens(rest)
-        return _repeat(ids, self.images.repeats(ids, images)) if images else ids
+                return rest.lstrip().removeprefix(mark)
+        return rest
+
+    def _after_calls(
+        self, answer: dict[str, Any], observed: Messages, tools: Tools, options: Mapping[str, Any] | None, last: int
+    ) -> str:
+        """Return the text that results of tools add to an answer, for templates that show them after calls alone."""
+        named = [message.get("name") or "tool" for message in observed if message["role"] == "tool"]
+        known = answer.get("tool_calls") or [{"function": {"name": name, "arguments": {}}} for name in named]
+        calls = [{**call, "type": "function", "id": f"call{number:05}"} for number, call in enumerate(known)]
+        observed = [{**message, "tool_call_id": f"call{number:05}"} for number, message in enumerate(observed)]
+        shown: Messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        before, _ = self._render(shown, tools, options)
+        after, _ = self._render([*shown, *observed], tools, options, add_generation_prompt=True)
+        if not after.startswith(before):
+            raise DataError("the chat template changes the assistant's turn once the results of its calls follow")
+        ends = self.tokens(before)[-1]
+        there = last == ends or ends not in self.hf.added_tokens_decoder
+        return after[len(before) - (0 if there else len(self._mark(ends))) :]
+
+    @cached_property
+    def _ties_results_to_calls(self) -> bool:
+        """Whether the chat template rejects, or leaves out, a tool's result that follows an answer without calls."""
+        said = [{"role": role, "content": "?"} for role in ("user", "assistant")]
+        try:
+            return _ANSWER not in self._render([*said, {"role": "tool", "name": "tool", "content": _ANSWER}])[0]
+        except DataError:
+            return True
 
     def response(self, text: str) -> list[int]:
         """Return the token ids of an answer to a prompt, with the token that ends it."""
@@ -288,11 +335,13 @@ class ChatTokenizer:
         shared = max(1, common_length(before, ids))
         return ids, [0] * shared + [1] * (len(ids) - shared)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode an answer without padding and the template's marks of turns and of their ends."""
+    def decode(self, token_ids: Sequence[int], before: str = "") -> str:
+        """Decode an answer, or a part that follows the text ``before``, without padding and the template's marks of
+        turns and of their ends. Its reasoning is between ``<think>`` and ``</think>``."""
         silent = self._silent
         # `decode` would look at every token once more, in Python.
-        return str(self.hf._decode([token for token in token_ids if token not in silent], skip_special_tokens=False))
+        text = str(self.hf._decode([token for token in token_ids if token not in silent], skip_special_tokens=False))
+        return text if self._marks is None else self._marks.readable(text, before)
 
     def answer(self, token_ids: Sequence[int]) -> str:
         """Decode an answer to a chat prompt; it begins with the ``<think>`` that the prompt has opened, if any."""
@@ -300,11 +349,20 @@ class ChatTokenizer:
 
     def opening(self, options: Mapping[str, Any] | None = None) -> str:
         """Return the beginning of answers that the template writes, from ``<think>`` on; empty if the model does."""
-        return opened_reasoning(self._probed(options, add_generation_prompt=True)[-1]) if options else self._opening
+        return self._opened(options) if options else self._opening
 
     @cached_property
     def _opening(self) -> str:
-        return opened_reasoning(self._probed(add_generation_prompt=True)[-1])
+        return self._opened()
+
+    def _opened(self, options: Mapping[str, Any] | None = None) -> str:
+        prompt = self._probed(options, add_generation_prompt=True)[-1]
+        return opened_reasoning(prompt if self._marks is None else self._marks.readable(prompt, ""))
+
+    @cached_property
+    def _marks(self) -> ReasoningMarks | None:
+        """The marks of the model's reasoning, if they are not ``<think>`` and ``</think>``."""
+        return ReasoningMarks.among(map(str, self.hf.added_tokens_decoder.values()))
 
     def tokens_at(self, token_ids: Sequence[int], text: str, ends: Sequence[int]) -> list[int]:
         """Return for each character offset of ``ends``, which increase, the index of the token with which the answer's
@@ -357,7 +415,8 @@ class ChatTokenizer:
     def _silent(self) -> frozenset[int]:
         """Tokens that are not part of an answer's text."""
         between = self.tokens("".join(self._probed(add_generation_prompt=True)[1:]))
-        marks = {token for token in between if self._special.get(token) not in (None, *REASONING_MARKS)}
+        read = REASONING_MARKS if self._marks is None else self._marks.tokens
+        marks = {token for token in between if self._special.get(token) not in (None, *read)}
         return frozenset({*marks, *self.stop_ids, self.hf.pad_token_id, self.hf.bos_token_id} - {None})
 
     @cached_property
@@ -427,6 +486,8 @@ class ChatTokenizer:
             ends = {"assistant": self.hf.eos_token}
             text = "".join(message["content"] + ends.get(message["role"], "\n") for message in messages)
             return self._bos + text, []
+        if self._marks is not None:
+            messages = [self._as_written(message) for message in messages]
         from jinja2 import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -445,6 +506,23 @@ class ChatTokenizer:
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise DataError(f"the chat template rejects the messages: {kind}{error}") from None
         return texts[0], marked[0] if marked else []
+
+    def _as_written(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message whose reasoning is in the fields that the chat template reads, else in the content between
+        the model's own marks."""
+        said = message["content"] if message["role"] == "assistant" else None
+        parts = ReasoningSplit.of(said if isinstance(said, str) else "")
+        reasoning = message.get("reasoning_content") or parts.reasoning
+        if self._marks is None or not isinstance(said, str) or not reasoning:
+            return message
+        answer = parts.content
+        fields = re.findall(
+            r"message(?:\.|\[['\"]|\.get\(['\"])(reasoning_content|reasoning|thinking)\b", self._template
+        )
+        if message.get("tool_calls") and answer:
+            fields = [name for name in fields if name != "thinking"]  # gpt-oss refuses both with a call
+        content = answer if fields else self._marks.written(reasoning, answer)
+        return {**message, "content": content, **dict.fromkeys(fields, reasoning)}
 
     def _marked_turns(self, messages: list[dict[str, Any]], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the conversation as text, and the spans between the template's markers."""
@@ -477,7 +555,8 @@ class ChatTokenizer:
     def _continued(self, answer: str) -> str:
         """Return an answer as a model gives it to a prompt that its template does not show again before it."""
         if (opening := self.opening()) and not split_reasoning(answer)[0]:
-            return f"\n</think>\n\n{answer}"
+            closing = REASONING_MARKS[1] if self._marks is None else self._marks.closing
+            return f"\n{closing}\n\n{answer}"
         return answer.removeprefix(opening).removeprefix(REASONING_MARKS[0] if opening else "")
 
     def _after_end(self, text: str, start: int, end: int) -> int:

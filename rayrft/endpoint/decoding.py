@@ -85,8 +85,8 @@ class AnswerText:
 
     def _decode(self, *, whole: bool) -> None:
         """Append the text of the tokens after the window, if it ends with a ``whole`` character."""
-        known = self._tokenizer.decode(self._ids[self._first : self._read])
-        text = self._tokenizer.decode(self._ids[self._first :])
+        known = self._tokenizer.decode(self._ids[self._first : self._read], self.text)
+        text = self._tokenizer.decode(self._ids[self._first :], self.text)
         if len(text) <= len(known) or (whole and text.endswith(INCOMPLETE)):
             return
         before = len(self.text)

@@ -113,6 +113,13 @@ def test_a_task_that_the_chat_template_refuses_is_named(tiny_model: Path, tmp_pa
     assert refused.value.field == "tasks" and refused.value.value
 
 
+def test_reasoning_in_a_form_that_is_not_read_is_a_notice(tiny_model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}> {{ m.content }}{% endfor %}{# Here is my thought process: #}")
+    [notice] = start(tiny_model, tmp_path / "run", ROWS, **{"model.template.file": str(template)}).notices
+    assert "granite" in notice and notice.startswith("model.path")
+
+
 BUILT: Counter[str] = Counter()
 SCORED: list[str] = []
 

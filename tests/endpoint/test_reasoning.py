@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayrft.trainer.tiny import make_tokenizer
 from tests.endpoint.scripted import MODEL, serve
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
@@ -121,3 +123,35 @@ async def test_a_session_is_one_row_or_one_for_each_turn_of_the_user_whose_reaso
         assert len(group.rows) == rows
         trained = sum(int(row.action_mask.sum()) for row in group.rows)
         assert trained == sum(len(each.token_ids) for each in served.policy.sampled), "each answer once"
+
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+LOOKS = "<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{}"
+
+
+async def test_the_channels_of_harmony_are_reasoning_a_call_and_the_answer(tmp_path: Path) -> None:
+    template = resources.files("trl").joinpath("chat_templates/gptoss.jinja").read_text()
+    marks = sorted(set(re.findall(r"<\|[a-z]+\|>", template)))
+    make_tokenizer([], [], special=marks, template=template).save_pretrained(tmp_path)
+    function = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+    tools: Any = [{"type": "function", "function": function}]
+    said = iter([f"{ANALYSIS}first<|end|>{LOOKS}", f"{ANALYSIS}second<|end|><|start|>assistant{FINAL}blue"])
+    async with serve(tmp_path, lambda prompt: next(said), max_length=2000) as served:
+        body = {"model": MODEL, "user": "s", "messages": USER, "tools": tools, "max_tokens": 200}
+        message = (await served.http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+        [call] = message["tool_calls"]
+        assert (message["reasoning_content"], call["function"]["name"]) == ("first", "look") and not message["content"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "blue"}
+        stream = await served.client.chat.completions.create(
+            model=MODEL, user="s", messages=[*USER, message, result], tools=tools, stream=True, max_tokens=200
+        )
+        pieces = [chunk.choices[0].delta async for chunk in stream if chunk.choices]
+        assert "".join(piece.content or "" for piece in pieces) == "blue"
+        assert "".join(getattr(piece, "reasoning_content", None) or "" for piece in pieces) == "second"
+        one, two = served.policy.requests
+        before = [*one.prompt, *served.policy.sampled[0].token_ids]
+        assert two.prompt[: len(before)] == before, "its tokens stay as they were sampled"
+        shown = served.policy.tokenizer.hf.decode(two.prompt[len(before) :])
+        assert shown.endswith(
+            '<|start|>functions.look to=assistant<|channel|>commentary<|message|>"blue"<|end|><|start|>assistant'
+        )

@@ -176,6 +176,27 @@ async def test_a_parser_of_vllm_works_in_a_process_and_what_it_cannot_read_is_to
         await form.close()
 
 
+@pytest.mark.parametrize("name", ["gptoss", "gemma4"])
+def test_results_follow_calls_in_every_loop_as_the_template_writes_them(
+    name: str, tokenizer: Callable[[str], ChatTokenizer]
+) -> None:
+    known = tokenizer(name)
+    call = {"type": "function", "id": "call00000", "function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "name": "get_weather", "tool_call_id": "call00000", "content": "dry"}
+    said = {"role": "assistant", "content": "the calls, as text"}
+    user = {"role": "user", "content": "?"}
+    shown = known.hf.apply_chat_template([user, called], tools=list(PROBE_TOOLS), tokenize=False)
+    whole = known.hf.apply_chat_template(
+        [user, called, result], tools=list(PROBE_TOOLS), tokenize=False, add_generation_prompt=True
+    )
+    last = known.tokens(shown.rstrip())[-1]
+    told = {"role": "tool", "name": "get_weather", "content": "dry"}
+    for before in ([user, said], [user, said, told, said]):
+        ids = known.observation(before, [told], (), PROBE_TOOLS, last=last)
+        assert known.hf.decode(ids).strip() == whole.removeprefix(shown.rstrip()).strip()
+
+
 class FaultyParser(HostedParser):
     """A parser that raises, hangs and dies, as the answer says."""
 

@@ -93,19 +93,16 @@ class JsonCalls(CallFormat):
         return list(_json_calls(answer))
 
 
+@register_call_format("openai")  # vLLM's name of it
 @register_call_format("harmony")
 class HarmonyCalls(CallFormat):
     """Messages of the ``commentary`` channel to a function, as gpt-oss writes them."""
 
-    begins = "to=functions."
+    begins = " to=functions."
 
     async def read_answer(self, answer: str, tools: Tools) -> list[ToolCall | MalformedCall]:
-        # The mark after a name may have been left out of the text, as the template also writes it between turns.
-        known = sorted((tool["function"]["name"] for tool in tools), key=len, reverse=True)
-        found = re.findall(r"to=functions\.([\w.-]*)((?:(?!to=).)*)", answer, re.S)
-        return [
-            _harmony_call(next((each for each in known if name.startswith(each)), name), rest) for name, rest in found
-        ]
+        found = re.findall(r"to=functions\.([\w.-]*)((?:(?!to=functions\.).)*)", answer, re.S)
+        return [_harmony_call(name, rest) for name, rest in found]
 
 
 def instructed(messages: list[dict[str, Any]], schemas: Tools, form: CallFormat) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.tools.call_formats import (
     CallFormat,
     HermesCalls,
+    MalformedCall,
+    ToolCall,
     as_response,
     call_formats,
     instructed,
@@ -74,16 +76,19 @@ class ToolCalling:
                     return trajectory
                 outcomes = await session.run(calls)
                 _count(trajectory, outcomes)
-                trajectory.observe(_told(outcomes, model.tokenizer))
+                trajectory.observe(_told(calls, outcomes, model.tokenizer))
         await trajectory.act()
         return trajectory
 
 
-def _told(outcomes: list[ToolResult], tokenizer: ChatTokenizer) -> list[_Message]:
+def _told(
+    calls: list[ToolCall | MalformedCall], outcomes: list[ToolResult], tokenizer: ChatTokenizer
+) -> list[_Message]:
     """Return the results as messages: of role ``tool``, or as one of the user where the chat template has no such."""
     texts = [tokenizer.defuse(outcome.text) for outcome in outcomes]
     if tokenizer.takes_tools:
-        return [{"role": "tool", "content": text} for text in texts]
+        names = [call.name if isinstance(call, ToolCall) else "" for call in calls]
+        return [{"role": "tool", "name": name, "content": text} for name, text in zip(names, texts, strict=True)]
     return [{"role": "user", "content": "\n".join(map(as_response, texts))}]
 
 
