@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from importlib import resources
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,8 @@ OWN = {
     "minimax": '<minimax:tool_call>\n{% for c in m.tool_calls %}<invoke name="{{ c.function.name }}">\n'
     '{% for k, v in c.function.arguments.items() %}<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}'
     "</invoke>\n{% endfor %}</minimax:tool_call>",
+    "mistral": "{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
+    "{% endfor %}",
 }
 """Templates that write calls as these models do; the other ones are those of trl."""
 FORMATS = {
@@ -64,6 +67,8 @@ FORMATS = {
     "kimi": (None, "kimi_k2"),
     "llama4": (None, "pythonic"),
     "minimax": (None, "minimax_m2"),
+    "mistral": (None, "mistral"),
+    "nemotron_3_nano": (None, "qwen3_coder"),
 }
 """By template: the format of rayrft, and the parser of vLLM, that read it."""
 
@@ -144,6 +149,50 @@ async def test_the_calls_that_a_template_shows_are_read_as_vllm_reads_them(
             assert shown == found.content == before
         if theirs is not None:
             assert await its_own.read(text.text, PROBE_TOOLS) == list(probe.calls)
+
+
+def parsed_by_vllm(known: ChatTokenizer, parser: str, text: str) -> tuple[str, list[ToolCall | MalformedCall]]:
+    """Return the content and the calls of an answer as vLLM's server finds them."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.parser import ParserManager
+
+    shown: Any = list(PROBE_TOOLS)
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "?"}], tools=shown, tool_choice="auto")
+    made = ParserManager.get_parser(tool_parser_name=parser, enable_auto_tools=True)
+    assert made is not None
+    _, content, calls = made(known.hf, request.tools).parse(text, request, True, known.tokens(text))
+    return content or "", calls_of([(call.name, call.arguments) for call in calls or ()])
+
+
+@pytest.mark.parametrize("name", [name for name, (_, theirs) in FORMATS.items() if theirs is not None])
+async def test_text_after_calls_and_a_good_call_before_a_malformed_one_are_read_as_vllm_reads_them(
+    name: str, tokenizer: Callable[[str], ChatTokenizer]
+) -> None:
+    known, (ours, theirs) = tokenizer(name), FORMATS[name]
+    assert theirs is not None
+    form = await open_call_format("auto", known, "form") if ours else InThisProcess(known, theirs)
+    probe = probed(known)
+    for text in (f"{probe.text}\nThat is all.", f"I look it up. {probe.text}\nThat is all."):
+        content, calls = parsed_by_vllm(known, theirs, text)
+        assert await form.read(text, PROBE_TOOLS) == calls
+        assert calls == list(probe.calls) or name == "llama4", "its calls are the whole answer"
+        found = await decode_message(known.decode(known.tokens(text)), form, PROBE_TOOLS)
+        assert found.content.strip() == content.removesuffix("That is all." * (name == "lfm2_2_5")).strip()
+
+    if len(probe.calls) == 1:
+        return
+    mixed = probe.text.partition("Rome")[0]
+    content, calls = parsed_by_vllm(known, theirs, mixed)
+    read = await form.read(mixed, PROBE_TOOLS)
+    if ours == "hermes":
+        assert not calls, "vLLM's parser drops the good one, too"
+        assert read[0] == probe.calls[0] and isinstance(read[1], MalformedCall) and len(read) == 2
+    else:
+        assert list(map(str, read)) == list(map(str, calls))
+        assert read[:1] == ([] if name in ("lfm2_2_5", "llama4") else [probe.calls[0]])
+    found = await decode_message(mixed, form, PROBE_TOOLS)
+    assert found.malformed == sum(isinstance(each, MalformedCall) for each in read)
+    assert len(found.tool_calls) == (0 if found.malformed else len(read)), "an answer with a malformed call is text"
 
 
 @pytest.mark.parametrize("name", [name for name, (ours, _) in FORMATS.items() if ours != "json"])
