@@ -18,6 +18,7 @@ from tests.bench.workload import make_learner
 from tests.conftest import ROOT
 
 SMALLEST = {
+    "bench_calls": "--answers 8 --rounds 1",
     "bench_changes": "--layers 1 --vocabulary 512 --steps 2 --rows 2 --length 16",
     "bench_endpoint": "--requests 20 --clients 4 --rounds 1",
     "bench_explorer": "--in-flight 32 --groups 64 --rounds 1",
