@@ -58,7 +58,9 @@ class Registry(Generic[T]):
                 return piece
             except (ImportError, AttributeError) as error:
                 problem = f"cannot be imported: {error}"
-                remedy = "fix the module, or give package.module:attribute of one that can be imported"
+                remedy = (
+                    "fix the module, list its file under plugins, or give package.module:attribute of an installed one"
+                )
         raise ConfigError(problem, remedy, field=field or self.kind, value=name)
 
     def __iter__(self) -> Iterator[str]:

@@ -252,6 +252,8 @@ class _Reader:
     def sides(self, values: dict[str, Any], names: dict[str, str]) -> list[Side]:
         system = values.get("system") or None
         if "messages" in values:
+            if isinstance(values["messages"], str):
+                raise DataError(f"{names['messages']!r} is a text, not a list of messages")
             messages = self.messages(values["messages"], "assistant", names["messages"])
             return [Side(_checked(_with_system(system, messages), names["messages"]))]
         prompt = values["prompt"]

@@ -114,7 +114,7 @@ class Agent(Applications):
     def __init__(self, agent: str, processes: int = 64, tool_calls: str = "auto", history: History = "sampled") -> None:
         module, _, function = agent.partition(":")
         if not function or not _is_found(module):
-            remedy = "give package.module:function of one that can be imported where the Explorer runs"
+            remedy = "list its file under plugins, or give package.module:function of an installed one"
             raise ConfigError("no such module" if function else "names no function", remedy, field="agent", value=agent)
         super().__init__(pool(partial(_Function, module, function), processes, _import_client), tool_calls, history)
 

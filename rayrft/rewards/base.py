@@ -287,5 +287,5 @@ def build_reward(name: str, options: dict[str, Any]) -> Reward:
     try:
         return factory(**resolved(options))
     except TypeError as error:
-        remedy = "see the reward's own parameters"
+        remedy = "see the reward's own parameters; it returns the function of task and response"
         raise ConfigError(f"refused by {name!r}: {error}", remedy, field="reward.options", value=options) from None

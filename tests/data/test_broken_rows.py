@@ -45,6 +45,7 @@ BROKEN: dict[str, tuple[str, str]] = {
         "'tools' is not a list of JSON",
     ),
     "tools for a template without": ('{"prompt": "p", "response": "r", "tools": [{}]}', "shows no tools"),
+    "text for messages": ('{"messages": "a"}', "not a list of messages"),
     "no question": ('{"messages": [{"role": "assistant", "content": "a"}]}', "begins with the assistant"),
     "no answer": ('{"messages": [{"role": "user", "content": "q"}]}', "does not end with the assistant"),
     "half a pair": ('{"prompt": "p", "chosen": "a"}', "'TRL preference', which needs rejected"),

@@ -21,6 +21,7 @@ from rayrft.experience import Experience, Task
 from rayrft.explorer.calls import Parking
 from rayrft.explorer.engines.exchange import Completion, Request, Sampling
 from rayrft.explorer.rollout import Runner
+from rayrft.explorer.workflows.base import build_workflow
 from rayrft.rewards import RewardResult, Transcript
 from rayrft.runtime.serving.http import ApiError
 from tests.endpoint.scripted import Policy
@@ -205,6 +206,9 @@ async def test_waiting_for_a_process_spends_no_deadline(tiny_model: Path) -> Non
 async def test_an_application_that_cannot_be_imported_is_an_error_before_the_start(agent: str) -> None:
     with pytest.raises(ConfigError, check=about("agent")):
         Agent(agent)
+    settings = config(**{"explorer.workflow_options": {"agent": {"agent": agent}}})
+    with pytest.raises(ConfigError, check=about("explorer.workflow_options.agent.agent")):
+        build_workflow("agent", settings.explorer)
     with pytest.raises(TypeError, match="processes"):
         Agent("tests.endpoint.applications:raises", processes=0)
     with pytest.raises(ConfigError, match="tool_calls"):

@@ -124,7 +124,8 @@ class McpServer:
                 async with asyncio.timeout(_START_S):
                     client = await stack.enter_async_context(Client(target))
             except Exception as error:  # a program or an address may fail in any way
-                raise self._unusable(f"does not come up: {_cause(error)}", self._command or self._url) from None
+                problem, remedy = f"does not come up: {_cause(error)}", "start it, or correct its command or url"
+                raise self._unusable(problem, self._command or self._url, remedy) from None
             yield client
 
     def _drop(self, client: Client) -> None:

@@ -60,6 +60,10 @@ def build_workflow(
     except TypeError as error:
         problem, remedy = f"workflow {name!r} rejects its options: {error}", "see the parameters of the workflow"
         raise ConfigError(problem, remedy, field=f"explorer.workflow_options.{name}", value=options) from None
+    except ConfigError as error:
+        if error.field in options:
+            error.field = f"explorer.workflow_options.{name}.{error.field}"
+        raise
     if getattr(workflow, "needs_environment", False) and config.environment is None:
         problem = f"workflow {name!r} acts in an environment"
         raise ConfigError(problem, "name one, or choose another workflow", field="explorer.environment", value=None)
