@@ -234,6 +234,19 @@ def test_an_environment_that_its_library_does_not_know_is_refused(place: dict[st
         check_workflows(config(**place).explorer, [])
 
 
+def test_an_environment_in_which_no_workflow_acts_is_refused() -> None:
+    explorer = config(**lake()).explorer.model_copy(update={"workflow": "single_turn"})
+    with pytest.raises(ConfigError, check=about("explorer.workflow", "single_turn")):
+        check_workflows(explorer, [])
+    explorer = explorer.model_copy(update={"workflow": f"{__name__}:InEnvironment"})
+    assert check_workflows(explorer, [])
+
+
+class InEnvironment:
+    async def run(self, task: Task, model: Any, env: Any = None) -> None:
+        raise NotImplementedError
+
+
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ConfigError, match=r"install 'rayrft\[gymnasium\]'"):

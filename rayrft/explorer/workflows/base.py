@@ -78,7 +78,7 @@ def check_workflows(
     config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()
 ) -> dict[str | None, Workflow]:
     """Return the config's workflow (None) and those that tasks name. Raises ConfigError unless they and the environment
-    can be built, and the environment's own check passes."""
+    can be built, the environment's own check passes, and a workflow acts in it."""
     built: dict[str | None, Workflow] = {None: build_workflow(config.workflow, config, auxiliary=auxiliary)}
     if config.environment is not None:
         create = environment_factory(config.environment)
@@ -86,7 +86,17 @@ def check_workflows(
             check(**create.keywords)
     for name in {task.workflow for task in tasks if task.workflow}:
         built[name] = build_workflow(name, config, "workflow of a task", auxiliary=auxiliary)
+    if config.environment is not None and not any(map(_may_act, built.values())):
+        remedy = "set it to episode or a workflow of your own, or remove explorer.environment"
+        problem = "does not act in the environment"
+        raise ConfigError(problem, remedy, field="explorer.workflow", value=config.workflow)
     return built
+
+
+def _may_act(workflow: Workflow) -> bool:
+    """Return whether a workflow may act in an environment; of those of this package, one says so."""
+    is_own = isinstance(workflow, IsolatedWorkflow) or not type(workflow).__module__.startswith("rayrft.")
+    return is_own or getattr(workflow, "needs_environment", False)
 
 
 def check_prompts(
