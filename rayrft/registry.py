@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -20,10 +21,11 @@ _PLUGIN = "rayrft_plugin_"
 
 
 class Registry(Generic[T]):
-    """A mapping from name to piece; the error for an unknown name suggests the nearest known one."""
+    """A mapping from name to piece; the error for an unknown name suggests the nearest known one. Pieces that are
+    ``alike`` are called with the positional parameters of the first one, and others are refused."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, *, alike: bool = False) -> None:
+        self.kind, self._alike = kind, alike
         self._pieces: dict[str, T] = {}
         self._elsewhere: dict[str, str] = {}
 
@@ -46,16 +48,15 @@ class Registry(Generic[T]):
 
     def get(self, name: str, field: str | None = None) -> T:
         """Return the piece of this name, or the one at ``package.module:attribute``. Raises ConfigError if it cannot be
-        imported, or, with the nearest known name, if there is none."""
+        imported or called, or, with the nearest known name, if there is none."""
         module, colon, attribute = self._elsewhere.get(name, name).partition(":")
         if not colon:
             if name in self._pieces:
-                return self._pieces[name]
+                return self._callable(self._pieces[name], name, field)
             problem, remedy = f"unknown {self.kind}", nearest(name, self)
         else:
             try:
-                piece: T = getattr(importlib.import_module(module), attribute)
-                return piece
+                return self._callable(getattr(importlib.import_module(module), attribute), name, field)
             except (ImportError, AttributeError) as error:
                 problem = f"cannot be imported: {error}"
                 remedy = (
@@ -63,8 +64,23 @@ class Registry(Generic[T]):
                 )
         raise ConfigError(problem, remedy, field=field or self.kind, value=name)
 
+    def _callable(self, piece: T, name: str, field: str | None) -> T:
+        """Return a piece. Raises ConfigError if it cannot be called as the first one is."""
+        if self._alike:
+            given = [each for each in _positional(next(iter(self._pieces.values()))) if each.default is each.empty]
+            try:
+                inspect.Signature(_positional(piece)).bind(*given)
+            except TypeError as error:
+                remedy = f"a {self.kind} takes ({', '.join(each.name for each in given)})"
+                raise ConfigError(f"cannot be called: {error}", remedy, field=field or self.kind, value=name) from None
+        return piece
+
     def __iter__(self) -> Iterator[str]:
         return iter([*self._pieces, *self._elsewhere])
+
+
+def _positional(piece: Any) -> list[inspect.Parameter]:
+    return [each for each in inspect.signature(piece).parameters.values() if each.kind is not each.KEYWORD_ONLY]
 
 
 def _origin(piece: Any) -> tuple[str, str] | int:

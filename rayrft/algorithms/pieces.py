@@ -120,7 +120,7 @@ class Pieces(Generic[F]):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._functions: Registry[F] = Registry(kind)
+        self._functions: Registry[F] = Registry(kind, alike=True)
         # By function, so that a registered function that is named by its path keeps its needs and traits.
         self._properties: dict[F, tuple[frozenset[Need], frozenset[Trait]]] = {}
 

@@ -47,7 +47,7 @@ class Sampler(Protocol):
     ) -> Draw: ...
 
 
-samplers: Registry[Sampler] = Registry("sampler")
+samplers: Registry[Sampler] = Registry("sampler", alike=True)
 
 
 def eligible(groups: GroupTable, config: SamplerConfig, step: int) -> NDArray[np.bool_]:

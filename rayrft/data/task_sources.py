@@ -18,11 +18,12 @@ from rayrft.data.images import image_paths
 from rayrft.data.layouts import TASKS, TRUTH, RowLayout, message_text, recognise, task_prompt
 from rayrft.data.row_sources import NumberedRows, file_rows, ray_rows, split_rows
 from rayrft.data.task_files import read_tasks
-from rayrft.errors import DataError, nearest
+from rayrft.errors import DataError, RayrftError, nearest
 from rayrft.experience import Task
 from rayrft.registry import Registry
 
-task_sources: Registry[Callable[[TaskSourceConfig, str], list[Task] | NumberedRows]] = Registry("task source")
+TaskSource = Callable[[TaskSourceConfig, str], list[Task] | NumberedRows]
+task_sources: Registry[TaskSource] = Registry("task source", alike=True)
 """Readers take a source's config and its config key (``tasks.sources.0``), which errors name. They give tasks, or rows
 that become tasks as the source's config says."""
 
@@ -47,9 +48,19 @@ def read_source(config: TaskSourceConfig, field: str, note: Note = lambda read: 
 
     Raises DataError if it is missing, empty or broken, ConfigError if there is no such reader.
     """
-    read = task_sources.get(config.source, f"{field}.source")(config, field)
+    source = task_sources.get(config.source, f"{field}.source")
+    try:
+        read = source(config, field)
+    except RayrftError:
+        raise
+    except Exception as error:  # a user's source may raise anything
+        problem = f"raised {type(error).__name__}: {error}"
+        raise DataError(problem, "correct the source", field=f"{field}.source", value=config.source) from error
     if isinstance(read, NumberedRows):
         read = _to_tasks(read, config, field, note, config.size)
+    elif not isinstance(read, list) or not all(isinstance(each, Task) for each in read):
+        problem, remedy = "gave neither a list of tasks nor NumberedRows", "return one of them"
+        raise DataError(problem, remedy, field=f"{field}.source", value=config.source)
     return _acted_on(config, read)
 
 

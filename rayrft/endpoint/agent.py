@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import math
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -152,6 +153,6 @@ def _import_client() -> None:
 
 def _is_found(module: str) -> bool:
     try:
-        return importlib.util.find_spec(module) is not None
+        return module in sys.modules or importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # of a package that it is in
         return False

@@ -52,7 +52,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-sinks: Registry[Callable[[RunConfig], Sink]] = Registry("sink")
+sinks: Registry[Callable[[RunConfig], Sink]] = Registry("sink", alike=True)
 register_sink = sinks.register
 """Register a sink, which is made of a run's config, by a name for ``monitor.sinks``."""
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from rayrft.algorithms import Denominators, GroupFacts, policy_losses
+from rayrft.buffer.samplers import samplers
 from rayrft.config import load_config
 from rayrft.config.load import dump_config
 from rayrft.core.run_folder import open_folder, write_config
+from rayrft.data.task_sources import task_sources
 from rayrft.errors import ConfigError
 from rayrft.registry import Registry, load_plugins
 from tests.algorithms.flat import LOG2, leaf, make_batch, output
@@ -61,7 +63,7 @@ def test_the_example_runs_as_it_says() -> None:
 
 
 def test_a_run_keeps_copies_of_its_plugins_which_are_found_where_these_are_gone(tmp_path: Path) -> None:
-    source = piece("def loss(tokens): return TokenLoss(-tokens.advantages)")
+    source = piece("def loss(logprobs, batch): return TokenLoss(-batch.advantages)")
     cache = tmp_path / "cache" / "piece.py"
     cache.parent.mkdir()
     cache.write_text(source)
@@ -133,6 +135,19 @@ def test_a_file_that_cannot_be_loaded_is_named_with_the_cause(source: str | None
     for _ in range(2):  # the failure is not remembered as a success
         with pytest.raises(ConfigError, match=message):
             load_config(run_with(path))
+
+
+def too_few(one: object) -> None:
+    """A piece of no kind that takes several."""
+
+
+@pytest.mark.parametrize("pieces", [samplers, task_sources, policy_losses], ids=lambda pieces: pieces.kind)
+def test_a_function_that_cannot_be_called_as_its_kind_is_refused_when_it_is_looked_up(pieces: Any) -> None:
+    with pytest.raises(ConfigError, match="cannot be called") as refused:
+        pieces.get(f"{__name__}:too_few")
+    assert refused.value.value == f"{__name__}:too_few"
+    for name in pieces:
+        assert pieces.get(name)
 
 
 def test_a_coefficient_without_a_default_is_refused(tmp_path: Path) -> None:

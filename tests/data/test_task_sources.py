@@ -338,6 +338,21 @@ def test_a_wrong_key_of_a_procedural_source_is_named(changes: dict[str, Any], me
         read_source(TaskSourceConfig.model_validate(source), "tasks.sources.4")
 
 
+def raises(config: TaskSourceConfig, field: str) -> list[Task]:
+    raise KeyError("rows")
+
+
+def texts(config: TaskSourceConfig, field: str) -> list[str]:
+    return ["a", "b"]
+
+
+@pytest.mark.parametrize("source", ["raises", "texts"])
+def test_a_source_that_raises_or_gives_no_tasks_is_named(source: str) -> None:
+    name = f"{__name__}:{source}"
+    with pytest.raises(DataError, check=about("tasks.sources.0.source", name)):
+        read_source(TaskSourceConfig(source=name), "tasks.sources.0")
+
+
 def test_an_unknown_kind_of_source_is_named_with_the_nearest() -> None:
     with pytest.raises(ConfigError, check=about("tasks.sources.0.source", "files")):
         read_source(TaskSourceConfig(source="files", path=Path("x")), "tasks.sources.0")

@@ -276,13 +276,18 @@ async def test_a_parser_that_raises_hangs_or_dies_costs_that_call_alone(
         await form.close()
 
 
-def test_a_format_is_named_by_rayrft_or_vllm_and_another_name_is_refused_with_the_nearest() -> None:
+def test_a_format_is_named_by_rayrft_or_vllm_and_another_name_is_refused_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.tool_parsers import ToolParserManager
 
     for name in ("auto", *call_formats, *ToolParserManager.list_registered()):
         check_call_format(name, "form")
     with pytest.raises(ConfigError, match="qwen3_coder"):
         check_call_format("qwen3_codr", "form")
+    monkeypatch.setitem(call_formats._pieces, "mine", type("Mine", (CallFormat,), {}))
+    with pytest.raises(ConfigError, match="read_answer"):
+        check_call_format("mine", "form")
 
 
 async def test_a_template_without_calls_is_one_of_hermes_and_one_that_nobody_reads_is_refused(

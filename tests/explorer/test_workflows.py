@@ -34,6 +34,31 @@ async def test_a_chat_goes_through_the_users_messages_and_its_last_answer_is_sco
     assert said(rollout) == [["tac", "tac"]]
 
 
+class Explodes:
+    def __init__(self) -> None:
+        raise ValueError("no luck")
+
+
+class TakesTaskAlone:
+    async def run(self, task: Task) -> None: ...
+
+
+@pytest.mark.parametrize(("name", "field"), [("Explodes", "explorer.workflow_options.{}"), ("TakesTaskAlone", "field")])
+def test_a_workflow_that_raises_when_it_is_built_or_cannot_be_called_is_refused(name: str, field: str) -> None:
+    name = f"{__name__}:{name}"
+    with pytest.raises(ConfigError, check=about(field.format(name))):
+        build_workflow(name, config().explorer, "field")
+
+
+async def test_a_template_that_raises_on_a_later_message_fails_the_attempt_with_its_words(tiny_model: Path) -> None:
+    raises = "{% if messages | length > 2 %}{{ raise_exception('one question only') }}{% endif %}"
+    task = Task.create("test", CAT.question, "tac", metadata={"turns": ["oh"]})
+    rollout, _ = await play(tiny_model, "multi_turn", "tac", task=task, opens=raises, failures=True)
+    assert rollout.failed == {"workflow_error": 1} and "one question only" in str(rollout.problem)
+    rollout, _ = await play(tiny_model, "multi_turn", "tac", opens=raises)
+    assert said(rollout) == [["tac"]], "others are not affected"
+
+
 @pytest.mark.parametrize(
     ("answers", "reward"), [(["tac"], 1.0), (["cat", "tac"], 0.5), (["cat"] * 3, 0.0), (["cat", "odd"], None)]
 )

@@ -36,6 +36,9 @@ def check_call_format(name: str, field: str) -> None:
     known = ["auto", *call_formats, *_vllm_parsers()]
     if name not in known:
         raise ConfigError("unknown format of calls", nearest(name, known), field=field, value=name)
+    if name in call_formats and (missing := call_formats.get(name).__abstractmethods__):
+        problem, remedy = f"the format of calls lacks {', '.join(sorted(missing))}", "define it in the class"
+        raise ConfigError(problem, remedy, field=field, value=name)
 
 
 def _vllm_parsers() -> list[str]:

@@ -11,7 +11,7 @@ from rayrft.config.auxiliary import require_auxiliary
 from rayrft.config.base import resolved
 from rayrft.config.explorer import ExplorerConfig
 from rayrft.data.tokenizer import ChatTokenizer
-from rayrft.errors import ConfigError, DataError
+from rayrft.errors import ConfigError, DataError, RayrftError
 from rayrft.experience import Task
 from rayrft.explorer.environments import EnvironmentClient, environment_factory
 from rayrft.explorer.trajectory import Model, Trajectory
@@ -57,13 +57,14 @@ def build_workflow(
     create = partial(factory, **resolved(options))
     try:
         workflow = create()
-    except TypeError as error:
-        problem, remedy = f"workflow {name!r} rejects its options: {error}", "see the parameters of the workflow"
-        raise ConfigError(problem, remedy, field=f"explorer.workflow_options.{name}", value=options) from None
-    except ConfigError as error:
+    except RayrftError as error:
         if error.field in options:
             error.field = f"explorer.workflow_options.{name}.{error.field}"
         raise
+    except Exception as error:  # a user's constructor may raise anything
+        kind = "" if isinstance(error, TypeError) else f"{type(error).__name__}: "
+        problem, remedy = f"workflow {name!r} rejects its options: {kind}{error}", "see the parameters of the workflow"
+        raise ConfigError(problem, remedy, field=f"explorer.workflow_options.{name}", value=options) from error
     if getattr(workflow, "needs_environment", False) and config.environment is None:
         problem = f"workflow {name!r} acts in an environment"
         raise ConfigError(problem, "name one, or choose another workflow", field="explorer.environment", value=None)
@@ -71,6 +72,14 @@ def build_workflow(
     if not inspect.iscoroutinefunction(inspect.unwrap(getattr(workflow, "run", None))):  # type: ignore[arg-type]
         remedy = "write async def run, and blocking = True in its class if it may block"
         raise ConfigError(f"run() of workflow {name!r} is not a coroutine function", remedy, field=field, value=name)
+    try:
+        inspect.signature(workflow.run).bind("task", "model", "env")
+    except TypeError as error:
+        problem, remedy = (
+            f"run() of workflow {name!r} cannot be called: {error}",
+            "write run(self, task, model, env=None)",
+        )
+        raise ConfigError(problem, remedy, field=field, value=name) from None
     return IsolatedWorkflow(create, config.workflow_processes) if getattr(workflow, "blocking", False) else workflow
 
 
