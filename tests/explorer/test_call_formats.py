@@ -27,6 +27,7 @@ from rayrft.explorer.tools.call_formats import (
     probe_template,
 )
 from rayrft.explorer.tools.vllm_parsers import HostedParser, VllmCalls, check_call_format, open_call_format
+from rayrft.registry import Registry
 from rayrft.trainer.tiny import make_tokenizer
 
 _TURNS = (
@@ -285,7 +286,9 @@ def test_a_format_is_named_by_rayrft_or_vllm_and_another_name_is_refused_with_th
         check_call_format(name, "form")
     with pytest.raises(ConfigError, match="qwen3_coder"):
         check_call_format("qwen3_codr", "form")
-    monkeypatch.setitem(call_formats._pieces, "mine", type("Mine", (CallFormat,), {}))
+    formats: Registry[type[CallFormat]] = Registry("call format")
+    formats.register("mine")(type("Mine", (CallFormat,), {}))
+    monkeypatch.setattr(vllm_parsers, "call_formats", formats)
     with pytest.raises(ConfigError, match="read_answer"):
         check_call_format("mine", "form")
 
