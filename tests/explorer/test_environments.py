@@ -242,6 +242,20 @@ def test_an_environment_in_which_no_workflow_acts_is_refused() -> None:
     assert check_workflows(explorer, [])
 
 
+def test_an_environment_that_lacks_a_method_is_refused() -> None:
+    name = f"{__name__}:WithoutStep"
+    with pytest.raises(ConfigError, check=about("explorer.environment.name", name), match="lacks step"):
+        check_workflows(config(**{**lake(), "explorer.environment": {"name": name}}).explorer, [])
+
+
+class WithoutStep:
+    def reset(self, task: Task, seed: int) -> str:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
 class InEnvironment:
     async def run(self, task: Task, model: Any, env: Any = None) -> None:
         raise NotImplementedError

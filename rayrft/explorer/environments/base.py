@@ -85,10 +85,14 @@ register_environment = environments.register
 def environment_factory(config: EnvironmentConfig) -> partial[Environment]:
     """Return a factory of environments: of a registered name, or of the class at ``package.module:attribute``.
 
-    Raises ConfigError for ``explorer.environment.name`` if there is none, or for ``explorer.environment.options`` if it
-    does not take them.
+    Raises ConfigError for ``explorer.environment.name`` if there is none or a class lacks a method, or for
+    ``explorer.environment.options`` if it does not take them.
     """
     factory = environments.get(config.name, "explorer.environment.name")
+    missing = [name for name in ("reset", "step", "close") if isinstance(factory, type) and not hasattr(factory, name)]
+    if missing:
+        problem, remedy = f"environment {config.name!r} lacks {', '.join(missing)}", "define it in the class"
+        raise ConfigError(problem, remedy, field="explorer.environment.name", value=config.name)
     try:
         inspect.signature(factory).bind(**config.options)
     except TypeError as error:
