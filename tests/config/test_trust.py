@@ -98,11 +98,10 @@ def test_a_reference_to_a_variable_is_resolved_where_an_object_is_made(monkeypat
         seen.append(options)
         return lambda answer, task: 1.0
 
-    class Keyed:
-        def __init__(self, key: str) -> None:
-            seen.append(key)
+    @register_environment("a_test_keyed_environment")
+    def environment_of(key: str) -> Any:
+        seen.append(key)
 
-    register_environment("a_test_keyed_environment")(Keyed)  # type: ignore[type-var]
     options = {"url": "env:A_TEST_SECRET", "nested": [{"key": "env:A_TEST_SECRET"}], "n": 3}
     environment = {"name": "a_test_keyed_environment", "options": {"key": "env:A_TEST_SECRET"}}
     changes = {"reward.name": "a_test_keyed_reward", "explorer.environment": environment}
