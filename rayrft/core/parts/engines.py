@@ -96,7 +96,7 @@ class EngineGroup:
         self.lost.discard(engine.name)
 
     async def drain(self, nodes: set[str]) -> None:
-        """Send no more requests to the engines on these nodes, if there are others: until they die, and are replaced,
+        """Send no more requests to the engines on these nodes, if other nodes have some: until they die, and are replaced,
         they finish what they have."""
         alive, count = self.alive, range(len(self.engines))
         on = await asyncio.to_thread(lambda: [self._placement.node_of(self._group, index) for index in count])
