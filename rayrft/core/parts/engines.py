@@ -96,8 +96,8 @@ class EngineGroup:
         self.lost.discard(engine.name)
 
     async def drain(self, nodes: set[str]) -> None:
-        """Send no more requests to the engines on these nodes, if other nodes have some: until they die, and are replaced,
-        they finish what they have."""
+        """Send no more requests to the engines on these nodes, if other nodes have some: they finish what they have,
+        until they die and are replaced."""
         alive, count = self.alive, range(len(self.engines))
         on = await asyncio.to_thread(lambda: [self._placement.node_of(self._group, index) for index in count])
         leaving = [engine for engine, node in zip(self.engines, on, strict=True) if node in nodes and engine in alive]
