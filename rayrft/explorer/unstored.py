@@ -19,16 +19,19 @@ from rayrft.explorer.evaluation import Attempt
 log = logging.getLogger(__name__)
 
 ANSWERS = "answers"
-"""Of these files in a run folder, one by Explorer. A line is an answer, with names as in the viewer's table of rows."""
+"""The folder of these files in a run folder: some by Explorer, numbered. A line is an answer, with names as in the
+viewer's table of rows."""
 _LONGEST = 2000
 """Characters of a question and of an answer that are written."""
 
 
 class UnstoredAnswers:
-    """Writer of the file of an Explorer; without a run folder nothing is written."""
+    """Writer of the files of an Explorer; without a run folder nothing is written. A file that has ``most_bytes`` is
+    followed by another one, and the one before it is deleted."""
 
-    def __init__(self, folder: Path | None, actor: str) -> None:
-        self._file = folder / ANSWERS / f"{actor}.jsonl" if folder is not None and folder.is_dir() else None
+    def __init__(self, folder: Path | None, actor: str, most_bytes: int = 128 << 20) -> None:
+        self._folder = folder / ANSWERS if folder is not None and folder.is_dir() else None
+        self._actor, self._most_bytes = actor, most_bytes
 
     async def add_dropped(self, task: Task, rows: list[Experience], dropped: Counter[str]) -> None:
         """Write the rows of a group of which no row is stored, with the reason that dropped most of them."""
@@ -43,20 +46,28 @@ class UnstoredAnswers:
         await self._write({**fields, **_of_attempt(by_id[each.task_id], each, temperature)} for each in attempts)
 
     async def _write(self, rows: Iterable[dict[str, Any]]) -> None:
-        if self._file is not None:
+        if self._folder is not None:
             lines = "".join(json.dumps({"finished_at": time.time(), **row}) + "\n" for row in rows)
             await asyncio.to_thread(self._append, lines.encode())
 
     def _append(self, lines: bytes) -> None:
-        if self._file is None:
+        if self._folder is None:
             return
         try:
-            self._file.parent.mkdir(exist_ok=True)
-            with self._file.open("ab", buffering=0) as file:  # one write, which no other thread's interrupts
+            self._folder.mkdir(exist_ok=True)
+            files = sorted(self._folder.glob(f"{self._actor}.*.jsonl"))
+            number = int(files[-1].name.split(".")[-2]) if files else 0
+            if files and files[-1].stat().st_size >= self._most_bytes:
+                number += 1
+                for before in files[:-1]:
+                    before.unlink(missing_ok=True)
+            with (self._folder / f"{self._actor}.{number:06}.jsonl").open(
+                "ab", buffering=0
+            ) as file:  # one write, which no other thread's interrupts
                 file.write(lines)
         except OSError as error:  # a full disk must not end a run that has room for its rows
             log.warning("no answers of dropped groups and evaluations are written from now on: %s", error)
-            self._file = None
+            self._folder = None
 
 
 def _of_row(task: Task, row: Experience) -> dict[str, Any]:

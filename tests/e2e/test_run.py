@@ -105,7 +105,7 @@ def test_every_step_is_recorded_with_what_it_was_made_of(finished: Any) -> None:
     assert steps[3].metrics.logprob_gap < 1e-4, "fresh rows: the engine's log-probs are the trainer's"
     evaluations = [record for record in read_records(run.folder) if isinstance(record, EvaluationRecord)]
     assert [e.step for e in evaluations if e.temperature == 0] == [0, 3, 5, 7]
-    lines = (run.folder / "answers" / "explorer-0.jsonl").read_text().splitlines()
+    lines = (run.folder / "answers" / "explorer-0.000000.jsonl").read_text().splitlines()
     measured = [answer for answer in map(json.loads, lines) if answer["group_status"] == "evaluation"]
     found = Counter((answer["version"], answer["metrics"]["temperature"]) for answer in measured)
     assert found == {(step, temperature): 40 for step in (0, 3, 5, 7) for temperature in (0.0, 1.0)}

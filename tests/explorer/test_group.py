@@ -19,8 +19,10 @@ from rayrft.config import load_config
 from rayrft.data.turns import compute_advantages
 from rayrft.errors import ConfigError, OperatorFailed, RayrftError
 from rayrft.experience import Experience, Task
+from rayrft.explorer.evaluation import Attempt
 from rayrft.explorer.scoring import ScoredGroup, with_verified
 from rayrft.explorer.trajectory import Model, Trajectory
+from rayrft.explorer.unstored import UnstoredAnswers
 from rayrft.explorer.workflows import register_workflow
 from rayrft.pipelines.experiences import VERIFIED, VerifiedGroup, check_experiences, experience_batch, experience_chain
 from rayrft.pipelines.run.groups import GroupHost, OperatorActor
@@ -357,6 +359,18 @@ async def test_an_explorer_continues_with_a_changed_config(tiny_model: Path) -> 
     assert {*engine.limits} == {2}
 
 
+async def test_of_answers_that_are_not_stored_the_latest_files_are_kept(tmp_path: Path) -> None:
+    task = Task.create("test", "?", "!")
+    for number in range(4):
+        writer = UnstoredAnswers(tmp_path, "explorer-1", most_bytes=1)  # also after a restart
+        await writer.add_evaluated([task], [Attempt(task.id, number, 1.0)], 0.0)
+    await UnstoredAnswers(tmp_path, "explorer-10").add_evaluated([task], [Attempt(task.id, 9, 1.0)], 0.0)
+    files = sorted((tmp_path / "answers").iterdir())
+    assert [file.name for file in files] == [f"explorer-{name}.jsonl" for name in ("1.000002", "1.000003", "10.000000")]
+    repeats = [json.loads(file.read_text())["experience_id"].rpartition("/")[2] for file in files]
+    assert repeats == ["2", "3", "9"]
+
+
 async def test_answers_of_dropped_groups_and_evaluations_are_lines_of_the_run_folder(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -366,7 +380,8 @@ async def test_answers_of_dropped_groups_and_evaluations_are_lines_of_the_run_fo
         await run_group(make_explorer(settings, tiny_model, QuickEngine(), Taken(), Rewards(*rewards)), settings)
     explorer = make_explorer(settings, tiny_model, QuickEngine("length"), Taken(), Rewards(0.5))
     await explorer.evaluate(1.0)
-    lines = [json.loads(line) for line in (settings.folder / "answers" / "explorer.jsonl").read_text().splitlines()]
+    file = settings.folder / "answers" / "explorer.000000.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
     task, *_ = explorer.flow.tasks
     shown = [(each["group_status"], each.get("drop_reason"), each["reward"], each["tokens"]) for each in lines[:4]]
     assert shown == [

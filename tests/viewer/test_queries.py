@@ -424,7 +424,7 @@ async def test_answers_that_the_buffer_did_not_store_are_found_with_their_reason
     writer, client = UnstoredAnswers(copied / "words", "explorer-0"), Client(copied)
     before = await client.rows()
     await writer.add_dropped(task, rows, Counter(zero_variance=1, reward_unknown=1))
-    with (copied / "words" / "answers" / "explorer-0.jsonl").open("a") as file:
+    with (copied / "words" / "answers" / "explorer-0.000000.jsonl").open("a") as file:
         file.write("torn by a crash\n")
     attempts = [
         Attempt(task.id, number, float(number), response=f"It is {number}.", tokens=4, versions=(9,))
@@ -447,5 +447,5 @@ async def test_answers_that_the_buffer_did_not_store_are_found_with_their_reason
     assert found["means"]["groups"] == 1 and "evaluation" in found["log"]["choices"]["group_status"]
     tasks = await client.ask("tasks", run="words")
     assert task.id not in {each["task_id"] for each in tasks["tasks"]}, "pass rates are those of training"
-    (copied / "words" / "answers" / "explorer-0.jsonl").write_text("")
+    (copied / "words" / "answers" / "explorer-0.000000.jsonl").write_text("")
     assert (await client.rows(drop_reason="zero_variance"))["count"] == 0, "the file of a new run"
