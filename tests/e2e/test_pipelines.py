@@ -96,7 +96,7 @@ def test_the_ray_dashboards_pages_of_actors_and_placement_groups_read_like_the_p
         ("Explorer", "operated:explorer-0", "operated:explorer"),
         ("ScriptedEngine", "operated:engine-0", "operated:engines"),
         ("EnginePool", "operated:engine_pool", "operated:engine_pool"),
-        ("OperatorActor", "", "operated:operators"),
+        ("OperatorActor", "operated:operators-0", "operated:operators"),
         ("Buffer", "operated:buffer", "operated:buffer"),
         ("Trainer", "operated:trainer", "operated:trainer"),
         ("Controller", "", "operated:trainer"),
