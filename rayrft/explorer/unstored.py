@@ -30,7 +30,7 @@ class UnstoredAnswers:
     followed by another one, and the one before it is deleted."""
 
     def __init__(self, folder: Path | None, actor: str, most_bytes: int = 128 << 20) -> None:
-        self._folder = folder / ANSWERS if folder is not None and folder.is_dir() else None
+        self._answers = folder / ANSWERS if folder is not None and folder.is_dir() else None
         self._actor, self._most_bytes = actor, most_bytes
 
     async def add_dropped(self, task: Task, rows: list[Experience], dropped: Counter[str]) -> None:
@@ -46,28 +46,28 @@ class UnstoredAnswers:
         await self._write({**fields, **_of_attempt(by_id[each.task_id], each, temperature)} for each in attempts)
 
     async def _write(self, rows: Iterable[dict[str, Any]]) -> None:
-        if self._folder is not None:
+        if self._answers is not None:
             lines = "".join(json.dumps({"finished_at": time.time(), **row}) + "\n" for row in rows)
             await asyncio.to_thread(self._append, lines.encode())
 
     def _append(self, lines: bytes) -> None:
-        if self._folder is None:
+        if self._answers is None:
             return
         try:
-            self._folder.mkdir(exist_ok=True)
-            files = sorted(self._folder.glob(f"{self._actor}.*.jsonl"))
+            self._answers.mkdir(exist_ok=True)
+            files = sorted(self._answers.glob(f"{self._actor}.*.jsonl"))
             number = int(files[-1].name.split(".")[-2]) if files else 0
             if files and files[-1].stat().st_size >= self._most_bytes:
                 number += 1
                 for before in files[:-1]:
                     before.unlink(missing_ok=True)
-            with (self._folder / f"{self._actor}.{number:06}.jsonl").open(
+            with (self._answers / f"{self._actor}.{number:06}.jsonl").open(
                 "ab", buffering=0
             ) as file:  # one write, which no other thread's interrupts
                 file.write(lines)
         except OSError as error:  # a full disk must not end a run that has room for its rows
             log.warning("no answers of dropped groups and evaluations are written from now on: %s", error)
-            self._folder = None
+            self._answers = None
 
 
 def _of_row(task: Task, row: Experience) -> dict[str, Any]:
