@@ -31,7 +31,7 @@ class UnstoredAnswers:
 
     def __init__(self, folder: Path | None, actor: str, most_bytes: int = 128 << 20) -> None:
         self._answers = folder / ANSWERS if folder is not None and folder.is_dir() else None
-        self._actor, self._most_bytes = actor, most_bytes
+        self._explorer, self._most_bytes = actor, most_bytes
 
     async def add_dropped(self, task: Task, rows: list[Experience], dropped: Counter[str]) -> None:
         """Write the rows of a group of which no row is stored, with the reason that dropped most of them."""
@@ -55,13 +55,13 @@ class UnstoredAnswers:
             return
         try:
             self._answers.mkdir(exist_ok=True)
-            files = sorted(self._answers.glob(f"{self._actor}.*.jsonl"))
+            files = sorted(self._answers.glob(f"{self._explorer}.*.jsonl"))
             number = int(files[-1].name.split(".")[-2]) if files else 0
             if files and files[-1].stat().st_size >= self._most_bytes:
                 number += 1
                 for before in files[:-1]:
                     before.unlink(missing_ok=True)
-            with (self._answers / f"{self._actor}.{number:06}.jsonl").open(
+            with (self._answers / f"{self._explorer}.{number:06}.jsonl").open(
                 "ab", buffering=0
             ) as file:  # one write, which no other thread's interrupts
                 file.write(lines)
