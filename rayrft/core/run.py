@@ -249,14 +249,14 @@ class Run(RunFiles):
             raise RunNotFound("was started by another process", remedy, field="name", value=self.name)
         try:
             summary = fetch(self._outcome)
-        except ray.exceptions.RayTaskError as error:
-            cause = root_cause(error)
-            self._end(cause)
-            raise cause from None
         except (*ray_api.ENDED_CALLS, ActorUnreachable):  # the outcome is lost; the run may be alive
             for _ in self.records():
                 pass
             summary = self._end()
+        except ray.exceptions.RayTaskError as error:  # not of a cancelled call, which is both
+            cause = root_cause(error)
+            self._end(cause)
+            raise cause from None
         finally:
             self.kill()
         return summary
@@ -348,7 +348,7 @@ class Run(RunFiles):
         # not listed, because a process that holds its handle still sees its name as taken.
         if self._guard is not None:
             self._guard.end()
-        cancel_calls(self._calls.values())
+        cancel_calls([*self._calls.values()])  # a list: other threads add calls meanwhile
         end([self._master])
         clear_run(self.name)
         if (summary := read_summary(self.folder)) is not None:
