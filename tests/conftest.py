@@ -76,7 +76,14 @@ def ray_cluster() -> Iterator[Any]:
     gpus = None if torch.cuda.is_available() else 4
     with mock.patch("ray._private.parameter.RayParams", anywhere):
         context = ray.init(
-            address="local", num_cpus=4, num_gpus=gpus, namespace="rayrft", include_dashboard=True, log_to_driver=False
+            address="local",
+            num_cpus=4,
+            num_gpus=gpus,
+            namespace="rayrft",
+            include_dashboard=True,
+            log_to_driver=False,
+            # The GCS keeps the connection on which a dead process waited for news this long, 300 s by default.
+            _system_config={"subscriber_timeout_ms": 30_000},
         )
     yield context
     ray.shutdown()

@@ -75,6 +75,7 @@ def test_a_hundred_cancelled_runs_leave_no_process_file_port_or_shared_memory(tm
         counted.append(held())
         print(number, cancel.__name__, counted[-1], flush=True)
     for name in counted[0]:
-        # The fewest: Ray reports a moment longer what a run has held, and its GCS keeps closed sockets for a while.
+        # The fewest: Ray reports a moment longer what a run has held, and its GCS keeps for a while the connections on
+        # which dead processes waited for news.
         early, late = (min(each[name] for each in part) for part in (counted[WARM : 2 * WARM], counted[-WARM:]))
         assert late <= early * 1.1 + 2, (name, [each[name] for each in counted])
