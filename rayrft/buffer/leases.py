@@ -330,8 +330,9 @@ class Leasing:
     async def _deal(self, record: LeaseRecord, world_size: int, waited_s: float) -> Lease:
         groups = self._store.state.groups
         weights = dict(zip(record.slots, record.weights, strict=True))
-        # In order of arrival, which does not change when the store is reopened or groups are moved.
-        slots = sorted(record.slots, key=lambda slot: int(groups.order[slot]))
+        # In order of their tickets, or else of arrival: the same when the store is reopened, groups are moved, or a
+        # synchronous run is repeated, so that sums have the same last bits.
+        slots = sorted(record.slots, key=lambda slot: (groups.sequence[slot], groups.order[slot]))
         parts = [
             [
                 Unit(ref, first + row, 1, count, weights[slot], slot in record.blamed, (first, len(tokens)))

@@ -10,8 +10,6 @@ from statistics import median
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load
 
 import rayrft
 from rayrft.errors import RayrftError
@@ -102,8 +100,7 @@ def test_random_kills_are_survived(seed: int, tmp_path: Path) -> None:
     config["stages"][1] |= {"steps": summary.steps - 3}
     undisturbed = rayrft.start(config, say=lambda _: None, **changes)
     assert undisturbed.result().steps == summary.steps and not recorded(undisturbed, RestartRecord)
-    # The order in which groups of two Explorers arrive is that of the sums, which decides the last bits.
-    torch.testing.assert_close(*(load(final_weights(each)) for each in (run, undisturbed)), atol=1e-6, rtol=0)
+    assert final_weights(run) == final_weights(undisturbed)
     killed, counted = Counter(reaper.killed), Counter(record.part for record in restarts)
     assert killed.total() == KILLS and killed.keys() >= counted.keys() - {"trainer"}
     assert {kind: each.count for kind, each in summary.restarts.items()} == counted
