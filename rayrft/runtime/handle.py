@@ -265,12 +265,20 @@ async def until_failed(actor: Handle[Watched]) -> None:
 async def until_restarted(actor: Handle[Watched], pid: int) -> tuple[RayrftError, float]:
     """Return why an actor's process of this id died, and when, once Ray has restarted the actor. Raises the error of an
     actor that Ray fails to restart."""
-    died = time.monotonic()
     while await actor.untracked.call(Watched.pid) == pid:  # also if it could not be reached for a while
         with contextlib.suppress(ray.exceptions.ActorUnavailableError):
             await actor.with_options(max_task_retries=0).call(Watched.watch)
-        died = time.monotonic()
-    return ActorDied("its process died", _REMEDY, field=actor.name), died
+    ago = time.time() - await asyncio.to_thread(_ended_at, actor)
+    return ActorDied("its process died", _REMEDY, field=actor.name), time.monotonic() - max(ago, 0.0)
+
+
+def _ended_at(actor: Handle[Watched]) -> float:
+    """Return the time at which the process ended that had an actor before its present one: calls fail a second or two
+    later, when Ray may have restarted it. Now, if Ray has forgotten that process."""
+    records = ray_api.state._connect_and_get_accessor()
+    known = ray_api.ActorTableData.FromString(records.get_actor_info(actor.actor._actor_id)).previous_incarnations
+    worker = records.get_worker_info(ray.WorkerID(known[-1].worker_id)) if known else None
+    return time.time() if worker is None else ray_api.WorkerTableData.FromString(worker).end_time_ms / 1000
 
 
 async def when_reachable(call: Callable[[], Awaitable[R]], patience_s: float = math.inf) -> R:

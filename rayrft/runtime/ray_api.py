@@ -17,8 +17,10 @@ PRIVATE = {
     # Resources of each node: the public functions return sums over the cluster.
     "available_resources_per_node": "ray._private.state",
     "total_resources_per_node": "ray._private.state",
-    # The nodes that are drained: `ray.nodes` does not say so.
+    # The nodes that are drained: `ray.nodes` does not say so. And the GCS' own records, with when a process ended.
     "state": "ray._private.state",
+    "ActorTableData": "ray.core.generated.gcs_pb2",
+    "WorkerTableData": "ray.core.generated.gcs_pb2",
     # The address of an actor's node, also after its death.
     "actors": "ray._private.state",
     # Clusters on this machine, and the latest `ray start`.

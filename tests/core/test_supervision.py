@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections import Counter
 from typing import Any
 from unittest.mock import AsyncMock
@@ -18,7 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rayrft.core.supervision import StallMonitor, Stopped, quiet_waits, supervise, unless_stopped
 from rayrft.errors import ActorDied, DataError, RayrftError, Stalled, StorageError
-from rayrft.runtime.handle import Handle, TrackedHandle, Watched, fence, root_cause
+from rayrft.runtime.handle import Handle, TrackedHandle, Watched, fence, root_cause, until_restarted
 from rayrft.runtime.stacks import is_stopped, look_at
 from rayrft.runtime.waits import ROOM, Wait, WaitReport, Waits
 from tests.errors import about
@@ -115,6 +116,30 @@ async def test_why_an_actor_died_is_told_wherever_its_death_is_met(ray_cluster: 
         await watch
     error = root_cause(died.value, "engine-0")
     assert isinstance(error, ActorDied) and error.field == "engine-0" and "killed by `ray.kill`" in error.problem
+
+
+async def test_an_actor_that_ray_restarts_has_died_when_its_process_ended_and_not_when_a_call_noticed(
+    ray_cluster: Any,
+) -> None:
+    remote_class = ray.remote(Watched).options(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+    actor = Handle[Watched]("reward-0", remote_class.remote())
+
+    async def noticed() -> float:
+        with pytest.raises(ray.exceptions.ActorUnavailableError):
+            await actor.with_options(max_task_retries=0).call(Watched.watch)
+        return time.monotonic()
+
+    for _ in range(2):
+        pid = await actor.call(Watched.pid)
+        call, death = asyncio.ensure_future(noticed()), asyncio.ensure_future(until_restarted(actor, pid))
+        for _ in range(3):  # its calls, each after an answer
+            await actor.call(Watched.pid)
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        cause, died = await death
+        assert cause.field == "reward-0" and await actor.call(Watched.pid) != pid
+        assert killed - 0.002 < died < await call, "Ray counts in milliseconds"
+    actor.kill()
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError])
