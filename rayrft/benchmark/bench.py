@@ -177,9 +177,8 @@ def _rewards_open(config: RunConfig, pools: dict[str, Handle[EnginePool]]) -> co
     from rayrft.rewards.service import rewards_open
     from rayrft.runtime.serving.applications import Owner
 
-    owner, address = Owner(NAMESPACE, actor_name(service.name, "rewards")), ServeConfig()
-    at, models = (address.host, address.port), remote_models(config, pools)
-    return rewards_open(service, owner, at, models=models)
+    owner = Owner(NAMESPACE, actor_name(service.name, "rewards"))
+    return rewards_open(service, owner, ServeConfig().address, models=remote_models(config, pools))
 
 
 def _attempt(

@@ -11,7 +11,7 @@ from rayrft.config.base import LocalPath, Name, Section, invalid, section_rule
 from rayrft.config.placement import WaitConfig
 from rayrft.config.reward import RewardModelsConfig
 from rayrft.errors import ConfigError
-from rayrft.runtime.serving import LOCAL, key_digest
+from rayrft.runtime.serving import LOCAL, Address, Proxy, key_digest
 
 EDITED = "human"
 """Default name of the demonstrations that people's edits become."""
@@ -26,6 +26,10 @@ class HttpConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
     """Ray Serve has one HTTP port in a cluster, which all services share, each under ``/<its name>``."""
+    proxy: Proxy = "ray"
+    """What accepts connections, once in a cluster. ``haproxy`` leads them straight to the replicas, which answer more
+    requests, and listen at all addresses of the head node, so that keys are required. Clients must repeat a request
+    whose connection ends, as the official ones do."""
     keys_file: LocalPath | None = None
     """A file with one API key per line."""
     keys_env: str | None = None
@@ -45,9 +49,16 @@ class HttpConfig(Section):
 
     @section_rule
     def _keys(self) -> None:
-        if self.host not in LOCAL and self.keys_file is None and self.keys_env is None:
-            problem = "is reachable from other machines, and no key is required"
+        problem = "is reachable from other machines, and no key is required"
+        if self.keys_file is None and self.keys_env is None and self.host not in LOCAL:
             raise invalid("host", problem, "give keys_file or keys_env, or use 127.0.0.1", value=self.host)
+        if self.keys_file is None and self.keys_env is None and self.proxy != "ray":
+            raise invalid("proxy", problem, "give keys_file or keys_env", value=self.proxy)
+
+    @property
+    def address(self) -> Address:
+        """The address of Ray Serve."""
+        return Address(self.host, self.port, self.proxy)
 
 
 def read_keys(config: HttpConfig) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ def serve_rewards(config: RewardServiceConfig, say: Callable[[str], None] = prin
     name, arguments = f"{config.name}:http", (config, keys, service)
     application = HttpApplication(name, config.name, http, owner, build_reward_endpoint, arguments)
     with contextlib.ExitStack() as closing:
-        anchor = closing.enter_context(rewards_open(service, owner, (http.host, http.port), http=True))
+        anchor = closing.enter_context(rewards_open(service, owner, http.address, http=True))
         closing.callback(delete_applications, name)
         return OpenService(f"{application.open()}/v1", anchor, closing.pop_all())
 

@@ -23,11 +23,11 @@ import rayrft
 from tests.bench.helpers import parse, spread, start_ray
 from tests.e2e.conftest import endpoint_of, free_port
 
-MODEL, MAX_LENGTH = "policy", 256
+MODEL, MAX_LENGTH, KEY = "policy", 256, "key-of-the-bench"
 
 
 @contextlib.contextmanager
-def endpoint(folder: Path) -> Iterator[tuple[str, Path]]:
+def endpoint(folder: Path, proxy: str) -> Iterator[tuple[str, Path]]:
     """A run in mode serve; gives the endpoint's URL and the folder of its model."""
     config = {
         "name": "bench",
@@ -37,9 +37,10 @@ def endpoint(folder: Path) -> Iterator[tuple[str, Path]]:
         "model": {"tiny": {"layers": 2, "hidden_size": 128, "heads": 4}, "max_length": MAX_LENGTH},
         "explorer": {"engine": {"count": 1}},
         "trainer": {"ranks": 1},
-        "serve": {"port": free_port(), "model_name": MODEL},
+        "serve": {"port": free_port(), "model_name": MODEL, "proxy": proxy, "keys_env": "RAYRFT_BENCH_KEYS"},
         "stages": [{"name": "idle", "algorithm": {"name": "grpo"}, "steps": 1, "batch_size": 64, "group_size": 8}],
     }
+    os.environ["RAYRFT_BENCH_KEYS"] = KEY
     run = rayrft.start(config, say=lambda text: None)
     try:
         yield endpoint_of(run), run.folder / "model"
@@ -90,16 +91,22 @@ async def load(url: str, requests: int, clients: int, tokens: int) -> tuple[floa
             (await http.post("/chat/completions", json=body)).raise_for_status()
             seconds.append(time.perf_counter() - started)
 
-    async with httpx.AsyncClient(base_url=url, timeout=120, verify=False) as http:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=120, verify=False, headers={"Authorization": f"Bearer {KEY}"}
+    ) as http:
         started = time.perf_counter()
         await asyncio.gather(*(client(http) for _ in range(clients)))
         return requests / (time.perf_counter() - started), np.array(seconds)
 
 
 def main() -> None:
-    options = parse(__doc__, requests=400, clients=16, tokens=16, rounds=3)
+    options = parse(__doc__, requests=400, clients=16, tokens=16, rounds=3, proxy=("ray", "serve.proxy of the run"))
     start_ray()
-    with tempfile.TemporaryDirectory() as folder, endpoint(Path(folder)) as (ours, model), vllm_server(model) as theirs:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        endpoint(Path(folder), options.proxy) as (ours, model),
+        vllm_server(model) as theirs,
+    ):
         found: dict[str, list[tuple[float, float, float]]] = {"rayrft": [], "vllm": []}
         for number in range(-1, options.rounds):  # the first one warms up
             for name, url in (("rayrft", ours), ("vllm", theirs)):

@@ -75,11 +75,13 @@ def test_a_killed_run_leaves_no_rewards(ray_cluster: Any, tmp_path: Path, port: 
 
 
 @pytest.mark.slow
-def test_the_command_serves_rewards_until_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("proxy", ["ray", "haproxy"])
+def test_the_command_serves_rewards_until_ctrl_c_and_leaves_no_process(proxy: str, tmp_path: Path) -> None:
     """In a process of its own with a Ray of its own."""
     port, keys = free_port(), tmp_path / "keys"
     keys.write_text("sk-1\n")
     config = {"reward": {"domains": {"math": {"name": "math"}}}, "serve": {"port": port, "keys_file": str(keys)}}
+    config["serve"]["proxy"] = proxy
     (tmp_path / "rewards.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "rayrft", "serve", "rewards", str(tmp_path / "rewards.yaml")]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -95,7 +97,7 @@ def test_the_command_serves_rewards_until_ctrl_c_and_leaves_no_process(tmp_path:
         assert http.post(f"{url}/score", json=asked).json()["value"] == 1.0
         assert httpx.post(f"{url}/score", json=asked).json()["error"]["code"] == "invalid_api_key"
         again = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
-        assert again.returncode == 1 and "serve.port: cannot be listened on" in again.stderr
+        assert again.returncode == 1 and "serve.port: the port cannot be used" in again.stderr
         assert "Traceback" not in again.stderr
         started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)

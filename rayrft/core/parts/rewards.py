@@ -59,10 +59,9 @@ class RewardsPart(Part[RewardActor]):
             return
         owner = Owner(NAMESPACE, actor_name(config.name, "master"))
         http = config.endpoint or ServeConfig()
-        address, serves = (http.host, http.port), config.endpoint is not None
-        models = remote_models(config, self.run[AuxiliaryEngines].pools)
+        serves, models = config.endpoint is not None, remote_models(config, self.run[AuxiliaryEngines].pools)
         with self.run.waits.on("rewards", "deployed"):
-            await asyncio.to_thread(on_head, deploy_rewards, service, owner, address, serves, models)
+            await asyncio.to_thread(on_head, deploy_rewards, service, owner, http.address, serves, models)
 
     async def close(self) -> None:
         if (service := reward_service(self.config)) is not None:

@@ -5,9 +5,20 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 """Names of this machine for itself."""
+
+Proxy = Literal["ray", "haproxy"]
+
+
+class Address(NamedTuple):
+    """Where Ray Serve listens, and what accepts its connections."""
+
+    host: str
+    port: int
+    proxy: Proxy = "ray"
 
 
 def key_digest(key: str) -> str:

@@ -22,6 +22,7 @@ from ray.util.metrics import Counter
 from rayrft.errors import ConfigError
 from rayrft.runtime import ray_api
 from rayrft.runtime.handle import Handle, Watched, named_actor, root_cause
+from rayrft.runtime.serving import Address
 from rayrft.runtime.serving.http import HttpService, HttpSettings
 
 P = ParamSpec("P")
@@ -48,33 +49,50 @@ class Owner:
     name: str
 
 
+_ON_HEAD: dict[str, Any] = {
+    "num_cpus": 0,
+    "resources": {ray_api.HEAD_NODE_RESOURCE_NAME: 0.001},
+    "max_retries": 0,
+}
+"""Options of tasks on the head node."""
+_HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0"}
+"""Variables of the process that starts Ray Serve, which Serve's processes inherit."""
+
+
 def on_head(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Run a function on the head node, where Serve listens, and block. Raises its `root_cause`."""
-    options = {"num_cpus": 0, "resources": {ray_api.HEAD_NODE_RESOURCE_NAME: 0.001}, "max_retries": 0}
     try:
-        return cast(R, ray.get(ray.remote(function).options(**options).remote(*args, **kwargs)))
+        return cast(R, ray.get(ray.remote(function).options(**_ON_HEAD).remote(*args, **kwargs)))
     except RayTaskError as error:
         raise root_cause(error, function.__name__.strip("_")) from None
 
 
-def start_serve(host: str, port: int, *, http: bool = True) -> None:
+def start_serve(address: Address, *, http: bool = True) -> None:
     """Start Ray Serve, unless it runs; call it on the head node.
 
     Serve has one address in a cluster. Without ``http`` the address is reserved for later applications, if it is free.
-    Raises ConfigError if another program has the port, or if Serve is running at another address, or at none.
+    Raises ConfigError if another program has the port, or if Serve is running at another address, or at none, or with
+    another proxy.
     """
     with contextlib.suppress(ValueError):  # Serve is not running
         controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
         if http:
             running, location = ray.get([controller.get_http_config.remote(), controller.get_proxy_location.remote()])
-            _check_running(running, location, host, port)
+            _check_running(running, location, address)
         return
+    host, port, proxy = address
     reason = _taken(host, port)
     if reason is not None and http:
         problem = f"the port cannot be used: {reason}"
         raise ConfigError(problem, "another program uses it: give another port", field="serve.port", value=port)
     location = ProxyLocation.HeadOnly if reason is None else ProxyLocation.Disabled
-    serve.start(http_options={"host": host, "port": port}, proxy_location=location)
+    options = {"http_options": {"host": host, "port": port}, "proxy_location": location}
+    if proxy == "ray":
+        serve.start(**options)
+    else:
+        variables = {**_HAPROXY, "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port())}
+        start = ray.remote(lambda: serve.start(**options))
+        ray.get(start.options(**_ON_HEAD, runtime_env={"env_vars": variables}).remote())
 
 
 def applications(prefix: str = "") -> list[str]:
@@ -127,8 +145,9 @@ async def delete_with(owner: Owner, application: str) -> None:
     await asyncio.to_thread(serve.delete, application, _blocking=False)
 
 
-def _check_running(running: serve.HTTPOptions, location: ProxyLocation, host: str, port: int) -> None:
+def _check_running(running: serve.HTTPOptions, location: ProxyLocation, address: Address) -> None:
     """Raise ConfigError unless Serve runs at this address."""
+    host, port, proxy = address
     if location == ProxyLocation.Disabled:
         problem = "Ray Serve is running without HTTP: its port was taken when a run's rewards started it"
         raise ConfigError(problem, "end that run, then run: serve shutdown", field="serve.port", value=port)
@@ -136,6 +155,17 @@ def _check_running(running: serve.HTTPOptions, location: ProxyLocation, host: st
         if theirs != ours:
             problem = f"Ray Serve is running on this cluster at {running.host}:{running.port}, and has one address"
             raise ConfigError(problem, "give that address, or run: serve shutdown", field=f"serve.{field}", value=ours)
+    classes = {each["ActorClassName"] for each in ray_api.actors().values() if each["State"] == "ALIVE"}
+    theirs = "haproxy" if "HAProxyManager" in classes else "ray"  # HAProxy has one of Ray's proxies beside it
+    if theirs != proxy:
+        problem = f"Ray Serve is running on this cluster with {theirs}, and has one proxy"
+        raise ConfigError(problem, f"give {theirs}, or run: serve shutdown", field="serve.proxy", value=proxy)
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        return int(listening.getsockname()[1])
 
 
 def _taken(host: str, port: int) -> str | None:
@@ -188,7 +218,8 @@ class HttpReplica:
 
 def _open(application: HttpApplication) -> str:
     config, name, route = application.config, application.name, application.route
-    start_serve(config.host, config.port)
+    host, port, _ = config.address
+    start_serve(config.address)
     deployment = serve.deployment(serve.ingress()(HttpReplica)).options(
         num_replicas=config.replicas,
         ray_actor_options={"num_cpus": config.cpus},
@@ -201,7 +232,7 @@ def _open(application: HttpApplication) -> str:
     )
     serve.run(deployment.bind(application), name=name, route_prefix=f"/{route}")
     reached_at = {"0.0.0.0": ray.util.get_node_ip_address(), "::": "[::1]", "::1": "[::1]"}
-    url = f"http://{reached_at.get(config.host, config.host)}:{config.port}/{route}"
+    url = f"http://{reached_at.get(host, host)}:{port}/{route}"
     try:
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy knows this machine
         direct.open(f"{url}/health", timeout=_ANSWER_S).close()
@@ -209,5 +240,5 @@ def _open(application: HttpApplication) -> str:
         delete_applications(name)
         problem = f"the application does not answer at {url}: {error}"
         remedy = "give the port of the run that started Ray Serve, which has one port, or run: serve shutdown"
-        raise ConfigError(problem, remedy, field="serve.port", value=config.port) from None
+        raise ConfigError(problem, remedy, field="serve.port", value=port) from None
     return url

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import URL
 
 from rayrft.errors import ActorDied, ActorUnreachable, DataError, EngineFailed, RequestRefused, StorageError
-from rayrft.runtime.serving import LOCAL, key_digest
+from rayrft.runtime.serving import LOCAL, Address, key_digest
 from rayrft.runtime.waits import cancel, unless
 
 log = logging.getLogger(__name__)
@@ -33,9 +33,7 @@ class HttpSettings(Protocol):
     """The settings of `rayrft.config.serve.HttpConfig`."""
 
     @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
+    def address(self) -> Address: ...
     @property
     def replicas(self) -> int: ...
     @property
