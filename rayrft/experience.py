@@ -68,12 +68,15 @@ class Task:
     other_answers: tuple[str, ...] = ()
     """Further right answers: an answer's reward is the best that any of them gives."""
 
+    def __post_init__(self) -> None:
+        for name in ("question", "answer", "domain", "workflow", "system"):
+            text = getattr(self, name)
+            if not isinstance(text, str) and (text is not None or name in ("question", "answer", "domain")):
+                problem = f"the {name} of a task is {type(text).__name__}, not a text"
+                raise DataError(problem, "give a text", field=name, value=text)
+
     @classmethod
     def create(cls, source: str, question: str, answer: str, **rest: Any) -> Task:
-        for name, text in (("question", question), ("answer", answer)):
-            if not isinstance(text, str):
-                problem = f"the {name} of a task is {type(text).__name__}, not a text"
-                raise DataError(problem, "give a text", field=source, value=text)
         task = cls("", question, answer, **rest)
         return replace(task, id=json_digest([source, task.key]))
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.config.seeds import generator
-from rayrft.data.formats import ParsedRow, SkippedRows, as_list, as_text, broken_rows, finite, rows_of, value_at
+from rayrft.data.formats import ParsedRow, SkippedRows, answer_text, as_list, broken_rows, finite, rows_of, value_at
 from rayrft.data.images import image_paths
 from rayrft.data.layouts import Side, conversations, displayed
 from rayrft.data.row_sources import open_source
@@ -158,7 +158,7 @@ def from_tasks(
                 problem, remedy = "tasks have no such metadata field", f"choose one of {sorted(task.metadata)}"
                 place = f"demonstrations.{name}.wrong_field"
                 raise DataError(problem, remedy, field=place, value=config.wrong_field)
-            answer = as_text(task.metadata[config.wrong_field], config.wrong_field)
+            answer = answer_text(task.metadata[config.wrong_field], config.wrong_field)
         rows.append(demonstrate(f"{name}/{task.id}", task, answer, tokenizer))
     return rows
 

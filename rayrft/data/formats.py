@@ -26,6 +26,10 @@ ParsedRow = dict[str, Any] | str
 """A row, or the reason why it cannot be parsed."""
 
 
+class CsvRow(dict[str, Any]):
+    """A row of CSV or TSV, which has no types: a number in it is also the text as which it is written."""
+
+
 @dataclass(frozen=True)
 class SkippedRows:
     """Rows that are not trained, with the reason, by number from 1: lines of a JSONL file, rows of other sources."""
@@ -211,7 +215,7 @@ def _csv_rows(file: io.BufferedReader, delimiter: str) -> Iterator[tuple[int, Pa
             elif any("\udc80" <= letter <= "\udcff" for value in values for letter in value):
                 yield number + 1, "not UTF-8"
             else:
-                yield number + 1, {name: _value(text) for name, text in zip(names, values, strict=True)}
+                yield number + 1, CsvRow(zip(names, map(_value, values), strict=True))
 
 
 def _value(text: str) -> str | int | float | None:
@@ -346,7 +350,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def as_text(value: Any, name: str, key: str = "") -> str:
-    """Return the text of a row's value: a text as it is, a number, true or false as JSON writes it.
+    """Return a row's value, if it is a text.
 
     Raises DataError, which names the row's field and the config ``key``, for a value of another type and a text that is
     not valid Unicode.
@@ -357,15 +361,23 @@ def as_text(value: Any, name: str, key: str = "") -> str:
         except UnicodeEncodeError:  # no tokenizer accepts half a surrogate pair
             raise DataError(f"{name!r} is not valid Unicode", field=key) from None
         return value
-    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
-        return json.dumps(value)
-    if isinstance(value, Decimal) and value.is_finite():
-        return f"{value:f}"
-    remedy = "name a field that holds a text or a number, or write the value as the text that it stands for"
+    remedy = "name a field that holds a text, or write the value as the text that it stands for"
     if isinstance(value, dict) and value:
         remedy = f"name one of its fields, such as {name}.{next(iter(value))}"
-    kind = {dict: "an object", list: "a list", float: "not a finite number"}.get(type(value), type(value).__name__)
-    raise DataError(f"{name!r} is {kind}, which is not a text", remedy, field=key)
+    raise DataError(f"{name!r} is {_KINDS.get(type(value), type(value).__name__)}, not a text", remedy, field=key)
+
+
+_KINDS = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
+
+
+def answer_text(value: Any, name: str, key: str = "") -> str:
+    """Return the text of a right answer: a text as it is, a number, true or false as JSON writes it. Raises DataError
+    as `as_text` does, also for a number that is not finite."""
+    if isinstance(value, float | Decimal) and not math.isfinite(value):
+        raise DataError(f"{name!r} is not a finite number", "fill it in, or remove the row", field=key)
+    if isinstance(value, int | float):
+        return json.dumps(value)
+    return f"{value:f}" if isinstance(value, Decimal) else as_text(value, name, key)
 
 
 def finite(value: Any) -> float | None:

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from rayrft.config.demonstrations import RowFormat
-from rayrft.data.formats import as_text, value_at
+from rayrft.data.formats import CsvRow, answer_text, as_text, value_at
 from rayrft.data.images import IMAGE_MARK
 from rayrft.data.tokenizer import common_length
 from rayrft.errors import DataError
@@ -78,9 +78,12 @@ def _options(spec: str) -> list[list[str]]:
 
 def _value(row: Mapping[str, Any], spec: str) -> Any:
     names = _present(row, spec)
+    values = [value_at(row, name) for name in names]
+    if isinstance(row, CsvRow):
+        values = [answer_text(value, name) for value, name in zip(values, names, strict=True)]
     if len(names) > 1:
-        return "\n\n".join(text for name in names if (text := as_text(value_at(row, name), name)))
-    return value_at(row, names[0]) if names else None
+        return "\n\n".join(text for value, name in zip(values, names, strict=True) if (text := as_text(value, name)))
+    return values[0] if values else None
 
 
 DEMONSTRATIONS = (

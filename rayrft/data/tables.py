@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayrft.data.formats import RowFiles, as_text, is_json, json_decoder, json_field, open_rows, rows_of
+from rayrft.data.formats import RowFiles, answer_text, is_json, json_decoder, json_field, open_rows, rows_of
 from rayrft.errors import DataError, first_line
 from rayrft.experience import SCHEMA
 from rayrft.files import atomic_file
@@ -87,7 +87,7 @@ def converted(value: Any, kind: str) -> Any:
     """Convert a value of JSON to text, number, integer or boolean: a number's text is that of JSON. Raises ValueError
     or DataError if this would lose or guess something, as it would for lists and objects."""
     if kind == "text":
-        return as_text(value, "the value")
+        return answer_text(value, "the value")
     if kind == "boolean" and (isinstance(value, bool) or value in ("true", "false")):
         return value in (True, "true")
     number = json.loads(value) if isinstance(value, str) and len(value) < 300 else value

@@ -13,7 +13,7 @@ import numpy as np
 from rayrft.config.base import resolved
 from rayrft.config.tasks import TaskSourceConfig
 from rayrft.data.episodes import read_gymnasium, read_verifiers
-from rayrft.data.formats import SkippedRows, as_list, as_text, broken_rows, finite, value_at
+from rayrft.data.formats import SkippedRows, answer_text, as_list, as_text, broken_rows, finite, value_at
 from rayrft.data.images import image_paths
 from rayrft.data.layouts import TASKS, TRUTH, RowLayout, message_text, recognise, task_prompt
 from rayrft.data.row_sources import NumberedRows, file_rows, ray_rows, split_rows
@@ -92,7 +92,7 @@ def read_reasoning_gym(config: TaskSourceConfig, field: str) -> list[Task]:
     tasks = []
     for number, entry in enumerate(entries, start=1):
         about, origin = entry["metadata"], f"task {number} of {config.dataset}"
-        answer = "" if entry["answer"] is None else as_text(entry["answer"], "answer")
+        answer = "" if entry["answer"] is None else answer_text(entry["answer"], "answer")
         hard = _number(about, config.difficulty, f"{field}.difficulty", origin=origin, required=True)
         # Its place in the data set makes no task another one.
         metadata = {name: value for name, value in about.items() if name != "source_index"}
@@ -256,7 +256,7 @@ def _to_task(row: dict[str, Any], layout: RowLayout, rows: NumberedRows, config:
 
 
 def _truth(value: Any, name: str, config: TaskSourceConfig, field: str) -> str:
-    truth = as_text(value, name, f"{field}.answer")
+    truth = answer_text(value, name, f"{field}.answer")
     if config.answer_after is not None:
         truth = truth.rpartition(config.answer_after)[2].strip()
         if not truth:

@@ -61,7 +61,8 @@ class ResponsesRequest(ChatRequest):
         shown, kinds = list[Any](), dict[str, tuple[str, str]]()
         for tool in tools:
             kind, inner = (tool.get("type"), tool.get("tools")) if isinstance(tool, dict) else (None, None)
-            namespace = str(tool.get("name")) if kind == "namespace" and isinstance(inner, list) else ""
+            named = kind == "namespace" and isinstance(inner, list) and isinstance(tool.get("name"), str)
+            namespace = tool["name"] if named else ""
             for each in inner or () if namespace else () if runs_at_server(tool) else (tool,):
                 shown.append({"type": "function", "function": (function := _function(each))})
                 function["name"] = _in_namespace(function["name"], namespace)

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from rayrft.config.base import Section
-from rayrft.data.formats import is_json
+from rayrft.data.formats import as_text, is_json
 from rayrft.errors import ConfigError, nearest
 from rayrft.experience import Task
 from rayrft.pipelines.operator import Applied, O, Operator, is_text
@@ -57,7 +57,7 @@ def check_subjects(options: SubjectOptions, schema: pa.Schema, columns: Collecti
     """Raise ConfigError unless rows are experiences or tasks; ``columns`` are further options naming texts."""
     if is_experience(schema):
         return
-    for option in ("question", "answer", *columns):
+    for option in ("question", "answer", *(["domain"] if options.domain in schema.names else []), *columns):
         name = getattr(options, option)
         column = schema.field(name) if name in schema.names else None
         if column is None or is_json(column) or not is_text(column.type):
@@ -96,7 +96,7 @@ def _subject(name: str, row: dict[str, Any], options: SubjectOptions, response: 
         except ValueError:
             given = {"metadata": given}
     metadata |= given if isinstance(given, dict) else {}
-    domain = str(metadata.get(options.domain) or "own")
+    domain = as_text(metadata.get(options.domain) or "own", options.domain)
     task = Task(name, question, answer, domain, system=row.get("system"), metadata=metadata)
     reward = row.get("reward")
     known = isinstance(reward, int | float) and not isinstance(reward, bool)

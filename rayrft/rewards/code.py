@@ -109,7 +109,7 @@ class Code:
     def __call__(self, task: Task, response: str) -> RewardResult:
         language = task.metadata.get("language", self._language)
         tests = tests_of(task)
-        function = re.sub(r"^Solution(?:\(\))?\.", "", str(task.metadata.get("entry_point", "")))
+        function = re.sub(r"^Solution(?:\(\))?\.", "", task.metadata.get("entry_point") or "")
         source = extract(response, language, re.escape(function))
         verdict = self._runner(task, source, tests, language, until_failure=not self._partial)
         share = verdict.failures.count(None) / len(tests)
@@ -146,7 +146,7 @@ def tests_of(task: Task) -> list[Any]:
     kinds = {_kind(test) for test in tests or ()}
     if len(kinds) != 1 or None in kinds:
         problem = "the task has no tests of one kind"
-        remedy = "give a list of calls (args, expected), runs (stdin, stdout) or assertions"
+        remedy = "give a list of calls (args, expected), runs (texts stdin, stdout) or assertions"
         raise DataError(problem, remedy, field="metadata.tests", value=tests and str(tests)[:200])
     return list(tests or ())
 
@@ -157,7 +157,7 @@ def _kind(test: Any) -> str | None:
             return "statement"
         case {"args": _, "expected": _}:
             return "call"
-        case {"stdin": _, "stdout": _}:
+        case {"stdin": str(), "stdout": str()}:
             return "run"
     return None
 
@@ -254,13 +254,13 @@ class _Trial:
     def _runs(self, tests: Sequence[Any], language: _Language) -> Generator[str | None]:
         files, command = self._compiled(language)
         for test in tests:
-            outcome = self._run(files, command, self.limits, str(test["stdin"]).encode())
+            outcome = self._run(files, command, self.limits, test["stdin"].encode())
             if outcome.ended == "wall":
                 self.left()  # raises if the budget is spent, not the test's time
             if not outcome.succeeded:
                 yield outcome.describe()
             else:
-                same = same_text(str(test["stdout"]), outcome.stdout.decode(errors="replace"), self._tolerance)
+                same = same_text(test["stdout"], outcome.stdout.decode(errors="replace"), self._tolerance)
                 yield None if same else f"it wrote {outcome.stdout[:100].decode(errors='replace')!r}"
 
     def _run(self, files: Files, command: list[str], limits: SandboxLimits, stdin: bytes = b"") -> ProgramOutcome:
@@ -322,7 +322,10 @@ class _Trial:
         """Start the tests, or the solution, with the time of all tests together."""
         if not isinstance(name := self._task.metadata.get("entry_point"), str):
             raise DataError("the task does not name its function", field="metadata.entry_point", value=name)
-        before, source = str(self._task.metadata.get("prompt", "")), str(self._task.metadata.get("test", ""))
+        before, source = (self._task.metadata.get(each) or "" for each in ("prompt", "test"))
+        if not isinstance(before, str) or not isinstance(source, str):
+            problem = "the code before the solution and the code of the tests are not texts"
+            raise DataError(problem, "give texts, or rename the columns", field="metadata", value=[before, source])
         if mode == "solve":
             source = self._source
             if re.match(r"(?:[ \t]*\n)*[ \t]+\S", source):  # it continues the prompt in the middle of a function

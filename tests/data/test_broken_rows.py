@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rayrft.config import TaskSourceConfig
+from rayrft.data.task_sources import read_source
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
 from tests.data.expert_data import MULTI_TURN, jsonl, load
@@ -26,7 +31,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     "no response": ('{"prompt": "p"}', "no known layout (columns: prompt)"),
     "an empty response": ('{"prompt": "p", "response": ""}', "needs text or messages in 'response'"),
     "an object": ('{"prompt": "p", "response": {"text": "r"}}', "'response' is an object"),
-    "an endless number": ('{"prompt": "p", "response": NaN}', "'response' is not a finite number"),
+    "an endless number": ('{"prompt": "p", "response": NaN}', "'response' is a number"),
     "a key twice": ('{"prompt": "p", "response": "r", "prompt": "q"}', "the key 'prompt' twice"),
     "half a surrogate pair": ('{"prompt": "p", "response": "\\ud800"}', "not valid Unicode"),
     "no messages": ('{"messages": []}', "needs text or messages in 'messages'"),
@@ -81,6 +86,53 @@ def test_a_broken_row_is_named_by_its_line_or_skipped_and_counted(
     assert [row.experience_id for row in rows] == ["gold/1", "gold/4"]
     assert why in left_out.broken[3]
     assert left_out.counts == {"broken (lines 3)": 1}
+
+
+ASK = {"role": "user", "content": "q"}
+SHARED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "system": lambda value: {"system": value, "instruction": "i", "output": "o"},
+    "instruction": lambda value: {"instruction": value, "output": "o"},
+    "input": lambda value: {"instruction": "i", "input": value, "output": "o"},
+}
+DEMONSTRATED = SHARED | {
+    "prompt": lambda value: {"prompt": value, "response": "r"},
+    "response": lambda value: {"prompt": "p", "response": value},
+    "completion": lambda value: {"prompt": "p", "completion": value},
+    "chosen": lambda value: {"prompt": "p", "chosen": value, "rejected": "r"},
+    "text": lambda value: {"text": value},
+    "completions": lambda value: {"prompt": "p", "completions": [value], "labels": [True]},
+    "messages[1].content": lambda value: {"messages": [ASK, {"role": "assistant", "content": value}]},
+    "messages[0].content[0].text": lambda value: {"messages": [{**ASK, "content": [{"type": "text", "text": value}]}]},
+}
+ASKED = SHARED | {
+    "question": lambda value: {"question": value, "answer": "a"},
+    "prompt": lambda value: {"prompt": value, "data_source": "d", "reward_model": {"ground_truth": "a"}},
+    "messages[0].content": lambda value: {"messages": [{**ASK, "content": value}], "answer": "a"},
+}
+ROWS = {"demonstrations": DEMONSTRATED, "tasks": ASKED}
+
+
+@pytest.mark.parametrize("value", [7, 0.5, True])
+@pytest.mark.parametrize("column", [f"{kind} {name}" for kind, rows in ROWS.items() for name in rows])
+def test_a_number_in_the_place_of_a_text_is_refused_by_row_and_column(
+    tokenizer: ChatTokenizer, tmp_path: Path, column: str, value: Any
+) -> None:
+    kind, _, name = column.partition(" ")
+    path = jsonl([ROWS[kind][name](value)], tmp_path)
+    with pytest.raises(DataError, match=f"line 1: '?{re.escape(name)}'? is .*not (a )?text"):
+        load(path, tokenizer) if kind == "demonstrations" else read_source(TaskSourceConfig(path=path), "s")
+
+
+def test_a_number_in_csv_which_has_no_types_is_the_text_that_is_written(
+    tokenizer: ChatTokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("question,answer,level\n2024,0.5,3\nWhat is 1.50?,1.50,4\n")
+    tasks = read_source(TaskSourceConfig(path=path), "s")
+    assert [(task.question, task.answer) for task in tasks] == [("2024", "0.5"), ("What is 1.50?", "1.50")]
+    assert [task.metadata["level"] for task in tasks] == [3, 4]
+    rows, _ = load(path, tokenizer)
+    assert [[turn["content"] for turn in row.turns] for row in rows] == [["2024", "0.5"], ["What is 1.50?", "1.50"]]
 
 
 def test_line_numbers_are_those_of_an_editor_and_a_line_that_is_not_utf_8_is_broken_alone(

@@ -324,7 +324,11 @@ def test_a_row_of_no_known_layout_names_its_columns_and_the_nearest_layouts(
 def test_rows_that_change_their_layout_half_way_are_counted_by_layout(
     tokenizer: Callable[[str], ChatTokenizer], tmp_path: Path
 ) -> None:
-    mixed: Rows = [{"messages": [USER, ANSWER]}] * 3 + [{"prompt": "2?", "completion": [ANSWER]}, {"text": 7}, {"x": 1}]
+    mixed: Rows = [{"messages": [USER, ANSWER]}] * 3 + [
+        {"prompt": "2?", "completion": [ANSWER]},
+        {"text": "7"},
+        {"x": 1},
+    ]
     rows, skipped, encoder = read(mixed, tokenizer("llama3"), tmp_path, on_broken="skip")
     assert len(rows) == 5 and list(skipped.broken) == [6]
     assert sorted(encoder.layouts.values()) == [1, 1, 3]

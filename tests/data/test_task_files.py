@@ -85,5 +85,7 @@ def test_a_task_whose_answer_is_no_text_is_refused(tmp_path: Path, answer: Any) 
     path.write_text(json.dumps({**json.loads(path.read_text()), "answer": answer}) + "\n")
     with pytest.raises(DataError, match="column 'answer' holds", check=about("tasks.sources.0.path")):
         read(path)
-    with pytest.raises(DataError, match="the answer of a task is", check=about("mine", answer)):
+    with pytest.raises(DataError, match="the answer of a task is", check=about("answer", answer)):
         Task.create("mine", "How much is 2 + 3?", answer)
+    with pytest.raises(DataError, match="the system of a task is", check=about("system", answer)):
+        Task("id", "How much is 2 + 3?", "5", system=answer)

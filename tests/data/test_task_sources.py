@@ -218,7 +218,8 @@ ASKED = {"role": "user", "content": "1 + 1?"}
     [
         ({"problem": [ASKED], "solution": "2"}, {}, ("1 + 1?", "2", None)),
         ({"problem": [{"role": "system", "content": "Add."}, ASKED], "solution": 2}, {}, ("1 + 1?", "2", "Add.")),
-        ({"problem": 10**18, "solution": 0.5}, {}, (f"1{'0' * 18}", "0.5", None)),
+        ({"problem": "10 ** 18?", "solution": 10**18}, {}, ("10 ** 18?", f"1{'0' * 18}", None)),
+        ({"problem": "1 / 2?", "solution": 0.5}, {}, ("1 / 2?", "0.5", None)),
         ({"problem": "true?", "solution": True}, {}, ("true?", "true", None)),
         (
             {"p": {"q": [ASKED]}, "reward_model": {"style": "rule", "ground_truth": "2"}},
@@ -244,7 +245,7 @@ def test_the_type_of_a_value_decides_what_it_says(
     [
         ({"solution": [["a"], "b"]}, "answer", "'solution' is a list", "name a field that holds"),
         ({"solution": {"style": "rule", "truth": "2"}}, "answer", "'solution' is an object", "such as solution.style"),
-        ({"solution": float("inf")}, "answer", "not a finite number", "a text or a number"),
+        ({"solution": float("inf")}, "answer", "not a finite number", "fill it in"),
         ({"problem": {"text": "1 + 1?"}}, "question", "'problem' is an object", "such as problem.text"),
         ({"problem": [ASKED, {**ASKED, "role": "tool"}, ASKED]}, "question", "not a prompt", "texts of system"),
         ({"problem": [{**ASKED, "name": "Ann"}]}, "question", "besides role and content: name", "texts of system"),

@@ -181,6 +181,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str | None]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
     ({"input": "hi", "tools": [{"type": "computer_use_preview"}]}, "tools"),
     ({"input": "hi", "tools": [{"type": "namespace", "name": "a", "tools": [{"type": "computer"}]}]}, "tools"),
+    ({"input": "hi", "tools": [{"type": "namespace", "name": 7, "tools": [LOOK]}]}, "tools"),
     ({"input": [{"type": "shell_call", "call_id": "c", "action": 5}]}, "input.0"),
     ({"input": [{"type": "mcp_call", "id": "c"}]}, "input.0"),
     ({"input": "hi", "tools": [{"type": "custom"}]}, "tools"),

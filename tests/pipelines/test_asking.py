@@ -169,6 +169,8 @@ def test_what_cannot_be_asked_is_refused_before_anything_starts() -> None:
         ("paraphrase", {"answer": "mixed"}, SCORED, ".answer"),
         ("paraphrase", {"question": "q"}, SCORED, ".question"),
         ("hinted_solutions", {"hint": "h"}, SCORED, ".hinted_solutions"),
+        ("hinted_solutions", {"hint": "mixed"}, SCORED, ".hinted_solutions"),
+        ("hinted_solutions", {"domain": "mixed"}, SCORED, ".domain"),
         ("corrected_answers", {}, SCORED, ".response"),
     ):
         batch = rows(question=["q"], answer=["a"]).append_column(json_field("mixed"), pa.array(['"London"']))

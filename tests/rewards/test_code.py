@@ -104,6 +104,8 @@ def test_what_is_wrong_with_the_task_is_unknown() -> None:
         {"entry_point": "add", "tests": []},
         {"entry_point": "add", "tests": [*CALLS, {"stdin": "", "stdout": ""}]},
         {"tests": CALLS},
+        {"tests": [{"stdin": "3", "stdout": 3}]},
+        {"entry_point": "add", "tests": CALLS, "prompt": [{"role": "user", "content": "Add."}]},
         {"entry_point": "add", "tests": [{"args": [object()], "expected": 1}]},
         {"entry_point": "add", "test": "def check(candidate:"},
         {"entry_point": "add", "test": "def check(candidate):\n    assert undefined(candidate(1, 2))"},

@@ -52,7 +52,7 @@ class CheckedTests(Operator[CheckedTestsOptions]):
 
     def _kept(self, row: dict[str, Any]) -> list[Any]:
         metadata = {name: row[name] for name in ("entry_point", "prompt") if row.get(name)}
-        task = Task.create("rows", str(row.get("question", "")), "", metadata=metadata)
+        task = Task.create("rows", "", "", metadata=metadata)
         candidates, solutions = (_listed(row[name]) for name in (self.options.candidates, self.options.solutions))
         return self._runner.confirmed(task, candidates, solutions, self.options.language)
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from rayrft.config.base import Section
-from rayrft.data.formats import as_text, broken_rows
+from rayrft.data.formats import answer_text, broken_rows
 from rayrft.data.tables import open_table
 from rayrft.errors import ConfigError, DataError, nearest
 from rayrft.pipelines.operator import Applied, Context, Operator, TextColumns, register_operator, values_of
@@ -130,9 +130,9 @@ class Decontaminate(Operator[DecontaminateOptions]):
         return Applied(rows, reasons)
 
 
-def _answer(text: object) -> str:
+def _answer(text: str | None) -> str:
     """Return an answer in plain form: the part after a last ####."""
-    return ("" if text is None else str(text)).rpartition("####")[2].replace(",", "").strip(" .\n")
+    return (text or "").rpartition("####")[2].replace(",", "").strip(" .\n")
 
 
 def _forms(question: str, answer: str) -> Iterator[object]:
@@ -216,8 +216,8 @@ def _read(file: EvaluationFile) -> list[tuple[str, str, str]]:
         answers = values_of(batch, file.answer) if file.answer is not None else [""] * len(questions)
         for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=len(tasks) + 1):
             try:
-                shown = "" if question is None else as_text(question, file.question)
-                truth = "" if answer is None else as_text(answer, str(file.answer))
+                shown = "" if question is None else answer_text(question, file.question)
+                truth = "" if answer is None else answer_text(answer, str(file.answer))
             except DataError as error:
                 raise DataError(f"row {number}: {error.problem}", error.remedy, field=str(file.path)) from None
             tasks.append((shown, truth, f"{file.path.name} {number}"))

@@ -233,7 +233,7 @@ def answer_of(text: str) -> str:
 class HintedOptions(FoundOptions):
     hinted_tries: int = Field(4, ge=0)
     """Tries with a hint, after ``tries`` without one of which too few were right; 0 for none."""
-    hint: Annotated[str | None, Reads("any")] = None
+    hint: Annotated[str | None, Reads("text")] = None
     """Column with the hint; by default the right answer is one."""
     max_pass_rate: float = Field(0.5, ge=0, le=1)
     """Tasks of which a greater share of the tries without a hint are right are not hard, and no row is made of them."""
@@ -281,7 +281,7 @@ class HintedSolutions(SolutionOperator[HintedOptions]):
         stored, hinted = self.stored(plain), list[CheckedAnswer]()
         if len(stored) < options.per_task and options.hinted_tries:
             hint = rows.column(options.hint)[indices[0]].as_py() if options.hint else None
-            text = cut(str(subject.task.answer if hint is None else hint), options.longest)
+            text = cut(subject.task.answer if hint is None else hint, options.longest)
             mark, messages = self.shown(subject.task, options.instructions or _HINT, _HINT_IS_DATA, [("hint", text)])
             hinted = await self.attempts(options.model, subject, messages, options.hinted_tries, "hinted")
             unmarked = [each for each in hinted if mark not in each.text]
