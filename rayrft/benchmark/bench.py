@@ -98,7 +98,7 @@ def bench(
 def check_attempts(config: RunConfig, tasks: Sequence[tuple[Task, int]], say: Callable[[str], None]) -> None:
     """Check the models, workflows and rewards that attempt tasks, which come with the number of their source."""
     check_auxiliary(config.auxiliary)
-    check_workflows(config.explorer, (task for task, _ in tasks), config.auxiliary)
+    check_workflows(config.explorer, (task for task, _ in tasks), config.auxiliary, config.plugins)
     for notice in check_rewards(config.scoring, tasks, config.auxiliary, config.explorer.workflow):
         say(notice)
 

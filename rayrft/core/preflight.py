@@ -121,7 +121,7 @@ def prepare(
     notices = check_rewards(config.reward, sourced, config.auxiliary, workflow)
     check_experiences(config, config.model.path)
     check_batches(config, config.model.path)
-    workflows = check_workflows(config.explorer, tasks, config.auxiliary)
+    workflows = check_workflows(config.explorer, tasks, config.auxiliary, config.plugins)
     check_demonstrations(config)
     task_set = task_set_spec(config, splits)
 

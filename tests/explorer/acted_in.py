@@ -65,6 +65,34 @@ class Async(Blocking):
         pass
 
 
+class Recorded(Blocking):
+    """Writes to the file ``to`` that it is created and closed, unless ``problem``: ``raise`` or ``die``."""
+
+    def __init__(self, to: str, problem: str = "") -> None:
+        super().__init__()
+        self._to = Path(to)
+        self._write("created")
+        if problem == "die":
+            os._exit(3)
+        if problem:
+            raise RuntimeError("no display")
+
+    def close(self) -> None:
+        self._write("closed")
+
+    def _write(self, what: str) -> None:
+        with self._to.open("a") as file:
+            file.write(f"{what}\n")
+
+
+class RecordedAsync(Recorded):
+    async def step(self, action: str) -> Any:
+        raise NotImplementedError
+
+    async def close(self) -> None:  # type: ignore[override]
+        super().close()
+
+
 def make_async() -> Async:
     """Of what it returns nothing is known in advance."""
     return Async()

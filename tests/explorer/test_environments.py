@@ -227,11 +227,37 @@ async def test_others_say_what_they_render_or_see(id: str, actions: list[str], s
     [
         (lake(id="FrozenLak-v1"), "explorer.environment.options.id"),
         (lake(size=4), "explorer.environment.options"),
+        (lake(options={"map_name": "9x9"}), "explorer.environment.options"),
     ],
 )
 def test_an_environment_that_its_library_does_not_know_is_refused(place: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, check=about(field)):
         check_workflows(config(**place).explorer, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "why"),
+    [
+        *(
+            (name, problem, why)
+            for name in ("Recorded", "RecordedAsync")
+            for problem, why in (("", ""), ("raise", "Runt"))
+        ),
+        ("Recorded", "die", "exit code 3"),
+    ],
+)
+def test_one_is_created_before_the_run_as_attempts_create_it_and_closed(
+    name: str, problem: str, why: str, tmp_path: Path
+) -> None:
+    options = {"to": str(tmp_path / "record"), "problem": problem}
+    explorer = config(**where(name, options=options)).explorer
+    if not problem:
+        check_workflows(explorer, [])
+    else:
+        with pytest.raises(ConfigError, check=about("explorer.environment.options", options), match=why) as refused:
+            check_workflows(explorer, [])
+        assert f"{name}' cannot be created" in refused.value.problem and refused.value.__cause__ is None
+    assert (tmp_path / "record").read_text().split() == ["created", *([] if problem else ["closed"])]
 
 
 def test_an_environment_in_which_no_workflow_acts_is_refused() -> None:

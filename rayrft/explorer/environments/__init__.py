@@ -12,7 +12,7 @@ from rayrft.explorer.environments.base import (
     images_of,
     register_environment,
 )
-from rayrft.explorer.environments.client import EnvironmentClient, Environments
+from rayrft.explorer.environments.client import EnvironmentClient, Environments, check_environment
 
 __all__ = [
     "Environment",
@@ -22,6 +22,7 @@ __all__ = [
     "Pictured",
     "Step",
     "as_messages",
+    "check_environment",
     "environment_factory",
     "environments",
     "images_of",

@@ -63,8 +63,8 @@ class Environment(Protocol):
     If the class's ``step`` is a coroutine function, the environment runs in the Explorer's event loop. If it is a plain
     one, which may block, or the class has an attribute ``blocking = True``, it runs in a process of its own. What it
     does depends on task, seed and actions alone. Two optional static methods are called with the options. ``check`` is
-    called before the run starts, to raise ConfigError for what cannot be. ``prepare`` is called before processes are
-    forked, to import or load what they share.
+    called before the run starts, to raise ConfigError for what cannot be; then one environment is created and closed.
+    ``prepare`` is called before processes are forked, to import or load what they share.
     """
 
     def reset(self, task: Task, seed: int) -> Observation | Awaitable[Observation]:

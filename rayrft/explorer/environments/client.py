@@ -13,10 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from rayrft.config.explorer import EnvironmentConfig
-from rayrft.errors import ActorDied, CallFailed, CallTimeout, EnvironmentFailed, EnvironmentTimeout, ProcessDied
+from rayrft.errors import (
+    ActorDied,
+    CallFailed,
+    CallTimeout,
+    ConfigError,
+    EnvironmentFailed,
+    EnvironmentTimeout,
+    ProcessDied,
+)
 from rayrft.experience import Task
 from rayrft.explorer.environments import base
 from rayrft.explorer.environments.base import Environment, Observation, Pictured, Step
+from rayrft.pipelines.run.process import in_thread
 from rayrft.runtime.processes.pool import ProcessPool
 from rayrft.runtime.processes.worker import Worker
 
@@ -149,6 +158,32 @@ class Environments:
         """End the processes."""
         if self._pool is not None:
             await self._pool.close()
+
+
+def check_environment(config: EnvironmentConfig, plugins: Sequence[Path] = ()) -> None:
+    """Create an environment as an attempt does, and close it, once its class's own ``check`` has passed. Raises
+    ConfigError if it cannot be created."""
+    create = base.environment_factory(config)
+    if (check := getattr(create.func, "check", None)) is not None:
+        check(**create.keywords)
+
+    async def create_once() -> None:
+        environments = Environments(config.model_copy(update={"processes": 1, "spares": 0}), plugins)
+        try:
+            async with environments.lease() as environment:
+                if isinstance(environment, Worker):  # the pool would kill its process
+                    with contextlib.suppress(CallFailed):
+                        await environment.call("close", deadline_s=config.deadline_s)
+        finally:
+            await environments.close()
+
+    try:
+        in_thread(create_once)
+    except CallFailed as error:
+        how = f" ({error.value})" if error.value else ""
+        problem = f"environment {config.name!r} cannot be created: {error.problem}{how}"
+        remedy = error.remedy or "correct the options, the class, or what it needs on this machine"
+        raise ConfigError(problem, remedy, field="explorer.environment.options", value=config.options) from None
 
 
 class _Local:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from rayrft.config.auxiliary import require_auxiliary
@@ -13,7 +14,7 @@ from rayrft.config.explorer import ExplorerConfig
 from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, DataError, RayrftError
 from rayrft.experience import Task
-from rayrft.explorer.environments import EnvironmentClient, environment_factory
+from rayrft.explorer.environments import EnvironmentClient, check_environment
 from rayrft.explorer.trajectory import Model, Trajectory
 from rayrft.explorer.workflows.isolated import IsolatedWorkflow
 from rayrft.registry import Registry
@@ -84,15 +85,13 @@ def build_workflow(
 
 
 def check_workflows(
-    config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Collection[str] = ()
+    config: ExplorerConfig, tasks: Iterable[Task], auxiliary: Collection[str] = (), plugins: Sequence[Path] = ()
 ) -> dict[str | None, Workflow]:
     """Return the config's workflow (None) and those that tasks name. Raises ConfigError unless they and the environment
-    can be built, the environment's own check passes, and a workflow acts in it."""
+    can be built, and a workflow acts in it."""
     built: dict[str | None, Workflow] = {None: build_workflow(config.workflow, config, auxiliary=auxiliary)}
     if config.environment is not None:
-        create = environment_factory(config.environment)
-        if (check := getattr(create.func, "check", None)) is not None:
-            check(**create.keywords)
+        check_environment(config.environment, plugins)
     for name in {task.workflow for task in tasks if task.workflow}:
         built[name] = build_workflow(name, config, "workflow of a task", auxiliary=auxiliary)
     if config.environment is not None and not any(map(_may_act, built.values())):
