@@ -368,10 +368,13 @@ class Mlflow:
         from mlflow.entities import Metric, Param
 
         self._metric = Metric
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{config.folder}/mlflow.db"
+        uri, files = os.environ.get("MLFLOW_TRACKING_URI"), None
+        if uri is None:  # else its files would be in the folder in which the run was started
+            uri, files = f"sqlite:///{config.folder}/mlflow.db", (config.folder / "mlflow").as_uri()
         self._client: Any = MlflowClient(tracking_uri=uri)
-        known = self._client.get_experiment_by_name(config.monitor.project)
-        experiment = known.experiment_id if known else self._client.create_experiment(config.monitor.project)
+        project = config.monitor.project
+        known = self._client.get_experiment_by_name(project)
+        experiment = known.experiment_id if known else self._client.create_experiment(project, files)
 
         def create() -> str:
             run: str = self._client.create_run(experiment, run_name=config.name).info.run_id
