@@ -149,7 +149,7 @@ def prepare(
     if config.rolls_out and splits.train and config.explorer.environment is None:
         notices += check_prompts(splits.train, tokenizer, workflows, config.explorer.sampling.max_prompt_tokens)
     notices += _check_calls(config, workflows, tokenizer)
-    if config.rolls_out and (form := tokenizer.unread_reasoning):
+    if config.rolls_out and (form := tokenizer.template.unread_reasoning):
         notices += [f"model.path: reasoning in the form of {form} is not read: rewards and endpoint take it as answer"]
     demonstrations, skipped = load_demonstrations(config, splits, tokenizer)
     compared = chain(splits.evaluation, splits.train, _PROBES) if config.rolls_out else []

@@ -17,12 +17,13 @@ import pyarrow.compute as pc
 
 from rayrft.config.demonstrations import DemonstrationsConfig, RowFormat
 from rayrft.config.seeds import generator
+from rayrft.data.chat_template import Tools
 from rayrft.data.formats import ParsedRow, SkippedRows, answer_text, as_list, broken_rows, finite, rows_of, value_at
 from rayrft.data.images import image_paths
 from rayrft.data.layouts import Side, conversations, displayed
 from rayrft.data.row_sources import open_source
 from rayrft.data.tables import ordered_blocks
-from rayrft.data.tokenizer import ChatTokenizer, Tools
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
 from rayrft.experience import SCHEMA, Experience, Task, dedup_key, to_batch
 

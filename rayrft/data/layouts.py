@@ -12,9 +12,9 @@ from functools import cache
 from typing import Any
 
 from rayrft.config.demonstrations import RowFormat
+from rayrft.data.chat_template import common_length
 from rayrft.data.formats import CsvRow, answer_text, as_text, value_at
 from rayrft.data.images import IMAGE_MARK
-from rayrft.data.tokenizer import common_length
 from rayrft.errors import DataError
 
 _Message = dict[str, Any]

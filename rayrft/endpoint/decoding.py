@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rayrft.data.chat_template import Tools
 from rayrft.data.reasoning import ReasoningSplit, overlap, split_reasoning
-from rayrft.data.tokenizer import INCOMPLETE, ChatTokenizer, Tools
+from rayrft.data.tokenizer import INCOMPLETE, ChatTokenizer
 from rayrft.explorer.engines.exchange import Completion
 from rayrft.explorer.tools.call_formats import CallFormat, ToolCall
 

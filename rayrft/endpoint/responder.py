@@ -130,7 +130,7 @@ class Responder:
             must_call = isinstance(body, ChatRequest) and body.must_call
             # A template without tools shows earlier calls as the model writes them, too.
             called = isinstance(body, ChatRequest) and any(each.tool_calls for each in body.messages)
-            bare = called and not self._tokenizer.takes_tools
+            bare = called and not self._tokenizer.template.takes_tools
             known = await self._call_format() if tools or bare else HermesCalls()
             form = JsonCalls() if must_call else known if tools else None
             size = self.settings.max_length
@@ -186,7 +186,7 @@ class Responder:
     def _with_effort(self, body: ChatRequest) -> ChatRequest:
         """Return a request whose effort of reasoning is an option of the chat template. Raises ApiError if it has no
         such option, unless no reasoning is asked for and the template shows none."""
-        effort, template = body.reasoning_effort, self._tokenizer
+        effort, template = body.reasoning_effort, self._tokenizer.template
         choices = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         options = {name: value for name, value in choices.items() if effort and template.has_option(name)}
         if effort and not options and (effort != "none" or template.shows_reasoning):
@@ -199,9 +199,9 @@ class Responder:
         differs from the sampled one, if the history is that of the template. Raises DataError."""
         messages = [each.plain() for each in body.messages]
         if self._config.history == "template":
-            tools, bare = body.shown_tools, not self._tokenizer.takes_tools
+            tools, bare = body.shown_tools, not self._tokenizer.template.takes_tools
             shown = [each.for_bare_template(HermesCalls()) if bare else each.for_template() for each in body.messages]
-            cut = self._tokenizer.leaves_out_reasoning(shown, () if bare else tools, body.chat_template_kwargs)
+            cut = self._tokenizer.template.leaves_out_reasoning(shown, () if bare else tools, body.chat_template_kwargs)
             messages = [{**each, "cut": True} if is_cut else each for each, is_cut in zip(messages, cut, strict=True)]
         return messages
 
@@ -260,7 +260,7 @@ class Responder:
         body, tokenizer, prefix = ask.body, self._tokenizer, ask.prefix
         known = prefix.length if prefix is not None else 0
         if isinstance(body, ChatRequest):
-            tools, bare = body.shown_tools, not tokenizer.takes_tools
+            tools, bare = body.shown_tools, not tokenizer.template.takes_tools
             options = body.chat_template_kwargs
             messages = [each.for_bare_template(form) if bare else each.for_template() for each in body.messages]
             for each, message in zip(body.messages, messages, strict=True):
@@ -370,7 +370,9 @@ class Responder:
         return self._config.reasoning == "split" and isinstance(ask.body, ChatRequest)
 
     def _opening(self, ask: CheckedRequest) -> str:
-        return self._tokenizer.opening(ask.body.chat_template_kwargs) if isinstance(ask.body, ChatRequest) else ""
+        return (
+            self._tokenizer.template.opening(ask.body.chat_template_kwargs) if isinstance(ask.body, ChatRequest) else ""
+        )
 
     async def _record(self, ask: CheckedRequest, answers: list[DecodedAnswer], engine: str | None) -> None:
         if self.sessions is None:

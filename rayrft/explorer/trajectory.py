@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from rayrft.config.auxiliary import require_auxiliary
+from rayrft.data.chat_template import Tools
 from rayrft.data.images import Picture, keep_image
-from rayrft.data.tokenizer import ChatTokenizer, Tools, fills
+from rayrft.data.tokenizer import ChatTokenizer, fills
 from rayrft.experience import TOKEN_REWARD, Experience, Task, VersionSpan
 from rayrft.explorer.engines.auxiliary import AuxiliaryModel
 from rayrft.explorer.engines.exchange import Completion, Session
@@ -220,7 +221,7 @@ class Trajectory:
         found, said, tokenizer = dict[str, float](), self.transcript.answers, self._model.tokenizer
         for turn, group in groupby(steps, key=lambda step: step.turn):
             (start, completion), of_turn = self._actions[turn], list(group)
-            opening = tokenizer.opening() if said[turn] == tokenizer.answer(completion.token_ids) else ""
+            opening = tokenizer.template.opening() if said[turn] == tokenizer.answer(completion.token_ids) else ""
             ends = [max(0, step.end - len(opening)) for step in of_turn]
             places = tokenizer.tokens_at(completion.token_ids, said[turn].removeprefix(opening), ends)
             for place, step in zip(places, of_turn, strict=True):

@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
+from rayrft.data.chat_template import Messages
 from rayrft.data.reasoning import split_reasoning
-from rayrft.data.tokenizer import Messages
 from rayrft.errors import ConfigError, EndpointFailed, RequestRefused
 from rayrft.experience import Task
 from rayrft.rewards.base import RewardResult, Transcript, register_reward

@@ -169,9 +169,9 @@ def test_each_form_of_reasoning_that_vllm_knows_is_read_or_named(tmp_path: Path)
     known = {*MARKS, *SAME_MARKS, *UNREAD, *NOT_OF_ONE_FORM} - {"<odd:think>"}
     assert known == set(ReasoningParserManager.list_registered())
     for name, text in UNREAD.items():
-        assert tokenizer_of(tmp_path / "unread", template=_TURNS + text).unread_reasoning == name
+        assert tokenizer_of(tmp_path / "unread", template=_TURNS + text).template.unread_reasoning == name
     for name, marks in MARKS.items():
-        assert tokenizer_of(tmp_path / name, *marks, template=_TURNS + marks[0]).unread_reasoning is None
+        assert tokenizer_of(tmp_path / name, *marks, template=_TURNS + marks[0]).template.unread_reasoning is None
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_earlier_reasoning_is_kept_or_left_out_as_the_template_does(name: str, f
     user = {"role": "user", "content": "3 + 4?"}
     said = {"role": "assistant", "content": "<think>five</think>six"}
     shown = {"gptoss": "six", "gemma4_v5": "six", "seed": "<seed:think>five</seed:think>six", "": said["content"]}[name]
-    assert tokenizer.leaves_out_reasoning([user, said, user])[1] == bool(field)
+    assert tokenizer.template.leaves_out_reasoning([user, said, user])[1] == bool(field)
     text = tokenizer.hf.decode(tokenizer.prompt([user, said, user]))
     assert shown in text and ("five" in text) == (not field)
     if field:

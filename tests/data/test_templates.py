@@ -174,7 +174,7 @@ def test_without_a_template_prompts_demonstrations_and_texts_begin_alike(make: M
 @pytest.mark.parametrize("family", ["opens", "deepseek"])
 def test_reasoning_that_the_prompt_opens_is_continued_by_demonstrations(family: str, make: Make) -> None:
     tokenizer = ChatTokenizer(make(family))
-    assert tokenizer.opening() == "<think>\n"
+    assert tokenizer.template.opening() == "<think>\n"
     prompt = tokenizer.prompt(CHAT[:1])
     for text in ("hm\n</think>\n\ntwo", "<think>\nhm\n</think>\n\ntwo", "<think>hm\n</think>\n\ntwo"):
         ids, mask = tokenizer.chat([CHAT[0], {"role": "assistant", "content": text}])
@@ -210,7 +210,9 @@ def test_options_of_the_template_reach_every_prompt_and_the_saved_tokenizer(make
 def test_a_template_file_replaces_the_tokenizers(make: Make, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text(OPENS)
     tokenizer = ChatTokenizer(make("qwen"), template=config(tmp_path, file=str(tmp_path / "own.jinja")))
-    assert tokenizer.opening() == "<think>\n" and tokenizer.prompt(CHAT) == ChatTokenizer(make("opens")).prompt(CHAT)
+    assert tokenizer.template.opening() == "<think>\n" and tokenizer.prompt(CHAT) == ChatTokenizer(
+        make("opens")
+    ).prompt(CHAT)
 
 
 def test_a_template_that_cannot_be_used_is_refused_at_its_key(make: Make, tmp_path: Path) -> None:

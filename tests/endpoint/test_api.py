@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from rayrft.data.tokenizer import Tools
+from rayrft.data.chat_template import Tools
 from rayrft.errors import ActorDied, EngineFailed
 from rayrft.explorer.tools.call_formats import HermesCalls, MalformedCall, ToolCall, register_call_format
 from rayrft.runtime.serving import key_digest

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from rayrft.data.tokenizer import ChatTokenizer, Tools
+from rayrft.data.chat_template import Tools
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.endpoint.decoding import AnswerText, decode_message
 from rayrft.errors import ConfigError
 from rayrft.explorer.tools import vllm_parsers

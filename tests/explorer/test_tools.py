@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayrft.data.tokenizer import ChatTokenizer, Tools
+from rayrft.data.chat_template import Tools
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError
 from rayrft.experience import Experience, Task
 from rayrft.explorer.rollout import Rollout

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rayrft.data.chat_template import Tools
 from rayrft.data.reasoning import split_reasoning
-from rayrft.data.tokenizer import ChatTokenizer, Tools
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import DataError
 from rayrft.registry import Registry
 
@@ -147,7 +148,7 @@ class Probe:
 
 def probe_template(tokenizer: ChatTokenizer) -> Probe | None:
     """Return calls as a tokenizer's chat template shows them, or None if it shows none."""
-    if not tokenizer.takes_tools:
+    if not tokenizer.template.takes_tools:
         return None
     # Some templates want an id of nine letters, others one that is a part of the call, and some show one call alone.
     for ids in ("callabc{}1", "functions.get_weather:{}"):
@@ -156,7 +157,7 @@ def probe_template(tokenizer: ChatTokenizer) -> Probe | None:
                 {"id": ids.format(n), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for n, call in enumerate(calls)
             ]
-            text = tokenizer.shown_calls(shown, PROBE_TOOLS)
+            text = tokenizer.template.shown_calls(shown, PROBE_TOOLS, tokenizer.ends)
             if text is not None and all(call.arguments["city"] in text and call.name in text for call in calls):
                 return Probe(text, tuple(calls))
     return None

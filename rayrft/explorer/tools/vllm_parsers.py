@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from rayrft.data.tokenizer import ChatTokenizer, Tools
+from rayrft.data.chat_template import Tools
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import CallFailed, ConfigError, nearest
 from rayrft.explorer.tools.call_formats import (
     PROBE_TOOLS,
@@ -76,7 +77,7 @@ async def check_template(tokenizer: ChatTokenizer, field: str) -> str | None:
     nothing reads the calls that the chat template shows."""
     form = await open_call_format("auto", tokenizer, field)
     await form.close()
-    if tokenizer.takes_tools or not tokenizer.shows_tool_calls:
+    if tokenizer.template.takes_tools or not tokenizer.template.shows_tool_calls:
         return None
     return f"{field}: the chat template shows calls and no tools: tools are described as text, and calls read as hermes"
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rayrft.data.tokenizer import ChatTokenizer, Tools
+from rayrft.data.chat_template import Tools
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.experience import TRUNCATED, Task
 from rayrft.explorer.environments import EnvironmentClient
 from rayrft.explorer.tools.call_formats import (
@@ -57,7 +58,7 @@ class ToolCalling:
 
     def opening(self, task: Task, tokenizer: ChatTokenizer) -> tuple[list[_Message], Tools]:
         """Return the messages and tools of a task's first prompt."""
-        if tokenizer.takes_tools:
+        if tokenizer.template.takes_tools:
             return task.messages, self._toolbox.schemas
         form = call_formats.get(self.call_format)() if self.call_format in call_formats else HermesCalls()
         return instructed(task.messages, self._toolbox.schemas, form), ()
@@ -86,7 +87,7 @@ def _told(
 ) -> list[_Message]:
     """Return the results as messages: of role ``tool``, or as one of the user where the chat template has no such."""
     texts = [tokenizer.defuse(outcome.text) for outcome in outcomes]
-    if tokenizer.takes_tools:
+    if tokenizer.template.takes_tools:
         names = [call.name if isinstance(call, ToolCall) else "" for call in calls]
         return [{"role": "tool", "name": name, "content": text} for name, text in zip(names, texts, strict=True)]
     return [{"role": "user", "content": "\n".join(map(as_response, texts))}]

@@ -12,9 +12,10 @@ from typing import Annotated, Any, TypeVar
 import pyarrow as pa
 from pydantic import Field
 
+from rayrft.data.chat_template import Messages
 from rayrft.data.demonstrations import expert_row
 from rayrft.data.reasoning import split_reasoning
-from rayrft.data.tokenizer import ChatTokenizer, Messages
+from rayrft.data.tokenizer import ChatTokenizer
 from rayrft.errors import ConfigError, RequestRefused
 from rayrft.experience import Experience, Task, reaches, to_batch
 from rayrft.pipelines.operator import Applied, Context, ModelName, Reads, register_operator, with_column

@@ -18,7 +18,7 @@ from rayrft.config.auxiliary import AuxiliaryConfig
 from rayrft.config.base import resolved
 from rayrft.config.pipelines import EndpointConfig
 from rayrft.config.reward import RewardModelsConfig
-from rayrft.data.tokenizer import Messages
+from rayrft.data.chat_template import Messages
 from rayrft.errors import DataError, EndpointFailed, RequestRefused
 from rayrft.experience import Task
 from rayrft.json_lines import open_lines
