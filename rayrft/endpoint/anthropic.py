@@ -116,10 +116,9 @@ def _image(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(blocks: Any, place: str) -> str:
-    texts = [block.get("text") if isinstance(block, dict) else None for block in blocks if isinstance(blocks, list)]
-    if not isinstance(blocks, list) or not all(isinstance(text, str) for text in texts):
+    if not isinstance(blocks, list) or not all(isinstance(_entry(block, "text"), str) for block in blocks):
         raise UnsupportedParameter(place, "has a block that is not a text")
-    return "\n".join(str(text) for text in texts)
+    return "\n".join(block["text"] for block in blocks)
 
 
 def _tool(tool: Any) -> Any:

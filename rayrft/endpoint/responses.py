@@ -257,20 +257,14 @@ class ResponseReply(ReplyForm):
 
     def _call(self, index: int, item: _Item) -> Iterator[str]:
         place = {"item_id": item["id"], "output_index": index}
-        if "input" in item:
-            begun = {**item, "input": "", "status": "in_progress"}
-            yield self._event("response.output_item.added", output_index=index, item=begun)
-            yield self._event("response.custom_tool_call_input.delta", delta=item["input"], **place)
-            yield self._event("response.custom_tool_call_input.done", input=item["input"], **place)
-            return
-        if "arguments" not in item:
-            yield self._event("response.output_item.added", output_index=index, item={**item, "status": "in_progress"})
-            return
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        arguments = item["arguments"]
+        given = next((name for name in ("input", "arguments") if name in item), None)
+        begun = {key: "" if key == given else value for key, value in item.items()} | {"status": "in_progress"}
         yield self._event("response.output_item.added", output_index=index, item=begun)
-        yield self._event("response.function_call_arguments.delta", delta=arguments, **place)
-        yield self._event("response.function_call_arguments.done", arguments=arguments, name=item["name"], **place)
+        if given is not None:
+            kind = "response.custom_tool_call_input" if given == "input" else "response.function_call_arguments"
+            name = {"name": item["name"]} if given == "arguments" else {}
+            yield self._event(f"{kind}.delta", delta=item[given], **place)
+            yield self._event(f"{kind}.done", **{given: item[given]}, **name, **place)
 
     def _items(self, answer: DecodedAnswer) -> list[_Item]:
         thoughts = [self._reasoning(answer.message.reasoning)] if answer.message.reasoning else []
